@@ -1,0 +1,35 @@
+# The only commands: `make demo`, `make test`, `make check`, `make soak`. Each sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check soak env clean
+
+demo: $(STAMP)
+	$(BIN)/meshwright demo
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not soak"
+
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+	$(BIN)/codespell src docs tests README.md CONTRIBUTING.md CHANGELOG.md
+
+env: $(STAMP)
+
+# torch first and by exact pin: a range would pull the CUDA build and gigabytes with it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,44 @@
+"""What was asked for: frozen, typed, complete descriptions of a run. Imports no torch."""
+
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.data import DataSpec, SyntheticSpec
+from meshwright.spec.memory import MemorySpec
+from meshwright.spec.model import (
+    AttentionSpec,
+    LatentSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeScalingSpec,
+    RopeSpec,
+)
+from meshwright.spec.observe import EvaluateSpec, ObserveSpec
+from meshwright.spec.optim import LrScalingSpec, OptimSpec
+from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
+from meshwright.spec.precision import LossScaleSpec, PrecisionSpec
+from meshwright.spec.run import RunSpec
+from meshwright.spec.schedule import ScheduleSpec
+
+__all__ = [
+    "MESH_ORDER",
+    "AttentionSpec",
+    "CheckpointSpec",
+    "DataSpec",
+    "EvaluateSpec",
+    "LatentSpec",
+    "LossScaleSpec",
+    "LrScalingSpec",
+    "MemorySpec",
+    "MlpSpec",
+    "ModelSpec",
+    "MoeSpec",
+    "ObserveSpec",
+    "OptimSpec",
+    "ParallelSpec",
+    "PrecisionSpec",
+    "RopeScalingSpec",
+    "RopeSpec",
+    "RunSpec",
+    "ScheduleSpec",
+    "SyntheticSpec",
+]

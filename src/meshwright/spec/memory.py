@@ -1,0 +1,14 @@
+"""What trades seconds for bytes."""
+
+from typing import Literal
+
+from meshwright.spec.base import Positive, Spec
+
+
+class MemorySpec(Spec):
+    """Nothing is traded by default."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """selective keeps matmul and attention outputs and recomputes the cheap rest."""
+    recompute_every: Positive = 1
+    """Recompute every k-th layer (1: all of them)."""

@@ -1,0 +1,63 @@
+"""One file per run: every concern of a run in one frozen value."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.spec.base import NonNegative, Spec
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.data import DataSpec
+from meshwright.spec.memory import MemorySpec
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.observe import ObserveSpec
+from meshwright.spec.optim import OptimSpec
+from meshwright.spec.parallel import ParallelSpec
+from meshwright.spec.precision import PrecisionSpec
+from meshwright.spec.schedule import ScheduleSpec
+
+RUN_VERSION = 1
+
+
+class RunSpec(Spec):
+    """Everything that decides what a run computes, and nothing that does not."""
+
+    version: Literal[1] = RUN_VERSION
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: NonNegative = 0
+    deterministic: bool = False
+    """The same run twice gives bitwise equal losses, at some cost in speed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    model: ModelSpec
+    parallel: ParallelSpec = ParallelSpec()
+    precision: PrecisionSpec = PrecisionSpec()
+    memory: MemorySpec = MemorySpec()
+    optim: OptimSpec = OptimSpec()
+    schedule: ScheduleSpec
+    data: DataSpec
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    observe: ObserveSpec = ObserveSpec()
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step on one data-parallel rank."""
+        return self.data.batch_sequences // (self.data.microbatch_sequences * self.parallel.dp)
+
+    def trajectory_fingerprint(self) -> str:
+        """Equal for two specs whose runs pass through the same states: what resuming requires.
+
+        The mesh, the micro-batch, how often something is written and how long the run goes on may
+        differ between the two; model, data, optimizer, seed and precision may not.
+        """
+        same_course = self.with_(
+            name="run",
+            device="auto",
+            compile=False,
+            parallel=ParallelSpec(),
+            memory=MemorySpec(),
+            data=self.data.with_(microbatch_sequences=1),
+            checkpoint=CheckpointSpec(),
+            observe=ObserveSpec(),
+        )
+        return same_course.fingerprint()

@@ -1,0 +1,109 @@
+"""Human forms of numbers: `4M` tokens, `80GiB`, `30d`, and back."""
+
+import math
+import re
+
+_COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BYTE_SUFFIX = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SECONDS_SUFFIX = {
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "w": 604800.0,
+    "y": 31557600.0,
+}
+_NUMBER_AND_SUFFIX = re.compile(r"^\s*([+-]?[0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = _NUMBER_AND_SUFFIX.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number with an optional unit")
+    return float(match.group(1).replace("_", "").replace(",", "")), match.group(2).lower()
+
+
+def _scaled(text: str, suffixes: dict[str, float] | dict[str, int], examples: str) -> float:
+    number, suffix = _split(text)
+    if suffix not in suffixes:
+        raise ValueError(f"unknown unit {suffix!r} in {text!r}; use {examples}")
+    value = number * suffixes[suffix]
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a finite number")
+    return value
+
+
+def parse_count(value: object) -> object:
+    """`4M` -> 4000000, `1e6` -> 1000000; anything that is not text passes through unchanged."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    scaled = _scaled(value, _COUNT_SUFFIX, "K, M, B or T")
+    if abs(scaled - round(scaled)) > 1e-6 * max(1.0, abs(scaled)):
+        raise ValueError(f"{value!r} is not a whole number")
+    return round(scaled)
+
+
+def parse_bytes(value: object) -> object:
+    """`80GiB` -> 85899345920, `80GB` -> 80000000000; numbers are bytes already."""
+    if not isinstance(value, str):
+        return value
+    number, suffix = _split(value)
+    return round(number) if not suffix else round(_scaled(value, _BYTE_SUFFIX, "MB, GB, MiB or GiB"))
+
+
+def parse_seconds(value: object) -> object:
+    """`30d` -> 2592000.0, `90min` -> 5400.0; numbers are seconds already."""
+    if not isinstance(value, str):
+        return value
+    number, suffix = _split(value)
+    return number if not suffix else _scaled(value, _SECONDS_SUFFIX, "s, min, h, d, w or y")
+
+
+def parse_number(value: object) -> object:
+    """`3e-4` -> 0.0003: YAML 1.1 reads a float without a dot as text, people do not."""
+    if not isinstance(value, str):
+        return value
+    number, suffix = _split(value)
+    if suffix:
+        raise ValueError(f"{value!r} is not a plain number")
+    return number
+
+
+def show_count(count: float) -> str:
+    """4000000 -> `4M`, 8030261248 -> `8.03B`: three significant digits."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(count) >= size * 0.9995:
+            return f"{float(f'{count / size:.3g}'):g}{suffix}"
+    return f"{count:g}"
+
+
+def show_bytes(num_bytes: float) -> str:
+    """85899345920 -> `80.0 GiB`."""
+    for size, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.1f} {suffix}"
+    return f"{num_bytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """0.0123 -> `12.3 ms`, 5400 -> `1.5 h`, 2592000 -> `30.0 days`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    for size, suffix in ((2 * 31557600.0, "years"), (2 * 86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            unit = {"years": 31557600.0, "days": 86400.0}.get(suffix, size)
+            return f"{seconds / unit:.1f} {suffix}"
+    return f"{seconds:.2f} s"
