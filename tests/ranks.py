@@ -1,0 +1,133 @@
+"""One pool of gloo ranks for the whole test run.
+
+Starting torch in eight processes takes most of a minute on two cores, so it is done once: a fork
+server imports torch, the ranks are forked from it and stay. Each job forms a fresh process group of
+the size it asks for (tens of milliseconds) and leaves none behind.
+"""
+
+import datetime
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A collective that waits this long has lost a partner: no test job computes for a minute.
+JOB_TIMEOUT_SECONDS = 120.0
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "pydantic",
+]
+
+
+class RankFailure(AssertionError):
+    """One or more ranks raised; the text holds each rank's traceback."""
+
+
+def _pack(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    """Run jobs until the pipe closes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, world_size, store_path, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            store = dist.FileStore(store_path, world_size)
+            timeout = datetime.timedelta(seconds=JOB_TIMEOUT_SECONDS)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            torch.manual_seed(0)
+            connection.send((True, _pack(function(*args))))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class RankPool:
+    """Forked ranks that run `function(*args)` together in a process group of any size up to `max_ranks`."""
+
+    def __init__(self, max_ranks: int = 8) -> None:
+        self.max_ranks = max_ranks
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
+
+    def _grow(self, num_ranks: int) -> None:
+        while len(self._workers) < num_ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(len(self._workers), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
+        """What each rank returned, by rank; raises RankFailure with every traceback."""
+        assert 1 <= world_size <= self.max_ranks
+        self._grow(world_size)
+        store_path = os.path.join(self._folder.name, uuid.uuid4().hex)
+        connections = [connection for _, connection in self._workers[:world_size]]
+        for connection in connections:
+            connection.send((function, world_size, store_path, args))
+        return self._collect(connections)
+
+    def _collect(self, connections: list[Connection]) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = dict(zip(connections, range(len(connections)), strict=True))
+        while waiting:
+            # After a first failure the others hang in a collective: give them a moment to report too.
+            ready = wait(list(waiting), timeout=2.0 if failures else JOB_TIMEOUT_SECONDS + 30)
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, value = connection.recv()
+                except EOFError:
+                    succeeded, value = False, "the process died"
+                (results if succeeded else failures)[rank] = value
+        if failures or waiting:
+            self.restart()
+            silent = f"\nno answer from ranks {sorted(waiting.values())}" if waiting else ""
+            raise RankFailure(
+                "".join(f"\nrank {r}:\n{text}" for r, text in sorted(failures.items())) + silent
+            )
+        return [_unpack(results[rank]) for rank in range(len(connections))]
+
+    def close(self) -> None:
+        """End the pool for good."""
+        self.restart()
+        self._folder.cleanup()
+
+    def restart(self) -> None:
+        """Kill the ranks; the next job forks new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
