@@ -1,0 +1,1 @@
+"""What is decided: work, memory, traffic and the search over layouts. Imports no torch."""
