@@ -1,0 +1,1 @@
+"""What a run writes down: metrics are reductions, events are facts per rank, reports are for people."""

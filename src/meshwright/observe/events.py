@@ -1,0 +1,86 @@
+"""events-<rank>.jsonl: structured facts of one rank, one JSON object per line.
+
+Every line has `time` (seconds since 1970), `kind`, `rank` and `host`; the rest are the fields of
+that kind. Fields are plain numbers, texts or lists of them: a mapping is refused, so that no
+environment can be written down by accident, and credentials inside addresses are blanked.
+"""
+
+import json
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Self
+
+from meshwright.observe.metrics import to_json
+
+EventKind = Literal[
+    "start", "resume", "checkpoint", "evaluate", "overflow", "warning", "interrupt", "failure", "finish"
+]
+Event = dict[str, Any]
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_RESERVED = frozenset({"time", "kind", "rank", "host"})
+
+
+def events_path(run_dir: Path | str, rank: int) -> Path:
+    """Where a rank writes its events."""
+    return Path(run_dir) / f"events-{rank}.jsonl"
+
+
+class EventWriter:
+    """Appends facts of this rank; every rank may have one. Use as a context."""
+
+    def __init__(self, run_dir: Path | str, rank: int) -> None:
+        self._rank = rank
+        self._host = socket.gethostname()
+        path = events_path(run_dir, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A line that a killed process left torn must not swallow the first one of this process.
+        needs_newline = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        if needs_newline:
+            self._file.write(b"\n")
+
+    def write(self, kind: EventKind, **fields: Any) -> None:
+        """One fact, with the time of this call; whole on the disk's side even if the process is killed."""
+        for name, value in fields.items():
+            assert name not in _RESERVED, f"event field {name!r} is written by the writer itself"
+            assert not isinstance(value, Mapping), f"event field {name!r} is a mapping"
+        facts = {"time": time.time(), "kind": kind, "rank": self._rank, "host": self._host}
+        line = to_json(facts | {name: _blank(value) for name, value in fields.items()})
+        self._file.write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_events(path: Path | str) -> list[Event]:
+    """The whole, well-formed facts of one file in order; a missing file has none."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [event for event in map(_parse, lines) if event is not None]
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_blank(item) for item in value]
+    return _CREDENTIALS.sub("***", value) if isinstance(value, str) else value
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_event = isinstance(event, dict) and isinstance(event.get("kind"), str)
+    return event if is_event and isinstance(event.get("time"), int | float) else None

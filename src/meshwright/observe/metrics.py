@@ -1,0 +1,216 @@
+"""metrics.jsonl: one JSON object per step, always one clean history of the run.
+
+A line reaches the operating system whole before the next step begins, so a killed process loses
+at most the line it was writing. Resuming cuts that torn line and every line after the restored
+step. Numbers that JSON cannot hold (an infinite loss, say) are written as the texts "NaN",
+"Infinity" and "-Infinity", and read back as numbers.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+METRICS_NAME = "metrics.jsonl"
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+Row = dict[str, float | int | bool | None]
+"""One line of metrics.jsonl as read back; keys that a writer left out are missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What one optimizer step did; already reduced over ranks, the same for the whole world.
+
+    The three rates are filled in by `MetricsWriter`; optional values stay out of the line when None.
+    """
+
+    step: int
+    """Optimizer updates done, this one included: the first line has step 1."""
+    loss: float
+    """Sum over target tokens / global number of target tokens of the step."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    tokens: int
+    """Positions trained on since the start of the run, this step included."""
+    step_tokens: int
+    """Positions of this step over all ranks."""
+    step_seconds: float
+    """Wall time of this step alone; evaluation and checkpoints are not in it."""
+    peak_bytes: int | None
+    """Largest over ranks; None where it cannot be measured."""
+    tokens_per_second: float | None = None
+    """Over all ranks."""
+    tflops_per_gpu: float | None = None
+    """Model FLOPs by the strict convention of `plan/flops.py`; recompute is not counted."""
+    mfu: float | None = None
+    """tflops_per_gpu / datasheet dense peak; None where the peak is unknown (a CPU)."""
+    eval_loss: float | None = None
+    loss_scale: float | None = None
+    """fp16 only."""
+    skipped: bool | None = None
+    """fp16 only: gradients overflowed and the update was left out."""
+    aux_loss: float | None = None
+    """Load-balancing loss of the experts, before its coefficient."""
+    expert_load_max: float | None = None
+    """Tokens of the busiest expert of any layer / tokens of an expert under perfect balance."""
+    expert_load_min: float | None = None
+    """The same for the idlest expert."""
+
+
+# Always present in a line, null where unknown; every other field is left out when it is None.
+_ALWAYS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "step_seconds",
+    "tokens_per_second",
+    "tflops_per_gpu",
+    "mfu",
+    "peak_bytes",
+)
+
+
+@dataclass(frozen=True)
+class WorkRate:
+    """What turns tokens per second into FLOP/s per device and MFU."""
+
+    flops_per_token: float
+    num_ranks: int
+    peak_flops_per_second: float | None = None
+    """Datasheet dense peak of one device in the run's precision; None: unknown, so MFU is null."""
+
+    def fill(self, metrics: StepMetrics) -> StepMetrics:
+        """The same metrics with tokens_per_second, tflops_per_gpu and mfu."""
+        if metrics.step_seconds <= 0:
+            return metrics
+        tokens_per_second = metrics.step_tokens / metrics.step_seconds
+        flops_per_second = tokens_per_second * self.flops_per_token / self.num_ranks
+        peak = self.peak_flops_per_second
+        return replace(
+            metrics,
+            tokens_per_second=tokens_per_second,
+            tflops_per_gpu=flops_per_second / 1e12,
+            mfu=flops_per_second / peak if peak else None,
+        )
+
+
+class MetricsWriter:
+    """Appends to the run's metrics.jsonl. Rank 0 makes one; nobody else does. Use as a context."""
+
+    def __init__(self, run_dir: Path | str, work_rate: WorkRate, *, restored_step: int = 0) -> None:
+        """Opens the file; lines after `restored_step` (0: a fresh start) and a torn last line go away."""
+        self._path = Path(run_dir) / METRICS_NAME
+        self._work_rate = work_rate
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        cut_after(self._path, restored_step)
+        # Unbuffered: one line is one write, so the operating system has it when write returns.
+        self._file: BinaryIO = self._path.open("ab", buffering=0)
+
+    def write(self, metrics: StepMetrics) -> StepMetrics:
+        """Appends one line and returns the metrics with their rates, for progress and mirrors."""
+        complete = self._work_rate.fill(metrics)
+        self._file.write(format_line(complete).encode())
+        return complete
+
+    def close(self) -> None:
+        """Forces what was written to the disk and closes the file."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def format_line(metrics: StepMetrics) -> str:
+    """One line of strict JSON, with its newline."""
+    values = asdict(metrics)
+    kept = {name: values[name] for name in _ALWAYS}
+    kept |= {name: value for name, value in values.items() if name not in kept and value is not None}
+    return to_json(kept) + "\n"
+
+
+def to_json(values: Mapping[str, Any]) -> str:
+    """Strict JSON on one line; a number that JSON cannot hold becomes its name as text."""
+    return json.dumps({name: _holdable(value) for name, value in values.items()}, allow_nan=False)
+
+
+def _holdable(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def read_metrics(path: Path | str) -> list[Row]:
+    """The steps of a metrics.jsonl (or of a run directory) in order.
+
+    Whatever is not a whole line with a step is passed over, a missing file has no rows, and the
+    last line of a step counts. Numbers come back as numbers, non-finite ones included.
+    """
+    path = Path(path)
+    path = path / METRICS_NAME if path.is_dir() else path
+    by_step = {int(row["step"] or 0): row for row in _rows(_lines(path))}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def cut_after(path: Path, last_step: int) -> None:
+    """Removes the lines after `last_step` and lines that are not whole; the file changes at once or not."""
+    before = _lines(path)
+    kept = [line for line in before if any(int(row["step"] or 0) <= last_step for row in _rows([line]))]
+    if kept == before:
+        return
+    draft = path.with_name(path.name + ".cut")
+    with draft.open("wb") as file:
+        file.write(b"".join(kept))
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+
+
+def _rows(lines: Iterable[bytes]) -> Iterable[Row]:
+    for line in lines:
+        row = _parse(line)
+        if row is not None:
+            yield row
+
+
+def _parse(line: bytes) -> Row | None:
+    """The numbers of a whole line, or None: no newline at the end means that the write was cut short."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):  # deep nesting in a damaged line
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        return None
+    return {name: _number(value) for name, value in values.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in _NON_FINITE
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _number(value: Any) -> float | int | bool | None:
+    return _NON_FINITE[value] if isinstance(value, str) else value
