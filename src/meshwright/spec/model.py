@@ -61,6 +61,8 @@ class AttentionSpec(Spec):
     window: Positive | None = None
     """Sliding window: a query sees itself and window - 1 tokens before it."""
     latent: LatentSpec | None = None
+    dropout: Fraction = 0.0
+    """On the attention probabilities (GPT-2)."""
 
     @property
     def value_width(self) -> int:
