@@ -1,0 +1,24 @@
+"""Facts about machines, each number with its source. Imports no torch."""
+
+from meshwright.hardware.catalogue import (
+    Cluster,
+    Device,
+    Link,
+    cluster_names,
+    device_names,
+    find_device,
+    parse_cluster,
+)
+from meshwright.hardware.profile import Profile, read_profile
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Link",
+    "Profile",
+    "cluster_names",
+    "device_names",
+    "find_device",
+    "parse_cluster",
+    "read_profile",
+]

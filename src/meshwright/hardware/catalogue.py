@@ -1,0 +1,376 @@
+"""Devices and clusters by name: what `--on h100:8x16`, `--on leonardo:16` or `--on mine.toml` means.
+
+The numbers live in devices.toml and clusters.toml, each beside its source. A user file has the same
+two tables, `[devices.NAME]` and `[clusters.NAME]`, and extends or replaces what is built in.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from meshwright.errors import SpecError
+
+Table = Mapping[str, Any]
+
+# What a generic cluster has when only the device is named: one adapter per device of the generation.
+GENERIC_NETWORK_BYTES_PER_SECOND = {
+    "p100": 12.5e9,
+    "v100": 12.5e9,
+    "a100-40gb": 25e9,
+    "a100-64gb": 25e9,
+    "a100-80gb": 25e9,
+    "l40s": 25e9,
+    "rtx4090": 12.5e9,
+    "gh200": 50e9,
+    "cpu": 1.25e9,
+}
+GENERIC_NETWORK_SOURCE = "assumed: one adapter per device, 200 Gb/s up to Ampere and 400 Gb/s after"
+NETWORK_LATENCY_SECONDS = 12e-6
+PEER_LATENCY_SECONDS = 4e-6
+HOST_MEMORY_BYTES_PER_DEVICE = 128 * 2**30
+_ON = re.compile(r"^(?P<name>.+?)(?::(?P<a>\d+)(?:x(?P<b>\d+))?)?$")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of one device's connection: seconds of a hop and bytes per second."""
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    measured: bool = False
+    """Achieved figures from a profile; otherwise the data sheet's, of which software reaches a part."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator; rates are dense data-sheet figures, memory is what a program can allocate."""
+
+    name: str
+    title: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    num_sms: int
+    peak_flops_per_second: Mapping[str, float]
+    best_matmul_flops_per_second: Mapping[str, float]
+    peer: Link
+    host: Link
+    devices_per_node: int
+    aliases: tuple[str, ...] = ()
+    copy_bytes_per_second: float | None = None
+    """Achieved memory bandwidth, where a profile measured it."""
+    best_attention_flops_per_second: float | None = None
+    """Best causal attention rate, where a profile measured it."""
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def peak(self, precision: str) -> float:
+        """Dense peak FLOP/s in this format; a format the device lacks is an error with those it has."""
+        if precision in self.peak_flops_per_second:
+            return self.peak_flops_per_second[precision]
+        raise SpecError(
+            f"{self.title} has no {precision} rate",
+            where="precision",
+            hint=f"it has {', '.join(self.peak_flops_per_second)}",
+        )
+
+    def matmul_ceiling(self, precision: str) -> float:
+        """Best large-matmul FLOP/s ever measured on it, or 80% of the data sheet where none was published."""
+        if precision in self.best_matmul_flops_per_second:
+            return self.best_matmul_flops_per_second[precision]
+        return 0.8 * self.peak(precision)
+
+    @property
+    def has_peer_fabric(self) -> bool:
+        """Whether devices of a node are joined by more than the host bus."""
+        return self.peer.bytes_per_second > 1.5 * self.host.bytes_per_second or self.host.name == "c2c"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of devices: `peer` joins the devices of one node, `network` joins nodes (per device)."""
+
+    name: str
+    device: Device
+    num_nodes: int
+    devices_per_node: int
+    peer: Link
+    network: Link
+    host: Link
+    host_memory_bytes: int
+    max_nodes: int | None = None
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the whole cluster."""
+        return self.num_nodes * self.devices_per_node
+
+    def with_devices(self, num_devices: int) -> "Cluster":
+        """The same kind of cluster with this many devices, spread evenly over as few nodes as hold them."""
+        nodes = -(-num_devices // self.devices_per_node)
+        if num_devices % nodes:
+            raise SpecError(
+                f"{num_devices} devices do not spread evenly over nodes of {self.devices_per_node}",
+                where="--on",
+                hint=f"use a multiple of {self.devices_per_node}",
+            )
+        return replace(self, num_nodes=nodes, devices_per_node=num_devices // nodes)
+
+
+def _value(table: Table, key: str, where: str, sources: dict[str, str]) -> float:
+    entry = table.get(key)
+    if isinstance(entry, (int, float)) and not isinstance(entry, bool):
+        sources[key] = "user file"
+        return float(entry)
+    if isinstance(entry, dict):
+        pair = cast("dict[str, object]", entry)
+        number = pair.get("value")
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            sources[key] = str(pair.get("source", "user file"))
+            return float(number)
+    raise SpecError(
+        f"{key} is missing or not a number", where=where, hint="give { value = ..., source = ... }"
+    )
+
+
+def _rates(table: Table, key: str, where: str, sources: dict[str, str]) -> dict[str, float]:
+    inner = table.get(key, {})
+    if not isinstance(inner, dict):
+        raise SpecError(f"{key} is not a table", where=where)
+    rates: dict[str, float] = {}
+    for name in cast("dict[str, object]", inner):
+        found: dict[str, str] = {}
+        rates[name] = _value(cast("Table", inner), name, f"{where}.{key}", found)
+        sources[f"{key}.{name}"] = found[name]
+    return rates
+
+
+def _check_positive(numbers: Mapping[str, float], where: str) -> None:
+    for key, number in numbers.items():
+        if not 0 < number < 1e30:
+            raise SpecError(f"{key} = {number:g} is not a positive finite number", where=where)
+
+
+def device_from_table(name: str, table: Table) -> Device:
+    """A device from its TOML table; a missing or absurd number is named."""
+    sources: dict[str, str] = {}
+    where = f"devices.{name}"
+    known = {"title", "aliases", "devices_per_node", "memory_bytes", "memory_bytes_per_second", "num_sms"}
+    known |= {"peak_flops_per_second", "best_matmul_flops_per_second", "links"}
+    _refuse_unknown(table, known, where)
+    links = _rates(table, "links", where, sources)
+    plain = {
+        key: _value(table, key, where, sources)
+        for key in ("memory_bytes", "memory_bytes_per_second", "num_sms")
+    }
+    peaks = _rates(table, "peak_flops_per_second", where, sources)
+    if not peaks or "peer" not in links or "host" not in links:
+        raise SpecError("a device needs peak_flops_per_second, links.peer and links.host", where=where)
+    _check_positive({**plain, **links, **peaks}, where)
+    host_name = "c2c" if "C2C" in sources["links.host"] else "pcie"
+    return Device(
+        name=name,
+        title=str(table.get("title", name)),
+        memory_bytes=int(plain["memory_bytes"]),
+        memory_bytes_per_second=plain["memory_bytes_per_second"],
+        num_sms=int(plain["num_sms"]),
+        peak_flops_per_second=peaks,
+        best_matmul_flops_per_second=_rates(table, "best_matmul_flops_per_second", where, sources),
+        peer=Link("peer", links["peer"], PEER_LATENCY_SECONDS),
+        host=Link(host_name, links["host"], PEER_LATENCY_SECONDS),
+        devices_per_node=int(table.get("devices_per_node", 8)),
+        aliases=tuple(str(alias) for alias in table.get("aliases", ())),
+        sources=sources,
+    )
+
+
+def _refuse_unknown(table: Table, known: set[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise SpecError(
+                f"unknown key {key!r}",
+                where=where,
+                hint=f"did you mean {near[0]!r}?" if near else ", ".join(known),
+            )
+
+
+def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -> Cluster:
+    """A cluster from its TOML table, one node big; `parse_cluster` sets the number of nodes."""
+    sources: dict[str, str] = {}
+    where = f"clusters.{name}"
+    known = {"title", "device", "devices_per_node", "max_nodes", "host_memory_bytes"}
+    known |= {"network_bytes_per_second", "network_latency_seconds", "peer_bytes_per_second"}
+    _refuse_unknown(table, known, where)
+    device = find_device(str(table.get("device", "")), devices=devices)
+    network = _value(table, "network_bytes_per_second", where, sources)
+    latency = (
+        _value(table, "network_latency_seconds", where, sources)
+        if "network_latency_seconds" in table
+        else NETWORK_LATENCY_SECONDS
+    )
+    per_node = int(table.get("devices_per_node", device.devices_per_node))
+    peer = device.peer
+    if "peer_bytes_per_second" in table:
+        peer = replace(peer, bytes_per_second=_value(table, "peer_bytes_per_second", where, sources))
+    _check_positive({"network_bytes_per_second": network, "devices_per_node": per_node}, where)
+    memory = _value(table, "host_memory_bytes", where, sources) if "host_memory_bytes" in table else 0.0
+    return Cluster(
+        name=name,
+        device=device,
+        num_nodes=1,
+        devices_per_node=per_node,
+        peer=peer,
+        network=Link("network", network, latency),
+        host=device.host,
+        host_memory_bytes=int(memory) or per_node * HOST_MEMORY_BYTES_PER_DEVICE,
+        max_nodes=int(_value(table, "max_nodes", where, sources)) if "max_nodes" in table else None,
+        sources=sources,
+    )
+
+
+def generic_cluster(device: Device) -> Cluster:
+    """One node of this device with the network its generation usually has."""
+    network = GENERIC_NETWORK_BYTES_PER_SECOND.get(device.name, 50e9)
+    return Cluster(
+        name=device.name,
+        device=device,
+        num_nodes=1,
+        devices_per_node=device.devices_per_node,
+        peer=device.peer,
+        network=Link("network", network, NETWORK_LATENCY_SECONDS),
+        host=device.host,
+        host_memory_bytes=device.devices_per_node * HOST_MEMORY_BYTES_PER_DEVICE,
+        sources={"network_bytes_per_second": GENERIC_NETWORK_SOURCE},
+    )
+
+
+def _built_in(file: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("meshwright.hardware").joinpath(file).read_text(encoding="utf-8"))
+
+
+@cache
+def built_in_devices() -> Mapping[str, Device]:
+    """Every device of devices.toml by name."""
+    return {name: device_from_table(name, table) for name, table in _built_in("devices.toml").items()}
+
+
+@cache
+def built_in_clusters() -> Mapping[str, Cluster]:
+    """Every cluster of clusters.toml by name, one node big."""
+    devices = built_in_devices()
+    return {
+        name: cluster_from_table(name, table, devices) for name, table in _built_in("clusters.toml").items()
+    }
+
+
+def device_names() -> list[str]:
+    """Names of the built-in devices."""
+    return list(built_in_devices())
+
+
+def cluster_names() -> list[str]:
+    """Names of the built-in clusters."""
+    return list(built_in_clusters())
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_]+", " ", name.strip().lower().removeprefix("nvidia ").removeprefix("amd "))
+
+
+def find_device(name: str, *, devices: Mapping[str, Device] | None = None) -> Device:
+    """The device of this name or alias, whatever its case; an unknown one suggests the nearest."""
+    known = devices or built_in_devices()
+    index = {_plain(alias): device for device in known.values() for alias in (device.name, *device.aliases)}
+    wanted = _plain(name)
+    if wanted in index:
+        return index[wanted]
+    near = difflib.get_close_matches(wanted, index, n=1, cutoff=0.5)
+    hint = f"did you mean {index[near[0]].name!r}? " if near else ""
+    raise SpecError(f"unknown device {name!r}", where="--on", hint=f"{hint}known: {', '.join(known)}")
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`dgx-h100:4`, `leonardo:16`, `h100:8x16` (16 nodes of 8), `h100:64`, or a TOML file, as a cluster."""
+    path, _, nodes = text.partition(".toml")
+    if text.endswith(".toml") or ".toml:" in text:
+        return _from_file(Path(f"{path}.toml"), nodes.removeprefix(":"))
+    match = _ON.match(text.strip())
+    if match is None or not text.strip():
+        raise SpecError(
+            f"{text!r} names no cluster", where="--on", hint="for example h100:8x16 or leonardo:16"
+        )
+    name, first, second = match.group("name"), match.group("a"), match.group("b")
+    named = built_in_clusters().get(_plain(name))
+    if named is not None:
+        return _sized_cluster(named, first, second)
+    try:
+        device = find_device(name)
+    except SpecError as error:
+        every = [*built_in_clusters(), *built_in_devices()]
+        near = difflib.get_close_matches(_plain(name), every, n=1, cutoff=0.4)
+        hint = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(every)}"
+        raise SpecError(f"unknown cluster or device {name!r}", where="--on", hint=hint) from error
+    return _sized_device(device, first, second)
+
+
+def _sized_cluster(cluster: Cluster, first: str | None, second: str | None) -> Cluster:
+    """`leonardo:16` counts nodes; `leonardo:4x16` may say the devices per node again, and they must agree."""
+    nodes = int(second or first or 1)
+    if second and int(first or 0) > cluster.devices_per_node:
+        raise SpecError(
+            f"{cluster.name} has {cluster.devices_per_node} devices per node, not {first}",
+            where="--on",
+            hint=f"write {cluster.name}:{nodes}",
+        )
+    if nodes < 1 or (cluster.max_nodes is not None and nodes > cluster.max_nodes):
+        raise SpecError(
+            f"{nodes} nodes of {cluster.name}", where="--on", hint=f"1 to {cluster.max_nodes} nodes"
+        )
+    per_node = int(first) if second and first else cluster.devices_per_node
+    return replace(cluster, num_nodes=nodes, devices_per_node=_at_least_one(per_node))
+
+
+def _at_least_one(count: int) -> int:
+    if not 1 <= count <= 1_000_000:
+        raise SpecError(f"{count} devices", where="--on", hint="between 1 and 1,000,000")
+    return count
+
+
+def _sized_device(device: Device, first: str | None, second: str | None) -> Cluster:
+    cluster = generic_cluster(device)
+    if first is None:
+        return replace(cluster, num_nodes=1)
+    if second is None:
+        return cluster.with_devices(_at_least_one(int(first)))
+    return replace(cluster, devices_per_node=_at_least_one(int(first)), num_nodes=_at_least_one(int(second)))
+
+
+def _from_file(path: Path, nodes: str) -> Cluster:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError(
+            f"cannot read {path}: {error}", where="--on", hint="a TOML file with [clusters.NAME]"
+        ) from error
+    _refuse_unknown(content, {"devices", "clusters"}, str(path))
+    devices = dict(built_in_devices())
+    for name, table in content.get("devices", {}).items():
+        devices[name] = device_from_table(name, table)
+    clusters = {
+        name: cluster_from_table(name, table, devices) for name, table in content.get("clusters", {}).items()
+    }
+    if len(clusters) != 1:
+        raise SpecError(
+            f"{path} describes {len(clusters)} clusters", where="--on", hint="exactly one [clusters.NAME]"
+        )
+    first, _, second = nodes.partition("x")
+    if nodes and not (first.isdigit() and (not second or second.isdigit())):
+        raise SpecError(f"{nodes!r} is not a number of nodes", where="--on", hint=f"for example {path}:4")
+    return _sized_cluster(next(iter(clusters.values())), first or None, second or None)
