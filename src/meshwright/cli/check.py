@@ -1,0 +1,90 @@
+"""`meshwright check`: everything that is wrong with a run file, before anything starts."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Values laid over the file, such as parallel.tp=2."),
+]
+
+
+def check(
+    run: Run,
+    overrides: Overrides = None,
+    origins: Annotated[bool, typer.Option(help="Show every value and where it was said.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Tell everything that is wrong with a run file.
+
+    Unknown keys, wrong values and rules between fields are told all at once, each with what it is,
+    where it stands and what to do. Nothing is started and nothing is written.
+    """
+    from meshwright.errors import EXIT_INPUT, SpecError
+    from meshwright.spec.text import read_run
+
+    try:
+        loaded = read_run(run, overrides or [])
+        loaded.require_valid()
+    except SpecError as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps({"valid": False, "violations": _violations(error)}, indent=2))
+        raise typer.Exit(EXIT_INPUT) from None
+    if as_json:
+        typer.echo(json.dumps(_document(loaded), indent=2))
+    elif origins:
+        typer.echo(_origin_table(loaded))
+    else:
+        typer.echo(_summary(loaded.run))
+
+
+def _violations(error: Any) -> list[dict[str, str]]:
+    each_error = getattr(error, "violations", [error])
+    return [{"fact": each.fact, "where": each.where, "hint": each.hint} for each in each_error]
+
+
+def _document(loaded: Any) -> dict[str, Any]:
+    return {
+        "valid": True,
+        "violations": [],
+        "fingerprint": loaded.run.fingerprint(),
+        "run": loaded.run.model_dump(mode="json"),
+        "origins": {key: str(origin) for key, origin in loaded.origins().items()},
+    }
+
+
+def _summary(run: Any) -> str:
+    from meshwright.units import show_count
+
+    parallel, data = run.parallel, run.data
+    axes = " x ".join(f"{axis}={getattr(parallel, axis)}" for axis in _axes(parallel)) or "one device"
+    return (
+        f"{run.name}: valid, fingerprint {run.fingerprint()}\n"
+        f"  model     {run.model.family}: {run.model.num_layers} layers of width {run.model.width}\n"
+        f"  ranks     {parallel.num_ranks} ({axes})\n"
+        f"  batch     {data.batch_sequences} sequences of {data.sequence_length} = "
+        f"{show_count(data.batch_tokens)} tokens, in {run.accumulation} micro-batches of "
+        f"{data.microbatch_sequences} per data-parallel rank\n"
+        f"  schedule  {run.schedule.num_steps} steps, "
+        f"{show_count(run.schedule.num_steps * data.batch_tokens)} tokens"
+    )
+
+
+def _axes(parallel: Any) -> list[str]:
+    from meshwright.spec.parallel import MESH_ORDER
+
+    return [axis for axis in (*MESH_ORDER, "ep") if getattr(parallel, axis) > 1]
+
+
+def _origin_table(loaded: Any) -> str:
+    from meshwright.spec.violations import show_value
+    from meshwright.spec.yaml_text import walk
+
+    values = {".".join(map(str, path)): value for path, value in walk(loaded.run.model_dump(mode="json"))}
+    rows = [(key, show_value(values[key]), str(origin)) for key, origin in loaded.origins().items()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows)

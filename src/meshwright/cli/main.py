@@ -1,0 +1,202 @@
+"""The `meshwright` command: finds the verb, runs it, and turns errors into words and exit codes.
+
+A verb is one line in VERBS and one module in this folder. The module has either an `app` (a typer app
+with verbs of its own) or a function of the verb's name. Nothing but this table is read for `--help`,
+and only the module of the verb in use is imported.
+"""
+
+import errno
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+import meshwright
+from meshwright.errors import (
+    EXIT_DONE,
+    EXIT_FAULT,
+    EXIT_INPUT,
+    EXIT_INTERRUPTED,
+    MeshwrightError,
+    SpecErrors,
+)
+
+VERBS = {
+    "plan": "Decide how to train a model on a cluster, and say why.",
+    "predict": "Memory, step time and MFU of a run file on a cluster.",
+    "check": "Tell everything that is wrong with a run file.",
+    "rehearse": "Build one rank of the full world on this machine, and prove the numbers.",
+    "train": "Run a run file: starts local ranks, or joins those that a launcher started.",
+    "launch": "Write, and submit, what a launcher needs.",
+    "demo": "Train a small model on generated text, here and now.",
+    "sample": "Text from a trained model.",
+    "compare": "Two runs' losses, gradient norms and weights.",
+    "report": "One HTML file about a run.",
+    "watch": "A live page about a run.",
+    "convert": "Checkpoints to and from Hugging Face safetensors.",
+    "data": "Prepare datasets and look at them.",
+    "models": "The model families.",
+    "show": "Pictures: pipeline timeline, rank map, memory.",
+    "bench": "Measure this machine.",
+    "profile": "A trace of a run with a readable verdict.",
+    "hardware": "The devices and clusters that are known.",
+    "env": "What this machine has: versions, cores, memory, accelerators.",
+    "schema": "JSON schema of a run file, for editors.",
+}
+# Installed by `pip install "meshwright[train]"` only.
+TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "tensorboard")
+# typer carries its own copy of click in some releases; this is the error class that it really raises.
+UsageError: type[Any] = typer.BadParameter.__bases__[0]
+
+
+class _Loaded(Mapping[str, Any]):
+    """Verb name -> command; looking one up imports its module, listing the names imports nothing."""
+
+    def __getitem__(self, verb: str) -> Any:
+        if verb not in set(self):
+            raise KeyError(verb)
+        module = importlib.import_module(f"meshwright.cli.{verb}")
+        app: typer.Typer | None = getattr(module, "app", None)
+        if app is None:
+            app = new_app()
+            app.command(verb)(getattr(module, verb))
+        command = get_command(app)
+        command.name = verb
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        folder = Path(__file__).parent
+        return (verb for verb in VERBS if (folder / f"{verb}.py").exists())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Verbs(TyperGroup):
+    """The verbs of the table, with help that reads the table only."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = _Loaded()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, VERBS[verb]) for verb in self.commands])
+
+
+def new_app(**options: Any) -> typer.Typer:
+    """A typer app in this program's manner: plain help, no tracebacks of its own."""
+    defaults: dict[str, Any] = {
+        "add_completion": False,
+        "rich_markup_mode": None,
+        "pretty_exceptions_enable": False,
+        "no_args_is_help": True,
+        "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    }
+    return typer.Typer(**{**defaults, **options})
+
+
+app = new_app(cls=_Verbs)
+
+
+@app.callback()
+def meshwright_(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """Decides how to train your model on the GPUs you have, proves it, and then trains.
+
+    Data goes to stdout, talk to stderr. Exit codes: 0 done, 2 the input is wrong, 3 it does not fit,
+    4 a run failed, 70 a fault of ours, 130 interrupted. `meshwright VERB --help` explains a verb.
+    """
+    if version:
+        typer.echo(f"meshwright {meshwright.__version__}")
+        raise typer.Exit(EXIT_DONE)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of one command line; every error has been told on stderr."""
+    try:
+        result = get_command(app).main(
+            list(arguments) or ["--help"], prog_name="meshwright", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except BaseException as error:
+        return _told(error)
+    return result if isinstance(result, int) else EXIT_DONE
+
+
+def _told(error: BaseException) -> int:
+    """Say what happened on stderr and give the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else EXIT_DONE
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return _say("interrupted", EXIT_INTERRUPTED)
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        # The reader (`| head`) has gone: nothing is left to say, nor to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    if isinstance(error, MeshwrightError):
+        return _say(show_error(error), error.exit_code)
+    if isinstance(error, UsageError):
+        return _say(_show_usage_error(error), EXIT_INPUT)
+    if isinstance(error, ModuleNotFoundError) and _package(error) in TRAIN_PACKAGES:
+        return _say(_show_missing(_package(error)), EXIT_INPUT)
+    return _say(_show_fault(error), EXIT_FAULT)
+
+
+def _say(text: str, exit_code: int) -> int:
+    print(text, file=sys.stderr)
+    return exit_code
+
+
+def show_error(error: MeshwrightError) -> str:
+    """Fact, where and hint of one error or of several, readable without colour."""
+    violations = error.violations if isinstance(error, SpecErrors) else [error]
+    shown = [_show_parts(each) for each in violations]
+    count = [f"{len(shown)} things are wrong"] if len(shown) > 1 else []
+    return "\n\n".join(count + shown)
+
+
+def _show_parts(error: MeshwrightError) -> str:
+    where = f"\n  where: {error.where}" if error.where else ""
+    hint = f"\n  hint:  {error.hint}" if error.hint else ""
+    return f"error: {error.fact}{where}{hint}"
+
+
+def _show_usage_error(error: Any) -> str:
+    path = error.ctx.command_path if error.ctx else "meshwright"
+    return f"error: {error.format_message()}\n  where: {path}\n  hint:  `{path} --help` shows what it takes"
+
+
+def _package(error: ModuleNotFoundError) -> str:
+    return (error.name or "").split(".")[0]
+
+
+def _show_missing(package: str) -> str:
+    return (
+        f'error: this verb needs {package}, which is not installed\n  hint:  pip install "meshwright[train]"'
+    )
+
+
+def _show_fault(error: BaseException) -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="meshwright-fault-", suffix=".txt", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"fault: {type(error).__name__}: {first_line} (a fault of ours; the traceback is in {file.name})"

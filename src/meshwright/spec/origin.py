@@ -1,0 +1,83 @@
+"""Values from several places, laid over each other: default < family < recipe < file < command line."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from meshwright.spec.yaml_text import Path, walk
+
+Kind = Literal["default", "family", "recipe", "file", "command line"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was said."""
+
+    kind: Kind
+    place: str = ""
+    """`run.yaml:12`, `demo.yaml:3`, or the family's name."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.place}".rstrip()
+
+    @property
+    def where(self) -> str:
+        """How errors name it: a file's line, or the command line."""
+        return self.place if self.kind in ("recipe", "file") else self.kind
+
+
+@dataclass
+class Layer:
+    """A tree of plain values and where each was said (the longest known prefix of a path counts)."""
+
+    tree: dict[str, Any] = field(default_factory=dict[str, Any])
+    origins: dict[Path, Origin] = field(default_factory=dict[Path, Origin])
+
+    def origin_of(self, path: Path) -> Origin:
+        """Where the value at `path`, or what contains it, was said."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return Origin("default")
+
+    def covered_by(self, upper: "Layer") -> "Layer":
+        """Both, `upper` winning; mappings are merged key by key, anything else replaces."""
+        origins = {
+            path: origin for path, origin in self.origins.items() if not _is_replaced(path, upper.tree)
+        }
+        return Layer(_merge(self.tree, upper.tree), {**origins, **upper.origins})
+
+    def without(self, path: Path) -> "Layer":
+        """This layer as if nothing had been said at `path`."""
+        tree = dict(self.tree)
+        if len(path) == 1:
+            tree.pop(str(path[0]), None)
+        elif isinstance(tree.get(str(path[0])), dict):
+            below = Layer(tree[str(path[0])]).without(path[1:])
+            tree[str(path[0])] = below.tree
+        origins = {p: origin for p, origin in self.origins.items() if p[: len(path)] != path}
+        return Layer(tree, origins)
+
+
+def layer_of(tree: dict[str, Any], origin: Origin) -> Layer:
+    """A layer whose values were all said in one place."""
+    return Layer(tree, {path: origin for path, _ in walk(tree)})
+
+
+def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(lower)
+    for key, value in upper.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        merged[key] = _merge(cast(dict[str, Any], below), cast(dict[str, Any], value)) if both else value
+    return merged
+
+
+def _is_replaced(path: Path, upper: Any) -> bool:
+    """Whether `upper` says something other than a mapping at `path` or above it."""
+    for key in path:
+        if not isinstance(upper, dict) or key not in upper:
+            return False
+        upper = cast(Any, upper[key])
+        if not isinstance(upper, dict):
+            return True
+    return False

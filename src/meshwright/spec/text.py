@@ -1,0 +1,297 @@
+"""Run files and overrides to a `RunSpec`, and back. Precedence, said once: recipe < file < command line.
+
+A run file is YAML. `recipe: NAME` lays it over a recipe; `model: NAME` starts from a family or from a
+Hugging Face folder or `config.json`; `model: {family: NAME, num_layers: 4}` does so and changes fields.
+Every value remembers where it was said, and everything that is wrong is told at once.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+import meshwright
+from meshwright.errors import MeshwrightError, SpecError, SpecErrors
+from meshwright.spec.check import check
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.huggingface import load_model
+from meshwright.spec.origin import Layer, Origin, layer_of
+from meshwright.spec.run import RUN_VERSION, RunSpec
+from meshwright.spec.violations import nearest, placed, show_value, violations_of
+from meshwright.spec.yaml_text import Parsed, dump_yaml, parse_yaml, walk
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""From version n to n + 1: takes and returns the plain values of a run file."""
+
+_LARGEST_FILE_BYTES = 2**20
+_DEEPEST_RECIPE = 8
+COMMAND_LINE = Origin("command line")
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run and where each of its values was said."""
+
+    run: RunSpec
+    said: Layer
+
+    def origins(self) -> dict[str, Origin]:
+        """The origin of every value of the run, by dotted key."""
+        leaves = walk(self.run.model_dump(mode="json"))
+        return {".".join(map(str, path)): self.said.origin_of(path) for path, _ in leaves}
+
+    def require_valid(self) -> RunSpec:
+        """The run, when no rule is broken; otherwise every broken rule with its line."""
+        violations = [self._located(violation) for violation in check(self.run)]
+        if violations:
+            raise SpecErrors(violations)
+        return self.run
+
+    def _located(self, violation: SpecError) -> SpecError:
+        origin = self.said.origin_of(tuple(violation.where.split(".")))
+        return SpecError(violation.fact, where=placed(violation.where, origin), hint=violation.hint)
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """The run that a file (or recipe name) and overrides describe, with every rule checked."""
+    return read_run(path, overrides).require_valid()
+
+
+def read_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
+    """Like `load_run`, with the origin of each value, and before the cross-field rules."""
+    file = find_run_file(str(path))
+    kind = "recipe" if file.parent in recipe_folders() else "file"
+    return _resolve(_read_text(file), file, kind, overrides)
+
+
+def parse_run(text: str, overrides: Sequence[str] = (), *, place: str = "run.yaml") -> LoadedRun:
+    """Like `read_run`, for text that is at hand already; `place` names it in errors."""
+    return _resolve(text, Path(place), "file", overrides)
+
+
+def dump_run(run: RunSpec) -> str:
+    """The complete run as YAML that loads back equal, whatever defaults and families become later."""
+    header = (
+        f"# {run.name}: every value of the run, resolved by meshwright {meshwright.__version__}.\n"
+        f"# fingerprint {run.fingerprint()}\n"
+    )
+    return header + dump_yaml(run.model_dump(mode="json"))
+
+
+def recipe_folders() -> list[Path]:
+    """Where recipes are looked up by name: here, beside the source, and where they were installed."""
+    source = Path(__file__).resolve().parents[3] / "recipes"
+    return [Path("recipes").resolve(), source, Path(sys.prefix) / "share/meshwright/recipes"]
+
+
+def recipe_names() -> list[str]:
+    """The recipes that can be named without a path."""
+    return sorted({file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")})
+
+
+def find_run_file(name: str, *, beside: Path | None = None) -> Path:
+    """The file that a path or a recipe's name means."""
+    direct = [beside / name, Path(name)] if beside else [Path(name)]
+    named = [folder / f"{name}.yaml" for folder in recipe_folders()] if Path(name).name == name else []
+    for file in (*direct, *named):
+        if file.is_file():
+            return file
+    raise _not_found(name)
+
+
+def _not_found(name: str) -> SpecError:
+    path = Path(name)
+    if path.is_dir():
+        inner = path / "run.yaml"
+        hint = f"did you mean {str(inner)!r}?" if inner.is_file() else "name a run file"
+        return SpecError(f"{name!r} is a folder", where=name, hint=hint)
+    siblings = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    hint = nearest(name, [*siblings, *recipe_names()])
+    return SpecError(
+        f"there is no file {name!r}", where=name, hint=hint or f"recipes: {', '.join(recipe_names())}"
+    )
+
+
+def _read_text(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(_LARGEST_FILE_BYTES + 1)
+        if len(content) > _LARGEST_FILE_BYTES:
+            raise SpecError("this is larger than 1 MiB", where=str(file), hint="is it a run file?")
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise SpecError(f"cannot be read: {error.strerror}", where=str(file)) from None
+    except UnicodeDecodeError as error:
+        fact = f"byte {error.start} is not UTF-8"
+        raise SpecError(fact, where=str(file), hint="save the file as UTF-8 text") from None
+
+
+class _Resolution:
+    """Layers from the lowest up, and everything that was wrong with any of them."""
+
+    def __init__(self) -> None:
+        self.said = Layer()
+        self.violations: list[SpecError] = []
+
+    def cover(self, layer: Layer, folder: Path) -> None:
+        """Lay one more layer on top; one that names a family starts the model anew."""
+        try:
+            family = _family_of(layer, folder)
+        except MeshwrightError as error:
+            origin = layer.origin_of(("model",))
+            where = placed("model", origin)
+            self.violations.append(SpecError(error.fact, where=where, hint=error.hint))
+            family, layer = None, layer.without(("model",))
+        if family is not None:
+            self.said = self.said.without(("model",)).covered_by(family)
+            layer = _without_name(layer)
+        self.said = self.said.covered_by(layer)
+
+    def finish(self) -> LoadedRun:
+        """The validated run, or every violation at once."""
+        model_failed = any(violation.where.endswith("model") for violation in self.violations)
+        try:
+            run = RunSpec.model_validate(self.said.tree)
+        except ValidationError as error:
+            found = violations_of(error, RunSpec, self.said)
+            self.violations += [each for each in found if not (model_failed and "model" in each.where)]
+            self.violations += _unknown_family(self.said, found)
+            raise SpecErrors(self.violations) from None
+        if self.violations:
+            raise SpecErrors(self.violations)
+        return LoadedRun(run, self.said)
+
+
+def _resolve(text: str, file: Path, kind: str, overrides: Sequence[str]) -> LoadedRun:
+    resolution = _Resolution()
+    commands, command_violations = _command_layer(overrides)
+    recipe = commands.tree.pop("recipe", None)
+    _cover_file(resolution, text, file, kind=kind, recipe=recipe, depth=0)
+    resolution.violations += command_violations
+    resolution.cover(commands, Path())
+    return resolution.finish()
+
+
+def _cover_file(
+    resolution: _Resolution, text: str, file: Path, *, kind: str, recipe: object, depth: int
+) -> None:
+    """Lay the recipe that a file names, and then the file, over what is there."""
+    layer, violations = _file_layer(text, str(file), kind)
+    said_in_file = layer.tree.pop("recipe", None)
+    name = recipe or said_in_file
+    if name is not None:
+        origin = COMMAND_LINE if recipe else layer.origin_of(("recipe",))
+        _cover_recipe(resolution, name, origin, file.parent, depth)
+    resolution.violations += violations
+    resolution.cover(layer, file.parent)
+
+
+def _cover_recipe(resolution: _Resolution, name: object, origin: Origin, folder: Path, depth: int) -> None:
+    where = placed("recipe", origin)
+    if not isinstance(name, str):
+        raise SpecError(f"recipe is {show_value(name)}, not a name", where=where)
+    if depth >= _DEEPEST_RECIPE:
+        raise SpecError(f"more than {_DEEPEST_RECIPE} recipes lie over each other", where=where)
+    try:
+        file = find_run_file(name, beside=folder)
+    except SpecError as error:
+        raise SpecError(error.fact, where=where, hint=error.hint) from None
+    _cover_file(resolution, _read_text(file), file, kind="recipe", recipe=None, depth=depth + 1)
+
+
+def _file_layer(text: str, place: str, kind: str) -> tuple[Layer, list[SpecError]]:
+    parsed = parse_yaml(text, place)
+    if parsed.value is None:
+        raise SpecError("this file is empty", where=place, hint="`meshwright schema` lists the keys of a run")
+    if not isinstance(parsed.value, dict):
+        fact = f"this is {show_value(parsed.value)}, not a mapping of keys to values"
+        raise SpecError(fact, where=place, hint="a run file begins with lines like `model: llama-3.2-1b`")
+    tree = cast(dict[str, Any], parsed.value)
+    origins = {
+        path: Origin("recipe" if kind == "recipe" else "file", f"{place}:{line}")
+        for path, line in parsed.lines.items()
+    }
+    return Layer(migrated(tree, place), origins), parsed.violations
+
+
+def migrated(tree: dict[str, Any], place: str) -> dict[str, Any]:
+    """The values of a run file of any version that was ever written, as the current version has them."""
+    version = tree.get("version", RUN_VERSION)
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= RUN_VERSION:
+        hint = f"this is meshwright {meshwright.__version__}; it reads versions 1 to {RUN_VERSION}"
+        fact = f"version is {show_value(version)}, which is not known"
+        raise SpecError(fact, where=f"{place} version", hint=hint)
+    for step in range(version, RUN_VERSION):
+        tree = {**MIGRATIONS[step](tree), "version": step + 1}
+    return tree
+
+
+def _command_layer(overrides: Iterable[str]) -> tuple[Layer, list[SpecError]]:
+    layer, violations = Layer(), list[SpecError]()
+    for override in overrides:
+        try:
+            layer = layer.covered_by(parse_override(override))
+        except SpecError as error:
+            violations.append(error)
+    return layer, violations
+
+
+def parse_override(override: str) -> Layer:
+    """`parallel.tp=2` as a layer; the value is YAML, so `null`, `true` and `{seed: 3}` work."""
+    key, equals, text = override.partition("=")
+    keys = key.strip().split(".")
+    if not equals or not all(keys):
+        hint = "overrides are dotted.key=value, such as parallel.tp=2"
+        raise SpecError(f"{override!r} is not an override", where="command line", hint=hint)
+    if not text.strip():
+        hint = f"{key}=null takes a value away"
+        raise SpecError(f"{override!r} has no value", where="command line", hint=hint)
+    parsed: Parsed = parse_yaml(text, f"command line {key}")
+    if parsed.violations:
+        raise SpecErrors(parsed.violations)
+    tree: Any = parsed.value
+    for part in reversed(keys):
+        tree = {part: tree}
+    return layer_of(tree, COMMAND_LINE)
+
+
+def _family_of(layer: Layer, folder: Path) -> Layer | None:
+    """The model that this layer starts from, as a layer of its own, when it names one."""
+    model = layer.tree.get("model")
+    name = cast(dict[str, Any], model).get("family") if isinstance(model, dict) else model
+    if not isinstance(name, str):
+        return None
+    if isinstance(model, dict) and name not in FAMILIES and not _is_path(name):
+        return None  # only a label: the mapping describes the model itself
+    beside = folder / name
+    source = str(beside) if _is_path(name) and beside.exists() else name
+    values = {"model": load_model(source).model_dump(mode="json")}
+    return layer_of(values, Origin("family", name))
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.endswith(".json")
+
+
+def _without_name(layer: Layer) -> Layer:
+    """The layer without the name that its model started from; the other fields stay."""
+    if not isinstance(layer.tree["model"], dict):
+        return layer.without(("model",))
+    bare = layer.without(("model", "family"))
+    origins = {path: origin for path, origin in bare.origins.items() if path != ("model",)}
+    return replace(bare, origins=origins)
+
+
+def _unknown_family(said: Layer, found: list[SpecError]) -> list[SpecError]:
+    """A name close to a family's, on a model that is not complete, is a slip worth telling."""
+    model = said.tree.get("model")
+    name = cast(dict[str, Any], model).get("family") if isinstance(model, dict) else None
+    incomplete = any("model" in each.where and each.fact.endswith("is not given") for each in found)
+    if not incomplete or not isinstance(name, str):
+        return []
+    where = placed("model.family", said.origin_of(("model", "family")))
+    hint = nearest(name, FAMILIES) or "`meshwright models list` names the families"
+    return [SpecError(f"there is no model family {name!r}", where=where, hint=hint)]

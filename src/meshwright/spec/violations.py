@@ -1,0 +1,175 @@
+"""What pydantic found wrong with a run, told as fact, where and hint."""
+
+import difflib
+import types
+from collections.abc import Iterable
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from meshwright.errors import SpecError
+from meshwright.spec.base import Spec
+from meshwright.spec.origin import Layer, Origin
+from meshwright.spec.yaml_text import Path
+
+_LONGEST_SHOWN = 60
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a number of sensible size",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+}
+_BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than"}
+
+
+def violations_of(error: ValidationError, root: type[Spec], said: Layer) -> list[SpecError]:
+    """Every error of one validation, in the order of the file where there is one."""
+    return [_violation(details, root, said) for details in error.errors(include_url=False)]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'tp'?`, or nothing when no known name is close."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {matches[0]!r}?" if matches else ""
+
+
+def placed(dotted: str, origin: Origin) -> str:
+    """`run.yaml:12 parallel.tp`; the key alone when nobody said the value."""
+    return dotted if origin.kind == "default" else f"{origin.where} {dotted}"
+
+
+def show_value(value: Any) -> str:
+    """A value as it would be written, cut when long."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+
+
+def _violation(details: ErrorDetails, root: type[Spec], said: Layer) -> SpecError:
+    path: Path = tuple(details["loc"])
+    dotted = ".".join(map(str, path))
+    fact, hint = _fact_and_hint(details, dotted, root)
+    return SpecError(fact, where=placed(dotted, said.origin_of(path)), hint=hint)
+
+
+def _fact_and_hint(details: ErrorDetails, dotted: str, root: type[Spec]) -> tuple[str, str]:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    path = tuple(details["loc"])
+    shown = show_value(value)
+    if kind == "extra_forbidden":
+        return f"there is no key {_last(path)!r}" + _in(path), _hint_for_unknown(path, root)
+    if kind == "missing":
+        return f"{dotted} is not given", _hint_for_missing(path, root)
+    if kind == "literal_error":
+        allowed = _allowed(field_at(path, root))
+        advice = f"{nearest(str(value), allowed)} use {_one_of(allowed)}"
+        return f"{dotted} is {shown}", advice.strip()
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        below = spec_of(field_at(path, root))
+        return f"{dotted} is {shown}, not a mapping", f"its keys are {_one_of(_keys(below))}"
+    if kind in _EXPECTED:
+        return f"{dotted} is {shown}, not {_EXPECTED[kind]}", _hint_for_type(kind, value, dotted)
+    if kind in _BOUNDS or kind == "less_than_equal":
+        limit = next(iter(context.values()))
+        return f"{dotted} is {shown}", f"use {_BOUNDS.get(kind, 'at most')} {limit}"
+    if kind == "value_error":
+        return f"{dotted} is {shown}: {context['error']}", _meaning(field_at(path, root))
+    if kind == "string_pattern_mismatch":
+        return (
+            f"{dotted} is {shown}",
+            "use letters, digits, '.', '_' and '-', beginning with a letter or digit",
+        )
+    return f"{dotted} is {shown}: {details['msg']}", _meaning(field_at(path, root))
+
+
+def _last(path: Path) -> str:
+    return str(path[-1]) if path else ""
+
+
+def _in(path: Path) -> str:
+    return f" in {'.'.join(map(str, path[:-1]))}" if len(path) > 1 else ""
+
+
+def _hint_for_unknown(path: Path, root: type[Spec]) -> str:
+    parent = spec_of(field_at(path[:-1], root)) if len(path) > 1 else root
+    keys = _keys(parent)
+    close = nearest(_last(path), keys)
+    if close:
+        return close
+    homes = [dotted for dotted in all_keys(root) if dotted.rsplit(".", 1)[-1] == _last(path)]
+    return f"did you mean {homes[0]!r}?" if homes else f"the keys here are {_one_of(keys)}"
+
+
+def _hint_for_missing(path: Path, root: type[Spec]) -> str:
+    found = field_at(path, root)
+    below = spec_of(found)
+    if below is not None:
+        return f"a mapping with {_one_of(_keys(below))}"
+    allowed = _allowed(found)
+    return f"use {_one_of(allowed)}" if allowed else _meaning(found)
+
+
+def _hint_for_type(kind: str, value: Any, dotted: str) -> str:
+    if kind == "string_type" and isinstance(value, int | float):
+        return f'put it in quotes: {dotted.rsplit(".", 1)[-1]}: "{value}"'
+    if kind.startswith("bool"):
+        return "write true or false"
+    if kind == "int_from_float":
+        return "whole numbers may also be written 4K, 2M or 1e6"
+    return ""
+
+
+def _meaning(found: FieldInfo | None) -> str:
+    return (found.description or "").replace("\n", " ") if found else ""
+
+
+def field_at(path: Path, root: type[Spec]) -> FieldInfo | None:
+    """The field that a path names, if there is one."""
+    spec: type[Spec] | None = root
+    found: FieldInfo | None = None
+    for key in path:
+        found = spec.model_fields.get(str(key)) if spec else None
+        spec = spec_of(found)
+    return found
+
+
+def spec_of(found: FieldInfo | None) -> type[Spec] | None:
+    """The spec a field holds (`MoeSpec` of `MoeSpec | None`), or None for plain values."""
+    options = _options(found.annotation) if found else ()
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Spec)), None)
+
+
+def all_keys(root: type[Spec], prefix: str = "") -> list[str]:
+    """Every dotted key of a spec and of the specs inside it."""
+    keys: list[str] = []
+    for name, found in root.model_fields.items():
+        below = spec_of(found)
+        keys += [prefix + name, *(all_keys(below, f"{prefix}{name}.") if below else [])]
+    return keys
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _keys(spec: type[Spec] | None) -> list[str]:
+    return list(spec.model_fields) if spec else []
+
+
+def _allowed(found: FieldInfo | None) -> list[str]:
+    options = _options(found.annotation) if found else ()
+    return [str(word) for option in options if get_origin(option) is Literal for word in get_args(option)]
+
+
+def _one_of(words: list[str]) -> str:
+    return ", ".join(words[:-1]) + (f" or {words[-1]}" if len(words) > 1 else "".join(words))
