@@ -1,0 +1,89 @@
+"""Each collective against the same thing computed from every rank's tensors in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import MeshError
+from meshwright.ops import collectives
+
+NUM_RANKS = 2
+SHAPE = (4, 6, 8)
+
+
+def _input(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(SHAPE, dtype=torch.float64, generator=generator)
+
+
+def _run(name: str, args: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, and the gradient of sum(output x weights) where the weights differ by rank and place."""
+    x = _input(dist.get_rank()).to(dtype).requires_grad_()
+    y = getattr(collectives, name)(x, *args, dist.group.WORLD)
+    weights = (torch.arange(y.numel()) + dist.get_rank()).reshape(y.shape).to(dtype) / y.numel()
+    (y * weights).sum().backward()
+    return y.detach(), x.grad
+
+
+def _reference(name: str, args: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same with all inputs in one process, where autograd needs no collective."""
+    xs = [_input(rank).requires_grad_() for rank in range(NUM_RANKS)]
+    ys = {
+        "all_gather": lambda dim: [torch.cat(xs, dim)] * NUM_RANKS,
+        "reduce_scatter": lambda dim: list(sum(xs).chunk(NUM_RANKS, dim)),
+        "all_to_all": lambda split, concat: [
+            torch.cat([x.chunk(NUM_RANKS, split)[rank] for x in xs], concat) for rank in range(NUM_RANKS)
+        ],
+    }[name](*args)
+    weights = [(torch.arange(y.numel()) + r).reshape(y.shape).double() / y.numel() for r, y in enumerate(ys)]
+    sum((y * w).sum() for y, w in zip(ys, weights, strict=True)).backward()
+    return [y.detach() for y in ys], [x.grad for x in xs]
+
+
+CASES = [("all_gather", (0,)), ("all_gather", (1,)), ("reduce_scatter", (0,)), ("reduce_scatter", (2,))]
+CASES += [("all_to_all", (2, 1)), ("all_to_all", (0, 2)), ("all_to_all", (1, 1))]
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_collective_and_its_gradient(ranks, name, args):
+    outputs, grads = _reference(name, args)
+    for rank, (y, grad) in enumerate(ranks.run(_run, NUM_RANKS, name, args, torch.float64)):
+        # One addition of two numbers: the same on both sides, bit for bit.
+        torch.testing.assert_close(y, outputs[rank], rtol=0, atol=0)
+        torch.testing.assert_close(grad, grads[rank], rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"), [("all_gather", (1,)), ("reduce_scatter", (1,)), ("all_to_all", (2, 1))]
+)
+def test_bf16_over_gloo(ranks, name, args):
+    outputs, _ = _reference(name, args)
+    for rank, (y, _) in enumerate(ranks.run(_run, NUM_RANKS, name, args, torch.bfloat16)):
+        assert y.dtype == torch.bfloat16
+        # Inputs and sum are rounded once each to 8 bits; a sum that cancels keeps the error of its terms.
+        torch.testing.assert_close(y.double(), outputs[rank], rtol=2**-7, atol=2**-6)
+
+
+def test_all_reduce_forward_leaves_the_gradient_alone(ranks):
+    total = _input(0) + _input(1)
+    weights = torch.arange(total.numel()).reshape(SHAPE).double()
+    for rank, (y, grad) in enumerate(ranks.run(_run, NUM_RANKS, "all_reduce_forward", (), torch.float64)):
+        torch.testing.assert_close(y, total, rtol=0, atol=0)
+        torch.testing.assert_close(grad, (weights + rank) / total.numel(), rtol=0, atol=0)
+
+
+def test_all_reduce_backward_sums_the_gradient(ranks):
+    weights = torch.arange(_input(0).numel()).reshape(SHAPE).double()
+    for rank, (y, grad) in enumerate(ranks.run(_run, NUM_RANKS, "all_reduce_backward", (), torch.float64)):
+        torch.testing.assert_close(y, _input(rank), rtol=0, atol=0)
+        torch.testing.assert_close(grad, (2 * weights + 1) / weights.numel(), rtol=1e-15, atol=0)
+
+
+def _refused() -> str:
+    with pytest.raises(MeshError) as caught:
+        collectives.all_to_all(torch.zeros(3, 4), 0, 1, dist.group.WORLD)
+    return caught.value.fact
+
+
+def test_uneven_parts_are_refused(ranks):
+    assert ranks.run(_refused, 2)[0] == "dim 0 of shape (3, 4) does not divide into 2 equal parts"
