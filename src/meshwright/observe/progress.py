@@ -1,0 +1,131 @@
+"""How far a run is, on stderr: a live bar on a terminal, a plain line now and then elsewhere."""
+
+import math
+import sys
+import time
+from collections import deque
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from meshwright.observe.metrics import StepMetrics
+from meshwright.units import show_count, show_seconds
+
+# The ETA follows the median of this many last steps: a slow first step does not mislead for long.
+_ETA_STEPS = 50
+
+
+class ProgressView(Protocol):
+    """What the loop sees of either form. Rank 0 has one; it never touches a device."""
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Shows this step."""
+        ...
+
+    def say(self, text: str) -> None:
+        """One line for people, above the bar."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def open_progress(
+    name: str, *, total_steps: int, every_seconds: float = 10.0, stream: TextIO | None = None
+) -> ProgressView:
+    """A live bar when the stream (stderr) is a terminal, else a plain line every so many seconds."""
+    out: TextIO = sys.stderr if stream is None else stream
+    if Console(file=out).is_terminal:
+        return LiveProgress(name, total_steps=total_steps, stream=out)
+    return PlainProgress(name, total_steps=total_steps, every_seconds=every_seconds, stream=out)
+
+
+class _Eta:
+    """Seconds left, from the median duration of the last steps."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
+
+    def after(self, metrics: StepMetrics) -> float:
+        self._recent.append(metrics.step_seconds)
+        median = sorted(self._recent)[len(self._recent) // 2]
+        return median * max(0, self._total_steps - metrics.step)
+
+
+def _facts(metrics: StepMetrics, eta_seconds: float) -> list[str]:
+    rate = metrics.tokens_per_second
+    parts = [f"loss {metrics.loss:.4f}" if math.isfinite(metrics.loss) else f"loss {metrics.loss}"]
+    parts += [f"{show_count(float(f'{rate:.3g}'))} tokens/s"] if rate else []
+    parts += [f"MFU {metrics.mfu:.1%}"] if metrics.mfu is not None else []
+    return [*parts, f"ETA {show_seconds(eta_seconds)}" if eta_seconds else "done"]
+
+
+class LiveProgress:
+    """A bar that redraws itself."""
+
+    def __init__(self, name: str, *, total_steps: int, stream: TextIO) -> None:
+        self._eta = _Eta(total_steps)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            console=Console(file=stream, highlight=False),
+            expand=True,
+        )
+        self._task = self._progress.add_task(name, total=total_steps, facts="starting")
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Moves the bar to this step."""
+        facts = "  ".join(_facts(metrics, self._eta.after(metrics)))
+        self._progress.update(self._task, completed=metrics.step, facts=facts)
+
+    def say(self, text: str) -> None:
+        """One line above the bar."""
+        self._progress.console.print(text, markup=False)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+class PlainProgress:
+    """Whole lines without control characters: for log files and pipes."""
+
+    def __init__(self, name: str, *, total_steps: int, every_seconds: float, stream: TextIO) -> None:
+        self._name = name
+        self._total_steps = total_steps
+        self._every_seconds = every_seconds
+        self._stream = stream
+        self._eta = _Eta(total_steps)
+        self._last_line_at = -math.inf
+        self._unshown: str | None = None
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Writes a line for the first step, the last one, and when the last line is old enough."""
+        facts = ", ".join(_facts(metrics, self._eta.after(metrics)))
+        line = f"{self._name}: step {metrics.step}/{self._total_steps}, {facts}"
+        now = time.monotonic()
+        if metrics.step < self._total_steps and now - self._last_line_at < self._every_seconds:
+            self._unshown = line
+            return
+        self._last_line_at, self._unshown = now, None
+        self.say(line)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        print(text, file=self._stream, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The step at which the run stopped is always told."""
+        if self._unshown:
+            self.say(self._unshown)

@@ -1,0 +1,85 @@
+"""Progress is readable without a terminal and without colour."""
+
+import io
+import math
+
+from meshwright.observe.metrics import StepMetrics, WorkRate
+from meshwright.observe.progress import LiveProgress, PlainProgress, open_progress
+
+RATE = WorkRate(flops_per_token=6e9, num_ranks=1)
+
+
+def a_step(step: int, loss: float = 2.5) -> StepMetrics:
+    return RATE.fill(
+        StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=1.0,
+            lr=1e-3,
+            tokens=step * 1000,
+            step_tokens=1000,
+            step_seconds=0.5,
+            peak_bytes=None,
+        )
+    )
+
+
+def test_plain_lines_for_first_and_last_step() -> None:
+    stream = io.StringIO()
+    with open_progress("demo", total_steps=4, every_seconds=3600, stream=stream) as progress:
+        for step in range(1, 5):
+            progress.update(a_step(step))
+        progress.say("saved")
+    assert stream.getvalue().splitlines() == [
+        "demo: step 1/4, loss 2.5000, 2K tokens/s, ETA 1.50 s",
+        "demo: step 4/4, loss 2.5000, 2K tokens/s, done",
+        "saved",
+    ]
+
+
+def test_plain_progress_tells_where_it_stopped() -> None:
+    stream = io.StringIO()
+    with PlainProgress("demo", total_steps=9, every_seconds=3600, stream=stream) as progress:
+        progress.update(a_step(1))
+        progress.update(a_step(2, loss=math.nan))
+    assert stream.getvalue().splitlines()[-1] == "demo: step 2/9, loss nan, 2K tokens/s, ETA 3.50 s"
+
+
+def test_plain_progress_every_zero_seconds_writes_every_step() -> None:
+    stream = io.StringIO()
+    with PlainProgress("demo", total_steps=3, every_seconds=0, stream=stream) as progress:
+        for step in (1, 2, 3):
+            progress.update(a_step(step))
+    assert len(stream.getvalue().splitlines()) == 3
+
+
+class Terminal(io.StringIO):
+    """A text stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_live_bar_on_a_terminal(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    progress = open_progress("demo", total_steps=2, stream=stream)
+    assert isinstance(progress, LiveProgress)
+    with progress:
+        progress.update(a_step(1))
+        progress.say("saved [step-1]")
+        progress.update(a_step(2))
+    shown = stream.getvalue()
+    assert "saved [step-1]" in shown
+    assert "loss 2.5000" in shown
+    assert "2/2" in shown
+
+
+def test_no_colour_when_asked(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    with open_progress("demo", total_steps=1, stream=stream) as progress:
+        progress.update(a_step(1))
+    assert "\x1b[3" not in stream.getvalue()
