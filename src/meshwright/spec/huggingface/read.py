@@ -1,0 +1,388 @@
+"""Hugging Face `config.json` -> `ModelSpec`.
+
+A key that would change the computation and that the decoder does not have is refused, never
+skipped. Keys that only concern generation, storage or other libraries are listed in `INERT_KEYS`.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from meshwright.errors import SpecError
+from meshwright.spec.families import FAMILIES, family
+from meshwright.spec.huggingface.rope import read_rope
+from meshwright.spec.model import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
+
+Config = Mapping[str, Any]
+
+# Nothing here changes what the trained network computes.
+_INERT = """
+    _attn_implementation _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward
+    decoder_start_token_id dtype eos_token_id experts_implementation id2label is_decoder
+    is_encoder_decoder keys_to_ignore_at_inference label2id max_length model_type
+    num_mtp_layers num_nextn_predict_layers output_attentions output_hidden_states
+    output_router_logits pad_token_id pretraining_tp problem_type quantization_config return_dict
+    sep_token_id seq_aux summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype
+    torchscript transformers_version unsloth_fixed unsloth_version use_cache use_mrope ep_size
+    n_ctx reorder_and_upcast_attn transformers.js_config gradient_checkpointing tie_encoder_decoder
+    cross_attention_hidden_size prefix finetuning_task
+"""
+INERT_KEYS = frozenset(_INERT.split())
+# Read by every family with rotary positions.
+_ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+
+class _Reader:
+    """Reads keys of one config and remembers which; the rest is then refused unless inert."""
+
+    def __init__(self, config: Config, where: str) -> None:
+        self.config = config
+        self.where = where
+        self.seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        value = self.config.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise SpecError(f"{key} is missing", where=self.where, hint=f"add {key} to the config")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """This key decides about the computation, and the decoder has these values only."""
+        value = self.get(key, allowed[0])
+        if value not in allowed:
+            shown = " or ".join(json.dumps(each) for each in allowed)
+            raise SpecError(
+                f"{key}={json.dumps(value)} is not supported",
+                where=self.where,
+                hint=f"the decoder computes {key}={shown}; setting it changes the model",
+            )
+
+    def refuse_the_rest(self) -> None:
+        unknown = [k for k, v in self.config.items() if v and k not in self.seen and k not in INERT_KEYS]
+        if not unknown:
+            return
+        near = difflib.get_close_matches(unknown[0], self.seen, n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near else "remove it if it does not change what the model computes"
+        )
+        shown = ", ".join(f"{key}={json.dumps(self.config[key])[:60]}" for key in unknown[:5])
+        raise SpecError(f"unknown in this model type: {shown}", where=self.where, hint=hint)
+
+
+def load_model(text: str) -> ModelSpec:
+    """The model a person names: a family, a `config.json`, or a folder that holds one."""
+    path = Path(text).expanduser()
+    if text.strip().lower() in FAMILIES and not path.is_file():
+        return family(text)
+    if path.is_dir():
+        path = path / "config.json"
+    elif path.suffix != ".json" and not path.exists():
+        return family(text)
+    return from_config(_read_json(path), str(path))
+
+
+def _read_json(path: Path) -> Config:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "give a family name, a config.json or a folder that holds one"
+        raise SpecError(f"cannot read the file: {error.strerror}", where=str(path), hint=hint) from None
+    except ValueError as error:
+        raise SpecError(
+            f"not JSON: {error}", where=str(path), hint="expected a model's config.json"
+        ) from None
+    if not isinstance(content, dict):
+        raise SpecError("not a JSON object", where=str(path), hint="expected a model's config.json")
+    return cast(Config, content)
+
+
+def from_config(config: Config, where: str = "config.json") -> ModelSpec:
+    """The spec that computes what this Hugging Face config describes."""
+    model_type = str(config.get("model_type", ""))
+    if model_type not in _FROM:
+        near = difflib.get_close_matches(model_type, _FROM, n=1)
+        known = f"did you mean {near[0]}? known are" if near else "known are"
+        hint = f"{known} {', '.join(_FROM)}"
+        raise SpecError(f"model_type {model_type!r} is not supported", where=where, hint=hint)
+    reader = _Reader(config, where)
+    try:
+        model = _FROM[model_type](reader)
+    except (ValidationError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise SpecError(_first_line(error), where=where, hint="correct the value in the config") from None
+    reader.refuse_the_rest()
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return f"{place}: {first['msg']} (got {first['input']!r})"
+    return f"a value has the wrong type: {error}"
+
+
+# ---- one function per family ---------------------------------------------------------------------
+
+
+def _llama(reader: _Reader) -> ModelSpec:
+    bias = reader.get("attention_bias", False)
+    attention = _attention(reader, qkv_bias=bias, output_bias=bias)
+    mlp = _swiglu(reader, bias=reader.get("mlp_bias", False))
+    return _rotary_model(reader, attention=attention, mlp=mlp)
+
+
+def _mistral(reader: _Reader) -> ModelSpec:
+    attention = _attention(reader, window=reader.get("sliding_window"))
+    return _rotary_model(reader, attention=attention, mlp=_swiglu(reader))
+
+
+def _qwen2(reader: _Reader) -> ModelSpec:
+    attention = _attention(reader, qkv_bias=True, window=_qwen_window(reader))
+    return _rotary_model(reader, attention=attention, mlp=_swiglu(reader))
+
+
+def _qwen3(reader: _Reader) -> ModelSpec:
+    bias = reader.get("attention_bias", False)
+    attention = _attention(
+        reader,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        head_width=reader.get("head_dim", 128),
+        window=_qwen_window(reader),
+    )
+    return _rotary_model(reader, attention=attention, mlp=_swiglu(reader))
+
+
+def _qwen3_moe(reader: _Reader) -> ModelSpec:
+    reader.only("decoder_sparse_step", 1)
+    reader.only("mlp_only_layers", [])
+    moe = MoeSpec(
+        num_experts=reader.get("num_experts", reader.get("num_local_experts", 128)),
+        top_k=reader.get("num_experts_per_tok", 8),
+        width=reader.get("moe_intermediate_size", 768),
+        normalise_top_k=reader.get("norm_topk_prob", False),
+        aux_loss=reader.get("router_aux_loss_coef", 0.001),
+    )
+    return _qwen3(reader).with_(moe=moe)
+
+
+def _mixtral(reader: _Reader) -> ModelSpec:
+    reader.only("router_jitter_noise", 0.0)
+    moe = MoeSpec(
+        num_experts=reader.get("num_local_experts", 8),
+        top_k=reader.get("num_experts_per_tok", 2),
+        width=reader.need("intermediate_size"),
+        aux_loss=reader.get("router_aux_loss_coef", 0.001),
+    )
+    attention = _attention(reader, window=reader.get("sliding_window"))
+    return _rotary_model(reader, attention=attention, mlp=_swiglu(reader), moe=moe, theta=1e6, eps=1e-5)
+
+
+def _gpt2(reader: _Reader) -> ModelSpec:
+    reader.only("scale_attn_by_inverse_layer_idx", False)
+    reader.only("scale_attn_weights", True)
+    reader.only("add_cross_attention", False)
+    width, num_heads = reader.need("n_embd"), reader.need("n_head")
+    dropout = reader.get("resid_pdrop", 0.1)
+    reader.only("embd_pdrop", dropout)
+    activation = reader.get("activation_function", "gelu_new")
+    reader.only("activation_function", *_ACTIVATIONS)
+    return ModelSpec.model_validate(
+        {
+            "family": _name(reader),
+            "vocab_size": reader.get("vocab_size", 50257),
+            "num_layers": reader.need("n_layer"),
+            "width": width,
+            "max_positions": reader.get("n_positions", 1024),
+            "attention": {
+                "num_heads": num_heads,
+                "num_kv_heads": num_heads,
+                "head_width": _whole(width, num_heads, reader.where),
+                "qkv_bias": True,
+                "output_bias": True,
+                "dropout": reader.get("attn_pdrop", 0.1),
+            },
+            "mlp": {
+                "kind": _ACTIVATIONS[activation],
+                "width": reader.get("n_inner", 4 * width),
+                "bias": True,
+            },
+            "norm": "layer",
+            "norm_eps": reader.get("layer_norm_epsilon", 1e-5),
+            "positions": "learned",
+            "tied_head": reader.get("tie_word_embeddings", True),
+            "dropout": dropout,
+            "init_std": reader.get("initializer_range", 0.02),
+        }
+    )
+
+
+def _deepseek_v2(reader: _Reader) -> ModelSpec:
+    reader.only("topk_method", "greedy", "group_limited_greedy")
+    reader.only("scoring_func", "softmax")
+    reader.only("norm_topk_prob", False)
+    grouped = reader.get("topk_method") == "group_limited_greedy"
+    moe = _deepseek_moe(reader).with_(
+        normalise_top_k=False,
+        routed_scale=reader.get("routed_scaling_factor", 1.0),
+        num_groups=reader.get("n_group", 1) if grouped else 1,
+        top_groups=reader.get("topk_group", 1) if grouped else 1,
+        aux_loss=reader.get("aux_loss_alpha", 0.0),
+    )
+    reader.seen |= {"n_group", "topk_group"}
+    return _deepseek(reader, moe)
+
+
+def _deepseek_v3(reader: _Reader) -> ModelSpec:
+    reader.only("topk_method", "noaux_tc")
+    reader.only("scoring_func", "sigmoid")
+    moe = _deepseek_moe(reader).with_(
+        score="sigmoid",
+        normalise_top_k=reader.get("norm_topk_prob", True),
+        routed_scale=reader.get("routed_scaling_factor", 2.5),
+        num_groups=reader.get("n_group", 8),
+        top_groups=reader.get("topk_group", 4),
+        group_score="top2_sum",
+        has_balance_bias=True,
+        aux_loss=reader.get("aux_loss_alpha", 0.0),
+    )
+    return _deepseek(reader, moe)
+
+
+def _deepseek_moe(reader: _Reader) -> MoeSpec:
+    width = reader.need("moe_intermediate_size")
+    return MoeSpec(
+        num_experts=reader.need("n_routed_experts"),
+        top_k=reader.need("num_experts_per_tok"),
+        width=width,
+        shared_width=width * reader.get("n_shared_experts", 0),
+        first_dense_layers=reader.get("first_k_dense_replace", 0),
+    )
+
+
+def _deepseek(reader: _Reader, moe: MoeSpec) -> ModelSpec:
+    reader.only("attention_bias", False)
+    reader.only("mlp_bias", False)
+    reader.only("rope_interleave", True)
+    reader.only("moe_layer_freq", 1)
+    reader.seen |= {"head_dim", "qk_head_dim"}  # derived from the widths below
+    latent = LatentSpec(
+        query_rank=reader.get("q_lora_rank"),
+        kv_rank=reader.need("kv_lora_rank"),
+        nope_width=reader.need("qk_nope_head_dim"),
+        rope_width=reader.need("qk_rope_head_dim"),
+        value_width=reader.need("v_head_dim"),
+    )
+    num_heads = reader.need("num_attention_heads")
+    reader.only("num_key_value_heads", num_heads)
+    attention = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_width=latent.nope_width + latent.rope_width,
+        latent=latent,
+        dropout=reader.get("attention_dropout", 0.0),
+    )
+    return _rotary_model(reader, attention=attention, mlp=_swiglu(reader), moe=moe)
+
+
+# ---- what the rotary families share --------------------------------------------------------------
+
+
+def _rotary_model(
+    reader: _Reader,
+    *,
+    attention: AttentionSpec,
+    mlp: MlpSpec,
+    moe: MoeSpec | None = None,
+    theta: float = 10000.0,
+    eps: float = 1e-6,
+) -> ModelSpec:
+    reader.seen |= _ROTARY_KEYS
+    rope = read_rope(reader.config, where=reader.where, latent=attention.latent is not None, theta=theta)
+    return ModelSpec(
+        family=_name(reader),
+        vocab_size=reader.need("vocab_size"),
+        num_layers=reader.need("num_hidden_layers"),
+        width=reader.need("hidden_size"),
+        max_positions=reader.need("max_position_embeddings"),
+        attention=attention,
+        mlp=mlp,
+        moe=moe,
+        norm_eps=reader.get("rms_norm_eps", eps),
+        rope=rope,
+        tied_head=reader.get("tie_word_embeddings", False),
+        init_std=reader.get("initializer_range", 0.02),
+    )
+
+
+def _attention(reader: _Reader, **rest: Any) -> AttentionSpec:
+    num_heads = reader.need("num_attention_heads")
+    head_width = reader.get("head_dim") or _whole(reader.need("hidden_size"), num_heads, reader.where)
+    fields: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": reader.get("num_key_value_heads", num_heads),
+        "head_width": head_width,
+        "dropout": reader.get("attention_dropout", 0.0),
+        **rest,
+    }
+    return AttentionSpec.model_validate(fields)
+
+
+def _whole(width: int, num_heads: int, where: str) -> int:
+    if width % num_heads:
+        raise SpecError(
+            f"{num_heads} heads do not divide the width {width}", where=where, hint="set head_dim"
+        )
+    return width // num_heads
+
+
+def _swiglu(reader: _Reader, *, bias: bool = False) -> MlpSpec:
+    reader.only("hidden_act", "silu")
+    return MlpSpec(width=reader.need("intermediate_size"), bias=bias)
+
+
+def _qwen_window(reader: _Reader) -> int | None:
+    """Qwen configs carry a window that counts only when `use_sliding_window` says so."""
+    window = reader.get("sliding_window", 4096)
+    layer_types = set(reader.get("layer_types", []))
+    if layer_types:
+        uniform = layer_types in ({"full_attention"}, {"sliding_attention"})
+        windowed = layer_types == {"sliding_attention"}
+    else:
+        windowed = bool(reader.get("use_sliding_window", False))
+        uniform = not windowed or reader.get("max_window_layers", 0) == 0
+    reader.seen |= {"use_sliding_window", "max_window_layers"}
+    if not uniform:
+        fact = "some layers have a sliding window and some have not"
+        raise SpecError(fact, where=reader.where, hint="only one window for all layers is supported")
+    return window if windowed else None
+
+
+def _name(reader: _Reader) -> str:
+    name = str(reader.config.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1]
+    return name or str(reader.config["model_type"])
+
+
+_FROM: dict[str, Callable[[_Reader], ModelSpec]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "gpt2": _gpt2,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+}
