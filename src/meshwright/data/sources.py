@@ -1,0 +1,240 @@
+"""Random-access token sources: a packed dataset on disk, or tokens in memory.
+
+A packed dataset is a folder of three files, written by `meshwright data pack`:
+
+    tokens.bin      every token, one after the other, in the smallest unsigned type that holds the vocabulary
+    documents.bin   int64, where each document ends (exclusive); the last one is the number of tokens
+    dataset.json    counts, types, tokenizer and hashes; written last, so a folder without it is unfinished
+
+A dataset packed with a Hugging Face tokenizer also holds its `tokenizer.json`, and so decodes anywhere.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from meshwright.errors import DataError
+from meshwright.spec.base import Spec
+
+DATASET_VERSION = 1
+TOKENS_FILE, DOCUMENTS_FILE, MANIFEST_FILE = "tokens.bin", "documents.bin", "dataset.json"
+TOKENIZER_FILE = "tokenizer.json"
+_TOKEN_TYPES = ("uint8", "uint16", "uint32")
+_HASH_CHUNK_BYTES = 1 << 22
+
+
+class TokenSource(Protocol):
+    """Tokens at any place, and where documents end; a batch needs nothing else."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it: a path, or what was generated."""
+        ...
+
+    @property
+    def tokens(self) -> NDArray[np.unsignedinteger]:
+        """Every token, possibly a memory map."""
+        ...
+
+    @property
+    def document_ends(self) -> NDArray[np.int64]:
+        """Where each document ends, exclusive and increasing; the last is the number of tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token there can be."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly when tokens and documents are equal."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokensInMemory:
+    """A token source that is an array: the generated corpus, and tests."""
+
+    name: str
+    tokens: NDArray[np.unsignedinteger]
+    document_ends: NDArray[np.int64]
+    vocab_size: int
+    fingerprint: str
+
+
+class TokenizerFacts(Spec):
+    """Which tokenizer made a dataset."""
+
+    name: str
+    hash: str
+    """Sixteen hex digits of everything that decides how text becomes tokens."""
+    eos_id: int
+
+
+class Manifest(Spec):
+    """What `dataset.json` says."""
+
+    version: int
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    vocab_size: int
+    tokenizer: TokenizerFacts
+    sha256: dict[str, str]
+    """Of every other file in the folder, by file name."""
+    source_files: list[str]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A packed dataset, memory-mapped: opening it reads no tokens."""
+
+    folder: Path
+    manifest: Manifest
+    tokens: NDArray[np.unsignedinteger]
+    document_ends: NDArray[np.int64]
+
+    @staticmethod
+    def open(folder: str | Path) -> "TokenFile":
+        """Map the dataset at `folder`; DataError when it is missing, unfinished or damaged."""
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        dtype = np.dtype(manifest.dtype)
+        tokens = _mapped(folder / TOKENS_FILE, dtype, manifest.num_tokens)
+        document_ends = _mapped(folder / DOCUMENTS_FILE, np.dtype(np.int64), manifest.num_documents)
+        if document_ends[-1] != manifest.num_tokens:
+            raise damaged(
+                folder / DOCUMENTS_FILE,
+                f"the last document ends at {document_ends[-1]}, but there are {manifest.num_tokens} tokens",
+            )
+        return TokenFile(folder, manifest, tokens, document_ends)
+
+    @property
+    def name(self) -> str:
+        """The folder."""
+        return str(self.folder)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the tokenizer that packed it."""
+        return self.manifest.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """From the hashes in the manifest: no token is read."""
+        content = "".join(self.manifest.sha256[file] for file in (TOKENS_FILE, DOCUMENTS_FILE))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def document(self, index: int) -> NDArray[np.unsignedinteger]:
+        """The tokens of one document, its end-of-document token included."""
+        start = int(self.document_ends[index - 1]) if index else 0
+        return self.tokens[start : int(self.document_ends[index])]
+
+    def damage(self) -> list[str]:
+        """Everything wrong with the files, as facts; reads every byte. Empty when sound."""
+        facts = [
+            f"{file}: sha256 is {found[:16]}..., dataset.json says {expected[:16]}..."
+            for file, expected in self.manifest.sha256.items()
+            if (found := sha256_of(self.folder / file)) != expected
+        ]
+        if (np.diff(self.document_ends, prepend=0) <= 0).any():
+            facts.append(f"{DOCUMENTS_FILE}: document ends do not increase")
+        largest = max(int(part.max()) for part in in_parts(self.tokens))
+        if largest >= self.vocab_size:
+            facts.append(
+                f"{TOKENS_FILE}: token {largest} is outside the vocabulary of {self.vocab_size} tokens"
+            )
+        return facts
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest unsigned type that holds every token of a vocabulary."""
+    for name in _TOKEN_TYPES:
+        if vocab_size - 1 <= np.iinfo(name).max:
+            return np.dtype(name)
+    raise DataError(f"a vocabulary of {vocab_size} tokens does not fit 32 bits", where="tokenizer")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """`dataset.json` of a packed dataset, checked."""
+    path = folder / MANIFEST_FILE
+    _require_dataset(folder)
+    try:
+        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (ValueError, ValidationError) as error:
+        raise damaged(path, f"is not a dataset description ({_first_line(error)})") from error
+    if manifest.version != DATASET_VERSION:
+        fact = f"dataset version {manifest.version}, this program reads version {DATASET_VERSION}"
+        raise DataError(fact, where=str(path), hint="pack the dataset again with `meshwright data pack`")
+    if manifest.dtype not in _TOKEN_TYPES or min(manifest.num_documents, manifest.num_tokens) < 1:
+        raise damaged(path, f"dtype {manifest.dtype!r} with {manifest.num_tokens} tokens cannot be")
+    if missing := {TOKENS_FILE, DOCUMENTS_FILE} - set(manifest.sha256):
+        raise damaged(path, f"has no hash of {', '.join(sorted(missing))}")
+    return manifest
+
+
+def damaged(path: Path, fact: str) -> DataError:
+    """The error for a file that is there and wrong."""
+    hint = (
+        "copy the dataset again from where it is sound, or pack it again; `meshwright data verify` checks it"
+    )
+    return DataError(fact, where=str(path), hint=hint)
+
+
+def sha256_of(path: Path) -> str:
+    """Of the whole file, read in parts."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(_HASH_CHUNK_BYTES):
+                digest.update(part)
+    except OSError as error:
+        raise damaged(path, f"cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def in_parts(tokens: NDArray[np.unsignedinteger], part_tokens: int = 1 << 22):
+    """Successive views of a token array, so that a pass over it needs little memory."""
+    for start in range(0, len(tokens), part_tokens):
+        yield tokens[start : start + part_tokens]
+
+
+def _require_dataset(folder: Path) -> None:
+    if not folder.exists():
+        hint = "pack one with `meshwright data pack`, or use data.synthetic for a generated corpus"
+        raise DataError("there is no dataset here", where=str(folder), hint=hint)
+    if not folder.is_dir():
+        hint = f"a dataset is a folder; pack this file first: `meshwright data pack {folder} -o dataset`"
+        raise DataError("is a file, not a packed dataset", where=str(folder), hint=hint)
+    if not (folder / MANIFEST_FILE).is_file():
+        hint = "packing did not finish, or this is another folder; pack again with `meshwright data pack`"
+        raise DataError(f"is not a packed dataset: it has no {MANIFEST_FILE}", where=str(folder), hint=hint)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    if not path.is_file():
+        raise damaged(path, "is missing")
+    size, expected = path.stat().st_size, count * dtype.itemsize
+    if size != expected:
+        raise damaged(path, f"has {size} bytes, dataset.json says {expected}")
+    try:
+        # A plain view: slices of np.memmap carry a subclass and are several times slower to make.
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    except OSError as error:
+        raise damaged(path, f"cannot be read: {error.strerror}") from error
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return str(error).splitlines()[0]

@@ -1,0 +1,171 @@
+"""Text to tokens and back: raw bytes, or a Hugging Face `tokenizer.json`."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.sources import TOKENIZER_FILE, TokenizerFacts
+from meshwright.errors import DataError
+
+BYTE_TOKENIZER = "bytes"
+BYTE_VOCAB_SIZE = 257
+BYTE_EOS_ID = 256
+# What the model families of today call the token that ends a document, in the order they are tried.
+_EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """Everything the rest of the program asks of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """`bytes`, or the file it came from."""
+        ...
+
+    @property
+    def hash(self) -> str:
+        """Sixteen hex digits, equal when the same text gives the same tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a document."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger]]:
+        """The tokens of each text, without the end of document."""
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; an end of document gives none."""
+        ...
+
+
+class ByteTokenizer:
+    """Each UTF-8 byte is a token, and 256 ends a document.
+
+    The end has a number of its own, beyond the 256 bytes, because a text may contain any byte: no byte
+    could mark the border of documents without sometimes lying. So the vocabulary is 257 tokens.
+    """
+
+    name = BYTE_TOKENIZER
+    hash = hashlib.sha256(b"bytes, eos 256").hexdigest()[:16]
+    vocab_size = BYTE_VOCAB_SIZE
+    eos_id = BYTE_EOS_ID
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger]]:
+        """The UTF-8 bytes of each text."""
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Bytes that are not UTF-8 (a sample cut short, say) show as a replacement character."""
+        return bytes(token for token in tokens if token < BYTE_EOS_ID).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` file. No special tokens are added to texts: packing ends documents itself."""
+
+    def __init__(self, path: Path, *, eos: str | None = None, name: str | None = None) -> None:
+        self.path = path
+        self.name = name or str(path)
+        content = _read(path)
+        self._tokenizer = _load(path, content)
+        self.hash = hashlib.sha256(content).hexdigest()[:16]
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.eos_id = self._find_eos(eos or _configured_eos(path))
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger]]:
+        """Encoded together: the library spreads them over the cores."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Special tokens give no text; tokens outside the vocabulary give none either."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    def _find_eos(self, eos: str | None) -> int:
+        for name in [eos] if eos else _EOS_NAMES:
+            token = self._tokenizer.token_to_id(name)
+            if token is not None:
+                return token
+        fact = f"has no token {eos!r}" if eos else "does not say which token ends a document"
+        raise DataError(fact, where=str(self.path), hint="name one of its tokens: `--eos '<|endoftext|>'`")
+
+
+def open_tokenizer(name: str, *, eos: str | None = None) -> Tokenizer:
+    """`bytes`, or the tokenizer at a path: a tokenizer.json or a folder that holds one."""
+    if name == BYTE_TOKENIZER:
+        if eos is not None:
+            raise DataError(
+                "the byte tokenizer ends documents with token 256; --eos has no effect", where="--eos"
+            )
+        return ByteTokenizer()
+    path = Path(name)
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    if not path.is_file():
+        hint = f"use `{BYTE_TOKENIZER}`, a {TOKENIZER_FILE}, or a folder that holds one"
+        raise DataError("there is no tokenizer here", where=name, hint=hint)
+    return HuggingFaceTokenizer(path, eos=eos)
+
+
+def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:
+    """The tokenizer that packed the dataset in `folder`, from the copy that lies there."""
+    if facts.name == BYTE_TOKENIZER:
+        return ByteTokenizer()
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise DataError(f"the copy of tokenizer {facts.name!r} is missing", where=str(path))
+    tokenizer = HuggingFaceTokenizer(path, name=facts.name, eos=_token_name(path, facts.eos_id))
+    if tokenizer.hash != facts.hash:
+        fact = f"is not the tokenizer that packed the dataset: hash {tokenizer.hash}, expected {facts.hash}"
+        raise DataError(fact, where=str(path), hint="restore the dataset's own copy, or pack again")
+    return tokenizer
+
+
+def _token_name(path: Path, token_id: int) -> str:
+    name = _load(path, _read(path)).id_to_token(token_id)
+    if name is None:
+        raise DataError(f"has no token number {token_id}", where=str(path), hint="pack the dataset again")
+    return name
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _load(path: Path, content: bytes):
+    try:
+        from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  only where a tokenizer.json is used
+    except ImportError as error:
+        hint = 'install it with `pip install "meshwright[train]"`, or use the byte tokenizer'
+        raise DataError("needs the tokenizers library", where=str(path), hint=hint) from error
+    try:
+        return LibraryTokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain Exception on a malformed file
+        hint = "save it with `save_pretrained` or `Tokenizer.save`; a vocabulary file alone is not enough"
+        raise DataError(
+            f"is not a Hugging Face tokenizer.json ({error})", where=str(path), hint=hint
+        ) from error
+
+
+def _configured_eos(path: Path) -> str | None:
+    """The end of sequence that `tokenizer_config.json` beside a tokenizer names, if any."""
+    try:
+        config = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    eos = config.get("eos_token") if isinstance(config, dict) else None
+    return eos.get("content") if isinstance(eos, dict) else eos
