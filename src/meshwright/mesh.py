@@ -1,0 +1,147 @@
+"""Which rank stands where: one world of ranks seen as a mesh of named axes.
+
+The same ranks are cut twice, because state and activations are cut differently:
+
+    sequence   pp, dp_replicate, dp_shard, cp, tp        activations: who holds which tokens
+    dense      pp, dp_replicate, shard, tp               parameters: shard = dp_shard x cp
+    expert     pp, dp_replicate, expert_shard, ep, tp    routed experts: shard = expert_shard x ep
+
+tp is innermost, so its ranks are neighbours on a node. Building a Mesh communicates: all ranks call it.
+"""
+
+import dataclasses
+import datetime
+import os
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.errors import LaunchError, MeshError
+from meshwright.spec import ParallelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """This process among the others, and the device it computes on."""
+
+    rank: int
+    local_rank: int
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 is the one that speaks to people."""
+        return self.rank == 0
+
+
+def _rank_variable(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise LaunchError(
+            f"{name}={text!r} is not a rank", where="environment", hint="start through torchrun or train"
+        )
+    return int(text)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this process: `auto` takes CUDA where there is one."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MeshError(
+            "device=cuda, but torch sees no CUDA device", where="device", hint="use device=cpu or auto"
+        )
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> World:
+    """Join the ranks that the launcher's variables describe; one rank alone is a world of one."""
+    rank, num_ranks = _rank_variable("RANK", 0), _rank_variable("WORLD_SIZE", 1)
+    local_rank = _rank_variable("LOCAL_RANK", 0)
+    if rank >= num_ranks:
+        raise LaunchError(
+            f"RANK={rank} is outside a world of {num_ranks}", where="environment", hint="ranks count from 0"
+        )
+    chosen = choose_device(device, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        store = dist.HashStore() if num_ranks == 1 else None
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    return World(rank=rank, local_rank=local_rank, num_ranks=num_ranks, device=chosen)
+
+
+def leave_world() -> None:
+    """Tear the process group down, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """The world cut along the axes of a ParallelSpec."""
+
+    parallel: ParallelSpec
+    device: torch.device
+    rank: int
+    sequence: DeviceMesh
+    dense: DeviceMesh
+
+    @cached_property
+    def expert(self) -> DeviceMesh:
+        """The same ranks as the routed experts see them."""
+        p = self.parallel
+        shape = (p.pp, p.dp_replicate, p.dp_shard * p.cp // p.ep, p.ep, p.tp)
+        return init_device_mesh(
+            self.device.type, shape, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep", "tp")
+        )
+
+    @cached_property
+    def data(self) -> DeviceMesh:
+        """dp_replicate and shard as one axis: all ranks that hold other tokens of the same step."""
+        p = self.parallel
+        return init_device_mesh(
+            self.device.type, (p.pp, p.dp * p.cp, p.tp), mesh_dim_names=("pp", "data", "tp")
+        )
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along one axis of `sequence`."""
+        return self.sequence.get_group(axis)
+
+    def coordinate(self, axis: str) -> int:
+        """Where this rank stands along one axis of `sequence`."""
+        return self.sequence.get_local_rank(axis)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which samples this rank reads, of `parallel.dp` parts."""
+        return self.coordinate("dp_replicate") * self.parallel.dp_shard + self.coordinate("dp_shard")
+
+
+def build_mesh(parallel: ParallelSpec, world: World) -> Mesh:
+    """Cut the world along the axes; every rank must call this with the same spec."""
+    p = parallel
+    if p.num_ranks != world.num_ranks:
+        raise MeshError(
+            f"parallel asks for {p.num_ranks} ranks (pp={p.pp} x dp_replicate={p.dp_replicate} x "
+            f"dp_shard={p.dp_shard} x cp={p.cp} x tp={p.tp}), but {world.num_ranks} were started",
+            where="parallel",
+            hint=f"start {p.num_ranks} ranks, or change one axis",
+        )
+    kind = world.device.type
+    sequence = init_device_mesh(
+        kind,
+        (p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    )
+    dense = init_device_mesh(
+        kind,
+        (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp),
+        mesh_dim_names=("pp", "dp_replicate", "shard", "tp"),
+    )
+    return Mesh(parallel=p, device=world.device, rank=world.rank, sequence=sequence, dense=dense)

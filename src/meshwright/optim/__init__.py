@@ -1,0 +1,1 @@
+"""Update rules, parameter groups, gradient norm and the learning rate, on plain local tensors."""

@@ -1,0 +1,267 @@
+"""Data parallel: every rank computes the gradient of its own tokens; the sum of all is the gradient.
+
+    dW[D, F] = sum over ranks r of dW_r[D, F]          the loss has divided already, so nothing divides here
+
+ZeRO-0  all-reduce of gradients once per step                       2 x P elements per rank
+ZeRO-1  reduce-scatter once per step, all-gather after the update   2 x P
+ZeRO-2  the same, reduce-scatter after every micro-batch            (1 + micro-batches) x P
+ZeRO-3  FSDP2: parameters gathered for forward and again for        3 x P, overlapped
+        backward, gradients reduce-scattered; see `shard_fully`
+
+Stages 0 to 2 are one mechanism: gradients are laid into flat buckets of [shards, chunk], the bucket is
+reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshwright.mesh import Mesh
+from meshwright.parallel.owned import OwnedParameter, is_expert
+
+BUCKET_ELEMENTS = 25_000_000  # 100 MB of fp32: large enough for full bandwidth, small enough to overlap
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together over the same axes."""
+
+    def __init__(self, owned: list[OwnedParameter], mesh: Mesh) -> None:
+        self.owned = owned
+        self.scatter, self.sums = _reduction_groups(owned[0], mesh)
+        self.num_rows = self.scatter.size() if self.scatter else 1
+        self.waiting: set[int] = set()
+        self._flat: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a reduction of this bucket is under way."""
+        return self._flat is not None
+
+    def launch(self) -> None:
+        """Lay the gradients into the flat buffer, free them, and start the first reduction."""
+        rows = [_padded_rows(_local_gradient(one), self.num_rows) for one in self.owned]
+        flat_RC = torch.cat(rows, dim=1)
+        for one in self.owned:
+            one.parameter.grad = None
+        if self.scatter is not None:
+            self._flat = flat_RC.new_empty(flat_RC.shape[1])
+            self._work = dist.reduce_scatter_tensor(
+                self._flat, flat_RC.view(-1), group=self.scatter, async_op=True
+            )
+        else:
+            self._flat = flat_RC.view(-1)
+
+    def finish(self) -> None:
+        """Wait, reduce over the remaining axes, and hand each shard its gradient (added to what it has)."""
+        assert self._flat is not None
+        if self._work is not None:
+            self._work.wait()
+        for group in self.sums:
+            dist.all_reduce(self._flat, group=group)
+        offset = 0
+        for one in self.owned:
+            gradient = self._flat[offset : offset + one.shard.numel()].view_as(one.shard)
+            one.shard.grad = gradient if one.shard.grad is None else one.shard.grad.add_(gradient)
+            offset += _chunk_elements(one, self.num_rows)
+        self._flat = self._work = None
+
+    def gather_parameters(self) -> None:
+        """After an update of the shards: every rank's rows to every rank."""
+        if self.scatter is None:
+            return
+        mine = torch.cat(
+            [_padded_rows(one.shard.detach(), 1, _chunk_elements(one, self.num_rows)) for one in self.owned],
+            dim=1,
+        )
+        everyone_RC = mine.new_empty(self.num_rows, mine.shape[1])
+        dist.all_gather_into_tensor(everyone_RC.view(-1), mine.view(-1), group=self.scatter)
+        offset = 0
+        for one in self.owned:
+            width = _chunk_elements(one, self.num_rows)
+            whole = _whole(one.parameter)
+            rows = everyone_RC[:, offset : offset + width].reshape(-1)[: whole.numel()]
+            whole.copy_(rows.view_as(whole))
+            offset += width
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    """The tp-local tensor the model computes with."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def _local_gradient(one: OwnedParameter) -> Tensor:
+    """This rank's gradient; zeros when nothing on this rank touched the parameter."""
+    gradient = one.parameter.grad
+    if gradient is None:
+        return torch.zeros_like(_whole(one.parameter))
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _chunk_elements(one: OwnedParameter, num_rows: int) -> int:
+    """Elements of one (padded) chunk of rows of a parameter."""
+    whole = _whole(one.parameter)
+    return -(-whole.shape[0] // num_rows) * (whole.numel() // max(1, whole.shape[0]))
+
+
+def _padded_rows(tensor: Tensor, num_rows: int, width: int | None = None) -> Tensor:
+    """[rows of dim 0, ...] -> [num_rows, chunk], zeros where dim 0 does not divide."""
+    if width is None:
+        per_row = tensor.numel() // max(1, tensor.shape[0])
+        width = -(-tensor.shape[0] // num_rows) * per_row
+    missing = num_rows * width - tensor.numel()
+    flat = tensor.reshape(-1)
+    padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+    return padded.view(num_rows, width)
+
+
+def _reduction_groups(
+    one: OwnedParameter, mesh: Mesh
+) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
+    """(group to scatter over, groups to sum over) for the gradient of one parameter."""
+    on_experts = is_expert(one.name) and mesh.parallel.ep > 1
+    axes, shard_axis = (mesh.expert, "expert_shard") if on_experts else (mesh.dense, "shard")
+    sums = [mesh.dense.get_group("tp")] if _is_partial_over_tp(one, mesh) else []
+    if mesh.parallel.zero == 0 and not on_experts:
+        return None, ([mesh.data.get_group("data")] if mesh.data["data"].size() > 1 else []) + sums
+    if axes["dp_replicate"].size() > 1:
+        sums.insert(0, axes.get_group("dp_replicate"))
+    if mesh.parallel.zero == 0:
+        extra = [axes.get_group(shard_axis)] if axes[shard_axis].size() > 1 else []
+        return None, extra + sums
+    return axes.get_group(shard_axis), sums
+
+
+def _is_partial_over_tp(one: OwnedParameter, mesh: Mesh) -> bool:
+    """A parameter that tp does not cut gets a part of its gradient on each tp rank."""
+    if mesh.parallel.tp == 1:
+        return False
+    names = one.mesh.mesh_dim_names or ()
+    return one.placements[names.index("tp")].is_replicate()
+
+
+class GradientReducer:
+    """Stages 0 to 2: sums gradients over the mesh, overlapping the last backward where it can."""
+
+    def __init__(self, owned: list[OwnedParameter], mesh: Mesh) -> None:
+        self._every_microbatch = mesh.parallel.zero == 2
+        trainable = [one for one in owned if one.parameter.requires_grad]
+        # Backward finds the last layers first, so buckets are filled and launched from the end.
+        self.buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh)]
+        self._bucket_of = {id(one.parameter): bucket for bucket in self.buckets for one in bucket.owned}
+        self._next = len(self.buckets)
+        for one in trainable:
+            one.parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+
+    @contextmanager
+    def microbatch(self, *, is_last: bool, can_overlap: bool = True) -> Iterator[None]:
+        """Entered around the backward of one micro-batch; on leaving, what is due has been reduced."""
+        is_due = is_last or self._every_microbatch
+        self._next = 0 if is_due and can_overlap else len(self.buckets)
+        for bucket in self.buckets:
+            bucket.waiting = {id(one.parameter) for one in bucket.owned}
+        yield
+        if is_due:
+            for bucket in self.buckets:
+                if not bucket.is_launched:
+                    bucket.launch()
+            for bucket in self.buckets:
+                bucket.finish()
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        """Launch every bucket that is full, in the one order that all ranks share."""
+        self._bucket_of[id(parameter)].waiting.discard(id(parameter))
+        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+            self.buckets[self._next].launch()
+            self._next += 1
+
+    def gather_parameters(self) -> None:
+        """After the optimizer's update."""
+        for bucket in self.buckets:
+            bucket.gather_parameters()
+
+
+def _bucketed(owned: list[OwnedParameter], mesh: Mesh) -> Iterator[list[OwnedParameter]]:
+    """Runs of parameters with the same reduction and dtype, cut at BUCKET_ELEMENTS."""
+
+    def kind(one: OwnedParameter) -> tuple[bool, bool, torch.dtype]:
+        return (is_expert(one.name) and mesh.parallel.ep > 1, _is_partial_over_tp(one, mesh), one.shard.dtype)
+
+    for _, run in groupby(sorted(owned, key=lambda one: repr(kind(one))), key=kind):
+        bucket: list[OwnedParameter] = []
+        for one in run:
+            bucket.append(one)
+            if sum(member.parameter.numel() for member in bucket) >= BUCKET_ELEMENTS:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
+
+class FullyShardedReducer:
+    """Stage 3: FSDP2 reduces by itself; what remains is to show each shard its gradient."""
+
+    def __init__(self, owned: list[OwnedParameter]) -> None:
+        self._trainable = [one for one in owned if one.parameter.requires_grad]
+
+    @contextmanager
+    def microbatch(self, *, is_last: bool, can_overlap: bool = True) -> Iterator[None]:
+        """FSDP2 accumulates reduced gradients in the sharded parameter."""
+        yield
+        if is_last:
+            for one in self._trainable:
+                gradient = one.parameter.grad
+                local = torch.zeros_like(one.shard) if gradient is None else gradient.to_local()
+                one.shard.grad, one.parameter.grad = local, None
+
+    def gather_parameters(self) -> None:
+        """Nothing: the next forward gathers."""
+
+
+Reducer = GradientReducer | FullyShardedReducer
+
+
+def build_reducer(owned: list[OwnedParameter], mesh: Mesh) -> Reducer:
+    """The reducer of the mesh's ZeRO stage."""
+    return FullyShardedReducer(owned) if mesh.parallel.zero == 3 else GradientReducer(owned, mesh)
+
+
+def shard_fully(
+    units: list[nn.Module],
+    root: nn.Module,
+    mesh: Mesh,
+    *,
+    experts: list[nn.Module],
+    lower: torch.dtype | None,
+) -> None:
+    """ZeRO-3 over shard (and replicas over dp_replicate): each unit is gathered when it is used.
+
+    A pipeline keeps parameters gathered during a step: gathering them anew for every micro-batch of
+    every stage would cost pp times the traffic.
+    """
+    parallel = mesh.parallel
+    policy = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32 if lower else None)
+    reshard = parallel.pp == 1
+    if parallel.ep > 1:
+        expert_mesh = _sharding_mesh(mesh.expert, "expert_shard", parallel.dp_replicate)
+        for module in experts:
+            fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    dense_mesh = _sharding_mesh(mesh.dense, "shard", parallel.dp_replicate)
+    for module in [*units, root]:
+        fully_shard(module, mesh=dense_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # The loss has divided by the global token count: sum, never average. A factor other than the
+            # group size would ask for PREMUL_SUM, which gloo lacks and NCCL gets wrong for bf16.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _sharding_mesh(axes, shard_axis: str, dp_replicate: int):
+    return axes[("dp_replicate", shard_axis)] if dp_replicate > 1 else axes[shard_axis]

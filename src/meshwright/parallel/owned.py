@@ -1,0 +1,121 @@
+"""What this rank updates: for each parameter the shard it owns, and where that shard lies in the whole.
+
+Every way of cutting state (ZeRO stages, tp, ep, pipeline stages) ends in the same list. The optimizer,
+the gradient norm and checkpoints read nothing else, so they know no axis by name.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+# The order of cuts on one dim is not in the public Shard: when tp has cut dim 0 and ZeRO cuts the rest of it
+# again, the shards of one ZeRO rank are not contiguous in the whole. FSDP2 uses the same class for this.
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.mesh import Mesh
+
+
+@dataclasses.dataclass
+class OwnedParameter:
+    """A parameter of this rank's pipeline stage(s) and the part of it that this rank updates."""
+
+    name: str
+    parameter: nn.Parameter
+    """What the model computes with; a DTensor when tp, ep or ZeRO-3 cut it."""
+    shard: nn.Parameter
+    """Plain tensor that shares storage with `parameter`: what the optimizer updates."""
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    """Of the whole parameter."""
+    norm_share: float
+    """1 / ranks that hold this very shard; 0 for a second copy of a tied weight."""
+
+    def as_global(self, tensor: Tensor) -> DTensor:
+        """A tensor of the shard's shape as its part of the whole: what checkpoints and tests see."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            tensor.detach(), self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        )
+
+
+def is_expert(name: str) -> bool:
+    """Routed experts live on the expert mesh."""
+    return ".experts." in name
+
+
+def state_axes(name: str, mesh: Mesh) -> tuple[DeviceMesh, str]:
+    """The mesh that cuts the state of a parameter, and the axis of it that ZeRO divides over."""
+    if is_expert(name) and mesh.parallel.ep > 1:
+        return mesh.expert, "expert_shard"
+    return mesh.dense, "shard"
+
+
+def chunk_rows(num_rows: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """Begin and end of one chunk of dim 0; like torch.chunk, the last chunks may be short or empty."""
+    size = -(-num_rows // num_chunks)
+    return min(index * size, num_rows), min((index + 1) * size, num_rows)
+
+
+def own(name: str, parameter: nn.Parameter, mesh: Mesh, *, num_copies_counted: int = 1) -> OwnedParameter:
+    """The owned form of one parameter, by the ZeRO stage of the mesh."""
+    axes, shard_axis = state_axes(name, mesh)
+    if mesh.parallel.zero == 3:
+        owned = _own_fsdp(name, parameter)
+    else:
+        owned = _own_chunk(name, parameter, axes, shard_axis, is_cut=mesh.parallel.zero in (1, 2))
+    ranks_per_stage = mesh.parallel.num_ranks // mesh.parallel.pp
+    distinct = math.prod(
+        size
+        for size, place in zip(owned.mesh.shape, owned.placements, strict=True)
+        if not place.is_replicate()
+    )
+    return dataclasses.replace(owned, norm_share=num_copies_counted * distinct / ranks_per_stage)
+
+
+def _own_fsdp(name: str, parameter: nn.Parameter) -> OwnedParameter:
+    """ZeRO-3: FSDP2 made the parameter a DTensor whose local part is the shard."""
+    assert isinstance(parameter, DTensor)
+    shard = _share_storage(parameter.to_local(), parameter)
+    return OwnedParameter(
+        name, parameter, shard, parameter.device_mesh, parameter.placements, parameter.shape, 1.0
+    )
+
+
+def _own_chunk(
+    name: str, parameter: nn.Parameter, axes: DeviceMesh, shard_axis: str, *, is_cut: bool
+) -> OwnedParameter:
+    """ZeRO-0..2: the model holds the whole (tp-local) parameter; the shard is a chunk of its rows."""
+    inner_names, inner = _inner_cuts(parameter)
+    whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    state_mesh = axes[("dp_replicate", shard_axis, *inner_names)]
+    if not is_cut:
+        shard = _share_storage(whole.detach(), parameter)
+        return OwnedParameter(
+            name, parameter, shard, state_mesh, (Replicate(), Replicate(), *inner), parameter.shape, 1.0
+        )
+    begin, end = chunk_rows(whole.shape[0], axes[shard_axis].size(), axes.get_local_rank(shard_axis))
+    shard = _share_storage(whole.detach()[begin:end], parameter)
+    placements = (Replicate(), _row_cut(inner, state_mesh), *inner)
+    return OwnedParameter(name, parameter, shard, state_mesh, placements, parameter.shape, 1.0)
+
+
+def _inner_cuts(parameter: nn.Parameter) -> tuple[tuple[str, ...], tuple[Placement, ...]]:
+    if not isinstance(parameter, DTensor):
+        return (), ()
+    return parameter.device_mesh.mesh_dim_names or (), parameter.placements
+
+
+def _row_cut(inner: tuple[Placement, ...], state_mesh: DeviceMesh) -> Placement:
+    """ZeRO cuts rows after the inner axes have: strided where one of them cut rows too."""
+    sizes = state_mesh.shape[2:]
+    split = math.prod(n for n, place in zip(sizes, inner, strict=True) if place.is_shard(0))
+    return _StridedShard(0, split_factor=split) if split > 1 else Shard(0)
+
+
+def _share_storage(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=parameter.requires_grad)

@@ -1,0 +1,1 @@
+"""Number formats of a step: autocast and dynamic loss scaling."""

@@ -1,0 +1,45 @@
+"""Which dtype weights are kept in and which one matmuls compute in."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from meshwright.errors import SpecError
+from meshwright.spec import PrecisionSpec
+
+COMPUTE_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def weight_dtype(precision: PrecisionSpec) -> torch.dtype:
+    """Weights, gradients and optimizer states: fp32, or fp64 for proofs."""
+    return torch.float64 if precision.compute == "fp64" else torch.float32
+
+
+def lower_dtype(precision: PrecisionSpec) -> torch.dtype | None:
+    """The 16-bit dtype of mixed precision, or None when everything has the weights' dtype."""
+    return COMPUTE_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
+
+
+def compute_context(precision: PrecisionSpec, device: torch.device) -> AbstractContextManager[object]:
+    """Entered around every forward pass."""
+    dtype = lower_dtype(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def prepare_device(precision: PrecisionSpec, device: torch.device, *, deterministic: bool) -> None:
+    """Process-wide switches: TF32 on or off, deterministic kernels."""
+    if precision.compute == "tf32" and device.type != "cuda":
+        raise SpecError(
+            f"compute=tf32 needs a CUDA device, this one is {device.type}",
+            where="precision.compute",
+            hint="use fp32 here",
+        )
+    torch.set_float32_matmul_precision("high" if precision.compute == "tf32" else "highest")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
