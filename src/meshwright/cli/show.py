@@ -1,0 +1,143 @@
+"""`meshwright show`: pictures of what was decided."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.cli.main import new_app
+
+app = new_app(help="Pictures: pipeline timeline, rank map, memory.")
+
+
+@app.callback()
+def show() -> None:
+    """Pictures: pipeline timeline, rank map, memory."""
+
+
+@app.command()
+def schedule(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run file to take the schedule from.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--schedule", help="gpipe, 1f1b (the default), interleaved_1f1b, ...")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks (4).")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of one step (8).")] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages per rank; by default what the schedule needs.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Draw the order in which pipeline ranks run forwards and backwards.
+
+    One unit of time is the forward of one stage; a whole backward takes two.
+    """
+    from rich.console import Console
+
+    from meshwright.plan.draw_schedule import draw_svg, draw_text, picture
+
+    options = {
+        "--schedule": name,
+        "--pp": pp,
+        "--virtual-stages": virtual_stages,
+        "--microbatches": microbatches,
+    }
+    chosen, shape = _from_run(run, options) if run else _from_options(options)
+    drawn = picture(_possible(chosen, shape), shape)
+    if svg is not None:
+        _write(svg, draw_svg(drawn))
+    if as_json:
+        typer.echo(_json(drawn))
+        return
+    console = Console()
+    console.print(draw_text(drawn, width=console.width), soft_wrap=True)
+
+
+MOST_ACTIONS = 200_000
+
+
+def _from_options(options: dict[str, Any]) -> tuple[str, Any]:
+    from meshwright.errors import SpecError
+    from meshwright.plan.schedules import ONE_STAGE, SCHEDULES, PipelineShape
+    from meshwright.spec.violations import nearest
+
+    given = {option: value for option, value in options.items() if value is not None}
+    name = given.pop("--schedule", "1f1b")
+    if name not in SCHEDULES:
+        hint = f"{nearest(name, SCHEDULES)} known: {', '.join(SCHEDULES)}".strip()
+        raise SpecError(f"there is no schedule {name!r}", where="--schedule", hint=hint)
+    for option, value in given.items():
+        if value < 1:
+            raise SpecError(f"{option} is {value}", where=option, hint="use at least 1")
+    stages = given.get("--virtual-stages", 1 if name in ONE_STAGE else 2)
+    return name, PipelineShape(given.get("--pp", 4), stages, given.get("--microbatches", 8))
+
+
+def _from_run(run: str, options: dict[str, Any]) -> tuple[str, Any]:
+    from meshwright.errors import SpecError
+    from meshwright.plan.schedules import PipelineShape
+    from meshwright.spec.text import load_run
+
+    for option, value in options.items():
+        if value is not None:
+            fact = f"{option} has no effect: the schedule is taken from {run}"
+            raise SpecError(fact, where=option, hint="give a run file or options, not both")
+    spec = load_run(run)
+    parallel = spec.parallel
+    if parallel.pp == 1:
+        raise SpecError(
+            f"{run} has no pipeline: pp is 1", where="parallel.pp", hint="name a schedule with --schedule"
+        )
+    return parallel.schedule, PipelineShape(parallel.pp, parallel.virtual_stages, spec.accumulation)
+
+
+def _possible(name: Any, shape: Any) -> Any:
+    """The schedule, when it can run on this shape and is not too large to draw."""
+    from meshwright.errors import SpecError
+    from meshwright.plan.schedules import problem
+
+    reason = problem(name, shape)
+    if reason is not None:
+        raise SpecError(reason, where="--schedule", hint="change --microbatches, --pp or --virtual-stages")
+    if shape.num_stages * shape.num_microbatches > MOST_ACTIONS:
+        raise SpecError(
+            f"{shape.num_stages} stages x {shape.num_microbatches} micro-batches are too many to draw",
+            where="--microbatches",
+            hint=f"their product can be {MOST_ACTIONS}",
+        )
+    return name
+
+
+def _write(path: Path, content: str) -> None:
+    from meshwright.errors import SpecError
+
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"cannot write {path}: {error.strerror}", where=str(path)) from None
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _json(drawn: Any) -> str:
+    import json
+    from dataclasses import asdict
+
+    timeline = drawn.timeline
+    document = {
+        "schedule": drawn.schedule,
+        **asdict(drawn.shape),
+        "bubble_overhead": timeline.bubble_overhead,
+        "bubble_fraction": timeline.bubble_fraction,
+        "in_flight_microbatches": [held / drawn.shape.virtual_stages for held in drawn.in_flight],
+        "ranks": [
+            [
+                [timed.action.kind, timed.action.stage, timed.action.microbatch, timed.start, timed.end]
+                for timed in rank
+            ]
+            for rank in timeline.ranks
+        ],
+    }
+    return json.dumps(document)
