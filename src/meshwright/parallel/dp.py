@@ -217,8 +217,9 @@ class FullyShardedReducer:
         if is_last:
             for one in self._trainable:
                 gradient = one.parameter.grad
-                local = torch.zeros_like(one.shard) if gradient is None else gradient.to_local()
-                one.shard.grad, one.parameter.grad = local, None
+                is_found = isinstance(gradient, DTensor)
+                one.shard.grad = gradient.to_local() if is_found else torch.zeros_like(one.shard)
+                one.parameter.grad = None
 
     def gather_parameters(self) -> None:
         """Nothing: the next forward gathers."""

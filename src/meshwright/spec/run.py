@@ -47,9 +47,11 @@ class RunSpec(Spec):
     def trajectory_fingerprint(self) -> str:
         """Equal for two specs whose runs pass through the same states: what resuming requires.
 
-        The mesh, the micro-batch, how often something is written and how long the run goes on may
-        differ between the two; model, data, optimizer, seed and precision may not.
+        The mesh, the micro-batch and how often something is written may differ between the two; model,
+        data, optimizer, seed and precision may not. A run may be made longer where that leaves the rate
+        of earlier steps as it was.
         """
+        can_extend = self.schedule.kind in ("constant", "inverse_sqrt")
         same_course = self.with_(
             name="run",
             device="auto",
@@ -57,7 +59,8 @@ class RunSpec(Spec):
             parallel=ParallelSpec(),
             memory=MemorySpec(),
             data=self.data.with_(microbatch_sequences=1),
-            checkpoint=CheckpointSpec(),
+            schedule=self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
+            checkpoint=CheckpointSpec(start_from=self.checkpoint.start_from),
             observe=ObserveSpec(),
         )
         return same_course.fingerprint()

@@ -1,0 +1,1 @@
+"""Saved state: written beside, published by one rename, readable on any mesh."""

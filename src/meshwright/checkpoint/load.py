@@ -1,0 +1,81 @@
+"""Load: find the last complete checkpoint, verify it, read it into whatever shards this mesh has."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from meshwright.checkpoint.save import FORMAT_VERSION, MANIFEST
+from meshwright.errors import CheckpointError
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Published checkpoints, oldest first."""
+    return sorted(path.parent for path in root.glob(f"step-*/{MANIFEST}"))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself."""
+    path = folder / MANIFEST
+    hint = "name a folder step-<n> of a run's checkpoints"
+    if not path.is_file():
+        raise CheckpointError("there is no complete checkpoint here", where=str(folder), hint=hint)
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            f"the manifest is damaged: {error}", where=str(path), hint="use an older checkpoint"
+        ) from None
+    if manifest.get("version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"unknown checkpoint version {manifest.get('version')}", where=str(path), hint=hint
+        )
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Compare sizes and hashes with the manifest; ranks share the files and agree on the verdict."""
+    names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    damaged = [name for name in names if not _is_intact(folder / name, manifest["files"][name])]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, damaged)
+    all_damaged = [name for part in found for name in part]
+    if all_damaged:
+        raise CheckpointError(
+            f"{len(all_damaged)} file(s) differ from the manifest, first {all_damaged[0]}",
+            where=str(folder),
+            hint="delete this folder to resume from the one before",
+        )
+
+
+def _is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() == entry["sha256"]
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read into the given tensors, in place; each rank reads only the parts its shards need."""
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    missing = sorted(set(tensors) - set(saved))
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensor(s) are not in the checkpoint, first {missing[0]}",
+            where=str(folder),
+            hint="the checkpoint is of another model or optimizer",
+        )
+    for name, tensor in tensors.items():
+        saved_shape = tuple(getattr(saved[name], "size", ()))
+        if saved_shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{name} has shape {saved_shape} there and {tuple(tensor.shape)} in this run",
+                where=str(folder),
+                hint="the checkpoint is of another model",
+            )
+    dcp.load(dict(tensors), checkpoint_id=folder)

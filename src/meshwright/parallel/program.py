@@ -1,0 +1,82 @@
+"""The model as this rank runs it: one call accumulates the gradients of one step."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.data.batches import Microbatch
+from meshwright.parallel.dp import Reducer
+from meshwright.parallel.owned import OwnedParameter
+
+
+class Program(Protocol):
+    """With and without a pipeline: the step sees only this."""
+
+    stages: list[nn.Module]
+    owned: list[OwnedParameter]
+
+    def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
+        """Forward and backward of all micro-batches; gradients of the scaled loss are then reduced and in
+        `shard.grad`. Returns this rank's part of the unscaled loss. Communicates; no host sync."""
+        ...
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """This rank's part of the loss, without gradients."""
+        ...
+
+    def gather_parameters(self) -> None:
+        """After the shards were updated or loaded: the model computes with the new values."""
+        ...
+
+
+def model_arguments(microbatch: Microbatch) -> dict[str, Tensor]:
+    """The keyword arguments of `Decoder.forward` besides the tokens; absent ones are left out."""
+    fields = microbatch._asdict()
+    del fields["tokens_BS"]
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+class SingleProgram:
+    """All layers on this rank: micro-batches one after the other."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        owned: list[OwnedParameter],
+        reducer: Reducer,
+        context: Callable[[], AbstractContextManager[object]],
+        localise: Callable[[Microbatch], Microbatch],
+    ) -> None:
+        self.stages, self.owned = [model], owned
+        self._model, self._reducer, self._context, self._localise = model, reducer, context, localise
+
+    def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
+        """See Program."""
+        parts = []
+        for index, microbatch in enumerate(microbatches):
+            with self._reducer.microbatch(is_last=index == len(microbatches) - 1):
+                part = self._loss(microbatch)
+                (part * scale).backward()
+            parts.append(part.detach())
+        return torch.stack(parts).sum()
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """See Program."""
+        self._model.eval()
+        with torch.no_grad():
+            loss = torch.stack([self._loss(microbatch) for microbatch in microbatches]).sum()
+        self._model.train()
+        return loss
+
+    def gather_parameters(self) -> None:
+        """See Program."""
+        self._reducer.gather_parameters()
+
+    def _loss(self, microbatch: Microbatch) -> Tensor:
+        local = self._localise(microbatch)
+        with self._context():
+            return self._model(local.tokens_BS, **model_arguments(local))

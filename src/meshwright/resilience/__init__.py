@@ -1,0 +1,1 @@
+"""Staying in one piece: interrupts now; watchdogs, health and recovery have their place here."""
