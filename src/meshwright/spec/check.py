@@ -1,10 +1,29 @@
-"""Cross-field rules, each a small named function. Everything a run breaks is told at once."""
+"""Every cross-field rule of a run, shared by `check`, the planner and the docs.
 
-from meshwright.errors import SpecError
+A rule is a small named function from a run to what breaks it; its docstring is its text in the docs.
+The rules are independent: all are asked, and everything that is broken is told at once.
+"""
+
+from collections.abc import Callable, Iterator
+
+from meshwright.errors import SpecError, SpecErrors
+from meshwright.spec.rules_model import MODEL_RULES
+from meshwright.spec.rules_parallel import PARALLEL_RULES
+from meshwright.spec.rules_run import RUN_RULES
 from meshwright.spec.run import RunSpec
+
+Rule = Callable[[RunSpec], Iterator[SpecError]]
+RULES: list[Rule] = [*MODEL_RULES, *PARALLEL_RULES, *RUN_RULES]
 
 
 def check(run: RunSpec) -> list[SpecError]:
-    """Every rule that the run breaks."""
-    del run
-    return []
+    """Every violation of every rule; empty when the run can start."""
+    return [violation for rule in RULES for violation in rule(run)]
+
+
+def require_valid(run: RunSpec) -> RunSpec:
+    """The run itself, when no rule is broken."""
+    violations = check(run)
+    if violations:
+        raise SpecErrors(violations)
+    return run

@@ -1,0 +1,234 @@
+"""Rules about how the axes cut the model and the batch, and which axes go together."""
+
+from collections.abc import Iterator
+
+from meshwright.errors import SpecError
+from meshwright.spec.run import RunSpec
+
+Violations = Iterator[SpecError]
+# A backward that is split into inputs and weights: torch runs it in two passes over one graph.
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
+V_SHAPED = ("zbv", "dualpipev")
+LOOPED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
+_LARGEST_SHOWN = 64
+
+
+def divisors(*numbers: int) -> str:
+    """`1, 2 or 4`: what divides all the numbers, as far as anyone would use it as a degree."""
+    common = [d for d in range(1, _LARGEST_SHOWN + 1) if all(number % d == 0 for number in numbers)]
+    return ", ".join(map(str, common[:-1])) + (f" or {common[-1]}" if len(common) > 1 else "1")
+
+
+def tp_divides_heads(run: RunSpec) -> Violations:
+    """Tensor parallel deals out whole heads: tp divides the query heads and the key/value heads."""
+    attention, tp = run.model.attention, run.parallel.tp
+    valid = divisors(attention.num_heads, attention.num_kv_heads)
+    if attention.num_heads % tp:
+        fact = f"tp={tp} does not divide num_heads={attention.num_heads}"
+        yield SpecError(fact, where="parallel.tp", hint=f"use tp={valid}")
+    elif attention.num_kv_heads % tp:
+        fact = f"tp={tp} does not divide num_kv_heads={attention.num_kv_heads}"
+        yield SpecError(
+            fact, where="parallel.tp", hint=f"use tp={valid}: a key/value head is never split or copied"
+        )
+
+
+def tp_divides_mlp(run: RunSpec) -> Violations:
+    """Tensor parallel cuts the inner width of the dense MLP and of the shared experts evenly."""
+    model, tp = run.model, run.parallel.tp
+    if not model.is_moe_layer(0) and model.mlp.width % tp:
+        fact = f"tp={tp} does not divide mlp.width={model.mlp.width}"
+        yield SpecError(fact, where="parallel.tp", hint=f"use tp={divisors(model.mlp.width)}")
+    if model.moe is not None and model.moe.shared_width % tp:
+        fact = f"tp={tp} does not divide moe.shared_width={model.moe.shared_width}"
+        yield SpecError(fact, where="parallel.tp", hint=f"use tp={divisors(model.moe.shared_width)}")
+
+
+def tp_divides_vocabulary(run: RunSpec) -> Violations:
+    """Tensor parallel cuts the vocabulary of embedding and head evenly."""
+    vocabulary, tp = run.model.vocab_size, run.parallel.tp
+    if vocabulary % tp:
+        fact = f"tp={tp} does not divide vocab_size={vocabulary}"
+        yield SpecError(
+            fact, where="parallel.tp", hint=f"pad it: model.vocab_size={-(-vocabulary // tp) * tp}"
+        )
+
+
+def sequence_is_cut_evenly(run: RunSpec) -> Violations:
+    """tp x cp divides the sequence; twice that where cp deals out a head and a tail piece for balance."""
+    parallel, length = run.parallel, run.data.sequence_length
+    zigzag = parallel.cp > 1 and parallel.cp_kind != "ulysses"
+    pieces = parallel.tp * parallel.cp * (2 if zigzag else 1)
+    if length % pieces:
+        formula = "2 x cp x tp" if zigzag else "cp x tp"
+        fact = f"sequence_length={length} is not a multiple of {formula} = {pieces}"
+        multiple = max(pieces, length // pieces * pieces)
+        yield SpecError(fact, where="data.sequence_length", hint=f"use data.sequence_length={multiple}")
+
+
+def heads_suffice_for_exchange(run: RunSpec) -> Violations:
+    """ulysses, and hierarchical inside, trade heads for positions, so they deal out whole heads."""
+    parallel, attention = run.parallel, run.model.attention
+    ways = {"ulysses": parallel.cp, "hierarchical": parallel.cp_inner}.get(parallel.cp_kind, 1)
+    if attention.num_heads % parallel.tp or attention.num_kv_heads % parallel.tp:
+        return  # told by tp_divides_heads
+    heads, kv_heads = attention.num_heads // parallel.tp, attention.num_kv_heads // parallel.tp
+    if heads % ways or kv_heads % ways:
+        name = "cp" if parallel.cp_kind == "ulysses" else "cp_inner"
+        fact = f"{name}={ways} does not divide the {heads} heads and {kv_heads} kv heads of a tp rank"
+        hint = f"use {name}={divisors(heads, kv_heads)}, or parallel.cp_kind=gather"
+        yield SpecError(fact, where=f"parallel.{name}", hint=hint)
+
+
+def hierarchical_has_two_levels(run: RunSpec) -> Violations:
+    """hierarchical splits cp into cp_inner and a ring across, both more than one."""
+    parallel = run.parallel
+    if parallel.cp_kind != "hierarchical" or parallel.cp == 1:
+        return
+    if not 1 < parallel.cp_inner < parallel.cp or parallel.cp % parallel.cp_inner:
+        valid = [inner for inner in range(2, min(parallel.cp, 65)) if parallel.cp % inner == 0]
+        hint = f"use cp_inner={' or '.join(map(str, valid))}" if valid else "use cp_kind=ring or ulysses"
+        fact = f"cp_inner={parallel.cp_inner} does not cut cp={parallel.cp} into two levels"
+        yield SpecError(fact, where="parallel.cp_inner", hint=hint)
+
+
+def window_goes_with_whole_keys(run: RunSpec) -> Violations:
+    """A sliding window needs the keys of its neighbours: gather and ulysses have them, a ring does not."""
+    parallel, window = run.parallel, run.model.attention.window
+    if window is not None and parallel.cp > 1 and parallel.cp_kind in ("ring", "hierarchical"):
+        fact = f"attention.window={window} with cp_kind={parallel.cp_kind}"
+        hint = "use parallel.cp_kind=gather or ulysses, or set model.attention.window=null"
+        yield SpecError(fact, where="parallel.cp_kind", hint=hint)
+
+
+def zero_has_ranks_to_share(run: RunSpec) -> Violations:
+    """`zero` divides state over dp_shard x cp, so it needs more than one such rank; dp_shard needs `zero`."""
+    parallel = run.parallel
+    if parallel.zero and parallel.dp_shard * parallel.cp == 1:
+        fact = f"zero={parallel.zero} with dp_shard=1 and cp=1 has nothing to share state with"
+        yield SpecError(
+            fact, where="parallel.zero", hint="set parallel.dp_shard to the ranks that share, or zero=0"
+        )
+    if parallel.dp_shard > 1 and not parallel.zero:
+        fact = f"dp_shard={parallel.dp_shard} with zero=0 shares nothing"
+        hint = f"set parallel.zero=1, 2 or 3, or use parallel.dp_replicate={parallel.dp_shard}"
+        yield SpecError(fact, where="parallel.dp_shard", hint=hint)
+
+
+def ep_deals_out_experts(run: RunSpec) -> Violations:
+    """ep deals whole experts over ranks that it borrows from dp_shard x cp."""
+    parallel, moe = run.parallel, run.model.moe
+    if parallel.ep == 1:
+        return
+    if moe is None:
+        fact = f"ep={parallel.ep}, but the model has no experts"
+        yield SpecError(fact, where="parallel.ep", hint="set parallel.ep=1, or choose a model with model.moe")
+        return
+    lenders = parallel.dp_shard * parallel.cp
+    valid = divisors(moe.num_experts, lenders)
+    if moe.num_experts % parallel.ep:
+        fact = f"ep={parallel.ep} does not divide num_experts={moe.num_experts}"
+        yield SpecError(fact, where="parallel.ep", hint=f"use ep={valid}")
+    if lenders % parallel.ep:
+        fact = f"ep={parallel.ep} does not divide dp_shard x cp = {lenders}, from which it borrows its ranks"
+        yield SpecError(fact, where="parallel.ep", hint=f"use ep={valid}, or raise parallel.dp_shard")
+
+
+def etp_is_all_or_nothing(run: RunSpec) -> Violations:
+    """An expert is whole on each tp rank (etp=1) or cut like the dense MLP (etp=tp)."""
+    parallel, moe = run.parallel, run.model.moe
+    if parallel.etp not in (1, parallel.tp):
+        fact = f"etp={parallel.etp} is neither 1 nor tp={parallel.tp}"
+        yield SpecError(fact, where="parallel.etp", hint=f"use etp=1 or etp={parallel.tp}")
+    elif moe is not None and moe.width % parallel.etp:
+        fact = f"etp={parallel.etp} does not divide moe.width={moe.width}"
+        yield SpecError(fact, where="parallel.etp", hint="use etp=1")
+
+
+def stages_have_layers(run: RunSpec) -> Violations:
+    """Every pipeline stage holds at least one layer."""
+    parallel, layers = run.parallel, run.model.num_layers
+    if parallel.num_stages > layers:
+        fact = f"pp x virtual_stages = {parallel.num_stages} stages for num_layers={layers}"
+        hint = f"use at most {layers} stages"
+        yield SpecError(fact, where="parallel.pp", hint=hint)
+
+
+def schedule_fits_virtual_stages(run: RunSpec) -> Violations:
+    """zbv and dualpipev fold two chunks onto a rank; gpipe and 1f1b have one; looped kinds any number."""
+    parallel = run.parallel
+    chunks, kind = parallel.virtual_stages, parallel.schedule
+    if parallel.pp == 1 or kind in LOOPED:
+        return
+    wanted = 2 if kind in V_SHAPED else 1
+    if chunks != wanted:
+        fact = f"schedule={kind} with virtual_stages={chunks}"
+        other = "" if kind in V_SHAPED else f", or schedule={LOOPED[0]}"
+        yield SpecError(fact, where="parallel.virtual_stages", hint=f"use virtual_stages={wanted}{other}")
+
+
+def microbatches_fill_schedule(run: RunSpec) -> Violations:
+    """1f1b and dualpipev need as many micro-batches as stages; interleaved kinds equal rounds of about pp."""
+    parallel, count = run.parallel, run.accumulation
+    kind = parallel.schedule
+    where, unit = "data.batch_sequences", run.data.microbatch_sequences * parallel.dp
+    if parallel.pp == 1 or count == 0:
+        return
+    if kind in ("1f1b", "dualpipev") and count < parallel.num_stages:
+        fact = (
+            f"schedule={kind} needs {parallel.num_stages} micro-batches for as many stages, and has {count}"
+        )
+        hint = f"use data.batch_sequences={parallel.num_stages * unit} or more, or smaller micro-batches"
+        yield SpecError(fact, where=where, hint=hint)
+    rounds = max(1, count // parallel.pp)
+    if kind in ("interleaved_1f1b", "interleaved_zero_bubble") and count % rounds:
+        fact = f"{kind} cannot deal {count} micro-batches into {rounds} equal rounds (pp={parallel.pp})"
+        below, above = rounds * parallel.pp * unit, (rounds + 1) * parallel.pp * unit
+        yield SpecError(fact, where=where, hint=f"use data.batch_sequences={below} or {above}")
+
+
+def split_backward_runs_once(run: RunSpec) -> Violations:
+    """Split-backward schedules go over a block's graph twice, which neither recompute nor compile allows."""
+    kind = run.parallel.schedule
+    if run.parallel.pp == 1 or kind not in SPLIT_BACKWARD:
+        return
+    advice = "or use parallel.schedule=interleaved_1f1b or 1f1b"
+    if run.memory.recompute != "none":
+        fact = f"schedule={kind} with recompute={run.memory.recompute} would re-run a block for every weight"
+        yield SpecError(fact, where="memory.recompute", hint=f"set memory.recompute=none, {advice}")
+    if run.compile:
+        fact = f"schedule={kind} splits the backward, which compiled blocks cannot"
+        yield SpecError(fact, where="compile", hint=f"set compile=false, {advice}")
+
+
+def batch_is_cut_evenly(run: RunSpec) -> Violations:
+    """The global batch is a whole number of micro-batches on every data-parallel rank."""
+    data, parallel = run.data, run.parallel
+    unit = data.microbatch_sequences * parallel.dp
+    if data.batch_sequences % unit:
+        below = data.batch_sequences // unit * unit
+        choices = f"{below} or {below + unit}" if below else f"{unit}"
+        fact = (
+            f"batch_sequences={data.batch_sequences} is not a multiple of "
+            f"microbatch_sequences x dp = {data.microbatch_sequences} x {parallel.dp} = {unit}"
+        )
+        yield SpecError(fact, where="data.batch_sequences", hint=f"use data.batch_sequences={choices}")
+
+
+PARALLEL_RULES = [
+    tp_divides_heads,
+    tp_divides_mlp,
+    tp_divides_vocabulary,
+    sequence_is_cut_evenly,
+    heads_suffice_for_exchange,
+    hierarchical_has_two_levels,
+    window_goes_with_whole_keys,
+    zero_has_ranks_to_share,
+    ep_deals_out_experts,
+    etp_is_all_or_nothing,
+    stages_have_layers,
+    schedule_fits_virtual_stages,
+    microbatches_fill_schedule,
+    split_backward_runs_once,
+    batch_is_cut_evenly,
+]

@@ -1,0 +1,183 @@
+"""Rules about precision, optimizer, schedule and data, and the settings that would do nothing."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from meshwright.errors import SpecError
+from meshwright.spec.base import Spec
+from meshwright.spec.run import RunSpec
+
+Violations = Iterator[SpecError]
+
+
+def loss_scale_goes_with_fp16(run: RunSpec) -> Violations:
+    """`precision.loss_scale` is present exactly when computing in fp16."""
+    precision = run.precision
+    if precision.compute == "fp16" and precision.loss_scale is None:
+        fact = "compute=fp16 without loss_scale: small gradients would vanish"
+        yield SpecError(fact, where="precision.loss_scale", hint="add precision.loss_scale={}")
+    if precision.compute != "fp16" and precision.loss_scale is not None:
+        fact = f"loss_scale with compute={precision.compute} has no effect"
+        hint = "set precision.loss_scale=null, or precision.compute=fp16"
+        yield SpecError(fact, where="precision.loss_scale", hint=hint)
+
+
+def loss_scale_moves_the_right_way(run: RunSpec) -> Violations:
+    """The loss scale grows by a factor above one and backs off by a factor below one."""
+    scale = run.precision.loss_scale
+    if scale is not None and scale.growth_factor <= 1:
+        fact = f"growth_factor={scale.growth_factor:g} does not grow"
+        yield SpecError(fact, where="precision.loss_scale.growth_factor", hint="use more than 1, such as 2")
+    if scale is not None and scale.backoff_factor >= 1:
+        fact = f"backoff_factor={scale.backoff_factor:g} does not back off"
+        yield SpecError(
+            fact, where="precision.loss_scale.backoff_factor", hint="use less than 1, such as 0.5"
+        )
+
+
+def tf32_needs_cuda(run: RunSpec) -> Violations:
+    """TF32 is a mode of NVIDIA tensor cores."""
+    if run.precision.compute == "tf32" and run.device == "cpu":
+        yield SpecError(
+            "compute=tf32 on device=cpu", where="precision.compute", hint="use precision.compute=fp32"
+        )
+
+
+def one_source_of_data(run: RunSpec) -> Violations:
+    """Exactly one of `data.path` and `data.synthetic` is given."""
+    data = run.data
+    if data.path is None and data.synthetic is None:
+        hint = "set data.path to a packed dataset, or data.synthetic={} for a generated corpus"
+        yield SpecError("no data: neither data.path nor data.synthetic is given", where="data", hint=hint)
+    if data.path is not None and data.synthetic is not None:
+        fact = f"two sources of data: data.path={data.path!r} and data.synthetic"
+        yield SpecError(fact, where="data.synthetic", hint="set data.synthetic=null or data.path=null")
+
+
+def evaluation_has_data(run: RunSpec) -> Violations:
+    """Evaluation reads held-out sequences, so some are held out."""
+    if run.observe.evaluate is not None and run.data.holdout_sequences == 0:
+        hint = "set data.holdout_sequences, or observe.evaluate=null"
+        fact = "observe.evaluate with holdout_sequences=0 has nothing to read"
+        yield SpecError(fact, where="data.holdout_sequences", hint=hint)
+
+
+def schedule_fits_steps(run: RunSpec) -> Violations:
+    """Warm-up, and the final decay of wsd, fit into the number of steps."""
+    schedule = run.schedule
+    decay = schedule.decay_steps if schedule.kind == "wsd" else 0
+    if schedule.warmup_steps + decay > schedule.num_steps:
+        parts = f"warmup_steps={schedule.warmup_steps}" + (f" and decay_steps={decay}" if decay else "")
+        fact = f"{parts} do not fit into num_steps={schedule.num_steps}"
+        yield SpecError(fact, where="schedule.warmup_steps", hint="use fewer, or more schedule.num_steps")
+
+
+def wsd_has_a_decay(run: RunSpec) -> Violations:
+    """wsd ends with a decay; without one it is the constant schedule."""
+    if run.schedule.kind == "wsd" and run.schedule.decay_steps == 0:
+        hint = (
+            f"such as schedule.decay_steps={max(1, run.schedule.num_steps // 10)}, or schedule.kind=constant"
+        )
+        yield SpecError("kind=wsd with decay_steps=0", where="schedule.decay_steps", hint=hint)
+
+
+def averages_forget(run: RunSpec) -> Violations:
+    """Moving averages have a memory below one, and decays are not negative."""
+    optim = run.optim
+    averages = {"beta1": optim.beta1, "beta2": optim.beta2, "ema_decay": optim.ema_decay}
+    for name, value in averages.items():
+        if value is not None and value >= 1:
+            fact = f"{name}={value:g} never takes in anything new"
+            yield SpecError(fact, where=f"optim.{name}", hint="use less than 1")
+    if optim.weight_decay < 0:
+        fact = f"weight_decay={optim.weight_decay:g} would grow the weights"
+        yield SpecError(fact, where="optim.weight_decay", hint="use 0 or more")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A setting, when it does something, and that condition in words."""
+
+    key: str
+    has_effect: Callable[[RunSpec], bool]
+    words: str
+
+
+def _scaling(run: RunSpec) -> str:
+    rope = run.model.rope
+    return rope.scaling.kind if rope is not None and rope.scaling is not None else ""
+
+
+def _has_groups(run: RunSpec) -> bool:
+    return run.model.moe is not None and run.model.moe.num_groups > 1
+
+
+CONDITIONS: list[Condition] = [
+    Condition("parallel.cp_kind", lambda run: run.parallel.cp > 1, "cp > 1"),
+    Condition(
+        "parallel.cp_inner", lambda run: run.parallel.cp_kind == "hierarchical", "cp_kind=hierarchical"
+    ),
+    Condition("parallel.schedule", lambda run: run.parallel.pp > 1, "pp > 1"),
+    Condition("parallel.virtual_stages", lambda run: run.parallel.pp > 1, "pp > 1"),
+    Condition("parallel.etp", lambda run: run.model.moe is not None, "the model has experts"),
+    Condition("memory.recompute_every", lambda run: run.memory.recompute != "none", "recompute is on"),
+    Condition("optim.beta2", lambda run: run.optim.kind == "adamw", "optim.kind=adamw"),
+    Condition("optim.eps", lambda run: run.optim.kind == "adamw", "optim.kind=adamw"),
+    Condition("optim.decay", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
+    Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
+    Condition(
+        "schedule.final_ratio",
+        lambda run: run.schedule.kind in ("cosine", "linear", "wsd"),
+        "schedule.kind is cosine, linear or wsd",
+    ),
+    Condition("model.moe.top_groups", _has_groups, "num_groups > 1"),
+    Condition("model.moe.group_score", _has_groups, "num_groups > 1"),
+    Condition(
+        "model.rope.scaling.original_positions",
+        lambda run: _scaling(run) in ("llama3", "yarn"),
+        "scaling.kind is llama3 or yarn",
+    ),
+    *(
+        Condition(f"model.rope.scaling.{name}", lambda run: _scaling(run) == "llama3", "scaling.kind=llama3")
+        for name in ("low_frequency_factor", "high_frequency_factor")
+    ),
+    *(
+        Condition(f"model.rope.scaling.{name}", lambda run: _scaling(run) == "yarn", "scaling.kind=yarn")
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dims")
+    ),
+]
+
+
+def settings_have_effect(run: RunSpec) -> Violations:
+    """A setting that would do nothing, given the others, is refused rather than ignored."""
+    for condition in CONDITIONS:
+        value, default = _value_and_default(run, condition.key)
+        if value != default and not condition.has_effect(run):
+            fact = f"{condition.key}={value} has no effect: it counts when {condition.words}"
+            yield SpecError(fact, where=condition.key, hint=f"leave it at {default}, its default")
+
+
+def _value_and_default(run: RunSpec, key: str) -> tuple[Any, Any]:
+    """The value at a dotted key and its default; both None where the spec that holds it is absent."""
+    *parents, name = key.split(".")
+    holder: Any = run
+    for parent in parents:
+        holder = getattr(holder, parent)
+        if holder is None:
+            return None, None
+    spec = cast(type[Spec], type(holder))
+    return getattr(holder, name), spec.model_fields[name].default
+
+
+RUN_RULES = [
+    loss_scale_goes_with_fp16,
+    loss_scale_moves_the_right_way,
+    tf32_needs_cuda,
+    one_source_of_data,
+    evaluation_has_data,
+    schedule_fits_steps,
+    wsd_has_a_decay,
+    averages_forget,
+    settings_have_effect,
+]
