@@ -1,0 +1,175 @@
+"""Causal attention over rows that lie anywhere in the sequence, part by part, with one exact softmax.
+
+    out[b,s,h,:] = sum_t P[b,h,s,t] v[b,t,g(h),:]      P = exp(scale q.k - lse) where s sees t, else 0
+    lse[b,h,s]   = log sum_{t seen by s} exp(scale q[b,s,h,:].k[b,t,g(h),:])
+
+s sees t when t <= s in the true sequence, s - t < window, and both are of one document. Parts of the
+keys give parts (out_i, lse_i), merged by  lse = logaddexp(lse_1, lse_2),  out = sum_i exp(lse_i - lse) out_i.
+The backward needs only the merged out and lse, so it too runs part by part, in any order:
+
+    dV += P^T dO     dS = P * (dO V^T - rowsum(dO * out))     dQ += scale dS K     dK += scale dS^T Q
+
+Without documents and window no mask exists anywhere: full and triangular calls only. With them, a
+masked call reads an additive bias of at most MAX_MASK_ELEMENTS scores at a time.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.ops.attention_aten import Grads, Rule, choose_kernel
+from meshwright.ops.attention_tasks import Chunk, Cover, Task, plan_tasks
+
+# 128 MiB of bias in 16 bits: small beside the activations of a sequence long enough to reach it.
+MAX_MASK_ELEMENTS = 1 << 26
+
+
+class Rows(NamedTuple):
+    """Where rows of a sequence lie in it, and the document each belongs to."""
+
+    chunks: tuple[Chunk, ...]
+    documents_BS: Tensor | None = None
+
+
+class Scope(NamedTuple):
+    """Who may see whom."""
+
+    queries: Rows
+    keys: Rows
+    scale: float
+    window: int | None = None
+
+
+def whole_sequence(length: int, documents_BS: Tensor | None = None) -> Rows:
+    """All rows of a sequence, in order."""
+    return Rows((Chunk(0, length),), documents_BS)
+
+
+def attend(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scope: Scope) -> Tensor:
+    """out_BSHV, with gradients to all three; S and T count the rows that lie here. Local: no collective."""
+    return _Attend.apply(q_BSHK, k_BTGK, v_BTGV, scope)  # pyright: ignore[reportReturnType]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
+        running = RunningSoftmax(q, v.shape[-1])
+        add_part(running, q, k, v, scope)
+        out = running.out_BSHV.to(q.dtype)
+        ctx.scope = scope
+        ctx.save_for_backward(q, k, v, out, running.lse_BHS)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = part_backward(grad, q, k, v, out, lse, ctx.scope)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+class RunningSoftmax:
+    """The merged (out, lse) of the keys seen so far, in fp32 or better."""
+
+    def __init__(self, q_BSHK: Tensor, value_width: int) -> None:
+        batch, length, heads, _ = q_BSHK.shape
+        wide = torch.promote_types(q_BSHK.dtype, torch.float32)
+        self.out_BSHV = q_BSHK.new_zeros((batch, length, heads, value_width), dtype=wide)
+        self.lse_BHS = q_BSHK.new_full((batch, heads, length), unseen(wide), dtype=wide)
+
+    def merge(self, rows: slice, out_BSHV: Tensor, lse_BHS: Tensor) -> None:
+        """Add what these rows saw in another part of the keys."""
+        out, lse = self.out_BSHV[:, rows], self.lse_BHS[:, :, rows]
+        share = torch.sigmoid(lse_BHS - lse).transpose(1, 2).unsqueeze(-1)
+        out.add_(share * (out_BSHV - out))
+        lse.copy_(torch.logaddexp(lse, lse_BHS))
+
+
+def unseen(dtype: torch.dtype) -> float:
+    """The score of a pair that must not see each other.
+
+    Finite, because a row whose part holds nothing visible then gets this as its log-sum-exp and weighs
+    exactly 0 in the merge; with -inf the kernels disagree (the CPU one answers 0, others nan).
+    """
+    return torch.finfo(dtype).min / 2
+
+
+def add_part(running: RunningSoftmax, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> None:
+    """Let the queries see one part of the keys."""
+    for task in _tasks(q.shape[0], scope):
+        q_task, k_task, v_task = _heads_first(q[:, task.queries], k[:, task.keys], v[:, task.keys])
+        rule = _rule(task, scope, q)
+        kernel = choose_kernel(q_task, k_task, v_task, has_bias=rule.bias_B1ST is not None)
+        out_BHSV, lse_BHS = kernel.forward(q_task, k_task, v_task, rule)
+        running.merge(task.queries, out_BHSV.transpose(1, 2), lse_BHS)
+
+
+def part_backward(
+    grad_BSHV: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BHS: Tensor, scope: Scope
+) -> Grads:
+    """What one part of the keys adds to dq, dk, dv, in fp32 or better; `out` and `lse` are merged."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for task in _tasks(q.shape[0], scope):
+        q_task, k_task, v_task = _heads_first(q[:, task.queries], k[:, task.keys], v[:, task.keys])
+        grad_task, out_task = _heads_first(grad_BSHV[:, task.queries], out[:, task.queries])
+        rule = _rule(task, scope, q)
+        kernel = choose_kernel(q_task, k_task, v_task, has_bias=rule.bias_B1ST is not None)
+        lse_task = lse_BHS[:, :, task.queries].contiguous()
+        grads = kernel.backward(grad_task, q_task, k_task, v_task, out_task, lse_task, rule)
+        for total, rows, part in zip((dq, dk, dv), (task.queries, task.keys, task.keys), grads, strict=True):
+            total[:, rows] += part.transpose(1, 2)
+    return dq, dk, dv
+
+
+def _heads_first(*tensors_BSHK: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors_BSHK]
+
+
+def _tasks(batch: int, scope: Scope) -> tuple[Task, ...]:
+    return plan_tasks(
+        scope.queries.chunks,
+        scope.keys.chunks,
+        window=scope.window,
+        has_documents=scope.queries.documents_BS is not None,
+        max_mask_elements=MAX_MASK_ELEMENTS // batch,
+    )
+
+
+def _rule(task: Task, scope: Scope, like: Tensor) -> Rule:
+    if task.cover is not Cover.MASKED:
+        return Rule(scope.scale, causal=task.cover is Cover.CAUSAL)
+    seen_BST = visible(scope, task.queries, task.keys, like.device)
+    bias_BST = like.new_zeros((like.shape[0], *seen_BST.shape[1:])).masked_fill_(
+        ~seen_BST, unseen(like.dtype)
+    )
+    return Rule(scope.scale, bias_B1ST=bias_BST.unsqueeze(1))
+
+
+def visible(scope: Scope, queries: slice, keys: slice, device: torch.device) -> Tensor:
+    """seen_BST (B is 1 without documents): whether a row of the queries sees a row of the keys."""
+    s_S1 = _true_positions(scope.queries.chunks, device)[queries].unsqueeze(1)
+    t_1T = _true_positions(scope.keys.chunks, device)[keys].unsqueeze(0)
+    seen_BST = (t_1T <= s_S1).unsqueeze(0)
+    if scope.window is not None:
+        seen_BST = seen_BST & (s_S1 - t_1T < scope.window)
+    query_documents, key_documents = scope.queries.documents_BS, scope.keys.documents_BS
+    if query_documents is not None and key_documents is not None:
+        same_BST = query_documents[:, queries].unsqueeze(2) == key_documents[:, keys].unsqueeze(1)
+        seen_BST = seen_BST & same_BST
+    return seen_BST
+
+
+def _true_positions(chunks: tuple[Chunk, ...], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(chunk.start, chunk.end, device=device) for chunk in chunks])
+
+
+def plain_attention(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scope: Scope) -> Tensor:
+    """The definition, with all S x T scores in memory and autograd's own backward: what the rest equals."""
+    groups = k_BTGK.shape[2]
+    seen_BST = visible(scope, slice(None), slice(None), q_BSHK.device)
+    q_BSGRK = q_BSHK.unflatten(2, (groups, -1))
+    scores_BGRST = torch.einsum("bsgrk,btgk->bgrst", q_BSGRK, k_BTGK) * scope.scale
+    scores_BGRST = scores_BGRST.masked_fill(~seen_BST[:, None, None], float("-inf"))
+    weights_BGRST = torch.softmax(scores_BGRST, dim=-1)
+    return torch.einsum("bgrst,btgv->bsgrv", weights_BGRST, v_BTGV).flatten(2, 3)

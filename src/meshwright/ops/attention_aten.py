@@ -1,0 +1,227 @@
+"""Attention kernels that also return the log-sum-exp, each with its backward; a plain one beside them.
+
+The public `scaled_dot_product_attention` keeps the log-sum-exp to itself, and without it neither the
+parts of a softmax can be merged nor its backward run block by block. The aten operators return it.
+They are not public API, so every call of them stands in this file, behind one pair of functions.
+
+Layout here is the operators' own: q_BHSK, k_BGTK, v_BGTV, lse_BHS; G divides H; `causal` is for S = T.
+
+    kernel     device  dtypes            bias  width of v
+    flash_cpu  CPU     fp64 fp32 16-bit  yes   padded to K
+    cudnn      CUDA    16-bit            no    padded to K   (Hopper and newer, K <= 128)
+    flash      CUDA    16-bit            no    padded to K   (K <= 256)
+    efficient  CUDA    fp32 16-bit       yes   any           (key heads repeated)
+    plain      any     any               yes   any           (holds all S x T scores)
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+# Rows of the log-sum-exp that the efficient kernel reads at once.
+_EFFICIENT_LSE_ROWS = 32
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Rule(NamedTuple):
+    """How scores become weights: scale, then the causal triangle or an additive bias (or neither)."""
+
+    scale: float
+    causal: bool = False
+    bias_B1ST: Tensor | None = None
+
+
+class Kernel(NamedTuple):
+    """forward(q, k, v, rule) -> (out, lse); backward(grad_out, q, k, v, out, lse, rule) -> (dq, dk, dv)."""
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Grads]
+
+
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool) -> Kernel:
+    """The fastest kernel that takes these; decided by device, dtype and widths alone, without a sync."""
+    width = max(q.shape[-1], v.shape[-1])
+    if q.device.type == "cpu":
+        return FLASH_CPU
+    if q.device.type != "cuda" or q.dtype not in (*_HALF, torch.float32) or (q.shape[-1] | v.shape[-1]) % 8:
+        return PLAIN
+    if has_bias or q.dtype == torch.float32 or width > 256:
+        return EFFICIENT
+    return CUDNN if width <= 128 and _has_fast_cudnn(q.device) else FLASH
+
+
+def _has_fast_cudnn(device: torch.device) -> bool:
+    """Hopper's cuDNN attention is the faster one; a fake CUDA tensor on a machine without one asks too."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _pad_width(x: Tensor, width: int) -> Tensor:
+    """Zeros beyond the width change neither scores nor the first columns of the output."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def _pad_all(*tensors: Tensor) -> list[Tensor]:
+    width = max(x.shape[-1] for x in tensors)
+    return [_pad_width(x, width) for x in tensors]
+
+
+def _trim(grads: tuple[Tensor, ...], q: Tensor, v: Tensor) -> Grads:
+    dq, dk, dv = grads
+    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
+
+
+def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *_pad_all(q, k, v), 0.0, rule.causal, attn_mask=rule.bias_B1ST, scale=rule.scale
+    )
+    return out[..., : v.shape[-1]], lse
+
+
+def _flash_cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> Grads:
+    qp, kp, vp, gradp, outp = _pad_all(q, k, v, grad, out)
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradp, qp, kp, vp, outp, lse, 0.0, rule.causal, attn_mask=rule.bias_B1ST, scale=rule.scale
+    )
+    return _trim(grads, q, v)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+        *_pad_all(q, k, v), 0.0, rule.causal, False, scale=rule.scale
+    )
+    return out[..., : v.shape[-1]], lse
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> Grads:
+    qp, kp, vp, gradp, outp = _pad_all(q, k, v, grad, out)
+    # The seed and offset belong to dropout, which is always 0 here.
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    sizes = (None, None, q.shape[2], k.shape[2])
+    grads = _aten._scaled_dot_product_flash_attention_backward(
+        gradp, qp, kp, vp, outp, lse, *sizes, 0.0, rule.causal, seed, offset, scale=rule.scale
+    )
+    return _trim(grads, q, v)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        *_pad_all(q, k, v), None, True, 0.0, rule.causal, False, scale=rule.scale
+    )
+    return out[..., : v.shape[-1]], lse.reshape(q.shape[:3])
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> Grads:
+    qp, kp, vp, gradp, outp = _pad_all(q, k, v, grad, out)
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    sizes = (None, None, q.shape[2], k.shape[2])
+    grads = _aten._scaled_dot_product_cudnn_attention_backward(
+        gradp,
+        qp,
+        kp,
+        vp,
+        outp,
+        lse.unsqueeze(-1),
+        seed,
+        seed,
+        None,
+        *sizes,
+        0.0,
+        rule.causal,
+        scale=rule.scale,
+    )
+    return _trim(grads, q, v)
+
+
+def _repeat_heads(x_BGTK: Tensor, num_heads: int) -> Tensor:
+    return x_BGTK.repeat_interleave(num_heads // x_BGTK.shape[1], dim=1)
+
+
+def _align_bias(rule: Rule, num_heads: int) -> Tensor | None:
+    """The efficient kernel wants one bias row per head and rows that start on 16 elements."""
+    bias = rule.bias_B1ST
+    if bias is None:
+        return None
+    length = bias.shape[-1]
+    return pad(bias, (0, -length % 16))[..., :length].expand(-1, num_heads, -1, -1)
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    heads = q.shape[1]
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        q, _repeat_heads(k, heads), _repeat_heads(v, heads), _align_bias(rule, heads), True, 0.0, rule.causal,
+        scale=rule.scale,
+    )  # fmt: skip
+    return out, lse[..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> Grads:
+    heads, groups = q.shape[1], k.shape[1]
+    # Rows beyond the last query must weigh nothing: exp(score - infinity) = 0.
+    lse = pad(lse, (0, -q.shape[2] % _EFFICIENT_LSE_ROWS), value=float("inf"))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, _repeat_heads(k, heads), _repeat_heads(v, heads), _align_bias(rule, heads), out, lse,
+        seed, seed, 0.0, [True, True, True, False], rule.causal, scale=rule.scale,
+    )  # fmt: skip
+    return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
+
+
+def _plain_scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
+    """scores_BGRST in fp32 or better; R query heads share one of the G key heads."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_BGRSK = q.unflatten(1, (k.shape[1], -1)).to(wide)
+    scores = torch.einsum("bgrsk,bgtk->bgrst", q_BGRSK, k.to(wide)) * rule.scale
+    if rule.bias_B1ST is not None:
+        scores = scores + rule.bias_B1ST.unsqueeze(1)
+    if rule.causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    scores = _plain_scores(q, k, rule)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1))
+    out = torch.einsum("bgrst,bgtv->bgrsv", weights, v.to(weights.dtype))
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> Grads:
+    """dV = P^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = dS K; dK = dS^T Q."""
+    groups = k.shape[1]
+    scores = _plain_scores(q, k, rule)
+    wide = scores.dtype
+    weights = torch.exp(scores - lse.unflatten(1, (groups, -1)).unsqueeze(-1).to(wide))
+    grad_BGRSV = grad.unflatten(1, (groups, -1)).to(wide)
+    delta = (grad_BGRSV * out.unflatten(1, (groups, -1)).to(wide)).sum(-1, keepdim=True)
+    dscores = weights * (torch.einsum("bgrsv,bgtv->bgrst", grad_BGRSV, v.to(wide)) - delta) * rule.scale
+    dq = torch.einsum("bgrst,bgtk->bgrsk", dscores, k.to(wide)).flatten(1, 2)
+    dk = torch.einsum("bgrst,bgrsk->bgtk", dscores, q.unflatten(1, (groups, -1)).to(wide))
+    dv = torch.einsum("bgrst,bgrsv->bgtv", weights, grad_BGRSV)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+FLASH_CPU = Kernel("flash_cpu", _flash_cpu_forward, _flash_cpu_backward)
+FLASH = Kernel("flash", _flash_forward, _flash_backward)
+CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward)
+EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward)
+PLAIN = Kernel("plain", _plain_forward, _plain_backward)
