@@ -44,8 +44,15 @@ def _scaled(text: str, suffixes: dict[str, float] | dict[str, int], examples: st
     return value
 
 
+def _refuse_truth(value: object) -> None:
+    """Python counts with True; people who write `true` for a number have made a slip."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number")
+
+
 def parse_count(value: object) -> object:
     """`4M` -> 4000000, `1e6` -> 1000000; anything that is not text passes through unchanged."""
+    _refuse_truth(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str):
@@ -58,6 +65,7 @@ def parse_count(value: object) -> object:
 
 def parse_bytes(value: object) -> object:
     """`80GiB` -> 85899345920, `80GB` -> 80000000000; numbers are bytes already."""
+    _refuse_truth(value)
     if not isinstance(value, str):
         return value
     number, suffix = _split(value)
@@ -66,6 +74,7 @@ def parse_bytes(value: object) -> object:
 
 def parse_seconds(value: object) -> object:
     """`30d` -> 2592000.0, `90min` -> 5400.0; numbers are seconds already."""
+    _refuse_truth(value)
     if not isinstance(value, str):
         return value
     number, suffix = _split(value)
@@ -74,6 +83,7 @@ def parse_seconds(value: object) -> object:
 
 def parse_number(value: object) -> object:
     """`3e-4` -> 0.0003: YAML 1.1 reads a float without a dot as text, people do not."""
+    _refuse_truth(value)
     if not isinstance(value, str):
         return value
     number, suffix = _split(value)

@@ -8,9 +8,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from meshwright.units import parse_bytes, parse_count, parse_number, parse_seconds
 
+LARGEST_COUNT = 2**63 - 1  # what a tensor's 64-bit integer holds
 Count = Annotated[int, BeforeValidator(parse_count)]
-Positive = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
-NonNegative = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(parse_count), Field(ge=1, le=LARGEST_COUNT)]
+NonNegative = Annotated[int, BeforeValidator(parse_count), Field(ge=0, le=LARGEST_COUNT)]
 Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
 PositiveNumber = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1)]

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.spec.base import Positive, Spec
+from meshwright.spec.base import NonNegative, Positive, Spec
 
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
@@ -21,7 +21,7 @@ class ParallelSpec(Spec):
     """Copies of the whole (possibly sharded) model; gradients are all-reduced between them."""
     dp_shard: Positive = 1
     """Data-parallel ranks that share one copy of the state, as `zero` says."""
-    zero: int = Field(default=0, ge=0, le=3)
+    zero: NonNegative = Field(default=0, le=3)
     """What dp_shard x cp divides: 1 optimizer states, 2 gradients too, 3 parameters too."""
     cp: Positive = 1
     """Context parallel: each rank holds a part of every sequence."""

@@ -100,11 +100,13 @@ def _in(path: Path) -> str:
 
 def _hint_for_unknown(path: Path, root: type[Spec]) -> str:
     parent = spec_of(field_at(path[:-1], root)) if len(path) > 1 else root
-    keys = _keys(parent)
+    keys, every_key = _keys(parent), all_keys(root)
+    if "." in _last(path) and _last(path) in every_key:
+        return "in a file each part of a dotted key is a line of its own, indented below the one before"
     close = nearest(_last(path), keys)
     if close:
         return close
-    homes = [dotted for dotted in all_keys(root) if dotted.rsplit(".", 1)[-1] == _last(path)]
+    homes = [dotted for dotted in every_key if dotted.rsplit(".", 1)[-1] == _last(path)]
     return f"did you mean {homes[0]!r}?" if homes else f"the keys here are {_one_of(keys)}"
 
 
