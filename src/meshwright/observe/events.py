@@ -63,10 +63,10 @@ class EventWriter:
 
 
 def read_events(path: Path | str) -> list[Event]:
-    """The whole, well-formed facts of one file in order; a missing file has none."""
+    """The whole, well-formed facts of one file in order; a missing or unreadable file has none."""
     try:
         lines = Path(path).read_bytes().splitlines()
-    except FileNotFoundError:
+    except OSError:
         return []
     return [event for event in map(_parse, lines) if event is not None]
 

@@ -141,10 +141,11 @@ def format_line(metrics: StepMetrics) -> str:
 
 def to_json(values: Mapping[str, Any]) -> str:
     """Strict JSON on one line; a number that JSON cannot hold becomes its name as text."""
-    return json.dumps({name: _holdable(value) for name, value in values.items()}, allow_nan=False)
+    return json.dumps({name: holdable(value) for name, value in values.items()}, allow_nan=False)
 
 
-def _holdable(value: Any) -> Any:
+def holdable(value: Any) -> Any:
+    """The value itself, or the name of a number that JSON cannot hold."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
@@ -155,12 +156,16 @@ def _holdable(value: Any) -> Any:
 def read_metrics(path: Path | str) -> list[Row]:
     """The steps of a metrics.jsonl (or of a run directory) in order.
 
-    Whatever is not a whole line with a step is passed over, a missing file has no rows, and the
-    last line of a step counts. Numbers come back as numbers, non-finite ones included.
+    Whatever is not a whole line with a step is passed over, a missing or unreadable file has no
+    rows, and the last line of a step counts. Numbers come back as numbers, non-finite ones included.
     """
     path = Path(path)
     path = path / METRICS_NAME if path.is_dir() else path
-    by_step = {int(row["step"] or 0): row for row in _rows(_lines(path))}
+    try:
+        lines = _lines(path)
+    except OSError:
+        return []
+    by_step = {int(row["step"] or 0): row for row in _rows(lines)}
     return [by_step[step] for step in sorted(by_step)]
 
 

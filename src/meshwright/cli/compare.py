@@ -1,0 +1,140 @@
+"""`meshwright compare`: two runs' losses and gradient norms, step by step."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.observe.compare import Comparison
+    from meshwright.observe.metrics import Row
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, such as runs/demo.")]
+MAX_SETTINGS = 20
+
+
+def compare(
+    run_a: RunDir,
+    run_b: RunDir,
+    steps: Annotated[int | None, typer.Option(min=1, help="Only the first so many steps.")] = None,
+    assert_equal: Annotated[
+        bool,
+        typer.Option(
+            "--assert-equal", help="Exit with code 4 unless both runs have the same steps and numbers."
+        ),
+    ] = False,
+    rtol: Annotated[
+        float, typer.Option(min=0.0, help="Relative difference that still counts as equal; 0 is bit for bit.")
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Compare two runs' losses and gradient norms step by step.
+
+    Tells the first step that differs, the largest relative difference, steps that only one of them
+    has, and the settings in which the two resolved runs differ. Exit codes: 0 compared (equal or
+    not), 2 one of them is not a run or they share no step, 4 they differ and --assert-equal was given.
+    """
+    from meshwright.errors import RunError
+
+    comparison = _compare(run_a, run_b, steps, rtol)
+    if as_json:
+        typer.echo(_document(comparison, rtol))
+    else:
+        _print(comparison, run_a, run_b, rtol)
+    if assert_equal and not comparison.is_equal:
+        raise RunError(f"the runs differ: {_why(comparison)}", where=f"{run_a} and {run_b}")
+
+
+def _compare(run_a: Path, run_b: Path, steps: int | None, rtol: float) -> "Comparison":
+    from meshwright.errors import DataError
+    from meshwright.observe.compare import compare_rows, different_settings
+    from meshwright.observe.run_files import read_run
+
+    a, b = read_run(run_a), read_run(run_b)
+    for files in (a, b):
+        if not files.rows:
+            raise DataError("no step is recorded in metrics.jsonl", where=str(files.run_dir))
+    comparison = compare_rows(_first(a.rows, steps), _first(b.rows, steps), rtol=rtol)
+    if comparison.num_steps == 0:
+        spans = " and ".join(f"{files.rows[0]['step']} to {files.rows[-1]['step']}" for files in (a, b))
+        raise DataError(f"the runs share no step: they recorded {spans}", where=f"{run_a} and {run_b}")
+    return replace(comparison, settings=different_settings(a.run, b.run))
+
+
+def _first(rows: "list[Row]", steps: int | None) -> "list[Row]":
+    return [row for row in rows if steps is None or int(row["step"] or 0) <= steps]
+
+
+def _document(comparison: "Comparison", rtol: float) -> str:
+    import json
+
+    from meshwright.observe.metrics import holdable
+
+    document = {"equal": comparison.is_equal, "rtol": rtol, **asdict(comparison)}
+    document["differences"] = [
+        {name: holdable(value) for name, value in difference.items()}
+        for difference in document["differences"]
+    ]
+    return json.dumps(document, indent=2, default=str)
+
+
+def _print(comparison: "Comparison", run_a: Path, run_b: Path, rtol: float) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"A  {run_a}\nB  {run_b}\n", markup=False)
+    console.print(_difference_table(comparison))
+    if comparison.settings:
+        console.print(_settings_table(comparison.settings))
+    tolerance = f"to a relative {rtol:g}" if rtol else "bit for bit"
+    verdict = f"equal {tolerance}" if comparison.is_equal else f"different: {_why(comparison)}"
+    console.print(f"{comparison.num_steps} shared steps, {verdict}", markup=False)
+
+
+def _difference_table(comparison: "Comparison") -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("compared", "different", "first at step", "largest relative", "at step"):
+        table.add_column(heading, justify="right")
+    for row in comparison.differences:
+        table.add_row(
+            row.name,
+            str(row.num_compared),
+            str(row.num_different),
+            _or_dash(row.first_different),
+            f"{row.max_relative:.3g}",
+            _or_dash(row.max_relative_at),
+        )
+    return table
+
+
+def _settings_table(settings: list[tuple[str, Any, Any]]) -> Any:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("setting", "A", "B", box=box.SIMPLE_HEAD, pad_edge=False)
+    for key, in_a, in_b in settings[:MAX_SETTINGS]:
+        table.add_row(*(escape(str(cell)) for cell in (key, _or_dash(in_a), _or_dash(in_b))))
+    if len(settings) > MAX_SETTINGS:
+        table.add_row(f"and {len(settings) - MAX_SETTINGS} more", "", "")
+    return table
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _why(comparison: "Comparison") -> str:
+    reasons = [
+        f"{row.name} from step {row.first_different}, at most {row.max_relative:.3g} relative"
+        for row in comparison.differences
+        if row.num_different
+    ]
+    for name, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
+        if only:
+            reasons.append(f"{len(only)} steps only in {name} (first {only[0]})")
+    return "; ".join(reasons)

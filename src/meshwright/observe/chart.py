@@ -1,0 +1,252 @@
+"""Line charts as plain geometry: what the page draws, in shares of the plot area.
+
+A chart is drawn once, here, so it needs no script to be seen; the script of the page only adds
+reading values off it. Long histories are thinned so that every spike and dip stays.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from meshwright.units import show_count
+
+MAX_POINTS = 480
+PLOT_WIDTH, PLOT_HEIGHT = 1000, 300
+# A value this many times above the 98th percentile would flatten everything else.
+_OUTLIER_RATIO = 4.0
+
+# Beyond this a loss has diverged whatever the format says, and ranges would overflow.
+_LARGEST_DRAWN = 1e30
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart; y may hold NaN and infinities, which break it and are marked on the rim."""
+
+    label: str
+    points: Sequence[Point]
+    style: str = "main"
+    """A class of the style sheet: main, second, faint."""
+    dots: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """What to draw."""
+
+    title: str
+    note: str = ""
+    """A short sentence under the title."""
+    series: list[Series]
+    unit: str = ""
+    from_zero: bool = True
+    level: tuple[str, float] | None = None
+    """A labelled horizontal line."""
+    marks: list[float] = field(default_factory=list)
+    """Steps marked by a vertical line (resumes)."""
+    show: Callable[[float], str] = show_count
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A labelled position, in percent of the plot."""
+
+    percent: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One drawn series: a path in plot coordinates and the values behind it."""
+
+    label: str
+    style: str
+    path: str
+    dots: str
+    steps: list[float]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart's geometry, ready for the page."""
+
+    title: str
+    note: str
+    description: str
+    unit: str
+    low_step: float
+    high_step: float
+    low: float
+    high: float
+    lines: list[Line]
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    marks: list[Tick]
+    rim: list[Tick]
+    level: Tick | None
+
+
+def is_drawn(y: float) -> bool:
+    """Whether a value has a place on a chart: finite, and not absurd."""
+    return math.isfinite(y) and abs(y) < _LARGEST_DRAWN
+
+
+def draw(chart: Chart) -> Drawing | None:
+    """The geometry of a chart, or None when no series has a point."""
+    drawn = [series for series in chart.series if series.points]
+    if not drawn:
+        return None
+    x_scale = _step_range(drawn)
+    y_scale, clipped = _value_range(chart, drawn)
+    return Drawing(
+        title=chart.title,
+        note=" ".join(filter(None, [chart.note, clipped])),
+        description=_describe(chart, drawn[0]),
+        unit=chart.unit,
+        low_step=x_scale[0],
+        high_step=x_scale[1],
+        low=y_scale[0],
+        high=y_scale[1],
+        lines=[_line(series, x_scale, y_scale) for series in drawn],
+        x_ticks=[Tick(_percent(x, x_scale), f"{x:,.0f}") for x in _step_ticks(x_scale)],
+        y_ticks=[Tick(100 - _percent(y, y_scale), chart.show(y)) for y in nice_ticks(*y_scale)],
+        marks=[Tick(_percent(x, x_scale), f"{x:,.0f}") for x in chart.marks],
+        rim=[Tick(_percent(x, x_scale), f"{x:,.0f}") for x in _non_finite(drawn)],
+        level=_level(chart, y_scale),
+    )
+
+
+def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
+    """At most about `max_points` of them: the lowest and the highest of each stretch, ends kept."""
+    if len(points) <= max_points:
+        return list(points)
+    stretch = math.ceil(2 * len(points) / max_points)
+    kept = [points[0]]
+    for start in range(0, len(points), stretch):
+        kept += _extremes(points[start : start + stretch])
+    kept.append(points[-1])
+    return sorted(dict.fromkeys(kept))
+
+
+def _extremes(points: Sequence[Point]) -> list[Point]:
+    if not all(is_drawn(y) for _, y in points):
+        finite = [point for point in points if is_drawn(point[1])]
+        broken = next(point for point in points if not is_drawn(point[1]))
+        return [*(_extremes(finite) if finite else []), (broken[0], math.inf)]
+    return [min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])]
+
+
+def smooth(points: Sequence[Point], window: int, max_points: int = MAX_POINTS // 2) -> list[Point]:
+    """Medians over windows centred on evenly chosen points: one spike does not bend the line."""
+    drawn = [point for point in points if is_drawn(point[1])]
+    last = len(drawn) - 1
+    chosen = sorted({*range(0, last + 1, math.ceil(len(drawn) / max_points) or 1), last}) if drawn else []
+    result: list[Point] = []
+    for index in chosen:
+        # Windows shrink towards the ends, so the line starts and ends where the values do.
+        reach = min(window // 2, index, last - index)
+        result.append((drawn[index][0], median(y for _, y in drawn[index - reach : index + reach + 1])))
+    return result
+
+
+def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers (1, 2, 5 x 10^k apart) inside the range; of the possible steps, the count nearest."""
+    power = 10.0 ** math.floor(math.log10((high - low) / about))
+    step = min(
+        (factor * power for factor in (1, 2, 5, 10)), key=lambda each: abs((high - low) / each - about)
+    )
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    # Dividing by a whole number keeps 0.3 from becoming 0.30000000000000004.
+    return [index * step if step >= 1 else index / round(1 / step) for index in range(first, last + 1)]
+
+
+def _step_range(drawn: list[Series]) -> Point:
+    steps = [x for series in drawn for x, _ in series.points]
+    low, high = min(steps), max(steps)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _step_ticks(x_scale: Point) -> list[float]:
+    ticks = [x for x in nice_ticks(*x_scale) if x == round(x)]
+    return ticks or [round((x_scale[0] + x_scale[1]) / 2)]
+
+
+def _value_range(chart: Chart, drawn: list[Series]) -> tuple[Point, str]:
+    """Lowest and highest value shown, and a sentence when outliers are left outside."""
+    points = [point for series in drawn for point in series.points if is_drawn(point[1])]
+    values = sorted([y for _, y in points] + ([chart.level[1]] if chart.level else []))
+    if not values:
+        return (0.0, 1.0), ""
+    low, high, clipped = values[0], values[-1], ""
+    usual = values[int(0.98 * (len(values) - 1))]
+    if usual > 0 and high > _OUTLIER_RATIO * usual:
+        peak_step = max(points, key=lambda point: point[1])[0]
+        clipped = f"Off the scale: {chart.show(high)}{chart.unit} at step {peak_step:,.0f}."
+        high = 1.5 * usual
+    low = min(0.0, low) if chart.from_zero else low
+    margin = 0.06 * (high - low)
+    if margin <= 1e-9 * abs(high) or margin < 1 / _LARGEST_DRAWN:  # a flat line still needs a range
+        margin = max(0.5 * abs(high), 1e-9) if high else 1.0
+    return (low if low == 0 else low - margin, high + margin), clipped
+
+
+def _line(series: Series, x_scale: Point, y_scale: Point) -> Line:
+    points = thin(series.points)
+    finite = [(x, y) for x, y in points if is_drawn(y)]
+    with_dots = finite if series.dots or len(finite) <= 30 else []
+    return Line(
+        label=series.label,
+        style=series.style,
+        path=_path(points, x_scale, y_scale),
+        dots="".join(f"M{_place(point, x_scale, y_scale)}h0" for point in with_dots),
+        steps=[x for x, _ in finite],
+        values=[float(f"{y:.6g}") for _, y in finite],
+    )
+
+
+def _path(points: list[Point], x_scale: Point, y_scale: Point) -> str:
+    """Moves and lines; a non-finite value breaks the line."""
+    parts: list[str] = []
+    pen = "M"
+    for point in points:
+        if not is_drawn(point[1]):
+            pen = "M"
+            continue
+        parts.append(pen + _place(point, x_scale, y_scale))
+        pen = "L"
+    return "".join(parts)
+
+
+def _place(point: Point, x_scale: Point, y_scale: Point) -> str:
+    x = _percent(point[0], x_scale) * PLOT_WIDTH / 100
+    y = PLOT_HEIGHT - min(_percent(point[1], y_scale), 110) * PLOT_HEIGHT / 100
+    return f"{x:.1f} {y:.1f}"
+
+
+def _percent(value: float, scale: Point) -> float:
+    return round(100 * (value - scale[0]) / (scale[1] - scale[0]), 3)
+
+
+def _non_finite(drawn: list[Series]) -> list[float]:
+    steps = {x for series in drawn for x, y in series.points if not is_drawn(y)}
+    return [x for x, _ in thin([(x, 0.0) for x in sorted(steps)], max_points=60)]
+
+
+def _level(chart: Chart, y_scale: Point) -> Tick | None:
+    if chart.level is None:
+        return None
+    label, value = chart.level
+    return Tick(100 - _percent(value, y_scale), label)
+
+
+def _describe(chart: Chart, series: Series) -> str:
+    """The chart in a sentence, for people who cannot see it."""
+    (first_step, first), (last_step, last) = series.points[0], series.points[-1]
+    return (
+        f"{chart.title}: {chart.show(first)}{chart.unit} at step {first_step:,.0f}, "
+        f"{chart.show(last)}{chart.unit} at step {last_step:,.0f}"
+    )

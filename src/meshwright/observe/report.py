@@ -1,0 +1,300 @@
+"""One self-contained HTML file about a run: numbers, curves, the resolved run, nothing from a network."""
+
+import json
+import math
+import os
+import re
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from meshwright.errors import DataError
+from meshwright.observe.chart import Chart, Drawing, Point, Series, draw, smooth
+from meshwright.observe.events import Event
+from meshwright.observe.figures import RunFigures, run_figures
+from meshwright.observe.metrics import Row, holdable
+from meshwright.observe.run_files import RunFiles, read_run
+from meshwright.units import show_bytes, show_count, show_seconds
+
+REPORT_NAME = "report.html"
+# Fewer steps than this are drawn as they are; more get a smoothed line over a faint one.
+_SMOOTH_FROM_STEPS = 60
+_MAX_EVENTS = 60
+_YAML_KEY = re.compile(r"^(\s*(?:- )?)([A-Za-z_][\w.-]*)(:)", re.MULTILINE)
+_EVENT_SENTENCE = {
+    "start": "started",
+    "resume": "resumed",
+    "checkpoint": "saved a checkpoint",
+    "evaluate": "evaluated",
+    "overflow": "skipped an update: gradients overflowed",
+    "warning": "warned",
+    "interrupt": "was interrupted",
+    "failure": "failed",
+    "finish": "finished",
+}
+
+
+def write_report(run_dir: Path | str, output: Path | str | None = None) -> Path:
+    """Reads a run directory and writes its report; returns where. DataError when it is not a run."""
+    files = read_run(run_dir)
+    path = Path(output) if output else files.run_dir / REPORT_NAME
+    draft = path.with_name(path.name + ".draft")
+    page = render(files)
+    try:
+        draft.write_text(page, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        raise DataError(
+            f"the report cannot be written: {error.strerror}", where=str(path), hint="choose a file with -o"
+        ) from error
+    return path
+
+
+def describe(run_dir: Path | str, report_path: Path) -> str:
+    """The figures of a run as one JSON document, with the path of its report."""
+    figures = {name: holdable(value) for name, value in asdict(run_figures(read_run(run_dir))).items()}
+    return json.dumps({"report": str(report_path), **figures}, indent=2)
+
+
+def render(files: RunFiles) -> str:
+    """The page as text: a pure function of the run's files."""
+    figures = run_figures(files)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    drawings = [drawing for drawing in map(draw, charts(files, figures)) if drawing]
+    return environment.from_string(_asset("report.html.j2")).render(
+        figures=figures,
+        subtitle=_subtitle(files),
+        tiles=tiles(figures),
+        notices=notices(figures),
+        drawings=drawings,
+        hover=[_hover(drawing) for drawing in drawings],
+        events=_event_lines(files.events),
+        sample=files.sample,
+        run_yaml=_coloured_yaml(files.run_text),
+        facts=_facts(files),
+        absent=files.absent,
+        style=Markup(_asset("report.css")),
+        script=Markup(_asset("report.js")),
+    )
+
+
+def _asset(name: str) -> str:
+    return package_files("meshwright.observe").joinpath(name).read_text(encoding="utf-8")
+
+
+def charts(files: RunFiles, figures: RunFigures) -> list[Chart]:
+    """Every curve of the report; those without a point are left out when drawn."""
+    rows, marks = files.rows, [float(step) for step in figures.resumed_at]
+    memory_unit, memory = _memory(rows)
+    return [
+        _loss_chart(rows, figures, marks),
+        Chart(title="Gradient norm", note="Before clipping.", series=_trend(rows, "grad_norm"), marks=marks),
+        Chart(title="Learning rate", series=_single(rows, "lr"), marks=marks, show=_show_small),
+        Chart(
+            title="Throughput",
+            note="Tokens per second, all ranks.",
+            series=_trend(rows, "tokens_per_second"),
+            marks=marks,
+        ),
+        Chart(
+            title="Step time", unit=" s", series=_trend(rows, "step_seconds"), marks=marks, show=_show_small
+        ),
+        Chart(
+            title="Peak memory",
+            note="Largest over ranks.",
+            unit=f" {memory_unit}",
+            series=[Series("peak", memory)] if memory else [],
+            marks=marks,
+            show=_show_small,
+        ),
+        Chart(title="Loss scale", series=_single(rows, "loss_scale"), marks=marks),
+        Chart(
+            title="Expert load",
+            note="Busiest and idlest expert; 1 is perfect balance.",
+            series=_single(rows, "expert_load_max", "busiest")
+            + _single(rows, "expert_load_min", "idlest", style="second"),
+            marks=marks,
+            show=_show_small,
+        ),
+    ]
+
+
+def _loss_chart(rows: list[Row], figures: RunFigures, marks: list[float]) -> Chart:
+    entropy = figures.unigram_entropy
+    return Chart(
+        title="Loss",
+        note="Nats per token.",
+        series=[
+            *_trend(rows, "loss", "train"),
+            *_single(rows, "eval_loss", "held out", style="second", dots=True),
+        ],
+        from_zero=False,
+        level=None if entropy is None else (f"unigram entropy {entropy:.3f}", entropy),
+        marks=marks,
+        show=_show_small,
+    )
+
+
+def _points(rows: list[Row], name: str) -> list[Point]:
+    return [(float(row["step"] or 0), float(value)) for row in rows if (value := row.get(name)) is not None]
+
+
+def _single(
+    rows: list[Row], name: str, label: str = "", *, style: str = "main", dots: bool = False
+) -> list[Series]:
+    points = _points(rows, name)
+    return [Series(label or "each step", points, style, dots)] if points else []
+
+
+def _trend(rows: list[Row], name: str, label: str = "") -> list[Series]:
+    """The values as they are, or, when there are many, a running median over a faint line of them."""
+    points = _points(rows, name)
+    if len(points) < _SMOOTH_FROM_STEPS:
+        return _single(rows, name, label)
+    window = max(9, len(points) // 40 | 1)
+    return [
+        Series(label or "each step", points, "faint"),
+        Series(f"median of {window} steps", smooth(points, window), "main"),
+    ]
+
+
+def _memory(rows: list[Row]) -> tuple[str, list[Point]]:
+    """Peak bytes in the unit that suits them."""
+    points = _points(rows, "peak_bytes")
+    unit, size = ("GiB", 2**30) if points and max(y for _, y in points) >= 2**30 else ("MiB", 2**20)
+    return unit, [(x, y / size) for x, y in points]
+
+
+def tiles(figures: RunFigures) -> list[tuple[str, str, str]]:
+    """(label, value, small print) of each headline number; unknown ones say so."""
+    small_speed = "median, all ranks"
+    utilisation = "-" if figures.mfu is None else f"{figures.mfu:.1%}"
+    flops = figures.tflops_per_gpu
+    return [
+        ("Final loss", show_loss(figures.final_loss), _loss_small_print(figures)),
+        ("Held-out loss", show_loss(figures.eval_loss), _entropy_small_print(figures)),
+        ("Tokens", _or_dash(figures.tokens, show_count), _steps_small_print(figures)),
+        ("Wall time", _or_dash(figures.wall_seconds, show_seconds), ""),
+        ("Tokens/s", _or_dash(figures.tokens_per_second, show_count), small_speed),
+        ("MFU", utilisation, f"{flops:.3g} TFLOP/s per device" if flops is not None else ""),
+        ("Peak memory", _or_dash(figures.peak_bytes, show_bytes), "largest over ranks and steps"),
+    ]
+
+
+def show_loss(loss: float | None) -> str:
+    """Four decimals; nan and inf by name; a dash when unknown."""
+    if loss is None:
+        return "-"
+    return f"{loss:.4f}" if math.isfinite(loss) and abs(loss) < 1e6 else f"{loss:g}"
+
+
+def _or_dash(value: Any, show: Any) -> str:
+    return "-" if value is None else show(value)
+
+
+def _loss_small_print(figures: RunFigures) -> str:
+    has_history = figures.first_loss is not None and (figures.final_step or 0) > 1
+    return f"from {show_loss(figures.first_loss)} at the start" if has_history else ""
+
+
+def _entropy_small_print(figures: RunFigures) -> str:
+    if figures.unigram_entropy is None:
+        return ""
+    return f"unigram entropy {figures.unigram_entropy:.4f}"
+
+
+def _steps_small_print(figures: RunFigures) -> str:
+    if figures.final_step is None:
+        return ""
+    of_total = f" of {figures.total_steps:,}" if figures.total_steps else ""
+    return f"{figures.final_step:,}{of_total} step{'' if figures.final_step == 1 else 's'}"
+
+
+def notices(figures: RunFigures) -> list[str]:
+    """What a reader must know before believing the curves."""
+    told: list[str] = []
+    if figures.final_step is None:
+        told.append("No step is recorded.")
+    broken = figures.non_finite_steps
+    if broken:
+        steps = ", ".join(f"{step:,}" for step in broken[:5]) + (" and others" if len(broken) > 5 else "")
+        told.append(f"Loss or gradient norm is not finite at {len(broken):,} step(s): {steps}.")
+    if figures.num_skipped:
+        told.append(f"{figures.num_skipped:,} update(s) were skipped because gradients overflowed.")
+    return told
+
+
+def _subtitle(files: RunFiles) -> str:
+    model = files.run.get("model")
+    family = model.get("family") if isinstance(model, dict) else model
+    parameters, ranks = files.summary.get("num_parameters"), files.summary.get("num_ranks")
+    precision = files.run.get("precision")
+    parts = [
+        str(family) if family else "",
+        f"{show_count(parameters)} parameters" if isinstance(parameters, int) else "",
+        f"{ranks} rank{'' if ranks == 1 else 's'}" if isinstance(ranks, int) else "",
+        str(files.summary.get("device") or ""),
+        str(precision.get("compute") or "") if isinstance(precision, dict) else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _facts(files: RunFiles) -> list[tuple[str, str]]:
+    """Versions and identity."""
+    versions = files.summary.get("versions")
+    facts = dict(versions) if isinstance(versions, dict) else {}
+    facts |= {name: files.summary[name] for name in ("device", "fingerprint") if files.summary.get(name)}
+    return [(str(name), str(value)) for name, value in facts.items()]
+
+
+def _event_lines(events: list[Event]) -> list[tuple[str, str, str]]:
+    """(time, kind, sentence); a long history shows its beginning and end."""
+    shown = [_event_line(event) for event in events]
+    if len(shown) <= _MAX_EVENTS:
+        return shown
+    half = _MAX_EVENTS // 2
+    return [*shown[:half], ("", "gap", f"{len(shown) - 2 * half} more"), *shown[-half:]]
+
+
+def _event_line(event: Event) -> tuple[str, str, str]:
+    try:
+        at = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        at = "?"
+    rest = {name: value for name, value in event.items() if name not in ("time", "kind", "rank", "host")}
+    details = ", ".join(f"{name} {_show_field(value)}" for name, value in rest.items())
+    sentence = _EVENT_SENTENCE.get(event["kind"], str(event["kind"]))
+    return at, event["kind"], f"{sentence} ({details})" if details else sentence
+
+
+def _show_field(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
+
+
+def _show_small(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _coloured_yaml(text: str) -> Markup:
+    """Keys marked up so that the eye finds them; the text is escaped first."""
+    return Markup(_YAML_KEY.sub(r"\1<b>\2</b>\3", str(escape(text.rstrip()))))
+
+
+def _hover(drawing: Drawing) -> dict[str, Any]:
+    """What the script needs to read values off one chart."""
+    return {
+        "x": [drawing.low_step, drawing.high_step],
+        "y": [drawing.low, drawing.high],
+        "unit": drawing.unit,
+        "lines": [
+            {"label": line.label, "style": line.style, "steps": line.steps, "values": line.values}
+            for line in drawing.lines
+        ],
+    }

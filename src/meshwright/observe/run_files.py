@@ -1,0 +1,110 @@
+"""The readable files of a run directory, each present or absent; nothing damaged stops a reader."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.errors import DataError
+from meshwright.observe.events import Event, events_path, read_events
+from meshwright.observe.metrics import METRICS_NAME, Row, read_metrics
+from meshwright.observe.summary import SUMMARY_NAME, read_summary
+
+RUN_NAME = "run.yaml"
+SAMPLE_NAME = "sample.txt"
+MAX_SAMPLE_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What a run directory holds."""
+
+    run_dir: Path
+    run_text: str
+    """run.yaml as written; empty when absent."""
+    run: dict[str, Any]
+    """run.yaml parsed; empty when absent or damaged."""
+    rows: list[Row]
+    events: list[Event]
+    """Of rank 0."""
+    sample: str
+    summary: dict[str, Any]
+    absent: list[str]
+    """Names of files that are missing or cannot be read, with the reason when damaged."""
+
+    @property
+    def name(self) -> str:
+        """The run's own name, or that of its directory."""
+        return str(self.run.get("name") or self.run_dir.resolve().name)
+
+
+def read_run(run_dir: Path | str) -> RunFiles:
+    """Everything readable of a run directory; DataError when it is not one."""
+    run_dir = Path(run_dir)
+    _require_run(run_dir)
+    run_text, run = _read_yaml(run_dir / RUN_NAME)
+    files = RunFiles(
+        run_dir=run_dir,
+        run_text=run_text,
+        run=run,
+        rows=read_metrics(run_dir),
+        events=read_events(events_path(run_dir, 0)),
+        sample=_read_text(run_dir / SAMPLE_NAME)[:MAX_SAMPLE_CHARACTERS],
+        summary=read_summary(run_dir),
+        absent=[],
+    )
+    files.absent.extend(_absent(files))
+    return files
+
+
+def _require_run(run_dir: Path) -> None:
+    if not run_dir.exists():
+        raise DataError("there is no such directory", where=str(run_dir), hint=_nearby(run_dir))
+    if not run_dir.is_dir():
+        raise DataError("this is a file, not a run directory", where=str(run_dir))
+    if not any((run_dir / name).is_file() for name in (RUN_NAME, METRICS_NAME)):
+        raise DataError(
+            f"not a run directory: it holds neither {RUN_NAME} nor {METRICS_NAME}",
+            where=str(run_dir),
+            hint=_nearby(run_dir / "x") if run_dir.is_dir() else "",
+        )
+
+
+def _nearby(path: Path) -> str:
+    """Names the run directories beside the one that was asked for."""
+    parent = path.parent
+    found = sorted(folder.parent for folder in parent.glob(f"*/{METRICS_NAME}"))[:5]
+    return f"runs in {parent}: {', '.join(run.name for run in found)}" if found else ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    text = _read_text(path)
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text, {}
+    return text, values if isinstance(values, dict) else {}
+
+
+def _absent(files: RunFiles) -> list[str]:
+    content = {
+        RUN_NAME: files.run,
+        METRICS_NAME: files.rows,
+        "events-0.jsonl": files.events,
+        SUMMARY_NAME: files.summary,
+        SAMPLE_NAME: files.sample,
+    }
+    missing = [name for name, value in content.items() if not value]
+    return [f"{name} (unreadable)" if _has_bytes(files.run_dir / name) else name for name in missing]
+
+
+def _has_bytes(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
