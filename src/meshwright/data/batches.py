@@ -111,7 +111,7 @@ class Batches:
         self.num_samples = None if max_epochs is None else max_epochs * order.num_samples
         self.position = 0
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._worker = ThreadPoolExecutor(1, "batches", initializer=_use_device, initargs=(cut.device,))
 
     def __iter__(self) -> Self:
         return self
@@ -202,7 +202,7 @@ def build_batches(
     samples = open_samples(spec, vocab_size=vocab_size)
     num_training = len(samples) - spec.holdout_sequences
     order = SampleOrder(num_training, seed, spec.shuffle)
-    cut = Cut(spec.batch_sequences, spec.microbatch_sequences, dp_rank, dp_size, torch.device(device), dtype)
+    cut = _cut(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
     return Batches(samples, order, cut, max_epochs=spec.max_epochs)
 
 
@@ -221,11 +221,20 @@ def evaluation_batches(
     the evaluation loss is the plain sum of loss x weight over all batches and ranks, whatever the cut.
     """
     samples = open_samples(spec, vocab_size=vocab_size)
-    cut = Cut(spec.batch_sequences, spec.microbatch_sequences, dp_rank, dp_size, torch.device(device), dtype)
+    cut = _cut(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
     holdout = np.arange(len(samples) - spec.holdout_sequences, len(samples), dtype=np.int64)
     for start in range(0, len(holdout), spec.batch_sequences):
         ids = holdout[start : start + spec.batch_sequences]
         yield on_device(cut_batch(samples, ids, cut, total_ids=holdout), cut.device)
+
+
+def _cut(
+    spec: DataSpec, *, dp_rank: int, dp_size: int, device: torch.device | str, dtype: torch.dtype
+) -> Cut:
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:  # threads have a current device of their own
+        place = torch.device("cuda", torch.cuda.current_device())
+    return Cut(spec.batch_sequences, spec.microbatch_sequences, dp_rank, dp_size, place, dtype)
 
 
 def open_samples(spec: DataSpec, *, vocab_size: int) -> Samples:
@@ -279,6 +288,12 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
             one.each(lambda part: part.to(device, non_blocking=True)) for one in batch.microbatches
         ),
     )
+
+
+def _use_device(device: torch.device) -> None:
+    """In the background thread: pinning memory there would otherwise open a context on device 0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _split(whole: Microbatch, cut: Cut) -> tuple[Microbatch, ...]:

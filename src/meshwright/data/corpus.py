@@ -146,7 +146,11 @@ def _generated(num_documents: int, seed: int) -> TokensInMemory:
 
 def unigram_entropy(tokens: NDArray[np.unsignedinteger]) -> float:
     """Nats per token of the best prediction that ignores context; see the head of this module."""
-    counts = token_counts(tokens)
+    return entropy_of(token_counts(tokens))
+
+
+def entropy_of(counts: NDArray[np.int64]) -> float:
+    """Nats per token when token t is seen counts[t] times."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

@@ -71,6 +71,7 @@ class Samples:
         first, last = self._borders(np.maximum(ids, 0))
         for row in np.flatnonzero((ids != PADDING) & (last > first)):
             ends = self.source.document_ends[first[row] : last[row]] - ids[row] * self.sequence_length
+            self._require_increasing(ends)
             counts[row, ends - 1] = False  # the successor of a document's last token is another document's
             inside = ends[ends < self.sequence_length]
             begins[row, inside], starts[row, inside] = 1, inside
@@ -83,10 +84,18 @@ class Samples:
         first = np.searchsorted(ends, start, side="right")
         return first, np.searchsorted(ends, start + self.sequence_length, side="right")
 
+    def _require_increasing(self, ends: NDArray[np.int64]) -> None:
+        if ends[0] < 1 or ends[-1] > self.sequence_length or (np.diff(ends) <= 0).any():
+            raise DataError(
+                "document ends do not increase",
+                where=self.source.name,
+                hint="the dataset is damaged: `meshwright data verify` says how",
+            )
+
     def _require_vocabulary(self, window: NDArray[np.int64]) -> None:
         if (largest := int(window.max(initial=0))) >= self.source.vocab_size:
             raise DataError(
                 f"token {largest} is outside the dataset's vocabulary of {self.source.vocab_size} tokens",
                 where=self.source.name,
-                hint="the token file is damaged: `meshwright data verify` says how",
+                hint="the dataset is damaged: `meshwright data verify` says how",
             )

@@ -169,16 +169,16 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except (ValueError, ValidationError) as error:
-        raise damaged(path, f"is not a dataset description ({_first_line(error)})") from error
+        raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+    except (ValueError, RecursionError) as error:  # ValidationError is a ValueError
+        raise damaged(path, f"the file is not a dataset description ({_first_line(error)})") from error
     if manifest.version != DATASET_VERSION:
         fact = f"dataset version {manifest.version}, this program reads version {DATASET_VERSION}"
         raise DataError(fact, where=str(path), hint="pack the dataset again with `meshwright data pack`")
     if manifest.dtype not in _TOKEN_TYPES or min(manifest.num_documents, manifest.num_tokens) < 1:
         raise damaged(path, f"dtype {manifest.dtype!r} with {manifest.num_tokens} tokens cannot be")
     if missing := {TOKENS_FILE, DOCUMENTS_FILE} - set(manifest.sha256):
-        raise damaged(path, f"has no hash of {', '.join(sorted(missing))}")
+        raise damaged(path, f"there is no hash of {', '.join(sorted(missing))}")
     return manifest
 
 
@@ -198,7 +198,7 @@ def sha256_of(path: Path) -> str:
             while part := file.read(_HASH_CHUNK_BYTES):
                 digest.update(part)
     except OSError as error:
-        raise damaged(path, f"cannot be read: {error.strerror}") from error
+        raise damaged(path, f"the file cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -214,23 +214,25 @@ def _require_dataset(folder: Path) -> None:
         raise DataError("there is no dataset here", where=str(folder), hint=hint)
     if not folder.is_dir():
         hint = f"a dataset is a folder; pack this file first: `meshwright data pack {folder} -o dataset`"
-        raise DataError("is a file, not a packed dataset", where=str(folder), hint=hint)
+        raise DataError("this is a file, not a packed dataset", where=str(folder), hint=hint)
     if not (folder / MANIFEST_FILE).is_file():
         hint = "packing did not finish, or this is another folder; pack again with `meshwright data pack`"
-        raise DataError(f"is not a packed dataset: it has no {MANIFEST_FILE}", where=str(folder), hint=hint)
+        raise DataError(
+            f"the folder is not a packed dataset: it has no {MANIFEST_FILE}", where=str(folder), hint=hint
+        )
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     if not path.is_file():
-        raise damaged(path, "is missing")
+        raise damaged(path, "the file is missing")
     size, expected = path.stat().st_size, count * dtype.itemsize
     if size != expected:
-        raise damaged(path, f"has {size} bytes, dataset.json says {expected}")
+        raise damaged(path, f"the file has {size} bytes, dataset.json says {expected}")
     try:
         # A plain view: slices of np.memmap carry a subclass and are several times slower to make.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except OSError as error:
-        raise damaged(path, f"cannot be read: {error.strerror}") from error
+        raise damaged(path, f"the file cannot be read: {error.strerror}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -9,8 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.sources import TOKENIZER_FILE, TokenizerFacts
+from meshwright.data.sources import TOKENIZER_FILE, TokenizerFacts, read_manifest
 from meshwright.errors import DataError
+from meshwright.spec import DataSpec
 
 BYTE_TOKENIZER = "bytes"
 BYTE_VOCAB_SIZE = 257
@@ -78,9 +79,9 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path, *, eos: str | None = None, name: str | None = None) -> None:
         self.path = path
         self.name = name or str(path)
-        content = _read(path)
-        self._tokenizer = _load(path, content)
-        self.hash = hashlib.sha256(content).hexdigest()[:16]
+        self.content = _read(path)
+        self._tokenizer = _load(path, self.content)
+        self.hash = hashlib.sha256(self.content).hexdigest()[:16]
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.eos_id = self._find_eos(eos or _configured_eos(path))
 
@@ -98,7 +99,11 @@ class HuggingFaceTokenizer:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
                 return token
-        fact = f"has no token {eos!r}" if eos else "does not say which token ends a document"
+        fact = (
+            f"the tokenizer has no token {eos!r}"
+            if eos
+            else "the tokenizer does not say which token ends a document"
+        )
         raise DataError(fact, where=str(self.path), hint="name one of its tokens: `--eos '<|endoftext|>'`")
 
 
@@ -118,6 +123,13 @@ def open_tokenizer(name: str, *, eos: str | None = None) -> Tokenizer:
     return HuggingFaceTokenizer(path, eos=eos)
 
 
+def tokenizer_for(spec: DataSpec) -> Tokenizer:
+    """The tokenizer behind the data of a run: bytes for the generated corpus."""
+    if spec.path is None:
+        return ByteTokenizer()
+    return tokenizer_of(Path(spec.path), read_manifest(Path(spec.path)).tokenizer)
+
+
 def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:
     """The tokenizer that packed the dataset in `folder`, from the copy that lies there."""
     if facts.name == BYTE_TOKENIZER:
@@ -127,7 +139,9 @@ def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:
         raise DataError(f"the copy of tokenizer {facts.name!r} is missing", where=str(path))
     tokenizer = HuggingFaceTokenizer(path, name=facts.name, eos=_token_name(path, facts.eos_id))
     if tokenizer.hash != facts.hash:
-        fact = f"is not the tokenizer that packed the dataset: hash {tokenizer.hash}, expected {facts.hash}"
+        fact = (
+            f"this is not the tokenizer that packed the dataset: hash {tokenizer.hash}, expected {facts.hash}"
+        )
         raise DataError(fact, where=str(path), hint="restore the dataset's own copy, or pack again")
     return tokenizer
 
@@ -135,7 +149,9 @@ def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:
 def _token_name(path: Path, token_id: int) -> str:
     name = _load(path, _read(path)).id_to_token(token_id)
     if name is None:
-        raise DataError(f"has no token number {token_id}", where=str(path), hint="pack the dataset again")
+        raise DataError(
+            f"the tokenizer has no token number {token_id}", where=str(path), hint="pack the dataset again"
+        )
     return name
 
 
@@ -143,7 +159,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
 
 
 def _load(path: Path, content: bytes):
@@ -151,13 +167,13 @@ def _load(path: Path, content: bytes):
         from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  only where a tokenizer.json is used
     except ImportError as error:
         hint = 'install it with `pip install "meshwright[train]"`, or use the byte tokenizer'
-        raise DataError("needs the tokenizers library", where=str(path), hint=hint) from error
+        raise DataError("this needs the tokenizers library", where=str(path), hint=hint) from error
     try:
         return LibraryTokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception on a malformed file
         hint = "save it with `save_pretrained` or `Tokenizer.save`; a vocabulary file alone is not enough"
         raise DataError(
-            f"is not a Hugging Face tokenizer.json ({error})", where=str(path), hint=hint
+            f"the file is not a Hugging Face tokenizer.json ({error})", where=str(path), hint=hint
         ) from error
 
 

@@ -1,0 +1,147 @@
+"""Writing a packed dataset so that it is either whole or not there."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.sources import (
+    DATASET_VERSION,
+    DOCUMENTS_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    TOKENS_FILE,
+    Manifest,
+    TokenizerFacts,
+    token_dtype,
+)
+from meshwright.data.tokenize import HuggingFaceTokenizer, Tokenizer
+from meshwright.errors import DataError
+
+
+class _HashedFile:
+    """A file that is hashed while it is written, so that the hash is of what was meant."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._digest = hashlib.sha256()
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+
+    def close(self) -> str:
+        """On the disk, not only in its cache; returns the sha256."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._digest.hexdigest()
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+class DatasetWriter:
+    """Appends documents to the files of an unfinished dataset folder."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self.num_tokens = self.num_documents = 0
+        self._folder, self._tokenizer = folder, tokenizer
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._files = {name: _HashedFile(folder / name) for name in (TOKENS_FILE, DOCUMENTS_FILE)}
+
+    def append(self, documents: list[NDArray[np.unsignedinteger]]) -> None:
+        """Write documents, each followed by the tokenizer's end of document."""
+        eos = np.array([self._tokenizer.eos_id], dtype=self._dtype)
+        tokens = np.concatenate([part for document in documents for part in (document, eos)])
+        ends = self.num_tokens + np.cumsum([len(document) + 1 for document in documents], dtype=np.int64)
+        self._files[TOKENS_FILE].write(tokens.astype(self._dtype).tobytes())
+        self._files[DOCUMENTS_FILE].write(ends.tobytes())
+        self.num_tokens, self.num_documents = int(ends[-1]), self.num_documents + len(documents)
+
+    def finish(self, source_files: list[str]) -> Manifest:
+        """Close the files and write the manifest: the last thing that makes the folder a dataset."""
+        if isinstance(self._tokenizer, HuggingFaceTokenizer):
+            self._files[TOKENIZER_FILE] = _HashedFile(self._folder / TOKENIZER_FILE)
+            self._files[TOKENIZER_FILE].write(self._tokenizer.content)
+        tokenizer = self._tokenizer
+        manifest = Manifest(
+            version=DATASET_VERSION,
+            dtype=self._dtype.name,
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=TokenizerFacts(name=tokenizer.name, hash=tokenizer.hash, eos_id=tokenizer.eos_id),
+            sha256={name: file.close() for name, file in self._files.items()},
+            source_files=source_files,
+        )
+        last = _HashedFile(self._folder / MANIFEST_FILE)
+        last.write((json.dumps(manifest.model_dump(), indent=2) + "\n").encode())
+        last.close()
+        return manifest
+
+    def abandon(self) -> None:
+        """Close the files as they are."""
+        for file in self._files.values():
+            file.abandon()
+
+
+@contextmanager
+def new_dataset(folder: Path, tokenizer: Tokenizer) -> Iterator[DatasetWriter]:
+    """A writer whose folder appears under its name only when the block ends well.
+
+    Everything goes to a hidden folder beside it, which is renamed at the end. After an error the hidden
+    folder is removed; after a kill it stays, without a manifest, and nothing takes it for a dataset.
+    """
+    require_absent(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+        hidden.chmod(0o777 & ~_umask())  # mkdtemp makes it private; a dataset is for everyone it is for
+        try:
+            writer = DatasetWriter(hidden, tokenizer)
+            try:
+                yield writer
+            finally:
+                writer.abandon()
+            _publish(hidden, folder)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise DataError(
+            f"the dataset cannot be written: {error.strerror or error}", where=str(folder)
+        ) from error
+
+
+def require_absent(folder: Path) -> None:
+    """DataError when there is something already: datasets are never written over."""
+    if folder.exists() or folder.is_symlink():
+        hint = "choose another name, or remove it first if it is not needed"
+        raise DataError(
+            "this exists already, and a dataset is never written over", where=str(folder), hint=hint
+        )
+
+
+def _publish(hidden: Path, folder: Path) -> None:
+    require_absent(folder)
+    hidden.rename(folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # the rename itself must survive a power cut
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
