@@ -1,0 +1,162 @@
+"""The decoder: embedding, blocks, norm, head. A pipeline stage is the same class with fewer blocks."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.models.layers.attention import Attention
+from meshwright.models.layers.embedding import Embedding
+from meshwright.models.layers.latent import LatentAttention
+from meshwright.models.layers.mlp import build_mlp
+from meshwright.models.layers.moe import Moe
+from meshwright.models.layers.norm import build_norm
+from meshwright.models.layers.rope import Rotation, rotation
+from meshwright.ops.loss import weighted_cross_entropy, wide_dtype
+from meshwright.ops.sharded import local
+from meshwright.spec import ModelSpec
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); `mlp` is dense or routed."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.is_routed = spec.is_moe_layer(layer)
+        self.attention_norm = build_norm(spec)
+        self.attention = LatentAttention(spec) if spec.attention.latent else Attention(spec)
+        self.mlp_norm = build_norm(spec)
+        self.mlp = (
+            Moe(spec.moe, spec.width) if spec.moe and self.is_routed else build_mlp(spec.mlp, spec.width)
+        )
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        *,
+        turn: Rotation | None,
+        positions_BS: Tensor,
+        documents_BS: Tensor | None,
+        sequence_weights_B: Tensor | None,
+    ) -> Tensor:
+        """x_BSD one layer further."""
+        seen_BSD = self.attention(
+            self.attention_norm(x_BSD), turn=turn, positions_BS=positions_BS, documents_BS=documents_BS
+        )
+        x_BSD = x_BSD + self.dropout(seen_BSD)
+        routed = {"sequence_weights_B": sequence_weights_B} if self.is_routed else {}
+        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD), **routed))
+
+
+class Head(nn.Module):
+    """Logits from the last hidden state; has no weight of its own when tied to the embedding."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.weight = None if spec.tied_head else nn.Parameter(torch.empty(spec.vocab_size, spec.width))
+
+    def forward(self, x_BSD: Tensor, tied_VD: Tensor | None = None) -> Tensor:
+        """logits_BSV."""
+        weight_VD = self.weight if tied_VD is None else tied_VD
+        assert weight_VD is not None
+        return functional.linear(x_BSD, local(weight_VD))
+
+
+class WeightedCrossEntropy(nn.Module):
+    """The loss, without parameters: replaced where the vocabulary is cut."""
+
+    def forward(self, logits_BSV: Tensor, targets_BS: Tensor, weights_BS: Tensor) -> Tensor:
+        """Sum of weight x cross-entropy over all tokens."""
+        return weighted_cross_entropy(logits_BSV, targets_BS, weights_BS)
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer, or the part of one that a pipeline stage holds.
+
+    Blocks are keyed by their number in the whole model, so parameter names are the same in any
+    stage. A last stage whose head is tied, and which has no embedding to tie it to, holds its own
+    `embedding.tokens.weight`: same name, same initial value, gradients to be summed with the first.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        layers: range | None = None,
+        has_embedding: bool = True,
+        has_head: bool = True,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.has_embedding = has_embedding
+        needs_table = has_embedding or (has_head and spec.tied_head)
+        has_positions = has_embedding and spec.positions == "learned"
+        self.embedding = Embedding(spec, has_positions=has_positions) if needs_table else None
+        held = range(spec.num_layers) if layers is None else layers
+        self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in held})
+        self.norm = build_norm(spec) if has_head else None
+        self.head = Head(spec) if has_head else None
+        self.loss = WeightedCrossEntropy() if has_head else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions_BS: Tensor,
+        documents_BS: Tensor | None = None,
+        targets_BS: Tensor | None = None,
+        weights_BS: Tensor | None = None,
+        sequence_weights_B: Tensor | None = None,
+    ) -> Tensor:
+        """x_BSD without a head, logits_BSV without targets, else the scalar sum of weighted losses.
+
+        `x` is tokens_BS in the first stage and x_BSD in the others. `positions_BS` restart in each
+        document; `documents_BS` numbers the documents of a packed row (None: one per row).
+        `weights_BS` hold mask and denominator of the loss (None: a plain sum over all targets),
+        `sequence_weights_B` those of the MoE balancing loss (None: it is left out).
+        """
+        x_BSD = self.embedding(x, positions_BS) if self.has_embedding and self.embedding else x
+        turn = self._rotation(x_BSD, positions_BS)
+        for block in self.blocks.values():
+            x_BSD = block(
+                x_BSD,
+                turn=turn,
+                positions_BS=positions_BS,
+                documents_BS=documents_BS,
+                sequence_weights_B=sequence_weights_B,
+            )
+        if self.head is None:
+            return x_BSD
+        logits_BSV = self._logits(x_BSD)
+        if targets_BS is None:
+            return logits_BSV
+        weights_BS = torch.ones_like(targets_BS, dtype=torch.float32) if weights_BS is None else weights_BS
+        assert self.loss is not None
+        return self.loss(logits_BSV, targets_BS, weights_BS)
+
+    def _rotation(self, x_BSD: Tensor, positions_BS: Tensor) -> Rotation | None:
+        """The rotary tables, once for all blocks."""
+        attention = self.spec.attention
+        if self.spec.rope is None:
+            return None
+        width = attention.latent.rope_width if attention.latent else attention.head_width
+        return rotation(self.spec.rope, positions_BS, width=width, dtype=wide_dtype(x_BSD))
+
+    def _logits(self, x_BSD: Tensor) -> Tensor:
+        assert self.head is not None and self.norm is not None
+        tied_VD = self.embedding.tokens.weight if self.spec.tied_head and self.embedding else None
+        return self.head(self.norm(x_BSD), tied_VD)
+
+
+def build_decoder(
+    spec: ModelSpec,
+    *,
+    layers: range | None = None,
+    has_embedding: bool = True,
+    has_head: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """The decoder on the meta device: shapes and names, no bytes. `initialise` fills it."""
+    with torch.device("meta"):
+        model = Decoder(spec, layers=layers, has_embedding=has_embedding, has_head=has_head)
+    return model.to(dtype)

@@ -1,0 +1,68 @@
+"""Initial weights that do not depend on the layout: every tensor has a seed of its own.
+
+A parameter is drawn whole on the CPU in float32, from a generator seeded by the run's seed and the
+parameter's name, and then cut to what this rank holds. So any mesh, stage split, device or dtype
+starts from the same numbers.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwright.models.decoder import Decoder
+from meshwright.spec import ModelSpec
+from meshwright.spec.parameters import Parameter, parameters
+
+# Projections into the residual stream; each layer adds two of them.
+_INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
+
+
+@torch.no_grad()
+def initialise(model: Decoder, seed: int, *, device: torch.device | str = "cpu") -> None:
+    """Gives a model on the meta device memory on `device` and fills every parameter and buffer.
+
+    A model that has memory already is filled where it is. Does not communicate.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+    described = {parameter.name: parameter for parameter in parameters(model.spec)}
+    for name, tensor in model.named_parameters():
+        fill(tensor, initial_value(model.spec, described[name], seed))
+    for buffer in model.buffers():
+        buffer.zero_()  # balance bias, load and loss records: all start at nothing
+
+
+def initial_value(spec: ModelSpec, parameter: Parameter, seed: int) -> Tensor:
+    """The whole tensor, float32 on the CPU: ones for norms, zeros for biases, else normal numbers."""
+    if parameter.kind == "norm":
+        return torch.ones(parameter.shape)
+    if parameter.kind == "bias":
+        return torch.zeros(parameter.shape)
+    generator = torch.Generator().manual_seed(_seed_of(seed, parameter.name))
+    drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    return drawn.normal_(0.0, initial_std(spec, parameter), generator=generator)
+
+
+def initial_std(spec: ModelSpec, parameter: Parameter) -> float:
+    """Standard deviation of a random tensor."""
+    into_residual = parameter.name.endswith(_INTO_RESIDUAL)
+    scaled = into_residual and spec.scaled_residual_init
+    return spec.init_std / math.sqrt(2 * spec.num_layers) if scaled else spec.init_std
+
+
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Copies a whole tensor into a parameter that may be cut: each rank takes its part, silently."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    whole = whole.to(device=parameter.device, dtype=parameter.dtype)
+    cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(cut.to_local())
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # torch takes 63 bits

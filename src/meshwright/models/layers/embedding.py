@@ -1,0 +1,46 @@
+"""Tokens (and learned positions) to vectors."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.ops.sharded import local
+from meshwright.spec import ModelSpec
+
+
+class Lookup(nn.Module):
+    """Rows of a table by id. Replaced where the table is cut over the vocabulary."""
+
+    def forward(self, ids_BS: Tensor, table_VD: Tensor) -> Tensor:
+        """x_BSD."""
+        return functional.embedding(ids_BS, table_VD)
+
+
+class Table(nn.Module):
+    """One vector per id."""
+
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, width))
+        self.lookup = Lookup()
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        """x_BSD."""
+        return self.lookup(ids_BS, local(self.weight))
+
+
+class Embedding(nn.Module):
+    """Token table, plus a position table for models with learned positions."""
+
+    def __init__(self, spec: ModelSpec, *, has_positions: bool) -> None:
+        super().__init__()
+        self.tokens = Table(spec.vocab_size, spec.width)
+        self.positions = Table(spec.max_positions, spec.width) if has_positions else None
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """x_BSD."""
+        x_BSD = self.tokens(tokens_BS)
+        if self.positions is not None:
+            x_BSD = x_BSD + self.positions(positions_BS)
+        return self.dropout(x_BSD)

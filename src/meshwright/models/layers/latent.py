@@ -1,0 +1,74 @@
+"""Multi-head latent attention (DeepSeek): keys and values come out of one narrow vector per token."""
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.layers.attend import Attend
+from meshwright.models.layers.linear import Linear
+from meshwright.models.layers.norm import RMSNorm
+from meshwright.models.layers.rope import Rotation, rotate, softmax_temperature
+from meshwright.spec import ModelSpec
+
+# DeepSeek's inner norms keep this value whatever the eps of the residual norms is.
+LATENT_NORM_EPS = 1e-6
+
+
+class LatentAttention(nn.Module):
+    """Queries and keys are (nope | rope) parts; the rotary key is shared by all heads."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        attention, latent = spec.attention, spec.attention.latent
+        assert latent is not None
+        self.latent = latent
+        self.window = attention.window
+        self.query_width = latent.nope_width + latent.rope_width
+        self.scale = self.query_width**-0.5 * softmax_temperature(spec.rope)
+        all_queries = attention.num_heads * self.query_width
+        if latent.query_rank is None:
+            self.query = Linear(spec.width, all_queries)
+        else:
+            self.query_down = Linear(spec.width, latent.query_rank)
+            self.query_norm = RMSNorm(latent.query_rank, LATENT_NORM_EPS)
+            self.query_up = Linear(latent.query_rank, all_queries)
+        self.kv_down = Linear(spec.width, latent.kv_rank + latent.rope_width)
+        self.kv_norm = RMSNorm(latent.kv_rank, LATENT_NORM_EPS)
+        self.kv_up = Linear(latent.kv_rank, attention.num_heads * (latent.nope_width + latent.value_width))
+        self.attend = Attend(dropout=attention.dropout)
+        self.output = Linear(attention.num_heads * latent.value_width, spec.width, bias=attention.output_bias)
+
+    def forward(
+        self, x_BSD: Tensor, *, turn: Rotation | None, positions_BS: Tensor, documents_BS: Tensor | None
+    ) -> Tensor:
+        """What attention adds to the residual stream."""
+        assert turn is not None
+        k_BSHK, v_BSHK = self._keys_and_values(x_BSD, turn)
+        out_BSHK = self.attend(
+            self._queries(x_BSD, turn),
+            k_BSHK,
+            v_BSHK,
+            documents_BS=documents_BS,
+            positions_BS=positions_BS,
+            window=self.window,
+            scale=self.scale,
+        )
+        return self.output(out_BSHK.flatten(-2))
+
+    def _queries(self, x_BSD: Tensor, turn: Rotation) -> Tensor:
+        if self.latent.query_rank is None:
+            flat = self.query(x_BSD)
+        else:
+            flat = self.query_up(self.query_norm(self.query_down(x_BSD)))
+        q_BSHK = flat.unflatten(-1, (-1, self.query_width))
+        nope, rope = q_BSHK.split((self.latent.nope_width, self.latent.rope_width), dim=-1)
+        return torch.cat((nope, rotate(rope, turn)), dim=-1)
+
+    def _keys_and_values(self, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+        latent = self.latent
+        narrow, rope = self.kv_down(x_BSD).split((latent.kv_rank, latent.rope_width), dim=-1)
+        wide_BSHK = self.kv_up(self.kv_norm(narrow)).unflatten(
+            -1, (-1, latent.nope_width + latent.value_width)
+        )
+        nope_BSHK, v_BSHK = wide_BSHK.split((latent.nope_width, latent.value_width), dim=-1)
+        rope_BSHK = rotate(rope[:, :, None], turn).expand(-1, -1, nope_BSHK.shape[2], -1)
+        return torch.cat((nope_BSHK, rope_BSHK), dim=-1), v_BSHK

@@ -1,0 +1,26 @@
+"""A matrix, with or without a bias."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.ops.sharded import local
+
+
+class Linear(nn.Module):
+    """y = x W^T + b; the weight is (to, of) as in torch."""
+
+    def __init__(self, of: int, to: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(to, of))
+        self.bias = nn.Parameter(torch.empty(to)) if bias else None
+        # Set where the input dim is cut: sums the partial products before the bias joins, once.
+        self.collect: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product over the last dim."""
+        bias = None if self.bias is None else local(self.bias)
+        if self.collect is None:
+            return functional.linear(x, local(self.weight), bias)
+        y = self.collect(functional.linear(x, local(self.weight)))
+        return y if bias is None else y + bias

@@ -1,0 +1,43 @@
+"""The dense feed-forward part."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.models.layers.linear import Linear
+from meshwright.spec import MlpSpec
+
+
+class SwiGlu(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, inner_width: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = Linear(width, inner_width, bias=bias)
+        self.up = Linear(width, inner_width, bias=bias)
+        self.down = Linear(inner_width, width, bias=bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """What the MLP adds to the residual stream."""
+        return self.down(functional.silu(self.gate(x_BSD)) * self.up(x_BSD))
+
+
+class Gelu(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, width: int, inner_width: int, *, bias: bool, approximate: str) -> None:
+        super().__init__()
+        self.up = Linear(width, inner_width, bias=bias)
+        self.down = Linear(inner_width, width, bias=bias)
+        self.approximate = approximate
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """What the MLP adds to the residual stream."""
+        return self.down(functional.gelu(self.up(x_BSD), approximate=self.approximate))
+
+
+def build_mlp(mlp: MlpSpec, width: int) -> SwiGlu | Gelu:
+    """The dense MLP of this kind."""
+    if mlp.kind == "swiglu":
+        return SwiGlu(width, mlp.width, bias=mlp.bias)
+    approximate = "tanh" if mlp.kind == "gelu_tanh" else "none"
+    return Gelu(width, mlp.width, bias=mlp.bias, approximate=approximate)

@@ -1,0 +1,101 @@
+"""Routed experts in place of the dense MLP: dropless unless a capacity is set."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.models.layers.mlp import SwiGlu
+from meshwright.models.layers.routing import Balance, Capacity, InjectLoss, Router, Routing
+from meshwright.ops.grouped import count_groups, grouped_linear
+from meshwright.ops.sharded import local
+from meshwright.spec import MoeSpec
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+class Experts(nn.Module):
+    """SwiGLU experts as stacked tensors; the first dim is the expert."""
+
+    def __init__(self, moe: MoeSpec, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(moe.num_experts, moe.width, width))
+        self.up = nn.Parameter(torch.empty(moe.num_experts, moe.width, width))
+        self.down = nn.Parameter(torch.empty(moe.num_experts, width, moe.width))
+
+    def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """y_ND for tokens sorted by expert; `counts_E` says how many each of the local experts gets."""
+        gate_NF = grouped_linear(x_ND, local(self.gate), counts_E)
+        up_NF = grouped_linear(x_ND, local(self.up), counts_E)
+        return grouped_linear(functional.silu(gate_NF) * up_NF, local(self.down), counts_E)
+
+
+class Dispatch(nn.Module):
+    """Brings tokens to their experts and back. Replaced where experts are dealt out over ranks."""
+
+    def __init__(self, moe: MoeSpec) -> None:
+        super().__init__()
+        self.num_experts = moe.num_experts
+        self.is_dropless = moe.capacity_factor is None
+
+    def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
+        """Sum over each token's choices of weight x expert(x). Expert id E means: no expert."""
+        num_choices = experts_TC.shape[1]
+        order_N = experts_TC.flatten().argsort(stable=True)  # the tokens of one expert lie together
+        counts_E = count_groups(experts_TC, self.num_experts)
+        if not self.is_dropless:
+            order_N = order_N[: int(counts_E.sum())]  # host sync: dropped choices sort to the end
+        y_ND = compute(x_TD[order_N // num_choices], counts_E)
+        back_ND = y_ND.new_zeros(experts_TC.numel(), y_ND.shape[-1]).index_copy(0, order_N, y_ND)
+        weighted_TCD = back_ND.unflatten(0, (-1, num_choices)) * weights_TC[..., None]
+        return weighted_TCD.sum(1).to(x_TD.dtype)
+
+
+class Moe(nn.Module):
+    """Router, routed experts, and shared experts that see every token."""
+
+    load: Tensor
+    balance_loss: Tensor
+
+    def __init__(self, moe: MoeSpec, width: int) -> None:
+        super().__init__()
+        self.moe = moe
+        self.router = Router(moe, width)
+        self.experts = Experts(moe, width)
+        self.shared = SwiGlu(width, moe.shared_width) if moe.shared_width else None
+        self.capacity = None if moe.capacity_factor is None else Capacity(moe)
+        self.dispatch: nn.Module = Dispatch(moe)
+        self.balance = Balance(moe)
+        # Since the records were last taken: choices per expert, and the sum of the auxiliary loss.
+        self.register_buffer("load", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float32), persistent=False)
+
+    def forward(self, x_BSD: Tensor, *, sequence_weights_B: Tensor | None = None) -> Tensor:
+        """What the experts add to the residual stream."""
+        routing = self.router(x_BSD)
+        experts_BSC, weights_BSC = self._limited(routing)
+        y_TD = self.dispatch(
+            x_BSD.flatten(0, 1), experts_BSC.flatten(0, 1), weights_BSC.flatten(0, 1), self.experts
+        )
+        y_BSD = y_TD.view_as(x_BSD)
+        if self.shared is not None:
+            y_BSD = y_BSD + self.shared(x_BSD)
+        return self._with_balance(y_BSD, routing, sequence_weights_B)
+
+    def _limited(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Choices over the capacity become expert id E with weight 0."""
+        if self.capacity is None:
+            return routing.experts_BSC, routing.weights_BSC
+        kept_BSC = self.capacity(routing.experts_BSC)
+        experts_BSC = torch.where(kept_BSC, routing.experts_BSC, self.moe.num_experts)
+        return experts_BSC, torch.where(kept_BSC, routing.weights_BSC, 0.0)
+
+    def _with_balance(self, y_BSD: Tensor, routing: Routing, sequence_weights_B: Tensor | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return y_BSD
+        loss = routing.scores_BSE.new_zeros(())
+        if self.moe.aux_loss and sequence_weights_B is not None:
+            loss = self.balance(routing, sequence_weights_B)
+        counts_E = count_groups(routing.experts_BSC, self.moe.num_experts)
+        return InjectLoss.apply(y_BSD, loss, counts_E, self.load, self.balance_loss)

@@ -1,0 +1,154 @@
+"""Which experts a token goes to, how much each counts, and how evenly they are used."""
+
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.ops.grouped import count_groups
+from meshwright.ops.loss import wide_dtype
+from meshwright.ops.sharded import local
+from meshwright.spec import MoeSpec
+
+_TINY = 1e-20  # keeps a sum of sigmoid scores that all underflow from dividing by zero
+
+
+class Routing(NamedTuple):
+    """The chosen experts (C per token), their weights, and the scores of all experts."""
+
+    experts_BSC: Tensor
+    weights_BSC: Tensor
+    scores_BSE: Tensor
+
+
+class Router(nn.Module):
+    """Scores in float32 (float64 for float64), choice by score plus bias, weights by score alone."""
+
+    balance_bias: Tensor | None
+
+    def __init__(self, moe: MoeSpec, width: int) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, width))
+        bias = torch.zeros(moe.num_experts) if moe.has_balance_bias else None
+        self.register_buffer("balance_bias", bias)
+
+    def forward(self, x_BSD: Tensor) -> Routing:
+        """Every token's experts; no token is left out here."""
+        scores_BSE = self._scores(x_BSD)
+        bias = self.balance_bias
+        for_choice_BSE = scores_BSE.detach()
+        if bias is not None:
+            for_choice_BSE = for_choice_BSE + bias.to(scores_BSE.dtype)
+        if self.moe.num_groups > 1:
+            for_choice_BSE = _inside_best_groups(for_choice_BSE, self.moe)
+        experts_BSC = for_choice_BSE.topk(self.moe.top_k, dim=-1).indices
+        weights_BSC = scores_BSE.gather(-1, experts_BSC)
+        if self.moe.normalise_top_k:
+            weights_BSC = weights_BSC / (weights_BSC.sum(-1, keepdim=True) + _TINY)
+        return Routing(experts_BSC, weights_BSC * self.moe.routed_scale, scores_BSE)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
+        """Casting the model to a narrow dtype leaves the bias wide: its steps would round to nothing."""
+        wide_bias = self.balance_bias
+        super()._apply(fn, recurse)
+        if wide_bias is not None and self.balance_bias is not None and self.balance_bias.itemsize < 4:
+            self.balance_bias = wide_bias.to(self.balance_bias.device)
+        return self
+
+    def _scores(self, x_BSD: Tensor) -> Tensor:
+        wide = wide_dtype(x_BSD)
+        with torch.autocast(x_BSD.device.type, enabled=False):
+            logits_BSE = functional.linear(x_BSD.to(wide), local(self.weight).to(wide))
+        return logits_BSE.softmax(-1) if self.moe.score == "softmax" else logits_BSE.sigmoid()
+
+
+def _inside_best_groups(scores_BSE: Tensor, moe: MoeSpec) -> Tensor:
+    """Minus infinity for the experts outside the best groups."""
+    by_group = scores_BSE.unflatten(-1, (moe.num_groups, -1))
+    num_counted = 2 if moe.group_score == "top2_sum" else 1
+    group_scores = by_group.topk(num_counted, dim=-1).values.sum(-1)
+    best = group_scores.topk(moe.top_groups, dim=-1).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best, value=False)
+    return by_group.masked_fill(outside[..., None], float("-inf")).flatten(-2)
+
+
+class Capacity(nn.Module):
+    """Which choices an expert takes: the first ones of each sequence, up to its capacity."""
+
+    def __init__(self, moe: MoeSpec) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, experts_BSC: Tensor) -> Tensor:
+        """True where the choice is kept. Every sequence is limited by itself."""
+        factor = self.moe.capacity_factor
+        assert factor is not None
+        num_choices = experts_BSC[0].numel()
+        limit = max(1, int(factor * num_choices / self.moe.num_experts))
+        return _place_in_expert(experts_BSC.flatten(1)).view_as(experts_BSC) < limit
+
+
+def _place_in_expert(experts_BN: Tensor) -> Tensor:
+    """How many earlier entries of the same row chose the same expert."""
+    order_BN = experts_BN.argsort(dim=1, stable=True)
+    sorted_BN = experts_BN.gather(1, order_BN)
+    index_BN = torch.arange(experts_BN.shape[1], device=experts_BN.device).expand_as(experts_BN)
+    first_BN = torch.searchsorted(sorted_BN, sorted_BN)  # where this expert's run begins
+    return torch.empty_like(experts_BN).scatter_(1, order_BN, index_BN - first_BN)
+
+
+class Balance(nn.Module):
+    """The load-balancing loss, per sequence: E x sum over experts of f x P.
+
+    f is the part of the sequence's choices that fell on the expert (no gradient), P the mean
+    score. Each sequence is weighted by itself, so no way to cut the batch changes the loss. Where a
+    sequence is cut over ranks, `total` sums the counts; P is linear, so its parts just add up.
+    """
+
+    def __init__(self, moe: MoeSpec) -> None:
+        super().__init__()
+        self.moe = moe
+        self.total: nn.Module = nn.Identity()
+
+    def forward(self, routing: Routing, sequence_weights_B: Tensor) -> Tensor:
+        """A scalar: this rank's part of the loss, coefficient and sequence weights included."""
+        scores_BSE = routing.scores_BSE
+        if self.moe.score == "sigmoid":
+            scores_BSE = scores_BSE / (scores_BSE.sum(-1, keepdim=True) + _TINY)
+        counts_BE = self.total(_count_per_sequence(routing.experts_BSC, self.moe.num_experts))
+        choices_B1 = counts_BE.sum(-1, keepdim=True).to(scores_BSE.dtype)
+        num_tokens_B1 = choices_B1 / self.moe.top_k
+        loss_B = (counts_BE / choices_B1 * (scores_BSE.sum(1) / num_tokens_B1)).sum(-1) * self.moe.num_experts
+        return (loss_B * sequence_weights_B.to(loss_B.dtype)).sum() * self.moe.aux_loss
+
+
+def _count_per_sequence(experts_BSC: Tensor, num_experts: int) -> Tensor:
+    num_sequences = experts_BSC.shape[0]
+    offsets_B11 = torch.arange(num_sequences, device=experts_BSC.device)[:, None, None] * num_experts
+    return count_groups(experts_BSC + offsets_B11, num_sequences * num_experts).view(num_sequences, -1)
+
+
+class InjectLoss(torch.autograd.Function):
+    """Hands x on unchanged; in backward the loss gets gradient 1, and both records are written.
+
+    So an auxiliary loss works in any pipeline stage without being passed along. Backward runs exactly
+    once per micro-batch, also under recompute, and never in evaluation: the right time to count.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, loss: Tensor, counts_E: Tensor, load_E: Tensor, total_loss: Tensor
+    ) -> Tensor:
+        """x itself."""
+        ctx.records = (loss.detach(), counts_E, load_E, total_loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The gradient of x, and 1 for the loss."""
+        loss, counts_E, load_E, total_loss = ctx.records
+        load_E += counts_E
+        total_loss += loss
+        return grad, torch.ones_like(loss), None, None, None

@@ -1,0 +1,38 @@
+"""One matmul per group of rows: what routed experts are made of."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_ALIGNED_BYTES = 16  # the grouped kernel reads rows in vectors of this size
+
+
+def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    """y_NF: row n times the weight of its group; the rows of one group lie together, in order.
+
+    Groups may be empty, and then their weight gets a zero gradient. One kernel on a device that has
+    it (bf16 on CUDA, no host sync); elsewhere one matmul per group, for which the host reads the counts.
+    """
+    if torch.is_autocast_enabled(x_ND.device.type):
+        dtype = torch.get_autocast_dtype(x_ND.device.type)
+        x_ND, weight_EFD = x_ND.to(dtype), weight_EFD.to(dtype)
+    if _has_kernel(x_ND, weight_EFD):
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        return functional.grouped_mm(x_ND, weight_EFD.transpose(-2, -1), offs=ends_E)
+    rows = x_ND.split(counts_E.tolist())  # host sync: sizes must be known to cut
+    parts = [functional.linear(part, weight) for part, weight in zip(rows, weight_EFD.unbind(), strict=True)]
+    return torch.cat(parts)
+
+
+def count_groups(ids_N: Tensor, num_groups: int) -> Tensor:
+    """How often each id in [0, num_groups) occurs; other ids are not counted. No host sync."""
+    counts = torch.zeros(num_groups + 1, dtype=torch.int64, device=ids_N.device)
+    ids_N = ids_N.flatten().clamp(max=num_groups)
+    return counts.scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_groups]
+
+
+def _has_kernel(x_ND: Tensor, weight_EFD: Tensor) -> bool:
+    if x_ND.device.type != "cuda" or x_ND.dtype != torch.bfloat16 or not len(x_ND):
+        return False
+    widths = weight_EFD.shape[-2:]
+    return all(width * x_ND.element_size() % _ALIGNED_BYTES == 0 for width in widths)
