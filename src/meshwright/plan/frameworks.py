@@ -1,0 +1,136 @@
+"""How a training stack behaves: what it keeps per parameter, what it overlaps, how well its kernels run.
+
+Everything here is a fact of the software except two fitted constants per stack, `kernel_slowdown` and
+`exposed_communication`, which stand in calibration.toml with the rows they were fitted on. `meshwright` is
+our own runtime; the others exist so that predictions can be held against published runs.
+"""
+
+import difflib
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from meshwright.errors import SpecError
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter on the device, beside the optimizer's own."""
+
+    weight: float
+    """The copy that computes, or the only one."""
+    gradient: float
+    master: float
+    """fp32 master beside a narrower weight; 0 when the weight is the master."""
+    gather: float = 2.0
+    """Bytes per element of a gathered weight."""
+    reduce: float = 4.0
+    """Bytes per element of a reduced gradient."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One training stack."""
+
+    name: str
+    state: StateBytes
+    sequence_parallel: bool = True
+    saves_gathered_input: bool = False
+    """tp: gathered inputs of column-parallel linears stay for the backward pass."""
+    casts_weights: bool = False
+    """Without FSDP, autocast keeps a working-precision copy of each weight until its backward pass."""
+    dp_overlap: float = 0.9
+    """Part of the gradient (and parameter) traffic that may hide behind the last backward pass."""
+    fsdp_overlap: float = 0.9
+    tp_overlap: float = 0.0
+    pp_overlap: float = 0.0
+    ep_overlap: float = 0.0
+    eager_activation: bool = False
+    """The MLP's activation keeps its input, its output and the product (8f), not one of them less."""
+    logits_bytes: float = 12.0
+    """Bytes per logit alive at the peak of the loss."""
+    logits_traffic: float = 24.0
+    """Bytes moved per logit by the loss, forward and backward."""
+    elementwise_passes: float = 1.0
+    """Memory passes over a fully fused implementation."""
+    host_seconds_per_layer: float = 0.0
+    """Time the host needs to launch one layer's forward pass; compute faster than this waits."""
+    interleaves: bool = False
+    kernel_slowdown: float = 1.0
+    """Fitted: compute time over the shape model's."""
+    exposed_communication: float = 1.0
+    """Fitted: exposed communication time over the link model's."""
+    interval: tuple[float, float] = (0.8, 1.25)
+    """Factors on a predicted time that hold nine of ten published ones, leaving one source out."""
+
+
+_MEGATRON_BF16 = StateBytes(weight=2, gradient=4, master=4, gather=2, reduce=4)
+_PLAIN: tuple[Framework, ...] = (
+    Framework(
+        "meshwright",
+        StateBytes(weight=4, gradient=4, master=0, gather=2, reduce=4),
+        saves_gathered_input=True,
+        casts_weights=True,
+        eager_activation=True,
+        elementwise_passes=1.6,
+        host_seconds_per_layer=350e-6,
+    ),
+    Framework(
+        "megatron", _MEGATRON_BF16, tp_overlap=0.6, pp_overlap=0.7, interleaves=True, elementwise_passes=1.1
+    ),
+    Framework(
+        "megatron-deepspeed",
+        StateBytes(weight=2, gradient=2, master=4, gather=2, reduce=2),
+        sequence_parallel=False,
+        dp_overlap=0.0,
+        elementwise_passes=1.2,
+    ),
+    Framework("nanotron", _MEGATRON_BF16, saves_gathered_input=True, elementwise_passes=1.6, dp_overlap=0.5),
+    Framework(
+        "fsdp2-automodel", StateBytes(weight=2, gradient=2, master=4, reduce=2), elementwise_passes=1.3
+    ),
+    Framework("olmo-core", StateBytes(weight=4, gradient=4, master=0), elementwise_passes=1.1),
+    Framework("picotron", StateBytes(weight=2, gradient=4, master=4), elementwise_passes=1.6, dp_overlap=0.5),
+    Framework("colossalai", StateBytes(weight=2, gradient=2, master=4, reduce=2), elementwise_passes=1.3),
+    Framework(
+        "accelerate-fsdp", StateBytes(weight=2, gradient=2, master=4, reduce=2), elementwise_passes=1.6
+    ),
+)
+
+
+@cache
+def _fitted() -> dict[str, Any]:
+    text = resources.files("meshwright.plan").joinpath("calibration.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
+def frameworks() -> dict[str, Framework]:
+    """Every known stack by the name that the `framework` column uses, with its fitted constants."""
+    fitted = _fitted().get("frameworks", {})
+    return {plain.name: _with_fit(plain, fitted.get(plain.name, {})) for plain in _PLAIN}
+
+
+def _with_fit(plain: Framework, fit: dict[str, Any]) -> Framework:
+    names = ("kernel_slowdown", "exposed_communication")
+    changes: dict[str, Any] = {name: float(fit[name]) for name in names if name in fit}
+    if "interval" in fit:
+        changes["interval"] = (float(fit["interval"][0]), float(fit["interval"][1]))
+    return replace(plain, **changes)
+
+
+def framework(name: str) -> Framework:
+    """The stack of this name; an unknown one suggests the nearest."""
+    known = frameworks()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
+    raise SpecError(f"unknown framework {name!r}", where="framework", hint=hint)
+
+
+def meshwright() -> Framework:
+    """Our own runtime."""
+    return frameworks()["meshwright"]

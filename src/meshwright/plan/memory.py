@@ -1,0 +1,312 @@
+"""Bytes of one rank, itemised, for the first, a middle and the last pipeline rank.
+
+Allocated is what tensors need at the peak of the step; reserved adds the context, communicator buffers
+and what the caching allocator cannot reuse. Most published figures are reserved, most formulas give
+allocated: both are returned.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshwright.hardware.catalogue import Cluster
+from meshwright.plan import work as operators
+from meshwright.plan.frameworks import Framework
+from meshwright.plan.layouts import (
+    ACTIVATION,
+    CORE_ATTENTION,
+    CP_KINDS,
+    EXPERTS,
+    FULL,
+    MLP,
+    NORMS,
+    Floats,
+    Layouts,
+)
+from meshwright.plan.schedules import SCHEDULES
+from meshwright.plan.workload import OPTIMIZER_BYTES, Workload
+
+GIB = float(2**30)
+# CUDA context and lazily loaded kernels; the first collective on a node; each further communicator.
+CONTEXT_BYTES = 0.55 * GIB
+FIRST_COMMUNICATOR_BYTES = 0.9 * GIB
+COMMUNICATOR_BYTES = 0.25 * GIB
+WORKSPACE_BYTES = 0.1 * GIB
+# Part of the short-lived bytes (activations, gathered weights, logits) that the allocator holds beyond need.
+FRAGMENTATION = 0.06
+STAGES = ("first", "middle", "last")
+
+Items = dict[str, Floats]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by item; every array has shape (N, 3): first, middle and last pipeline rank."""
+
+    items: Items
+    overhead: Items
+    """Not in allocated: context, communicators, fragmentation."""
+
+    @property
+    def allocated_bytes(self) -> Floats:
+        """Peak of what tensors need, per stage."""
+        return sum(self.items.values())  # pyright: ignore[reportReturnType]
+
+    @property
+    def reserved_bytes(self) -> Floats:
+        """Peak of what the process holds on the device, per stage."""
+        return self.allocated_bytes + sum(self.overhead.values())
+
+    @property
+    def peak_allocated_bytes(self) -> Floats:
+        """Of the fullest rank, shape (N,)."""
+        return self.allocated_bytes.max(axis=1)
+
+    @property
+    def peak_reserved_bytes(self) -> Floats:
+        """Of the fullest rank, shape (N,)."""
+        return self.reserved_bytes.max(axis=1)
+
+    @property
+    def fullest_stage(self) -> NDArray[np.intp]:
+        """Which of the three ranks is fullest, shape (N,)."""
+        return self.reserved_bytes.argmax(axis=1)
+
+
+def _column(values: ArrayLike) -> Floats:
+    return np.atleast_1d(np.asarray(values, dtype=np.float64))[:, None]
+
+
+def in_flight(at: Layouts) -> Floats:
+    """Micro-batches whose activations a rank holds at its peak, per stage; units of the rank's layers."""
+    micro, pp, virtual = at.num_microbatches, at.pp, at.virtual_stages
+    ranks = np.stack([np.zeros_like(pp), (pp - 1) // 2, pp - 1], axis=1)
+    one_f_one_b = np.minimum(micro[:, None], pp[:, None] - ranks)
+    chunks = np.minimum(
+        (micro * virtual)[:, None], ((virtual - 1) * pp)[:, None] + 2 * (pp[:, None] - ranks - 1) + 1
+    )
+    interleaved = chunks / virtual[:, None]
+    folded = np.minimum(micro, pp + 1)[:, None] + 0 * ranks
+    name = np.asarray(SCHEDULES)[at.schedule][:, None]
+    held = np.where(np.isin(name, ["gpipe", "looped_bfs"]), micro[:, None] + 0 * ranks, one_f_one_b)
+    held = np.where(np.isin(name, ["interleaved_1f1b", "interleaved_zero_bubble"]), interleaved, held)
+    held = np.where(np.isin(name, ["zbv", "dualpipev"]), folded, held)
+    return np.where((pp == 1)[:, None], 1.0, held.astype(np.float64))
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Parameters of each of the three ranks before ZeRO divides anything, shape (N, 3)."""
+
+    dense: Floats
+    experts: Floats
+    layers: Floats
+    largest_unit: Floats
+
+
+def _rank_parameters(work: Workload, at: Layouts) -> _Rank:
+    counts = work.counts
+    split = operators.stage_layers(work, at)
+    layers = np.stack([split.first, split.most, split.last], axis=1)
+    alone = (at.pp == 1)[:, None]
+    moe_share = counts.num_moe_layers / work.model.num_layers
+    matrices = (1.0 - moe_share) * counts.dense_layer + moe_share * counts.moe_layer
+    per_layer = _column(matrices / at.tp + counts.replicated_layer)
+    experts = _column(moe_share * counts.experts_layer / (at.ep * at.etp))
+    table, head = _column(counts.embedding / at.tp), _column((counts.head or counts.embedding) / at.tp)
+    ends = np.concatenate([table, np.zeros_like(table), head], axis=1)
+    both = _column((counts.embedding + counts.head) / at.tp)
+    dense = layers * per_layer + np.where(alone, both, ends)
+    unit = np.maximum(per_layer + experts, np.where(alone, _column(counts.embedding / at.tp), ends))
+    return _Rank(dense, layers * experts, layers, unit)
+
+
+def expert_shards(at: Layouts) -> Floats:
+    """Ranks that share one copy of the state of an expert."""
+    inside_tp = np.where(at.etp > 1, 1, at.tp)
+    return np.maximum(at.dp_shard * at.cp * inside_tp / at.ep, 1.0)
+
+
+def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> Items:
+    """Weights, gradients, master and optimizer states as the ZeRO stage divides them."""
+    shards = _column(at.shards.astype(np.float64))
+    experts = _column(expert_shards(at))
+    zero = at.zero[:, None]
+
+    def held(bytes_each: float, from_stage: int) -> Floats:
+        divided = zero >= from_stage
+        return bytes_each * (
+            rank.dense / np.where(divided, shards, 1.0) + rank.experts / np.where(divided, experts, 1.0)
+        )
+
+    state = stack.state
+    on_device = _column(1.0 - at.offload_optimizer)
+    if work.adapters is not None:
+        trained = work.adapters.rank * 2.0 / work.model.width * 1.2
+        base = held(work.adapters.base_bits / 8.0 * 1.03, 3)
+        return {
+            "weights": base,
+            "adapters": trained * held(state.weight + state.gradient + state.master + 8.0, 3),
+        }
+    return {
+        "weights": held(min(state.weight, work.working_bytes) if state.master else state.weight, 3),
+        "gradients": held(max(state.gradient, work.working_bytes), 2),
+        "master": on_device * held(state.master, 1),
+        "optimizer": on_device * held(OPTIMIZER_BYTES[work.optimizer], 1),
+    }
+
+
+def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> Floats:
+    """Whole weights and gradients that ZeRO-3 (and 2) keep for a moment; with a pipeline, for the step."""
+    unit = rank.largest_unit
+    trained = 0.0 if work.adapters else 1.0
+    moment = unit * (2.0 * stack.state.gather + trained * (stack.state.gather + stack.state.reduce))
+    all_of_it = (rank.dense + rank.experts) * (stack.state.gather + trained * stack.state.reduce)
+    sharded = np.where((at.pp > 1)[:, None], all_of_it, moment)
+    scatter = trained * unit * (stack.state.gather + stack.state.reduce)
+    shards = (at.shards > 1)[:, None]
+    zero = at.zero[:, None]
+    return np.where(shards & (zero == 3), sharded, np.where(shards & (zero == 2), scatter, 0.0))
+
+
+def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> Floats:
+    """Bytes one layer keeps of one micro-batch for its backward pass, after recompute."""
+    kept = _kept_parts(work, at, stack, moe=moe)
+    bits = at.recompute
+
+    def unless(part: int, value: Floats) -> Floats:
+        return np.where((bits & part) > 0, 0.0, value)
+
+    partial = kept["inputs"] + unless(NORMS, kept["norms"]) + kept["attention"]
+    partial = partial + unless(CORE_ATTENTION, kept["scores"])
+    inner = kept["inner"] + unless(ACTIVATION, kept["activation"])
+    partial = partial + unless(EXPERTS if moe else MLP, unless(MLP, inner))
+    none = sum(kept.values())
+    with_policy = np.where((bits & FULL) > 0, kept["inputs"] / 2.0, partial)
+    return none + (with_policy - none) / at.recompute_every  # pyright: ignore[reportReturnType]
+
+
+def _kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> Items:
+    """What the backward pass of one layer needs, by the part that a recompute policy may drop.
+
+    16-bit elements per token: layer inputs 2h (before each norm), norm outputs 2h, queries, keys, values
+    and the attention output, and of the MLP its two inner products, the activation's output and the
+    product. Gathered inputs of column-parallel linears are whole on every rank of tp where a stack keeps
+    them.
+    """
+    model, tp = work.model, at.tp
+    attention = model.attention
+    tokens = at.microbatch_tokens(work.sequence_length)
+    width = work.working_bytes
+    residual_tokens = tokens / tp if stack.sequence_parallel else tokens
+    residual = width * residual_tokens * model.width
+    gathered = width * tokens * model.width if stack.saves_gathered_input else residual
+    heads = attention.num_heads * (attention.head_width + attention.value_width)
+    kv = attention.num_kv_heads * (attention.head_width + attention.value_width)
+    core = width * tokens * (heads + kv) / tp + 4.0 * tokens * attention.num_heads / tp
+    masks = 2.0 * residual_tokens * model.width if model.dropout > 0 else 0.0 * residual
+    scores = 0.0 * residual
+    if work.attention_kernel == "unfused":
+        scores = (2.0 * width + 1.0) * operators.score_elements(work, at)
+    inner, activation = _inner_bytes(work, at, stack, moe=moe)
+    return {
+        "inputs": 2.0 * residual,
+        "norms": 2.0 * gathered + masks,
+        "attention": core,
+        "scores": scores,
+        "inner": inner,
+        "activation": activation,
+    }
+
+
+def _inner_bytes(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> tuple[Floats, Floats]:
+    """Bytes of the MLP's inner tensors: what its products made, and what its activation made of them."""
+    model, width = work.model, work.working_bytes
+    tokens = at.microbatch_tokens(work.sequence_length)
+    if not moe or model.moe is None:
+        elements = tokens * model.mlp.width / at.tp
+        into = model.mlp.num_matrices - 1
+        made = 2.0 if stack.eager_activation and into == 2 else 1.0
+        return width * into * elements, width * made * elements
+    routed = operators.expert_tokens(work, at)
+    inner = routed * model.moe.width / at.etp + tokens * model.moe.shared_width / at.tp
+    dispatched = width * 2.0 * routed * model.width + 8.0 * tokens / at.tp * model.moe.num_experts
+    made = 2.0 if stack.eager_activation else 1.0
+    return width * 2.0 * inner + dispatched, width * made * inner
+
+
+def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> Items:
+    counts = work.counts
+    share = counts.num_moe_layers / work.model.num_layers
+    dense = layer_activation_bytes(work, at, stack, moe=False) if share < 1 else 0.0
+    routed = layer_activation_bytes(work, at, stack, moe=True) if share > 0 else 0.0
+    per_layer = _column((1.0 - share) * dense + share * routed)
+    whole = sum(_kept_parts(work, at, stack, moe=share > 0.5).values())
+    working = np.where((at.recompute & FULL) > 0, whole, 0.25 * np.asarray(whole))
+    flight = in_flight(at)
+    items = {
+        "activations": flight * rank.layers * per_layer,
+        "working set": _column(working) * np.ones((1, 3)),
+    }
+    if stack.casts_weights and work.working_bytes < stack.state.weight and work.adapters is None:
+        each = work.working_bytes * (rank.dense + rank.experts)
+        dropped = (at.zero == 3) | ((at.recompute & FULL) > 0)
+        items["cast weights"] = np.where(dropped[:, None], 0.0, flight * each)
+    return items
+
+
+def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """Logits and what the loss makes of them where the head is; the embedding's output on the first rank."""
+    tokens = at.microbatch_tokens(work.sequence_length)
+    logits = stack.logits_bytes * tokens * work.model.vocab_size / at.tp
+    embedded = work.working_bytes * tokens * work.model.width / np.where(stack.sequence_parallel, at.tp, 1)
+    alone = at.pp == 1
+    return np.stack([np.where(alone, logits, embedded), np.where(alone, logits, 0.0), logits], axis=1)
+
+
+def _exchange_bytes(work: Workload, at: Layouts) -> Floats:
+    """Keys and values in flight over cp, and receive buffers of the pipeline."""
+    attention = work.model.attention
+    tokens = at.microbatch_tokens(work.sequence_length)
+    kv = 2.0 * attention.num_kv_heads * attention.head_width / at.tp * work.working_bytes * tokens
+    gathers = at.cp_kind == CP_KINDS.index("gather")
+    over_cp = np.where(at.cp > 1, np.where(gathers, at.cp * kv, 4.0 * kv), 0.0)
+    hop = np.where(at.pp > 1, 2.0 * work.working_bytes * tokens * work.model.width / at.tp, 0.0)
+    return _column(over_cp + hop) * np.ones((1, 3))
+
+
+def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> Memory:
+    """Price the memory of every layout."""
+    rank = _rank_parameters(work, at)
+    items = _state_items(work, at, stack, rank)
+    items["gathered"] = _gathered_bytes(work, at, stack, rank)
+    items.update(_activation_items(work, at, stack, rank))
+    items["logits"] = _logit_bytes(work, at, stack)
+    items["exchange"] = _exchange_bytes(work, at)
+    items["workspace"] = np.full((len(at), 3), WORKSPACE_BYTES)
+    return Memory(_at_one_moment(at, stack, items), _overhead(work, at, items))
+
+
+def _at_one_moment(at: Layouts, stack: Framework, items: Items) -> Items:
+    """Without accumulation, gradients appear as activations go: only the larger of the two counts."""
+    if stack.state.master or "gradients" not in items:
+        return items
+    once = ((at.num_microbatches == 1) & (at.pp == 1))[:, None]
+    going = items["activations"] + items["logits"]
+    shown = np.where(once, np.maximum(items["gradients"] - going, 0.0), items["gradients"])
+    return {**items, "gradients": shown}
+
+
+def _overhead(work: Workload, at: Layouts, items: Items) -> Items:
+    axes = [at.tp > 1, at.dp * at.cp > 1, at.pp > 1, at.cp > 1, at.ep > 1]
+    num_axes = np.sum(np.stack([axis.astype(np.float64) for axis in axes]), axis=0)
+    communicators = np.where(
+        num_axes > 0, FIRST_COMMUNICATOR_BYTES + COMMUNICATOR_BYTES * np.maximum(num_axes - 1, 0), 0.0
+    )
+    short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
+    return {
+        "context": np.full((len(at), 3), CONTEXT_BYTES),
+        "communicators": _column(communicators) * np.ones((1, 3)),
+        "fragmentation": FRAGMENTATION * short_lived,
+    }
