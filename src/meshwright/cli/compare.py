@@ -1,5 +1,6 @@
 """`meshwright compare`: two runs' losses and gradient norms, step by step."""
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,13 +11,13 @@ if TYPE_CHECKING:
     from meshwright.observe.compare import Comparison
     from meshwright.observe.metrics import Row
 
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, such as runs/demo.")]
+_RUN_HELP = "A run directory, such as runs/demo."
 MAX_SETTINGS = 20
 
 
 def compare(
-    run_a: RunDir,
-    run_b: RunDir,
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help=_RUN_HELP)],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help=_RUN_HELP)],
     steps: Annotated[int | None, typer.Option(min=1, help="Only the first so many steps.")] = None,
     assert_equal: Annotated[
         bool,
@@ -37,6 +38,8 @@ def compare(
     """
     from meshwright.errors import RunError
 
+    if not math.isfinite(rtol):  # a NaN tolerance would call everything equal
+        raise typer.BadParameter(f"{rtol} is not a finite number", param_hint="--rtol")
     comparison = _compare(run_a, run_b, steps, rtol)
     if as_json:
         typer.echo(_document(comparison, rtol))
@@ -136,5 +139,6 @@ def _why(comparison: "Comparison") -> str:
     ]
     for name, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if only:
-            reasons.append(f"{len(only)} steps only in {name} (first {only[0]})")
+            count = f"{len(only)} steps" if len(only) > 1 else "a step"
+            reasons.append(f"{count} only in {name} (first {only[0]})")
     return "; ".join(reasons)

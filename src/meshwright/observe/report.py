@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -43,11 +42,12 @@ def write_report(run_dir: Path | str, output: Path | str | None = None) -> Path:
     """Reads a run directory and writes its report; returns where. DataError when it is not a run."""
     files = read_run(run_dir)
     path = Path(output) if output else files.run_dir / REPORT_NAME
-    draft = path.with_name(path.name + ".draft")
+    path = path / REPORT_NAME if path.is_dir() else path
     page = render(files)
+    draft = path.with_name(path.name + ".draft")
     try:
         draft.write_text(page, encoding="utf-8")
-        os.replace(draft, path)
+        draft.replace(path)
     except OSError as error:
         raise DataError(
             f"the report cannot be written: {error.strerror}", where=str(path), hint="choose a file with -o"

@@ -60,22 +60,25 @@ def read_run(run_dir: Path | str) -> RunFiles:
 
 def _require_run(run_dir: Path) -> None:
     if not run_dir.exists():
-        raise DataError("there is no such directory", where=str(run_dir), hint=_nearby(run_dir))
+        raise DataError("there is no such directory", where=str(run_dir), hint=_runs_in(run_dir.parent))
     if not run_dir.is_dir():
-        raise DataError("this is a file, not a run directory", where=str(run_dir))
+        raise DataError(
+            "this is a file, not a run directory",
+            where=str(run_dir),
+            hint="`meshwright train` makes a run directory from a run file",
+        )
     if not any((run_dir / name).is_file() for name in (RUN_NAME, METRICS_NAME)):
         raise DataError(
             f"not a run directory: it holds neither {RUN_NAME} nor {METRICS_NAME}",
             where=str(run_dir),
-            hint=_nearby(run_dir / "x") if run_dir.is_dir() else "",
+            hint=_runs_in(run_dir),
         )
 
 
-def _nearby(path: Path) -> str:
-    """Names the run directories beside the one that was asked for."""
-    parent = path.parent
-    found = sorted(folder.parent for folder in parent.glob(f"*/{METRICS_NAME}"))[:5]
-    return f"runs in {parent}: {', '.join(run.name for run in found)}" if found else ""
+def _runs_in(folder: Path) -> str:
+    """Names the run directories that may have been meant."""
+    found = sorted(metrics.parent.name for metrics in folder.glob(f"*/{METRICS_NAME}"))
+    return f"runs in {folder}: {', '.join(found[:5])}" if found else ""
 
 
 def _read_text(path: Path) -> str:
