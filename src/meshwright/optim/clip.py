@@ -29,9 +29,15 @@ def global_norm(shards: Iterable[tuple[nn.Parameter, float]], device: torch.devi
 
 
 def clip_gradients(
-    shards: list[tuple[nn.Parameter, float]], max_norm: float | None, device: torch.device
+    shards: list[tuple[nn.Parameter, float]],
+    max_norm: float | None,
+    device: torch.device,
+    *,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Scale gradients so that the global norm is at most `max_norm`; returns the norm before."""
+    """Undo the loss scale, then limit the global norm to `max_norm`; returns the norm before clipping."""
+    if scale != 1.0:
+        torch._foreach_mul_([shard.grad for shard, _ in shards if shard.grad is not None], 1.0 / scale)
     norm = global_norm(shards, device)
     if max_norm is not None:
         clip_grads_with_norm_([shard for shard, _ in shards], max_norm, norm)

@@ -247,7 +247,10 @@ def shard_fully(
     every stage would cost pp times the traffic.
     """
     parallel = mesh.parallel
-    policy = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32 if lower else None)
+    # Inputs are left alone: loss weights and rotary tables stay fp32; autocast lowers what should be lower.
+    policy = MixedPrecisionPolicy(
+        param_dtype=lower, reduce_dtype=torch.float32 if lower else None, cast_forward_inputs=False
+    )
     reshard = parallel.pp == 1
     if parallel.ep > 1:
         expert_mesh = _sharding_mesh(mesh.expert, "expert_shard", parallel.dp_replicate)

@@ -1,0 +1,5 @@
+"""`python -m meshwright`."""
+
+from meshwright.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Starting processes; what a process then does is `train`'s business. Imports no torch."""

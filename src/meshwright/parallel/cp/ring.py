@@ -1,0 +1,147 @@
+"""cp by a ring: keys and values travel from rank to rank, and each stop adds its part of the softmax.
+
+    out[B, S_cp, H, V] = merge over owners o of attend(q[B, S_cp, H, K], k_o[B, S_cp, G, K], v_o)
+
+At step i rank r holds the keys of rank r - i and already sends them on while it computes. In the
+zig-zag layout each step is one kernel call without a mask: the causal triangle on the own keys, the
+head half of an earlier owner's keys for all queries, or all keys of a later owner for the tail half of
+the queries; the same work on every rank. Backward runs the ring again; gradients of the keys travel
+one step behind, in fp32, and end at their owner.
+
+Per layer and rank, e bytes per element, w = max(e, 4), one microbatch:
+    forward   cp - 1 messages       (cp - 1) / cp  B S G (K + V) e        bytes sent
+    backward  2 (cp - 1) messages   (cp - 1) / cp  B S G (K + V) (e + w)
+    with documents, forward only, 1 all-gather of their numbers: (cp - 1) / cp  8 B S
+Held from forward to backward: this rank's own q, k, v, out only.
+
+It pays for very long sequences: compute per step grows with (S / cp)^2 and hides messages that grow
+with S / cp; memory shrinks with cp; no limit from the number of heads.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from meshwright.ops.attention import Rows, RunningSoftmax, Scope, add_part, part_backward
+from meshwright.ops.collectives import all_gather
+from meshwright.parallel.cp.zigzag import chunks_of
+
+
+class RingAttend(nn.Module):
+    """Takes the place of a block's `attend`; q, k, v are this rank's rows in the zig-zag layout."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGV: Tensor,
+        *,
+        documents_BS: Tensor | None,
+        positions_BS: Tensor | None,
+        window: int | None,
+        scale: float,
+    ) -> Tensor:
+        """This rank's rows of the attention over the whole sequence. Communicates over cp."""
+        del positions_BS  # causality follows from the layout
+        cp, length = self.group.size(), q_BSHK.shape[1]
+        # documents[B, S_cp] -> documents[cp, B, S_cp]  all-gather over cp
+        documents = [None] * cp if documents_BS is None else all_gather(documents_BS, 0, self.group).chunk(cp)
+        rows = tuple(Rows(chunks_of(rank, cp, length), documents[rank]) for rank in range(cp))
+        ring = _Ring(self.group, rows, scale, window)
+        return _RingAttention.apply(q_BSHK, k_BSGK, v_BSGV, ring)  # pyright: ignore[reportReturnType]
+
+
+class _Ring(NamedTuple):
+    """The ranks, what each of them holds, and the rules of who sees whom."""
+
+    group: ProcessGroup
+    rows_by_rank: tuple[Rows, ...]
+    scale: float
+    window: int | None
+
+    def scope(self, owner: int) -> Scope:
+        mine = self.rows_by_rank[self.group.rank()]
+        return Scope(mine, self.rows_by_rank[owner], self.scale, self.window)
+
+    def owner_at(self, step: int) -> int:
+        return (self.group.rank() - step) % self.group.size()
+
+
+class _Message:
+    """A buffer on its way to the next rank while another one arrives from the previous rank."""
+
+    def __init__(self, sent: Tensor, group: ProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        # Kept until `receive`: the transfer still reads it.
+        self._sent, self._received = sent, torch.empty_like(sent)
+        following = dist.get_global_rank(group, (rank + 1) % size)
+        previous = dist.get_global_rank(group, (rank - 1) % size)
+        operations = [
+            dist.P2POp(dist.isend, sent, following, group),
+            dist.P2POp(dist.irecv, self._received, previous, group),
+        ]
+        self._works = dist.batch_isend_irecv(operations)
+
+    def receive(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one flat message."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpack(message: Tensor, k_like: Tensor, v_like: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = message.split([k_like.numel(), v_like.numel()])
+    return k.view(k_like.shape), v.view(v_like.shape)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+        running = RunningSoftmax(q, v.shape[-1])
+        held = _pack(k, v)
+        last = ring.group.size() - 1
+        for step in range(last + 1):
+            message = _Message(held, ring.group) if step < last else None
+            add_part(running, q, *_unpack(held, k, v), ring.scope(ring.owner_at(step)))
+            held = message.receive() if message else held
+        out = running.out_BSHV.to(q.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, running.lse_BHS)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        last = ring.group.size() - 1
+        held = _pack(k, v)
+        dq, dk, dv = part_backward(grad, q, k, v, out, lse, ring.scope(ring.owner_at(0)))
+        own = _pack(dk, dv)
+        travelling: Tensor | None = None  # gradients of the keys held, from the ranks they passed
+        message = _Message(held, ring.group) if last else None
+        for step in range(1, last + 1):
+            assert message is not None
+            held = message.receive()
+            message = _Message(held, ring.group) if step < last else None
+            behind = _Message(travelling, ring.group) if travelling is not None else None
+            scope = ring.scope(ring.owner_at(step))
+            dq_part, dk, dv = part_backward(grad, q, *_unpack(held, k, v), out, lse, scope)
+            dq += dq_part
+            travelling = _pack(dk, dv)
+            if behind is not None:
+                behind.receive()
+        if travelling is not None:
+            own += _Message(travelling, ring.group).receive()
+        dk, dv = _unpack(own, k, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

@@ -1,0 +1,54 @@
+"""From a RunSpec to the things a step works on."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from meshwright.data.batches import Batches, build_batches
+from meshwright.mesh import Mesh
+from meshwright.optim.build import build_optimizer
+from meshwright.optim.ema import Ema
+from meshwright.parallel.apply import build_program
+from meshwright.precision.loss_scale import LossScale
+from meshwright.precision.policy import prepare_device, weight_dtype
+from meshwright.spec import RunSpec
+from meshwright.train.step import Training
+
+
+def build_training(run: RunSpec, mesh: Mesh) -> Training:
+    """Model, optimizer and what belongs to them, at the initial weights; all ranks call it."""
+    if run.deterministic and mesh.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
+    prepare_device(run.precision, mesh.device, deterministic=run.deterministic)
+    program = build_program(run, mesh)
+    shards = {one.name: one.shard for one in program.owned if one.parameter.requires_grad}
+    return Training(
+        program=program,
+        optimizer=build_optimizer(shards, run.optim),
+        device=mesh.device,
+        max_grad_norm=run.optim.max_grad_norm,
+        loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
+        ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,
+    )
+
+
+def build_data(run: RunSpec, mesh: Mesh) -> Batches:
+    """This rank's training batches."""
+    return build_batches(
+        run.data,
+        seed=run.seed,
+        vocab_size=run.model.vocab_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.parallel.dp,
+        device=mesh.device,
+        dtype=weight_dtype(run.precision),
+    )
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Dropout's randomness: a function of seed, step and rank, so a resume needs no generator state.
+
+    Every region with dropout is cut over dp, cp and tp (sequence parallel), so no two ranks share a mask.
+    """
+    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + dist.get_rank())

@@ -1,0 +1,72 @@
+"""The loop: batch, step, record, save, until the steps are done or somebody asks to stop."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from meshwright.mesh import World, build_mesh
+from meshwright.optim.schedule import learning_rate
+from meshwright.resilience.interrupt import listening
+from meshwright.spec import RunSpec
+from meshwright.train.build import build_data, build_training, seed_step
+from meshwright.train.evaluate import evaluate
+from meshwright.train.initial import load_initial_weights
+from meshwright.train.record import open_recorder
+from meshwright.train.saved import Checkpoints
+from meshwright.train.state import TrainState
+from meshwright.train.step import train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    kind: Literal["finished", "interrupted"]
+    state: TrainState
+
+
+def train(run: RunSpec, world: World, run_dir: Path) -> Outcome:
+    """Run to the end, from the beginning or from the last checkpoint in `run_dir`; all ranks call it."""
+    mesh = build_mesh(run.parallel, world)
+    training, batches = build_training(run, mesh), build_data(run, mesh)
+    checkpoints = Checkpoints(run, run_dir / "checkpoints", training, batches)
+    state = checkpoints.restore_or_start()
+    if state.step == 0:
+        load_initial_weights(run, training)
+
+    with open_recorder(run, mesh, run_dir, state) as recorder, listening() as interrupt:
+        while state.step < run.schedule.num_steps:
+            batch = next(batches, None)
+            if batch is None:  # max_epochs: the data is used up
+                break
+            seed_step(run.seed, state.num_batches)
+            rate = learning_rate(run.optim, run.schedule, state.step, batch_tokens=run.data.batch_tokens)
+
+            outcome = train_step(training, batch, learning_rate=rate)
+
+            if outcome.is_skipped:
+                state = state.after_skip()
+                recorder.skip(state, training.loss_scale)
+                continue
+            state = state.after_step(tokens=batch.num_sequences * run.data.sequence_length)
+            is_evaluated = run.observe.evaluate and _due(run.observe.evaluate.every_steps, state.step)
+            is_last = state.step == run.schedule.num_steps
+            is_observed = is_evaluated or is_last or _due(run.observe.every_steps, state.step)
+            if is_observed:  # the one place where the host waits for the device
+                evaluation = partial(evaluate, run, training.program, mesh) if is_evaluated else None
+                state = recorder.record(state, outcome, rate, evaluation)
+            if _due(run.checkpoint.every_steps, state.step):
+                recorder.attempt_save(checkpoints, state)
+            if is_observed and interrupt.agreed():
+                recorder.attempt_save(checkpoints, state)
+                return Outcome("interrupted", recorder.end("interrupted", state))
+
+        batches.close()
+        if checkpoints.saved_step != state.step:
+            checkpoints.save(state)
+        return Outcome("finished", recorder.end("finished", state))
+
+
+def _due(every_steps: int | None, step: int) -> bool:
+    return every_steps is not None and step % every_steps == 0

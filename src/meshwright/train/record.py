@@ -1,0 +1,214 @@
+"""What a run writes down about itself while it runs, and what it says on the terminal."""
+
+import math
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from meshwright import __version__
+from meshwright.errors import CheckpointError, MeshwrightError, RunError
+from meshwright.hardware.catalogue import find_device
+from meshwright.mesh import Mesh
+from meshwright.observe.events import EventWriter
+from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
+from meshwright.observe.progress import ProgressView, open_progress
+from meshwright.observe.summary import RunSummary, write_summary
+from meshwright.observe.tensorboard import TensorBoardMirror
+from meshwright.plan.flops import flops_per_token
+from meshwright.precision.loss_scale import LossScale
+from meshwright.spec import RunSpec
+from meshwright.spec.parameters import num_parameters
+from meshwright.train.evaluate import sum_over_world
+from meshwright.train.saved import Checkpoints
+from meshwright.train.state import TrainState
+from meshwright.train.step import StepOutcome
+
+# A loss scale this small means that the gradients themselves are not finite.
+SMALLEST_LOSS_SCALE = 2.0**-14
+
+
+class Recorder:
+    """Gathers a step's facts from all ranks; rank 0 writes them down and speaks."""
+
+    def __init__(
+        self, run: RunSpec, mesh: Mesh, run_dir: Path, state: TrainState, closing: ExitStack
+    ) -> None:
+        self._run, self._mesh, self._run_dir = run, mesh, run_dir
+        self._rate = work_rate(run, mesh)
+        self._events = closing.enter_context(EventWriter(run_dir, mesh.rank))
+        self._metrics: MetricsWriter | None = None
+        self._progress: ProgressView | None = None
+        self._mirror: TensorBoardMirror | None = None
+        if mesh.rank == 0:
+            self._metrics = closing.enter_context(
+                MetricsWriter(run_dir, self._rate, restored_step=state.step)
+            )
+            total = run.schedule.num_steps
+            self._progress = closing.enter_context(open_progress(run.name, total_steps=total))
+            if run.observe.tensorboard:
+                self._mirror = closing.enter_context(TensorBoardMirror(run_dir, restored_step=state.step))
+        if state.step:
+            self._events.write("resume", step=state.step)
+            self.say(f"resumed at step {state.step}")
+        else:
+            self._events.write("start", num_ranks=mesh.parallel.num_ranks)
+        self._started_at = self._clock_at = time.perf_counter()
+        self._clock_step, self._clock_tokens = state.step, state.tokens
+
+    def say(self, text: str) -> None:
+        """One line for people; rank 0 only."""
+        if self._progress is not None:
+            self._progress.say(text)
+
+    def record(
+        self, state: TrainState, outcome: StepOutcome, rate: float, evaluation: Callable[[], float] | None
+    ) -> TrainState:
+        """Wait for the step, gather its facts, write them down; all ranks call it."""
+        loss = float(sum_over_world(outcome.loss, self._mesh))
+        grad_norm = float(outcome.grad_norm)
+        seconds, num_steps, tokens = self._lap(state)
+        peak = self._peak_bytes()
+        self._require_finite(state, loss=loss, grad_norm=grad_norm)
+        state = state.after_observation(loss=loss, seconds=seconds)
+        if evaluation is not None:
+            state = state.after_evaluation(evaluation())
+            self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
+        metrics = StepMetrics(
+            step=state.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=rate,
+            tokens=state.tokens,
+            step_tokens=tokens // num_steps,
+            step_seconds=seconds / num_steps,
+            peak_bytes=peak,
+            eval_loss=state.last_eval_loss if evaluation is not None else None,
+        )
+        self._write(metrics)
+        self._restart_clock(state)
+        return state
+
+    def skip(self, state: TrainState, loss_scale: LossScale | None) -> None:
+        """An fp16 overflow: say so; give up when no scale helps."""
+        scale = loss_scale.scale if loss_scale else 0.0
+        self._events.write("overflow", step=state.step, loss_scale=scale)
+        if scale < SMALLEST_LOSS_SCALE:
+            raise RunError(
+                f"gradients are not finite at step {state.step}, even with a loss scale of {scale:g}",
+                where="precision.compute",
+                hint="lower optim.lr, or use bf16",
+            )
+
+    def attempt_save(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        """Save on the way; a failed save is told and does not end training."""
+        try:
+            folder = checkpoints.save(state)
+            self._events.write("checkpoint", step=state.step, folder=folder.name)
+        except CheckpointError as error:
+            self._events.write("warning", step=state.step, text=str(error))
+            self.say(f"checkpoint at step {state.step} failed, training goes on: {error.fact}")
+        self._restart_clock(state)
+
+    def end(self, outcome: Literal["finished", "interrupted"], state: TrainState) -> TrainState:
+        """The last words of a run."""
+        self._events.write("finish" if outcome == "finished" else "interrupt", step=state.step)
+        if self._mesh.rank == 0:
+            write_summary(self._run_dir, self._summary(outcome, state))
+        return state
+
+    def _write(self, metrics: StepMetrics) -> None:
+        if self._metrics is None or self._progress is None:
+            return
+        complete = self._metrics.write(metrics)
+        self._progress.update(complete)
+        if self._mirror is not None:
+            self._mirror.write(complete)
+
+    def _lap(self, state: TrainState) -> tuple[float, int, int]:
+        """Seconds, steps and tokens since the clock was last started."""
+        seconds = time.perf_counter() - self._clock_at
+        return seconds, state.step - self._clock_step, state.tokens - self._clock_tokens
+
+    def _restart_clock(self, state: TrainState) -> None:
+        self._clock_at, self._clock_step, self._clock_tokens = time.perf_counter(), state.step, state.tokens
+
+    def _peak_bytes(self) -> int:
+        """Largest over ranks: device memory on CUDA, resident memory on a CPU."""
+        peak = torch.tensor([local_peak_bytes(self._mesh.device)], dtype=torch.int64)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return int(peak.item())
+
+    def _require_finite(self, state: TrainState, *, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        self._events.write("failure", step=state.step, loss=loss, grad_norm=grad_norm)
+        raise RunError(
+            f"loss {loss:g} and gradient norm {grad_norm:g} at step {state.step}: no longer numbers",
+            where=str(self._run_dir),
+            hint="lower optim.lr, lengthen schedule.warmup_steps or set optim.max_grad_norm; "
+            "earlier checkpoints are untouched",
+        )
+
+    def _summary(self, outcome: Literal["finished", "interrupted"], state: TrainState) -> RunSummary:
+        return RunSummary(
+            outcome=outcome,
+            final_step=state.step,
+            wall_seconds=state.train_seconds,
+            num_ranks=self._mesh.parallel.num_ranks,
+            device=device_name(self._mesh.device),
+            num_parameters=num_parameters(self._run.model),
+            flops_per_token=self._rate.flops_per_token,
+            fingerprint=self._run.fingerprint(),
+            versions={
+                "meshwright": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        )
+
+
+@contextmanager
+def open_recorder(run: RunSpec, mesh: Mesh, run_dir: Path, state: TrainState) -> Iterator[Recorder]:
+    """A recorder whose files are closed on leaving."""
+    with ExitStack() as closing:
+        yield Recorder(run, mesh, run_dir, state, closing)
+
+
+def device_name(device: torch.device) -> str:
+    """In words."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def local_peak_bytes(device: torch.device) -> int:
+    """Most memory this process held: on CUDA what torch allocated, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024  # Linux counts KiB
+
+
+def work_rate(run: RunSpec, mesh: Mesh) -> WorkRate:
+    """What turns tokens per second into TFLOP/s and MFU on this device."""
+    return WorkRate(
+        flops_per_token=flops_per_token(run.model, run.data.sequence_length),
+        num_ranks=mesh.parallel.num_ranks,
+        peak_flops_per_second=_peak_flops(run, mesh.device),
+    )
+
+
+def _peak_flops(run: RunSpec, device: torch.device) -> float | None:
+    """The catalogue's dense peak; None for a CPU or a device that is not listed."""
+    if device.type != "cuda":
+        return None
+    try:
+        return find_device(device_name(device)).peak(run.precision.compute)
+    except MeshwrightError:
+        return None

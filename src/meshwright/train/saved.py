@@ -1,0 +1,125 @@
+"""Between a run's live tensors and its checkpoints."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright import __version__
+from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_manifest, verify_files
+from meshwright.checkpoint.retain import keep_last
+from meshwright.checkpoint.save import save_checkpoint
+from meshwright.data.batches import Batches
+from meshwright.errors import CheckpointError
+from meshwright.optim.build import set_num_updates, state_tensors
+from meshwright.parallel.program import Program
+from meshwright.spec import RunSpec
+from meshwright.train.state import TrainState
+from meshwright.train.step import Training
+
+
+def weight_tensors(program: Program) -> dict[str, Tensor]:
+    """The weights and persistent buffers, under the names that checkpoints give them."""
+    tensors: dict[str, Tensor] = {f"model.{one.name}": one.as_global(one.shard) for one in program.owned}
+    for stage in program.stages:
+        persistent = set(stage.state_dict()) - {name for name, _ in stage.named_parameters()}
+        buffers = {name: buffer for name, buffer in stage.named_buffers() if name in persistent}
+        tensors |= {f"buffers.{name}": buffer for name, buffer in buffers.items()}
+    return tensors
+
+
+def all_tensors(run: RunSpec, training: Training) -> dict[str, Tensor]:
+    """Weights, optimizer states and averages as parts of whole tensors, in the live storage."""
+    owned = {one.name: one for one in training.program.owned}
+    tensors = weight_tensors(training.program)
+    for name, states in state_tensors(training.optimizer, training.named_shards, run.optim).items():
+        tensors |= {f"optim.{name}.{key}": owned[name].as_global(value) for key, value in states.items()}
+    if training.ema is not None:
+        averages = training.ema.averages.items()
+        tensors |= {f"ema.{name}": owned[name].as_global(average) for name, average in averages}
+    return tensors
+
+
+class Checkpoints:
+    """The checkpoints of one run; every method is called by all ranks."""
+
+    def __init__(self, run: RunSpec, root: Path, training: Training, batches: Batches) -> None:
+        self.run, self.root, self.training, self.batches = run, root, training, batches
+        self.saved_step: int | None = None
+
+    def save(self, state: TrainState) -> Path:
+        """Save everything and drop what `keep_last` no longer wants."""
+        tensors = all_tensors(self.run, self.training)
+        folder = save_checkpoint(self.root, step=state.step, tensors=tensors, facts=self._facts(state))
+        self.saved_step = state.step
+        if dist.get_rank() == 0:
+            keep_last(self.root, self.run.checkpoint.keep_last)
+        return folder
+
+    def restore_or_start(self) -> TrainState:
+        """The newest complete checkpoint of this run, or the beginning."""
+        found = complete_checkpoints(self.root)
+        if not found:
+            return TrainState()
+        manifest = read_manifest(found[-1])
+        require_same_course(self.run, manifest, found[-1])
+        verify_files(found[-1], manifest)
+        load_tensors(found[-1], all_tensors(self.run, self.training))
+        self.training.program.gather_parameters()
+        return self._restore_facts(manifest)
+
+    def _facts(self, state: TrainState) -> dict[str, Any]:
+        scale = self.training.loss_scale
+        return {
+            "name": self.run.name,
+            "state": state.to_facts(),
+            "data": self.batches.state(),
+            "loss_scale": {"scale": scale.scale, "num_clean_steps": scale.num_clean_steps} if scale else None,
+            "trajectory": self.run.trajectory_fingerprint(),
+            "run": self.run.model_dump(mode="json"),
+            "versions": {"meshwright": __version__, "torch": torch.__version__},
+        }
+
+    def _restore_facts(self, manifest: Mapping[str, Any]) -> TrainState:
+        training, state = self.training, TrainState.from_facts(manifest["state"])
+        set_num_updates(training.optimizer, training.named_shards, self.run.optim, num_updates=state.step)
+        self.batches.load_state(manifest["data"])
+        if training.loss_scale is not None:
+            training.loss_scale.scale = manifest["loss_scale"]["scale"]
+            training.loss_scale.num_clean_steps = manifest["loss_scale"]["num_clean_steps"]
+        self.saved_step = state.step
+        return state
+
+
+def require_same_course(run: RunSpec, manifest: Mapping[str, Any], where: Path) -> None:
+    """Refuse to go on from a checkpoint whose run was another one, and say what differs."""
+    if manifest["trajectory"] == run.trajectory_fingerprint():
+        return
+    different = _differences(manifest["run"], run.model_dump(mode="json"))
+    named = ", ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in different[:3])
+    raise CheckpointError(
+        f"this directory holds another run: {named or 'the specs differ'}",
+        where=str(where),
+        hint="train into another directory (--dir), or set checkpoint.start_from to take only its weights",
+    )
+
+
+_MAY_DIFFER = ("name", "device", "compile", "parallel", "memory", "observe", "checkpoint")
+
+
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = []
+    for key in sorted(set(old) | set(new)):
+        if not prefix and key in _MAY_DIFFER:
+            continue
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{prefix}{key}.")
+        elif a != b and f"{prefix}{key}" != "data.microbatch_sequences":
+            found.append((f"{prefix}{key}", a, b))
+    return found

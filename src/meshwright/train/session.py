@@ -1,0 +1,67 @@
+"""One process of a run: join the others, look after the run directory, train, leave."""
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED, CheckpointError, MeshwrightError, SpecError
+from meshwright.mesh import join_world, leave_world
+from meshwright.spec import RunSpec
+from meshwright.spec.text import dump_run, load_run
+from meshwright.train.loop import train
+
+
+def run_rank(run: RunSpec, run_dir: Path) -> int:
+    """Train as the rank that the environment describes; returns the exit code."""
+    world = join_world(run.device)
+    try:
+        on_first_rank(lambda: claim_directory(run, run_dir))
+        outcome = train(run, world, run_dir)
+        return EXIT_DONE if outcome.kind == "finished" else EXIT_INTERRUPTED
+    finally:
+        leave_world()
+
+
+def on_first_rank(action) -> None:
+    """Rank 0 does it; a refusal is raised on every rank."""
+    refusal: list[MeshwrightError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except MeshwrightError as error:
+            refusal[0] = error
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise refusal[0]
+
+
+def claim_directory(run: RunSpec, run_dir: Path) -> None:
+    """Make the run directory this run's; refuse one that holds another run."""
+    kept = run_dir / "run.yaml"
+    if kept.exists() and (run_dir / "metrics.jsonl").exists():
+        _require_same_run(run, kept)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        draft = run_dir / ".run.yaml"
+        draft.write_text(dump_run(run))
+        os.replace(draft, kept)
+    except OSError as error:
+        raise SpecError(
+            f"the run directory cannot be written: {error.strerror or error}",
+            where=str(run_dir),
+            hint="name another with --dir",
+        ) from None
+
+
+def _require_same_run(run: RunSpec, kept: Path) -> None:
+    try:
+        before = load_run(kept).trajectory_fingerprint()
+    except MeshwrightError:
+        before = "unreadable"
+    if before != run.trajectory_fingerprint():
+        raise CheckpointError(
+            f"this directory holds another run ({before}, this one is {run.trajectory_fingerprint()})",
+            where=str(kept.parent),
+            hint=f"name another with --dir, or see what differs: meshwright check {kept} --origins",
+        )
