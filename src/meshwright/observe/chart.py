@@ -7,7 +7,7 @@ reading values off it. Long histories are thinned so that every spike and dip st
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean
 
 from meshwright.units import show_count
 
@@ -141,7 +141,7 @@ def _extremes(points: Sequence[Point]) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], window: int, max_points: int = MAX_POINTS // 2) -> list[Point]:
-    """Medians over windows centred on evenly chosen points: one spike does not bend the line."""
+    """Means of the middle half of windows centred on evenly chosen points: a spike does not bend it."""
     drawn = [point for point in points if is_drawn(point[1])]
     last = len(drawn) - 1
     chosen = sorted({*range(0, last + 1, math.ceil(len(drawn) / max_points) or 1), last}) if drawn else []
@@ -149,7 +149,9 @@ def smooth(points: Sequence[Point], window: int, max_points: int = MAX_POINTS //
     for index in chosen:
         # Windows shrink towards the ends, so the line starts and ends where the values do.
         reach = min(window // 2, index, last - index)
-        result.append((drawn[index][0], median(y for _, y in drawn[index - reach : index + reach + 1])))
+        values = sorted(y for _, y in drawn[index - reach : index + reach + 1])
+        left_out = len(values) // 4
+        result.append((drawn[index][0], fmean(values[left_out : len(values) - left_out])))
     return result
 
 

@@ -154,14 +154,14 @@ def _single(
 
 
 def _trend(rows: list[Row], name: str, label: str = "") -> list[Series]:
-    """The values as they are, or, when there are many, a running median over a faint line of them."""
+    """The values as they are, or, when there are many, a trend over a faint line of them."""
     points = _points(rows, name)
     if len(points) < _SMOOTH_FROM_STEPS:
         return _single(rows, name, label)
     window = max(9, len(points) // 40 | 1)
     return [
         Series(label or "each step", points, "faint"),
-        Series(f"median of {window} steps", smooth(points, window), "main"),
+        Series(f"trend of {window} steps", smooth(points, window), "main"),
     ]
 
 

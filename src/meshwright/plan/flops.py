@@ -9,12 +9,13 @@ causal query sees half of the sequence on average, which leaves 6. A sliding win
 Of routed experts only the chosen ones count. Recomputed work never counts (that is HFU).
 """
 
-from meshwright.spec.model import AttentionSpec, ModelSpec
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parameters import num_matmul_parameters
 
 
 def flops_per_token(model: ModelSpec, sequence_length: int) -> float:
     """Forward and backward FLOPs of one token in a sequence of this length."""
-    return 6.0 * matmul_parameters(model) + attention_flops_per_token(model, sequence_length)
+    return 6.0 * num_matmul_parameters(model) + attention_flops_per_token(model, sequence_length)
 
 
 def attention_flops_per_token(model: ModelSpec, sequence_length: int) -> float:
@@ -33,33 +34,3 @@ def mean_keys_seen(sequence_length: int, window: int | None = None) -> float:
     """
     width = min(window or sequence_length, sequence_length)
     return width - width * width / (2.0 * sequence_length)
-
-
-def matmul_parameters(model: ModelSpec) -> int:
-    """Parameters a token is multiplied with: projections, MLP or its chosen experts, router, head."""
-    attention = model.num_layers * attention_matmul_parameters(model.attention, model.width)
-    feed_forward = sum(_feed_forward(model, layer) for layer in range(model.num_layers))
-    return attention + feed_forward + model.vocab_size * model.width
-
-
-def attention_matmul_parameters(attention: AttentionSpec, width: int) -> int:
-    """Query, key, value and output projections of one layer."""
-    output = attention.num_heads * attention.value_width * width
-    if attention.latent is None:
-        projected_heads = attention.num_heads + 2 * attention.num_kv_heads
-        return projected_heads * attention.head_width * width + output
-    latent = attention.latent
-    query_width = attention.num_heads * attention.head_width
-    rank = latent.query_rank
-    query = width * query_width if rank is None else rank * (width + query_width)
-    compress = width * (latent.kv_rank + latent.rope_width)
-    expand = latent.kv_rank * attention.num_heads * (latent.nope_width + latent.value_width)
-    return query + compress + expand + output
-
-
-def _feed_forward(model: ModelSpec, layer: int) -> int:
-    moe = model.moe
-    if moe is None or not model.is_moe_layer(layer):
-        return model.mlp.num_matrices * model.width * model.mlp.width
-    active_width = moe.top_k * moe.width + moe.shared_width
-    return 3 * model.width * active_width + model.width * moe.num_experts

@@ -5,10 +5,10 @@ import pytest
 from meshwright.plan.flops import (
     attention_flops_per_token,
     flops_per_token,
-    matmul_parameters,
     mean_keys_seen,
 )
 from meshwright.spec import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec
+from meshwright.spec.parameters import num_matmul_parameters
 
 
 def gpt(*, layers: int, width: int, heads: int, vocab: int) -> ModelSpec:
@@ -54,7 +54,7 @@ def test_llama_8b_by_hand() -> None:
     """51.5 GFLOP per token at 8192, the number published tables use for the causal convention."""
     per_layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
     expected_parameters = 32 * per_layer + 128256 * 4096
-    assert matmul_parameters(llama_8b()) == expected_parameters == 7_504_658_432
+    assert num_matmul_parameters(llama_8b()) == expected_parameters == 7_504_658_432
     expected = 6 * 7_504_658_432 + 6 * 32 * 4096 * 8192
     assert flops_per_token(llama_8b(), 8192) == expected
     assert expected / 1e9 == pytest.approx(51.5, abs=0.05)  # the table prints one decimal
@@ -79,7 +79,7 @@ def test_only_chosen_experts_count() -> None:
     moe = MoeSpec(num_experts=8, top_k=2, width=14336)
     model = llama_8b(moe=moe, vocab_size=32000)
     per_layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 2 * 3 * 4096 * 14336 + 4096 * 8
-    assert matmul_parameters(model) == 32 * per_layer + 32000 * 4096
+    assert num_matmul_parameters(model) == 32 * per_layer + 32000 * 4096
 
 
 def test_shared_expert_and_dense_first_layers() -> None:
@@ -87,7 +87,7 @@ def test_shared_expert_and_dense_first_layers() -> None:
     model = llama_8b(moe=moe, num_layers=3)
     attention = 4096 * 4096 * 2 + 4096 * 1024 * 2
     routed = 3 * 4096 * (6 * 100 + 200) + 4096 * 64
-    assert matmul_parameters(model) == 3 * attention + 3 * 4096 * 14336 + 2 * routed + 128256 * 4096
+    assert num_matmul_parameters(model) == 3 * attention + 3 * 4096 * 14336 + 2 * routed + 128256 * 4096
 
 
 @pytest.mark.parametrize("query_rank", [None, 1536])
@@ -97,6 +97,6 @@ def test_latent_attention_by_hand(query_rank: int | None) -> None:
     model = llama_8b(attention=attention, width=2048, num_layers=1, mlp=MlpSpec(width=1), vocab_size=1)
     query = 2048 * 16 * 192 if query_rank is None else 2048 * 1536 + 1536 * 16 * 192
     key_value = 2048 * (512 + 64) + 512 * 16 * (128 + 128)
-    assert matmul_parameters(model) == query + key_value + 16 * 128 * 2048 + 3 * 2048 + 2048
+    assert num_matmul_parameters(model) == query + key_value + 16 * 128 * 2048 + 3 * 2048 + 2048
     # Scores use 192 dims per head and values 128; each is 2 x 3 FLOPs per key seen, and half are seen.
     assert attention_flops_per_token(model, 4096) == 6 * 16 * (192 + 128) * 4096 / 2
