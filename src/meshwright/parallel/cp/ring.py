@@ -140,7 +140,7 @@ class _RingAttention(torch.autograd.Function):
             dq += dq_part
             travelling = _pack(dk, dv)
             if behind is not None:
-                behind.receive()
+                travelling += behind.receive()
         if travelling is not None:
             own += _Message(travelling, ring.group).receive()
         dk, dv = _unpack(own, k, v)
