@@ -58,17 +58,20 @@ def _document(loaded: Any) -> dict[str, Any]:
 
 
 def _summary(run: Any) -> str:
+    from meshwright.spec.parameters import num_parameters
     from meshwright.units import show_count
 
     parallel, data = run.parallel, run.data
     axes = " x ".join(f"{axis}={getattr(parallel, axis)}" for axis in _axes(parallel)) or "one device"
+    borrowed = f", ep={parallel.ep} borrowed from dp_shard x cp" if parallel.ep > 1 else ""
     return (
         f"{run.name}: valid, fingerprint {run.fingerprint()}\n"
-        f"  model     {run.model.family}: {run.model.num_layers} layers of width {run.model.width}\n"
-        f"  ranks     {parallel.num_ranks} ({axes})\n"
+        f"  model     {run.model.family}: {show_count(num_parameters(run.model))} parameters, "
+        f"{run.model.num_layers} layers of width {run.model.width}\n"
+        f"  ranks     {parallel.num_ranks} ({axes}{borrowed})\n"
         f"  batch     {data.batch_sequences} sequences of {data.sequence_length} = "
-        f"{show_count(data.batch_tokens)} tokens, in {run.accumulation} micro-batches of "
-        f"{data.microbatch_sequences} per data-parallel rank\n"
+        f"{show_count(data.batch_tokens)} tokens; {run.accumulation} x {data.microbatch_sequences} on each of {parallel.dp} "
+        f"data-parallel ranks\n"
         f"  schedule  {run.schedule.num_steps} steps, "
         f"{show_count(run.schedule.num_steps * data.batch_tokens)} tokens"
     )
@@ -77,7 +80,7 @@ def _summary(run: Any) -> str:
 def _axes(parallel: Any) -> list[str]:
     from meshwright.spec.parallel import MESH_ORDER
 
-    return [axis for axis in (*MESH_ORDER, "ep") if getattr(parallel, axis) > 1]
+    return [axis for axis in MESH_ORDER if getattr(parallel, axis) > 1]
 
 
 def _origin_table(loaded: Any) -> str:

@@ -10,13 +10,13 @@ from meshwright.units import parse_bytes, parse_count, parse_number, parse_secon
 
 LARGEST_COUNT = 2**63 - 1  # what a tensor's 64-bit integer holds
 Count = Annotated[int, BeforeValidator(parse_count)]
-Positive = Annotated[int, BeforeValidator(parse_count), Field(ge=1, le=LARGEST_COUNT)]
-NonNegative = Annotated[int, BeforeValidator(parse_count), Field(ge=0, le=LARGEST_COUNT)]
-Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
-PositiveNumber = Annotated[float, BeforeValidator(parse_number), Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST_COUNT), BeforeValidator(parse_count)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(parse_count)]
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_number)]
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_number)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(parse_number)]
+Bytes = Annotated[int, Field(ge=0), BeforeValidator(parse_bytes)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(parse_seconds)]
 
 
 class Spec(BaseModel):

@@ -32,6 +32,15 @@ class Layer:
     tree: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[Path, Origin] = field(default_factory=dict[Path, Origin])
 
+    def says(self, path: Path) -> bool:
+        """Whether the value at `path` itself was said."""
+        value: Any = self.tree
+        for key in path:
+            if not isinstance(value, dict) or key not in value:
+                return False
+            value = cast(Any, value[key])
+        return True
+
     def origin_of(self, path: Path) -> Origin:
         """Where the value at `path`, or what contains it, was said."""
         for length in range(len(path), 0, -1):

@@ -1,15 +1,17 @@
 """How many ways each mesh axis is cut. Field name = axis name = flag = table column."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from meshwright.spec.base import NonNegative, Positive, Spec
+from meshwright.spec.base import Positive, Spec
+from meshwright.units import parse_count
 
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]
 CpKind = Literal["gather", "ring", "ulysses", "hierarchical"]
+ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(parse_count)]
 # From outer to inner: neighbours on the innermost axis are neighbours on the node.
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -21,7 +23,7 @@ class ParallelSpec(Spec):
     """Copies of the whole (possibly sharded) model; gradients are all-reduced between them."""
     dp_shard: Positive = 1
     """Data-parallel ranks that share one copy of the state, as `zero` says."""
-    zero: NonNegative = Field(default=0, le=3)
+    zero: ZeroStage = 0
     """What dp_shard x cp divides: 1 optimizer states, 2 gradients too, 3 parameters too."""
     cp: Positive = 1
     """Context parallel: each rank holds a part of every sequence."""

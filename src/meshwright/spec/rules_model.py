@@ -8,6 +8,16 @@ from meshwright.spec.run import RunSpec
 Violations = Iterator[SpecError]
 
 
+MOST_LAYERS = 10_000
+
+
+def depth_is_countable(run: RunSpec) -> Violations:
+    """A model has at most ten thousand layers: each is listed one by one when parameters are counted."""
+    if run.model.num_layers > MOST_LAYERS:
+        fact = f"num_layers={run.model.num_layers} is more than {MOST_LAYERS}"
+        yield SpecError(fact, where="model.num_layers", hint="is it a slip of a zero?")
+
+
 def rope_goes_with_rotary_positions(run: RunSpec) -> Violations:
     """`model.rope` is present exactly when `model.positions` is `rope`."""
     model = run.model
@@ -155,6 +165,7 @@ def balance_needs_its_bias(run: RunSpec) -> Violations:
 
 
 MODEL_RULES = [
+    depth_is_countable,
     rope_goes_with_rotary_positions,
     rotary_width_is_even,
     kv_heads_divide_heads,

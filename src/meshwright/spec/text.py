@@ -40,8 +40,10 @@ class LoadedRun:
 
     def origins(self) -> dict[str, Origin]:
         """The origin of every value of the run, by dotted key."""
-        leaves = walk(self.run.model_dump(mode="json"))
-        return {".".join(map(str, path)): self.said.origin_of(path) for path, _ in leaves}
+        paths = [path for path, _ in walk(self.run.model_dump(mode="json"))]
+        default = Origin("default")
+        said = {path: self.said.origin_of(path) for path in paths if self.said.says(path)}
+        return {".".join(map(str, path)): said.get(path, default) for path in paths}
 
     def require_valid(self) -> RunSpec:
         """The run, when no rule is broken; otherwise every broken rule with its line."""
@@ -167,11 +169,12 @@ class _Resolution:
 
 def _resolve(text: str, file: Path, kind: str, overrides: Sequence[str]) -> LoadedRun:
     resolution = _Resolution()
-    commands, command_violations = _command_layer(overrides)
-    recipe = commands.tree.pop("recipe", None)
+    layers, resolution.violations = _command_layers(overrides)
+    recipes = [layer.tree.pop("recipe") for layer in layers if "recipe" in layer.tree]
+    recipe = recipes[-1] if recipes else None
     _cover_file(resolution, text, file, kind=kind, recipe=recipe, depth=0)
-    resolution.violations += command_violations
-    resolution.cover(commands, Path())
+    for layer in layers:
+        resolution.cover(layer, Path())
     return resolution.finish()
 
 
@@ -229,14 +232,14 @@ def migrated(tree: dict[str, Any], place: str) -> dict[str, Any]:
     return tree
 
 
-def _command_layer(overrides: Iterable[str]) -> tuple[Layer, list[SpecError]]:
-    layer, violations = Layer(), list[SpecError]()
+def _command_layers(overrides: Iterable[str]) -> tuple[list[Layer], list[SpecError]]:
+    layers, violations = list[Layer](), list[SpecError]()
     for override in overrides:
         try:
-            layer = layer.covered_by(parse_override(override))
+            layers.append(parse_override(override))
         except SpecError as error:
-            violations.append(error)
-    return layer, violations
+            violations += error.violations if isinstance(error, SpecErrors) else [error]
+    return layers, violations
 
 
 def parse_override(override: str) -> Layer:

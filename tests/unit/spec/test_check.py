@@ -1,0 +1,296 @@
+"""Each rule with a run that keeps it and a run that breaks it; the texts are golden."""
+
+import inspect
+
+import pytest
+
+from meshwright.errors import SpecErrors
+from meshwright.spec.check import RULES, check, require_valid
+from meshwright.spec.rules_run import CONDITIONS
+from meshwright.spec.text import parse_run
+from tests.golden_files import assert_golden
+from tests.run_texts import GOOD
+
+PP4 = ["parallel.pp=4"]
+# rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
+CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
+    "depth_is_countable": ("dense", ["model.num_layers=10000"], [["model.num_layers=10001"]]),
+    "rope_goes_with_rotary_positions": (
+        "dense",
+        ["model.positions=learned", "model.rope=null"],
+        [["model.rope=null"], ["model.positions=learned"]],
+    ),
+    "rotary_width_is_even": (
+        "latent",
+        [],
+        [
+            [
+                "model.attention.latent.rope_width=5",
+                "model.attention.head_width=13",
+            ]
+        ],
+    ),
+    "kv_heads_divide_heads": (
+        "dense",
+        ["model.attention.num_kv_heads=1"],
+        [["model.attention.num_kv_heads=3"], ["model.attention.num_kv_heads=16"]],
+    ),
+    "latent_widths_add_up": ("latent", [], [["model.attention.head_width=16"]]),
+    "latent_attention_is_rotary_and_full": (
+        "latent",
+        [],
+        [
+            ["model.attention.num_kv_heads=4"],
+            ["model.positions=learned", "model.rope=null"],
+            ["model.attention.qk_norm=true"],
+        ],
+    ),
+    "sequence_fits_positions": ("dense", ["data.sequence_length=256"], [["data.sequence_length=257"]]),
+    "generated_bytes_fit_vocabulary": ("dense", ["model.vocab_size=257"], [["model.vocab_size=256"]]),
+    "experts_are_enough": ("moe", ["model.moe.top_k=8"], [["model.moe.top_k=9"]]),
+    "expert_groups_are_even": (
+        "moe",
+        ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.group_score=top2_sum"],
+        [
+            ["model.moe.num_groups=3"],
+            ["model.moe.num_groups=2", "model.moe.top_groups=3"],
+            ["model.moe.num_groups=8"],
+            ["model.moe.num_groups=8", "model.moe.top_groups=4", "model.moe.group_score=top2_sum"],
+        ],
+    ),
+    "dense_layers_leave_experts": (
+        "moe",
+        ["model.moe.first_dense_layers=7"],
+        [["model.moe.first_dense_layers=8"]],
+    ),
+    "capacity_admits_a_token": (
+        "moe",
+        ["model.moe.capacity_factor=1"],
+        [["model.moe.capacity_factor=0.01"]],
+    ),
+    "balance_needs_its_bias": (
+        "moe",
+        ["model.moe.balance_bias_rate=1e-3", "model.moe.has_balance_bias=true"],
+        [["model.moe.balance_bias_rate=1e-3"], ["model.moe.aux_loss=-1"]],
+    ),
+    "tp_divides_heads": ("dense", ["parallel.tp=4"], [["parallel.tp=8"], ["parallel.tp=16"]]),
+    "tp_divides_mlp": (
+        "moe",
+        ["parallel.tp=4"],
+        [["parallel.tp=4", "model.mlp.width=130"], ["parallel.tp=4", "model.moe.shared_width=66"]],
+    ),
+    "tp_divides_vocabulary": ("dense", ["parallel.tp=4"], [["parallel.tp=4", "model.vocab_size=513"]]),
+    "sequence_is_cut_evenly": (
+        "dense",
+        ["parallel.cp=4", "parallel.tp=2"],
+        [
+            ["parallel.tp=4", "data.sequence_length=126"],
+            ["parallel.cp=4", "data.sequence_length=124"],
+        ],
+    ),
+    "heads_suffice_for_exchange": (
+        "dense",
+        ["parallel.cp=4", "parallel.cp_kind=ulysses"],
+        [
+            ["parallel.cp=8", "parallel.cp_kind=ulysses"],
+            ["parallel.cp=4", "parallel.tp=2", "parallel.cp_kind=ulysses"],
+            ["parallel.cp=8", "parallel.tp=2", "parallel.cp_kind=hierarchical", "parallel.cp_inner=4"],
+        ],
+    ),
+    "hierarchical_has_two_levels": (
+        "dense",
+        ["parallel.cp=4", "parallel.cp_kind=hierarchical", "parallel.cp_inner=2"],
+        [
+            ["parallel.cp=4", "parallel.cp_kind=hierarchical"],
+            ["parallel.cp=2", "parallel.cp_kind=hierarchical", "parallel.cp_inner=2"],
+        ],
+    ),
+    "window_goes_with_whole_keys": (
+        "dense",
+        ["model.attention.window=16", "parallel.cp=2"],
+        [["model.attention.window=16", "parallel.cp=2", "parallel.cp_kind=ring"]],
+    ),
+    "zero_has_ranks_to_share": (
+        "dense",
+        ["parallel.dp_shard=2", "parallel.zero=3"],
+        [["parallel.zero=1"], ["parallel.dp_shard=2"]],
+    ),
+    "ep_deals_out_experts": (
+        "moe",
+        ["parallel.ep=4", "parallel.dp_shard=4", "parallel.zero=1"],
+        [
+            ["parallel.ep=4", "parallel.dp_shard=2", "parallel.zero=1"],
+            ["parallel.ep=16", "parallel.dp_shard=16", "parallel.zero=1"],
+            ["parallel.ep=2", "model.moe=null", "parallel.cp=2"],
+        ],
+    ),
+    "etp_is_all_or_nothing": (
+        "moe",
+        ["parallel.tp=4", "parallel.etp=4"],
+        [["parallel.tp=4", "parallel.etp=2"], ["parallel.tp=4", "parallel.etp=4", "model.moe.width=98"]],
+    ),
+    "stages_have_layers": (
+        "dense",
+        [*PP4, "parallel.virtual_stages=2", "parallel.schedule=interleaved_1f1b"],
+        [[*PP4, "parallel.virtual_stages=3", "parallel.schedule=looped_bfs"]],
+    ),
+    "schedule_fits_virtual_stages": (
+        "dense",
+        [*PP4, "parallel.virtual_stages=2", "parallel.schedule=zbv"],
+        [[*PP4, "parallel.virtual_stages=2"], [*PP4, "parallel.schedule=dualpipev"]],
+    ),
+    "microbatches_fill_schedule": (
+        "dense",
+        [*PP4, "parallel.schedule=interleaved_1f1b", "data.batch_sequences=3"],
+        [
+            [*PP4, "data.batch_sequences=3"],
+            [*PP4, "parallel.schedule=dualpipev", "parallel.virtual_stages=2", "data.batch_sequences=7"],
+            [*PP4, "parallel.schedule=interleaved_1f1b", "data.batch_sequences=9"],
+        ],
+    ),
+    "split_backward_runs_once": (
+        "dense",
+        [*PP4, "memory.recompute=full", "compile=true"],
+        [
+            [*PP4, "parallel.schedule=interleaved_zero_bubble", "memory.recompute=full"],
+            [*PP4, "parallel.schedule=interleaved_zero_bubble", "compile=true"],
+        ],
+    ),
+    "batch_is_cut_evenly": (
+        "dense",
+        ["parallel.dp_replicate=4", "data.microbatch_sequences=2"],
+        [
+            ["parallel.dp_replicate=4", "data.microbatch_sequences=3"],
+            ["parallel.dp_replicate=32"],
+        ],
+    ),
+    "loss_scale_goes_with_fp16": (
+        "dense",
+        ["precision.compute=fp16", "precision.loss_scale={}"],
+        [["precision.compute=fp16"], ["precision.loss_scale={}"]],
+    ),
+    "loss_scale_moves_the_right_way": (
+        "dense",
+        ["precision.compute=fp16", "precision.loss_scale.growth_factor=1.5"],
+        [
+            ["precision.compute=fp16", "precision.loss_scale.growth_factor=1"],
+            ["precision.compute=fp16", "precision.loss_scale.backoff_factor=1"],
+        ],
+    ),
+    "tf32_needs_cuda": (
+        "dense",
+        ["precision.compute=tf32", "device=cuda"],
+        [["precision.compute=tf32", "device=cpu"]],
+    ),
+    "one_source_of_data": (
+        "dense",
+        ["data.path=some/folder", "data.synthetic=null"],
+        [["data.path=some/folder"], ["data.synthetic=null"]],
+    ),
+    "evaluation_has_data": (
+        "dense",
+        ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],
+        [["observe.evaluate.every_steps=5"]],
+    ),
+    "schedule_fits_steps": (
+        "dense",
+        ["schedule.warmup_steps=60", "schedule.kind=wsd", "schedule.decay_steps=40"],
+        [
+            ["schedule.warmup_steps=101"],
+            ["schedule.warmup_steps=61", "schedule.kind=wsd", "schedule.decay_steps=40"],
+        ],
+    ),
+    "wsd_has_a_decay": (
+        "dense",
+        ["schedule.kind=wsd", "schedule.decay_steps=10"],
+        [["schedule.kind=wsd"]],
+    ),
+    "averages_forget": (
+        "dense",
+        ["optim.ema_decay=0.999"],
+        [["optim.beta1=1"], ["optim.beta2=1"], ["optim.ema_decay=1"], ["optim.weight_decay=-0.1"]],
+    ),
+    "settings_have_effect": (
+        "dense",
+        ["optim.kind=sgd"],
+        [
+            ["parallel.cp_kind=ring"],
+            ["parallel.cp=4", "parallel.cp_inner=2"],
+            ["parallel.schedule=gpipe"],
+            ["parallel.virtual_stages=2"],
+            ["parallel.etp=2", "parallel.tp=2"],
+            ["memory.recompute_every=2"],
+            ["optim.kind=sgd", "optim.beta2=0.99"],
+            ["optim.kind=sgd", "optim.eps=1e-6"],
+            ["optim.weight_decay=0", "optim.decay=all"],
+            ["schedule.decay_steps=5"],
+            ["schedule.kind=constant", "schedule.final_ratio=0.2"],
+            ["model.moe={num_experts: 4, top_k: 1, width: 8, top_groups: 2}"],
+            ["model.moe={num_experts: 4, top_k: 1, width: 8, group_score: top2_sum}"],
+            ["model.rope.scaling={kind: linear, factor: 2, original_positions: 64}"],
+            ["model.rope.scaling={kind: linear, factor: 2, low_frequency_factor: 2}"],
+            ["model.rope.scaling={kind: linear, factor: 2, high_frequency_factor: 2}"],
+            ["model.rope.scaling={kind: llama3, factor: 2, beta_fast: 2}"],
+            ["model.rope.scaling={kind: llama3, factor: 2, beta_slow: 2}"],
+            ["model.rope.scaling={kind: llama3, factor: 2, mscale: 2}"],
+            ["model.rope.scaling={kind: llama3, factor: 2, mscale_all_dims: 2}"],
+        ],
+    ),
+}
+RULE_BY_NAME = {rule.__name__: rule for rule in RULES}
+
+
+def test_every_rule_has_cases_and_a_text():
+    assert list(RULE_BY_NAME) == list(CASES)
+    assert all(inspect.getdoc(rule) for rule in RULES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_good_run_passes_every_rule(name: str):
+    base, good, _ = CASES[name]
+    assert check(parse_run(GOOD[base], good).run) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), [(name, bad) for name, (_, _, all_bad) in CASES.items() for bad in all_bad], ids=str
+)
+def test_a_bad_run_breaks_the_rule(name: str, bad: list[str]):
+    run = parse_run(GOOD[CASES[name][0]], bad).run
+    violations = list(RULE_BY_NAME[name](run))
+    assert len(violations) == 1
+    assert violations[0].where and violations[0].hint
+
+
+def test_every_condition_is_broken_by_a_case():
+    told = {
+        violation.where
+        for bad in CASES["settings_have_effect"][2]
+        for violation in RULE_BY_NAME["settings_have_effect"](parse_run(GOOD["dense"], bad).run)
+    }
+    assert told == {condition.key for condition in CONDITIONS}
+
+
+def test_texts_of_broken_rules():
+    lines: list[str] = []
+    for name, (base, _, all_bad) in CASES.items():
+        lines += [f"# {name}: {inspect.getdoc(RULE_BY_NAME[name])}"]
+        for bad in all_bad:
+            run = parse_run(GOOD[base], bad).run
+            lines += [f"$ {base} {' '.join(bad)}", *map(str, RULE_BY_NAME[name](run)), ""]
+    assert_golden("errors/rules.txt", "\n".join(lines))
+
+
+def test_all_violations_are_told_at_once():
+    run = parse_run(GOOD["dense"], ["parallel.tp=3", "schedule.warmup_steps=200", "data.synthetic=null"]).run
+    with pytest.raises(SpecErrors) as caught:
+        require_valid(run)
+    assert {violation.where for violation in caught.value.violations} >= {
+        "parallel.tp",
+        "schedule.warmup_steps",
+        "data",
+    }
+
+
+def test_a_valid_run_comes_back():
+    run = parse_run(GOOD["dense"]).run
+    assert require_valid(run) is run

@@ -1,0 +1,75 @@
+"""Any run that can be described loads back equal from its own text."""
+
+import string
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from meshwright.spec import RunSpec
+from meshwright.spec.base import Spec
+from meshwright.spec.check import check
+from meshwright.spec.text import dump_run, parse_run
+from meshwright.spec.violations import spec_of
+
+# Words that YAML readers like to take for something else.
+WORDS = st.sampled_from(
+    ["no", "1e4", "0x10", "null", "true", "12", "1_000", "~", "a: b", "#", "é", " x ", "", "-"]
+)
+NAMES = st.text(string.ascii_letters + string.digits, min_size=1, max_size=12)
+WHOLE = st.integers(1, 3) | st.integers(1, 2**40)
+PARTS = st.floats(0.01, 0.99, allow_nan=False)
+
+
+def specs(kind: type[Spec]) -> st.SearchStrategy[Any]:
+    """Specs of a kind with every field drawn at random."""
+    fields = {name: values(name, found) for name, found in kind.model_fields.items()}
+    return st.fixed_dictionaries(fields).map(kind.model_validate)
+
+
+def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
+    """Values that one field accepts."""
+    options = _options(found.annotation)
+    absent = [st.none()] if type(None) in options else []
+    below = spec_of(found)
+    if below is not None:
+        return st.one_of(*absent, specs(below))
+    return st.one_of(*absent, *(_plain(name, option) for option in options if option is not type(None)))
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _plain(name: str, option: Any) -> st.SearchStrategy[Any]:
+    if get_origin(option) is Literal:
+        return st.sampled_from(get_args(option))
+    base = get_args(option)[0] if get_args(option) else option
+    if name == "zero":
+        return st.integers(0, 3)
+    if name == "name":
+        return NAMES
+    return {bool: st.booleans(), int: WHOLE, float: PARTS, str: WORDS | NAMES}[base]
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs(RunSpec))
+def test_dump_then_load_is_the_same_run(run: RunSpec):
+    assert parse_run(dump_run(run)).run == run
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs(RunSpec))
+def test_rules_have_an_answer_for_any_run(run: RunSpec):
+    """Whatever is described, a rule tells a fact or is silent; it never fails itself."""
+    for violation in check(run):
+        assert violation.fact and violation.where and violation.hint
+
+
+@settings(max_examples=20, deadline=None)
+@given(specs(RunSpec), specs(RunSpec))
+def test_equal_fingerprints_mean_equal_runs(one: RunSpec, other: RunSpec):
+    assert (one.fingerprint() == other.fingerprint()) == (one == other)
+    assert parse_run(dump_run(one)).run.fingerprint() == one.fingerprint()

@@ -1,0 +1,261 @@
+"""Run files, recipes and overrides: precedence, origins, errors with lines, versions."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import SpecError, SpecErrors
+from meshwright.spec import text as text_module
+from meshwright.spec.families import FAMILIES
+from meshwright.spec.text import (
+    dump_run,
+    find_run_file,
+    load_run,
+    migrated,
+    parse_override,
+    parse_run,
+    read_run,
+    recipe_names,
+)
+from tests.golden_files import assert_golden
+from tests.run_texts import DENSE, GOOD
+
+NAMELESS = DENSE.replace("name: tiny\n", "")
+REST = "schedule: {num_steps: 10}\ndata: {synthetic: {}, sequence_length: 128, batch_sequences: 8}\n"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def violations(text: str, overrides: list[str] | None = None) -> list[SpecError]:
+    try:
+        parse_run(text, overrides or []).require_valid()
+    except SpecErrors as error:
+        return error.violations
+    except SpecError as error:
+        return [error]
+    return []
+
+
+class TestPrecedence:
+    def test_command_line_over_file_over_recipe_over_default(self, tmp_path: Path):
+        write(tmp_path, "base.yaml", DENSE + "seed: 1\noptim: {lr: 1e-3, beta1: 0.8, eps: 1e-6}\n")
+        file = write(tmp_path, "run.yaml", "recipe: base.yaml\nseed: 2\noptim:\n  lr: 2e-3\n")
+        loaded = read_run(file, ["seed=3"])
+        assert (loaded.run.seed, loaded.run.optim.lr, loaded.run.optim.beta1) == (3, 2e-3, 0.8)
+        origins = {key: str(origin) for key, origin in loaded.origins().items()}
+        assert origins["seed"] == "command line"
+        assert origins["optim.lr"] == f"file {file}:4"
+        assert origins["optim.beta1"] == f"recipe {tmp_path / 'base.yaml'}:17"
+        assert origins["optim.beta2"] == "default"
+
+    def test_recipe_by_name_and_on_the_command_line(self, tmp_path: Path):
+        file = write(tmp_path, "run.yaml", "seed: 5\n")
+        run = load_run(file, ["recipe=demo"])
+        assert (run.name, run.seed) == ("demo", 5)
+        assert load_run("demo").name == "demo"
+        assert str(read_run("demo").origins()["name"]).startswith("recipe ")
+
+    def test_a_recipe_may_lie_over_a_recipe(self, tmp_path: Path):
+        write(tmp_path, "a.yaml", DENSE)
+        write(tmp_path, "b.yaml", "recipe: a.yaml\nseed: 1\n")
+        assert load_run(write(tmp_path, "c.yaml", "recipe: b.yaml\n")).seed == 1
+
+    def test_a_recipe_that_names_itself_is_refused(self, tmp_path: Path):
+        file = write(tmp_path, "a.yaml", "recipe: a.yaml\n")
+        with pytest.raises(SpecError, match="more than 8 recipes"):
+            load_run(file)
+
+    def test_the_last_override_wins(self):
+        assert parse_run(DENSE, ["seed=1", "seed=2"]).run.seed == 2
+
+    def test_an_override_reaches_below_an_absent_value(self):
+        run = parse_run(DENSE, ["observe.evaluate.every_steps=5", "data.holdout_sequences=2"]).require_valid()
+        assert run.observe.evaluate is not None
+
+    def test_null_takes_a_value_away(self):
+        assert parse_run(DENSE, ["optim.max_grad_norm=null"]).run.optim.max_grad_norm is None
+
+
+class TestModel:
+    def test_a_family_by_name(self):
+        loaded = parse_run("model: llama-3.2-1b\n" + REST)
+        assert loaded.run.model == FAMILIES["llama-3.2-1b"]
+        assert str(loaded.origins()["model.width"]) == "family llama-3.2-1b"
+
+    @pytest.mark.parametrize(
+        ("text", "overrides"),
+        [
+            ("model: llama-3.2-1b\n", ["model.num_layers=4", "model.attention.window=64"]),
+            ("model: {family: llama-3.2-1b, num_layers: 4, attention: {window: 64}}\n", []),
+            ("model: gpt2-124m\n", ["model=llama-3.2-1b", "model.num_layers=4", "model.attention.window=64"]),
+        ],
+    )
+    def test_fields_laid_over_a_family(self, text: str, overrides: list[str]):
+        model = parse_run(text + REST, overrides).run.model
+        base = FAMILIES["llama-3.2-1b"]
+        assert model == base.with_(num_layers=4, attention=base.attention.with_(window=64))
+
+    def test_naming_a_family_starts_the_model_anew(self, tmp_path: Path):
+        write(tmp_path, "base.yaml", "model: {family: gpt2-124m, num_layers: 3}\n" + REST)
+        file = write(tmp_path, "run.yaml", "recipe: base.yaml\nmodel: {family: llama-3.2-1b}\n")
+        assert load_run(file).model == FAMILIES["llama-3.2-1b"]
+
+    def test_a_name_that_is_no_family_labels_a_complete_model(self):
+        assert parse_run(DENSE, ["model.family=mine"]).run.model.family == "mine"
+
+    def test_a_slip_in_a_family_is_told(self):
+        told = violations("model: {family: lama-3.2-1b, num_layers: 2}\n" + REST)
+        assert "did you mean 'llama-3.2-1b'?" in {violation.hint for violation in told}
+        told = violations("model: lama-3.2-1b\nseed: -1\n" + REST)
+        assert [violation.where for violation in told] == ["run.yaml:1 model", "run.yaml:2 seed"]
+
+    def test_a_hugging_face_config_beside_the_file(self, tmp_path: Path):
+        (tmp_path / "hf").mkdir()
+        config = (
+            '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,'
+            '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "rms_norm_eps": 1e-5,'
+            '"max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": false,'
+            '"hidden_act": "silu"}'
+        )
+        write(tmp_path / "hf", "config.json", config)
+        file = write(tmp_path, "run.yaml", "model: ./hf\n" + REST)
+        model = load_run(file, ["model.num_layers=1"]).model
+        assert (model.width, model.num_layers) == (64, 1)
+
+
+ERRORS = {
+    "unknown key": "parallel: {tpp: 2}",
+    "key of another section": "tp: 2",
+    "dotted key in a file": "parallel.tp: 2",
+    "wrong word": "precision: {compute: bf61}",
+    "not a number": "optim: {lr: fast}",
+    "not whole": "seed: 1.5",
+    "a unit nobody knows": "seed: 4kg",
+    "truth for a number": "parallel: {tp: true}",
+    "number for text": "name: 7",
+    "a name with a space": "name: my run",
+    "too small": "checkpoint: {every_steps: 0}",
+    "too large": "parallel: {zero: 4}",
+    "beyond 64 bits": "seed: 1e40",
+    "not finite": "optim: {lr: .inf}",
+    "scalar for a mapping": "parallel: 8",
+    "list for a mapping": "parallel: [8]",
+    "not true or false": "compile: maybe",
+    "unknown version": "version: 99",
+    "recipe that is not there": "recipe: dmeo",
+    "recipe that is no name": "recipe: 5",
+    "key twice": "seed: 1\nseed: 2",
+    "merge key": "<<: {seed: 1}",
+}
+
+
+class TestErrors:
+    def test_texts(self):
+        told = [
+            f"# {name}\n{line}\n"
+            + "\n".join(str(violation) for violation in violations(f"{NAMELESS}{line}\n"))
+            for name, line in ERRORS.items()
+        ]
+        assert_golden("errors/values.txt", "\n\n".join(told) + "\n")
+
+    @pytest.mark.parametrize("line", ERRORS.values())
+    def test_each_is_refused_with_its_line_and_file(self, line: str):
+        told = violations(f"{NAMELESS}{line}\n")
+        assert len(told) == 1
+        assert told[0].where.startswith("run.yaml")
+
+    def test_all_at_once_and_each_in_its_place(self):
+        bad = DENSE.replace("width: 64", "width: wide").replace("  num_steps: 100\n", "  steps: 100\n")
+        told = violations(bad, ["parallel.tq=2", "nonsense"])
+        assert [violation.where for violation in told] == [
+            "command line",
+            "run.yaml:5 model.width",
+            "command line parallel.tq",
+            "run.yaml:10 schedule.num_steps",
+            "run.yaml:11 schedule.steps",
+        ]
+
+    def test_a_broken_rule_names_the_line(self):
+        assert violations(DENSE, ["parallel.tp=8"])[0].where == "command line parallel.tp"
+        assert violations(DENSE + "parallel:\n  tp: 8\n")[0].where == "run.yaml:17 parallel.tp"
+
+    @pytest.mark.parametrize("override", ["seed", "=1", "a..b=1", ".a=1", "seed=", "seed= ", "seed=[1", ""])
+    def test_what_is_no_override(self, override: str):
+        with pytest.raises(SpecError) as caught:
+            parse_override(override)
+        assert caught.value.where.startswith("command line")
+        assert caught.value.hint
+
+    @pytest.mark.parametrize(
+        ("content", "fact"),
+        [
+            (b"", "this file is empty"),
+            (b"# only a comment\n", "this file is empty"),
+            (b"- a\n- b\n", "not a mapping"),
+            (b"just words", "not a mapping"),
+            (b"name: \xff\xfe", "byte 6 is not UTF-8"),
+            (b"#" * (2**20 + 1), "larger than 1 MiB"),
+        ],
+        ids=["empty", "comment", "list", "text", "latin", "large"],
+    )
+    def test_files_that_are_no_run(self, tmp_path: Path, content: bytes, fact: str):
+        file = tmp_path / "run.yaml"
+        file.write_bytes(content)
+        with pytest.raises(SpecError, match=fact) as caught:
+            load_run(file)
+        assert str(file) in caught.value.where
+
+    def test_a_byte_order_mark_is_no_matter(self, tmp_path: Path):
+        file = tmp_path / "run.yaml"
+        file.write_bytes(b"\xef\xbb\xbf" + DENSE.encode())
+        assert load_run(file).name == "tiny"
+
+    def test_a_missing_file_suggests_its_neighbour(self, tmp_path: Path):
+        write(tmp_path, "train.yaml", DENSE)
+        with pytest.raises(SpecError) as caught:
+            load_run(tmp_path / "trian.yaml")
+        assert "train.yaml" in caught.value.hint
+
+    def test_a_folder_suggests_its_run_file(self, tmp_path: Path):
+        write(tmp_path, "run.yaml", DENSE)
+        with pytest.raises(SpecError, match="is a folder") as caught:
+            find_run_file(str(tmp_path))
+        assert "run.yaml" in caught.value.hint
+
+
+class TestVersions:
+    def test_old_versions_migrate_step_by_step(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(text_module, "RUN_VERSION", 3)
+        monkeypatch.setitem(text_module.MIGRATIONS, 1, lambda tree: {"version": 1, "lr": tree["rate"]})
+        monkeypatch.setitem(text_module.MIGRATIONS, 2, lambda tree: {**tree, "lr": tree["lr"] * 2})
+        assert migrated({"version": 1, "rate": 3}, "run.yaml") == {"version": 3, "lr": 6}
+        assert migrated({"version": 2, "lr": 3}, "run.yaml") == {"version": 3, "lr": 6}
+
+    def test_every_old_version_has_its_migration(self):
+        assert sorted(text_module.MIGRATIONS) == list(range(1, text_module.RUN_VERSION))
+
+    @pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.5])
+    def test_unknown_versions_are_refused(self, version: object):
+        with pytest.raises(SpecError, match="which is not known"):
+            migrated({"version": version}, "run.yaml")
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_dump_loads_back_equal(name: str):
+    run = parse_run(GOOD[name]).run
+    assert parse_run(dump_run(run)).run == run
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_dump_of_every_family_loads_back_equal(name: str):
+    run = parse_run(f"model: {name}\n{REST}").run
+    assert parse_run(dump_run(run)).run == run
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_valid_and_named_as_its_file(name: str):
+    assert load_run(name).name == name
