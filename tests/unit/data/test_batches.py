@@ -1,0 +1,275 @@
+"""Batches: one global order, however it is dealt out, stopped and resumed."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.data.batches import Batch, Batches, build_batches, evaluation_batches
+from meshwright.data.pack import pack
+from meshwright.data.tokenize import ByteTokenizer
+from meshwright.errors import DataError
+from meshwright.spec import DataSpec, SyntheticSpec
+
+SMALL = SyntheticSpec(num_documents=12)
+SPEC = DataSpec(synthetic=SMALL, sequence_length=64, batch_sequences=12, max_epochs=2, holdout_sequences=7)
+CUTS = [(1, 1), (1, 12), (2, 1), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)]
+
+
+def build(spec: DataSpec = SPEC, **options: object) -> Batches:
+    return build_batches(spec, **{"seed": 3, "vocab_size": 257, "dtype": torch.float64, **options})
+
+
+def rows_of(batches: list[Batch]) -> Counter[tuple[object, ...]]:
+    """Every sequence with a weight, with all that is said of it."""
+    found: Counter[tuple[object, ...]] = Counter()
+    for batch in batches:
+        for one in batch.microbatches:
+            for row in range(len(one.tokens_BS)):
+                if one.sequence_weights_B[row] > 0:
+                    found[
+                        tuple(tuple(part[row].reshape(-1).tolist()) for part in one if part is not None)
+                    ] += 1
+    return found
+
+
+def ids_of(batches: Batches, count: int | None = None) -> list[int]:
+    taken = list(batches) if count is None else [next(batches) for _ in range(count)]
+    return [sample for batch in taken for sample in batch.sample_ids]
+
+
+@pytest.mark.parametrize(("dp_size", "microbatch_sequences"), CUTS)
+def test_any_cut_reads_the_same_sequences_with_the_same_weights(
+    dp_size: int, microbatch_sequences: int
+) -> None:
+    whole = list(build())
+    spec = SPEC.with_(microbatch_sequences=microbatch_sequences)
+    ranks = [list(build(spec, dp_rank=rank, dp_size=dp_size)) for rank in range(dp_size)]
+    for step, batch in enumerate(whole):
+        parts = [rank[step] for rank in ranks]
+        assert rows_of(parts) == rows_of([batch])
+        assert {part.sample_ids for part in parts} == {batch.sample_ids}
+        assert {part.num_tokens for part in parts} == {batch.num_tokens}
+        assert {len(part.microbatches) for part in parts} == {12 // (dp_size * microbatch_sequences)}
+    assert {len(rank) for rank in ranks} == {len(whole)}
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6, 12])
+def test_an_epoch_reads_every_training_sample_once(dp_size: int) -> None:
+    """By content: what the ranks were handed, not what a batch says of itself."""
+    spec = SPEC.with_(max_epochs=1)
+    handed: Counter[tuple[int, ...]] = Counter()
+    for rank in range(dp_size):
+        for batch in build(spec, dp_rank=rank, dp_size=dp_size):
+            for one in batch.microbatches:
+                handed.update(tuple(row) for row in one.tokens_BS[one.sequence_weights_B > 0].tolist())
+    samples = build(spec).samples
+    training = samples.rows(np.arange(len(samples) - SPEC.holdout_sequences)).tokens_BS
+    assert handed == Counter(tuple(row) for row in training.tolist())
+
+
+def test_weights_of_a_step_add_up_to_one() -> None:
+    for batch in build():
+        counted = sum(int((one.weights_BS > 0).sum()) for one in batch.microbatches)
+        assert counted == batch.num_tokens
+        total = sum(float(one.weights_BS.sum()) for one in batch.microbatches)
+        assert total == pytest.approx(1, abs=1e-12)  # float64 sum of at most 768 equal terms
+        sequences = sum(float(one.sequence_weights_B.sum()) for one in batch.microbatches)
+        assert sequences == pytest.approx(1, abs=1e-12)
+
+
+def test_the_last_batch_is_short_and_filled_up_on_every_rank() -> None:
+    ranks = [list(build(dp_rank=rank, dp_size=12)) for rank in range(12)]
+    last = [rank[-1] for rank in ranks]
+    num_samples = build().samples_per_epoch * 2
+    assert last[0].num_sequences == num_samples % 12 != 0
+    without_any = [batch for batch in last if float(batch.microbatches[0].weights_BS.sum()) == 0]
+    assert len(without_any) == 12 - last[0].num_sequences
+    for batch in without_any:
+        assert len(batch.microbatches) == 1
+        assert float(batch.microbatches[0].sequence_weights_B.sum()) == 0
+        assert batch.microbatches[0].tokens_BS.shape == (1, 64)
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 2, 7, 13])
+def test_stop_and_resume_on_other_worlds_continues_the_stream(stop_after: int) -> None:
+    uninterrupted = ids_of(build())
+    first = build(dp_rank=1, dp_size=2)
+    seen = ids_of(first, stop_after)
+    state = first.state()
+    for dp_size in (1, 3, 4):
+        resumed = build(dp_rank=dp_size - 1, dp_size=dp_size)
+        resumed.load_state(state)
+        assert resumed.state() == state
+        assert seen + ids_of(resumed) == uninterrupted
+
+
+def test_resuming_with_another_batch_size_continues_the_stream() -> None:
+    first = build()
+    seen = ids_of(first, 3)
+    resumed = build(SPEC.with_(batch_sequences=5))
+    resumed.load_state(first.state())
+    assert seen + ids_of(resumed) == ids_of(build())
+
+
+def test_a_chain_of_stops_loses_and_repeats_nothing() -> None:
+    state, seen = build().state(), []
+    for dp_size in (2, 1, 4, 3, 6, 2):
+        batches = build(dp_size=dp_size)
+        batches.load_state(state)
+        seen += ids_of(batches, 2)
+        state = batches.state()
+    assert seen == ids_of(build(), 12)
+
+
+def test_position_counts_batches_handed_out_only() -> None:
+    batches = build()
+    next(batches)
+    batches.close()  # waits for what was being made ahead
+    assert batches.position == 12
+    assert batches.state()["position"] == 12
+
+
+def test_loading_a_state_forgets_what_was_made_ahead() -> None:
+    batches = build()
+    start = batches.state()
+    first = ids_of(batches, 3)
+    batches.load_state(start)
+    assert ids_of(batches, 3) == first
+
+
+def test_state_is_integers_that_json_keeps_exactly() -> None:
+    state = build().state()
+    assert all(type(value) is int and value < 2**53 for value in state.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "seed"),
+    [
+        ({"synthetic": SyntheticSpec(num_documents=13)}, 3),
+        ({"sequence_length": 32}, 3),
+        ({"shuffle": False}, 3),
+        ({"holdout_sequences": 8}, 3),
+        ({}, 4),
+    ],
+)
+def test_a_position_in_another_stream_is_refused(change: dict[str, object], seed: int) -> None:
+    state = build().state()
+    with pytest.raises(DataError, match="belongs to other data"):
+        build(SPEC.with_(**change), seed=seed).load_state(state)
+
+
+def test_without_max_epochs_the_data_starts_over() -> None:
+    batches = build(SPEC.with_(max_epochs=None, batch_sequences=1000))
+    batch = next(batches)
+    per_epoch = batches.samples_per_epoch
+    assert per_epoch < 1000
+    assert batch.num_sequences == 1000
+    assert sorted(batch.sample_ids[:per_epoch]) == sorted(batch.sample_ids[per_epoch : 2 * per_epoch])
+    assert batch.sample_ids[:per_epoch] != batch.sample_ids[per_epoch : 2 * per_epoch]
+    assert batches.num_batches is None
+
+
+def test_num_batches_is_how_many_there_are() -> None:
+    batches = build()
+    assert batches.num_batches == len(list(batches))
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_joined_documents_have_no_document_tensor() -> None:
+    batch = next(build(SPEC.with_(documents="joined")))
+    assert all(one.documents_BS is None for one in batch.microbatches)
+    assert batch.num_tokens == 12 * 64
+
+
+def test_every_tensor_has_the_sequences_first() -> None:
+    one = next(build(SPEC.with_(microbatch_sequences=3), dtype=torch.float32)).microbatches[0]
+    assert {len(part) for part in one if part is not None} == {3}
+    assert [part.dtype for part in one if part is not None] == [
+        torch.int64, torch.int64, torch.float32, torch.int64, torch.int64, torch.float32,
+    ]  # fmt: skip
+    assert all(part.is_contiguous() for part in one if part is not None)
+
+
+@pytest.mark.parametrize(("dp_size", "microbatch_sequences"), CUTS)
+def test_evaluation_is_the_same_for_every_cut(dp_size: int, microbatch_sequences: int) -> None:
+    spec = SPEC.with_(microbatch_sequences=microbatch_sequences)
+    options = {"vocab_size": 257, "dtype": torch.float64}
+    ranks = [
+        list(evaluation_batches(spec, dp_rank=rank, dp_size=dp_size, **options)) for rank in range(dp_size)
+    ]
+    parts = [batch for rank in ranks for batch in rank]
+    assert rows_of(parts) == rows_of(list(evaluation_batches(SPEC, **options)))
+    assert len({len(batch.microbatches) for batch in parts}) == 1
+    total = sum(float(one.weights_BS.sum()) for batch in parts for one in batch.microbatches)
+    assert total == pytest.approx(1, abs=1e-12)
+
+
+def test_evaluation_reads_the_held_out_samples_and_training_never_does() -> None:
+    spec = SPEC.with_(batch_sequences=3)
+    held_out = [i for b in evaluation_batches(spec, vocab_size=257) for i in b.sample_ids]
+    num_samples = len(build().samples)
+    assert held_out == list(range(num_samples - 7, num_samples))
+    assert not set(held_out) & set(ids_of(build()))
+
+
+def test_evaluation_without_holdout_is_empty() -> None:
+    assert list(evaluation_batches(SPEC.with_(holdout_sequences=0), vocab_size=257)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "fact"),
+    [
+        ({"sequence_length": 10**6}, {}, "fewer than one sequence"),
+        ({"holdout_sequences": 10**5}, {}, "leaves nothing to train on"),
+        ({}, {"vocab_size": 256}, "vocabulary has 257 tokens, the model's only 256"),
+        ({}, {"dp_size": 5}, "not a multiple"),
+        ({"synthetic": None}, {}, "none of path and synthetic"),
+        ({"path": "somewhere"}, {}, "both of path and synthetic"),
+        ({"synthetic": None, "path": "/no/such/dataset"}, {}, "there is no dataset here"),
+    ],
+)
+def test_data_that_does_not_suit_is_refused_with_a_hint(
+    change: dict[str, object], options: dict[str, object], fact: str
+) -> None:
+    with pytest.raises(DataError, match=fact) as caught:
+        build(SPEC.with_(**change), **options)
+    assert caught.value.hint
+    assert caught.value.where
+
+
+def test_a_damaged_token_stops_the_run_with_a_fact(tmp_path: Path) -> None:
+    """Found in the background thread, told in the foreground; and never handed to the model."""
+    (tmp_path / "a.txt").write_text("many words " * 100)
+    pack([tmp_path / "a.txt"], tmp_path / "data", tokenizer=ByteTokenizer())
+    with (tmp_path / "data" / "tokens.bin").open("r+b") as file:
+        file.seek(2 * 70)
+        file.write(b"\xff\xff")
+    spec = DataSpec(path=str(tmp_path / "data"), sequence_length=64, batch_sequences=1, shuffle=False)
+    batches = build(spec)
+    next(batches)
+    with pytest.raises(DataError, match="token 65535 is outside") as caught:
+        next(batches)
+    assert "verify" in caught.value.hint
+    assert batches.position == 1
+
+
+def test_closing_ends_the_background_thread() -> None:
+    before = set(threading.enumerate())
+    batches = build()
+    next(batches)
+    assert set(threading.enumerate()) - before
+    batches.close()
+    assert not set(threading.enumerate()) - before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_arrive_on_the_device_unchanged() -> None:
+    host, device = list(build()), list(build(device="cuda"))
+    assert all(one.tokens_BS.is_cuda for batch in device for one in batch.microbatches)
+    assert rows_of(device) == rows_of(host)
