@@ -1,0 +1,268 @@
+"""Weights to and from Hugging Face folders: `config.json` plus safetensors, sharded with an index."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from meshwright.errors import CheckpointError
+from meshwright.models.initialise import fill
+from meshwright.models.names import Source, sources, state_shapes
+from meshwright.spec import ModelSpec
+from meshwright.spec.huggingface import load_model, to_config
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DEFAULT_SHARD_BYTES = 5 * 10**9
+# Tensors that older writers saved although they follow from the config.
+_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class HuggingFaceReader:
+    """The tensors of a folder under our names, one at a time and straight from the mapped files."""
+
+    def __init__(self, folder: str | Path, model: ModelSpec | None = None) -> None:
+        """Opens the folder and checks that it holds this model (None: the one its config says)."""
+        self.folder = Path(folder)
+        self.model = load_model(str(self.folder)) if model is None else model
+        self.sources = sources(self.model)
+        self.shapes = state_shapes(self.model)
+        self._file_of = self._with_prefix(_file_of_tensor(self.folder))
+        self._open: dict[str, Any] = {}
+        self._check_names()
+
+    def names(self) -> list[str]:
+        """Everything that can be read: parameters and saved buffers, in the order of the model."""
+        return list(self.sources)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, in the dtype it has on disk."""
+        return self.read_slice(name, ())
+
+    def read_slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """A part of the tensor (contiguous slices of the leading dims); only that part is read."""
+        source, shape = self.sources[name], self.shapes[name]
+        bounds = [_bounds(part, size) for part, size in zip(_padded(index, len(shape)), shape, strict=True)]
+        if source.stacked:
+            first, last = bounds[0]
+            return torch.stack(
+                [self._read(each, source, shape[1:], bounds[1:]) for each in source.names[first:last]]
+            )
+        return self._read(source.names[0], source, shape, bounds)
+
+    def _read(
+        self, there: str, source: Source, shape: tuple[int, ...], bounds: list[tuple[int, int]]
+    ) -> Tensor:
+        """One tensor on disk, cut to bounds that are given in our layout."""
+        handle = self._handle(there).get_slice(self._disk_name(there))
+        expected = list(shape)
+        if source.third is not None:
+            offset = source.third * shape[0]
+            bounds = [(bounds[0][0] + offset, bounds[0][1] + offset), *bounds[1:]]
+            expected[0] *= 3
+        if source.transposed:
+            expected, bounds = expected[::-1], bounds[::-1]
+        if list(handle.get_shape()) != expected:
+            raise CheckpointError(
+                f"{there} has shape {tuple(handle.get_shape())}, the model wants {tuple(expected)}",
+                where=str(self.folder),
+                hint="the weights and the model (config.json) do not belong together",
+            )
+        tensor = handle[tuple(slice(first, last) for first, last in bounds)]
+        return tensor.t().contiguous() if source.transposed else tensor
+
+    def _handle(self, there: str) -> Any:
+        file = self._file_of[there]
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                hint = "fetch or write the folder again"
+                raise CheckpointError(f"cannot read the file: {error}", where=str(path), hint=hint) from None
+        return self._open[file]
+
+    def _with_prefix(self, files: dict[str, str]) -> dict[str, str]:
+        """The first GPT-2 checkpoints lack the leading `transformer.`; read them as if they had it."""
+        self._prefix = ""
+        if "wte.weight" in files:
+            self._prefix = "transformer."
+        return {self._prefix + name: file for name, file in files.items()}
+
+    def _disk_name(self, there: str) -> str:
+        return there.removeprefix(self._prefix)
+
+    def _check_names(self) -> None:
+        wanted = {name for source in self.sources.values() for name in source.names}
+        missing = sorted(wanted - self._file_of.keys())
+        if missing:
+            hint = "the weights and the model (config.json) do not belong together"
+            raise CheckpointError(_shown("missing", missing), where=str(self.folder), hint=hint)
+        unexpected = sorted(name for name in self._file_of.keys() - wanted if not self._may_be_left(name))
+        if unexpected:
+            quantised = any("scale" in name for name in unexpected)
+            hint = (
+                "the weights are quantised: convert them to bf16 first" if quantised else "check config.json"
+            )
+            raise CheckpointError(_shown("unexpected", unexpected), where=str(self.folder), hint=hint)
+
+    def _may_be_left(self, name: str) -> bool:
+        is_second_copy = name == "lm_head.weight" and self.model.tied_head
+        # Multi-token-prediction modules stand behind the last layer of the model proper.
+        is_behind = name.startswith("model.layers.") and int(name.split(".")[2]) >= self.model.num_layers
+        return is_second_copy or is_behind or name.endswith(_DERIVED)
+
+
+def load_folder(model: nn.Module, reader: HuggingFaceReader) -> None:
+    """Fills every parameter and saved buffer of a decoder, or of a stage of one, from the folder.
+
+    Each rank reads for itself and holds one whole tensor at a time. Does not communicate.
+    """
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name in reader.names():
+            if name in held:
+                fill(held[name], reader.read(name))
+
+
+def save_folder(
+    state: Mapping[str, Tensor],
+    model: ModelSpec,
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes `config.json` and the weights, cast to `dtype` if one is given; called by one rank.
+
+    `state` holds whole tensors under our names and is asked for one tensor at a time. The folder
+    appears under its name only when it is complete.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError("exists already and is not empty", where=str(folder), hint="name a new folder")
+    _require_state(state, model, folder)
+    dtype = next(iter(state.values())).dtype if dtype is None else dtype
+    config = to_config(model, dtype=str(dtype).removeprefix("torch."))
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_shards(state, model, partial, max_shard_bytes=max_shard_bytes, dtype=dtype)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+
+
+def _require_state(state: Mapping[str, Tensor], model: ModelSpec, folder: Path) -> None:
+    missing = sorted(state_shapes(model).keys() - state.keys())
+    if missing:
+        hint = "the state and the model do not belong together"
+        raise CheckpointError(_shown("missing", missing), where=str(folder), hint=hint)
+
+
+def _write_shards(
+    state: Mapping[str, Tensor], model: ModelSpec, folder: Path, *, max_shard_bytes: int, dtype: torch.dtype
+) -> None:
+    pieces = _pieces(model)
+    shards = _split(_sizes(model, pieces, dtype), max_shard_bytes)
+    file_of: dict[str, str] = {}
+    total_bytes = 0
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: _assemble(state, pieces[name], dtype) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        file_of.update(dict.fromkeys(names, file))
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+# A tensor on disk is made of these: (our name, how it is laid out, which expert or None).
+_Piece = tuple[str, Source, int | None]
+
+
+def _pieces(model: ModelSpec) -> dict[str, list[_Piece]]:
+    """For each tensor on disk, what of ours goes into it, in order."""
+    pieces: dict[str, list[_Piece]] = {}
+    for name, source in sources(model).items():
+        for expert, there in enumerate(source.names):
+            pieces.setdefault(there, []).append((name, source, expert if source.stacked else None))
+    return pieces
+
+
+def _assemble(state: Mapping[str, Tensor], pieces: list[_Piece], dtype: torch.dtype) -> Tensor:
+    parts: list[Tensor] = []
+    for name, _, expert in pieces:
+        whole = state[name].detach()
+        parts.append(whole if expert is None else whole[expert])
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if pieces[0][1].transposed:
+        joined = joined.t()
+    keeps_dtype = pieces[0][0].endswith("balance_bias")  # its steps would vanish in a narrow dtype
+    # A copy of its own: the writer refuses memory that two tensors share.
+    return joined.to(device="cpu", dtype=torch.float32 if keeps_dtype else dtype, copy=True).contiguous()
+
+
+def _sizes(model: ModelSpec, pieces: Mapping[str, list[_Piece]], dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of each tensor on disk."""
+    shapes = state_shapes(model)
+
+    def elements(piece: _Piece) -> int:
+        shape = shapes[piece[0]]
+        return torch.Size(shape if piece[2] is None else shape[1:]).numel()
+
+    return {there: sum(map(elements, parts)) * dtype.itemsize for there, parts in pieces.items()}
+
+
+def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Consecutive names in files of at most `max_bytes` (a single larger tensor gets its own file)."""
+    files: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not files or filled + size > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def _file_of_tensor(folder: Path) -> dict[str, str]:
+    """Which file holds which tensor, from the index or the single file."""
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    try:
+        if index.exists():
+            return dict(json.loads(index.read_text())["weight_map"])
+        if single.exists():
+            with safe_open(single, framework="pt") as handle:
+                return dict.fromkeys(handle.keys(), SINGLE_FILE)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        hint = "fetch or write the folder again"
+        raise CheckpointError(f"damaged: {error}", where=str(folder), hint=hint) from None
+    has_pickle = any(folder.glob("*.bin"))
+    hint = "save the model as safetensors first" if has_pickle else f"expected {SINGLE_FILE} or {INDEX_FILE}"
+    raise CheckpointError("no safetensors in this folder", where=str(folder), hint=hint)
+
+
+def _padded(index: tuple[slice, ...], num_dims: int) -> tuple[slice, ...]:
+    return index + (slice(None),) * (num_dims - len(index))
+
+
+def _bounds(part: slice, size: int) -> tuple[int, int]:
+    first, last, step = part.indices(size)
+    assert step == 1, "only contiguous slices"
+    return first, last
+
+
+def _shown(word: str, names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{len(names)} {word} tensor{'s' * (len(names) > 1)}: {shown}"
