@@ -257,8 +257,8 @@ def _packing_rows(packing: "Packing") -> list[tuple[str, str]]:
     return [
         (
             f"in {packing.sequence_length:,}s",
-            f"{packing.num_sequences:,} sequences, "
-            f"{packing.documents_per_sequence:.3g} documents each, {packing.unused_tokens:,} tokens left over",
+            f"{packing.num_sequences:,} sequences, {packing.documents_per_sequence:.3g} documents each, "
+            f"{packing.unused_tokens:,} tokens left over",
         ),
         ("targets", f"{packing.target_share:.2%} of positions, when documents are separate"),
         ("cut documents", f"{packing.share_cut:.1%} of documents go on in the next sequence"),
