@@ -27,7 +27,7 @@ from meshwright.spec import SyntheticSpec
 # Part of the fingerprint: a change of the grammar is another corpus.
 _GRAMMAR_VERSION = 1
 
-_SHE = ("Mira", "Ada", "Wren", "Lotte", "Ines", "Freya", "Olive", "Tamsin")
+_SHE = ("Mira", "Ada", "Wren", "Lotte", "Iris", "Freya", "Olive", "Tamsin")
 _HE = ("Tobin", "Jonas", "Edgar", "Felix", "Bruno", "Casper", "Hugo", "Silas")
 _TRADES = ("baker", "miller", "weaver", "fisher", "potter", "shepherd", "glazier", "beekeeper")
 _PLACES = ("Otterby", "Fernhill", "Saltmarsh", "Thistledown", "Greywater", "Larkrise")

@@ -1,5 +1,6 @@
 """Numbers about a dataset, against counting by hand."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def test_every_document_is_in_one_bar(lengths: list[int]) -> None:
         assert bar.num_documents == sum(bar.at_least <= length < bar.below for length in lengths)
     assert sum(bar.num_documents for bar in bars) == len(lengths)
     assert len(bars) <= 18
-    assert all(before.below == after.at_least for before, after in zip(bars, bars[1:], strict=False))
+    assert all(before.below == after.at_least for before, after in itertools.pairwise(bars))
 
 
 def test_lengths_alike_are_drawn_in_even_steps() -> None:
