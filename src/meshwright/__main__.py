@@ -1,4 +1,4 @@
-"""`python -m meshwright`."""
+"""`python -m meshwright` is the `meshwright` command."""
 
 from meshwright.cli.main import main
 

@@ -15,7 +15,7 @@ Overrides = Annotated[
 def check(
     run: Run,
     overrides: Overrides = None,
-    origins: Annotated[bool, typer.Option(help="Show every value and where it was said.")] = False,
+    origins: Annotated[bool, typer.Option("--origins", help="Show every value and where it was said.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Tell everything that is wrong with a run file.

@@ -7,7 +7,6 @@ and only the module of the verb in use is imported.
 
 import errno
 import importlib
-import importlib.util
 import os
 import sys
 import tempfile
@@ -52,10 +51,18 @@ VERBS = {
     "env": "What this machine has: versions, cores, memory, accelerators.",
     "schema": "JSON schema of a run file, for editors.",
 }
+NOT_VERBS: set[str] = set()
+"""Modules of this folder that several verbs share."""
 # Installed by `pip install "meshwright[train]"` only.
 TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "tensorboard")
 # typer carries its own copy of click in some releases; this is the error class that it really raises.
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
+
+
+def app_verbs() -> Iterator[str]:
+    """The verbs of the table that have a module."""
+    folder = Path(__file__).parent
+    return (verb for verb in VERBS if (folder / f"{verb}.py").exists())
 
 
 class _Loaded(Mapping[str, Any]):
@@ -74,8 +81,7 @@ class _Loaded(Mapping[str, Any]):
         return command
 
     def __iter__(self) -> Iterator[str]:
-        folder = Path(__file__).parent
-        return (verb for verb in VERBS if (folder / f"{verb}.py").exists())
+        return app_verbs()
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -111,18 +117,24 @@ def new_app(**options: Any) -> typer.Typer:
 app = new_app(cls=_Verbs)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshwright {meshwright.__version__}")
+        raise typer.Exit(EXIT_DONE)
+
+
 @app.callback()
 def meshwright_(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
 ) -> None:
     """Decides how to train your model on the GPUs you have, proves it, and then trains.
 
     Data goes to stdout, talk to stderr. Exit codes: 0 done, 2 the input is wrong, 3 it does not fit,
     4 a run failed, 70 a fault of ours, 130 interrupted. `meshwright VERB --help` explains a verb.
     """
-    if version:
-        typer.echo(f"meshwright {meshwright.__version__}")
-        raise typer.Exit(EXIT_DONE)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ class CheckpointSpec(Spec):
     """Nothing is saved on the way by default; the final state always is."""
 
     every_steps: Positive | None = None
+    """Save this often; null saves at the end only."""
     keep_last: Positive = 2
     """Older checkpoints of this run are deleted once a newer one is complete."""
     start_from: str | None = None

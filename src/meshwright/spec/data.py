@@ -9,7 +9,9 @@ class SyntheticSpec(Spec):
     """A corpus generated on the spot from a grammar with long-range structure; bytes are tokens."""
 
     num_documents: Positive = 2000
+    """Documents generated."""
     seed: NonNegative = 0
+    """The corpus depends on this alone."""
 
 
 class DataSpec(Spec):
@@ -20,6 +22,7 @@ class DataSpec(Spec):
     synthetic: SyntheticSpec | None = None
     """Exactly one of `path` and `synthetic` is given."""
     sequence_length: Positive
+    """Positions of one sequence."""
     batch_sequences: Positive
     """Global batch: sequences per optimizer step over all ranks."""
     microbatch_sequences: Positive = 1
@@ -27,6 +30,7 @@ class DataSpec(Spec):
     documents: Literal["separate", "joined"] = "separate"
     """separate: attention and positions restart at each document; joined: they run across."""
     shuffle: bool = True
+    """Samples in an order drawn from the seed, anew each epoch; false reads them as they lie."""
     max_epochs: Positive | None = None
     """None: start over when the data is used up; otherwise the run ends there, with a short last batch."""
     holdout_sequences: NonNegative = 0

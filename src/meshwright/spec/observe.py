@@ -7,6 +7,7 @@ class EvaluateSpec(Spec):
     """Loss on the held-out sequences at intervals."""
 
     every_steps: Positive
+    """Evaluate this often."""
 
 
 class ObserveSpec(Spec):
@@ -15,4 +16,5 @@ class ObserveSpec(Spec):
     every_steps: Positive = 1
     """Metrics are gathered from the device this often; in between the step does not wait for the host."""
     tensorboard: bool = False
+    """Also write TensorBoard event files."""
     evaluate: EvaluateSpec | None = None

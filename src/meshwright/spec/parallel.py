@@ -28,6 +28,7 @@ class ParallelSpec(Spec):
     cp: Positive = 1
     """Context parallel: each rank holds a part of every sequence."""
     cp_kind: CpKind = "gather"
+    """How attention sees the other ranks: gather keys, pass them in a ring, or exchange heads."""
     cp_inner: Positive = 1
     """hierarchical only: ranks of cp that exchange heads; the ring runs across cp / cp_inner."""
     tp: Positive = 1

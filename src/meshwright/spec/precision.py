@@ -9,14 +9,19 @@ class LossScaleSpec(Spec):
     """Dynamic loss scaling for fp16: halve on overflow and skip, grow after clean steps."""
 
     initial: PositiveNumber = 65536.0
+    """The scale of the first step."""
     growth_factor: PositiveNumber = 2.0
+    """The scale is multiplied by this after growth_steps clean steps."""
     backoff_factor: PositiveNumber = 0.5
+    """The scale is multiplied by this after an overflow, and the step is skipped."""
     growth_steps: Positive = 2000
+    """Clean steps before the scale grows."""
 
 
 class PrecisionSpec(Spec):
     """Weights and optimizer states are fp32 (fp64 when computing in fp64); `compute` is for matmuls."""
 
     compute: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Format of matmuls and activations."""
     loss_scale: LossScaleSpec | None = None
     """Present exactly when compute is fp16."""

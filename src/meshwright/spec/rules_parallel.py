@@ -55,12 +55,12 @@ def tp_divides_vocabulary(run: RunSpec) -> Violations:
 
 
 def sequence_is_cut_evenly(run: RunSpec) -> Violations:
-    """tp x cp divides the sequence; twice that where cp deals out a head and a tail piece for balance."""
+    """tp divides the sequence; with cp, which deals out a head and a tail piece each, 2 x cp x tp does."""
     parallel, length = run.parallel, run.data.sequence_length
-    zigzag = parallel.cp > 1 and parallel.cp_kind != "ulysses"
-    pieces = parallel.tp * parallel.cp * (2 if zigzag else 1)
+    zigzag = parallel.cp > 1
+    pieces = parallel.tp * (2 * parallel.cp if zigzag else 1)
     if length % pieces:
-        formula = "2 x cp x tp" if zigzag else "cp x tp"
+        formula = "2 x cp x tp" if zigzag else "tp"
         fact = f"sequence_length={length} is not a multiple of {formula} = {pieces}"
         multiple = max(pieces, length // pieces * pieces)
         yield SpecError(fact, where="data.sequence_length", hint=f"use data.sequence_length={multiple}")
@@ -90,15 +90,6 @@ def hierarchical_has_two_levels(run: RunSpec) -> Violations:
         hint = f"use cp_inner={' or '.join(map(str, valid))}" if valid else "use cp_kind=ring or ulysses"
         fact = f"cp_inner={parallel.cp_inner} does not cut cp={parallel.cp} into two levels"
         yield SpecError(fact, where="parallel.cp_inner", hint=hint)
-
-
-def window_goes_with_whole_keys(run: RunSpec) -> Violations:
-    """A sliding window needs the keys of its neighbours: gather and ulysses have them, a ring does not."""
-    parallel, window = run.parallel, run.model.attention.window
-    if window is not None and parallel.cp > 1 and parallel.cp_kind in ("ring", "hierarchical"):
-        fact = f"attention.window={window} with cp_kind={parallel.cp_kind}"
-        hint = "use parallel.cp_kind=gather or ulysses, or set model.attention.window=null"
-        yield SpecError(fact, where="parallel.cp_kind", hint=hint)
 
 
 def zero_has_ranks_to_share(run: RunSpec) -> Violations:
@@ -222,7 +213,6 @@ PARALLEL_RULES = [
     sequence_is_cut_evenly,
     heads_suffice_for_exchange,
     hierarchical_has_two_levels,
-    window_goes_with_whole_keys,
     zero_has_ranks_to_share,
     ep_deals_out_experts,
     etp_is_all_or_nothing,

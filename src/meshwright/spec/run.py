@@ -22,11 +22,15 @@ class RunSpec(Spec):
     """Everything that decides what a run computes, and nothing that does not."""
 
     version: Literal[1] = RUN_VERSION
+    """Version of the run-file format; older ones are migrated when read."""
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run directory, runs/<name>."""
     seed: NonNegative = 0
+    """Everything random (weights, order of samples, dropout) follows from it."""
     deterministic: bool = False
     """The same run twice gives bitwise equal losses, at some cost in speed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a device, otherwise the CPU."""
     compile: bool = False
     """Compile each block with torch.compile."""
     model: ModelSpec

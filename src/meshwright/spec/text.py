@@ -99,21 +99,31 @@ def find_run_file(name: str, *, beside: Path | None = None) -> Path:
     direct = [beside / name, Path(name)] if beside else [Path(name)]
     named = [folder / f"{name}.yaml" for folder in recipe_folders()] if Path(name).name == name else []
     for file in (*direct, *named):
-        if file.is_file():
+        if _exists(file) and file.is_file():
             return file
     raise _not_found(name)
 
 
+def _exists(path: Path) -> bool:
+    """False for names that no file can have (too long), where pathlib raises."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def _not_found(name: str) -> SpecError:
     path = Path(name)
-    if path.is_dir():
+    if _exists(path) and path.is_dir():
         inner = path / "run.yaml"
         hint = f"did you mean {str(inner)!r}?" if inner.is_file() else "name a run file"
         return SpecError(f"{name!r} is a folder", where=name, hint=hint)
-    siblings = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    siblings = [str(file) for file in path.parent.glob("*.y*ml")] if _exists(path.parent) else []
     hint = nearest(name, [*siblings, *recipe_names()])
     return SpecError(
-        f"there is no file {name!r}", where=name, hint=hint or f"recipes: {', '.join(recipe_names())}"
+        f"there is no file {show_value(name)}",
+        where=show_value(name).strip("'"),
+        hint=hint or f"recipes: {', '.join(recipe_names())}",
     )
 
 
@@ -270,9 +280,12 @@ def _family_of(layer: Layer, folder: Path) -> Layer | None:
     if isinstance(model, dict) and name not in FAMILIES and not _is_path(name):
         return None  # only a label: the mapping describes the model itself
     beside = folder / name
-    source = str(beside) if _is_path(name) and beside.exists() else name
-    values = {"model": load_model(source).model_dump(mode="json")}
-    return layer_of(values, Origin("family", name))
+    source = str(beside) if _is_path(name) and _exists(beside) else name
+    try:
+        model = load_model(source)
+    except OSError as error:  # such as a name longer than a file's may be
+        raise SpecError(f"{show_value(name)} cannot be read: {error.strerror}") from None
+    return layer_of({"model": model.model_dump(mode="json")}, Origin("family", name))
 
 
 def _is_path(name: str) -> bool:
