@@ -1,0 +1,306 @@
+"""Runs a tiny run on the pool of ranks and compares it with the oracle, tensor by tensor."""
+
+import dataclasses
+import gc
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.mesh import Mesh, World, build_mesh
+from meshwright.optim.build import state_tensors
+from meshwright.optim.schedule import learning_rate
+from meshwright.parallel import apply as parallel_apply
+from meshwright.spec import RunSpec
+from meshwright.spec.check import require_valid
+from meshwright.train.build import build_data, build_training, seed_step
+from meshwright.train.evaluate import evaluate, sum_over_world
+from meshwright.train.step import Training, train_step
+from tests.communication import Recorder, named_calls
+from tests.oracle import Reference, reference
+from tests.ranks import RankPool
+
+# float64 carries 16 digits; sums in another order cost two or three of them, three steps one more.
+RTOL = 1e-9
+# A tensor that is zero but for rounding (the key bias of attention without rotation) has no scale of its
+# own; below this part of the largest tensor of its kind the error is measured against that part.
+SMALLEST_SCALE = 1e-4
+
+
+@dataclasses.dataclass
+class Held:
+    """Bytes of state on one rank, by storage: views of one storage count once, and whole."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+@dataclasses.dataclass
+class Result:
+    """What one rank saw, its tensors gathered to whole ones by name."""
+
+    rank: int
+    stage: int
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    eval_loss: float
+    digests: dict[str, str]
+    """Of the gathered weights: equal on all ranks of a stage."""
+    num_steps: int
+    communication: Counter[tuple[str, str, int]]
+    """Of the last step."""
+    held: Held
+    """Just before the last update."""
+    sample_ids: list[tuple[int, ...]]
+
+
+def this_world() -> World:
+    """The world of the job that the pool runs at the moment."""
+    rank = dist.get_rank()
+    return World(rank=rank, local_rank=rank, num_ranks=dist.get_world_size(), device=torch.device("cpu"))
+
+
+def run_case(
+    ranks: RankPool, run: RunSpec, *, num_steps: int = 3, frozen: tuple[str, ...] = ()
+) -> list[Result]:
+    """Train on as many ranks as the run asks for; one Result per rank."""
+    return run_cases(ranks, [run], num_steps=num_steps, frozen=frozen)[0]
+
+
+def run_cases(
+    ranks: RankPool, runs: list[RunSpec], *, num_steps: int = 3, frozen: tuple[str, ...] = ()
+) -> list[list[Result]]:
+    """Several runs with one mesh: one list of Results (by rank) per run."""
+    for run in runs:
+        require_valid(run)
+    by_rank = ranks.run(_train_here, runs[0].parallel.num_ranks, runs, num_steps, frozen)
+    return [[results[index] for results in by_rank] for index in range(len(runs))]
+
+
+def _train_here(runs: list[RunSpec], num_steps: int, frozen: tuple[str, ...]) -> list[Result]:
+    mesh = build_mesh(runs[0].parallel, this_world())
+    with ExitStack() as stack:
+        if frozen:
+            stack.enter_context(_freezing(frozen))
+        return [train_steps(run, mesh, num_steps) for run in runs]
+
+
+def _freezing(frozen: tuple[str, ...]) -> Any:
+    """Parameters whose name holds one of these parts want no gradient, from the moment they are built."""
+    build = parallel_apply.build_decoder
+
+    def build_frozen(*args: Any, **kwargs: Any) -> Any:
+        model = build(*args, **kwargs)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in frozen))
+        return model
+
+    return patch.object(parallel_apply, "build_decoder", build_frozen)
+
+
+def train_steps(run: RunSpec, mesh: Mesh, num_steps: int) -> Result:
+    """Build, train and gather; all ranks of the mesh call it."""
+    training, batches = build_training(run, mesh), build_data(run, mesh)
+    gradients: list[dict[str, Tensor]] = []
+    held: list[Held] = []
+
+    def before_update(*_: object) -> None:
+        held.append(measure(training))
+        gradients.append(gather(training, lambda one: one.shard.grad))
+
+    losses, norms, sample_ids, recorder = [], [], [], Recorder()
+    for step in range(num_steps):
+        batch = next(batches)
+        seed_step(run.seed, step)
+        rate = learning_rate(run.optim, run.schedule, step, batch_tokens=run.data.batch_tokens)
+        # Gathering gradients would be recorded as well, so the last step is made a second time without.
+        hook = training.optimizer.register_step_pre_hook(before_update)
+        outcome = train_step(training, batch, learning_rate=rate)
+        hook.remove()
+        losses.append(float(sum_over_world(outcome.loss, mesh)))
+        norms.append(float(outcome.grad_norm))
+        sample_ids.append(batch.sample_ids)
+    weights = gather(training, lambda one: one.shard, trainable_only=False)
+    result = Result(
+        rank=mesh.rank,
+        stage=mesh.coordinate("pp"),
+        losses=losses,
+        grad_norms=norms,
+        gradients=gradients,
+        weights=weights,
+        optimizer=gather_states(run, training),
+        buffers=_buffers(training),
+        ema=gather(training, partial(_average, training)) if training.ema else {},
+        eval_loss=evaluate(run, training.program, mesh),
+        digests={name: _digest(tensor) for name, tensor in weights.items()},
+        num_steps=num_steps,
+        communication=Counter(),
+        held=held[-1],
+        sample_ids=sample_ids,
+    )
+    with recorder:
+        train_step(training, batch, learning_rate=rate)
+    batches.close()
+    return dataclasses.replace(result, communication=named_calls(recorder.calls, mesh))
+
+
+def _average(training: Training, one: Any) -> Tensor:
+    assert training.ema is not None
+    return training.ema.averages[one.name]
+
+
+def gather(
+    training: Training, choose: Callable[[Any], Tensor | None], *, trainable_only: bool = True
+) -> dict[str, Tensor]:
+    """A tensor of every owned parameter, made whole; communicates."""
+    found = {}
+    for one in training.program.owned:
+        if one.parameter.requires_grad or not trainable_only:
+            part = choose(one)
+            assert part is not None, f"{one.name} has no gradient"
+            found[one.name] = one.as_global(part).full_tensor().clone()
+    return found
+
+
+def gather_states(run: RunSpec, training: Training) -> dict[str, Tensor]:
+    """Optimizer states by `parameter.state`, made whole."""
+    owned = {one.name: one for one in training.program.owned}
+    states = state_tensors(training.optimizer, training.named_shards, run.optim)
+    return {
+        f"{name}.{key}": owned[name].as_global(value).full_tensor().clone()
+        for name, parts in states.items()
+        for key, value in parts.items()
+    }
+
+
+def _buffers(training: Training) -> dict[str, Tensor]:
+    return {
+        name: value.clone()
+        for stage in training.program.stages
+        for name, value in stage.named_buffers()
+        if "balance_bias" in name
+    }
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def measure(training: Training) -> Held:
+    """What the state of this rank takes, by storage."""
+    owned = training.program.owned
+    gradients = [one.shard.grad for one in owned] + [one.parameter.grad for one in owned]
+    states = [value for state in training.optimizer.state.values() for value in state.values()]
+    return Held(
+        parameters=_storage_bytes([one.parameter for one in owned] + [one.shard for one in owned]),
+        gradients=_storage_bytes(gradients),
+        optimizer=_storage_bytes([value for value in states if isinstance(value, Tensor) and value.ndim]),
+    )
+
+
+def _storage_bytes(tensors: list[Any]) -> int:
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def all_tensor_bytes() -> int:
+    """Every storage that Python can reach in this process: nothing large hides from this."""
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if type(value) in (Tensor, torch.nn.Parameter)]
+    return _storage_bytes([tensor for tensor in tensors if tensor.layout == torch.strided])
+
+
+def merged(results: list[Result], choose: Callable[[Result], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all pipeline stages under one roof."""
+    found: dict[str, Tensor] = {}
+    for result in results:
+        found |= choose(result)
+    return found
+
+
+def worst_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """max |a - b| / max |b| of each tensor, named."""
+    assert set(actual) == set(expected), set(actual) ^ set(expected)
+    largest = max((float(tensor.abs().max()) for tensor in expected.values()), default=1.0)
+    errors = {}
+    for name, tensor in expected.items():
+        assert actual[name].shape == tensor.shape, name
+        scale = max(float(tensor.abs().max()), SMALLEST_SCALE * largest)
+        error = float((actual[name] - tensor).abs().max()) / scale if scale else 0.0
+        errors[name] = error if error == error else float("inf")
+    return errors
+
+
+def training_errors(results: list[Result], expected: Reference) -> dict[str, float]:
+    """The worst relative error of everything the oracle knows, by what it is."""
+    first, errors = results[0], {}
+    for step in range(first.num_steps):
+        scalars = {
+            "loss": (first.losses, expected.losses),
+            "grad_norm": (first.grad_norms, expected.grad_norms),
+        }
+        for name, (ours, theirs) in scalars.items():
+            errors[f"step {step} {name}"] = abs(ours[step] - theirs[step]) / abs(theirs[step])
+        gradients = merged(results, lambda result, step=step: result.gradients[step])
+        named = worst_errors(gradients, expected.gradients[step])
+        errors |= {f"step {step} gradient {name}": error for name, error in named.items()}
+    for kind in ("weights", "optimizer", "buffers"):
+        named = worst_errors(
+            merged(results, lambda result, kind=kind: getattr(result, kind)), getattr(expected, kind)
+        )
+        errors |= {f"{kind} {name}": error for name, error in named.items()}
+    if first.ema:
+        named = worst_errors(merged(results, lambda result: result.ema), expected.ema)
+        errors |= {f"ema {name}": error for name, error in named.items()}
+    errors["eval loss"] = abs(first.eval_loss - expected.eval_loss) / expected.eval_loss
+    return errors
+
+
+def assert_same_training(results: list[Result], expected: Reference, *, rtol: float = RTOL) -> float:
+    """Losses, norms, gradients, weights and states equal the oracle's; returns the worst relative error."""
+    assert_ranks_agree(results)
+    errors = training_errors(results, expected)
+    wrong = {name: error for name, error in errors.items() if not error <= rtol}
+    shown = sorted(wrong.items(), key=lambda item: -item[1])[:12]
+    listed = "\n".join(f"  {error:.1e}  {name}" for name, error in shown)
+    assert not wrong, f"{len(wrong)} of {len(errors)} quantities differ from one device:\n{listed}"
+    return max(errors.values())
+
+
+def assert_ranks_agree(results: list[Result]) -> None:
+    """Every rank reports the same numbers, and copies of a weight are equal bit by bit."""
+    for result in results[1:]:
+        assert result.losses == results[0].losses
+        assert result.grad_norms == results[0].grad_norms
+        assert result.sample_ids == results[0].sample_ids
+    by_stage: dict[tuple[int, str], set[str]] = {}
+    for result in results:
+        for name, digest in result.digests.items():
+            by_stage.setdefault((result.stage, name), set()).add(digest)
+    apart = [name for (_, name), digests in by_stage.items() if len(digests) > 1]
+    assert not apart, f"ranks hold different copies of {apart}"
+
+
+def prove(ranks: RankPool, run: RunSpec, *, frozen: tuple[str, ...] = ()) -> list[Result]:
+    """Three steps of a run equal the oracle's."""
+    results = run_case(ranks, run, frozen=frozen)
+    assert_same_training(results, reference(run, frozen=frozen))
+    return results

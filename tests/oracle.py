@@ -1,0 +1,252 @@
+"""The oracle: one process, float64, the whole global batch in one forward pass, plain torch.
+
+It shares with the product the decoder, its initial weights, and the stored tokens. Sequences, targets,
+loss, auxiliary loss, decay groups, clipping, learning rate and update are written out again here.
+"""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshwright.data.batches import open_source
+from meshwright.data.order import SampleOrder
+from meshwright.models.decoder import Decoder, build_decoder
+from meshwright.models.initialise import initialise
+from meshwright.models.layers.routing import Router
+from meshwright.spec import RunSpec
+
+IGNORED = -100
+
+
+@dataclasses.dataclass
+class Reference:
+    """What a run of some steps must give, on any mesh."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+    gradients: list[dict[str, Tensor]]
+    """Of each step, after clipping."""
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    """State tensors by `parameter.state`."""
+    buffers: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    eval_loss: float
+    """Of the final weights on the held-out sequences."""
+
+
+class Sequences:
+    """The sequences of a dataset as tensors, cut at document ends by hand."""
+
+    def __init__(self, run: RunSpec) -> None:
+        source = open_source(run.data)
+        self.tokens = np.asarray(source.tokens).astype(np.int64)
+        self.length = run.data.sequence_length
+        self.num_sequences = (len(self.tokens) - 1) // self.length
+        self.num_training = self.num_sequences - run.data.holdout_sequences
+        self.document = np.zeros(len(self.tokens), dtype=np.int64)
+        self.is_separate = run.data.documents == "separate"
+        if self.is_separate:
+            for end in source.document_ends[:-1]:
+                self.document[end:] += 1
+
+    def rows(self, ids: list[int]) -> dict[str, Tensor]:
+        """tokens, targets, positions and documents, all [sequences, length]."""
+        parts: dict[str, list[np.ndarray]] = {"tokens": [], "targets": [], "positions": [], "documents": []}
+        for sample in ids:
+            here = slice(sample * self.length, (sample + 1) * self.length)
+            after = slice(here.start + 1, here.stop + 1)
+            document = self.document[here]
+            positions = [int((document[:place] == document[place]).sum()) for place in range(self.length)]
+            targets = np.where(self.document[after] == document, self.tokens[after], IGNORED)
+            parts["tokens"].append(self.tokens[here])
+            parts["targets"].append(targets)
+            parts["positions"].append(np.array(positions))
+            parts["documents"].append(document)
+        return {name: torch.from_numpy(np.stack(values)) for name, values in parts.items()}
+
+    def batch_ids(self, run: RunSpec, step: int) -> list[int]:
+        """The samples of one step; the last batch of `max_epochs` may be short."""
+        order = SampleOrder(self.num_training, run.seed, run.data.shuffle)
+        start, count = step * run.data.batch_sequences, run.data.batch_sequences
+        if run.data.max_epochs is not None:
+            count = min(count, run.data.max_epochs * self.num_training - start)
+        return order.sample_ids(start, count).tolist()
+
+
+class Routers:
+    """Watches the routers of a model: the auxiliary loss and the load of one forward pass."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.moe = model.spec.moe
+        self.seen: dict[Router, tuple[Tensor, Tensor]] = {}
+        for router in (module for module in model.modules() if isinstance(module, Router)):
+            router.register_forward_hook(self._watch)
+
+    def _watch(self, router: nn.Module, inputs: object, routing) -> None:
+        self.seen[router] = (routing.experts_BSC, routing.scores_BSE)
+
+    def auxiliary_loss(self) -> Tensor | float:
+        """Mean over sequences of E x sum over experts of (part of choices) x (mean score), per layer."""
+        total: Tensor | float = 0.0
+        for experts_BSC, scores_BSE in self.seen.values():
+            assert self.moe is not None
+            if self.moe.score == "sigmoid":
+                scores_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True)
+            chosen_BSE = nn.functional.one_hot(experts_BSC, self.moe.num_experts).sum(2)
+            part_BE = chosen_BSE.double().mean(1) / self.moe.top_k
+            per_sequence = self.moe.num_experts * (part_BE * scores_BSE.mean(1)).sum(-1)
+            total = total + self.moe.aux_loss * per_sequence.mean()
+        return total
+
+    @torch.no_grad()
+    def step_biases(self) -> None:
+        """Towards even use: one step up for an expert below the mean load, one down above."""
+        for router, (experts_BSC, _) in self.seen.items():
+            if router.balance_bias is not None and self.moe is not None:
+                load = torch.bincount(experts_BSC.flatten(), minlength=self.moe.num_experts).double()
+                router.balance_bias += self.moe.balance_bias_rate * torch.sign(load.mean() - load)
+
+
+def reference_rate(run: RunSpec, step: int) -> float:
+    """Linear warm-up, then linear to the final ratio at the last step."""
+    schedule = run.schedule
+    assert schedule.kind == "linear" and run.optim.lr_scaling is None
+    if step < schedule.warmup_steps:
+        return run.optim.lr * (step + 1) / schedule.warmup_steps
+    progress = (step - schedule.warmup_steps) / (schedule.num_steps - 1 - schedule.warmup_steps)
+    return run.optim.lr * (1 - progress * (1 - schedule.final_ratio))
+
+
+def _optimizer(run: RunSpec, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    optim = run.optim
+    decaying = [p for p in named.values() if p.ndim >= 2 or optim.decay == "all"]
+    others = [p for p in named.values() if not (p.ndim >= 2 or optim.decay == "all")]
+    groups = [
+        {"params": decaying, "weight_decay": optim.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.beta1)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+
+
+def token_loss(model: Decoder, rows: dict[str, Tensor], *, divisor: int | None = None) -> Tensor:
+    """Sum of cross-entropies / number of targets (or `divisor`)."""
+    logits_BSV = model(rows["tokens"], positions_BS=rows["positions"], documents_BS=rows["documents"])
+    targets = rows["targets"].flatten()
+    total = nn.functional.cross_entropy(
+        logits_BSV.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum"
+    )
+    return total / (divisor or int((targets != IGNORED).sum()))
+
+
+def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
+    """The whole model in float64 at its initial weights."""
+    model = build_decoder(run.model, dtype=torch.float64)
+    initialise(model, run.seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    return model
+
+
+def reference(run: RunSpec, *, num_steps: int = 3, frozen: tuple[str, ...] = ()) -> Reference:
+    """Train `num_steps` steps; kept for the next caller whose run has the same course."""
+    parts = (run.model, run.optim, run.schedule, run.data.with_(microbatch_sequences=1))
+    key = "/".join(part.model_dump_json() for part in parts)
+    return _cached(_Ignored(run), key, run.seed, num_steps, frozen)
+
+
+class _Ignored:
+    """Equal to any other: the cache looks at the text key, not at how the run is cut."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self.run = run
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ignored)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=256)
+def _cached(run: _Ignored, key: str, seed: int, num_steps: int, frozen: tuple[str, ...]) -> Reference:
+    return _train(run.run, num_steps, frozen)
+
+
+def _train(run: RunSpec, num_steps: int, frozen: tuple[str, ...]) -> Reference:
+    model, sequences = reference_model(run, frozen), Sequences(run)
+    routers = Routers(model)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = _optimizer(run, named)
+    ema = {name: p.detach().clone() for name, p in named.items()}
+    losses, norms, rates, gradients = [], [], [], []
+    for step in range(num_steps):
+        loss = token_loss(model, sequences.rows(sequences.batch_ids(run, step)))
+        (loss + routers.auxiliary_loss()).backward()
+        norm = nn.utils.clip_grad_norm_(named.values(), run.optim.max_grad_norm or math.inf)
+        rates.append(reference_rate(run, step))
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        gradients.append({name: _gradient(p) for name, p in named.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        routers.step_biases()
+        losses.append(loss.item())
+        norms.append(norm.item())
+        for name, p in named.items():
+            decay = run.optim.ema_decay or 0.0
+            ema[name] = decay * ema[name] + (1 - decay) * p.detach()
+    return Reference(
+        losses=losses,
+        grad_norms=norms,
+        learning_rates=rates,
+        gradients=gradients,
+        weights={name: p.detach().clone() for name, p in model.named_parameters()},
+        optimizer=_states(optimizer, named),
+        buffers={name: value.clone() for name, value in model.state_dict().items() if "balance_bias" in name},
+        ema=ema,
+        eval_loss=_evaluation_loss(model, sequences),
+    )
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+
+
+def _states(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    keys = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+    return {
+        f"{name}.{key}": value.clone()
+        for name, p in named.items()
+        for key, value in optimizer.state[p].items()
+        if key in keys and value is not None
+    }
+
+
+def _evaluation_loss(model: Decoder, sequences: Sequences) -> float:
+    held_out = list(range(sequences.num_training, sequences.num_sequences))
+    with torch.no_grad():
+        return float(token_loss(model.eval(), sequences.rows(held_out)))
+
+
+def loss_of_one_document(model: Decoder, tokens: np.ndarray) -> tuple[float, int]:
+    """(sum of losses, targets) of a document alone, without masks: what packing must not change."""
+    inputs = torch.from_numpy(tokens[:-1].astype(np.int64))[None]
+    targets = torch.from_numpy(tokens[1:].astype(np.int64))
+    with torch.no_grad():
+        logits_BSV = model(inputs, positions_BS=torch.arange(inputs.shape[1])[None])
+    return float(nn.functional.cross_entropy(logits_BSV[0], targets, reduction="sum")), len(targets)
+
+
+def dataset_folder(run: RunSpec) -> Path:
+    """Where the tokens of a run lie."""
+    return Path(str(run.data.path))
