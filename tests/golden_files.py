@@ -1,6 +1,6 @@
 """Golden files: text that changes only on purpose.
 
-Regenerate all of them with `MESHWRIGHT_GOLDEN=write python -m pytest tests/golden tests/unit/spec tests/unit/cli`
+Regenerate with `MESHWRIGHT_GOLDEN=write python -m pytest tests/golden tests/unit/spec tests/unit/cli`
 and read the difference before committing it.
 """
 

@@ -92,6 +92,15 @@ def hierarchical_has_two_levels(run: RunSpec) -> Violations:
         yield SpecError(fact, where="parallel.cp_inner", hint=hint)
 
 
+def attention_dropout_has_kernels(run: RunSpec) -> Violations:
+    """With cp, only ulysses runs the kernel that drops attention probabilities."""
+    parallel, dropout = run.parallel, run.model.attention.dropout
+    if dropout and parallel.cp > 1 and parallel.cp_kind != "ulysses":
+        fact = f"attention.dropout={dropout:g} with cp_kind={parallel.cp_kind}, whose kernels have none"
+        hint = "set model.attention.dropout=0, or use parallel.cp_kind=ulysses"
+        yield SpecError(fact, where="model.attention.dropout", hint=hint)
+
+
 def zero_has_ranks_to_share(run: RunSpec) -> Violations:
     """`zero` divides state over dp_shard x cp, so it needs more than one such rank; dp_shard needs `zero`."""
     parallel = run.parallel
@@ -213,6 +222,7 @@ PARALLEL_RULES = [
     sequence_is_cut_evenly,
     heads_suffice_for_exchange,
     hierarchical_has_two_levels,
+    attention_dropout_has_kernels,
     zero_has_ranks_to_share,
     ep_deals_out_experts,
     etp_is_all_or_nothing,

@@ -3,13 +3,13 @@
 import inspect
 
 import pytest
+from tests.golden_files import assert_golden
+from tests.run_texts import GOOD
 
 from meshwright.errors import SpecErrors
 from meshwright.spec.check import RULES, check, require_valid
 from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.text import parse_run
-from tests.golden_files import assert_golden
-from tests.run_texts import GOOD
 
 PP4 = ["parallel.pp=4"]
 # rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
@@ -105,10 +105,10 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.cp=2", "parallel.cp_kind=hierarchical", "parallel.cp_inner=2"],
         ],
     ),
-    "window_goes_with_whole_keys": (
+    "attention_dropout_has_kernels": (
         "dense",
-        ["model.attention.window=16", "parallel.cp=2"],
-        [["model.attention.window=16", "parallel.cp=2", "parallel.cp_kind=ring"]],
+        ["model.attention.dropout=0.1", "parallel.cp=2", "parallel.cp_kind=ulysses"],
+        [["model.attention.dropout=0.1", "parallel.cp=2"]],
     ),
     "zero_has_ranks_to_share": (
         "dense",

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from tests.golden_files import assert_golden
+from tests.run_texts import DENSE, GOOD
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec import text as text_module
@@ -17,8 +19,6 @@ from meshwright.spec.text import (
     read_run,
     recipe_names,
 )
-from tests.golden_files import assert_golden
-from tests.run_texts import DENSE, GOOD
 
 NAMELESS = DENSE.replace("name: tiny\n", "")
 REST = "schedule: {num_steps: 10}\ndata: {synthetic: {}, sequence_length: 128, batch_sequences: 8}\n"
@@ -219,6 +219,12 @@ class TestErrors:
         with pytest.raises(SpecError) as caught:
             load_run(tmp_path / "trian.yaml")
         assert "train.yaml" in caught.value.hint
+
+    @pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "nul\x00l", "", "missing/run.yaml"])
+    def test_names_that_no_file_has(self, name: str):
+        with pytest.raises(SpecError):
+            load_run(name)
+        assert violations(f"recipe: {name!r}\nmodel: ./{name!r}\n{REST}")
 
     def test_a_folder_suggests_its_run_file(self, tmp_path: Path):
         write(tmp_path, "run.yaml", DENSE)

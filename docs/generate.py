@@ -1,0 +1,142 @@
+"""Writes the generated pages of docs/reference from the program itself: `python docs/generate.py`.
+
+A test compares the committed pages with what this writes, so that they cannot grow old.
+"""
+
+import contextlib
+import inspect
+import io
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from meshwright.cli.main import VERBS, app_verbs, run
+from meshwright.spec import RunSpec
+from meshwright.spec.base import Spec
+from meshwright.spec.check import RULES
+from meshwright.spec.rules_run import CONDITIONS
+from meshwright.spec.violations import spec_of
+
+REFERENCE = Path(__file__).parent / "reference"
+GENERATED = "<!-- Written by docs/generate.py; change the program, not this page. -->"
+
+
+def main() -> None:
+    """Write every generated page."""
+    REFERENCE.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (REFERENCE / name).write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """File name -> text of each generated page."""
+    return {"cli.md": cli_page(), "run.md": run_page()}
+
+
+def cli_page() -> str:
+    """Every verb with its help."""
+    parts = [f"# Command line\n\n{GENERATED}\n", _block(help_of([]))]
+    for verb in app_verbs():
+        parts += [f"## {verb}\n\n{VERBS[verb]}\n", _block(help_of([verb]))]
+        parts += [_block(help_of([verb, inner])) for inner in inner_verbs(verb)]
+    return "\n".join(parts)
+
+
+def help_of(words: list[str]) -> str:
+    """What `--help` prints, at a width that does not depend on the terminal."""
+    out = io.StringIO()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"
+    try:
+        with contextlib.redirect_stdout(out):
+            run([*words, "--help"])
+    finally:
+        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+    return out.getvalue()
+
+
+def inner_verbs(verb: str) -> list[str]:
+    """The verbs inside a verb (`data pack`), read from its help."""
+    lines = help_of([verb]).splitlines()
+    if "Commands:" not in lines:
+        return []
+    below = lines[lines.index("Commands:") + 1 :]
+    return [line.split()[0] for line in below if line.startswith("  ") and not line.startswith("   ")]
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```\n"
+
+
+def run_page() -> str:
+    """Every key of a run file, and every rule between them."""
+    parts = [
+        f"# Run file\n\n{GENERATED}\n",
+        "Keys are written nested in a file and dotted on the command line (`parallel.tp=2`). Whole numbers",
+        "may be written `4K`, `2M`, `1e6`; sizes `80GiB`; durations `30d`. Besides these keys a file may say",
+        "`recipe: NAME`, and `model:` may be a family's name. See [the guide](../guides/run_file.md).\n",
+        *_sections("", RunSpec),
+        "## Rules\n",
+        "`meshwright check` tells every rule that a run breaks.\n",
+        "| rule | says |\n|---|---|",
+        *(f"| `{rule.__name__}` | {_line(inspect.getdoc(rule))} |" for rule in RULES),
+        "\n### Settings that need others\n",
+        "| key | counts when |\n|---|---|",
+        *(f"| `{condition.key}` | {condition.words} |" for condition in CONDITIONS),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _sections(prefix: str, spec: type[Spec]) -> list[str]:
+    """A table per spec, each followed by the tables of the specs inside it."""
+    title = f"## {prefix.rstrip('.')}\n" if prefix else "## Top level\n"
+    rows = [_row(prefix, name, found) for name, found in spec.model_fields.items()]
+    lines = [
+        title,
+        f"{_line(spec.__doc__)}\n",
+        "| key | value | default | meaning |\n|---|---|---|---|",
+        *rows,
+        "",
+    ]
+    for name, found in spec.model_fields.items():
+        below = spec_of(found)
+        if below is not None:
+            lines += _sections(f"{prefix}{name}.", below)
+    return lines
+
+
+def _row(prefix: str, name: str, found: FieldInfo) -> str:
+    default = "required" if found.is_required() else _default(found.default)
+    return f"| `{prefix}{name}` | {_kind(found)} | {default} | {_line(found.description)} |"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, Spec):
+        return "see below"
+    if value is None or isinstance(value, bool):
+        return "absent" if value is None else str(value).lower()
+    return f"`{value}`"
+
+
+def _kind(found: FieldInfo) -> str:
+    if spec_of(found) is not None:
+        return "mapping"
+    options = get_args(found.annotation) if type(None) in get_args(found.annotation) else (found.annotation,)
+    return ", ".join(_word(option) for option in options if option is not type(None))
+
+
+def _word(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return " ".join(f"`{word}`" for word in get_args(option))
+    plain = get_args(option)[0] if get_origin(option) is Annotated else option
+    return {int: "whole number", float: "number", bool: "true or false", str: "text"}[plain]
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`meshwright check`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.golden_files import assert_golden
+from tests.run_texts import DENSE
+
+from meshwright.cli.main import run
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(DENSE)
+    return "run.yaml"
+
+
+def test_a_valid_run_is_summed_up(run_file: str, capsys: Captured):
+    assert run(["check", run_file, "parallel.dp_shard=4", "parallel.zero=2"]) == 0
+    assert_golden("errors/check_valid.txt", capsys.readouterr().out)
+
+
+def test_everything_wrong_at_once(run_file: str, capsys: Captured):
+    assert (
+        run(
+            [
+                "check",
+                run_file,
+                "parallel.tp=8",
+                "schedule.warmup_steps=1K",
+                "optim.kind=sgd",
+                "optim.eps=1e-6",
+            ]
+        )
+        == 2
+    )
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert_golden("errors/check_invalid.txt", captured.err)
+
+
+def test_origins_of_every_value(run_file: str, capsys: Captured):
+    assert run(["check", run_file, "seed=3", "--origins"]) == 0
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["seed"] == ["3", "command line"]
+    assert lines["model.width"] == ["64", "file run.yaml:5"]
+    assert lines["optim.lr"] == ["0.0003", "default"]
+
+
+def test_json_of_a_valid_run(run_file: str, capsys: Captured):
+    assert run(["check", run_file, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["valid"] is True
+    assert document["run"]["model"]["width"] == 64
+    assert document["origins"]["model.width"] == "file run.yaml:5"
+
+
+def test_json_of_a_broken_run(run_file: str, capsys: Captured):
+    assert run(["check", run_file, "parallel.tp=8", "--json"]) == 2
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert captured.err == ""
+    assert document["valid"] is False
+    assert document["violations"][0]["where"] == "command line parallel.tp"
+
+
+def test_a_missing_file(capsys: Captured):
+    assert run(["check", "nowhere.yaml"]) == 2
+    assert "there is no file 'nowhere.yaml'" in capsys.readouterr().err
