@@ -62,6 +62,8 @@ class Device:
     peer: Link
     host: Link
     devices_per_node: int
+    sustained_share: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Matmul rate over minutes of training, at its clocks, against the best measured; 1 where not said."""
     aliases: tuple[str, ...] = ()
     copy_bytes_per_second: float | None = None
     """Achieved memory bandwidth, where a profile measured it."""
@@ -80,10 +82,9 @@ class Device:
         )
 
     def matmul_ceiling(self, precision: str) -> float:
-        """Best large-matmul FLOP/s ever measured on it, or 80% of the data sheet where none was published."""
-        if precision in self.best_matmul_flops_per_second:
-            return self.best_matmul_flops_per_second[precision]
-        return 0.8 * self.peak(precision)
+        """FLOP/s of large matmuls in training: the best measured (or 80% of the data sheet), sustained."""
+        best = self.best_matmul_flops_per_second.get(precision, 0.8 * self.peak(precision))
+        return best * self.sustained_share.get(precision, 1.0)
 
     @property
     def has_peer_fabric(self) -> bool:
@@ -162,7 +163,7 @@ def device_from_table(name: str, table: Table) -> Device:
     sources: dict[str, str] = {}
     where = f"devices.{name}"
     known = {"title", "aliases", "devices_per_node", "memory_bytes", "memory_bytes_per_second", "num_sms"}
-    known |= {"peak_flops_per_second", "best_matmul_flops_per_second", "links"}
+    known |= {"peak_flops_per_second", "best_matmul_flops_per_second", "sustained_share", "links"}
     _refuse_unknown(table, known, where)
     links = _rates(table, "links", where, sources)
     plain = {
@@ -182,6 +183,7 @@ def device_from_table(name: str, table: Table) -> Device:
         num_sms=int(plain["num_sms"]),
         peak_flops_per_second=peaks,
         best_matmul_flops_per_second=_rates(table, "best_matmul_flops_per_second", where, sources),
+        sustained_share=_rates(table, "sustained_share", where, sources),
         peer=Link("peer", links["peer"], PEER_LATENCY_SECONDS),
         host=Link(host_name, links["host"], PEER_LATENCY_SECONDS),
         devices_per_node=int(table.get("devices_per_node", 8)),

@@ -35,6 +35,8 @@ Items = dict[str, Floats]
 
 # Bytes the fused AdamW update reads and writes per parameter, clipping included.
 UPDATE_BYTES = 34.0
+HOST_SECONDS_PER_LAUNCH = 10e-6
+HOST_JITTER = 0.05
 HOST_UPDATE_BYTES_PER_SECOND = 60e9
 
 
@@ -139,8 +141,13 @@ def _cp_seconds(ctx: Context) -> Floats:
 
 def _dispatch_seconds(ctx: Context) -> Floats:
     """One all-to-all of routed tokens; a narrow recipe still sends 16 bits."""
+    moe = ctx.work.model.moe
+    assert moe is not None
     message = operators.expert_tokens(ctx.work, ctx.at) * ctx.work.model.width * ctx.work.working_bytes
-    return all_to_all_seconds(message, ctx.groups.expert, ctx.cluster)
+    nodes = ctx.groups.expert.nodes
+    hit = 1.0 - (1.0 - 1.0 / nodes) ** moe.top_k
+    far = np.minimum(nodes * hit / moe.top_k, 1.0) if ctx.stack.merges_dispatch else np.ones(len(ctx.at))
+    return all_to_all_seconds(message, ctx.groups.expert, ctx.cluster, far_copies=far)
 
 
 def _slower(items: Items, factor: float) -> Items:
@@ -204,14 +211,16 @@ def layer_passes(ctx: Context, *, moe: bool) -> tuple[Pass, Pass]:
     shown_backward["fsdp"] = _hidden(gather + reduce, compute_backward, stack.fsdp_overlap)
     slower = stack.exposed_communication
     return (
-        _at_host_speed(ctx, Pass(forward, _slower(shown_forward, slower)), launches=1.0 + 0.0 * full),
-        _at_host_speed(ctx, Pass(backward, _slower(shown_backward, slower)), launches=1.5 + full),
+        _at_host_speed(ctx, Pass(forward, _slower(shown_forward, slower)), passes=1.0, moe=moe),
+        _at_host_speed(ctx, Pass(backward, _slower(shown_backward, slower)), passes=1.5 + full, moe=moe),
     )
 
 
-def _at_host_speed(ctx: Context, passed: Pass, *, launches: Floats) -> Pass:
+def _at_host_speed(ctx: Context, passed: Pass, *, passes: Floats | float, moe: bool) -> Pass:
     """A layer cannot run faster than the host launches its kernels."""
-    host = ctx.stack.host_seconds_per_layer * launches
+    launches = ctx.stack.launches_per_routed_layer if moe else ctx.stack.launches_per_layer
+    # Ranks of tp wait at every collective for the slowest host among them.
+    host = passes * launches * HOST_SECONDS_PER_LAUNCH * (1.0 + HOST_JITTER * (ctx.at.tp - 1))
     waiting = np.maximum(host - passed.seconds, 0.0)
     return Pass(passed.compute, {**passed.exposed, "host": waiting})
 
@@ -237,8 +246,9 @@ def _fsdp_layer_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
     dense, experts = _layer_elements(ctx, moe=moe)
     state, groups = ctx.stack.state, ctx.groups
     trained = 1.0 if ctx.work.adapters is None else 0.0
-    gather = gather_seconds(state.gather * dense, groups.shard, ctx.cluster)
-    reduce = gather_seconds(trained * state.reduce * dense, groups.shard, ctx.cluster) * trained
+    adapters = ctx.stack.adapters_per_group
+    gather = gather_seconds(state.gather * dense, groups.shard, ctx.cluster, adapters=adapters)
+    reduce = trained * gather_seconds(state.reduce * dense, groups.shard, ctx.cluster, adapters=adapters)
     if moe:
         gather = gather + gather_seconds(state.gather * experts, groups.expert_data, ctx.cluster)
         reduce = reduce + gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)
@@ -349,21 +359,20 @@ def step_cost(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -
     layer = forward.seconds + backward.seconds
     last = split.last * layer + head_all
     first = split.first * layer + embedding_all
-    slowest = np.where(
-        alone,
-        work.model.num_layers * layer + head_all + embedding_all,
-        np.maximum(np.maximum(last, first), split.most * layer),
-    )
+    slowest = np.maximum(np.maximum(last, first), split.most * layer)
+    if stack.balances_stages:
+        slowest = _balanced_seconds(work, at, layer, head_all)
+    slowest = np.where(alone, work.model.num_layers * layer + head_all + embedding_all, slowest)
     mean_rank = (work.model.num_layers * layer + head_all + embedding_all) / at.pp
     hop = _hop_seconds(ctx)
     items = _layer_items(forward, backward, np.where(alone, work.model.num_layers, split.most), at)
     items["head"] = micro * np.where(alone, head_all, 0.0)
     items["embedding"] = micro * np.where(alone, embedding_all, 0.0)
-    held = np.where(alone, slowest, split.most * layer)
+    held = np.where(alone, slowest, np.minimum(split.most * layer, slowest))
     items["imbalance"] = micro * (slowest - held)
     items["bubble"] = _bubble_seconds(ctx, mean_rank, forward.seconds / layer)
     items["pp"] = _pp_seconds(ctx, hop)
-    items.update(_step_end(ctx, slowest * (backward.seconds / layer)))
+    items.update(_step_end(ctx, slowest))
     return StepCost(
         items=items,
         low_factor=stack.interval[0],
@@ -374,6 +383,17 @@ def step_cost(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -
         embedding_seconds=(embedding[0].seconds, embedding[1].seconds),
         hop_seconds=hop,
     )
+
+
+def _balanced_seconds(work: Workload, at: Layouts, layer: Floats, head: Floats) -> Floats:
+    """The slowest rank when the last stage gives up layers for its head."""
+    layers = work.model.num_layers
+    mean = (layers + head / layer) / at.pp
+    best = np.full(len(at), np.inf)
+    for held in (np.floor(mean), np.ceil(mean)):
+        left = np.maximum(layers - (at.pp - 1) * held, 0.0)
+        best = np.minimum(best, np.maximum(held * layer, left * layer + head))
+    return best
 
 
 def sum_pass(passes: tuple[Pass, Pass]) -> Floats:
@@ -414,7 +434,7 @@ def _rank_elements(ctx: Context) -> tuple[Floats, Floats]:
     return layers * ((1.0 - moe_share) * dense + moe_share * dense_moe) + ends, layers * moe_share * experts
 
 
-def _step_end(ctx: Context, last_backward: Floats) -> Items:
+def _step_end(ctx: Context, one_microbatch: Floats) -> Items:
     """What happens once per step: gradient reduction that shows, the update, host transfers."""
     at, stack, work = ctx.at, ctx.stack, ctx.work
     dense, experts = _rank_elements(ctx)
@@ -428,7 +448,8 @@ def _step_end(ctx: Context, last_backward: Floats) -> Items:
         stack.state.reduce * dense / np.where(at.zero >= 2, at.shards, 1), ctx.groups.replicate, ctx.cluster
     )
     shown = np.where(per_micro, replicas, reduce)
-    exposed = stack.exposed_communication * _hidden(shown, last_backward, stack.dp_overlap)
+    # Gradients hide behind the last backward pass, gathered weights behind the next forward pass.
+    exposed = stack.exposed_communication * _hidden(shown, one_microbatch, stack.dp_overlap)
     owned = (dense + experts) / np.where(at.zero >= 1, at.shards, 1)
     optimizer = OPTIMIZER_BYTES[work.optimizer]
     update = stack.kernel_slowdown * ctx.moved((UPDATE_BYTES - 16.0 + 2.0 * optimizer) * owned)
@@ -444,9 +465,10 @@ def _step_end(ctx: Context, last_backward: Floats) -> Items:
 def _reduce_seconds(ctx: Context, elements: Floats, members: traffic.Group) -> Floats:
     """All-reduce of gradients, or reduce-scatter of gradients and gather of updated weights (ZeRO-1)."""
     state = ctx.stack.state
-    whole = traffic.all_reduce_seconds(state.reduce * elements, members, ctx.cluster)
-    scatter = gather_seconds(state.reduce * elements, members, ctx.cluster)
-    gather = gather_seconds(state.gather * elements, members, ctx.cluster)
+    messages = np.ceil(state.reduce * elements / ctx.stack.bucket_bytes)
+    whole = traffic.all_reduce_seconds(state.reduce * elements, members, ctx.cluster, messages=messages)
+    scatter = gather_seconds(state.reduce * elements, members, ctx.cluster, messages=messages)
+    gather = gather_seconds(state.gather * elements, members, ctx.cluster, messages=messages)
     return np.where(ctx.at.zero == 0, whole, scatter + gather)
 
 

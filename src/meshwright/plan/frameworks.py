@@ -55,8 +55,17 @@ class Framework:
     """Bytes moved per logit by the loss, forward and backward."""
     elementwise_passes: float = 1.0
     """Memory passes over a fully fused implementation."""
-    host_seconds_per_layer: float = 0.0
-    """Time the host needs to launch one layer's forward pass; compute faster than this waits."""
+    launches_per_layer: float = 45.0
+    """Kernels the host launches for one layer's forward pass; compute faster than the host waits for it."""
+    launches_per_routed_layer: float = 150.0
+    merges_dispatch: bool = False
+    """A token goes to another node once, however many of its experts live there."""
+    bucket_bytes: float = 100e6
+    """Gradients are reduced in messages of this size, so that a large group pays its latency for each."""
+    adapters_per_group: float = 8.0
+    """Network adapters of a node that one group's gathers use; the first ZeRO-3 filled only one."""
+    balances_stages: bool = False
+    """The pipeline is cut so that the head counts as the layers it costs."""
     interleaves: bool = False
     kernel_slowdown: float = 1.0
     """Fitted: compute time over the shape model's."""
@@ -66,7 +75,8 @@ class Framework:
     """Factors on a predicted time that hold nine of ten published ones, leaving one source out."""
 
 
-_MEGATRON_BF16 = StateBytes(weight=2, gradient=4, master=4, gather=2, reduce=4)
+_MEGATRON_BF16 = StateBytes(weight=2, gradient=4, master=4, gather=2, reduce=2)
+_NANOTRON = StateBytes(weight=2, gradient=4, master=4, gather=2, reduce=4)
 _PLAIN: tuple[Framework, ...] = (
     Framework(
         "meshwright",
@@ -75,10 +85,20 @@ _PLAIN: tuple[Framework, ...] = (
         casts_weights=True,
         eager_activation=True,
         elementwise_passes=1.6,
-        host_seconds_per_layer=350e-6,
+        launches_per_layer=60.0,
+        launches_per_routed_layer=150.0,
     ),
     Framework(
-        "megatron", _MEGATRON_BF16, tp_overlap=0.6, pp_overlap=0.7, interleaves=True, elementwise_passes=1.1
+        "megatron",
+        _MEGATRON_BF16,
+        tp_overlap=0.3,
+        pp_overlap=0.7,
+        ep_overlap=0.3,
+        merges_dispatch=True,
+        interleaves=True,
+        elementwise_passes=1.1,
+        launches_per_layer=60.0,
+        launches_per_routed_layer=200.0,
     ),
     Framework(
         "megatron-deepspeed",
@@ -86,10 +106,23 @@ _PLAIN: tuple[Framework, ...] = (
         sequence_parallel=False,
         dp_overlap=0.0,
         elementwise_passes=1.2,
+        launches_per_layer=95.0,
     ),
-    Framework("nanotron", _MEGATRON_BF16, saves_gathered_input=True, elementwise_passes=1.6, dp_overlap=0.5),
     Framework(
-        "fsdp2-automodel", StateBytes(weight=2, gradient=2, master=4, reduce=2), elementwise_passes=1.3
+        "nanotron",
+        StateBytes(weight=2, gradient=4, master=4, gather=2, reduce=4),
+        saves_gathered_input=True,
+        elementwise_passes=1.6,
+        dp_overlap=0.5,
+        bucket_bytes=25e6,
+        balances_stages=True,
+    ),
+    Framework(
+        "fsdp2-automodel",
+        StateBytes(weight=2, gradient=2, master=4, reduce=2),
+        elementwise_passes=1.3,
+        merges_dispatch=True,
+        ep_overlap=0.0,
     ),
     Framework("olmo-core", StateBytes(weight=4, gradient=4, master=0), elementwise_passes=1.1),
     Framework("picotron", StateBytes(weight=2, gradient=4, master=4), elementwise_passes=1.6, dp_overlap=0.5),

@@ -5,6 +5,7 @@ node. Inside a node it uses the peer link; across nodes each of its ranks on a n
 adapter, so the group moves `inside` adapters' worth of bytes, at most what the peer link carries.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +77,12 @@ def _rate(link: Link, efficiency: float) -> float:
     return link.bytes_per_second * (1.0 if link.measured else efficiency)
 
 
-def bandwidth(members: Group, cluster: Cluster) -> Floats:
-    """Bytes per second and rank of a ring over this group."""
+def bandwidth(members: Group, cluster: Cluster, adapters: float = math.inf) -> Floats:
+    """Bytes per second and rank of a ring over this group, on at most this many adapters of a node."""
     peer = _rate(cluster.peer, PEER_EFFICIENCY)
     network = _rate(cluster.network, NETWORK_EFFICIENCY)
-    return np.where(members.nodes > 1, np.minimum(members.inside * network, peer), peer)
+    across = np.minimum(members.inside, adapters) * network
+    return np.where(members.nodes > 1, np.minimum(across, peer), peer)
 
 
 def ring_latency(members: Group, cluster: Cluster) -> Floats:
@@ -90,26 +92,41 @@ def ring_latency(members: Group, cluster: Cluster) -> Floats:
     return LAUNCH_SECONDS + near * cluster.peer.latency_seconds + across * cluster.network.latency_seconds
 
 
-def gather_seconds(num_bytes: Floats, members: Group, cluster: Cluster) -> Floats:
-    """All-gather or reduce-scatter of a full message of `num_bytes`; nothing for a group of one."""
+def gather_seconds(
+    num_bytes: Floats,
+    members: Group,
+    cluster: Cluster,
+    *,
+    messages: Floats | float = 1.0,
+    adapters: float = math.inf,
+) -> Floats:
+    """All-gather or reduce-scatter of `num_bytes` in this many messages; nothing for a group of one."""
     moved = (members.ranks - 1) / members.ranks * num_bytes
-    seconds = ring_latency(members, cluster) + moved / bandwidth(members, cluster)
+    seconds = messages * ring_latency(members, cluster) + moved / bandwidth(members, cluster, adapters)
     return np.where(members.ranks > 1, seconds, 0.0)
 
 
-def all_reduce_seconds(num_bytes: Floats, members: Group, cluster: Cluster) -> Floats:
+def all_reduce_seconds(
+    num_bytes: Floats, members: Group, cluster: Cluster, *, messages: Floats | float = 1.0
+) -> Floats:
     """The faster of a ring (twice a gather) and a tree (2 log n hops, the same bytes)."""
-    ring = 2.0 * gather_seconds(num_bytes, members, cluster)
+    ring = 2.0 * gather_seconds(num_bytes, members, cluster, messages=messages)
     hops = 2.0 * np.log2(np.maximum(members.nodes, 2.0)) * cluster.network.latency_seconds
     near = 2.0 * (members.inside - 1) * cluster.peer.latency_seconds
-    tree = LAUNCH_SECONDS + hops + near + 2.0 * num_bytes / (0.9 * bandwidth(members, cluster))
+    latency = messages * (LAUNCH_SECONDS + hops + near)
+    tree = latency + 2.0 * num_bytes / (0.9 * bandwidth(members, cluster))
     return np.where(members.ranks > 1, np.minimum(ring, np.where(members.nodes > 1, tree, ring)), 0.0)
 
 
-def all_to_all_seconds(num_bytes: Floats, members: Group, cluster: Cluster) -> Floats:
-    """Each rank sends num_bytes / n to every other: near part on the peer link, far part on its adapter."""
+def all_to_all_seconds(
+    num_bytes: Floats, members: Group, cluster: Cluster, *, far_copies: Floats | float = 1.0
+) -> Floats:
+    """Each rank sends num_bytes / n to every other: near part on the peer link, far part on its adapter.
+
+    `far_copies` below one: copies of a token for the same node cross the network merged.
+    """
     near = (members.inside - 1) / members.ranks * num_bytes / _rate(cluster.peer, PEER_EFFICIENCY)
-    far_share = (members.ranks - members.inside) / members.ranks
+    far_share = far_copies * (members.ranks - members.inside) / members.ranks
     far = far_share * num_bytes / _rate(cluster.network, NETWORK_EFFICIENCY)
     latency = LAUNCH_SECONDS + np.where(members.nodes > 1, 2.0, 1.0) * cluster.network.latency_seconds
     return np.where(members.ranks > 1, latency + np.maximum(near, far), 0.0)

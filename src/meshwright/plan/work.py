@@ -14,6 +14,7 @@ from meshwright.plan.workload import Workload
 from meshwright.spec.model import LatentSpec
 
 # Bytes moved per element by softmax and dropout of attention that materialises its scores.
+CAST_BYTES = 6.0
 SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 9.0, 13.0
 
 
@@ -164,27 +165,22 @@ def _inner_elements(work: Workload, at: Layouts, *, moe: bool) -> Floats:
         gated = 1.0 if model.mlp.num_matrices == 3 else 2.0 / 3.0
         return gated * tokens * model.mlp.width / at.tp
     routed = expert_tokens(work, at)
-    return (
-        routed * model.moe.width / at.etp
-        + tokens * model.moe.shared_width / at.tp
-        + 1.3 * routed * model.width
-    )
+    return routed * model.moe.width / at.etp + tokens * model.moe.shared_width / at.tp + routed * model.width
 
 
 def quantise_bytes(work: Workload, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
     """Bytes a narrow recipe moves to cast the inputs of its matmuls, forward and backward.
 
-    A cast reads 16 bits and writes a narrow copy and its transpose; scaling by the tensor's current
-    maximum reads it once more. The backward pass casts the output gradient.
+    A cast reads 16 bits twice (maximum, then values) and writes a narrow copy and its transpose. The
+    backward pass casts the output gradient.
     """
     zero = np.zeros_like(matmuls[0].m)
     if work.precision not in ("fp8", "mxfp8", "nvfp4"):
         return zero, zero
-    reads = 4.0 if work.precision == "fp8" else 2.0
     narrow = [matmul for matmul in matmuls if matmul.narrow]
     inputs = sum((matmul.groups * matmul.m * matmul.k for matmul in narrow), zero)
     outputs = sum((matmul.groups * matmul.m * matmul.n for matmul in narrow), zero)
-    return (reads + 2.0) * inputs, (reads + 2.0) * outputs
+    return CAST_BYTES * inputs, CAST_BYTES * outputs
 
 
 @dataclass(frozen=True)
