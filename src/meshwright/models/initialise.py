@@ -10,9 +10,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
+from meshwright.ops.sharded import held_part
 from meshwright.spec import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
 
@@ -54,13 +55,9 @@ def initial_std(spec: ModelSpec, parameter: Parameter) -> float:
 
 
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Copies a whole tensor into a parameter that may be cut: each rank takes its part, silently."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    whole = whole.to(device=parameter.device, dtype=parameter.dtype)
-    cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.to_local().copy_(cut.to_local())
+    """Copies a whole tensor into a parameter that may be cut: each rank takes its part."""
+    target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    target.copy_(whole[held_part(parameter)])
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -10,10 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
-from meshwright.models.initialise import fill
 from meshwright.models.names import Source, sources, state_shapes
+from meshwright.ops.sharded import held_part
 from meshwright.spec import ModelSpec
 from meshwright.spec.huggingface import load_model, to_config
 
@@ -122,13 +123,17 @@ class HuggingFaceReader:
 def load_folder(model: nn.Module, reader: HuggingFaceReader) -> None:
     """Fills every parameter and saved buffer of a decoder, or of a stage of one, from the folder.
 
-    Each rank reads for itself and holds one whole tensor at a time. Does not communicate.
+    Each rank reads the parts it holds, one tensor at a time. Does not communicate.
     """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name in reader.names():
             if name in held:
-                fill(held[name], reader.read(name))
+                _local(held[name]).copy_(reader.read_slice(name, held_part(held[name])))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def save_folder(

@@ -64,7 +64,7 @@ class Moe(nn.Module):
         self.router = Router(moe, width)
         self.experts = Experts(moe, width)
         self.shared = SwiGlu(width, moe.shared_width) if moe.shared_width else None
-        self.capacity = None if moe.capacity_factor is None else Capacity(moe)
+        self.capacity: nn.Module | None = None if moe.capacity_factor is None else Capacity(moe)
         self.dispatch: nn.Module = Dispatch(moe)
         self.balance = Balance(moe)
         # Since the records were last taken: choices per expert, and the sum of the auxiliary loss.
