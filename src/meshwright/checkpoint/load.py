@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,20 @@ def _is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
         return hashlib.file_digest(stream, "sha256").hexdigest() == entry["sha256"]
 
 
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The whole shape of every tensor in a checkpoint, by its name there; no tensor is read."""
+    try:
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+    except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"the list of tensors cannot be read: {error}", where=str(folder), hint="use an older checkpoint"
+        ) from None
+    return {name: tuple(getattr(entry, "size", ())) for name, entry in metadata.state_dict_metadata.items()}
+
+
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Read into the given tensors, in place; each rank reads only the parts its shards need."""
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = saved_shapes(folder)
     missing = sorted(set(tensors) - set(saved))
     if missing:
         raise CheckpointError(
@@ -71,10 +83,9 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             hint="the checkpoint is of another model or optimizer",
         )
     for name, tensor in tensors.items():
-        saved_shape = tuple(getattr(saved[name], "size", ()))
-        if saved_shape != tuple(tensor.shape):
+        if saved[name] != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name} has shape {saved_shape} there and {tuple(tensor.shape)} in this run",
+                f"{name} has shape {saved[name]} there and {tuple(tensor.shape)} in this run",
                 where=str(folder),
                 hint="the checkpoint is of another model",
             )

@@ -1,11 +1,155 @@
-"""Initial weights from somewhere else, each rank reading only its own part."""
+"""Initial weights from somewhere else, each rank reading only its own part.
 
-from meshwright.spec import RunSpec
+hugging face folder   config.json and safetensors; a rank reads the slices that it owns
+checkpoint            a folder step-<n>, or one that `meshwright convert` wrote
+run directory         its last complete checkpoint
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
+from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.models.interop import HuggingFaceReader
+from meshwright.models.names import state_shapes
+from meshwright.parallel.owned import OwnedParameter, chunk_rows
+from meshwright.parallel.program import Program
+from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.huggingface import load_model
+from meshwright.train.locate import is_checkpoint, locate_weights
+from meshwright.train.saved import weight_tensors
 from meshwright.train.step import Training
+
+_WHERE = "checkpoint.start_from"
+# What a run may set otherwise than the model that its weights come from, without a word.
+_OF_TRAINING = ("family", "dropout", "init_std", "scaled_residual_init")
 
 
 def load_initial_weights(run: RunSpec, training: Training) -> None:
-    """Weights from `checkpoint.start_from`; without it the model keeps its random start."""
+    """Weights from `checkpoint.start_from`; without it the model keeps its random start.
+
+    All ranks call it. Everything else (optimizer, data position, step) starts anew, and an average of
+    the weights begins at the loaded ones.
+    """
     if run.checkpoint.start_from is None:
         return
-    raise NotImplementedError
+    folder = locate_weights(run.checkpoint.start_from, where=_WHERE)
+    if is_checkpoint(folder):
+        _load_checkpoint(run, training.program, folder)
+    else:
+        agree(lambda: _load_hugging_face(run, training.program, folder))
+    training.program.gather_parameters()
+    if training.ema is not None:
+        training.ema.restart()
+
+
+def agree(action: Callable[[], None]) -> None:
+    """Do something on every rank; what one of them refuses is raised on all."""
+    refusal: MeshwrightError | None = None
+    try:
+        action()
+    except MeshwrightError as error:
+        refusal = error
+    refusals: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    for found in refusals:
+        if found is not None:
+            raise found
+
+
+def _load_hugging_face(run: RunSpec, program: Program, folder: Path) -> None:
+    there = load_model(str(folder))
+    require_same_tensors(run.model, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
+    reader = HuggingFaceReader(folder, run.model)
+    with torch.no_grad():
+        for one in program.owned:
+            one.shard.copy_(reader.read_slice(one.name, held_slices(one)))
+        for stage in program.stages:
+            for name, buffer in stage.named_buffers():
+                if name in reader.shapes:
+                    buffer.copy_(reader.read(name))
+    _tell_differences(run.model, there.model_dump(mode="json"), folder)
+
+
+def _load_checkpoint(run: RunSpec, program: Program, folder: Path) -> None:
+    manifest = read_manifest(folder)
+    theirs = saved_model(manifest)
+    kinds = ("model.", "buffers.")
+    shapes = {
+        name.split(".", 1)[1]: shape for name, shape in saved_shapes(folder).items() if name.startswith(kinds)
+    }
+    require_same_tensors(run.model, shapes, folder, theirs=theirs)
+    verify_files(folder, manifest)
+    load_tensors(folder, weight_tensors(program))
+    _tell_differences(run.model, theirs, folder)
+
+
+def saved_model(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The model of a checkpoint: a run's own, or what `meshwright convert` was told."""
+    model = manifest["run"]["model"] if "run" in manifest else manifest.get("model")
+    return dict(model) if model else {}
+
+
+def held_slices(one: OwnedParameter) -> tuple[slice, ...]:
+    """Where this rank's shard lies in the whole parameter; a shard is one contiguous box.
+
+    Cuts are made in the order of the mesh, except that a strided one (ZeRO over rows that tp or ep
+    have cut already) comes after the others.
+    """
+    bounds = [(0, size) for size in one.shape]
+    for axis in sorted(range(one.mesh.ndim), key=lambda axis: not isinstance(one.placements[axis], Shard)):
+        place = one.placements[axis]
+        if place.is_replicate():
+            continue
+        dim: int = place.dim  # pyright: ignore[reportAttributeAccessIssue]  every cut has one
+        begin, end = bounds[dim]
+        first, last = chunk_rows(end - begin, one.mesh.size(axis), one.mesh.get_local_rank(axis))
+        bounds[dim] = (begin + first, begin + last)
+    slices = tuple(slice(begin, end) for begin, end in bounds)
+    held = tuple(part.stop - part.start for part in slices)
+    assert held == tuple(one.shard.shape), f"{one.name}: {held} of {one.shape}, holds {one.shard.shape}"
+    return slices
+
+
+def require_same_tensors(
+    model: ModelSpec, shapes: Mapping[str, tuple[int, ...]], folder: Path, *, theirs: Mapping[str, Any]
+) -> None:
+    """Refuse weights that are not, tensor for tensor, those of the model; say which setting differs."""
+    ours = state_shapes(model)
+    different = [name for name in sorted(ours.keys() | shapes.keys()) if ours.get(name) != shapes.get(name)]
+    if not different:
+        return
+    settings = "; ".join(differing_settings(theirs, model.model_dump(mode="json")))
+    name = different[0]
+    raise CheckpointError(
+        f"the weights are of another model: {name} has shape {shapes.get(name, 'none')} there and "
+        f"{ours.get(name, 'none')} in this run, and so on for {len(different)} tensors"
+        + (f" ({settings})" if settings else ""),
+        where=str(folder),
+        hint="use the model of the weights: name its folder as `model`, or correct the values above",
+    )
+
+
+def differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """`model.width is 64 there and 32 here`, for settings that decide what is computed."""
+    for name, value in ours.items():
+        if not theirs or (not prefix and name in _OF_TRAINING) or theirs.get(name) == value:
+            continue
+        inner = theirs.get(name)
+        if isinstance(value, dict) and isinstance(inner, dict):
+            yield from differing_settings(inner, value, f"{prefix}{name}.")
+        else:
+            yield f"model.{prefix}{name} is {inner} there and {value} here"
+
+
+def _tell_differences(model: ModelSpec, theirs: Mapping[str, Any], folder: Path) -> None:
+    """Same tensors, other arithmetic (rotary base, window): may be meant, so it is only said."""
+    found = list(differing_settings(theirs, model.model_dump(mode="json")))
+    if found and dist.get_rank() == 0:
+        print(f"note: weights from {folder}, but {'; '.join(found)}", file=sys.stderr)

@@ -1,0 +1,51 @@
+"""Which folder a person means by `checkpoint.start_from`, or by the argument of sample and convert."""
+
+from pathlib import Path
+
+from meshwright.checkpoint.load import complete_checkpoints
+from meshwright.checkpoint.save import MANIFEST, step_folder
+from meshwright.errors import CheckpointError
+
+CONFIG = "config.json"
+_HINT = "name a Hugging Face folder, a checkpoint (step-<n>), or a run directory"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is a complete checkpoint; the other kind of folder is Hugging Face's."""
+    return (folder / MANIFEST).is_file()
+
+
+def locate_weights(text: str | Path, *, where: str, step: int | None = None) -> Path:
+    """The checkpoint or Hugging Face folder behind a path; a run directory means its last checkpoint."""
+    folder = Path(text).expanduser()
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {str(text)!r}", where=where, hint=_HINT)
+    if is_checkpoint(folder):
+        return folder
+    for root in (folder / "checkpoints", folder):
+        found = complete_checkpoints(root)
+        if found:
+            return _of_step(root, found, step)
+    if (folder / CONFIG).is_file():
+        return folder
+    raise CheckpointError(_what_is_there(folder), where=f"{where}: {folder}", hint=_HINT)
+
+
+def _of_step(root: Path, found: list[Path], step: int | None) -> Path:
+    if step is None:
+        return found[-1]
+    folder = step_folder(root, step)
+    if folder not in found:
+        steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in found)
+        raise CheckpointError(
+            f"there is no checkpoint of step {step}", where=str(root), hint=f"there are {steps}"
+        )
+    return folder
+
+
+def _what_is_there(folder: Path) -> str:
+    if folder.is_file():
+        return "this is a file, not a folder with weights"
+    if (folder / "checkpoints").is_dir() or (folder / "run.yaml").is_file():
+        return "this run has no complete checkpoint yet"
+    return f"this folder holds neither a checkpoint nor a {CONFIG}"
