@@ -1,0 +1,229 @@
+"""The decision: the chosen layout with its prediction, what else is on the table, and the run it becomes."""
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import PlanError
+from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts
+from meshwright.plan.memory import STAGES
+from meshwright.plan.search import (
+    Found,
+    Objective,
+    Priced,
+    Question,
+    complexity,
+    price_memory,
+    price_time,
+    search,
+)
+from meshwright.spec.check import check
+from meshwright.spec.memory import MemorySpec
+from meshwright.spec.run import RunSpec
+
+SAME_FRACTION = 0.01
+"""Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
+NUM_PARETO = 24
+RECOMPUTE_WORDS = {bits: word for word, bits in RECOMPUTE_BITS.items()}
+SECONDS_PER_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout with everything predicted about it."""
+
+    question: Question
+    at: Layouts
+    """One row."""
+
+    @cached_property
+    def run(self) -> RunSpec:
+        """The complete run with this layout."""
+        return with_layout(self.question.run, self.at)
+
+    @cached_property
+    def memory_items(self) -> dict[str, dict[str, float]]:
+        """Bytes by item for the first, a middle and the last pipeline rank."""
+        found = price_memory(self.question, self.at)
+        items = {**found.items, **found.overhead}
+        return {
+            stage: {name: float(column[0, index]) for name, column in items.items()}
+            for index, stage in enumerate(STAGES)
+        }
+
+    @cached_property
+    def reserved_bytes(self) -> float:
+        """Of the fullest rank."""
+        return float(price_memory(self.question, self.at).peak_reserved_bytes[0])
+
+    @cached_property
+    def allocated_bytes(self) -> float:
+        """Of the fullest rank."""
+        return float(price_memory(self.question, self.at).peak_allocated_bytes[0])
+
+    @cached_property
+    def fullest_stage(self) -> str:
+        """Which pipeline rank is fullest."""
+        return STAGES[int(price_memory(self.question, self.at).fullest_stage[0])]
+
+    @cached_property
+    def seconds_items(self) -> dict[str, float]:
+        """Seconds of a step by item; they sum to `step_seconds`."""
+        items = price_time(self.question, self.at).items
+        return {name: float(np.atleast_1d(column)[0]) for name, column in items.items()}
+
+    @cached_property
+    def interval_seconds(self) -> tuple[float, float]:
+        """Where nine of ten measured steps lie."""
+        cost = price_time(self.question, self.at)
+        return float(cost.low_seconds[0]), float(cost.high_seconds[0])
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank stays inside the budget."""
+        return self.reserved_bytes <= self.question.memory_budget_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """One optimizer step."""
+        return sum(self.seconds_items.values())
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices in use."""
+        return int(self.at.num_ranks[0])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole run."""
+        return self.question.run.data.batch_tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the data sheet's dense peak."""
+        work = self.question.work
+        peak = self.num_ranks * self.question.cluster.device.peak(work.matmul_rate)
+        return self.tokens_per_second * work.model_flops_per_token / peak
+
+    def days(self, tokens: int) -> float:
+        """Days to train this many tokens without interruption."""
+        return tokens / self.tokens_per_second / SECONDS_PER_DAY
+
+    def device_hours(self, tokens: int) -> float:
+        """Devices times hours for this many tokens."""
+        return self.days(tokens) * 24.0 * self.num_ranks
+
+
+def with_layout(run: RunSpec, at: Layouts) -> RunSpec:
+    """The run with the first layout of a table."""
+    bits = int(at.recompute[0])
+    recompute = MemorySpec.model_validate(
+        {"recompute": RECOMPUTE_WORDS[bits], "recompute_every": int(at.recompute_every[0]) if bits else 1}
+    )
+    return run.with_(
+        parallel=at.parallel(0),
+        memory=recompute,
+        data=run.data.with_(microbatch_sequences=int(at.microbatch_sequences[0])),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, and what it was decided against."""
+
+    question: Question
+    best: Choice
+    top: tuple[Choice, ...]
+    """The best of each mesh, the chosen one first."""
+    pareto: tuple[Choice, ...]
+    """No other layout is at once faster, leaner and smaller than one of these."""
+    found: Found
+    search_seconds: float
+
+
+def make_plan(question: Question, *, top: int = 8) -> Plan:
+    """Search, choose, and keep the alternatives; raises PlanError when nothing fits."""
+    start = time.perf_counter()
+    found = search(question)
+    if len(found.fitting) == 0:
+        raise no_fit_error(question, found)
+    order = ranking(found.fitting, question.objective)
+    rows = _first_of_each_mesh(found.fitting.layouts, order, top)
+    best = _first_valid(question, found.fitting, rows)
+    shown = [best, *(Choice(question, found.fitting.layouts.take([row])) for row in rows)]
+    return Plan(
+        question=question,
+        best=best,
+        top=tuple(_distinct(shown)[:top]),
+        pareto=tuple(
+            Choice(question, found.fitting.layouts.take([row])) for row in pareto_rows(found.fitting)
+        ),
+        found=found,
+        search_seconds=time.perf_counter() - start,
+    )
+
+
+def _distinct(choices: list[Choice]) -> list[Choice]:
+    seen: dict[str, Choice] = {}
+    for choice in choices:
+        seen.setdefault(choice.run.fingerprint(), choice)
+    return list(seen.values())
+
+
+def _first_valid(question: Question, priced: Priced, rows: list[int]) -> Choice:
+    """The first choice that every rule accepts; the enumeration asks the rules, so it is the first of all."""
+    for row in rows:
+        choice = Choice(question, priced.layouts.take([row]))
+        if not check(choice.run):
+            return choice
+    violations = check(Choice(question, priced.layouts.take([rows[0]])).run)
+    raise PlanError(f"the rules refuse the best layouts: {violations[0].fact}", hint=violations[0].hint)
+
+
+def ranking(priced: Priced, objective: Objective) -> NDArray[np.intp]:
+    """Rows from best to worst; among the equally good first the simplest (speed) or the fastest."""
+    score = priced.score(objective)
+    close = score <= score.min() * (1.0 + SAME_FRACTION)
+    tie = complexity(priced.layouts) if objective == "speed" else priced.step_seconds
+    tie = np.where(close, tie, np.inf)
+    return np.lexsort((priced.layouts.num_ranks, score, tie, ~close))
+
+
+def _first_of_each_mesh(at: Layouts, order: NDArray[np.intp], count: int) -> list[int]:
+    columns = (at.dp_replicate, at.dp_shard, at.zero > 0, at.cp, at.tp, at.pp, at.ep)
+    meshes = np.stack([column.astype(np.int64) for column in columns], axis=1)[order]
+    _, first = np.unique(meshes, axis=0, return_index=True)
+    return [int(order[position]) for position in np.sort(first)[: max(count, 8)]]
+
+
+def pareto_rows(priced: Priced) -> list[int]:
+    """Rows that no other beats in step time, memory and devices at once, from fast to slow."""
+    axes = np.stack(
+        [priced.step_seconds, priced.reserved_bytes, priced.layouts.num_ranks.astype(float)], axis=1
+    )
+    order = np.lexsort((axes[:, 2], axes[:, 1], axes[:, 0]))
+    kept: list[int] = []
+    for row in order:
+        if not any(np.all(axes[other] <= axes[row] * 1.001) for other in kept):
+            kept.append(int(row))
+        if len(kept) >= NUM_PARETO:
+            break
+    return kept
+
+
+def no_fit_error(question: Question, found: Found) -> PlanError:
+    """Nothing fits: the numbers of the layout that comes closest."""
+    gib = 2.0**30
+    budget = question.memory_budget_bytes / gib
+    if found.leanest is None:
+        return PlanError("no layout satisfies the pins", where="pins")
+    need = float(found.leanest.reserved_bytes[0]) / gib
+    devices = question.cluster.num_devices
+    fact = (
+        f"{question.run.model.family} does not fit on {devices} x {question.cluster.device.title}: "
+        f"the leanest layout needs {need:.1f} GiB per device of {budget:.1f} GiB"
+    )
+    return PlanError(fact, where="--on")

@@ -1,0 +1,183 @@
+"""Words to a question: the run that is asked for, with only its layout left open.
+
+What the user does not say is filled in here, and each filling is said in `assumed`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from meshwright.errors import SpecError
+from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.pins import Pins
+from meshwright.plan.search import Objective, Question
+from meshwright.spec.huggingface import load_model
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parameters import num_parameters
+from meshwright.spec.text import parse_run
+from meshwright.spec.yaml_text import dump_yaml, parse_yaml
+from meshwright.units import show_count
+
+DEFAULT_SEQUENCE = 8192
+# Batches that published runs of each size use, in tokens.
+DEFAULT_BATCH_TOKENS = ((1e9, 2**19), (5e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
+OPTIMAL_TOKENS_PER_PARAMETER = 20
+MOST_WARMUP_STEPS = 2000
+MOST_SEQUENCE, MOST_TOKENS = 2**24, 10**16
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was said on the command line, in numbers; None where nothing was said."""
+
+    model: str
+    cluster: Cluster
+    pins: Pins
+    sequence_length: int | None = None
+    batch_tokens: int | None = None
+    tokens: int | None = None
+    precision: str | None = None
+    objective: Objective = "speed"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The question, how many tokens are to be trained, and what was filled in."""
+
+    question: Question
+    tokens: int
+    assumed: tuple[str, ...]
+
+
+def ask(request: Request) -> Asked:
+    """The question that a request means."""
+    tree = _model_tree(request.model)
+    model = _model_of(tree, request.model)
+    assumed: list[str] = []
+    length = _sequence_length(request, model, assumed)
+    batch_sequences = _batch_sequences(request, model, length, assumed)
+    tokens = _tokens(request, model, assumed)
+    num_steps = max(1, -(-tokens // (batch_sequences * length)))
+    tree["precision"] = tree.get("precision") or _precision(request, assumed)
+    tree["schedule"] = {
+        "warmup_steps": min(MOST_WARMUP_STEPS, num_steps // 50),
+        **_mapping(tree.get("schedule")),
+        "num_steps": num_steps,
+    }
+    tree["data"] = _data(tree.get("data"), length, batch_sequences, request.pins, assumed)
+    tree.setdefault("name", _name(model, request.cluster))
+    run = parse_run(dump_yaml(tree), request.pins.overrides, place=request.model).require_valid()
+    question = Question(run, request.cluster, request.pins, request.objective)
+    return Asked(question, tokens, tuple(assumed))
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return dict(cast("Mapping[str, Any]", value)) if isinstance(value, dict) else {}
+
+
+def _model_tree(text: str) -> dict[str, Any]:
+    """`model:` and whatever else a run file says apart from the layout."""
+    if not text.endswith((".yaml", ".yml")):
+        return {"model": text}
+    try:
+        content = parse_yaml(Path(text).read_text(encoding="utf-8"), text).value
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"cannot read {text}: {error}", where="MODEL", hint="name a family or a file"
+        ) from None
+    if not isinstance(content, dict):
+        raise SpecError("this is not a mapping of keys to values", where=text)
+    tree = cast("dict[str, Any]", content)
+    if "model" not in tree:
+        return {"model": tree}
+    return {key: value for key, value in tree.items() if key not in ("parallel", "memory")}
+
+
+def _model_of(tree: dict[str, Any], text: str) -> ModelSpec:
+    """The model alone, read by the same rules as a run file."""
+    if isinstance(tree["model"], str):
+        return load_model(tree["model"])
+    data: dict[str, Any] = {"synthetic": {}, "sequence_length": 1, "batch_sequences": 1}
+    probe: dict[str, Any] = {"model": tree["model"], "schedule": {"num_steps": 1}, "data": data}
+    return parse_run(dump_yaml(probe), place=text).run.model
+
+
+def _sequence_length(request: Request, model: ModelSpec, assumed: list[str]) -> int:
+    if request.sequence_length is not None:
+        return _within("--seq", request.sequence_length, MOST_SEQUENCE)
+    length = min(model.max_positions, DEFAULT_SEQUENCE)
+    assumed.append(f"sequences of {length} tokens (--seq)")
+    return length
+
+
+def _within(option: str, number: int, most: int) -> int:
+    if not 1 <= number <= most:
+        raise SpecError(f"{option} is {number}", where=option, hint=f"use 1 to {most:.0e}")
+    return number
+
+
+def _batch_sequences(request: Request, model: ModelSpec, length: int, assumed: list[str]) -> int:
+    if request.batch_tokens is not None:
+        tokens = _within("--batch-tokens", request.batch_tokens, MOST_TOKENS)
+        if tokens < length:
+            fact = f"--batch-tokens {tokens} is less than one sequence of {length}"
+            raise SpecError(fact, where="--batch-tokens", hint=f"use at least {length}, or a shorter --seq")
+        sequences = round(tokens / length)
+        if sequences * length != tokens:
+            assumed.append(f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens")
+        return sequences
+    size = num_parameters(model)
+    tokens = next(batch for below, batch in DEFAULT_BATCH_TOKENS if size < below)
+    sequences = _divisible(max(1, tokens // length), request.cluster.num_devices)
+    assumed.append(
+        f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens, usual for this size "
+        "(--batch-tokens)"
+    )
+    return sequences
+
+
+def _divisible(sequences: int, num_devices: int) -> int:
+    """Near this many sequences, but a multiple of the odd part of the cluster: it can be dealt out."""
+    odd = num_devices
+    while odd % 2 == 0:
+        odd //= 2
+    if odd == 1 or odd > sequences:
+        return sequences
+    power = 1
+    while 2 * power * odd <= sequences:
+        power *= 2
+    return power * odd
+
+
+def _tokens(request: Request, model: ModelSpec, assumed: list[str]) -> int:
+    if request.tokens is not None:
+        return _within("--tokens", request.tokens, MOST_TOKENS)
+    tokens = OPTIMAL_TOKENS_PER_PARAMETER * num_parameters(model)
+    assumed.append(f"{show_count(tokens)} tokens, 20 per parameter: compute-optimal (--tokens)")
+    return tokens
+
+
+def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
+    if request.precision is not None:
+        compute = request.precision
+    else:
+        peaks = request.cluster.device.peak_flops_per_second
+        compute = next((name for name in ("bf16", "fp16", "fp32") if name in peaks), "fp32")
+        assumed.append(f"{compute} compute (--precision)")
+    return {"compute": compute, **({"loss_scale": {}} if compute == "fp16" else {})}
+
+
+def _data(given: object, length: int, batch_sequences: int, pins: Pins, assumed: list[str]) -> dict[str, Any]:
+    data = _mapping(given)
+    data.pop("microbatch_sequences", None)
+    has_path = data.get("path") or any(word.startswith("data.path=") for word in pins.overrides)
+    if not has_path and "synthetic" not in data:
+        data["synthetic"] = {}
+        assumed.append("generated text as data, until data.path=FILE is given")
+    return {**data, "sequence_length": length, "batch_sequences": batch_sequences}
+
+
+def _name(model: ModelSpec, cluster: Cluster) -> str:
+    words = f"{model.family}-{cluster.name}-{cluster.num_devices}"
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in words).strip(".-_")

@@ -1,0 +1,304 @@
+"""Prices every layout of a question and keeps what an answer needs.
+
+Nothing is sampled. For the fastest plan, worlds are priced from the largest down, and smaller ones are
+skipped only once even a perfect device could not make them faster than what was found. Layouts that do
+not fit are counted, and the leanest of them kept, so that "it does not fit" comes with a number.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.cost import StepCost, step_cost
+from meshwright.plan.frameworks import meshwright
+from meshwright.plan.layouts import CP_KINDS, FULL, Floats, Ints, Layouts
+from meshwright.plan.memory import Memory, memory
+from meshwright.plan.pins import Pins
+from meshwright.plan.space import (
+    SHORTEST_PART,
+    SHORTEST_PART_IN_NEED,
+    Space,
+    Table,
+    expand,
+    leanest,
+    meshes,
+    where,
+)
+from meshwright.plan.workload import Workload, workload_of
+from meshwright.spec.run import RunSpec
+
+Objective = Literal["speed", "cost", "memory"]
+FIT_FRACTION = 0.95
+"""A layout fits when it reserves at most this part of the device: predicted memory errs a little."""
+BLOCK_MESHES = 128
+MAX_KEPT = 20_000
+GROUP_COLUMNS = ("dp_replicate", "dp_shard", "zero", "cp", "tp", "pp", "ep", "recompute", "schedule")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan: a run whose layout is open, where, what is pinned, and what counts as better."""
+
+    run: RunSpec
+    cluster: Cluster
+    pins: Pins = field(default_factory=Pins)
+    objective: Objective = "speed"
+    shortest_part: int = SHORTEST_PART
+    """Positions of a sequence that a rank of cp keeps at least."""
+
+    @property
+    def space(self) -> Space:
+        """What bounds the enumeration."""
+        return Space(self.run, self.cluster, self.pins, self.shortest_part)
+
+    @property
+    def work(self) -> Workload:
+        """What is trained, apart from the layout."""
+        return workload_of(self.run)
+
+    @property
+    def memory_budget_bytes(self) -> float:
+        """What a rank may reserve."""
+        return FIT_FRACTION * self.cluster.device.memory_bytes
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Layouts with what they need and take."""
+
+    layouts: Layouts
+    reserved_bytes: Floats
+    step_seconds: Floats
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def device_seconds(self) -> Floats:
+        """Step time times devices: what a step costs."""
+        return self.step_seconds * self.layouts.num_ranks
+
+    def take(self, index: object) -> "Priced":
+        """These rows."""
+        rows = np.asarray(index)
+        return Priced(
+            self.layouts.take(rows),
+            np.atleast_1d(self.reserved_bytes[rows]),
+            np.atleast_1d(self.step_seconds[rows]),
+        )
+
+    def score(self, objective: Objective) -> Floats:
+        """What the objective minimises."""
+        if objective == "cost":
+            return self.device_seconds
+        return self.reserved_bytes if objective == "memory" else self.step_seconds
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search kept: the best of every kind of layout, and the leanest that does not fit."""
+
+    fitting: Priced
+    num_considered: int
+    num_fitting: int
+    leanest: Priced | None
+    """The layout with the lowest need, when nothing fits; its step time is priced as if it fitted."""
+
+
+def price_memory(question: Question, at: Layouts) -> Memory:
+    """Bytes of these layouts on our runtime."""
+    return memory(question.work, at, question.cluster, meshwright())
+
+
+def price_time(question: Question, at: Layouts) -> StepCost:
+    """Seconds of these layouts on our runtime."""
+    return step_cost(question.work, at, question.cluster, meshwright())
+
+
+def price(question: Question, at: Layouts) -> Priced:
+    """Both, whether they fit or not."""
+    reserved = price_memory(question, at).peak_reserved_bytes
+    return Priced(at, reserved, price_time(question, at).step_seconds)
+
+
+def search(question: Question, *, ranks: range | None = None) -> Found:
+    """Price every layout on at most the cluster's devices (or with a world size in `ranks`)."""
+    found = _search(question, ranks or range(1, question.cluster.num_devices + 1))
+    if len(found.fitting) or question.shortest_part <= SHORTEST_PART_IN_NEED:
+        return found
+    return _search(
+        replace(question, shortest_part=SHORTEST_PART_IN_NEED),
+        ranks or range(1, question.cluster.num_devices + 1),
+    )
+
+
+def _search(question: Question, ranks: range) -> Found:
+    table = _fastest_kinds(question, meshes(question.space, ranks))
+    kept = _Kept(question)
+    for block in _blocks(question, table):
+        if kept.cannot_improve(int(block["num_ranks"].max())):
+            break
+        kept.add(block)
+    return kept.found()
+
+
+def perfect_seconds(question: Question, num_ranks: int) -> float:
+    """No step on this many devices is faster: every model FLOP at the best matmul rate ever measured."""
+    work, data = question.work, question.run.data
+    flops = work.model_flops_per_token * data.batch_sequences * data.sequence_length
+    return flops / (num_ranks * question.cluster.device.matmul_ceiling(work.matmul_rate))
+
+
+def _blocks(question: Question, table: Table) -> Iterator[Table]:
+    """Meshes that can fit, the largest worlds first, a block at a time."""
+    order = np.argsort(-table["num_ranks"], kind="stable")
+    for first in range(0, len(order), BLOCK_MESHES):
+        rows = order[first : first + BLOCK_MESHES]
+        yield {name: column[rows] for name, column in table.items()}
+
+
+def _fastest_kinds(question: Question, table: Table) -> Table:
+    """Of the kinds of context parallel the fastest for each cut: the rest does not change that."""
+    if len(table["cp"]) == 0 or int(table["cp"].max()) == 1 or "cp_kind" in question.pins.allowed:
+        return table
+    columns = ("tp", "cp", "ep", "etp", "cp_kind", "cp_inner")
+    distinct = np.unique(np.stack([table[name] for name in columns], axis=1), axis=0)
+    probes = Layouts(**_probe_columns(dict(zip(columns, distinct.T, strict=True))))
+    seconds = price_time(question, probes).step_seconds
+    fastest: dict[tuple[int, ...], tuple[float, int]] = {}
+    for row, cut in enumerate(distinct):
+        key = tuple(int(value) for value in cut[:4])
+        fastest[key] = min(fastest.get(key, (np.inf, -1)), (float(seconds[row]), row))
+    chosen = {tuple(int(value) for value in distinct[row]) for _, row in fastest.values()}
+    codes = _codes(
+        [table[name] for name in columns], [np.array([cut[i] for cut in chosen]) for i in range(6)]
+    )
+    return where(table, codes)
+
+
+def _codes(columns: list[Ints], allowed: list[Ints]) -> NDArray[np.bool_]:
+    """Rows whose columns together equal one of the allowed rows."""
+    mask = np.zeros(len(columns[0]), bool)
+    for row in range(len(allowed[0])):
+        mask |= np.logical_and.reduce([c == a[row] for c, a in zip(columns, allowed, strict=True)])
+    return mask
+
+
+def _probe_columns(cut: Mapping[str, Ints]) -> dict[str, Ints]:
+    one = np.ones_like(cut["tp"])
+    shards = np.maximum(cut["ep"] // np.gcd(cut["ep"], cut["cp"]), 1)
+    return {
+        **cut,
+        "dp_replicate": one,
+        "dp_shard": shards,
+        "zero": np.where(shards * cut["cp"] > 1, 1, 0),
+        "pp": one,
+        "virtual_stages": one,
+        "microbatch_sequences": one,
+        "num_microbatches": one,
+        "recompute": 0 * one,
+        "recompute_every": one,
+        "schedule": one,
+        "offload_optimizer": 0 * one,
+    }
+
+
+class _Kept:
+    """Gathers block after block; the best of each group of like layouts survives."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._parts: list[Priced] = []
+        self._leanest: Priced | None = None
+        self._best_seconds = np.inf
+        self.num_considered = 0
+        self.num_fitting = 0
+
+    def cannot_improve(self, num_ranks: int) -> bool:
+        """Whether no world of this size or smaller can be faster than what was found."""
+        speed = self._question.objective == "speed"
+        return speed and perfect_seconds(self._question, num_ranks) > self._best_seconds
+
+    def add(self, block: Table) -> None:
+        """Price one block of meshes."""
+        question = self._question
+        lean = leanest(question.space, block)
+        least = price_memory(question, lean).peak_reserved_bytes.reshape(-1, 3).min(axis=1)
+        possible = least <= question.memory_budget_bytes
+        at = expand(question.space, where(block, possible))
+        self.num_considered += len(at) + 3 * int((~possible).sum())
+        if not possible.all() and not self._parts:
+            self._note_leanest(lean)
+        if len(at) == 0:
+            return
+        reserved = price_memory(question, at).peak_reserved_bytes
+        fits = reserved <= question.memory_budget_bytes
+        self.num_fitting += int(fits.sum())
+        if not fits.any():
+            self._note_leanest(at.take(np.atleast_1d(reserved.argmin())))
+            return
+        fitting = at.take(fits)
+        priced = Priced(fitting, reserved[fits], price_time(question, fitting).step_seconds)
+        self._best_seconds = min(self._best_seconds, float(priced.step_seconds.min()))
+        self._parts.append(best_of_groups(priced, question.objective))
+
+    def _note_leanest(self, at: Layouts) -> None:
+        priced = price(self._question, at)
+        row = priced.take([int(priced.reserved_bytes.argmin())])
+        if self._leanest is None or row.reserved_bytes[0] < self._leanest.reserved_bytes[0]:
+            self._leanest = row
+
+    def found(self) -> Found:
+        """Everything kept, the best first."""
+        nothing = price(self._question, _no_layouts())
+        fitting = concatenate(self._parts) if self._parts else nothing
+        order = np.argsort(fitting.score(self._question.objective), kind="stable")[:MAX_KEPT]
+        return Found(fitting.take(order), self.num_considered, self.num_fitting, self._leanest)
+
+
+def _no_layouts() -> Layouts:
+    return Layouts(**{f.name: np.zeros(0, np.int64) for f in fields(Layouts)})
+
+
+def concatenate(parts: list[Priced]) -> Priced:
+    """One table of several."""
+    names = list(vars(parts[0].layouts))
+    columns = {name: np.concatenate([getattr(part.layouts, name) for part in parts]) for name in names}
+    return Priced(
+        Layouts(**columns),
+        np.concatenate([part.reserved_bytes for part in parts]),
+        np.concatenate([part.step_seconds for part in parts]),
+    )
+
+
+def best_of_groups(priced: Priced, objective: Objective) -> Priced:
+    """The best, the fastest and the leanest layout of each group that agrees in GROUP_COLUMNS."""
+    keys = np.stack([getattr(priced.layouts, name) for name in GROUP_COLUMNS], axis=1)
+    _, inverse = np.unique(keys, axis=0, return_inverse=True)
+    rows: list[NDArray[np.intp]] = []
+    for score in (priced.score(objective), priced.step_seconds, priced.reserved_bytes):
+        order = np.lexsort((score, inverse.ravel()))
+        _, first = np.unique(inverse.ravel()[order], return_index=True)
+        rows.append(order[first])
+    return priced.take(np.unique(np.concatenate(rows)))
+
+
+def complexity(at: Layouts) -> Ints:
+    """How many things a layout adds to plain data parallelism: equals are decided for the simpler."""
+    return (
+        at.zero
+        + 2 * ((at.dp_replicate > 1) & (at.dp_shard > 1))
+        + 2 * (at.recompute > 0)
+        + (at.recompute == FULL)
+        + (at.recompute_every > 1)
+        + 3 * (at.tp > 1)
+        + 4 * (at.cp > 1)
+        + (at.cp_kind == CP_KINDS.index("hierarchical"))
+        + 5 * (at.pp > 1)
+        + (at.virtual_stages > 1)
+        + (at.ep > 1)
+    ).astype(np.int64)
