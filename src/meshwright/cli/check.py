@@ -15,13 +15,16 @@ Overrides = Annotated[
 def check(
     run: Run,
     overrides: Overrides = None,
-    origins: Annotated[bool, typer.Option("--origins", help="Show every value and where it was said.")] = False,
+    origins: Annotated[
+        bool, typer.Option("--origins", help="Show every value and where it was said.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Tell everything that is wrong with a run file.
+    """Tell everything that is wrong with a run file, and what in it wastes the hardware.
 
     Unknown keys, wrong values and rules between fields are told all at once, each with what it is,
-    where it stands and what to do. Nothing is started and nothing is written.
+    where it stands and what to do. Shapes that fill the hardware badly are notes: the run is valid.
+    Nothing is started and nothing is written.
     """
     from meshwright.errors import EXIT_INPUT, SpecError
     from meshwright.spec.text import read_run
@@ -39,7 +42,7 @@ def check(
     elif origins:
         typer.echo(_origin_table(loaded))
     else:
-        typer.echo(_summary(loaded.run))
+        typer.echo("\n".join([_summary(loaded.run), *_notes(loaded)]))
 
 
 def _violations(error: Any) -> list[dict[str, str]]:
@@ -48,9 +51,12 @@ def _violations(error: Any) -> list[dict[str, str]]:
 
 
 def _document(loaded: Any) -> dict[str, Any]:
+    from meshwright.spec.advice import advise
+
     return {
         "valid": True,
         "violations": [],
+        "notes": [{"fact": note.fact, "where": note.where, "hint": note.hint} for note in advise(loaded.run)],
         "fingerprint": loaded.run.fingerprint(),
         "run": loaded.run.model_dump(mode="json"),
         "origins": {key: str(origin) for key, origin in loaded.origins().items()},
@@ -70,11 +76,19 @@ def _summary(run: Any) -> str:
         f"{run.model.num_layers} layers of width {run.model.width}\n"
         f"  ranks     {parallel.num_ranks} ({axes}{borrowed})\n"
         f"  batch     {data.batch_sequences} sequences of {data.sequence_length} = "
-        f"{show_count(data.batch_tokens)} tokens; {run.accumulation} x {data.microbatch_sequences} on each of {parallel.dp} "
-        f"data-parallel ranks\n"
+        f"{show_count(data.batch_tokens)} tokens; each of {parallel.dp} data-parallel ranks takes "
+        f"{run.accumulation} x {data.microbatch_sequences}\n"
         f"  schedule  {run.schedule.num_steps} steps, "
         f"{show_count(run.schedule.num_steps * data.batch_tokens)} tokens"
     )
+
+
+def _notes(loaded: Any) -> list[str]:
+    from meshwright.spec.advice import advise
+
+    return [
+        f"\nnote: {note.fact}\n  where: {note.where}\n  hint:  {note.hint}" for note in advise(loaded.run)
+    ]
 
 
 def _axes(parallel: Any) -> list[str]:

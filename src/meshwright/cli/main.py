@@ -32,7 +32,7 @@ from meshwright.errors import (
 VERBS = {
     "plan": "Decide how to train a model on a cluster, and say why.",
     "predict": "Memory, step time and MFU of a run file on a cluster.",
-    "check": "Tell everything that is wrong with a run file.",
+    "check": "Tell everything that is wrong with a run file, and what wastes the hardware.",
     "rehearse": "Build one rank of the full world on this machine, and prove the numbers.",
     "train": "Run a run file: starts local ranks, or joins those that a launcher started.",
     "launch": "Write, and submit, what a launcher needs.",

@@ -1,0 +1,107 @@
+"""Settings that are valid and waste the hardware, with the fix. Like the rules, small named functions.
+
+Tensor cores work on tiles: dims that are multiples of 64 (128 bytes in half precision) fill them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from meshwright.spec.run import RunSpec
+
+TILE = 64
+ALIGNED = 8  # elements; below this the fast kernels are not even chosen
+FEWEST_TOKENS = 128
+LARGEST_BUBBLE = 0.2
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A fact with its values, where it stands, and what would be faster."""
+
+    fact: str
+    where: str
+    hint: str
+
+
+Advisor = Callable[[RunSpec], Iterator[Advice]]
+
+
+def _uses_tensor_cores(run: RunSpec) -> bool:
+    return run.device != "cpu" and run.precision.compute in ("tf32", "bf16", "fp16")
+
+
+def tensor_cores_are_used(run: RunSpec) -> Iterator[Advice]:
+    """On a GPU, fp32 leaves the tensor cores idle."""
+    if run.device == "cuda" and run.precision.compute == "fp32":
+        hint = "precision.compute=tf32 keeps the range at several times the speed; bf16 doubles that again"
+        yield Advice("compute=fp32 leaves the tensor cores idle", "precision.compute", hint)
+
+
+def vocabulary_fills_tiles(run: RunSpec) -> Iterator[Advice]:
+    """The head is the largest matmul; its vocabulary on a tp rank is a multiple of 8, better of 64."""
+    vocabulary, tp = run.model.vocab_size, run.parallel.tp
+    if _uses_tensor_cores(run) and vocabulary % (ALIGNED * tp):
+        padded = -(-vocabulary // (TILE * tp)) * TILE * tp
+        each = f", {vocabulary // tp} on a rank," if tp > 1 else ""
+        fact = f"vocab_size={vocabulary}{each} is not a multiple of {ALIGNED}"
+        yield Advice(
+            fact, "model.vocab_size", f"model.vocab_size={padded} pads the table with rows nobody uses"
+        )
+
+
+def widths_fill_tiles(run: RunSpec) -> Iterator[Advice]:
+    """Matmul dims that one rank holds are multiples of 64."""
+    if not _uses_tensor_cores(run):
+        return
+    for key, width, ways in _cut_widths(run):
+        if (width // ways) % TILE:
+            held = f" leaves {width // ways} on a rank, which" if ways > 1 else ""
+            fact = f"{key.rsplit('.', 1)[-1]}={width}{held} is not a multiple of {TILE}"
+            yield Advice(fact, key, f"{key}={-(-width // (TILE * ways)) * TILE * ways} fills the tiles")
+
+
+def _cut_widths(run: RunSpec) -> Iterator[tuple[str, int, int]]:
+    """Key, width and ways it is cut, of each matmul dim."""
+    model, parallel = run.model, run.parallel
+    yield "model.width", model.width, 1
+    if not model.is_moe_layer(0):
+        yield "model.mlp.width", model.mlp.width, parallel.tp
+    if model.moe is not None:
+        yield "model.moe.width", model.moe.width, parallel.etp
+
+
+def microbatch_fills_device(run: RunSpec) -> Iterator[Advice]:
+    """A forward pass has at least 128 tokens on a rank."""
+    tokens = run.data.microbatch_sequences * run.data.sequence_length // run.parallel.cp
+    if _uses_tensor_cores(run) and tokens < FEWEST_TOKENS:
+        fact = f"a micro-batch has {tokens} tokens on a rank"
+        yield Advice(
+            fact, "data.microbatch_sequences", "raise data.microbatch_sequences as far as memory allows"
+        )
+
+
+def pipeline_is_filled(run: RunSpec) -> Iterator[Advice]:
+    """The pipeline's bubble, (pp - 1) / (micro-batches x virtual_stages), is below a fifth of the work."""
+    parallel, count = run.parallel, run.accumulation
+    zero_bubble = parallel.schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")
+    if parallel.pp == 1 or zero_bubble or count == 0:
+        return
+    bubble = (parallel.pp - 1) / (count * parallel.virtual_stages)
+    if bubble > LARGEST_BUBBLE:
+        fact = f"ranks idle for {bubble:.0%} of the work: pp={parallel.pp} with {count} micro-batches"
+        hint = "use more or smaller micro-batches, or an interleaved schedule with more virtual_stages"
+        yield Advice(fact, "parallel.pp", hint)
+
+
+ADVISORS: list[Advisor] = [
+    tensor_cores_are_used,
+    vocabulary_fills_tiles,
+    widths_fill_tiles,
+    microbatch_fills_device,
+    pipeline_is_filled,
+]
+
+
+def advise(run: RunSpec) -> list[Advice]:
+    """Everything that would waste the hardware; the run is valid all the same."""
+    return [advice for advisor in ADVISORS for advice in advisor(run)]

@@ -1,0 +1,51 @@
+"""Each advisor with a run it leaves alone and a run it speaks about."""
+
+import pytest
+from tests.run_texts import GOOD
+
+from meshwright.spec.advice import ADVISORS, advise
+from meshwright.spec.text import load_run, parse_run, recipe_names
+
+GPU = ["device=cuda", "precision.compute=bf16"]
+# advisor -> (base run, overrides it leaves alone, overrides it speaks about, words of the hint)
+CASES = {
+    "tensor_cores_are_used": ("dense", GPU, ["device=cuda"], "precision.compute=tf32"),
+    "vocabulary_fills_tiles": (
+        "dense",
+        [*GPU, "parallel.tp=4"],
+        [*GPU, "parallel.tp=4", "model.vocab_size=528"],
+        "model.vocab_size=768",
+    ),
+    "widths_fill_tiles": ("moe", [*GPU, "model.moe.width=128"], GPU, "model.moe.width=128"),
+    "microbatch_fills_device": (
+        "dense",
+        GPU,
+        [*GPU, "data.sequence_length=64"],
+        "raise data.microbatch_sequences",
+    ),
+    "pipeline_is_filled": ("dense", ["parallel.pp=4"], ["parallel.pp=8"], "more or smaller micro-batches"),
+}
+BY_NAME = {advisor.__name__: advisor for advisor in ADVISORS}
+
+
+def test_every_advisor_has_a_case():
+    assert list(CASES) == list(BY_NAME)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_speaks_exactly_when_it_should(name: str):
+    base, good, wasteful, words = CASES[name]
+    assert list(BY_NAME[name](parse_run(GOOD[base], good).require_valid())) == []
+    (advice,) = BY_NAME[name](parse_run(GOOD[base], wasteful).require_valid())
+    assert words in advice.hint
+    assert advice.fact and advice.where
+
+
+def test_the_share_of_a_rank_counts():
+    (advice,) = advise(parse_run(GOOD["dense"], [*GPU, "parallel.tp=4"]).require_valid())
+    assert (advice.where, advice.hint) == ("model.mlp.width", "model.mlp.width=256 fills the tiles")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_waste_nothing(name: str):
+    assert advise(load_run(name)) == []
