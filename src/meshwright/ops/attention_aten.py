@@ -8,7 +8,7 @@ Layout here is the operators' own: q_BHSK, k_BGTK, v_BGTV, lse_BHS; G divides H;
 
     kernel     device  dtypes            bias  width of v
     flash_cpu  CPU     fp64 fp32 16-bit  yes   padded to K
-    cudnn      CUDA    16-bit            no    padded to K   (Hopper and newer, K <= 128)
+    cudnn      CUDA    16-bit            yes   any           (Hopper and newer, K and V <= 256)
     flash      CUDA    16-bit            no    padded to K   (K <= 256)
     efficient  CUDA    fp32 16-bit       yes   any           (key heads repeated)
     plain      any     any               yes   any           (holds all S x T scores)
@@ -52,9 +52,11 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool) -> Kernel:
         return FLASH_CPU
     if q.device.type != "cuda" or q.dtype not in (*_HALF, torch.float32) or (q.shape[-1] | v.shape[-1]) % 8:
         return PLAIN
-    if has_bias or q.dtype == torch.float32 or width > 256:
+    if q.dtype == torch.float32 or width > 256:
         return EFFICIENT
-    return CUDNN if width <= 128 and _has_fast_cudnn(q.device) else FLASH
+    if _has_fast_cudnn(q.device):
+        return CUDNN
+    return EFFICIENT if has_bias else FLASH
 
 
 def _has_fast_cudnn(device: torch.device) -> bool:
@@ -117,33 +119,20 @@ def _flash_backward(
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *_pad_all(q, k, v), None, True, 0.0, rule.causal, False, scale=rule.scale
+        q, k, v, rule.bias_B1ST, True, 0.0, rule.causal, False, scale=rule.scale
     )
-    return out[..., : v.shape[-1]], lse.reshape(q.shape[:3])
+    return out, lse.reshape(q.shape[:3])
 
 
 def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> Grads:
-    qp, kp, vp, gradp, outp = _pad_all(q, k, v, grad, out)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     sizes = (None, None, q.shape[2], k.shape[2])
-    grads = _aten._scaled_dot_product_cudnn_attention_backward(
-        gradp,
-        qp,
-        kp,
-        vp,
-        outp,
-        lse.unsqueeze(-1),
-        seed,
-        seed,
-        None,
-        *sizes,
-        0.0,
-        rule.causal,
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, rule.bias_B1ST, *sizes, 0.0, rule.causal,
         scale=rule.scale,
-    )
-    return _trim(grads, q, v)
+    )  # fmt: skip
 
 
 def _repeat_heads(x_BGTK: Tensor, num_heads: int) -> Tensor:
@@ -172,6 +161,8 @@ def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> Grads:
     heads, groups = q.shape[1], k.shape[1]
+    # In 16 bits this backward reads `out` as if its rows were dense, whatever its strides say.
+    grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
     # Rows beyond the last query must weigh nothing: exp(score - infinity) = 0.
     lse = pad(lse, (0, -q.shape[2] % _EFFICIENT_LSE_ROWS), value=float("inf"))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)

@@ -6,6 +6,7 @@ Each one is the transpose of its partner, so its backward is that partner (n ran
     all_gather            x[S_n] -> x[S]     reduce_scatter
     reduce_scatter        x{n}[S] -> x[S_n]  all_gather
     all_to_all            x[S_n, H] -> x[S, H_n]  all_to_all with the dims exchanged
+    exchange_rows         rows to their owners  exchange_rows back
     all_reduce_forward    x{n} -> x          identity
     all_reduce_backward   x -> x             all_reduce
 
@@ -23,8 +24,8 @@ from torch.distributed import ProcessGroup
 from meshwright.errors import MeshError
 
 # torch 2.13 renamed both and warns about the old names; 2.11 knows only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -40,6 +41,11 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
     """Whole along `concat_dim`, cut along `split_dim` instead; (n - 1) / n x bytes of x."""
     return _AllToAll.apply(x, split_dim, concat_dim, group)  # pyright: ignore[reportReturnType]
+
+
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Rows dealt out: the first sent[0] rows go to rank 0 and so on; received[r] rows come from rank r."""
+    return _ExchangeRows.apply(x, sent, received, group)  # pyright: ignore[reportReturnType]
 
 
 def all_reduce_forward(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -64,18 +70,26 @@ def _even_parts(x: Tensor, dim: int, group: ProcessGroup) -> int:
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    part = x.movedim(dim, 0).contiguous()
-    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
-    _all_gather_single(whole, part, group=group)
-    return whole.movedim(0, dim)
+    num_parts = group.size()
+    if _is_outermost(x, dim):  # the parts lie one after the other in the result
+        whole = x.new_empty((*x.shape[:dim], num_parts * x.shape[dim], *x.shape[dim + 1 :]))
+        all_gather_single(whole.view(-1), x.contiguous().view(-1), group=group)
+        return whole
+    parts = x.new_empty((num_parts, *x.shape))
+    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group)
+    return torch.cat(parts.unbind(), dim)
 
 
 def _scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     num_parts = _even_parts(x, dim, group)
-    whole = x.movedim(dim, 0).contiguous()
-    part = whole.new_empty((whole.shape[0] // num_parts, *whole.shape[1:]))
-    _reduce_scatter_single(part, whole, group=group)
-    return part.movedim(0, dim)
+    ordered = x.contiguous() if _is_outermost(x, dim) else torch.stack(x.chunk(num_parts, dim))
+    part = x.new_empty((*x.shape[:dim], x.shape[dim] // num_parts, *x.shape[dim + 1 :]))
+    reduce_scatter_single(part.view(-1), ordered.view(-1), group=group)
+    return part
+
+
+def _is_outermost(x: Tensor, dim: int) -> bool:
+    return x.shape[:dim].numel() == 1
 
 
 def _exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
@@ -118,6 +132,23 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _exchange(grad, ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _deal_rows(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _deal_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _deal_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
 
 
 class _AllReduceForward(torch.autograd.Function):

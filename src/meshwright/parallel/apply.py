@@ -1,61 +1,103 @@
 """From a RunSpec to the program of this rank: the order of transforms, written once.
 
-1. meta      the stage is built without memory, so no rank ever holds the whole model
-2. tp, ep    cut parameters first: everything after sees the local layer
-3. cp        replaces the attention core; touches no parameter
-4. recompute wraps blocks before they are compiled or sharded, so that both see the wrapped block
-5. compile   block by block: one graph for all layers, and collectives of FSDP stay outside
-6. ZeRO-3    last, because it takes over the parameters as DTensors of what tp and ep left
-7. memory    allocate and fill: every tensor has its own seed, so the layout does not matter
+1. meta       the stages of this rank are built without memory, so no rank ever holds the whole model
+2. tp, ep     parameters are cut first: everything after sees the local layer
+3. cp         replaces the attention core; touches no parameter
+4. precision  the forward enters autocast itself, so a pipeline's backward runs outside it
+5. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
+6. compile    block by block: one graph serves all layers, and the collectives of ZeRO-3 stay outside
+7. ZeRO-3     last, because it takes over the parameters as what tp and ep left of them
+8. memory     allocate and fill: every tensor has its own seed, so the layout does not matter
 """
-
-from functools import partial
 
 from torch import nn
 
+from meshwright.data.batches import Microbatch
 from meshwright.mesh import Mesh
-from meshwright.models.decoder import Decoder, build_decoder
+from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
+from meshwright.models.layers.moe import Experts
+from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
-from meshwright.parallel.owned import own
-from meshwright.parallel.program import Program, SingleProgram
+from meshwright.parallel.ep import apply_moe
+from meshwright.parallel.owned import OwnedParameter, own
+from meshwright.parallel.place import place_parameters
+from meshwright.parallel.pp import PipelineProgram, StageModule, build_stages
+from meshwright.parallel.pp.tied import TIED_NAME, tie
+from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
+from meshwright.parallel.tp import apply_tp
 from meshwright.precision.policy import compute_context, lower_dtype, weight_dtype
 from meshwright.spec import RunSpec
 
 
 def build_program(run: RunSpec, mesh: Mesh) -> Program:
     """The model of this rank at its initial weights, ready to accumulate gradients; all ranks call it."""
-    model = build_decoder(run.model, dtype=weight_dtype(run.precision))
-    transform(model, run, mesh)
-    initialise(model, run.seed, device=mesh.device)
-    owned = [own(name, parameter, mesh) for name, parameter in model.named_parameters()]
-    return SingleProgram(
-        model,
+    dtype = weight_dtype(run.precision)
+    stages = build_stages(run.model, run.parallel, mesh.coordinate("pp"), dtype=dtype)
+    for stage in stages:
+        transform(stage.module, run, mesh)
+        initialise(stage.module, run.seed, device=mesh.device)
+    owned = own_parameters(stages, run, mesh)
+    reducer = build_reducer(owned, mesh)
+    localise = localiser(mesh)
+    if run.parallel.num_stages == 1:
+        return SingleProgram(stages[0].module, owned=owned, reducer=reducer, localise=localise)
+    return PipelineProgram(
+        stages,
+        mesh=mesh,
+        num_microbatches=run.accumulation,
         owned=owned,
-        reducer=build_reducer(owned, mesh),
-        context=partial(compute_context, run.precision, mesh.device),
-        localise=lambda microbatch: microbatch,
+        tied=tie(run.model, mesh, owned),
+        reducer=reducer,
+        localise=localise,
     )
 
 
 def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
-    """Steps 2 to 6 on one stage."""
+    """Steps 2 to 7 on one stage."""
+    parallel = mesh.parallel
+    if parallel.tp > 1 or parallel.ep > 1:
+        place_parameters(model, mesh)
+    if parallel.tp > 1:
+        apply_tp(model, mesh)
+    apply_moe(model, mesh)
+    if parallel.cp > 1:
+        apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
+    context = compute_context(run.precision, mesh.device)
+    if context is not None:
+        model.forward = context(model.forward)
     if run.compile:
         for block in model.blocks.values():
             block.compile()
-    if mesh.parallel.zero == 3:
-        shard_fully(
-            sharding_units(model),
-            model,
-            mesh,
-            experts=[],
-            lower=lower_dtype(run.precision),
-        )
+    if parallel.zero == 3:
+        experts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Experts)]
+        shard_fully(sharding_units(model), model, mesh, experts=experts, lower=lower_dtype(run.precision))
 
 
 def sharding_units(model: Decoder) -> list[nn.Module]:
-    """Modules gathered one at a time under ZeRO-3. A tied table is used at both ends and stays with the root."""
+    """Modules gathered one at a time under ZeRO-3; a tied table, used at both ends, stays with the root."""
     ends: list[nn.Module] = []
     if not model.spec.tied_head:
         ends = [end for end in (model.embedding, model.head) if end is not None]
     return [*model.blocks.values(), *ends]
+
+
+def own_parameters(stages: list[StageModule], run: RunSpec, mesh: Mesh) -> list[OwnedParameter]:
+    """What this rank updates. Of a table tied across stages only the first copy counts in the norm."""
+    last = run.parallel.num_stages - 1
+    return [
+        own(name, parameter, mesh, is_counted=name != TIED_NAME or stage.index == 0 or last == 0)
+        for stage in stages
+        for name, parameter in stage.module.named_parameters()
+    ]
+
+
+def localiser(mesh: Mesh) -> Localise:
+    """This rank's part of a micro-batch: whole sequences, or their zig-zag part under cp."""
+    cp, cp_rank = mesh.parallel.cp, mesh.coordinate("cp")
+
+    def localise(microbatch: Microbatch, scale: float) -> Microbatch:
+        weighted = scaled(microbatch, scale)
+        return shard_microbatch(weighted, cp_rank, cp) if cp > 1 else weighted
+
+    return localise

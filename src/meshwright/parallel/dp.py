@@ -12,7 +12,7 @@ Stages 0 to 2 are one mechanism: gradients are laid into flat buckets of [shards
 reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
@@ -23,7 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
-from meshwright.parallel.owned import OwnedParameter, is_expert
+from meshwright.ops.collectives import all_gather_single, reduce_scatter_single
+from meshwright.parallel.owned import OwnedParameter
+from meshwright.spec.placement import is_routed_expert
 
 BUCKET_ELEMENTS = 25_000_000  # 100 MB of fp32: large enough for full bandwidth, small enough to overlap
 
@@ -52,7 +54,7 @@ class Bucket:
             one.parameter.grad = None
         if self.scatter is not None:
             self._flat = flat_RC.new_empty(flat_RC.shape[1])
-            self._work = dist.reduce_scatter_tensor(
+            self._work = reduce_scatter_single(
                 self._flat, flat_RC.view(-1), group=self.scatter, async_op=True
             )
         else:
@@ -81,7 +83,7 @@ class Bucket:
             dim=1,
         )
         everyone_RC = mine.new_empty(self.num_rows, mine.shape[1])
-        dist.all_gather_into_tensor(everyone_RC.view(-1), mine.view(-1), group=self.scatter)
+        all_gather_single(everyone_RC.view(-1), mine.view(-1), group=self.scatter)
         offset = 0
         for one in self.owned:
             width = _chunk_elements(one, self.num_rows)
@@ -125,7 +127,7 @@ def _reduction_groups(
     one: OwnedParameter, mesh: Mesh
 ) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
     """(group to scatter over, groups to sum over) for the gradient of one parameter."""
-    on_experts = is_expert(one.name) and mesh.parallel.ep > 1
+    on_experts = is_routed_expert(one.name) and mesh.parallel.ep > 1
     axes, shard_axis = (mesh.expert, "expert_shard") if on_experts else (mesh.dense, "shard")
     sums = [mesh.dense.get_group("tp")] if _is_partial_over_tp(one, mesh) else []
     if mesh.parallel.zero == 0 and not on_experts:
@@ -191,7 +193,11 @@ def _bucketed(owned: list[OwnedParameter], mesh: Mesh) -> Iterator[list[OwnedPar
     """Runs of parameters with the same reduction and dtype, cut at BUCKET_ELEMENTS."""
 
     def kind(one: OwnedParameter) -> tuple[bool, bool, torch.dtype]:
-        return (is_expert(one.name) and mesh.parallel.ep > 1, _is_partial_over_tp(one, mesh), one.shard.dtype)
+        return (
+            is_routed_expert(one.name) and mesh.parallel.ep > 1,
+            _is_partial_over_tp(one, mesh),
+            one.shard.dtype,
+        )
 
     for _, run in groupby(sorted(owned, key=lambda one: repr(kind(one))), key=kind):
         bucket: list[OwnedParameter] = []

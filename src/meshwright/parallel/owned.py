@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.mesh import Mesh
+from meshwright.spec.placement import is_routed_expert
 
 
 @dataclasses.dataclass
@@ -43,14 +44,9 @@ class OwnedParameter:
         )
 
 
-def is_expert(name: str) -> bool:
-    """Routed experts live on the expert mesh."""
-    return ".experts." in name
-
-
 def state_axes(name: str, mesh: Mesh) -> tuple[DeviceMesh, str]:
     """The mesh that cuts the state of a parameter, and the axis of it that ZeRO divides over."""
-    if is_expert(name) and mesh.parallel.ep > 1:
+    if is_routed_expert(name) and mesh.parallel.ep > 1:
         return mesh.expert, "expert_shard"
     return mesh.dense, "shard"
 
@@ -61,7 +57,7 @@ def chunk_rows(num_rows: int, num_chunks: int, index: int) -> tuple[int, int]:
     return min(index * size, num_rows), min((index + 1) * size, num_rows)
 
 
-def own(name: str, parameter: nn.Parameter, mesh: Mesh, *, num_copies_counted: int = 1) -> OwnedParameter:
+def own(name: str, parameter: nn.Parameter, mesh: Mesh, *, is_counted: bool = True) -> OwnedParameter:
     """The owned form of one parameter, by the ZeRO stage of the mesh."""
     axes, shard_axis = state_axes(name, mesh)
     if mesh.parallel.zero == 3:
@@ -74,7 +70,7 @@ def own(name: str, parameter: nn.Parameter, mesh: Mesh, *, num_copies_counted: i
         for size, place in zip(owned.mesh.shape, owned.placements, strict=True)
         if not place.is_replicate()
     )
-    return dataclasses.replace(owned, norm_share=num_copies_counted * distinct / ranks_per_stage)
+    return dataclasses.replace(owned, norm_share=is_counted * distinct / ranks_per_stage)
 
 
 def _own_fsdp(name: str, parameter: nn.Parameter) -> OwnedParameter:

@@ -1,7 +1,6 @@
 """The model as this rank runs it: one call accumulates the gradients of one step."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -10,6 +9,9 @@ from torch import Tensor, nn
 from meshwright.data.batches import Microbatch
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.owned import OwnedParameter
+
+Localise = Callable[[Microbatch, float], Microbatch]
+"""This rank's part of a micro-batch, with its loss weights multiplied by a scale."""
 
 
 class Program(Protocol):
@@ -39,36 +41,39 @@ def model_arguments(microbatch: Microbatch) -> dict[str, Tensor]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def scaled(microbatch: Microbatch, scale: float) -> Microbatch:
+    """Every loss term times `scale`: scaling the weights reaches auxiliary losses too."""
+    if scale == 1.0:
+        return microbatch
+    return microbatch._replace(
+        weights_BS=microbatch.weights_BS * scale, sequence_weights_B=microbatch.sequence_weights_B * scale
+    )
+
+
 class SingleProgram:
     """All layers on this rank: micro-batches one after the other."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        owned: list[OwnedParameter],
-        reducer: Reducer,
-        context: Callable[[], AbstractContextManager[object]],
-        localise: Callable[[Microbatch], Microbatch],
+        self, model: nn.Module, *, owned: list[OwnedParameter], reducer: Reducer, localise: Localise
     ) -> None:
         self.stages, self.owned = [model], owned
-        self._model, self._reducer, self._context, self._localise = model, reducer, context, localise
+        self._model, self._reducer, self._localise = model, reducer, localise
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """See Program."""
         parts = []
         for index, microbatch in enumerate(microbatches):
             with self._reducer.microbatch(is_last=index == len(microbatches) - 1):
-                part = self._loss(microbatch)
-                (part * scale).backward()
+                part = self._loss(microbatch, scale)
+                part.backward()
             parts.append(part.detach())
-        return torch.stack(parts).sum()
+        return torch.stack(parts).sum() / scale
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """See Program."""
         self._model.eval()
         with torch.no_grad():
-            loss = torch.stack([self._loss(microbatch) for microbatch in microbatches]).sum()
+            loss = torch.stack([self._loss(microbatch, 1.0) for microbatch in microbatches]).sum()
         self._model.train()
         return loss
 
@@ -76,7 +81,6 @@ class SingleProgram:
         """See Program."""
         self._reducer.gather_parameters()
 
-    def _loss(self, microbatch: Microbatch) -> Tensor:
-        local = self._localise(microbatch)
-        with self._context():
-            return self._model(local.tokens_BS, **model_arguments(local))
+    def _loss(self, microbatch: Microbatch, scale: float) -> Tensor:
+        local = self._localise(microbatch, scale)
+        return self._model(local.tokens_BS, **model_arguments(local))

@@ -1,7 +1,5 @@
 """Which dtype weights are kept in and which one matmuls compute in."""
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 
 from meshwright.errors import SpecError
@@ -26,10 +24,10 @@ def lower_dtype(precision: PrecisionSpec) -> torch.dtype | None:
     return COMPUTE_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
 
 
-def compute_context(precision: PrecisionSpec, device: torch.device) -> AbstractContextManager[object]:
-    """Entered around every forward pass."""
+def compute_context(precision: PrecisionSpec, device: torch.device) -> torch.autocast | None:
+    """Autocast to decorate a forward with, or None when everything has the weights' dtype."""
     dtype = lower_dtype(precision)
-    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+    return torch.autocast(device.type, dtype=dtype) if dtype else None
 
 
 def prepare_device(precision: PrecisionSpec, device: torch.device, *, deterministic: bool) -> None:

@@ -1,0 +1,130 @@
+"""Expert parallel: routed experts are dealt out over ranks that otherwise hold other tokens.
+
+    x[N, D]  rows sorted by expert  ->  rows to the rank that has the expert      all-to-all
+    y[N, D] = experts(x)  on the rank that has them
+    y[N, D]  back to the rank that sent the row                                   all-to-all
+
+ep borrows its ranks from dp_shard x cp, so it adds none: dp_shard=4 with ep=2 is four ranks, each holding
+half of the experts. Two all-to-alls forward and two backward per routed layer, of top_k x T x D elements
+each way under even routing. The gradient of an expert already holds the tokens of all ep ranks; it is
+summed over the rest of the data ranks only.
+
+With etp = tp each expert is cut over tp as well: tokens are gathered over tp first and the partial results
+scattered after. With etp = 1 each tp rank sends its own part of the sequence.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from meshwright.mesh import Mesh
+from meshwright.models.layers.moe import Compute, Moe
+from meshwright.ops.collectives import all_gather, all_gather_single, exchange_rows, reduce_scatter
+from meshwright.parallel.cp.zigzag import shard_sequence, unshard_sequence
+
+
+class ExchangeDispatch(nn.Module):
+    """Computes on the ranks that have the experts; sorting and weighing stay with the inner dispatch."""
+
+    def __init__(self, inner: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        self.inner, self.group = inner, group
+
+    def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
+        """As Dispatch."""
+        return self.inner(x_TD, experts_TC, weights_TC, partial(self._elsewhere, compute))
+
+    def _elsewhere(self, compute: Compute, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert to the experts' ranks, through the experts, and back in the same order."""
+        sent_RE = counts_E.view(self.group.size(), -1)
+        received_RE = torch.empty_like(sent_RE)
+        dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=self.group)
+        # Host sync: the sizes of the exchange must be known before it.
+        sent, received = sent_RE.sum(1).tolist(), received_RE.sum(1).tolist()
+        rows_ND = exchange_rows(x_ND, sent, received, self.group)
+        order_N = _order_by_expert(received_RE)
+        y_ND = compute(rows_ND[order_N], received_RE.sum(0))
+        back_ND = torch.empty_like(y_ND).index_copy(0, order_N, y_ND)
+        return exchange_rows(back_ND, received, sent, self.group)
+
+
+def _order_by_expert(counts_RE: Tensor) -> Tensor:
+    """Row numbers that bring rows sorted by (rank, expert) into the order (expert, rank)."""
+    num_experts = counts_RE.shape[1]
+    expert_of_run = torch.arange(num_experts, device=counts_RE.device).repeat(counts_RE.shape[0])
+    return expert_of_run.repeat_interleave(counts_RE.flatten()).argsort(stable=True)
+
+
+class GatherDispatch(nn.Module):
+    """etp: all tokens of the tp ranks to each of them, which holds a part of every expert."""
+
+    def __init__(self, inner: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        self.inner, self.group = inner, group
+
+    def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
+        """As Dispatch; x[T_tp, D] -> x[T, D] before, y{tp}[T, D] -> y[T_tp, D] after."""
+        whole = self.inner(
+            all_gather(x_TD, 0, self.group),
+            gather_plain(experts_TC, 0, self.group),
+            all_gather(weights_TC, 0, self.group),
+            compute,
+        )
+        return reduce_scatter(whole, 0, self.group)
+
+
+def gather_plain(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The parts of all ranks joined along `dim`, without gradients."""
+    part = x.movedim(dim, 0).contiguous()
+    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
+    all_gather_single(whole, part, group=group)
+    return whole.movedim(0, dim)
+
+
+class SumCounts(nn.Module):
+    """Counts of whole sequences from the counts of their parts."""
+
+    def __init__(self, groups: list[ProcessGroup]) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, counts_BE: Tensor) -> Tensor:
+        """Summed over the axes that cut sequences."""
+        total = counts_BE.clone()
+        for group in self.groups:
+            dist.all_reduce(total, group=group)
+        return total
+
+
+class CutCapacity(nn.Module):
+    """Capacity of whole sequences: who comes first is decided in the order of the whole sequence."""
+
+    def __init__(self, inner: nn.Module, mesh: Mesh) -> None:
+        super().__init__()
+        self.inner = inner
+        self.tp, self.cp = mesh.group("tp"), mesh.group("cp")
+
+    def forward(self, experts_BSC: Tensor) -> Tensor:
+        """As Capacity, for this rank's part of the sequences."""
+        over_cp = gather_plain(gather_plain(experts_BSC, 1, self.tp), 1, self.cp)
+        kept_BSC = self.inner(unshard_sequence(over_cp, 1, self.cp.size()))
+        own_BSC = shard_sequence(kept_BSC, 1, self.cp.rank(), self.cp.size())
+        return own_BSC.chunk(self.tp.size(), 1)[self.tp.rank()]
+
+
+def apply_moe(model: nn.Module, mesh: Mesh) -> None:
+    """Make every routed layer of a stage right for its axes: ep, etp, and sequences cut by tp and cp."""
+    parallel = mesh.parallel
+    cutting = [mesh.group(axis) for axis in ("tp", "cp") if getattr(parallel, axis) > 1]
+    for layer in [module for module in model.modules() if isinstance(module, Moe)]:
+        if parallel.ep > 1:
+            layer.dispatch = ExchangeDispatch(layer.dispatch, mesh.expert.get_group("ep"))
+        if parallel.etp > 1:
+            layer.dispatch = GatherDispatch(layer.dispatch, mesh.group("tp"))
+        if cutting:
+            layer.balance.total = SumCounts(cutting)
+            if layer.capacity is not None:
+                layer.capacity = CutCapacity(layer.capacity, mesh)

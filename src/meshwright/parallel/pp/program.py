@@ -1,0 +1,125 @@
+"""The program of a pipeline rank: torch's schedules over our stages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.microbatch import sum_reducer
+
+from meshwright.data.batches import Microbatch
+from meshwright.mesh import Mesh
+from meshwright.parallel.dp import Reducer
+from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.pp.stages import StageModule
+from meshwright.parallel.pp.tied import TiedTable
+from meshwright.parallel.program import model_arguments
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
+
+
+class PipelineProgram:
+    """This rank's stages under a schedule; one call runs all micro-batches of a step."""
+
+    def __init__(
+        self,
+        stages: list[StageModule],
+        *,
+        mesh: Mesh,
+        num_microbatches: int,
+        owned: list[OwnedParameter],
+        tied: TiedTable,
+        reducer: Reducer,
+        localise: Callable[[Microbatch, float], Microbatch],
+    ) -> None:
+        self.stages: list[nn.Module] = [stage.module for stage in stages]
+        self.owned = owned
+        self._mesh, self._tied, self._reducer, self._localise = mesh, tied, reducer, localise
+        self._has_first = any(stage.index == 0 for stage in stages)
+        self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
+        self._schedule = _build_schedule(stages, mesh, num_microbatches)
+
+    def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
+        """See Program. Overlap is left to the schedule: split backwards bypass autograd's hooks."""
+        with self._reducer.microbatch(is_last=True, can_overlap=False):
+            loss = self._run(self._schedule.step, microbatches, scale)
+        self._tied.sum_gradients()
+        return loss / scale
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """See Program."""
+        for stage in self.stages:
+            stage.eval()
+        with torch.no_grad():
+            loss = self._run(self._schedule.eval, microbatches, 1.0)
+        for stage in self.stages:
+            stage.train()
+        return loss
+
+    def gather_parameters(self) -> None:
+        """See Program."""
+        self._reducer.gather_parameters()
+
+    def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], scale: float) -> Tensor:
+        """One call of the schedule, which cuts the joined micro-batches apart again along B."""
+        whole = joined([self._localise(microbatch, scale) for microbatch in microbatches])
+        inputs = (whole.tokens_BS,) if self._has_first else ()
+        losses: list[Tensor] = []
+        # The target is only there because a schedule with a loss wants one: the last stage has its own.
+        target = whole.sequence_weights_B if self._has_last else None
+        run(*inputs, target=target, losses=losses, **model_arguments(whole))
+        parts = losses if self._has_last else [torch.zeros((), device=self._mesh.device)]
+        return torch.stack([part.detach().double() for part in parts]).sum()
+
+
+def joined(microbatches: Sequence[Microbatch]) -> Microbatch:
+    """All sequences of a step as one batch."""
+    first = microbatches[0]
+    columns = {
+        name: torch.cat([getattr(one, name) for one in microbatches])
+        for name, part in first._asdict().items()
+        if part is not None
+    }
+    return first._replace(**columns)
+
+
+def _last_output(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage's output is the loss already."""
+    return output
+
+
+def _build_schedule(stages: list[StageModule], mesh: Mesh, num_microbatches: int) -> Any:
+    parallel = mesh.parallel
+    group = mesh.group("pp")
+    built = [
+        PipelineStage(stage.module, stage.index, parallel.num_stages, mesh.device, group=group)
+        for stage in stages
+    ]
+    one_stage = parallel.schedule in ONE_STAGE_SCHEDULES
+    # scale_grads divides by the micro-batches; our loss weights have divided already.
+    return SCHEDULES[parallel.schedule](
+        built[0] if one_stage else built,
+        num_microbatches,
+        loss_fn=_last_output,
+        output_merge_spec=sum_reducer,
+        scale_grads=False,
+    )

@@ -1,0 +1,33 @@
+"""The part of the model that each pipeline stage holds."""
+
+from typing import NamedTuple
+
+import torch
+
+from meshwright.models.decoder import Decoder, build_decoder
+from meshwright.spec import ModelSpec, ParallelSpec
+from meshwright.spec.stages import stage_layers, stages_of_rank
+
+
+class StageModule(NamedTuple):
+    """One stage: its number in the pipeline, and the decoder with its layers."""
+
+    index: int
+    module: Decoder
+
+
+def build_stages(
+    model: ModelSpec, parallel: ParallelSpec, pp_rank: int, *, dtype: torch.dtype
+) -> list[StageModule]:
+    """The stages of one pipeline rank on the meta device; without a pipeline, one: the whole model."""
+    layers = stage_layers(model, parallel.num_stages)
+    last = parallel.num_stages - 1
+    return [
+        StageModule(
+            index,
+            build_decoder(
+                model, layers=layers[index], has_embedding=index == 0, has_head=index == last, dtype=dtype
+            ),
+        )
+        for index in stages_of_rank(parallel, pp_rank)
+    ]

@@ -1,0 +1,51 @@
+"""A tied embedding whose two uses stand in different stages.
+
+The first and the last stage each hold the table under the same name, start from the same values and must
+stay equal: the gradients of both uses are summed before the norm, so both copies make the same step.
+"""
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from meshwright.mesh import Mesh
+from meshwright.parallel.owned import OwnedParameter
+from meshwright.spec import ModelSpec
+from meshwright.spec.stages import V_SCHEDULES
+
+TIED_NAME = "embedding.tokens.weight"
+
+
+class TiedTable:
+    """The copies of a tied table on this rank, and the group that holds the others."""
+
+    def __init__(self, copies: list[OwnedParameter], group: ProcessGroup | None) -> None:
+        self.copies, self.group = copies, group
+
+    def sum_gradients(self) -> None:
+        """After the reduction over data ranks; all pipeline ranks call it."""
+        if not self.copies:
+            return
+        total = self.copies[0].shard.grad
+        assert total is not None
+        for copy in self.copies[1:]:
+            assert copy.shard.grad is not None
+            total = total + copy.shard.grad
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        for copy in self.copies:
+            copy.shard.grad = total.clone() if len(self.copies) > 1 else total
+
+
+def tie(model: ModelSpec, mesh: Mesh, owned: list[OwnedParameter]) -> TiedTable:
+    """Find the copies; communicates where they stand on two ranks (all ranks call it)."""
+    parallel = mesh.parallel
+    if not model.tied_head or parallel.num_stages == 1:
+        return TiedTable([], None)
+    copies = [one for one in owned if one.name == TIED_NAME]
+    if parallel.schedule in V_SCHEDULES:  # rank 0 has the first and the last stage
+        return TiedTable(copies, None)
+    pipeline = dist.get_process_group_ranks(mesh.group("pp"))
+    is_end = mesh.rank in (pipeline[0], pipeline[-1])
+    group = dist.new_group([pipeline[0], pipeline[-1]], use_local_synchronization=True) if is_end else None
+    assert not isinstance(group, int)
+    return TiedTable(copies, group)

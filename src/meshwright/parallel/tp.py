@@ -1,0 +1,100 @@
+"""Tensor parallel with sequence parallel.
+
+    attention   x[B, S_tp, D] -> x[B, S, D]             all-gather
+                q, k, v[B, S, H_tp, K] = x[B, S, D] W[D, H_tp K]
+                y{tp}[B, S, D] = o[B, S, H_tp K] W[H_tp K, D]
+                y{tp}[B, S, D] -> y[B, S_tp, D]         reduce-scatter
+    mlp         the same with F in the place of heads
+    embedding   x{tp}[B, S, D] = rows of table[V_tp, D]; reduce-scatter
+    head        logits[B, S, V_tp] = x[B, S, D] W[D, V_tp] after an all-gather; the loss never gathers them
+
+Per block forward: two all-gathers and two reduce-scatters of B S D elements, as many backward (a gather's
+backward is a scatter). Parameters that tp does not cut (norms, biases after a row cut, routers) see a part
+of the sequence or of the heads on each rank: their gradients are partial and summed over tp.
+
+It pays inside an NVLink domain, when layers are too wide for one device or a micro-batch of one sequence
+is too large; it costs four exposed collectives a block.
+"""
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from meshwright.mesh import Mesh
+from meshwright.models.decoder import Decoder, WeightedCrossEntropy
+from meshwright.models.layers.embedding import Embedding, Lookup
+from meshwright.models.layers.linear import Linear
+from meshwright.models.layers.moe import Moe
+from meshwright.ops.collectives import all_gather, reduce_scatter
+from meshwright.ops.vocabulary import cut_cross_entropy, partial_lookup
+from meshwright.spec.placement import crossing
+
+SEQUENCE_DIM = 1
+
+
+class ScatterSum(nn.Module):
+    """y{tp}[B, S, D] -> y[B, S_tp, D]."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, y_BSD: Tensor) -> Tensor:
+        """Summed over tp, this rank's part of the sequence."""
+        return reduce_scatter(y_BSD, SEQUENCE_DIM, self.group)
+
+
+class CutLookup(Lookup):
+    """Rows of a table cut over the vocabulary; the result is cut over the sequence."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, ids_BS: Tensor, table_VD: Tensor) -> Tensor:
+        """x[B, S_tp, D]."""
+        return reduce_scatter(partial_lookup(ids_BS, table_VD, self.group), SEQUENCE_DIM, self.group)
+
+
+class CutCrossEntropy(WeightedCrossEntropy):
+    """The loss on logits cut over the vocabulary."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, logits_BSV: Tensor, targets_BS: Tensor, weights_BS: Tensor) -> Tensor:
+        """The same scalar on every tp rank."""
+        return cut_cross_entropy(logits_BSV, targets_BS, weights_BS, self.group)
+
+
+def apply_tp(model: Decoder, mesh: Mesh) -> None:
+    """Put the table's crossings into a stage whose parameters are already cut."""
+    group = mesh.group("tp")
+    routed = {name for name, module in model.named_modules() if isinstance(module, Moe)}
+    for name, module in model.named_modules():
+        kind = crossing(name, is_routed=name in routed)
+        if kind == "gather":
+            _gather_input(module, group)
+        elif kind == "scatter" and isinstance(module, Linear):
+            module.collect = ScatterSum(group)
+    if isinstance(model.embedding, Embedding):
+        _cut_embedding(model.embedding, group)
+    if model.loss is not None:
+        model.loss = CutCrossEntropy(group)
+
+
+def _gather_input(module: nn.Module, group: ProcessGroup) -> None:
+    def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (all_gather(inputs[0], SEQUENCE_DIM, group), *inputs[1:])
+
+    module.register_forward_pre_hook(gather)
+
+
+def _cut_embedding(embedding: Embedding, group: ProcessGroup) -> None:
+    embedding.tokens.lookup = CutLookup(group)
+    if embedding.positions is not None:
+
+        def own_part(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (inputs[0].chunk(group.size(), SEQUENCE_DIM)[group.rank()],)
+
+        embedding.positions.register_forward_pre_hook(own_part)
