@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.tiny_models import tiny
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.save import save_checkpoint
@@ -20,7 +21,6 @@ from meshwright.models.interop import HuggingFaceReader, save_folder
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.train.build import build_training
 from meshwright.train.initial import load_initial_weights
-from tests.tiny_models import tiny
 
 # The model's widths are chosen uneven so that shards of rows are uneven too.
 MODEL = tiny("llama-3.1-8b", vocab_size=70)
