@@ -55,6 +55,8 @@ NOT_VERBS: set[str] = set()
 """Modules of this folder that several verbs share."""
 # Installed by `pip install "meshwright[train]"` only.
 TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "tensorboard")
+# What a path that a person named can do; other errors of the system are told as faults.
+_PLACES = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 # typer carries its own copy of click in some releases; this is the error class that it really raises.
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
@@ -164,6 +166,8 @@ def _told(error: BaseException) -> int:
         # The reader (`| head`) has gone: nothing is left to say, nor to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
+    if isinstance(error, _PLACES) and error.filename is not None:
+        return _say(f"error: {error.strerror}\n  where: {error.filename}", EXIT_INPUT)
     if isinstance(error, MeshwrightError):
         return _say(show_error(error), error.exit_code)
     if isinstance(error, UsageError):

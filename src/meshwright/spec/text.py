@@ -277,10 +277,10 @@ def _family_of(layer: Layer, folder: Path) -> Layer | None:
     name = cast(dict[str, Any], model).get("family") if isinstance(model, dict) else model
     if not isinstance(name, str):
         return None
-    if isinstance(model, dict) and name not in FAMILIES and not _is_path(name):
+    is_file = _is_path(name) and (_exists(folder / name) or _exists(Path(name)))
+    if isinstance(model, dict) and name not in FAMILIES and not is_file:
         return None  # only a label: the mapping describes the model itself
-    beside = folder / name
-    source = str(beside) if _is_path(name) and _exists(beside) else name
+    source = str(folder / name) if is_file and _exists(folder / name) else name
     try:
         model = load_model(source)
     except OSError as error:  # such as a name longer than a file's may be

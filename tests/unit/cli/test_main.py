@@ -44,6 +44,8 @@ def failing(monkeypatch: pytest.MonkeyPatch):
         (ModuleNotFoundError("No module named 'torch.distributed'", name="torch.distributed"), 2),
         (ModuleNotFoundError("No module named 'meshwright.nothing'", name="meshwright.nothing"), 70),
         (KeyError("x"), 70),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/x"), 2),
+        (FileNotFoundError("of our own making"), 70),
         (OSError(errno.EIO, "disk"), 70),
         (RecursionError(), 70),
     ],
@@ -79,7 +81,7 @@ def test_a_fault_of_ours_is_one_line_and_a_file(failing, capsys: Captured):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["chekc"], "Did you mean 'check'?"),
+        (["chec"], "Did you mean 'check'"),
         (["check", "--jsn", "demo"], "--json"),
         (["check"], "Missing argument"),
         (["--nonsense"], "No such option"),

@@ -16,7 +16,24 @@ from meshwright.spec.violations import spec_of
 
 # Words that YAML readers like to take for something else.
 WORDS = st.sampled_from(
-    ["no", "1e4", "0x10", "null", "true", "12", "1_000", "~", "a: b", "#", "é", " x ", "", "-"]
+    [
+        "no",
+        "1e4",
+        "0x10",
+        "null",
+        "true",
+        "12",
+        "1_000",
+        "~",
+        "a: b",
+        "#",
+        "é",
+        " x ",
+        "",
+        "-",
+        "a/b",
+        "x.json",
+    ]
 )
 NAMES = st.text(string.ascii_letters + string.digits, min_size=1, max_size=12)
 WHOLE = st.integers(1, 3) | st.integers(1, 2**40)

@@ -217,7 +217,7 @@ class TestErrors:
     def test_a_missing_file_suggests_its_neighbour(self, tmp_path: Path):
         write(tmp_path, "train.yaml", DENSE)
         with pytest.raises(SpecError) as caught:
-            load_run(tmp_path / "trian.yaml")
+            load_run(tmp_path / "trai.yaml")
         assert "train.yaml" in caught.value.hint
 
     @pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "nul\x00l", "", "missing/run.yaml"])
