@@ -21,6 +21,7 @@ from meshwright.data.batches import Microbatch
 from meshwright.mesh import Mesh
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.pp.forward import forward_losses
 from meshwright.parallel.pp.stages import StageModule
 from meshwright.parallel.pp.tied import TiedTable
 from meshwright.parallel.program import model_arguments
@@ -52,6 +53,8 @@ class PipelineProgram:
         localise: Callable[[Microbatch, float], Microbatch],
     ) -> None:
         self.stages: list[nn.Module] = [stage.module for stage in stages]
+        self._numbered = stages
+        self._stage_modules = stages
         self.owned = owned
         self._mesh, self._tied, self._reducer, self._localise = mesh, tied, reducer, localise
         self._has_first = any(stage.index == 0 for stage in stages)
@@ -60,17 +63,21 @@ class PipelineProgram:
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """See Program. Overlap is left to the schedule: split backwards bypass autograd's hooks."""
+        whole = joined([self._localise(microbatch, scale) for microbatch in microbatches])
+        losses: list[Tensor] = []
         with self._reducer.microbatch(is_last=True, can_overlap=False):
-            loss = self._run(self._schedule.step, microbatches, scale)
+            self._run_schedule(whole, losses)
         self._tied.sum_gradients()
-        return loss / scale
+        parts = losses if self._has_last else [torch.zeros((), device=self._mesh.device)]
+        return torch.stack([part.detach().double() for part in parts]).sum() / scale
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """See Program."""
         for stage in self.stages:
             stage.eval()
         with torch.no_grad():
-            loss = self._run(self._schedule.eval, microbatches, 1.0)
+            local = [self._localise(microbatch, 1.0) for microbatch in microbatches]
+            loss = forward_losses(self._numbered, self._mesh, local)
         for stage in self.stages:
             stage.train()
         return loss
@@ -79,16 +86,12 @@ class PipelineProgram:
         """See Program."""
         self._reducer.gather_parameters()
 
-    def _run(self, run: Callable[..., Any], microbatches: Sequence[Microbatch], scale: float) -> Tensor:
+    def _run_schedule(self, whole: Microbatch, losses: list[Tensor]) -> None:
         """One call of the schedule, which cuts the joined micro-batches apart again along B."""
-        whole = joined([self._localise(microbatch, scale) for microbatch in microbatches])
         inputs = (whole.tokens_BS,) if self._has_first else ()
-        losses: list[Tensor] = []
         # The target is only there because a schedule with a loss wants one: the last stage has its own.
         target = whole.sequence_weights_B if self._has_last else None
-        run(*inputs, target=target, losses=losses, **model_arguments(whole))
-        parts = losses if self._has_last else [torch.zeros((), device=self._mesh.device)]
-        return torch.stack([part.detach().double() for part in parts]).sum()
+        self._schedule.step(*inputs, target=target, losses=losses, **model_arguments(whole))
 
 
 def joined(microbatches: Sequence[Microbatch]) -> Microbatch:

@@ -1,0 +1,76 @@
+"""A forward pass through the pipeline without gradients: for evaluation.
+
+Torch's schedules always plan for a backward, and those with several stages on a rank cannot do without. A
+plain walk is enough here: each rank takes the micro-batches in order and hands them on, so ranks with one
+stage each still overlap.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.data.batches import Microbatch
+from meshwright.mesh import Mesh
+from meshwright.parallel.pp.stages import StageModule
+from meshwright.parallel.program import model_arguments
+from meshwright.spec.stages import stages_of_rank
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def forward_losses(stages: Sequence[StageModule], mesh: Mesh, microbatches: Sequence[Microbatch]) -> Tensor:
+    """Sum of the losses on the rank of the last stage, zero on the others; all ranks of pp call it."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for microbatch in microbatches:
+        loss = _walk(stages, mesh, microbatch)
+        if loss is not None:
+            total += loss
+    for stage in stages:
+        if isinstance(stage.module, FSDPModule):
+            stage.module.reshard()  # a pipeline keeps parameters gathered for a backward that does not come
+    return total
+
+
+def _walk(stages: Sequence[StageModule], mesh: Mesh, microbatch: Microbatch) -> Tensor | None:
+    """One micro-batch through the stages of this rank; the loss where the last stage is."""
+    group, rank_of = mesh.group("pp"), _ranks_of_stages(mesh)
+    arguments = model_arguments(microbatch)
+    kept: Tensor | None = None
+    for index, module in stages:
+        if index == 0:
+            x = microbatch.tokens_BS
+        elif rank_of[index - 1] == rank_of[index] and kept is not None:
+            x = kept
+        else:
+            x = _receive(rank_of[index - 1], group, mesh.device)
+        kept = module(x, **arguments)
+        if index == mesh.parallel.num_stages - 1:
+            return kept
+        if rank_of[index + 1] != rank_of[index]:
+            _send(kept, rank_of[index + 1], group)
+    return None
+
+
+def _ranks_of_stages(mesh: Mesh) -> dict[int, int]:
+    parallel = mesh.parallel
+    return {stage: rank for rank in range(parallel.pp) for stage in stages_of_rank(parallel, rank)}
+
+
+def _send(x_BSD: Tensor, to: int, group: ProcessGroup) -> None:
+    header = torch.tensor([_DTYPES.index(x_BSD.dtype), *x_BSD.shape], device=x_BSD.device)
+    dist.send(header, group=group, group_dst=to)
+    dist.send(x_BSD.contiguous(), group=group, group_dst=to)
+
+
+def _receive(source: int, group: ProcessGroup, device: torch.device) -> Tensor:
+    """Shape and dtype come first: they depend on precision and ZeRO stage. Host sync."""
+    header = torch.empty(4, dtype=torch.int64, device=device)
+    dist.recv(header, group=group, group_src=source)
+    code, *shape = header.tolist()
+    x_BSD = torch.empty(shape, dtype=_DTYPES[code], device=device)
+    dist.recv(x_BSD, group=group, group_src=source)
+    return x_BSD
