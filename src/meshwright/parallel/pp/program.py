@@ -54,8 +54,7 @@ class PipelineProgram:
     ) -> None:
         self.stages: list[nn.Module] = [stage.module for stage in stages]
         self._numbered = stages
-        self._stage_modules = stages
-        self.owned = owned
+        self.owned = [one for one in owned if not any(one is other for other in tied.followers)]
         self._mesh, self._tied, self._reducer, self._localise = mesh, tied, reducer, localise
         self._has_first = any(stage.index == 0 for stage in stages)
         self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
@@ -84,6 +83,7 @@ class PipelineProgram:
 
     def gather_parameters(self) -> None:
         """See Program."""
+        self._tied.follow()
         self._reducer.gather_parameters()
 
     def _run_schedule(self, whole: Microbatch, losses: list[Tensor]) -> None:

@@ -1,9 +1,13 @@
 """A tied embedding whose two uses stand in different stages.
 
 The first and the last stage each hold the table under the same name, start from the same values and must
-stay equal: the gradients of both uses are summed before the norm, so both copies make the same step.
+stay equal: the gradients of both uses are summed before the norm, so both copies make the same step. Where
+one rank has both stages (V-shaped schedules) only the first copy is updated and the other follows it.
 """
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -18,22 +22,32 @@ TIED_NAME = "embedding.tokens.weight"
 class TiedTable:
     """The copies of a tied table on this rank, and the group that holds the others."""
 
-    def __init__(self, copies: list[OwnedParameter], group: ProcessGroup | None) -> None:
-        self.copies, self.group = copies, group
+    def __init__(self, copies: Sequence[OwnedParameter], group: ProcessGroup | None) -> None:
+        self._copies, self._group = copies, group
+
+    @property
+    def followers(self) -> Sequence[OwnedParameter]:
+        """Copies that take their values from the first one here: no optimizer, no checkpoint knows them."""
+        return self._copies[1:]
 
     def sum_gradients(self) -> None:
         """After the reduction over data ranks; all pipeline ranks call it."""
-        if not self.copies:
+        if not self._copies:
             return
-        total = self.copies[0].shard.grad
+        total = self._copies[0].shard.grad
         assert total is not None
-        for copy in self.copies[1:]:
+        for copy in self.followers:
             assert copy.shard.grad is not None
-            total = total + copy.shard.grad
-        if self.group is not None:
-            dist.all_reduce(total, group=self.group)
-        for copy in self.copies:
-            copy.shard.grad = total.clone() if len(self.copies) > 1 else total
+            total += copy.shard.grad
+            copy.shard.grad = None
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """After the first copy was updated or loaded."""
+        for copy in self.followers:
+            copy.shard.copy_(self._copies[0].shard)
 
 
 def tie(model: ModelSpec, mesh: Mesh, owned: list[OwnedParameter]) -> TiedTable:
