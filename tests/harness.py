@@ -6,32 +6,34 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tests.communication import Recorder, named_calls
+from tests.oracle import Reference, reference
+from tests.ranks import RankPool
+from tests.tiny_runs import OPTIMIZERS
 from torch import Tensor
 
 from meshwright.mesh import Mesh, World, build_mesh
 from meshwright.optim.build import state_tensors
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel import apply as parallel_apply
+from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.pp import stages
 from meshwright.spec import RunSpec
 from meshwright.spec.check import require_valid
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate, sum_over_world
 from meshwright.train.step import Training, train_step
-from tests.communication import Recorder, named_calls
-from tests.oracle import Reference, reference
-from tests.ranks import RankPool
 
 # float64 carries 16 digits; sums in another order cost two or three of them, three steps one more.
 RTOL = 1e-9
 # A tensor that is zero but for rounding (the key bias of attention without rotation) has no scale of its
 # own; below this part of the largest tensor of its kind the error is measured against that part.
 SMALLEST_SCALE = 1e-4
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclasses.dataclass
@@ -100,7 +102,7 @@ def _train_here(runs: list[RunSpec], num_steps: int, frozen: tuple[str, ...]) ->
 
 def _freezing(frozen: tuple[str, ...]) -> Any:
     """Parameters whose name holds one of these parts want no gradient, from the moment they are built."""
-    build = parallel_apply.build_decoder
+    build = stages.build_decoder
 
     def build_frozen(*args: Any, **kwargs: Any) -> Any:
         model = build(*args, **kwargs)
@@ -108,82 +110,87 @@ def _freezing(frozen: tuple[str, ...]) -> Any:
             parameter.requires_grad_(not any(part in name for part in frozen))
         return model
 
-    return patch.object(parallel_apply, "build_decoder", build_frozen)
+    return patch.object(stages, "build_decoder", build_frozen)
 
 
 def train_steps(run: RunSpec, mesh: Mesh, num_steps: int) -> Result:
     """Build, train and gather; all ranks of the mesh call it."""
     training, batches = build_training(run, mesh), build_data(run, mesh)
-    gradients: list[dict[str, Tensor]] = []
+    shards = {one.name: one for one in training.program.owned if one.parameter.requires_grad}
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in shards}
     held: list[Held] = []
 
     def before_update(*_: object) -> None:
+        for name, one in shards.items():
+            assert one.shard.grad is not None, f"{name} has no gradient"
+            parts[name][f"gradient {len(held)}"] = one.shard.grad.clone()
         held.append(measure(training))
-        gradients.append(gather(training, lambda one: one.shard.grad))
 
-    losses, norms, sample_ids, recorder = [], [], [], Recorder()
+    training.optimizer.register_step_pre_hook(before_update)
+    losses, norms, sample_ids, calls = [], [], [], Counter()
     for step in range(num_steps):
         batch = next(batches)
         seed_step(run.seed, step)
         rate = learning_rate(run.optim, run.schedule, step, batch_tokens=run.data.batch_tokens)
-        # Gathering gradients would be recorded as well, so the last step is made a second time without.
-        hook = training.optimizer.register_step_pre_hook(before_update)
-        outcome = train_step(training, batch, learning_rate=rate)
-        hook.remove()
+        with Recorder() as recorder:
+            outcome = train_step(training, batch, learning_rate=rate)
+        calls = named_calls(recorder.calls, mesh)
         losses.append(float(sum_over_world(outcome.loss, mesh)))
         norms.append(float(outcome.grad_norm))
         sample_ids.append(batch.sample_ids)
-    weights = gather(training, lambda one: one.shard, trainable_only=False)
-    result = Result(
+    batches.close()
+    whole = gather(run, training, parts)
+    return Result(
         rank=mesh.rank,
         stage=mesh.coordinate("pp"),
         losses=losses,
         grad_norms=norms,
-        gradients=gradients,
-        weights=weights,
-        optimizer=gather_states(run, training),
+        gradients=[_of_kind(whole, f"gradient {step}") for step in range(num_steps)],
+        weights=_of_kind(whole, "weight"),
+        optimizer={
+            f"{name}.{key}": value
+            for name, held_ in whole.items()
+            for key, value in held_.items()
+            if key in STATES
+        },
         buffers=_buffers(training),
-        ema=gather(training, partial(_average, training)) if training.ema else {},
+        ema=_of_kind(whole, "ema"),
         eval_loss=evaluate(run, training.program, mesh),
-        digests={name: _digest(tensor) for name, tensor in weights.items()},
+        digests={name: _digest(kinds["weight"]) for name, kinds in whole.items()},
         num_steps=num_steps,
-        communication=Counter(),
+        communication=calls,
         held=held[-1],
         sample_ids=sample_ids,
     )
-    with recorder:
-        train_step(training, batch, learning_rate=rate)
-    batches.close()
-    return dataclasses.replace(result, communication=named_calls(recorder.calls, mesh))
 
 
-def _average(training: Training, one: Any) -> Tensor:
-    assert training.ema is not None
-    return training.ema.averages[one.name]
+def _of_kind(whole: dict[str, dict[str, Tensor]], kind: str) -> dict[str, Tensor]:
+    return {name: kinds[kind] for name, kinds in whole.items() if kind in kinds}
+
+
+def _states(whole: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": kinds[key] for name, kinds in whole.items() for key in STATES if key in kinds}
 
 
 def gather(
-    training: Training, choose: Callable[[Any], Tensor | None], *, trainable_only: bool = True
-) -> dict[str, Tensor]:
-    """A tensor of every owned parameter, made whole; communicates."""
+    run: RunSpec, training: Training, parts: dict[str, dict[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Weight, states, averages and the given parts of every parameter, made whole; communicates."""
+    states = state_tensors(training.optimizer, training.named_shards, run.optim)
+    averages = training.ema.averages if training.ema else {}
     found = {}
     for one in training.program.owned:
-        if one.parameter.requires_grad or not trainable_only:
-            part = choose(one)
-            assert part is not None, f"{one.name} has no gradient"
-            found[one.name] = one.as_global(part).full_tensor().clone()
+        kinds = {"weight": one.shard.detach(), **states.get(one.name, {}), **parts.get(one.name, {})}
+        if one.name in averages:
+            kinds["ema"] = averages[one.name]
+        found[one.name] = dict(zip(kinds, make_whole(one, list(kinds.values())), strict=True))
     return found
 
 
-def gather_states(run: RunSpec, training: Training) -> dict[str, Tensor]:
-    """Optimizer states by `parameter.state`, made whole."""
-    owned = {one.name: one for one in training.program.owned}
-    states = state_tensors(training.optimizer, training.named_shards, run.optim)
-    return {
-        f"{name}.{key}": owned[name].as_global(value).full_tensor().clone()
-        for name, parts in states.items()
-        for key, value in parts.items()
-    }
+def make_whole(one: OwnedParameter, parts: list[Tensor]) -> list[Tensor]:
+    """Tensors of the shard's shape as whole ones: side by side in a last dim, so one gather does for all."""
+    stacked = dataclasses.replace(one, shape=torch.Size([*one.shape, len(parts)]))
+    return list(stacked.as_global(torch.stack(parts, dim=-1)).full_tensor().unbind(-1))
 
 
 def _buffers(training: Training) -> dict[str, Tensor]:
@@ -304,3 +311,14 @@ def prove(ranks: RankPool, run: RunSpec, *, frozen: tuple[str, ...] = ()) -> lis
     results = run_case(ranks, run, frozen=frozen)
     assert_same_training(results, reference(run, frozen=frozen))
     return results
+
+
+def prove_with_every_optimizer(ranks: RankPool, run: RunSpec) -> tuple[list[Result], float]:
+    """SGD shows a wrong scale of the gradient, which Adam hides; Adam shows a wrong state.
+
+    Returns the results of the last optimizer and the worst relative error of all.
+    """
+    runs = [run.with_(optim=optim) for optim in OPTIMIZERS.values()]
+    every = run_cases(ranks, runs)
+    pairs = zip(runs, every, strict=True)
+    return every[-1], max(assert_same_training(results, reference(one)) for one, results in pairs)

@@ -114,10 +114,11 @@ MODELS: dict[str, ModelSpec] = {
     "moe_capacity": _GQA.with_(moe=_MOE.with_(capacity_factor=0.75, normalise_top_k=False)),
 }
 
+# eps is far above rounding: a gradient that is zero but for rounding must not be blown up to a step.
 # The limit of sgd lies between the norms of one run, so some steps are clipped and some are not.
 OPTIMIZERS: dict[str, OptimSpec] = {
     "sgd": OptimSpec(kind="sgd", lr=0.05, beta1=0.9, weight_decay=0.1, max_grad_norm=2.2),
-    "adamw": OptimSpec(kind="adamw", lr=0.01, weight_decay=0.1, max_grad_norm=1.0),
+    "adamw": OptimSpec(kind="adamw", lr=0.01, eps=1e-5, weight_decay=0.1, max_grad_norm=1.0),
 }
 
 

@@ -1,10 +1,10 @@
 """Data parallel in all its stages equals one device."""
 
 import pytest
-
-from meshwright.spec import ParallelSpec
 from tests.harness import prove
 from tests.tiny_runs import OPTIMIZERS, tiny_run
+
+from meshwright.spec import ParallelSpec
 
 STAGES = {
     "replicate_2": ParallelSpec(dp_replicate=2),

@@ -1,0 +1,69 @@
+"""Every axis, every pair, every triple and the mixes of large runs equal one device."""
+
+import os
+
+import pytest
+from tests.equivalence_report import add_row
+from tests.harness import prove_with_every_optimizer
+from tests.layouts import (
+    Layout,
+    all_axes_on_16,
+    all_pairs,
+    all_singles,
+    all_triples,
+    named_mixes,
+    random_layouts,
+)
+from tests.ranks import RankPool
+
+SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
+NUM_RANDOM = 40
+
+
+def each(layouts: list[Layout]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
+
+
+def prove_layout(ranks: RankPool, layout: Layout, group: str) -> None:
+    """SGD and AdamW, three steps; the worst error goes to the report."""
+    _, worst = prove_with_every_optimizer(ranks, layout.run())
+    add_row(group, layout, worst)
+
+
+@each(all_singles())
+def test_each_axis(ranks, layout):
+    prove_layout(ranks, layout, "one axis")
+
+
+@each(all_pairs())
+def test_each_pair_of_axes(ranks, layout):
+    prove_layout(ranks, layout, "two axes")
+
+
+@each(named_mixes())
+def test_named_mixes(ranks, layout):
+    prove_layout(ranks, layout, "named mixes")
+
+
+@pytest.mark.soak
+@each(all_triples())
+def test_each_triple_of_axes(ranks, layout):
+    prove_layout(ranks, layout, "three axes")
+
+
+@pytest.mark.soak
+@each(all_axes_on_16())
+def test_all_axes_at_once(layout):
+    pool = RankPool(max_ranks=16)
+    try:
+        prove_layout(pool, layout, "sixteen ranks")
+    finally:
+        pool.close()
+
+
+@pytest.mark.soak
+@each(random_layouts(SEED, NUM_RANDOM))
+def test_random_layouts(ranks, layout):
+    """Another seed: MESHWRIGHT_TEST_SEED=2 make soak."""
+    print(f"seed {SEED}: {layout.parallel!r}")
+    prove_layout(ranks, layout, f"random, seed {SEED}")

@@ -1,0 +1,194 @@
+"""The layouts that are proved equal to one device: generated, so that none is forgotten."""
+
+import random
+from collections.abc import Iterator
+from itertools import combinations, product
+from typing import NamedTuple
+
+from tests.tiny_runs import MODELS, tiny_run
+
+from meshwright.spec import ParallelSpec, RunSpec
+from meshwright.spec.check import check
+
+DENSE = ("gqa", "tied", "gpt", "mla", "window")
+ROUTED = ("moe", "moe_shared", "moe_capacity")
+CP_KINDS = ("gather", "ring", "ulysses")
+# schedule -> chunks of the model on each pipeline rank
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+# Every axis at degree 2, each way there is to do it.
+AXES: dict[str, list[dict[str, object]]] = {
+    "dp": [{"dp_replicate": 2}],
+    "zero": [{"dp_shard": 2, "zero": stage} for stage in (1, 2, 3)],
+    "cp": [{"cp": 2, "cp_kind": kind} for kind in CP_KINDS],
+    "tp": [{"tp": 2}],
+    "pp": [{"pp": 2, "schedule": kind, "virtual_stages": n} for kind, n in SCHEDULES.items()],
+    "ep": [{"ep": 2}],
+}
+
+
+class Layout(NamedTuple):
+    """One way to cut one kind of model."""
+
+    parallel: ParallelSpec
+    model: str
+    microbatch_sequences: int = 1
+
+    @property
+    def name(self) -> str:
+        """`dp_replicate2-tp2-gqa`: what differs from one device."""
+        default = ParallelSpec().model_dump()
+        said = {key: value for key, value in self.parallel.model_dump().items() if value != default[key]}
+        return (
+            "-".join(
+                [f"{key}{value}" if isinstance(value, int) else str(value) for key, value in said.items()]
+            )
+            + f"-{self.model}"
+        )
+
+    def run(self) -> RunSpec:
+        """With one layer more than there are stages, so that stages are uneven."""
+        model = MODELS[self.model]
+        stages = self.parallel.num_stages
+        rows = -(-model.vocab_size // self.parallel.tp) * self.parallel.tp
+        model = model.with_(num_layers=max(model.num_layers, stages + (stages > 1)), vocab_size=rows)
+        return tiny_run(model, parallel=self.parallel, microbatch_sequences=self.microbatch_sequences)
+
+
+def _merged(parts: tuple[dict[str, object], ...]) -> ParallelSpec:
+    said: dict[str, object] = {}
+    for part in parts:
+        said |= part
+    if said.get("ep") and "dp_shard" not in said and "cp" not in said:
+        said |= {"dp_shard": 2, "zero": 1}  # ep borrows its ranks
+    return ParallelSpec.model_validate(said)
+
+
+def _model_for(parallel: ParallelSpec, index: int) -> str:
+    kinds = ROUTED if parallel.ep > 1 else (*DENSE, *ROUTED)
+    return kinds[index % len(kinds)]
+
+
+def _combined(count: int) -> Iterator[tuple[str, ...]]:
+    yield from combinations(AXES, count)
+
+
+def all_singles() -> list[Layout]:
+    """Each axis alone with every kind of model, and every schedule."""
+    found = []
+    for axis in AXES:
+        parallel = _merged((AXES[axis][0],)) if axis != "pp" else ParallelSpec(pp=2)
+        kinds = ROUTED if axis == "ep" else (*DENSE, *ROUTED)
+        found += [Layout(parallel, kind) for kind in kinds]
+    found += [Layout(_merged((one,)), kind) for one in AXES["cp"] for kind in ("tied", "moe")]
+    found += [Layout(_merged((one,)), kind) for one in AXES["pp"] for kind in ("tied", "moe_shared")]
+    found += [
+        Layout(ParallelSpec(tp=4), "gpt"),
+        Layout(ParallelSpec(tp=4), "mla"),
+        Layout(ParallelSpec(tp=2, etp=2), "moe"),
+        Layout(ParallelSpec(cp=4, cp_kind="ring"), "gqa"),
+        Layout(ParallelSpec(cp=4, cp_kind="hierarchical", cp_inner=2), "gqa"),
+        Layout(ParallelSpec(pp=4), "tied"),
+        Layout(ParallelSpec(pp=4, schedule="gpipe"), "moe"),
+        Layout(ParallelSpec(dp_shard=4, zero=2, ep=4), "moe"),
+        Layout(ParallelSpec(dp_shard=4, zero=1, ep=2), "moe_shared"),
+        Layout(ParallelSpec(dp_shard=4, zero=2, ep=2), "moe_capacity"),
+        Layout(ParallelSpec(dp_shard=4, zero=3, ep=2), "moe"),
+        Layout(ParallelSpec(cp=2, ep=2), "moe_shared"),
+        Layout(ParallelSpec(cp=4, cp_kind="ring", ep=2), "moe"),
+    ]
+    return _unique(found)
+
+
+def all_pairs() -> list[Layout]:
+    """Every two axes, every way of each; the kinds of models take turns."""
+    found = []
+    for axes in _combined(2):
+        for parts in product(*(AXES[axis] for axis in axes)):
+            parallel = _merged(parts)
+            found.append(Layout(parallel, _model_for(parallel, len(found))))
+    found += [Layout(ParallelSpec(tp=2, dp_shard=2, zero=stage, ep=2, etp=2), "moe") for stage in (1, 2, 3)]
+    return _unique(found)
+
+
+def named_mixes() -> list[Layout]:
+    """The mixes that large runs use."""
+    return [
+        Layout(ParallelSpec(dp_replicate=2, tp=2, pp=2), "tied"),
+        Layout(ParallelSpec(dp_shard=2, zero=1, tp=2, pp=2), "gpt"),
+        Layout(ParallelSpec(dp_shard=2, zero=3, tp=2, pp=2, schedule="zbv", virtual_stages=2), "tied"),
+        Layout(ParallelSpec(cp=2, tp=2, pp=2), "gqa"),
+        Layout(ParallelSpec(cp=2, cp_kind="ring", tp=2, pp=2, zero=3), "mla"),
+        Layout(ParallelSpec(dp_shard=2, zero=1, ep=2, pp=2), "moe_shared"),
+        Layout(ParallelSpec(dp_shard=2, dp_replicate=2, zero=2, ep=2, pp=2), "moe"),
+        Layout(ParallelSpec(dp_shard=2, zero=3, ep=2, pp=2), "moe_capacity"),
+    ]
+
+
+def all_triples() -> list[Layout]:
+    """Every three axes; of the ways of each, one after the other."""
+    found = []
+    for index, axes in enumerate(_combined(3)):
+        for turn in range(3):
+            parts = tuple(AXES[axis][(index + turn) % len(AXES[axis])] for axis in axes)
+            parallel = _merged(parts)
+            found.append(Layout(parallel, _model_for(parallel, index + turn)))
+    return [layout for layout in _unique(found) if layout.parallel.num_ranks <= 8]
+
+
+def all_axes_on_16() -> list[Layout]:
+    """Sixteen ranks: four axes and ep on top, or five with a replica axis."""
+    return [
+        Layout(ParallelSpec(dp_shard=2, zero=1, cp=2, tp=2, pp=2, ep=2), "moe_shared"),
+        Layout(ParallelSpec(dp_shard=2, zero=3, cp=2, cp_kind="ring", tp=2, pp=2, ep=4), "moe"),
+        Layout(ParallelSpec(dp_replicate=2, dp_shard=2, zero=2, tp=2, pp=2), "gpt"),
+        Layout(
+            ParallelSpec(
+                dp_shard=2, zero=3, cp=2, cp_kind="ulysses", tp=2, pp=2, schedule="zbv", virtual_stages=2
+            ),
+            "tied",
+        ),
+    ]
+
+
+def random_layouts(seed: int, count: int, *, max_ranks: int = 8) -> list[Layout]:
+    """Layouts that the rules accept, drawn from a seed."""
+    generator = random.Random(seed)
+    found: list[Layout] = []
+    while len(found) < count:
+        layout = _draw(generator)
+        if 1 < layout.parallel.num_ranks <= max_ranks and not check(layout.run()):
+            found.append(layout)
+    return found
+
+
+def _draw(generator: random.Random) -> Layout:
+    degree = (1, 1, 2, 2, 4)
+    schedule = generator.choice(list(SCHEDULES))
+    pp = generator.choice(degree)
+    cp = generator.choice(degree)
+    parallel = ParallelSpec(
+        dp_replicate=generator.choice(degree),
+        dp_shard=generator.choice(degree),
+        zero=generator.randrange(4),
+        cp=cp,
+        cp_kind=generator.choice(CP_KINDS) if cp > 1 else "gather",
+        tp=generator.choice(degree),
+        pp=pp,
+        schedule=schedule if pp > 1 else "1f1b",
+        virtual_stages=SCHEDULES[schedule] if pp > 1 else 1,
+        ep=generator.choice(degree),
+        etp=generator.choice((1, 2)),
+    )
+    return Layout(parallel, generator.choice(list(MODELS)), generator.choice((1, 2)))
+
+
+def _unique(layouts: list[Layout]) -> list[Layout]:
+    return list({layout.name: layout for layout in layouts}.values())
