@@ -70,6 +70,23 @@ class TableRun:
         return CONVENTIONS[self.convention](self.work.model, self.work.sequence_length)
 
 
+def measured_seconds(row: Mapping[str, str | None], run: TableRun) -> float | None:
+    """The step time a row publishes, directly or through tokens/s or TFLOP/s; None where it gives none."""
+
+    def given(column: str) -> float | None:
+        text = (row.get(column) or "").strip()
+        return float(text) if text else None
+
+    step, tokens, tflops = given("step_time_s"), given("tokens_s_gpu"), given("tflops_per_gpu")
+    if step is not None:
+        return step
+    if tokens is not None:
+        return run.batch_tokens / (tokens * run.num_devices)
+    if tflops is not None:
+        return run.batch_tokens * run.flops_per_token / (tflops * 1e12 * run.num_devices)
+    return None
+
+
 class _Cells:
     """The cells of one row, read with the column's name in every complaint."""
 
