@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify_files(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Compare sizes and hashes with the manifest; ranks share the files and agree on the verdict."""
-    names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    """Compare sizes and hashes with the manifest; ranks, where there are several, share the files."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    names = sorted(manifest["files"])[rank::num_ranks]
     damaged = [name for name in names if not _is_intact(folder / name, manifest["files"][name])]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, damaged)
+    found: list[Any] = [damaged]
+    if num_ranks > 1:
+        found = [None] * num_ranks
+        dist.all_gather_object(found, damaged)
     all_damaged = [name for part in found for name in part]
     if all_damaged:
         raise CheckpointError(
@@ -73,7 +77,10 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read into the given tensors, in place; each rank reads only the parts its shards need."""
+    """Read into the given tensors, in place; each rank reads only the parts its shards need.
+
+    A process without a world, such as one that samples, reads whatever it asks for.
+    """
     saved = saved_shapes(folder)
     missing = sorted(set(tensors) - set(saved))
     if missing:
@@ -89,4 +96,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 where=str(folder),
                 hint="the checkpoint is of another model",
             )
-    dcp.load(dict(tensors), checkpoint_id=folder)
+    with warnings.catch_warnings():
+        # torch warns of a single process even when it is told that there is only one.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        dcp.load(dict(tensors), checkpoint_id=folder, no_dist=not dist.is_initialized())

@@ -1,0 +1,58 @@
+"""`meshwright convert`: weights to and from Hugging Face safetensors and torch files."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FROM", help="A run directory, a checkpoint, a Hugging Face folder, or a .pt file."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TO", help="A new folder, or a new .pt file.")],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORM",
+            help="huggingface, checkpoint or torch.",
+            show_default="torch for a .pt file; else huggingface, or checkpoint from a Hugging Face folder",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as in the source")
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights.")] = False,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", min=0, help="The checkpoint of this step.", show_default="the last"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="For a .pt file that does not say: a family or a config.json.")
+    ] = None,
+) -> None:
+    """Write the weights of a model in another form, and print where.
+
+    A Hugging Face folder (config.json, safetensors, the dataset's tokenizer) is what transformers and
+    inference servers read. A checkpoint made from one is what `checkpoint.start_from` reads; a run can
+    also start from the Hugging Face folder itself. Nothing that exists is written over, and the target
+    appears only when it is complete.
+    """
+    from meshwright.train.convert import DTYPES, convert_weights, form_of_target
+    from meshwright.train.weights import named_model, open_weights
+
+    if form not in (None, "huggingface", "checkpoint", "torch"):
+        raise typer.BadParameter(f"{form!r} is none of huggingface, checkpoint and torch", param_hint="--to")
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    named = named_model(model) if model is not None else None
+    weights = open_weights(source, step=checkpoint, averaged=ema, model=named)
+    chosen = form or form_of_target(weights, target)
+    convert_weights(weights, target, chosen, dtype=DTYPES[dtype] if dtype else None)
+    print(f"from {weights.origin}, written as {chosen}", file=sys.stderr)
+    typer.echo(str(target))

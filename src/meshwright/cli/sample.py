@@ -1,0 +1,69 @@
+"""`meshwright sample`: text from a trained model."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def sample(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="A run directory such as runs/demo; a checkpoint or Hugging Face folder too.",
+        ),
+    ],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Write at most so many tokens.")] = 200,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, help="Below 1 is more careful, above 1 is wilder; 0 takes the likeliest."),
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, help="Draw only from the so many likeliest tokens.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
+    ema: Annotated[bool, typer.Option("--ema", help="Use the moving average of the weights.")] = False,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", min=0, help="The checkpoint of this step.", show_default="the last"),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="`bytes`, a tokenizer.json, or a folder with one.", show_default="that of the dataset"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Print text that a trained model writes after a prompt.
+
+    Works on one process, whatever mesh the model was trained on. The text ends where the model ends
+    the document, or after --tokens.
+    """
+    if not math.isfinite(temperature):
+        raise typer.BadParameter(f"{temperature} is not a finite number", param_hint="--temperature")
+    if device not in ("cpu", "cuda", "auto"):
+        raise typer.BadParameter(f"{device!r} is none of cpu, cuda and auto", param_hint="--device")
+    if temperature == 0 and top_k is not None:
+        raise typer.BadParameter("with --temperature 0 it has no effect", param_hint="--top-k")
+    from meshwright.mesh import choose_device
+    from meshwright.train.sample import Sampling, calm_threads, choose_tokenizer, origin_words, sample_text
+    from meshwright.train.weights import open_weights
+
+    weights = open_weights(run_dir, step=checkpoint, averaged=ema)
+    calm_threads(weights)
+    words = choose_tokenizer(weights, tokenizer)
+    sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    text = sample_text(weights, words, prompt, sampling, choose_device(device, 0))
+    if as_json:
+        facts = {"prompt": prompt, "text": text, "checkpoint": str(weights.origin), "step": weights.step}
+        typer.echo(json.dumps({**facts, "temperature": temperature, "top_k": top_k, "seed": seed}, indent=2))
+        return
+    print(f"from {origin_words(weights)}", file=sys.stderr)
+    typer.echo(prompt + text)

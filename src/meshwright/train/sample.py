@@ -1,0 +1,103 @@
+"""Text from a trained model, on one process."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.data.tokenize import Tokenizer, open_tokenizer, tokenizer_for
+from meshwright.errors import DataError
+from meshwright.models.decoder import Decoder
+from meshwright.spec.parameters import num_parameters
+from meshwright.train.weights import Weights, build_model
+
+SMALL_MODEL_PARAMETERS = 50_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    num_tokens: int = 200
+    temperature: float = 0.8
+    """0 takes the likeliest token."""
+    top_k: int | None = None
+    """Only the so many likeliest tokens are drawn from."""
+    seed: int = 0
+
+
+def sample_text(
+    weights: Weights,
+    tokenizer: Tokenizer,
+    prompt: str,
+    sampling: Sampling,
+    device: torch.device | str = "cpu",
+) -> str:
+    """What the model writes after the prompt, up to the end of the document."""
+    [prompt_tokens] = tokenizer.encode([prompt])
+    if not len(prompt_tokens):
+        raise DataError("the prompt has no tokens", where="--prompt", hint='such as --prompt "It was"')
+    if tokenizer.vocab_size > weights.model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {weights.model.vocab_size}",
+            where=tokenizer.name,
+            hint="use the tokenizer of the model's dataset",
+        )
+    model = build_model(weights, device)
+    written = generate(model, prompt_tokens.tolist(), tokenizer=tokenizer, sampling=sampling)
+    return tokenizer.decode(written)
+
+
+def choose_tokenizer(weights: Weights, name: str | None) -> Tokenizer:
+    """The one that was named, else that of the run's dataset, else the one that lies beside the weights."""
+    if name is not None:
+        return open_tokenizer(name)
+    if weights.run is not None:
+        return tokenizer_for(weights.run.data)
+    if weights.origin.is_dir() and (weights.origin / "tokenizer.json").is_file():
+        return open_tokenizer(str(weights.origin))
+    raise DataError(
+        "no tokenizer lies beside the weights",
+        where=str(weights.origin),
+        hint="name one with --tokenizer: a tokenizer.json, a folder that holds one, or `bytes`",
+    )
+
+
+@torch.inference_mode()
+def generate(model: Decoder, prompt: list[int], *, tokenizer: Tokenizer, sampling: Sampling) -> list[int]:
+    """Tokens after the prompt. Nothing is kept between tokens: each one costs a whole forward pass."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(sampling.seed)
+    tokens = list(prompt)
+    for _ in range(sampling.num_tokens):
+        seen_1S = torch.tensor([tokens[-model.spec.max_positions :]], device=device)
+        positions_1S = torch.arange(seen_1S.shape[1], device=device)[None]
+        logits_V = model(seen_1S, positions_BS=positions_1S)[0, -1, : tokenizer.vocab_size]
+        token = draw(logits_V.float().cpu(), sampling, generator)
+        if token == tokenizer.eos_id:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token."""
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    if sampling.top_k is not None and sampling.top_k < len(logits_V):
+        weakest = logits_V.topk(sampling.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < weakest, -torch.inf)
+    chances_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
+    return int(torch.multinomial(chances_V, 1, generator=generator))
+
+
+def calm_threads(weights: Weights) -> None:
+    """One thread for a small model: a single row is too little work to share, and waiting costs more."""
+    if num_parameters(weights.model) < SMALL_MODEL_PARAMETERS:
+        torch.set_num_threads(1)
+
+
+def origin_words(weights: Weights) -> str:
+    """Where the weights came from, for people."""
+    step = f" (step {weights.step})" if weights.step is not None else ""
+    return f"{weights.origin}{step}"
