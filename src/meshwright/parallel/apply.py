@@ -13,6 +13,7 @@
 from torch import nn
 
 from meshwright.data.batches import Microbatch
+from meshwright.memory.recompute import apply_recompute
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
@@ -66,6 +67,7 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
     context = compute_context(run.precision, mesh.device)
     if context is not None:
         model.forward = context(model.forward)
+    apply_recompute(model.blocks.values(), run.memory)
     if run.compile:
         for block in model.blocks.values():
             block.compile()

@@ -12,7 +12,7 @@ Stages 0 to 2 are one mechanism: gradients are laid into flat buckets of [shards
 reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 

@@ -47,11 +47,12 @@ def _walk(stages: Sequence[StageModule], mesh: Mesh, microbatch: Microbatch) -> 
             x = kept
         else:
             x = _receive(rank_of[index - 1], group, mesh.device)
-        kept = module(x, **arguments)
+        y: Tensor = module(x, **arguments)
         if index == mesh.parallel.num_stages - 1:
-            return kept
+            return y
         if rank_of[index + 1] != rank_of[index]:
-            _send(kept, rank_of[index + 1], group)
+            _send(y, rank_of[index + 1], group)
+        kept = y
     return None
 
 

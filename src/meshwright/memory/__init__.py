@@ -1,0 +1,1 @@
+"""What trades seconds for bytes on one rank."""
