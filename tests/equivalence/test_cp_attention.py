@@ -104,8 +104,8 @@ def _recording(recorder: Recorder, stack: ExitStack) -> None:
         return sum(_bytes(operation.tensor) for operation in operations if operation.op is dist.isend)
 
     watches = [
-        (collectives, "_all_gather_single", "all_gather", lambda whole, _, group: share(whole, group)),
-        (collectives, "_reduce_scatter_single", "reduce_scatter", lambda _, x, group: share(x, group)),
+        (collectives, "all_gather_single", "all_gather", lambda whole, _, group: share(whole, group)),
+        (collectives, "reduce_scatter_single", "reduce_scatter", lambda _, x, group: share(x, group)),
         (dist, "all_to_all_single", "all_to_all", lambda _, x, group: share(x, group)),
         (dist, "batch_isend_irecv", "message", sent),
     ]

@@ -9,8 +9,9 @@ The backward needs only the merged out and lse, so it too runs part by part, in 
 
     dV += P^T dO     dS = P * (dO V^T - rowsum(dO * out))     dQ += scale dS K     dK += scale dS^T Q
 
-Without documents and window no mask exists anywhere: full and triangular calls only. With them, a
-masked call reads an additive bias of at most MAX_MASK_ELEMENTS scores at a time.
+Without documents and window no mask exists anywhere: full and triangular calls only. With them, calls
+read an additive bias, made for one band of queries at a time and only over the keys it can reach by
+order and window; keys of other documents in that reach are computed and weigh nothing.
 """
 
 from typing import Any, NamedTuple
@@ -19,10 +20,9 @@ import torch
 from torch import Tensor
 
 from meshwright.ops.attention_aten import Grads, Rule, choose_kernel
-from meshwright.ops.attention_tasks import Chunk, Cover, Task, plan_tasks
+from meshwright.ops.attention_tasks import Chunk, Cover, Task, Tiling, plan_tasks
 
-# 128 MiB of bias in 16 bits: small beside the activations of a sequence long enough to reach it.
-MAX_MASK_ELEMENTS = 1 << 26
+TILING = Tiling()
 
 
 class Rows(NamedTuple):
@@ -132,7 +132,7 @@ def _tasks(batch: int, scope: Scope) -> tuple[Task, ...]:
         scope.keys.chunks,
         window=scope.window,
         has_documents=scope.queries.documents_BS is not None,
-        max_mask_elements=MAX_MASK_ELEMENTS // batch,
+        tiling=TILING._replace(max_elements=TILING.max_elements // batch),
     )
 
 

@@ -51,6 +51,24 @@ def cover_of(query: Chunk, key: Chunk, window: int | None, *, has_documents: boo
     return Cover.CAUSAL if query == key else Cover.MASKED
 
 
+class Tiling(NamedTuple):
+    """How masked calls are cut: small masks, and few scores computed that no one sees."""
+
+    max_rows: int = 2048
+    """Queries per call: enough to fill a GPU, few enough that the triangle's unseen half is skipped."""
+    max_elements: int = 1 << 26
+    """Scores per call: 128 MiB of bias in 16 bits."""
+    align: int = 64
+    """Calls begin and end at such rows of the keys, as kernels like it."""
+
+
+class _Held(NamedTuple):
+    """A chunk and the local rows where it lies."""
+
+    chunk: Chunk
+    rows: slice
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_tasks(
     query_chunks: tuple[Chunk, ...],
@@ -58,46 +76,56 @@ def plan_tasks(
     *,
     window: int | None = None,
     has_documents: bool = False,
-    max_mask_elements: int = 1 << 60,
+    tiling: Tiling = Tiling(),  # noqa: B008  (immutable)
 ) -> tuple[Task, ...]:
-    """The calls that cover every visible pair once; a masked call has at most `max_mask_elements` scores."""
-    unmasked = window is None and not has_documents
-    if unmasked and query_chunks == key_chunks:
+    """The calls that cover every visible pair once."""
+    if query_chunks == key_chunks and window is None and not has_documents:
         # In ascending order the gaps do not matter: the local triangle is the true one.
         rows = sum(chunk.length for chunk in query_chunks)
         return (Task(slice(0, rows), slice(0, rows), Cover.CAUSAL),)
     tasks: list[Task] = []
-    for query, queries in zip(query_chunks, _local_slices(query_chunks), strict=True):
-        row = _tasks_of_one_chunk(query, queries, key_chunks, window, has_documents=has_documents)
+    for query in _held(query_chunks):
+        row: list[Task] = []
+        for key in _held(key_chunks):
+            cover = cover_of(query.chunk, key.chunk, window, has_documents=has_documents)
+            if cover is Cover.MASKED:
+                row.extend(_tiles(query, key, window, tiling))
+            elif cover is not Cover.NONE:
+                row = _join_keys(row, Task(query.rows, key.rows, cover))
         tasks = _join_queries(tasks, row)
-    return tuple(piece for task in tasks for piece in _tile(task, max_mask_elements))
+    return tuple(tasks)
 
 
-def _local_slices(chunks: tuple[Chunk, ...]) -> list[slice]:
-    slices, offset = [], 0
+def _held(chunks: tuple[Chunk, ...]) -> list[_Held]:
+    held, offset = [], 0
     for chunk in chunks:
-        slices.append(slice(offset, offset + chunk.length))
+        held.append(_Held(chunk, slice(offset, offset + chunk.length)))
         offset += chunk.length
-    return slices
+    return held
 
 
-def _tasks_of_one_chunk(
-    query: Chunk,
-    queries: slice,
-    key_chunks: tuple[Chunk, ...],
-    window: int | None,
-    *,
-    has_documents: bool,
-) -> list[Task]:
-    tasks: list[Task] = []
-    for key, keys in zip(key_chunks, _local_slices(key_chunks), strict=True):
-        cover = cover_of(query, key, window, has_documents=has_documents)
-        last = tasks[-1] if tasks else None
-        if cover is Cover.FULL and last and last.cover is Cover.FULL and last.keys.stop == keys.start:
-            tasks[-1] = last._replace(keys=slice(last.keys.start, keys.stop))
-        elif cover is not Cover.NONE:
-            tasks.append(Task(queries, keys, cover))
+def _tiles(query: _Held, key: _Held, window: int | None, tiling: Tiling) -> list[Task]:
+    """Bands of queries, each against the keys that its first and last row can reach."""
+    step = max(1, min(tiling.max_rows, tiling.max_elements // key.chunk.length))
+    tasks = []
+    for at in range(0, query.chunk.length, step):
+        end = min(at + step, query.chunk.length)
+        reach = 0 if window is None else max(0, query.chunk.start + at - window + 1 - key.chunk.start)
+        low = reach - reach % tiling.align
+        seen = query.chunk.start + end - key.chunk.start
+        high = min(key.chunk.length, seen + -seen % tiling.align)
+        if low < high:
+            queries = slice(query.rows.start + at, query.rows.start + end)
+            tasks.append(Task(queries, slice(key.rows.start + low, key.rows.start + high), Cover.MASKED))
     return tasks
+
+
+def _join_keys(row: list[Task], task: Task) -> list[Task]:
+    """Neighbouring keys that the same queries see in full are one call."""
+    last = row[-1] if row else None
+    if last and last.cover is task.cover is Cover.FULL and last.keys.stop == task.keys.start:
+        return [*row[:-1], last._replace(keys=slice(last.keys.start, task.keys.stop))]
+    return [*row, task]
 
 
 def _join_queries(tasks: list[Task], row: list[Task]) -> list[Task]:
@@ -113,14 +141,5 @@ def _join_queries(tasks: list[Task], row: list[Task]) -> list[Task]:
 
 
 def _stacks(upper: Task, lower: Task) -> bool:
-    both_full = upper.cover is Cover.FULL and lower.cover is Cover.FULL
+    both_full = upper.cover is lower.cover is Cover.FULL
     return both_full and upper.keys == lower.keys and upper.queries.stop == lower.queries.start
-
-
-def _tile(task: Task, max_mask_elements: int) -> list[Task]:
-    """Cut a masked call into bands of queries whose masks stay small."""
-    if task.cover is not Cover.MASKED:
-        return [task]
-    step = max(1, max_mask_elements // (task.keys.stop - task.keys.start))
-    starts = range(task.queries.start, task.queries.stop, step)
-    return [task._replace(queries=slice(at, min(at + step, task.queries.stop))) for at in starts]

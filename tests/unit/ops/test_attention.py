@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshwright.ops import attention_aten
 from meshwright.ops.attention import Rows, Scope, attend, plain_attention, unseen, visible, whole_sequence
-from meshwright.ops.attention_tasks import Chunk, Cover, cover_of, plan_tasks
+from meshwright.ops.attention_tasks import Chunk, Cover, Tiling, cover_of, plan_tasks
 
 B, S, K = 2, 24, 8
 # Two exact formulas in fp64 that add in another order.
@@ -69,16 +69,28 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *leaves: attend(*leaves, scope), (q, k, v))
 
 
-def test_masks_are_cut_into_bands(monkeypatch):
+@pytest.mark.parametrize("window", [None, 7])
+def test_masks_are_cut_into_bands(monkeypatch, window):
     rows = whole_sequence(S, _documents())
-    scope = Scope(rows, rows, scale=0.3)
+    scope = Scope(rows, rows, scale=0.3, window=window)
     inputs = _qkv(4, 2, 8)
     expected = _with_grads(plain_attention, *inputs, scope)
-    monkeypatch.setattr("meshwright.ops.attention.MAX_MASK_ELEMENTS", B * S * 5)
-    tasks = plan_tasks(rows.chunks, rows.chunks, has_documents=True, max_mask_elements=S * 5)
-    assert [task.queries.stop - task.queries.start for task in tasks] == [5, 5, 5, 5, 4]
+    monkeypatch.setattr(
+        "meshwright.ops.attention.TILING", Tiling(max_rows=10, max_elements=B * S * 5, align=2)
+    )
     for ours, plain in zip(_with_grads(attend, *inputs, scope), expected, strict=True):
         torch.testing.assert_close(ours, plain, **EXACT)
+
+
+def test_bands_reach_only_keys_in_order_and_window():
+    whole = (Chunk(0, 24),)
+    tiling = Tiling(max_rows=8, align=4)
+    tasks = plan_tasks(whole, whole, has_documents=True, tiling=tiling)
+    assert [task.keys for task in tasks] == [slice(0, 8), slice(0, 16), slice(0, 24)]
+    tasks = plan_tasks(whole, whole, window=3, tiling=tiling)
+    assert [task.keys for task in tasks] == [slice(0, 8), slice(4, 16), slice(12, 24)]
+    tasks = plan_tasks(whole, whole, has_documents=True, tiling=Tiling(max_elements=24 * 5))
+    assert [task.queries.stop - task.queries.start for task in tasks] == [5, 5, 5, 5, 4]
 
 
 def test_bf16_is_as_close_to_fp64_as_bf16_inputs_allow():
@@ -134,16 +146,17 @@ def _layouts(draw):
     return chunks[0], chunks[1]
 
 
-@given(_layouts(), st.none() | st.integers(1, 12), st.booleans(), st.integers(1, 64))
-@settings(max_examples=200, deadline=None)
-def test_tasks_cover_each_visible_pair_once(layout, window, has_documents, max_mask_elements):
+_TILINGS = st.builds(Tiling, st.integers(1, 9), st.integers(1, 64), st.integers(1, 5))
+
+
+@given(_layouts(), st.none() | st.integers(1, 12), st.booleans(), _TILINGS)
+@settings(max_examples=300, deadline=None)
+def test_tasks_cover_each_visible_pair_once(layout, window, has_documents, tiling):
     queries, keys = layout
     scope = Scope(Rows(queries), Rows(keys), scale=1.0, window=window)
     seen = visible(scope, slice(None), slice(None), torch.device("cpu"))[0]
     counted = torch.zeros(seen.shape, dtype=torch.int64)
-    for task in plan_tasks(
-        queries, keys, window=window, has_documents=has_documents, max_mask_elements=max_mask_elements
-    ):
+    for task in plan_tasks(queries, keys, window=window, has_documents=has_documents, tiling=tiling):
         block = counted[task.queries, task.keys]
         if task.cover is Cover.FULL:
             block += 1
