@@ -1,7 +1,7 @@
 """The decision: the chosen layout with its prediction, what else is on the table, and the run it becomes."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from meshwright.errors import PlanError
 from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts
 from meshwright.plan.memory import STAGES
+from meshwright.plan.pipeline import simulated_items
 from meshwright.plan.search import (
     Found,
     Objective,
@@ -27,6 +28,8 @@ from meshwright.spec.run import RunSpec
 SAME_FRACTION = 0.01
 """Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
 NUM_PARETO = 24
+NUM_SIMULATED = 8
+"""The best layouts by closed form whose pipelines are simulated before one is chosen."""
 RECOMPUTE_WORDS = {bits: word for word, bits in RECOMPUTE_BITS.items()}
 SECONDS_PER_DAY = 86400.0
 
@@ -48,20 +51,25 @@ class Choice:
     def memory_items(self) -> dict[str, dict[str, float]]:
         """Bytes by item for the first, a middle and the last pipeline rank."""
         found = price_memory(self.question, self.at)
-        items = {**found.items, **found.overhead}
+        items = {**found.items, "fragmentation": found.fragmentation, **found.outside}
         return {
             stage: {name: float(column[0, index]) for name, column in items.items()}
             for index, stage in enumerate(STAGES)
         }
 
     @cached_property
+    def device_bytes(self) -> float:
+        """On the device of the fullest rank."""
+        return float(price_memory(self.question, self.at).peak_device_bytes[0])
+
+    @cached_property
     def reserved_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Held by torch's allocator on the fullest rank."""
         return float(price_memory(self.question, self.at).peak_reserved_bytes[0])
 
     @cached_property
     def allocated_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Of tensors on the fullest rank."""
         return float(price_memory(self.question, self.at).peak_allocated_bytes[0])
 
     @cached_property
@@ -72,19 +80,21 @@ class Choice:
     @cached_property
     def seconds_items(self) -> dict[str, float]:
         """Seconds of a step by item; they sum to `step_seconds`."""
-        items = price_time(self.question, self.at).items
-        return {name: float(np.atleast_1d(column)[0]) for name, column in items.items()}
+        cost = price_time(self.question, self.at)
+        items = {name: float(np.atleast_1d(column)[0]) for name, column in cost.items.items()}
+        return simulated_items(self.run, self.question.work, self.at, cost, items)
 
     @cached_property
     def interval_seconds(self) -> tuple[float, float]:
         """Where nine of ten measured steps lie."""
         cost = price_time(self.question, self.at)
-        return float(cost.low_seconds[0]), float(cost.high_seconds[0])
+        half_width = float(np.atleast_1d(cost.relative_half_width)[0])
+        return self.step_seconds / (1.0 + half_width), self.step_seconds * (1.0 + half_width)
 
     @property
     def fits(self) -> bool:
         """Whether the fullest rank stays inside the budget."""
-        return self.reserved_bytes <= self.question.memory_budget_bytes
+        return self.device_bytes <= self.question.memory_budget_bytes
 
     @property
     def step_seconds(self) -> float:
@@ -148,39 +158,52 @@ def make_plan(question: Question, *, top: int = 8) -> Plan:
     """Search, choose, and keep the alternatives; raises PlanError when nothing fits."""
     start = time.perf_counter()
     found = search(question)
+    return choose(question, found, top=top, search_seconds=time.perf_counter() - start)
+
+
+def choose(question: Question, found: Found, *, top: int, search_seconds: float) -> Plan:
+    """The best of what was found; raises PlanError when nothing fits."""
     if len(found.fitting) == 0:
         raise no_fit_error(question, found)
     order = ranking(found.fitting, question.objective)
-    rows = _first_of_each_mesh(found.fitting.layouts, order, top)
-    best = _first_valid(question, found.fitting, rows)
-    shown = [best, *(Choice(question, found.fitting.layouts.take([row])) for row in rows)]
+    rows = dict.fromkeys(
+        [*map(int, order[:NUM_SIMULATED]), *_first_of_each_mesh(found.fitting.layouts, order, top)]
+    )
+    simulated = _ranked([Choice(question, found.fitting.layouts.take([row])) for row in rows])
+    best = next((choice for choice in simulated if not check(choice.run)), None)
+    if best is None:
+        violation = check(simulated[0].run)[0]
+        raise PlanError(f"the rules refuse the best layouts: {violation.fact}", hint=violation.hint)
     return Plan(
         question=question,
         best=best,
-        top=tuple(_distinct(shown)[:top]),
+        top=tuple(_one_per_mesh([best, *simulated])[:top]),
         pareto=tuple(
             Choice(question, found.fitting.layouts.take([row])) for row in pareto_rows(found.fitting)
         ),
         found=found,
-        search_seconds=time.perf_counter() - start,
+        search_seconds=search_seconds,
     )
 
 
-def _distinct(choices: list[Choice]) -> list[Choice]:
-    seen: dict[str, Choice] = {}
+def _ranked(choices: list[Choice]) -> list[Choice]:
+    """From best to worst by simulated time, by the same rules as `ranking`."""
+    rows = [choice.at for choice in choices]
+    at = Layouts(**{f.name: np.concatenate([getattr(row, f.name) for row in rows]) for f in fields(Layouts)})
+    reserved = np.array([choice.device_bytes for choice in choices])
+    priced = Priced(at, reserved, np.array([choice.step_seconds for choice in choices]))
+    return [choices[row] for row in ranking(priced, choices[0].question.objective)]
+
+
+def _one_per_mesh(choices: list[Choice]) -> list[Choice]:
+    seen: dict[tuple[int, ...], Choice] = {}
     for choice in choices:
-        seen.setdefault(choice.run.fingerprint(), choice)
+        seen.setdefault(tuple(int(row[0]) for row in _mesh_columns(choice.at)), choice)
     return list(seen.values())
 
 
-def _first_valid(question: Question, priced: Priced, rows: list[int]) -> Choice:
-    """The first choice that every rule accepts; the enumeration asks the rules, so it is the first of all."""
-    for row in rows:
-        choice = Choice(question, priced.layouts.take([row]))
-        if not check(choice.run):
-            return choice
-    violations = check(Choice(question, priced.layouts.take([rows[0]])).run)
-    raise PlanError(f"the rules refuse the best layouts: {violations[0].fact}", hint=violations[0].hint)
+def _mesh_columns(at: Layouts) -> tuple[NDArray[np.int64], ...]:
+    return (at.dp_replicate, at.dp_shard, (at.zero > 0).astype(np.int64), at.cp, at.tp, at.pp, at.ep)
 
 
 def ranking(priced: Priced, objective: Objective) -> NDArray[np.intp]:
@@ -193,16 +216,15 @@ def ranking(priced: Priced, objective: Objective) -> NDArray[np.intp]:
 
 
 def _first_of_each_mesh(at: Layouts, order: NDArray[np.intp], count: int) -> list[int]:
-    columns = (at.dp_replicate, at.dp_shard, at.zero > 0, at.cp, at.tp, at.pp, at.ep)
-    meshes = np.stack([column.astype(np.int64) for column in columns], axis=1)[order]
+    meshes = np.stack(_mesh_columns(at), axis=1)[order]
     _, first = np.unique(meshes, axis=0, return_index=True)
-    return [int(order[position]) for position in np.sort(first)[: max(count, 8)]]
+    return [int(order[position]) for position in np.sort(first)[:count]]
 
 
 def pareto_rows(priced: Priced) -> list[int]:
     """Rows that no other beats in step time, memory and devices at once, from fast to slow."""
     axes = np.stack(
-        [priced.step_seconds, priced.reserved_bytes, priced.layouts.num_ranks.astype(float)], axis=1
+        [priced.step_seconds, priced.device_bytes, priced.layouts.num_ranks.astype(float)], axis=1
     )
     order = np.lexsort((axes[:, 2], axes[:, 1], axes[:, 0]))
     kept: list[int] = []
@@ -220,7 +242,7 @@ def no_fit_error(question: Question, found: Found) -> PlanError:
     budget = question.memory_budget_bytes / gib
     if found.leanest is None:
         return PlanError("no layout satisfies the pins", where="pins")
-    need = float(found.leanest.reserved_bytes[0]) / gib
+    need = float(found.leanest.device_bytes[0]) / gib
     devices = question.cluster.num_devices
     fact = (
         f"{question.run.model.family} does not fit on {devices} x {question.cluster.device.title}: "

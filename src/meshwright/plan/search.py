@@ -7,6 +7,7 @@ not fit are counted, and the leanest of them kept, so that "it does not fit" com
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.cost import StepCost, step_cost
 from meshwright.plan.frameworks import meshwright
 from meshwright.plan.layouts import CP_KINDS, FULL, Floats, Ints, Layouts
-from meshwright.plan.memory import Memory, memory
+from meshwright.plan.memory import FIT_SHARE, Memory, memory
 from meshwright.plan.pins import Pins
 from meshwright.plan.space import (
     SHORTEST_PART,
@@ -32,8 +33,6 @@ from meshwright.plan.workload import Workload, workload_of
 from meshwright.spec.run import RunSpec
 
 Objective = Literal["speed", "cost", "memory"]
-FIT_FRACTION = 0.95
-"""A layout fits when it reserves at most this part of the device: predicted memory errs a little."""
 BLOCK_MESHES = 128
 MAX_KEPT = 20_000
 GROUP_COLUMNS = ("dp_replicate", "dp_shard", "zero", "cp", "tp", "pp", "ep", "recompute", "schedule")
@@ -55,15 +54,15 @@ class Question:
         """What bounds the enumeration."""
         return Space(self.run, self.cluster, self.pins, self.shortest_part)
 
-    @property
+    @cached_property
     def work(self) -> Workload:
         """What is trained, apart from the layout."""
         return workload_of(self.run)
 
     @property
     def memory_budget_bytes(self) -> float:
-        """What a rank may reserve."""
-        return FIT_FRACTION * self.cluster.device.memory_bytes
+        """What a rank may hold on its device."""
+        return FIT_SHARE * self.cluster.device.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Priced:
     """Layouts with what they need and take."""
 
     layouts: Layouts
-    reserved_bytes: Floats
+    device_bytes: Floats
     step_seconds: Floats
 
     def __len__(self) -> int:
@@ -87,7 +86,7 @@ class Priced:
         rows = np.asarray(index)
         return Priced(
             self.layouts.take(rows),
-            np.atleast_1d(self.reserved_bytes[rows]),
+            np.atleast_1d(self.device_bytes[rows]),
             np.atleast_1d(self.step_seconds[rows]),
         )
 
@@ -95,7 +94,7 @@ class Priced:
         """What the objective minimises."""
         if objective == "cost":
             return self.device_seconds
-        return self.reserved_bytes if objective == "memory" else self.step_seconds
+        return self.device_bytes if objective == "memory" else self.step_seconds
 
 
 @dataclass(frozen=True)
@@ -121,25 +120,26 @@ def price_time(question: Question, at: Layouts) -> StepCost:
 
 def price(question: Question, at: Layouts) -> Priced:
     """Both, whether they fit or not."""
-    reserved = price_memory(question, at).peak_reserved_bytes
+    reserved = price_memory(question, at).peak_device_bytes
     return Priced(at, reserved, price_time(question, at).step_seconds)
 
 
-def search(question: Question, *, ranks: range | None = None) -> Found:
-    """Price every layout on at most the cluster's devices (or with a world size in `ranks`)."""
-    found = _search(question, ranks or range(1, question.cluster.num_devices + 1))
+def search(question: Question, *, ranks: range | None = None, within_seconds: float | None = None) -> Found:
+    """Price every layout on at most the cluster's devices (or with a world size in `ranks`).
+
+    With `within_seconds`, every layout that is at least as fast counts, not only the best.
+    """
+    sizes = ranks or range(1, question.cluster.num_devices + 1)
+    found = _search(question, sizes, within_seconds)
     if len(found.fitting) or question.shortest_part <= SHORTEST_PART_IN_NEED:
         return found
-    return _search(
-        replace(question, shortest_part=SHORTEST_PART_IN_NEED),
-        ranks or range(1, question.cluster.num_devices + 1),
-    )
+    return _search(replace(question, shortest_part=SHORTEST_PART_IN_NEED), sizes, within_seconds)
 
 
-def _search(question: Question, ranks: range) -> Found:
+def _search(question: Question, ranks: range, within_seconds: float | None) -> Found:
     table = _fastest_kinds(question, meshes(question.space, ranks))
-    kept = _Kept(question)
-    for block in _blocks(question, table):
+    kept = _Kept(question, within_seconds)
+    for block in _blocks(table):
         if kept.cannot_improve(int(block["num_ranks"].max())):
             break
         kept.add(block)
@@ -153,8 +153,8 @@ def perfect_seconds(question: Question, num_ranks: int) -> float:
     return flops / (num_ranks * question.cluster.device.matmul_ceiling(work.matmul_rate))
 
 
-def _blocks(question: Question, table: Table) -> Iterator[Table]:
-    """Meshes that can fit, the largest worlds first, a block at a time."""
+def _blocks(table: Table) -> Iterator[Table]:
+    """The largest worlds first, a block at a time."""
     order = np.argsort(-table["num_ranks"], kind="stable")
     for first in range(0, len(order), BLOCK_MESHES):
         rows = order[first : first + BLOCK_MESHES]
@@ -210,8 +210,9 @@ def _probe_columns(cut: Mapping[str, Ints]) -> dict[str, Ints]:
 class _Kept:
     """Gathers block after block; the best of each group of like layouts survives."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, within_seconds: float | None) -> None:
         self._question = question
+        self._within_seconds = within_seconds
         self._parts: list[Priced] = []
         self._leanest: Priced | None = None
         self._best_seconds = np.inf
@@ -220,14 +221,16 @@ class _Kept:
 
     def cannot_improve(self, num_ranks: int) -> bool:
         """Whether no world of this size or smaller can be faster than what was found."""
-        speed = self._question.objective == "speed"
-        return speed and perfect_seconds(self._question, num_ranks) > self._best_seconds
+        perfect = perfect_seconds(self._question, num_ranks)
+        if self._within_seconds is not None:
+            return perfect > self._within_seconds
+        return self._question.objective == "speed" and perfect > self._best_seconds
 
     def add(self, block: Table) -> None:
         """Price one block of meshes."""
         question = self._question
         lean = leanest(question.space, block)
-        least = price_memory(question, lean).peak_reserved_bytes.reshape(-1, 3).min(axis=1)
+        least = price_memory(question, lean).peak_device_bytes.reshape(-1, 3).min(axis=1)
         possible = least <= question.memory_budget_bytes
         at = expand(question.space, where(block, possible))
         self.num_considered += len(at) + 3 * int((~possible).sum())
@@ -235,7 +238,7 @@ class _Kept:
             self._note_leanest(lean)
         if len(at) == 0:
             return
-        reserved = price_memory(question, at).peak_reserved_bytes
+        reserved = price_memory(question, at).peak_device_bytes
         fits = reserved <= question.memory_budget_bytes
         self.num_fitting += int(fits.sum())
         if not fits.any():
@@ -243,13 +246,17 @@ class _Kept:
             return
         fitting = at.take(fits)
         priced = Priced(fitting, reserved[fits], price_time(question, fitting).step_seconds)
+        if self._within_seconds is not None:
+            priced = priced.take(priced.step_seconds <= self._within_seconds)
+        if len(priced) == 0:
+            return
         self._best_seconds = min(self._best_seconds, float(priced.step_seconds.min()))
         self._parts.append(best_of_groups(priced, question.objective))
 
     def _note_leanest(self, at: Layouts) -> None:
         priced = price(self._question, at)
-        row = priced.take([int(priced.reserved_bytes.argmin())])
-        if self._leanest is None or row.reserved_bytes[0] < self._leanest.reserved_bytes[0]:
+        row = priced.take([int(priced.device_bytes.argmin())])
+        if self._leanest is None or row.device_bytes[0] < self._leanest.device_bytes[0]:
             self._leanest = row
 
     def found(self) -> Found:
@@ -270,7 +277,7 @@ def concatenate(parts: list[Priced]) -> Priced:
     columns = {name: np.concatenate([getattr(part.layouts, name) for part in parts]) for name in names}
     return Priced(
         Layouts(**columns),
-        np.concatenate([part.reserved_bytes for part in parts]),
+        np.concatenate([part.device_bytes for part in parts]),
         np.concatenate([part.step_seconds for part in parts]),
     )
 
@@ -280,7 +287,7 @@ def best_of_groups(priced: Priced, objective: Objective) -> Priced:
     keys = np.stack([getattr(priced.layouts, name) for name in GROUP_COLUMNS], axis=1)
     _, inverse = np.unique(keys, axis=0, return_inverse=True)
     rows: list[NDArray[np.intp]] = []
-    for score in (priced.score(objective), priced.step_seconds, priced.reserved_bytes):
+    for score in (priced.score(objective), priced.step_seconds, priced.device_bytes):
         order = np.lexsort((score, inverse.ravel()))
         _, first = np.unique(inverse.ravel()[order], return_index=True)
         rows.append(order[first])

@@ -283,6 +283,8 @@ def _schedule_choices(pp: int, num_microbatches: int, num_layers: int) -> tuple[
         # One stage per rank is what 1f1b is for.
         if not (count == 1 and schedule in ("interleaved_1f1b", "looped_bfs"))
         and problem(schedule, PipelineShape(pp, count, num_microbatches)) is None
+        # Rounds of other sizes than pp leave gaps that interleaving exists to close.
+        and not (schedule.startswith("interleaved") and num_microbatches % pp)
     )
 
 

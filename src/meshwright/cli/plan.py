@@ -1,0 +1,200 @@
+"""`meshwright plan`: which layout, will it fit, how fast, how long, and why."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+OBJECTIVES = ("speed", "cost", "memory")
+PIPED_WIDTH = 140
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A family (`meshwright models list`), a config.json or its folder, a YAML.")
+    ],
+    pins: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="What is decided already: tp=8 recompute=none,full."),
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option("--on", help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file."),
+    ] = "",
+    seq: Annotated[str | None, typer.Option(help="Tokens per sequence, such as 8192.")] = None,
+    batch_tokens: Annotated[str | None, typer.Option(help="Tokens per optimizer step, such as 4M.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 300B.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, tf32 or fp32.")] = None,
+    objective: Annotated[
+        str, typer.Option(help="speed, cost (device-hours) or memory (headroom).")
+    ] = "speed",
+    deadline: Annotated[
+        str | None, typer.Option(help="Be done by then, such as 30d, on as few devices as possible.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=50, help="How many layouts to show.")] = 5,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the run file here.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Money per device-hour, for --report.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Decide how to train a model on a cluster, and say why.
+
+    Prices every layout of data, tensor, context, pipeline and expert parallelism that the rules allow,
+    and writes the best as a run file. Exit code 3: nothing fits, with what would.
+    """
+    from meshwright.plan.document import plan_document, run_file
+    from meshwright.plan.explain import explain
+    from meshwright.plan.rejected import rejected
+    from meshwright.plan.relax import plan_or_relax
+
+    if price is not None and report is None:
+        raise _error("--price has no effect without --report", "--price", "add --report plan.html")
+    asked = _asked(
+        model, pins or [], on=on, seq=seq, batch_tokens=batch_tokens, tokens=tokens, precision=precision,
+        objective=objective, deadline=deadline,
+    )  # fmt: skip
+    question = _sized(asked, on, deadline) if deadline is not None else asked.question
+    made = plan_or_relax(question, top=top)
+    why, against = explain(made), rejected(made.best)
+    if output is not None:
+        _write(output, run_file(made, why))
+    if report is not None:
+        from meshwright.plan.report import report_html
+
+        _write(report, report_html(made, tokens=asked.tokens, why=why, rejected=against, price=price))
+    if as_json:
+        document = plan_document(made, tokens=asked.tokens, assumed=asked.assumed, why=why, rejected=against)
+        typer.echo(json.dumps(document))
+    else:
+        _print(made, asked, why, against)
+
+
+def _error(fact: str, where: str, hint: str) -> Exception:
+    from meshwright.errors import SpecError
+
+    return SpecError(fact, where=where, hint=hint)
+
+
+def _asked(model: str, pins: list[str], **said: Any) -> Any:
+    """The question in numbers."""
+    from meshwright.hardware.catalogue import parse_cluster
+    from meshwright.plan.pins import parse_pins
+    from meshwright.plan.request import Request, ask
+    from meshwright.spec.violations import nearest
+    from meshwright.units import parse_count
+
+    if not said["on"]:
+        raise _error("no cluster is given", "--on", "such as --on h100:8x16, --on leonardo:16 or --on h100:1")
+    if said["objective"] not in OBJECTIVES:
+        hint = f"{nearest(said['objective'], OBJECTIVES)} use {', '.join(OBJECTIVES)}".strip()
+        raise _error(f"--objective is {said['objective']!r}", "--objective", hint)
+    request = Request(
+        model=model,
+        cluster=parse_cluster(said["on"]),
+        pins=parse_pins(pins),
+        sequence_length=_number("--seq", said["seq"], parse_count),
+        batch_tokens=_number("--batch-tokens", said["batch_tokens"], parse_count),
+        tokens=_number("--tokens", said["tokens"], parse_count),
+        precision=said["precision"],
+        objective=said["objective"],
+    )
+    return ask(request)
+
+
+def _number(option: str, text: str | None, parse: Callable[[object], object]) -> Any:
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise _error(str(error), option, "such as 8192, 4M or 300B") from None
+
+
+def _sized(asked: Any, on: str, deadline: str) -> Any:
+    """The question on the smallest cluster that meets the deadline."""
+    from dataclasses import replace
+
+    from meshwright.plan.sizing import size_for_deadline
+    from meshwright.units import parse_seconds
+
+    try:
+        seconds = float(parse_seconds(deadline))  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise _error(str(error), "--deadline", "such as 30d, 12h or 2w") from None
+    if not 0 < seconds < 1e12:
+        raise _error(f"--deadline is {deadline}", "--deadline", "such as 30d, 12h or 2w")
+    question = asked.question
+    if question.objective != "speed":
+        fact = f"--objective {question.objective} with --deadline: the deadline is the objective"
+        raise _error(fact, "--objective", "leave one of them out")
+    open_ended = ":" not in on
+    limit = question.cluster.max_nodes
+    if open_ended and limit is not None:
+        question, open_ended = replace(question, cluster=replace(question.cluster, num_nodes=limit)), False
+    return size_for_deadline(question, tokens=asked.tokens, deadline_seconds=seconds, open_ended=open_ended)
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise _error(
+            f"cannot write {path}: {error.strerror}", str(path), "name a file that can be written"
+        ) from None
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshwright.plan.document import layout_words
+    from meshwright.units import show_bytes, show_count, show_seconds
+
+    question, best = made.question, made.best
+    # A file or pipe has no width: give the table room for its layouts.
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+    data, cluster = question.run.data, question.cluster
+    for filled in asked.assumed:
+        typer.echo(f"assumed: {filled}", err=True)
+    nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''} of {cluster.devices_per_node}"
+    console.print(
+        f"{question.run.model.family} on {cluster.num_devices} x {cluster.device.title} ({nodes}), "
+        f"{show_count(asked.tokens)} tokens in batches of {show_count(data.batch_tokens)}",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "days", "GPU-hours"):
+        left = name in ("", "layout")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    for number, choice in enumerate(made.top, start=1):
+        table.add_row(
+            str(number),
+            layout_words(choice.run),
+            show_seconds(choice.step_seconds),
+            f"{choice.tokens_per_second / choice.num_ranks:,.0f}",
+            f"{choice.mfu:.1%}",
+            show_bytes(choice.device_bytes),
+            f"{choice.days(asked.tokens):.3g}",
+            show_count(choice.device_hours(asked.tokens)),
+        )
+    console.print(table)
+    low, high = best.interval_seconds
+    console.print(
+        f"\nstep time of 1: nine of ten measured between {show_seconds(low)} and {show_seconds(high)}",
+        highlight=False,
+    )
+    console.print("\nWhy", style="bold")
+    for sentence in why:
+        console.print(f"- {sentence}", highlight=False)
+    console.print("\nInstead", style="bold")
+    for each in against[:6]:
+        console.print(f"- {each.change}: {each.reason}", highlight=False)
+    found = made.found
+    typer.echo(
+        f"priced {found.num_considered} layouts, {found.num_fitting} fit, in {made.search_seconds:.2f} s",
+        err=True,
+    )

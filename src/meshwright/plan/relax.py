@@ -1,0 +1,173 @@
+"""When no layout is left: which pins contradict which rule, or the smallest changes that would fit."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.errors import MeshwrightError, PlanError, SpecError
+from meshwright.hardware.catalogue import Cluster, built_in_devices, generic_cluster
+from meshwright.plan.explain import least_bytes
+from meshwright.plan.layouts import CP_KINDS
+from meshwright.plan.pins import KEY_OF_COLUMN
+from meshwright.plan.plan import RECOMPUTE_WORDS, Choice, Plan, choose, no_fit_error
+from meshwright.plan.schedules import SCHEDULES, V_SHAPED
+from meshwright.plan.search import Question, search
+from meshwright.spec.check import check
+from meshwright.units import show_seconds
+
+GIB = 2.0**30
+MOST_DEVICES = 2**17
+
+
+def plan_or_relax(question: Question, *, top: int = 8) -> Plan:
+    """The plan; or an error that says which pin to drop, or what would make it fit, each with its number."""
+    start = time.perf_counter()
+    found = search(question)
+    seconds = time.perf_counter() - start
+    if len(found.fitting):
+        return choose(question, found, top=top, search_seconds=seconds)
+    if found.leanest is None:
+        raise contradiction(question)
+    error = no_fit_error(question, found)
+    raise PlanError(error.fact, where=error.where, hint=_hint(question))
+
+
+def _has_no_layout(question: Question) -> bool:
+    found = search(question, ranks=_upper_half(question))
+    return found.leanest is None and len(found.fitting) == 0
+
+
+def _upper_half(question: Question) -> range:
+    """World sizes from half of the cluster up: enough to tell whether something is possible at all."""
+    return range(max(1, question.cluster.num_devices // 2), question.cluster.num_devices + 1)
+
+
+def contradiction(question: Question) -> SpecError:
+    """Pins that exclude each other, or the model: the rule they break, and which one to drop."""
+    pins = question.pins
+    said = " ".join(pins.said[column] for column in pins.allowed)
+    free = [
+        column for column in pins.allowed if not _has_no_layout(replace(question, pins=pins.without(column)))
+    ]
+    advice = " or ".join(f"drop {pins.said[column]}" for column in free) or "drop some of them"
+    return SpecError(f"no layout satisfies {said}: {_broken_rule(question)}", where="pins", hint=advice)
+
+
+def _broken_rule(question: Question) -> str:
+    """The first rule that the pinned values break when written into the run as they are."""
+    run, pins = question.run, question.pins
+    first = {column: values[0] for column, values in pins.allowed.items()}
+    parallel = {name: value for name, value in first.items() if KEY_OF_COLUMN[name].startswith("parallel.")}
+    words: dict[str, object] = dict(parallel)
+    if "schedule" in parallel:
+        words["schedule"] = SCHEDULES[parallel["schedule"]]
+        words.setdefault("virtual_stages", 2 if words["schedule"] in V_SHAPED else 1)
+    if "cp_kind" in parallel:
+        words["cp_kind"] = CP_KINDS[parallel["cp_kind"]]
+    data = {"microbatch_sequences": first.get("microbatch_sequences", 1)}
+    recompute = {"recompute": RECOMPUTE_WORDS.get(first.get("recompute", 0), "none")}
+    try:
+        pinned = run.with_(
+            parallel=run.parallel.with_(**words),
+            data=run.data.with_(**data),
+            memory=run.memory.with_(**recompute),
+        )
+    except (MeshwrightError, ValueError) as error:
+        return str(error).splitlines()[0]
+    violations = check(pinned)
+    if violations:
+        return violations[0].fact
+    devices, ranks = question.cluster.num_devices, pinned.parallel.num_ranks
+    if ranks > devices:
+        return f"together they need {ranks} ranks, and the cluster has {devices} devices"
+    return (
+        f"no mesh of at most {devices} devices has them and divides the batch of "
+        f"{run.data.batch_sequences} sequences"
+    )
+
+
+def _hint(question: Question) -> str:
+    """Everything that would make it fit, the least intrusive first."""
+    ways = [*_unpinned(question), *_more_devices(question), *_shorter(question), *_optimizer(question)]
+    ways += _other_device(question)
+    if not ways:
+        return "no single change makes it fit: use a smaller model"
+    return "any one of these:" + "".join(f"\n         - {way}" for way in ways)
+
+
+def _fit_words(question: Question) -> str | None:
+    """`61.2 GiB per device with zero=3, recompute=full` when something fits."""
+    found = search(question, ranks=_upper_half(question))
+    if len(found.fitting) == 0:
+        return None
+    row = int(found.fitting.step_seconds.argmin())
+    choice = Choice(question, found.fitting.layouts.take([row]))
+    return f"{choice.device_bytes / GIB:.1f} GiB per device, {show_seconds(choice.step_seconds)} per step"
+
+
+def _unpinned(question: Question) -> Iterator[str]:
+    for column in question.pins.allowed:
+        relaxed = replace(question, pins=question.pins.without(column))
+        words = _fit_words(relaxed)
+        if words is not None:
+            yield f"drop {question.pins.said[column]} ({words})"
+
+
+def _more_devices(question: Question) -> Iterator[str]:
+    cluster = question.cluster
+    for count in _larger(cluster):
+        larger = replace(question, cluster=cluster.with_devices(count))
+        if least_bytes(larger) <= larger.memory_budget_bytes:
+            words = _fit_words(larger)
+            if words is not None:
+                yield f"{count} devices instead of {cluster.num_devices} ({words})"
+                return
+
+
+def _larger(cluster: Cluster) -> Iterator[int]:
+    """The next sizes: whole nodes, doubling."""
+    full = max(cluster.devices_per_node, cluster.device.devices_per_node)
+    count = cluster.num_devices
+    while count < MOST_DEVICES:
+        count = 2 * count if count < full or count % full == 0 else -(-count // full) * full
+        yield count
+
+
+def _shorter(question: Question) -> Iterator[str]:
+    length = question.run.data.sequence_length
+    while length > 512:
+        length //= 2
+        data = question.run.data
+        sequences = data.batch_sequences * (data.sequence_length // length)
+        changed = data.with_(sequence_length=length, batch_sequences=sequences)
+        words = _fit_words(replace(question, run=question.run.with_(data=changed)))
+        if words is not None:
+            yield f"--seq {length} ({words})"
+            return
+
+
+def _optimizer(question: Question) -> Iterator[str]:
+    if question.run.optim.kind == "sgd":
+        return
+    plain = question.run.optim.with_(kind="sgd", beta2=0.95, eps=1e-8)
+    words = _fit_words(replace(question, run=question.run.with_(optim=plain)))
+    if words is not None:
+        yield f"optim.kind=sgd, which keeps 4 B per parameter instead of 8 ({words})"
+
+
+def _other_device(question: Question) -> Iterator[str]:
+    """The device with the least memory above this one that would do, as many of them."""
+    cluster = question.cluster
+    known = sorted(built_in_devices().values(), key=lambda device: device.memory_bytes)
+    for device in known:
+        if device.memory_bytes <= cluster.device.memory_bytes or device.name == "cpu":
+            continue
+        if question.work.matmul_rate not in device.peak_flops_per_second:
+            continue
+        other = replace(
+            generic_cluster(device), num_nodes=cluster.num_nodes, devices_per_node=cluster.devices_per_node
+        )
+        words = _fit_words(replace(question, cluster=other))
+        if words is not None:
+            yield f"{cluster.num_devices} x {device.title} ({words})"
+            return
