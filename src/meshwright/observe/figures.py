@@ -67,7 +67,7 @@ def run_figures(files: RunFiles) -> RunFigures:
         peak_bytes=_whole(max(finite(rows, "peak_bytes"), default=None)),
         resumed_at=resume_steps(files),
         non_finite_steps=[int(row["step"] or 0) for row in rows if not _is_healthy(row)],
-        num_skipped=sum(bool(row.get("skipped")) for row in rows),
+        num_skipped=_whole(summary.get("num_skipped")) or sum(bool(row.get("skipped")) for row in rows),
     )
 
 

@@ -53,7 +53,7 @@ class StepMetrics:
     loss_scale: float | None = None
     """fp16 only."""
     skipped: bool | None = None
-    """fp16 only: gradients overflowed and the update was left out."""
+    """fp16 only: an update since the line before was left out because gradients overflowed."""
     aux_loss: float | None = None
     """Load-balancing loss of the experts, before its coefficient."""
     expert_load_max: float | None = None

@@ -28,6 +28,8 @@ class RunSummary:
     """Of the resolved run."""
     unigram_entropy: float | None = None
     """Nats per token of the corpus without context: a loss below it means that context was learned."""
+    num_skipped: int = 0
+    """fp16: updates left out because gradients overflowed."""
     versions: dict[str, str] = field(default_factory=dict)
     """Such as {"meshwright": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}."""
 

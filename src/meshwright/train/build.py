@@ -13,6 +13,7 @@ from meshwright.parallel.apply import build_program
 from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device, weight_dtype
 from meshwright.spec import RunSpec
+from meshwright.train.balance import ExpertBalance
 from meshwright.train.step import Training
 
 
@@ -30,6 +31,7 @@ def build_training(run: RunSpec, mesh: Mesh) -> Training:
         max_grad_norm=run.optim.max_grad_norm,
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
         ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,
+        experts=ExpertBalance(run.model, program.stages, mesh) if run.model.moe else None,
     )
 
 

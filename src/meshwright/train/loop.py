@@ -12,7 +12,7 @@ from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate
 from meshwright.train.initial import load_initial_weights
-from meshwright.train.record import open_recorder
+from meshwright.train.record import Recorder
 from meshwright.train.saved import Checkpoints
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
@@ -35,7 +35,7 @@ def train(run: RunSpec, world: World, run_dir: Path) -> Outcome:
     if state.step == 0:
         load_initial_weights(run, training)
 
-    with open_recorder(run, mesh, run_dir, state) as recorder, listening() as interrupt:
+    with Recorder(run, mesh, run_dir, state, training) as recorder, listening() as interrupt:
         while state.step < run.schedule.num_steps:
             batch = next(batches, None)
             if batch is None:  # max_epochs: the data is used up
@@ -47,7 +47,7 @@ def train(run: RunSpec, world: World, run_dir: Path) -> Outcome:
 
             if outcome.is_skipped:
                 state = state.after_skip()
-                recorder.skip(state, training.loss_scale)
+                recorder.skip(state)
                 continue
             state = state.after_step(tokens=batch.num_sequences * run.data.sequence_length)
             is_evaluated = run.observe.evaluate and _due(run.observe.evaluate.every_steps, state.step)

@@ -5,15 +5,19 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
 from meshwright import __version__
+from meshwright.data.batches import open_source
+from meshwright.data.corpus import unigram_entropy
 from meshwright.errors import CheckpointError, MeshwrightError, RunError
 from meshwright.hardware.catalogue import find_device
 from meshwright.mesh import Mesh
@@ -23,45 +27,63 @@ from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.summary import RunSummary, write_summary
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.plan.flops import flops_per_token
-from meshwright.precision.loss_scale import LossScale
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.train.evaluate import sum_over_world
 from meshwright.train.saved import Checkpoints
 from meshwright.train.state import TrainState
-from meshwright.train.step import StepOutcome
+from meshwright.train.step import StepOutcome, Training
 
 # A loss scale this small means that the gradients themselves are not finite.
 SMALLEST_LOSS_SCALE = 2.0**-14
+# The share of each token settles long before this many; reading them takes a fraction of a second.
+ENTROPY_TOKENS = 2**24
 
 
 class Recorder:
-    """Gathers a step's facts from all ranks; rank 0 writes them down and speaks."""
+    """Gathers a step's facts from all ranks; rank 0 writes them down and speaks. Use as a context."""
 
     def __init__(
-        self, run: RunSpec, mesh: Mesh, run_dir: Path, state: TrainState, closing: ExitStack
+        self, run: RunSpec, mesh: Mesh, run_dir: Path, state: TrainState, training: Training
     ) -> None:
-        self._run, self._mesh, self._run_dir = run, mesh, run_dir
+        self._run, self._mesh, self._run_dir, self._training = run, mesh, run_dir, training
         self._rate = work_rate(run, mesh)
-        self._events = closing.enter_context(EventWriter(run_dir, mesh.rank))
-        self._metrics: MetricsWriter | None = None
-        self._progress: ProgressView | None = None
-        self._mirror: TensorBoardMirror | None = None
-        if mesh.rank == 0:
-            self._metrics = closing.enter_context(
-                MetricsWriter(run_dir, self._rate, restored_step=state.step)
-            )
-            total = run.schedule.num_steps
-            self._progress = closing.enter_context(open_progress(run.name, total_steps=total))
-            if run.observe.tensorboard:
-                self._mirror = closing.enter_context(TensorBoardMirror(run_dir, restored_step=state.step))
+        self._seen = state
+        with ExitStack() as opening:  # whatever fails half-way closes what was opened
+            self._open(state, opening)
+            self._closing = opening.pop_all()
         if state.step:
             self._events.write("resume", step=state.step)
             self.say(f"resumed at step {state.step}")
         else:
             self._events.write("start", num_ranks=mesh.parallel.num_ranks)
-        self._started_at = self._clock_at = time.perf_counter()
-        self._clock_step, self._clock_tokens = state.step, state.tokens
+        self._restart_clock(state)
+
+    def _open(self, state: TrainState, opening: ExitStack) -> None:
+        self._events = opening.enter_context(EventWriter(self._run_dir, self._mesh.rank))
+        self._metrics: MetricsWriter | None = None
+        self._progress: ProgressView | None = None
+        self._mirror: TensorBoardMirror | None = None
+        if self._mesh.rank != 0:
+            return
+        metrics = MetricsWriter(self._run_dir, self._rate, restored_step=state.step)
+        self._metrics = opening.enter_context(metrics)
+        progress = open_progress(self._run.name, total_steps=self._run.schedule.num_steps)
+        self._progress = opening.enter_context(progress)
+        if self._run.observe.tensorboard:
+            mirror = TensorBoardMirror(self._run_dir, restored_step=state.step)
+            self._mirror = opening.enter_context(mirror)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the files; a run that ends by an error says so in its summary."""
+        with self._closing:
+            if error is not None:
+                self._fail(error)
 
     def say(self, text: str) -> None:
         """One line for people; rank 0 only."""
@@ -75,12 +97,7 @@ class Recorder:
         loss = float(sum_over_world(outcome.loss, self._mesh))
         grad_norm = float(outcome.grad_norm)
         seconds, num_steps, tokens = self._lap(state)
-        peak = self._peak_bytes()
-        self._require_finite(state, loss=loss, grad_norm=grad_norm)
-        state = state.after_observation(loss=loss, seconds=seconds)
-        if evaluation is not None:
-            state = state.after_evaluation(evaluation())
-            self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         metrics = StepMetrics(
             step=state.step,
             loss=loss,
@@ -89,16 +106,25 @@ class Recorder:
             tokens=state.tokens,
             step_tokens=tokens // num_steps,
             step_seconds=seconds / num_steps,
-            peak_bytes=peak,
-            eval_loss=state.last_eval_loss if evaluation is not None else None,
+            peak_bytes=self._peak_bytes(),
+            **self._scaling(state),
+            **self._expert_figures(),
         )
+        state = state.after_observation(loss=loss, seconds=seconds)
+        if evaluation is not None and is_finite:
+            state = state.after_evaluation(evaluation())
+            self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
+            metrics = replace(metrics, eval_loss=state.last_eval_loss)
         self._write(metrics)
+        self._seen = state
+        if not is_finite:
+            raise _not_finite(metrics, self._run_dir)
         self._restart_clock(state)
         return state
 
-    def skip(self, state: TrainState, loss_scale: LossScale | None) -> None:
+    def skip(self, state: TrainState) -> None:
         """An fp16 overflow: say so; give up when no scale helps."""
-        scale = loss_scale.scale if loss_scale else 0.0
+        scale = self._training.loss_scale.scale if self._training.loss_scale else 0.0
         self._events.write("overflow", step=state.step, loss_scale=scale)
         if scale < SMALLEST_LOSS_SCALE:
             raise RunError(
@@ -120,9 +146,18 @@ class Recorder:
     def end(self, outcome: Literal["finished", "interrupted"], state: TrainState) -> TrainState:
         """The last words of a run."""
         self._events.write("finish" if outcome == "finished" else "interrupt", step=state.step)
-        if self._mesh.rank == 0:
-            write_summary(self._run_dir, self._summary(outcome, state))
+        self._summarise(outcome, state)
         return state
+
+    def _fail(self, error: BaseException) -> None:
+        """Of the last step that was seen: after an error nothing may wait for other ranks."""
+        if isinstance(error, KeyboardInterrupt):
+            self._events.write("interrupt", step=self._seen.step)
+            self._summarise("interrupted", self._seen)
+            return
+        fact = error.fact if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
+        self._events.write("failure", step=self._seen.step, text=fact)
+        self._summarise("failed", self._seen)
 
     def _write(self, metrics: StepMetrics) -> None:
         if self._metrics is None or self._progress is None:
@@ -131,6 +166,23 @@ class Recorder:
         self._progress.update(complete)
         if self._mirror is not None:
             self._mirror.write(complete)
+
+    def _scaling(self, state: TrainState) -> dict[str, Any]:
+        """fp16: the scale after this step, and whether batches were skipped since the last line."""
+        scale = self._training.loss_scale
+        if scale is None:
+            return {}
+        return {"loss_scale": scale.scale, "skipped": state.num_skipped > self._seen.num_skipped}
+
+    def _expert_figures(self) -> dict[str, Any]:
+        if self._training.experts is None:
+            return {}
+        figures = self._training.experts.figures()
+        return {
+            "aux_loss": figures.aux_loss,
+            "expert_load_max": figures.load_max,
+            "expert_load_min": figures.load_min,
+        }
 
     def _lap(self, state: TrainState) -> tuple[float, int, int]:
         """Seconds, steps and tokens since the clock was last started."""
@@ -146,19 +198,10 @@ class Recorder:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return int(peak.item())
 
-    def _require_finite(self, state: TrainState, *, loss: float, grad_norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+    def _summarise(self, outcome: Literal["finished", "interrupted", "failed"], state: TrainState) -> None:
+        if self._mesh.rank != 0:
             return
-        self._events.write("failure", step=state.step, loss=loss, grad_norm=grad_norm)
-        raise RunError(
-            f"loss {loss:g} and gradient norm {grad_norm:g} at step {state.step}: no longer numbers",
-            where=str(self._run_dir),
-            hint="lower optim.lr, lengthen schedule.warmup_steps or set optim.max_grad_norm; "
-            "earlier checkpoints are untouched",
-        )
-
-    def _summary(self, outcome: Literal["finished", "interrupted"], state: TrainState) -> RunSummary:
-        return RunSummary(
+        summary = RunSummary(
             outcome=outcome,
             final_step=state.step,
             wall_seconds=state.train_seconds,
@@ -167,19 +210,33 @@ class Recorder:
             num_parameters=num_parameters(self._run.model),
             flops_per_token=self._rate.flops_per_token,
             fingerprint=self._run.fingerprint(),
+            unigram_entropy=corpus_entropy(self._run),
+            num_skipped=state.num_skipped,
             versions={
                 "meshwright": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
         )
+        write_summary(self._run_dir, summary)
 
 
-@contextmanager
-def open_recorder(run: RunSpec, mesh: Mesh, run_dir: Path, state: TrainState) -> Iterator[Recorder]:
-    """A recorder whose files are closed on leaving."""
-    with ExitStack() as closing:
-        yield Recorder(run, mesh, run_dir, state, closing)
+def _not_finite(metrics: StepMetrics, run_dir: Path) -> RunError:
+    return RunError(
+        f"loss {metrics.loss:g} and gradient norm {metrics.grad_norm:g} at step {metrics.step}: "
+        "no longer numbers",
+        where=str(run_dir),
+        hint="lower optim.lr, lengthen schedule.warmup_steps or set optim.max_grad_norm; "
+        "earlier checkpoints are untouched",
+    )
+
+
+def corpus_entropy(run: RunSpec) -> float | None:
+    """Nats per token of the data without context, from a bounded prefix; None where it cannot be read."""
+    try:
+        return unigram_entropy(open_source(run.data).tokens[:ENTROPY_TOKENS])
+    except MeshwrightError:  # the data went away while the run ran: no reason to lose the summary
+        return None
 
 
 def device_name(device: torch.device) -> str:

@@ -11,6 +11,7 @@ from meshwright.optim.clip import clip_gradients
 from meshwright.optim.ema import Ema
 from meshwright.parallel.program import Program
 from meshwright.precision.loss_scale import LossScale
+from meshwright.train.balance import ExpertBalance
 
 
 @dataclasses.dataclass
@@ -23,6 +24,7 @@ class Training:
     max_grad_norm: float | None
     loss_scale: LossScale | None = None
     ema: Ema | None = None
+    experts: ExpertBalance | None = None
 
     def __post_init__(self) -> None:
         trainable = [one for one in self.program.owned if one.parameter.requires_grad]
@@ -42,10 +44,9 @@ class StepOutcome:
 
 def train_step(training: Training, batch: Batch, *, learning_rate: float) -> StepOutcome:
     """Gradients of the whole batch, clipped, one update. No host sync except for fp16's overflow check."""
-    loss = training.program.accumulate(batch.microbatches, scale=_scale(training))
-    grad_norm = clip_gradients(
-        training.shards, training.max_grad_norm, training.device, scale=_scale(training)
-    )
+    scale = training.loss_scale.scale if training.loss_scale else 1.0
+    loss = training.program.accumulate(batch.microbatches, scale=scale)
+    grad_norm = clip_gradients(training.shards, training.max_grad_norm, training.device, scale=scale)
     is_sound = training.loss_scale is None or training.loss_scale.update(
         float(grad_norm)
     )  # host sync: fp16 only
@@ -55,9 +56,7 @@ def train_step(training: Training, batch: Batch, *, learning_rate: float) -> Ste
         training.program.gather_parameters()
         if training.ema is not None:
             training.ema.update()
+    if training.experts is not None:
+        training.experts.after_step(scale=scale, is_sound=is_sound)
     training.optimizer.zero_grad()
     return StepOutcome(loss, grad_norm, is_skipped=not is_sound)
-
-
-def _scale(training: Training) -> float:
-    return training.loss_scale.scale if training.loss_scale else 1.0
