@@ -5,7 +5,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-
 from tests.ranks import RankPool
 
 

@@ -21,12 +21,15 @@ import torch.distributed as dist
 
 # A collective that waits this long has lost a partner: no test job computes for a minute.
 JOB_TIMEOUT_SECONDS = 120.0
+# gloo keeps the threads of a destroyed group while anything in torch remembers it (a mesh leaves about 20
+# groups); fresh forks cost less than a thousand idle threads.
+JOBS_PER_FORK = 10
 _PRELOAD = [
-    "torch",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
-    "pydantic",
+    "torch.distributed.checkpoint",
+    "meshwright.train.loop",
 ]
 
 
@@ -75,7 +78,9 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
+        self._num_jobs = 0
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
+        self._num_jobs = 0
 
     def _grow(self, num_ranks: int) -> None:
         while len(self._workers) < num_ranks:
@@ -85,9 +90,17 @@ class RankPool:
             theirs.close()
             self._workers.append((process, ours))
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks that stand at the moment."""
+        return [process.pid for process, _ in self._workers]
+
     def run(self, function: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
         """What each rank returned, by rank; raises RankFailure with every traceback."""
         assert 1 <= world_size <= self.max_ranks
+        if self._num_jobs == JOBS_PER_FORK:
+            self.restart()
+        self._num_jobs += 1
         self._grow(world_size)
         store_path = os.path.join(self._folder.name, uuid.uuid4().hex)
         connections = [connection for _, connection in self._workers[:world_size]]
@@ -131,3 +144,5 @@ class RankPool:
             process.kill()
             process.join()
         self._workers.clear()
+        self._num_jobs = 0
+        self._num_jobs = 0
