@@ -78,7 +78,6 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
-        self._num_jobs = 0
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._num_jobs = 0
 
@@ -144,5 +143,4 @@ class RankPool:
             process.kill()
             process.join()
         self._workers.clear()
-        self._num_jobs = 0
         self._num_jobs = 0
