@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.communication import Recorder, named_calls
 from tests.oracle import Reference, reference
-from tests.ranks import RankPool
+from tests.ranks import RankPool, rank_device
 from tests.tiny_runs import OPTIMIZERS
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class Result:
 def this_world() -> World:
     """The world of the job that the pool runs at the moment."""
     rank = dist.get_rank()
-    return World(rank=rank, local_rank=rank, num_ranks=dist.get_world_size(), device=torch.device("cpu"))
+    return World(rank=rank, local_rank=rank, num_ranks=dist.get_world_size(), device=rank_device())
 
 
 def run_case(
@@ -203,7 +203,7 @@ def _buffers(training: Training) -> dict[str, Tensor]:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def measure(training: Training) -> Held:

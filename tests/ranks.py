@@ -44,13 +44,29 @@ def _pack(value: object) -> bytes:
 
 
 def _unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
+    return torch.load(io.BytesIO(data), weights_only=False, map_location="cpu")
 
 
-def _serve(rank: int, connection: Connection) -> None:
-    """Run jobs until the pipe closes."""
+def _take_device(rank: int, device: str) -> str:
+    """Make this process a rank of one kind; returns the backend of its process groups."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    if device == "cpu":
+        return "gloo"
+    # NCCL refuses two ranks on one card of one host, so each rank says that it is a host of its own.
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(0)
+    return "cpu:gloo,cuda:nccl"
+
+
+def rank_device() -> torch.device:
+    """The device of the rank that this process is."""
+    return torch.device("cuda", 0) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def _serve(rank: int, connection: Connection, device: str) -> None:
+    """Run jobs until the pipe closes."""
+    backend = _take_device(rank, device)
     while True:
         try:
             function, world_size, store_path, args = connection.recv()
@@ -60,7 +76,7 @@ def _serve(rank: int, connection: Connection) -> None:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             store = dist.FileStore(store_path, world_size)
             timeout = datetime.timedelta(seconds=JOB_TIMEOUT_SECONDS)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             torch.manual_seed(0)
             connection.send((True, _pack(function(*args))))
         except BaseException:
@@ -73,8 +89,8 @@ def _serve(rank: int, connection: Connection) -> None:
 class RankPool:
     """Forked ranks that run `function(*args)` together in a process group of any size up to `max_ranks`."""
 
-    def __init__(self, max_ranks: int = 8) -> None:
-        self.max_ranks = max_ranks
+    def __init__(self, max_ranks: int = 8, *, device: str = "cpu") -> None:
+        self.max_ranks, self.device = max_ranks, device
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
@@ -84,7 +100,9 @@ class RankPool:
     def _grow(self, num_ranks: int) -> None:
         while len(self._workers) < num_ranks:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(len(self._workers), theirs), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(len(self._workers), theirs, self.device), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))
