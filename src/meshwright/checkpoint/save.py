@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.errors import CheckpointError
 
@@ -53,8 +54,9 @@ def _together(action: Callable[[], Any], *, only_first: bool = False) -> list[An
     try:
         if not only_first or dist.get_rank() == 0:
             result = action()
-    except Exception as error:  # whatever a file system or planner raises must reach the other ranks
-        failure = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    # Whatever a file system or planner raises must reach the other ranks; torch's own is no Exception.
+    except (Exception, CheckpointException) as error:
+        failure = _told(error)
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (result, failure))
     failures = [text for _, text in outcomes if text]
@@ -63,6 +65,14 @@ def _together(action: Callable[[], Any], *, only_first: bool = False) -> list[An
             failures[0].splitlines()[0], where="saving a checkpoint", hint="is the disk full or read-only?"
         )
     return [value for value, _ in outcomes if value is not None]
+
+
+def _told(error: BaseException) -> str:
+    """One line: on which rank, what. Of the failures that torch has gathered the first says enough."""
+    rank = dist.get_rank()
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(error).__name__}: {error}"
 
 
 def _prepare(root: Path, partial: Path) -> None:

@@ -1,0 +1,188 @@
+"""A run that is killed at any moment, and started again, is the run that was not killed."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed.checkpoint.filesystem as dcp_files
+from tests.attempts import assert_same_state, attempt, killed_after, last_checkpoint, train_here
+from tests.harness import this_world
+from tests.ranks import RankPool
+from tests.tiny_runs import OPTIMIZERS, tiny_run
+
+from meshwright.checkpoint import save
+from meshwright.checkpoint.load import complete_checkpoints
+from meshwright.errors import CheckpointError
+from meshwright.observe.metrics import read_metrics
+from meshwright.spec import CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec, ScheduleSpec
+
+SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
+TWO_RANKS = ParallelSpec(dp_shard=2, zero=1)
+
+
+@pytest.fixture(scope="module")
+def mortal():
+    """A pool of its own: these ranks do not live long."""
+    pool = RankPool(max_ranks=2)
+    yield pool
+    pool.close()
+
+
+def saving_run(
+    parallel: ParallelSpec, *, num_steps: int = 6, every_steps: int = 2, keep_last: int = 2
+) -> RunSpec:
+    return tiny_run(
+        "gqa",
+        parallel=parallel,
+        optim=OPTIMIZERS["adamw"].with_(ema_decay=0.5),
+        precision=PrecisionSpec(compute="fp32"),
+        schedule=ScheduleSpec(num_steps=num_steps, kind="linear", warmup_steps=2),
+        checkpoint=CheckpointSpec(every_steps=every_steps, keep_last=keep_last),
+    )
+
+
+def killed_until_done(mortal: RankPool, run: RunSpec, folder: Path, seed: int, num_kills: int) -> list[float]:
+    """Kill after random times; then let it finish. Returns the times."""
+    generator = random.Random(seed)
+    started_at = time.monotonic()
+    attempt(mortal, run, folder / "whole")
+    whole_seconds = time.monotonic() - started_at
+    times = [generator.uniform(0.0, whole_seconds) for _ in range(num_kills)]
+    for seconds in times:
+        with killed_after(mortal, seconds):
+            attempt(mortal, run, folder / "parts")
+    attempt(mortal, run, folder / "parts")
+    return times
+
+
+def check_kills(mortal: RankPool, folder: Path, seed: int, num_kills: int) -> None:
+    run = saving_run(TWO_RANKS, num_steps=20, every_steps=1)
+    times = killed_until_done(mortal, run, folder, seed, num_kills)
+    print(f"seed {seed}: killed after {[round(seconds, 3) for seconds in times]} seconds")
+    assert_same_state(folder / "parts", folder / "whole")
+    assert [row["step"] for row in read_metrics(folder / "parts")] == list(range(1, 21))
+    assert len(complete_checkpoints(folder / "parts" / "checkpoints")) == 2
+
+
+def test_killed_at_random_moments(mortal, tmp_path):
+    check_kills(mortal, tmp_path, SEED, num_kills=4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("trial", range(12))
+def test_killed_at_many_random_moments(mortal, tmp_path, trial):
+    """Another seed: MESHWRIGHT_TEST_SEED=2 make soak."""
+    check_kills(mortal, tmp_path, 1000 * SEED + trial, num_kills=8)
+
+
+# What a save does to the disk, in its order; a kill may come before or after each of them.
+DISK_CALLS = [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "unlink"), (save.shutil, "rmtree")]
+
+
+def _die_at_disk_call(run: RunSpec, run_dir: Path, fatal_call: int) -> int:
+    """Train and kill this process at the n-th change of the disk by a save; returns how many there were."""
+    count = 0
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if count == fatal_call and this_world().rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    patches = [patch.object(owner, name, counted(getattr(owner, name))) for owner, name in DISK_CALLS]
+    for one in patches:
+        one.start()
+    try:
+        train_here(run, run_dir)
+    finally:
+        for one in patches:
+            one.stop()
+    return count
+
+
+def test_killed_in_the_middle_of_a_save(mortal, tmp_path):
+    """At every change of the disk in turn: what is published is whole, and the run goes on from there."""
+    run = saving_run(ParallelSpec(), num_steps=3, every_steps=1).with_(
+        checkpoint=CheckpointSpec(every_steps=1, keep_last=1)
+    )
+    attempt(mortal, run, tmp_path / "whole")
+    num_calls = mortal.run(_die_at_disk_call, 1, run, tmp_path / "counted", -1)[0]
+    assert num_calls > 12
+    for fatal_call in range(0, num_calls, 2):
+        folder = tmp_path / f"call-{fatal_call}"
+        with killed_after(mortal, 60.0):
+            mortal.run(_die_at_disk_call, 1, run, folder, fatal_call)
+        attempt(mortal, run, folder)
+        assert_same_state(folder, tmp_path / "whole")
+
+
+def test_a_half_written_checkpoint_does_not_count(ranks, tmp_path):
+    run = saving_run(ParallelSpec())
+    attempt(ranks, run, tmp_path, stop_after=3)
+    newest = last_checkpoint(tmp_path)
+    assert newest.name == "step-00000003"
+    (newest / "manifest.json").unlink()
+    again = attempt(ranks, run, tmp_path)
+    assert len(again.sample_ids) == 4  # from step 2 on
+
+
+def _refusal(run: RunSpec, run_dir: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        train_here(run, run_dir)
+    return caught.value.fact
+
+
+@pytest.mark.parametrize("damage", ("flipped", "cut", "missing", "manifest"))
+def test_a_damaged_checkpoint_is_refused_by_all_ranks(ranks, tmp_path, damage):
+    run = saving_run(TWO_RANKS)
+    attempt(ranks, run, tmp_path, stop_after=2)
+    shard = sorted(last_checkpoint(tmp_path).glob("*.distcp"))[-1]
+    content = bytearray(shard.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    elif damage == "cut":
+        shard.write_bytes(content[:-1])
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        (shard.parent / "manifest.json").write_text('{"version": 1, "fil')
+    facts = set(ranks.run(_refusal, 2, run, tmp_path))
+    assert len(facts) == 1
+    expected = (
+        "the manifest is damaged"
+        if damage == "manifest"
+        else f"1 file(s) differ from the manifest, first {shard.name}"
+    )
+    assert facts.pop().startswith(expected)
+
+
+def _fail_to_save_once(run: RunSpec, run_dir: Path) -> tuple[str, int, list[str]]:
+    """The disk of rank 1 is full while step 2 is saved."""
+    write_data = dcp_files.FileSystemWriter.write_data
+
+    def full_disk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "partial-00000002" in str(self.path) and this_world().rank == 1:
+            raise OSError(28, "No space left on device")
+        return write_data(self, *args, **kwargs)
+
+    with patch.object(dcp_files.FileSystemWriter, "write_data", full_disk):
+        result = train_here(run, run_dir)
+    names = sorted(path.name for path in complete_checkpoints(run_dir / "checkpoints"))
+    return result.kind, result.step, names
+
+
+def test_a_failed_save_is_told_by_all_ranks_and_training_goes_on(ranks, tmp_path):
+    results = ranks.run(_fail_to_save_once, 2, saving_run(TWO_RANKS), tmp_path)
+    assert results == [("finished", 6, ["step-00000004", "step-00000006"])] * 2
+    told = [path.name for path in tmp_path.glob("events-*.jsonl") if "No space left" in path.read_text()]
+    assert sorted(told) == ["events-0.jsonl", "events-1.jsonl"]
