@@ -22,8 +22,8 @@ from meshwright.plan.table import TableRun, measured_seconds, read_row
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "data" / "published_runs.csv"
 CALIBRATION = ROOT / "src" / "meshwright" / "plan" / "calibration.toml"
-KERNELS = np.round(np.geomspace(0.8, 1.7, 31), 3)
-EXPOSED = np.round(np.geomspace(0.4, 4.0, 13), 3)
+KERNELS = np.round(np.geomspace(0.85, 1.7, 19), 3)
+EXPOSED = np.round(np.geomspace(0.5, 2.0, 7), 3)
 GRID = [(float(kernel), float(exposed)) for kernel, exposed in product(KERNELS, EXPOSED)]
 # Frameworks with fewer rows than this keep `exposed_communication` at one: a row cannot fit two constants.
 ROWS_FOR_TWO = 5

@@ -44,8 +44,8 @@ class Link:
     name: str
     bytes_per_second: float
     latency_seconds: float
-    measured: bool = False
-    """Achieved figures from a profile; otherwise the data sheet's, of which software reaches a part."""
+    efficiency: float | None = None
+    """Part of the rate that large collectives reach; None: the usual part of a data-sheet figure."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,8 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
     sources: dict[str, str] = {}
     where = f"clusters.{name}"
     known = {"title", "device", "devices_per_node", "max_nodes", "host_memory_bytes"}
-    known |= {"network_bytes_per_second", "network_latency_seconds", "peer_bytes_per_second"}
+    known |= {"network_bytes_per_second", "network_latency_seconds", "network_efficiency"}
+    known |= {"peer_bytes_per_second"}
     _refuse_unknown(table, known, where)
     device = find_device(str(table.get("device", "")), devices=devices)
     network = _value(table, "network_bytes_per_second", where, sources)
@@ -217,6 +218,9 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
         if "network_latency_seconds" in table
         else NETWORK_LATENCY_SECONDS
     )
+    efficiency = None
+    if "network_efficiency" in table:
+        efficiency = min(_value(table, "network_efficiency", where, sources), 1.0)
     per_node = int(table.get("devices_per_node", device.devices_per_node))
     peer = device.peer
     if "peer_bytes_per_second" in table:
@@ -229,7 +233,7 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
         num_nodes=1,
         devices_per_node=per_node,
         peer=peer,
-        network=Link("network", network, latency),
+        network=Link("network", network, latency, efficiency),
         host=device.host,
         host_memory_bytes=int(memory) or per_node * HOST_MEMORY_BYTES_PER_DEVICE,
         max_nodes=int(_value(table, "max_nodes", where, sources)) if "max_nodes" in table else None,

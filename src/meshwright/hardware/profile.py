@@ -120,7 +120,7 @@ class Profile:
             return link
         fitted = fit_link(timings)
         return Link(
-            link.name, fitted[1] or link.bytes_per_second, fitted[0] or link.latency_seconds, measured=True
+            link.name, fitted[1] or link.bytes_per_second, fitted[0] or link.latency_seconds, efficiency=1.0
         )
 
 

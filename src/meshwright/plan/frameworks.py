@@ -62,6 +62,8 @@ class Framework:
     ep_overlap: float = 0.0
     eager_activation: bool = False
     """The MLP's activation keeps its input, its output and the product (8f), not one of them less."""
+    keeps_unrotated: bool = False
+    """Queries and keys stay both before and after their rotation."""
     logits_bytes: float = 12.0
     """Bytes per logit alive at the peak of the loss."""
     logits_traffic: float = 24.0
@@ -96,6 +98,7 @@ _PLAIN: tuple[Framework, ...] = (
         saves_gathered_input=True,
         casts_weights=True,
         eager_activation=True,
+        balances_stages=True,
         elementwise_passes=1.6,
         launches_per_layer=60.0,
         launches_per_routed_layer=150.0,
@@ -105,7 +108,6 @@ _PLAIN: tuple[Framework, ...] = (
         _MEGATRON_BF16,
         tp_overlap=0.3,
         pp_overlap=0.7,
-        ep_overlap=0.3,
         merges_dispatch=True,
         interleaves=True,
         elementwise_passes=1.1,
@@ -122,8 +124,12 @@ _PLAIN: tuple[Framework, ...] = (
     ),
     Framework(
         "nanotron",
-        StateBytes(weight=2, gradient=4, master=4, gather=2, reduce=4),
+        # Gradients are produced in bf16 beside the fp32 buffer they are added to.
+        StateBytes(weight=2, gradient=6, master=4, gather=2, reduce=4),
         saves_gathered_input=True,
+        eager_activation=True,
+        keeps_unrotated=True,
+        logits_bytes=8.0,
         elementwise_passes=1.6,
         dp_overlap=0.5,
         bucket_bytes=25e6,
@@ -138,7 +144,12 @@ _PLAIN: tuple[Framework, ...] = (
     ),
     Framework("olmo-core", StateBytes(weight=4, gradient=4, master=0), elementwise_passes=1.1),
     Framework("picotron", StateBytes(weight=2, gradient=4, master=4), elementwise_passes=1.6, dp_overlap=0.5),
-    Framework("colossalai", StateBytes(weight=2, gradient=2, master=4, reduce=2), elementwise_passes=1.3),
+    Framework(
+        "colossalai",
+        StateBytes(weight=2, gradient=2, master=4, reduce=2),
+        elementwise_passes=1.3,
+        logits_bytes=8.0,
+    ),
     Framework(
         "accelerate-fsdp", StateBytes(weight=2, gradient=2, master=4, reduce=2), elementwise_passes=1.6
     ),

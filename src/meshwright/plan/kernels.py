@@ -17,7 +17,7 @@ KERNEL_SECONDS = 3e-6
 TILES = ((128, 256), (256, 128), (128, 128))
 # A smaller tile reuses less from shared memory.
 TILE_RATE = (1.0, 1.0, 0.93)
-GROUPED_RATE = 0.55
+GROUPED_RATE = 0.50
 # Attention against the device's best matmul: forward and backward kernels at width 128 and long sequences.
 FLASH_FORWARD, FLASH_BACKWARD = 0.68, 0.56
 FLASH_HALF_RATE_SEQUENCE = 384.0
@@ -46,7 +46,8 @@ def matmul_seconds(matmul: Matmul, device: Device, work: Workload) -> Floats:
     rate = device.matmul_ceiling(work.matmul_rate if matmul.narrow else work.wide_precision)
     efficiency = tile_efficiency(matmul.m, matmul.n, matmul.groups, device)
     efficiency = efficiency * matmul.k / (matmul.k + HALF_RATE_K)
-    efficiency = (GROUPED_RATE if matmul.part == "experts" else 1.0) * efficiency
+    if matmul.part == "experts":
+        efficiency = np.where(matmul.groups > 1, GROUPED_RATE, 1.0) * efficiency
     elements = matmul.m * matmul.k + matmul.k * matmul.n + matmul.m * matmul.n
     moved = work.working_bytes * matmul.groups * elements
     return KERNEL_SECONDS + np.maximum(matmul.flops / (rate * efficiency), moved / copy_rate(device))

@@ -1,8 +1,9 @@
-"""Bytes of one rank, itemised, for the first, a middle and the last pipeline rank.
+"""Bytes of one rank, itemised, for the first, the second (the fullest inner one) and the last pipeline rank.
 
-Allocated is what tensors need at the peak of the step; reserved adds the context, communicator buffers
-and what the caching allocator cannot reuse. Most published figures are reserved, most formulas give
-allocated: both are returned.
+Allocated is what tensors need at the peak of the step; reserved adds what the caching allocator holds and
+cannot reuse (both as torch counts them); the device is also charged the context and the communicators'
+buffers, which torch does not see. Published figures are one or the other, so all three are returned, and
+a layout fits when the last one does.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ COMMUNICATOR_BYTES = 0.25 * GIB
 WORKSPACE_BYTES = 0.1 * GIB
 # Part of the short-lived bytes (activations, gathered weights, logits) that the allocator holds beyond need.
 FRAGMENTATION = 0.06
+FIT_SHARE = 0.98
 STAGES = ("first", "middle", "last")
 
 Items = dict[str, Floats]
@@ -45,8 +47,10 @@ class Memory:
     """Bytes by item; every array has shape (N, 3): first, middle and last pipeline rank."""
 
     items: Items
-    overhead: Items
-    """Not in allocated: context, communicators, fragmentation."""
+    fragmentation: Floats
+    """Reserved and not allocated."""
+    outside: Items
+    """On the device and not torch's: context and communicators."""
 
     @property
     def allocated_bytes(self) -> Floats:
@@ -55,8 +59,13 @@ class Memory:
 
     @property
     def reserved_bytes(self) -> Floats:
+        """Peak of what torch's allocator holds, per stage."""
+        return self.allocated_bytes + self.fragmentation
+
+    @property
+    def device_bytes(self) -> Floats:
         """Peak of what the process holds on the device, per stage."""
-        return self.allocated_bytes + sum(self.overhead.values())
+        return self.reserved_bytes + sum(self.outside.values())
 
     @property
     def peak_allocated_bytes(self) -> Floats:
@@ -67,6 +76,15 @@ class Memory:
     def peak_reserved_bytes(self) -> Floats:
         """Of the fullest rank, shape (N,)."""
         return self.reserved_bytes.max(axis=1)
+
+    @property
+    def peak_device_bytes(self) -> Floats:
+        """Of the fullest rank, shape (N,)."""
+        return self.device_bytes.max(axis=1)
+
+    def fits(self, cluster: Cluster) -> NDArray[np.bool_]:
+        """Whether the fullest rank stays inside the device with a margin for what the estimate misses."""
+        return self.peak_device_bytes <= FIT_SHARE * cluster.device.memory_bytes
 
     @property
     def fullest_stage(self) -> NDArray[np.intp]:
@@ -81,7 +99,7 @@ def _column(values: ArrayLike) -> Floats:
 def in_flight(at: Layouts) -> Floats:
     """Micro-batches whose activations a rank holds at its peak, per stage; units of the rank's layers."""
     micro, pp, virtual = at.num_microbatches, at.pp, at.virtual_stages
-    ranks = np.stack([np.zeros_like(pp), (pp - 1) // 2, pp - 1], axis=1)
+    ranks = np.stack([np.zeros_like(pp), np.minimum(1, pp - 1), pp - 1], axis=1)
     one_f_one_b = np.minimum(micro[:, None], pp[:, None] - ranks)
     chunks = np.minimum(
         (micro * virtual)[:, None], ((virtual - 1) * pp)[:, None] + 2 * (pp[:, None] - ranks - 1) + 1
@@ -105,9 +123,9 @@ class _Rank:
     largest_unit: Floats
 
 
-def _rank_parameters(work: Workload, at: Layouts) -> _Rank:
+def _rank_parameters(work: Workload, at: Layouts, stack: Framework) -> _Rank:
     counts = work.counts
-    split = operators.stage_layers(work, at)
+    split = operators.stage_layers(work, at, balanced=stack.balances_stages)
     layers = np.stack([split.first, split.most, split.last], axis=1)
     alone = (at.pp == 1)[:, None]
     moe_share = counts.num_moe_layers / work.model.num_layers
@@ -178,10 +196,12 @@ def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe
     def unless(part: int, value: Floats) -> Floats:
         return np.where((bits & part) > 0, 0.0, value)
 
-    partial = kept["inputs"] + unless(NORMS, kept["norms"]) + kept["attention"]
+    # A narrow recipe keeps the cast output of the norm for the weight gradient, recomputed or not.
+    norms = kept["norms"] if work.is_narrow else unless(NORMS, kept["norms"])
+    partial = kept["inputs"] + norms + kept["attention"]
     partial = partial + unless(CORE_ATTENTION, kept["scores"])
     inner = kept["inner"] + unless(ACTIVATION, kept["activation"])
-    partial = partial + unless(EXPERTS if moe else MLP, unless(MLP, inner))
+    partial = partial + unless(EXPERTS if moe else MLP, inner)
     none = sum(kept.values())
     with_policy = np.where((bits & FULL) > 0, kept["inputs"] / 2.0, partial)
     return none + (with_policy - none) / at.recompute_every  # pyright: ignore[reportReturnType]
@@ -205,6 +225,9 @@ def _kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> 
     heads = attention.num_heads * (attention.head_width + attention.value_width)
     kv = attention.num_kv_heads * (attention.head_width + attention.value_width)
     core = width * tokens * (heads + kv) / tp + 4.0 * tokens * attention.num_heads / tp
+    if stack.keeps_unrotated:
+        query_and_key = attention.num_heads + attention.num_kv_heads
+        core = core + width * tokens * query_and_key * attention.head_width / tp
     masks = 2.0 * residual_tokens * model.width if model.dropout > 0 else 0.0 * residual
     scores = 0.0 * residual
     if work.attention_kernel == "unfused":
@@ -278,14 +301,15 @@ def _exchange_bytes(work: Workload, at: Layouts) -> Floats:
 
 def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> Memory:
     """Price the memory of every layout."""
-    rank = _rank_parameters(work, at)
+    rank = _rank_parameters(work, at, stack)
     items = _state_items(work, at, stack, rank)
     items["gathered"] = _gathered_bytes(work, at, stack, rank)
     items.update(_activation_items(work, at, stack, rank))
     items["logits"] = _logit_bytes(work, at, stack)
     items["exchange"] = _exchange_bytes(work, at)
     items["workspace"] = np.full((len(at), 3), WORKSPACE_BYTES)
-    return Memory(_at_one_moment(at, stack, items), _overhead(work, at, items))
+    short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
+    return Memory(_at_one_moment(at, stack, items), FRAGMENTATION * short_lived, _outside(at))
 
 
 def _at_one_moment(at: Layouts, stack: Framework, items: Items) -> Items:
@@ -298,15 +322,13 @@ def _at_one_moment(at: Layouts, stack: Framework, items: Items) -> Items:
     return {**items, "gradients": shown}
 
 
-def _overhead(work: Workload, at: Layouts, items: Items) -> Items:
+def _outside(at: Layouts) -> Items:
     axes = [at.tp > 1, at.dp * at.cp > 1, at.pp > 1, at.cp > 1, at.ep > 1]
     num_axes = np.sum(np.stack([axis.astype(np.float64) for axis in axes]), axis=0)
     communicators = np.where(
         num_axes > 0, FIRST_COMMUNICATOR_BYTES + COMMUNICATOR_BYTES * np.maximum(num_axes - 1, 0), 0.0
     )
-    short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
     return {
         "context": np.full((len(at), 3), CONTEXT_BYTES),
         "communicators": _column(communicators) * np.ones((1, 3)),
-        "fragmentation": FRAGMENTATION * short_lived,
     }

@@ -137,11 +137,12 @@ def read_row(row: Mapping[str, str | None], *, where: str) -> TableRun:
     num_devices = cells.positive("gpus")
     work = _workload(cells, stack)
     stack = _of_its_time(stack, work, cells)
+    cluster = _cluster(cells, device, num_devices)
     at = _layout(cells, work, stack, num_devices)
     return TableRun(
         work=work,
         at=at,
-        cluster=_cluster(cells, device, num_devices),
+        cluster=cluster,
         stack=stack,
         convention=_convention(cells),
         num_devices=num_devices,
@@ -244,6 +245,10 @@ def _workload(cells: _Cells, stack: Framework) -> Workload:
     if adapters and "qlora" in notes:
         adapters = Adapters(base_bits=4)
     model = _model(cells)
+    # The published recipes for latent attention keep gradients and both moments in bf16.
+    latent = stack.name == "megatron" and model.attention.latent is not None
+    if latent:
+        cells.assumed.append("optimizer states and gradients in bf16")
     if first_era:
         model = model.with_(dropout=0.1)
         cells.assumed.append("attention=unfused, dropout on (fp16 release)")
@@ -251,6 +256,7 @@ def _workload(cells: _Cells, stack: Framework) -> Workload:
         model=model,
         sequence_length=cells.positive("seq"),
         precision=precision,
+        optimizer="adamw_bf16" if latent else "adamw",
         attention_kernel="unfused" if first_era else "flash",
         adapters=adapters,
         compiled=stack.name in ("olmo-core",),
@@ -318,8 +324,12 @@ def _nearest_size(cells: _Cells, candidates: list[ModelSpec]) -> ModelSpec:
 
 def _of_its_time(stack: Framework, work: Workload, cells: _Cells) -> Framework:
     """Releases that computed in fp16 had no sequence parallel and overlapped nothing over tp or pp."""
-    if work.precision != "fp16" or stack.name != "megatron":
+    if stack.name != "megatron":
         return stack
+    if work.optimizer == "adamw_bf16":
+        return replace(stack, state=replace(stack.state, gradient=2))
+    if work.precision != "fp16":
+        return stack if cells.text("zero") != "0" else _plain_flags(stack, cells)
     sequence_parallel = "sequence parallel" in cells.text("recompute").lower()
     if not sequence_parallel:
         cells.assumed.append("no sequence parallel (fp16 release)")
@@ -333,6 +343,13 @@ def _of_its_time(stack: Framework, work: Workload, cells: _Cells) -> Framework:
         fsdp_overlap=0.0,
         adapters_per_group=1.0,
     )
+
+
+def _plain_flags(stack: Framework, cells: _Cells) -> Framework:
+    """Without the distributed optimizer a run has the default flags: nothing overlaps, fp32 all-reduce."""
+    cells.assumed.append("no overlap, gradients reduced in fp32 (zero=0)")
+    state = replace(stack.state, reduce=4)
+    return replace(stack, state=state, tp_overlap=0.0, dp_overlap=0.0, pp_overlap=0.0)
 
 
 def _layout(cells: _Cells, work: Workload, stack: Framework, num_devices: int) -> Layouts:
@@ -357,7 +374,7 @@ def _layout(cells: _Cells, work: Workload, stack: Framework, num_devices: int) -
     schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
     recompute = cells.text("recompute")
     if not recompute:
-        recompute = DEFAULT_RECOMPUTE.get(stack.name, "none")
+        recompute = "none" if routed else DEFAULT_RECOMPUTE.get(stack.name, "none")
         cells.assumed.append(f"recompute={recompute}")
     try:
         bits = parse_recompute(recompute)

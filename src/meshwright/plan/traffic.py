@@ -74,7 +74,7 @@ def axis_groups(at: Layouts, cluster: Cluster) -> Groups:
 
 
 def _rate(link: Link, efficiency: float) -> float:
-    return link.bytes_per_second * (1.0 if link.measured else efficiency)
+    return link.bytes_per_second * (efficiency if link.efficiency is None else link.efficiency)
 
 
 def bandwidth(members: Group, cluster: Cluster, adapters: float = math.inf) -> Floats:

@@ -15,6 +15,8 @@ from meshwright.spec.model import LatentSpec
 
 # Bytes moved per element by softmax and dropout of attention that materialises its scores.
 CAST_BYTES = 6.0
+# Permuting routed tokens there and back, in units of an inner activation's traffic.
+DISPATCH_COPIES = 1.7
 SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 9.0, 13.0
 
 
@@ -165,7 +167,11 @@ def _inner_elements(work: Workload, at: Layouts, *, moe: bool) -> Floats:
         gated = 1.0 if model.mlp.num_matrices == 3 else 2.0 / 3.0
         return gated * tokens * model.mlp.width / at.tp
     routed = expert_tokens(work, at)
-    return routed * model.moe.width / at.etp + tokens * model.moe.shared_width / at.tp + routed * model.width
+    return (
+        routed * model.moe.width / at.etp
+        + tokens * model.moe.shared_width / at.tp
+        + DISPATCH_COPIES * routed * model.width
+    )
 
 
 def quantise_bytes(work: Workload, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
@@ -175,7 +181,7 @@ def quantise_bytes(work: Workload, matmuls: list[Matmul]) -> tuple[Floats, Float
     backward pass casts the output gradient.
     """
     zero = np.zeros_like(matmuls[0].m)
-    if work.precision not in ("fp8", "mxfp8", "nvfp4"):
+    if not work.is_narrow:
         return zero, zero
     narrow = [matmul for matmul in matmuls if matmul.narrow]
     inputs = sum((matmul.groups * matmul.m * matmul.k for matmul in narrow), zero)
@@ -192,13 +198,28 @@ class StageLayers:
     last: Floats
 
 
-def stage_layers(work: Workload, at: Layouts) -> StageLayers:
-    """An even split; what remains goes to the stages after the first, so that the ends stay light."""
+def stage_layers(work: Workload, at: Layouts, *, balanced: bool = False) -> StageLayers:
+    """An even split; what remains goes to the stages after the first, so that the ends stay light.
+
+    Balanced: the head counts as the layers whose parameters it equals, and the last stage has fewer.
+    """
     layers = work.model.num_layers
     base, extra = np.divmod(layers, at.num_stages)
     held = base * at.virtual_stages
-    return StageLayers(
+    even = StageLayers(
         first=(held + extra // at.pp).astype(np.float64),
         most=(held + -(-extra // at.pp)).astype(np.float64),
         last=(held + np.where(at.pp > 1, (extra + 1) // at.pp, extra)).astype(np.float64),
+    )
+    if not balanced:
+        return even
+    counts = work.counts
+    per_layer = max(counts.dense_layer, counts.moe_layer, 1)
+    most = np.round((layers + (counts.head or counts.embedding) / per_layer) / at.pp)
+    last = np.maximum(layers - most * (at.pp - 1), 0.0)
+    alone = at.pp == 1
+    return StageLayers(
+        first=np.where(alone, even.first, most),
+        most=np.where(alone, even.most, most),
+        last=np.where(alone, even.last, last),
     )

@@ -13,7 +13,15 @@ Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvf
 AttentionKernel = Literal["flash", "unfused"]
 
 # fp32 numbers kept per parameter beside weight and gradient.
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 4.0, "adafactor": 4.0, "lion": 4.0, "muon": 4.0}
+OPTIMIZER_BYTES = {
+    "adamw": 8.0,
+    "adamw_8bit": 2.0,
+    "adamw_bf16": 4.0,
+    "sgd": 4.0,
+    "adafactor": 4.0,
+    "lion": 4.0,
+    "muon": 4.0,
+}
 # Rate that matmuls run at, and the format everything else stays in.
 MATMUL_RATE = {"mxfp8": "fp8", "nvfp4": "fp4"}
 WORKING_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
@@ -108,7 +116,12 @@ class Workload:
     @property
     def wide_precision(self) -> str:
         """The format of attention, head and activations: 16 bits below an fp8 or fp4 recipe."""
-        return "bf16" if self.precision in ("fp8", "mxfp8", "nvfp4") else self.precision
+        return "bf16" if self.is_narrow else self.precision
+
+    @property
+    def is_narrow(self) -> bool:
+        """Matmuls run in 8 or 4 bits."""
+        return self.precision in ("fp8", "mxfp8", "nvfp4")
 
     @property
     def working_bytes(self) -> float:

@@ -1,0 +1,87 @@
+"""`meshwright hardware`: the devices and clusters that are known. Needs no torch."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.cli.main import new_app
+
+app = new_app(help="The devices and clusters that are known.")
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `list` a verb of its own."""
+
+
+@app.command("list")
+def list_(
+    sources: Annotated[bool, typer.Option("--sources", help="Show every number with its source.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Devices with their dense peaks, memory and links; clusters with their network."""
+    from meshwright.hardware.catalogue import built_in_clusters, built_in_devices
+
+    devices, clusters = built_in_devices(), built_in_clusters()
+    if as_json:
+        document = {
+            "devices": {name: _device_document(device) for name, device in devices.items()},
+            "clusters": {name: _cluster_document(cluster) for name, cluster in clusters.items()},
+        }
+        typer.echo(json.dumps(document))
+        return
+    typer.echo(f"{'device':<11} {'bf16':>6} {'fp8':>6} {'memory':>9} {'TB/s':>6} {'link GB/s':>10}  title")
+    for name, device in devices.items():
+        typer.echo(_device_line(name, device))
+        if sources:
+            typer.echo("\n".join(f"    {key}: {source}" for key, source in device.sources.items()))
+    typer.echo(f"\n{'cluster':<11} {'device':<11} {'per node':>8} {'nodes':>6} {'network GB/s':>13}")
+    for name, cluster in clusters.items():
+        network = cluster.network.bytes_per_second / 1e9
+        typer.echo(
+            f"{name:<11} {cluster.device.name:<11} {cluster.devices_per_node:>8} "
+            f"{cluster.max_nodes or '':>6} {network:>13.1f}"
+        )
+        if sources:
+            typer.echo("\n".join(f"    {key}: {source}" for key, source in cluster.sources.items()))
+
+
+def _device_line(name: str, device: Any) -> str:
+    from meshwright.units import show_bytes
+
+    peaks = device.peak_flops_per_second
+    wide = peaks.get("bf16", peaks.get("fp16", peaks.get("fp32", 0.0))) / 1e12
+    narrow = f"{peaks['fp8'] / 1e12:.0f}" if "fp8" in peaks else "-"
+    return (
+        f"{name:<11} {wide:>6.4g} {narrow:>6} {show_bytes(device.memory_bytes):>9} "
+        f"{device.memory_bytes_per_second / 1e12:>6.2f} {device.peer.bytes_per_second / 1e9:>10.0f}  "
+        f"{device.title}"
+    )
+
+
+def _device_document(device: Any) -> dict[str, Any]:
+    return {
+        "title": device.title,
+        "memory_bytes": device.memory_bytes,
+        "memory_bytes_per_second": device.memory_bytes_per_second,
+        "num_sms": device.num_sms,
+        "peak_flops_per_second": dict(device.peak_flops_per_second),
+        "best_matmul_flops_per_second": dict(device.best_matmul_flops_per_second),
+        "peer_bytes_per_second": device.peer.bytes_per_second,
+        "host_bytes_per_second": device.host.bytes_per_second,
+        "devices_per_node": device.devices_per_node,
+        "aliases": list(device.aliases),
+        "sources": dict(device.sources),
+    }
+
+
+def _cluster_document(cluster: Any) -> dict[str, Any]:
+    return {
+        "device": cluster.device.name,
+        "devices_per_node": cluster.devices_per_node,
+        "max_nodes": cluster.max_nodes,
+        "network_bytes_per_second": cluster.network.bytes_per_second,
+        "host_memory_bytes": cluster.host_memory_bytes,
+        "sources": dict(cluster.sources),
+    }

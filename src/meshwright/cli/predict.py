@@ -1,0 +1,156 @@
+"""`meshwright predict`: memory, step time and MFU of exactly this layout, of a run file or of a table."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def predict(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run file, or the name of a recipe.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Values laid over the file, such as parallel.tp=2."),
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option("--on", help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file."),
+    ] = "",
+    profile: Annotated[
+        Path | None, typer.Option(help="Measurements of the machine, preferred over its data sheet.")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="A CSV with the columns of published_runs.csv, instead of a run file.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where the table goes with its predictions.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Memory, step time and MFU of exactly this layout on a cluster.
+
+    Exit code 3: the run does not fit the device. A row of a table that cannot be predicted says why in
+    its `error` column; the others are predicted all the same.
+    """
+    from meshwright.errors import SpecError
+
+    if (run is None) == (table is None):
+        raise SpecError(
+            "give a run file or --table, one of them", where="predict", hint="predict run.yaml --on h100:8x2"
+        )
+    if table is not None:
+        _refuse({"--on": on, "--profile": profile, "KEY=VALUE": overrides}, "a table names its own hardware")
+        _predict_table(table, output, as_json=as_json)
+        return
+    _refuse({"-o": output}, "only a table is written to a file")
+    if not on:
+        raise SpecError(
+            "no cluster is named", where="--on", hint="for example --on h100:8x16 or --on leonardo:16"
+        )
+    _predict_run(str(run), overrides or [], on, profile, as_json=as_json)
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    from meshwright.errors import SpecError
+
+    for name, value in given.items():
+        if value:
+            raise SpecError(f"{name} has no effect here: {why}", where=name)
+
+
+def _predict_table(table: Path, output: Path | None, *, as_json: bool) -> None:
+    from meshwright.plan.predict import predict_table
+
+    text, cells = predict_table(table)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    failed = sum(bool(row["error"]) for row in cells)
+    if as_json:
+        typer.echo(json.dumps({"rows": cells, "predicted": len(cells) - failed, "not_predicted": failed}))
+        return
+    if output is None:
+        typer.echo(text, nl=False)
+    typer.echo(f"{len(cells) - failed} rows predicted, {failed} not (see the error column)", err=True)
+
+
+def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None, *, as_json: bool) -> None:
+    from meshwright.errors import EXIT_NO_FIT
+    from meshwright.hardware import parse_cluster, read_profile
+    from meshwright.plan.predict import predict_run
+    from meshwright.spec.text import read_run
+
+    loaded = read_run(name, overrides)
+    loaded.require_valid()
+    cluster = parse_cluster(on)
+    if profile is not None:
+        cluster = read_profile(profile).applied_to(cluster)
+    found = predict_run(loaded.run, cluster)
+    typer.echo(json.dumps(_document(found)) if as_json else _text(found, cluster.device.title))
+    if not found.fits:
+        raise typer.Exit(EXIT_NO_FIT)
+
+
+def _document(found: Any) -> dict[str, Any]:
+    return {
+        "step_seconds": found.step_seconds,
+        "step_seconds_low": found.low_seconds,
+        "step_seconds_high": found.high_seconds,
+        "seconds_by_item": dict(found.seconds_by_item),
+        "tokens_per_second_per_device": found.tokens_per_second_per_device,
+        "tflops_per_device": found.tflops_per_device,
+        "mfu": found.mfu,
+        "flop_convention": "strict: 6 per matmul parameter, causal attention once, recompute never",
+        "fits": found.fits,
+        "capacity_bytes": found.capacity_bytes,
+        "memory": [
+            {
+                "stage": stage.stage,
+                "items": dict(stage.items),
+                "allocated_bytes": stage.allocated_bytes,
+                "reserved_bytes": stage.reserved_bytes,
+                "device_bytes": stage.device_bytes,
+            }
+            for stage in found.stages
+        ],
+    }
+
+
+def _text(found: Any, device: str) -> str:
+    from meshwright.units import show_bytes, show_count, show_seconds
+
+    width = max(found.high_seconds / found.step_seconds - 1.0, 0.0)
+    lines = [
+        f"step      {show_seconds(found.step_seconds)}  (90%: {show_seconds(found.low_seconds)} to "
+        f"{show_seconds(found.high_seconds)}, {width:+.0%})",
+        f"tokens/s  {show_count(found.tokens_per_second_per_device)} per device, "
+        f"{show_count(found.tokens_per_second_per_device * found.num_devices)} in all",
+        f"TFLOP/s   {found.tflops_per_device:.0f} per device, MFU {found.mfu:.1%} "
+        "(strict: causal attention once)",
+        "",
+        "where the step goes",
+    ]
+    ordered = sorted(found.seconds_by_item.items(), key=lambda item: -item[1])
+    lines += [
+        f"  {name:<14} {show_seconds(seconds):>9}  {seconds / found.step_seconds:6.1%}"
+        for name, seconds in ordered
+        if seconds > 0.001 * found.step_seconds
+    ]
+    for stage in found.stages:
+        lines += [
+            "",
+            f"memory of {stage.stage} pipeline rank" if len(found.stages) > 1 else "memory of a rank",
+        ]
+        lines += [
+            f"  {name:<14} {show_bytes(size):>10}"
+            for name, size in sorted(stage.items.items(), key=lambda item: -item[1])
+        ]
+        lines += [
+            f"  allocated {show_bytes(stage.allocated_bytes)}, reserved {show_bytes(stage.reserved_bytes)}, "
+            f"on the device {show_bytes(stage.device_bytes)}"
+        ]
+    verdict = "fits" if found.fits else "does NOT fit"
+    lines += ["", f"{verdict} {device} ({show_bytes(found.capacity_bytes)})"]
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""This machine: cores, memory and accelerators that a run here may use."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One CUDA device."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    """Compute capability, major and minor."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to share out between ranks."""
+
+    cores: int
+    """That this process may use: the affinity, and a container's quota."""
+    free_memory_bytes: int
+    has_bf16_units: bool = False
+    """The CPU multiplies bf16 matrices in hardware (AMX)."""
+    accelerators: tuple[Accelerator, ...] = ()
+
+
+def this_machine(accelerators: tuple[Accelerator, ...] = ()) -> Machine:
+    """What this process may use. The caller asks torch for accelerators: nothing here imports it."""
+    return Machine(
+        cores=max(1, min(_usable_cores(), cores_of_quota(_read(_CGROUP / "cpu.max")))),
+        free_memory_bytes=min(psutil.virtual_memory().available, _free_in_container()),
+        has_bf16_units="amx_bf16" in _read(_CPU_FACTS).split(),
+        accelerators=accelerators,
+    )
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_of_quota(text: str) -> int:
+    """Whole cores of a `cpu.max` line such as `150000 100000`; very many where there is no quota."""
+    quota, _, period = text.strip().partition(" ")
+    if not quota.isdigit() or not period.isdigit():
+        return 1 << 20
+    return max(1, int(quota) // int(period))
+
+
+def _free_in_container() -> int:
+    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
+    return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else 1 << 62
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,222 @@
+"""Memory, step time and MFU of exactly one layout: of a run file, or of every row of a table."""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.errors import MeshwrightError, SpecError
+from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.cost import step_cost
+from meshwright.plan.frameworks import Framework, meshwright
+from meshwright.plan.layouts import Layouts, one_layout
+from meshwright.plan.memory import FIT_SHARE, STAGES, Memory, memory
+from meshwright.plan.pipeline import simulated_items
+from meshwright.plan.table import TableRun, read_row
+from meshwright.plan.workload import Workload, workload_of
+from meshwright.spec.run import RunSpec
+
+GIB = float(2**30)
+PREDICTED_COLUMNS = (
+    "pred_step_time_s",
+    "pred_step_time_low_s",
+    "pred_step_time_high_s",
+    "pred_tokens_s_gpu",
+    "pred_tflops_per_gpu",
+    "pred_mem_gb",
+    "pred_alloc_gb",
+    "fits",
+    "assumed",
+    "error",
+)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one pipeline rank."""
+
+    stage: str
+    items: Mapping[str, float]
+    allocated_bytes: float
+    reserved_bytes: float
+    device_bytes: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one layout will need and take; seconds are per optimizer step."""
+
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    seconds_by_item: Mapping[str, float]
+    batch_tokens: int
+    num_devices: int
+    model_flops_per_token: float
+    peak_flops_per_second: float
+    stages: tuple[StageMemory, ...]
+    capacity_bytes: int
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Trained tokens per second of one device."""
+        return self.batch_tokens / (self.step_seconds * self.num_devices)
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Model TFLOP/s of one device, strict: causal half once, recompute never."""
+        return self.tokens_per_second_per_device * self.model_flops_per_token / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the data sheet's dense peak of the precision."""
+        return 1e12 * self.tflops_per_device / self.peak_flops_per_second
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The pipeline rank that needs most."""
+        return max(self.stages, key=lambda stage: stage.device_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank stays inside the device, with a margin for what the estimate misses."""
+        return self.fullest.device_bytes <= FIT_SHARE * self.capacity_bytes
+
+
+def _stage_memory(found: Memory, at: Layouts) -> tuple[StageMemory, ...]:
+    """One entry per distinct pipeline rank: all three are the same without a pipeline."""
+    ranks = range(len(STAGES)) if at.pp[0] > 1 else (0,)
+    return tuple(
+        StageMemory(
+            stage=STAGES[k] if at.pp[0] > 1 else "every",
+            items={name: float(values[0, k]) for name, values in found.items.items() if values[0, k] > 0},
+            allocated_bytes=float(found.allocated_bytes[0, k]),
+            reserved_bytes=float(found.reserved_bytes[0, k]),
+            device_bytes=float(found.device_bytes[0, k]),
+        )
+        for k in ranks
+    )
+
+
+def predict_layout(
+    work: Workload, at: Layouts, cluster: Cluster, stack: Framework, *, run: RunSpec | None = None
+) -> Prediction:
+    """Price one layout; with a run file its pipeline is simulated in the runtime's own order and split."""
+    cost = step_cost(work, at, cluster, stack)
+    items = {name: float(seconds[0]) for name, seconds in cost.items.items()}
+    if run is not None:
+        items = simulated_items(run, work, at, cost, items)
+    seconds, spread = sum(items.values()), 1.0 + float(cost.relative_half_width[0])
+    return Prediction(
+        step_seconds=seconds,
+        low_seconds=seconds / spread,
+        high_seconds=seconds * spread,
+        seconds_by_item={name: value for name, value in items.items() if value > 0},
+        batch_tokens=int(at.batch_sequences[0]) * work.sequence_length,
+        num_devices=int(at.num_ranks[0]),
+        model_flops_per_token=work.model_flops_per_token,
+        peak_flops_per_second=cluster.device.peak(work.matmul_rate),
+        stages=_stage_memory(memory(work, at, cluster, stack), at),
+        capacity_bytes=cluster.device.memory_bytes,
+    )
+
+
+def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
+    """Price a run file on a cluster that has as many devices as the run has ranks."""
+    ranks = run.parallel.num_ranks
+    if ranks != cluster.num_devices:
+        raise SpecError(
+            f"the run has {ranks} ranks, {cluster.name} as given has {cluster.num_devices} devices",
+            where="--on",
+            hint=f"name {ranks} devices, such as {cluster.device.name}:{ranks}, or plan for this cluster",
+        )
+    at = one_layout(
+        run.parallel,
+        run.memory,
+        microbatch_sequences=run.data.microbatch_sequences,
+        num_microbatches=run.accumulation,
+    )
+    return predict_layout(workload_of(run), at, cluster, meshwright(), run=run)
+
+
+def predict_table_run(row: TableRun) -> Prediction:
+    """Price one row of a table, with the FLOP convention that its own figures use."""
+    found = predict_layout(row.work, row.at, row.cluster, row.stack)
+    return replace(found, model_flops_per_token=row.flops_per_token, num_devices=row.num_devices)
+
+
+def _columns(row: Mapping[str, str | None], where: str) -> dict[str, str]:
+    """The predicted cells of one row; a row that cannot be priced says why in `error` only."""
+    cells = dict.fromkeys(PREDICTED_COLUMNS, "")
+    try:
+        run = read_row(row, where=where)
+        found = predict_table_run(run)
+    except MeshwrightError as error:
+        return {**cells, "error": f"{error.where}: {error.fact}" if error.where else error.fact}
+    return {
+        **cells,
+        "pred_step_time_s": f"{found.step_seconds:.5g}",
+        "pred_step_time_low_s": f"{found.low_seconds:.5g}",
+        "pred_step_time_high_s": f"{found.high_seconds:.5g}",
+        "pred_tokens_s_gpu": f"{found.tokens_per_second_per_device:.6g}",
+        "pred_tflops_per_gpu": f"{found.tflops_per_device:.5g}",
+        "pred_mem_gb": f"{found.fullest.reserved_bytes / GIB:.4g}",
+        "pred_alloc_gb": f"{found.fullest.allocated_bytes / GIB:.4g}",
+        "fits": str(found.fits).lower(),
+        "assumed": "; ".join(run.assumed),
+    }
+
+
+def predict_rows(rows: Iterable[Mapping[str, str | None]]) -> list[dict[str, str]]:
+    """The predicted cells of every row; line numbers count the header as 1."""
+    return [_columns(row, f"row {line}") for line, row in enumerate(rows, start=2)]
+
+
+def read_table(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
+    """Header and rows of a CSV file; a file that is no table is refused, a bad row is kept for its error."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        reader = csv.reader(io.StringIO(text), strict=True)
+        lines = [line for line in reader if line]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SpecError(
+            f"cannot read {path}: {error}", where="--table", hint="a CSV file with a header"
+        ) from error
+    if not lines:
+        raise SpecError(f"{path} is empty", where="--table", hint="the first line names the columns")
+    header = [name.strip() for name in lines[0]]
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise SpecError(f"column {twice[0]!r} stands twice in the header", where=f"{path}:1")
+    missing = [name for name in ("gpu", "gpus", "tp", "pp", "seq", "layers", "hidden") if name not in header]
+    if missing:
+        raise SpecError(
+            f"the header has no column {missing[0]!r}",
+            where=f"{path}:1",
+            hint="the columns of published_runs.csv",
+        )
+    return header, [_row(header, line) for line in lines[1:]]
+
+
+def _row(header: list[str], line: list[str]) -> dict[str, str | None]:
+    if len(line) != len(header):
+        wrong = f"{len(line)} cells under {len(header)} columns"
+        return {**dict.fromkeys(header, ""), "": wrong}
+    return dict(zip(header, line, strict=True))
+
+
+def predict_table(path: Path) -> tuple[str, list[dict[str, str]]]:
+    """The table with the predicted columns appended, as CSV text, and those columns alone."""
+    header, rows = read_table(path)
+    predicted = predict_rows(rows)
+    for row, cells in zip(rows, predicted, strict=True):
+        if "" in row:
+            cells["error"] = f"{cells['error'].split(':')[0]}: {row['']}"
+    kept = [name for name in header if name not in PREDICTED_COLUMNS]
+    output = io.StringIO()
+    writer = csv.DictWriter(output, [*kept, *PREDICTED_COLUMNS], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row, cells in zip(rows, predicted, strict=True):
+        writer.writerow({**row, **cells})
+    return output.getvalue(), predicted
