@@ -1,24 +1,31 @@
-"""`meshwright compare`: two runs' losses and gradient norms, step by step."""
+"""`meshwright compare`: two runs' losses and gradient norms step by step, and their weights."""
 
+import importlib.util
 import math
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from meshwright.observe.compare import Comparison
+    from meshwright.observe.compare import Comparison, Difference
     from meshwright.observe.metrics import Row
 
-_RUN_HELP = "A run directory, such as runs/demo."
+_RUN_HELP = "A run directory such as runs/demo, or a run file, which is run first."
 MAX_SETTINGS = 20
 
 
 def compare(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help=_RUN_HELP)],
     run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help=_RUN_HELP)],
-    steps: Annotated[int | None, typer.Option(min=1, help="Only the first so many steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many steps; a run file stops there.")
+    ] = None,
     assert_equal: Annotated[
         bool,
         typer.Option(
@@ -28,25 +35,68 @@ def compare(
     rtol: Annotated[
         float, typer.Option(min=0.0, help="Relative difference that still counts as equal; 0 is bit for bit.")
     ] = 0.0,
+    weights: Annotated[
+        bool, typer.Option(help="Compare the weights at the last step of which both have a checkpoint.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Compare two runs' losses and gradient norms step by step.
+    """Compare two runs' losses and gradient norms step by step, and their weights.
 
     Tells the first step that differs, the largest relative difference, steps that only one of them
-    has, and the settings in which the two resolved runs differ. Exit codes: 0 compared (equal or
-    not), 2 one of them is not a run or they share no step, 4 they differ and --assert-equal was given.
+    has, and the settings in which the two resolved runs differ. A run file is run first, into a
+    directory that goes away afterwards. Exit codes: 0 compared (equal or not), 2 one of them is not a
+    run or they share no step, 4 they differ and --assert-equal was given, or a run failed.
     """
     from meshwright.errors import RunError
 
     if not math.isfinite(rtol):  # a NaN tolerance would call everything equal
         raise typer.BadParameter(f"{rtol} is not a finite number", param_hint="--rtol")
-    comparison = _compare(run_a, run_b, steps, rtol)
+    with _as_directory(run_a, steps) as dir_a, _as_directory(run_b, steps) as dir_b:
+        comparison = _compare(dir_a, dir_b, steps, rtol)
+        if weights:
+            comparison = _with_weights(comparison, dir_a, dir_b, steps, rtol)
     if as_json:
         typer.echo(_document(comparison, rtol))
     else:
         _print(comparison, run_a, run_b, rtol)
     if assert_equal and not comparison.is_equal:
         raise RunError(f"the runs differ: {_why(comparison)}", where=f"{run_a} and {run_b}")
+
+
+@contextmanager
+def _as_directory(run: Path, steps: int | None) -> Generator[Path]:
+    """The run directory itself, or one that a run file is run into now."""
+    if not run.is_file():
+        yield run
+        return
+    from meshwright.errors import RunError
+    from meshwright.launch.local import run_local
+    from meshwright.spec.text import load_run
+
+    num_ranks = load_run(run).parallel.num_ranks
+    with TemporaryDirectory(prefix="meshwright-compare-") as folder:
+        directory = Path(folder) / "run"
+        arguments = ["train", str(run), "--dir", str(directory)]
+        code = run_local([*arguments, *(["--stop-after", str(steps)] if steps else [])], num_ranks=num_ranks)
+        if code:
+            hint = f"`meshwright train {run}` shows it alone"
+            raise RunError(f"the run ended with exit code {code}", where=str(run), hint=hint)
+        yield directory
+
+
+def _with_weights(
+    comparison: "Comparison", run_a: Path, run_b: Path, steps: int | None, rtol: float
+) -> "Comparison":
+    if importlib.util.find_spec("torch") is None:
+        print("weights are not compared: torch is not installed", file=sys.stderr)
+        return comparison
+    from meshwright.train.compare import weight_difference
+
+    difference = weight_difference(run_a, run_b, max_step=steps, rtol=rtol)
+    if difference is None:
+        print("weights are not compared: there is no step of which both have a checkpoint", file=sys.stderr)
+        return comparison
+    return replace(comparison, differences=[*comparison.differences, difference])
 
 
 def _compare(run_a: Path, run_b: Path, steps: int | None, rtol: float) -> "Comparison":
@@ -131,9 +181,13 @@ def _or_dash(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+def _from_step(row: "Difference") -> str:
+    return "" if row.first_different is None else f" from step {row.first_different}"
+
+
 def _why(comparison: "Comparison") -> str:
     reasons = [
-        f"{row.name} from step {row.first_different}, at most {row.max_relative:.3g} relative"
+        f"{row.name}{_from_step(row)}, at most {row.max_relative:.3g} relative"
         for row in comparison.differences
         if row.num_different
     ]

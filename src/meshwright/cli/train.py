@@ -15,6 +15,12 @@ def train(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="The run directory; by default runs/<name>.")
     ] = None,
+    stop_after: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP", min=1, help="Save and stop at this step; the same command without it goes on."
+        ),
+    ] = None,
 ) -> None:
     """Run a run file: starts local ranks, or joins those that a launcher started.
 
@@ -31,7 +37,8 @@ def train(
     run_dir = directory or Path("runs") / spec.name
     if spec.parallel.num_ranks > 1 and not is_rank():
         arguments = ["train", run, *(overrides or []), "--dir", str(run_dir)]
+        arguments += ["--stop-after", str(stop_after)] if stop_after else []
         sys.exit(run_local(arguments, num_ranks=spec.parallel.num_ranks))
     from meshwright.train.session import run_rank
 
-    sys.exit(run_rank(spec, run_dir))
+    sys.exit(run_rank(spec, run_dir, stop_after=stop_after))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _signals_passed_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _signals_passed_on(processes: list[subprocess.Popen[bytes]]) -> Generator[None]:
     """Stop signals go to the ranks, which save and end; this process only waits for them."""
 
     def pass_on(number: int, frame: object) -> None:

@@ -20,7 +20,7 @@ class Difference:
     num_different: int
     """Of these, how many differ by more than the tolerance; one that a run lacks differs."""
     first_different: int | None
-    """The first step that differs."""
+    """The first step that differs; None for weights, which are compared at one step."""
     max_relative: float
     """Largest |a - b| / max(|a|, |b|) over places that both have; infinite where one is not finite."""
     max_relative_at: int | None

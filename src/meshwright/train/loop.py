@@ -26,8 +26,12 @@ class Outcome:
     state: TrainState
 
 
-def train(run: RunSpec, world: World, run_dir: Path) -> Outcome:
-    """Run to the end, from the beginning or from the last checkpoint in `run_dir`; all ranks call it."""
+def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+    """Run to the end, from the beginning or from the last checkpoint in `run_dir`; all ranks call it.
+
+    `stop_after` stops at a step on the way, on the very course of the whole run.
+    """
+    last_step = min(run.schedule.num_steps, stop_after or run.schedule.num_steps)
     mesh = build_mesh(run.parallel, world)
     training, batches = build_training(run, mesh), build_data(run, mesh)
     checkpoints = Checkpoints(run, run_dir / "checkpoints", training, batches)
@@ -36,7 +40,7 @@ def train(run: RunSpec, world: World, run_dir: Path) -> Outcome:
         load_initial_weights(run, training)
 
     with Recorder(run, mesh, run_dir, state, training) as recorder, listening() as interrupt:
-        while state.step < run.schedule.num_steps:
+        while state.step < last_step:
             batch = next(batches, None)
             if batch is None:  # max_epochs: the data is used up
                 break
@@ -51,7 +55,7 @@ def train(run: RunSpec, world: World, run_dir: Path) -> Outcome:
                 continue
             state = state.after_step(tokens=batch.num_sequences * run.data.sequence_length)
             is_evaluated = run.observe.evaluate and _due(run.observe.evaluate.every_steps, state.step)
-            is_last = state.step == run.schedule.num_steps
+            is_last = state.step == last_step
             is_observed = is_evaluated or is_last or _due(run.observe.every_steps, state.step)
             if is_observed:  # the one place where the host waits for the device
                 evaluation = partial(evaluate, run, training.program, mesh) if is_evaluated else None
@@ -65,7 +69,9 @@ def train(run: RunSpec, world: World, run_dir: Path) -> Outcome:
         batches.close()
         if checkpoints.saved_step != state.step:
             checkpoints.save(state)
-        return Outcome("finished", recorder.end("finished", state))
+        is_cut_short = last_step <= state.step < run.schedule.num_steps
+        kind = "interrupted" if is_cut_short else "finished"
+        return Outcome(kind, recorder.end(kind, state))
 
 
 def _due(every_steps: int | None, step: int) -> bool:

@@ -12,13 +12,14 @@ from meshwright.spec.text import dump_run, load_run
 from meshwright.train.loop import train
 
 
-def run_rank(run: RunSpec, run_dir: Path) -> int:
+def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:
     """Train as the rank that the environment describes; returns the exit code."""
     world = join_world(run.device)
     try:
         on_first_rank(lambda: claim_directory(run, run_dir))
-        outcome = train(run, world, run_dir)
-        return EXIT_DONE if outcome.kind == "finished" else EXIT_INTERRUPTED
+        outcome = train(run, world, run_dir, stop_after=stop_after)
+        is_as_asked = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
+        return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
     finally:
         leave_world()
 

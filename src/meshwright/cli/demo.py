@@ -1,0 +1,160 @@
+"""`meshwright demo`: train a small model on generated text, here and now."""
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED, RunError
+
+if TYPE_CHECKING:
+    from meshwright.hardware.machine import Accelerator, Machine
+    from meshwright.plan.local import LocalDecision
+    from meshwright.spec import RunSpec
+
+RECIPE = "demo"
+PROMPT = "It was a sunny morning in"
+SAMPLE_TOKENS = 240
+SAMPLE_TEMPERATURE = 0.5
+
+
+def demo(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="Values laid over the demo's run, such as schedule.num_steps=40."
+        ),
+    ] = None,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="The run directory; one that is there is moved aside first.")
+    ] = Path("runs") / RECIPE,
+) -> None:
+    """Train a small model on generated text, here and now.
+
+    Decides how many ranks, which precision and which micro-batch suit this machine, and says why.
+    Trains a byte-level Llama on stories that the package makes up, stops it in the middle, resumes it
+    from its checkpoint, lets the trained model write, and draws the report. Nothing is downloaded.
+    """
+    from meshwright.spec.text import find_run_file, load_run
+
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("torch", name="torch")  # told with how to install it
+    started_at = time.monotonic()
+    recipe = str(find_run_file(RECIPE))
+    machine, decision = _decide(load_run(recipe, overrides or []))
+    settings = [*decision.overrides(), *(overrides or [])]
+    run = load_run(recipe, settings)
+    _tell_decision(run, machine, decision)
+    _move_aside(directory)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // run.parallel.num_ranks)))
+    _train(["train", recipe, *settings, "--dir", str(directory)], run, directory)
+    _sample(directory)
+    _finish(directory, time.monotonic() - started_at)
+
+
+def say(text: str = "") -> None:
+    """One line on stdout, at once: the ranks speak on stderr in between."""
+    print(text, flush=True)
+
+
+def _decide(run: "RunSpec") -> "tuple[Machine, LocalDecision]":
+    from meshwright.hardware.machine import this_machine
+    from meshwright.plan.local import decide
+
+    machine = this_machine(_accelerators())
+    return machine, decide(run, machine)
+
+
+def _accelerators() -> "tuple[Accelerator, ...]":
+    """CUDA devices; torch, slow to load, is asked only where a driver is."""
+    if not Path("/proc/driver/nvidia").exists():
+        return ()
+    import torch
+
+    from meshwright.hardware.machine import Accelerator
+
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Accelerator(each.name, each.total_memory, (each.major, each.minor)) for each in found)
+
+
+def _tell_decision(run: "RunSpec", machine: "Machine", decision: "LocalDecision") -> None:
+    from meshwright.spec.parameters import num_parameters
+    from meshwright.units import show_bytes, show_count
+
+    devices = (
+        f", {len(machine.accelerators)} x {machine.accelerators[0].name}" if machine.accelerators else ""
+    )
+    cores = f"{machine.cores} core{'s' * (machine.cores > 1)}"
+    say(f"This machine: {cores}, {show_bytes(machine.free_memory_bytes)} free memory{devices}")
+    say(
+        f"The model:    {show_count(num_parameters(run.model))} parameters, {run.model.num_layers} layers of "
+        f"width {run.model.width}; {run.schedule.num_steps} steps of {run.data.batch_sequences} sequences of "
+        f"{run.data.sequence_length} bytes"
+    )
+    say("Decided:")
+    say(f"  ranks        {decision.num_ranks:<5} {decision.reasons['ranks']}")
+    say(f"  precision    {decision.compute:<5} {decision.reasons['precision']}")
+    say(f"  micro-batch  {decision.microbatch_sequences:<5} {decision.reasons['microbatch']}")
+    say()
+
+
+def _move_aside(directory: Path) -> None:
+    """An earlier demo is kept under a name of its own: two runs never share a directory."""
+    if not directory.exists():
+        return
+    number = next(n for n in range(1, 10**6) if not directory.with_name(f"{directory.name}-{n}").exists())
+    kept = directory.with_name(f"{directory.name}-{number}")
+    directory.rename(kept)
+    say(f"{directory} was there already; it is now {kept}\n")
+
+
+def _train(arguments: list[str], run: "RunSpec", directory: Path) -> None:
+    """Half of the run, a stop, and the rest from the checkpoint."""
+    middle = run.schedule.num_steps // 2
+    say(f"Training into {directory}, first to step {middle}:")
+    _start([*arguments, "--stop-after", str(middle)], run, directory)
+    say("\nStopped in the middle. The same command again goes on from the checkpoint:")
+    _start(arguments, run, directory)
+
+
+def _start(arguments: list[str], run: "RunSpec", directory: Path) -> None:
+    from meshwright.launch.local import run_local
+
+    code = run_local(arguments, num_ranks=run.parallel.num_ranks)
+    if code == EXIT_INTERRUPTED:
+        sys.exit(code)
+    if code != EXIT_DONE:
+        hint = f"what happened stands in {directory}; `meshwright report {directory}` draws it"
+        raise RunError(f"training ended with exit code {code}", where=str(directory), hint=hint)
+
+
+def _sample(directory: Path) -> None:
+    from meshwright.observe.run_files import SAMPLE_NAME
+    from meshwright.train.sample import Sampling, calm_threads, choose_tokenizer, sample_text
+    from meshwright.train.weights import open_weights
+
+    weights = open_weights(directory)
+    calm_threads(weights)
+    sampling = Sampling(num_tokens=SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE)
+    text = PROMPT + sample_text(weights, choose_tokenizer(weights, None), PROMPT, sampling)
+    (directory / SAMPLE_NAME).write_text(text + "\n")
+    say(f'\nThe model writes, after "{PROMPT}":\n\n  ' + text.replace("\n", "\n  ") + "\n")
+
+
+def _finish(directory: Path, seconds: float) -> None:
+    from meshwright.observe.figures import run_figures
+    from meshwright.observe.report import write_report
+    from meshwright.observe.run_files import read_run
+
+    report = write_report(directory)
+    figures = run_figures(read_run(directory))
+    if figures.eval_loss is not None and figures.unigram_entropy is not None:
+        say(
+            f"Held-out loss {figures.eval_loss:.3f} nats per byte; without context the best possible is "
+            f"{figures.unigram_entropy:.3f}, the corpus' unigram entropy."
+        )
+    say(f"Report: {report} ({seconds:.0f} s in all)")
