@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.data.batches import Microbatch
 from meshwright.errors import MeshError
@@ -247,6 +249,25 @@ def test_a_microbatch_is_cut_along_its_sequence_alone():
 def test_an_odd_sequence_is_refused():
     with pytest.raises(MeshError, match="18 tokens does not divide into 2 x cp = 8 chunks"):
         shard_sequence(torch.zeros(1, 18), 1, 0, 4)
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("kind", ["gather", "ring", "ulysses", "hierarchical"])
+def test_one_rank_of_a_large_world_without_data(kind, has_documents):
+    """No value is read on the host: shapes alone carry forward and backward, with no other rank there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        layer = Layer()
+        apply_cp(layer, cp_groups(dist.group.WORLD, 2 if kind == "hierarchical" else 1), kind)
+        with FakeTensorMode():
+            q, k, v = (torch.randn(1, 64, heads, K, requires_grad=True) for heads in (H, H, H))
+            documents = torch.zeros(1, 64, dtype=torch.int64) if has_documents else None
+            out = layer.attend(q, k, v, documents_BS=documents, positions_BS=None, window=None, scale=SCALE)
+            out.sum().backward()
+        assert out.shape == q.shape
+        assert k.grad.shape == k.shape
+    finally:
+        dist.destroy_process_group()
 
 
 def _refusals() -> list[str]:

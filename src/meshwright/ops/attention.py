@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.ops.attention_aten import Grads, Rule, choose_kernel
+from meshwright.ops.attention_aten import Rule, choose_kernel
 from meshwright.ops.attention_tasks import Chunk, Cover, Task, Tiling, plan_tasks
 
 TILING = Tiling()
@@ -64,7 +64,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = part_backward(grad, q, k, v, out, lse, ctx.scope)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dk, dv = part_backward(QuerySide(q, out, lse, grad), k, v, ctx.scope, dq)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -81,7 +82,7 @@ class RunningSoftmax:
         """Add what these rows saw in another part of the keys."""
         out, lse = self.out_BSHV[:, rows], self.lse_BHS[:, :, rows]
         share = torch.sigmoid(lse_BHS - lse).transpose(1, 2).unsqueeze(-1)
-        out.add_(share * (out_BSHV - out))
+        out.lerp_(out_BSHV.to(out.dtype), share)
         lse.copy_(torch.logaddexp(lse, lse_BHS))
 
 
@@ -104,22 +105,30 @@ def add_part(running: RunningSoftmax, q: Tensor, k: Tensor, v: Tensor, scope: Sc
         running.merge(task.queries, out_BHSV.transpose(1, 2), lse_BHS)
 
 
-def part_backward(
-    grad_BSHV: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BHS: Tensor, scope: Scope
-) -> Grads:
-    """What one part of the keys adds to dq, dk, dv, in fp32 or better; `out` and `lse` are merged."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    for task in _tasks(q.shape[0], scope):
-        q_task, k_task, v_task = _heads_first(q[:, task.queries], k[:, task.keys], v[:, task.keys])
-        grad_task, out_task = _heads_first(grad_BSHV[:, task.queries], out[:, task.queries])
-        rule = _rule(task, scope, q)
+class QuerySide(NamedTuple):
+    """What a backward needs of the queries: their merged (out, lse) and the gradient of out."""
+
+    q_BSHK: Tensor
+    out_BSHV: Tensor
+    lse_BHS: Tensor
+    grad_BSHV: Tensor
+
+
+def part_backward(side: QuerySide, k: Tensor, v: Tensor, scope: Scope, dq: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds to dq what one part of the keys gives, and returns its dk and dv; all in fp32 or better."""
+    dk, dv = (torch.zeros_like(x, dtype=dq.dtype) for x in (k, v))
+    for task in _tasks(k.shape[0], scope):
+        k_task, v_task = _heads_first(k[:, task.keys], v[:, task.keys])
+        q_task, out_task, grad_task = _heads_first(
+            *(x[:, task.queries] for x in (side.q_BSHK, side.out_BSHV, side.grad_BSHV))
+        )
+        rule = _rule(task, scope, side.q_BSHK)
         kernel = choose_kernel(q_task, k_task, v_task, has_bias=rule.bias_B1ST is not None)
-        lse_task = lse_BHS[:, :, task.queries].contiguous()
+        lse_task = side.lse_BHS[:, :, task.queries].contiguous()
         grads = kernel.backward(grad_task, q_task, k_task, v_task, out_task, lse_task, rule)
         for total, rows, part in zip((dq, dk, dv), (task.queries, task.keys, task.keys), grads, strict=True):
             total[:, rows] += part.transpose(1, 2)
-    return dq, dk, dv
+    return dk, dv
 
 
 def _heads_first(*tensors_BSHK: Tensor) -> list[Tensor]:

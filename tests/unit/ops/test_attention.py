@@ -173,3 +173,13 @@ def test_cover_of_a_window():
     covers = [cover_of(query, Chunk(start, 4), 5, has_documents=False) for start in (0, 4, 8, 12)]
     assert covers == [Cover.NONE, Cover.MASKED, Cover.CAUSAL, Cover.NONE]
     assert cover_of(query, Chunk(4, 4), 8, has_documents=False) is Cover.FULL
+
+
+def test_each_step_of_a_zigzag_ring_is_one_unmasked_call():
+    """Rank r against the keys of any owner: two runs of 4 rows each, cp 4."""
+    shards = [(Chunk(4 * rank, 4), Chunk(4 * (7 - rank), 4)) for rank in range(4)]
+    for queries in shards:
+        tasks = [plan_tasks(queries, keys) for keys in shards]
+        assert all(len(calls) == 1 for calls in tasks)
+        assert [calls[0].cover for calls in tasks].count(Cover.CAUSAL) == 1
+        assert all(calls[0].cover is not Cover.MASKED for calls in tasks)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshwright.ops.attention import Rows, RunningSoftmax, Scope, add_part, part_backward
+from meshwright.ops.attention import QuerySide, Rows, RunningSoftmax, Scope, add_part, part_backward
 from meshwright.ops.collectives import all_gather
 from meshwright.parallel.cp.zigzag import chunks_of
 
@@ -125,20 +125,17 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         last = ring.group.size() - 1
-        held = _pack(k, v)
-        dq, dk, dv = part_backward(grad, q, k, v, out, lse, ring.scope(ring.owner_at(0)))
-        own = _pack(dk, dv)
+        side, dq = QuerySide(q, out, lse, grad), torch.zeros_like(q, dtype=lse.dtype)
+        message = _Message(_pack(k, v), ring.group) if last else None
+        own = _pack(*part_backward(side, k, v, ring.scope(ring.owner_at(0)), dq))
         travelling: Tensor | None = None  # gradients of the keys held, from the ranks they passed
-        message = _Message(held, ring.group) if last else None
         for step in range(1, last + 1):
             assert message is not None
             held = message.receive()
             message = _Message(held, ring.group) if step < last else None
             behind = _Message(travelling, ring.group) if travelling is not None else None
             scope = ring.scope(ring.owner_at(step))
-            dq_part, dk, dv = part_backward(grad, q, *_unpack(held, k, v), out, lse, scope)
-            dq += dq_part
-            travelling = _pack(dk, dv)
+            travelling = _pack(*part_backward(side, *_unpack(held, k, v), scope, dq))
             if behind is not None:
                 travelling += behind.receive()
         if travelling is not None:
