@@ -25,7 +25,7 @@ from meshwright.spec.check import check
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.run import RunSpec
 
-SAME_FRACTION = 0.01
+SAME_FRACTION = 0.02
 """Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
 NUM_PARETO = 24
 NUM_SIMULATED = 8

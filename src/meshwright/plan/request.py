@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from meshwright.errors import SpecError
+from meshwright.errors import SpecError, SpecErrors
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.pins import Pins
 from meshwright.plan.search import Objective, Question
 from meshwright.spec.huggingface import load_model
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import num_parameters
+from meshwright.spec.run import RunSpec
 from meshwright.spec.text import parse_run
 from meshwright.spec.yaml_text import dump_yaml, parse_yaml
 from meshwright.units import show_count
@@ -24,6 +25,12 @@ DEFAULT_SEQUENCE = 8192
 DEFAULT_BATCH_TOKENS = ((1e9, 2**19), (5e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
 OPTIMAL_TOKENS_PER_PARAMETER = 20
 MOST_WARMUP_STEPS = 2000
+OPTION_OF_KEY = {
+    "data.sequence_length": "--seq",
+    "data.batch_sequences": "--batch-tokens",
+    "precision.compute": "--precision",
+    "schedule.num_steps": "--tokens",
+}
 MOST_SEQUENCE, MOST_TOKENS = 2**24, 10**16
 
 
@@ -67,9 +74,24 @@ def ask(request: Request) -> Asked:
     }
     tree["data"] = _data(tree.get("data"), length, batch_sequences, request.pins, assumed)
     tree.setdefault("name", _name(model, request.cluster))
-    run = parse_run(dump_yaml(tree), request.pins.overrides, place=request.model).require_valid()
+    run = _parsed(tree, request)
     question = Question(run, request.cluster, request.pins, request.objective)
     return Asked(question, tokens, tuple(assumed))
+
+
+def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:
+    """The run; what is wrong with it is told where the user said it, not where we wrote it down."""
+    try:
+        return parse_run(dump_yaml(tree), request.pins.overrides, place=request.model).require_valid()
+    except SpecErrors as errors:
+        raise SpecErrors([_relocated(each, request.model) for each in errors.violations]) from None
+
+
+def _relocated(violation: SpecError, model: str) -> SpecError:
+    key = violation.where.rsplit(" ", 1)[-1]
+    written_by_us = violation.where.startswith(f"{model}:") and not model.endswith((".yaml", ".yml"))
+    where = OPTION_OF_KEY.get(key, key) if written_by_us else violation.where
+    return SpecError(violation.fact, where=where, hint=violation.hint)
 
 
 def _mapping(value: object) -> dict[str, Any]:

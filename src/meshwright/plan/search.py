@@ -215,7 +215,10 @@ class _Kept:
         self._within_seconds = within_seconds
         self._parts: list[Priced] = []
         self._leanest: Priced | None = None
+        self._leanest_bound: Priced | None = None
+        """Of meshes that are too small for any layout."""
         self._best_seconds = np.inf
+        self._some_possible = False
         self.num_considered = 0
         self.num_fitting = 0
 
@@ -234,15 +237,17 @@ class _Kept:
         possible = least <= question.memory_budget_bytes
         at = expand(question.space, where(block, possible))
         self.num_considered += len(at) + 3 * int((~possible).sum())
-        if not possible.all() and not self._parts:
-            self._note_leanest(lean)
+        if not possible.all():
+            too_small = lean.take(np.repeat(~possible, 3))
+            self._leanest_bound = self._leaner(self._leanest_bound, too_small)
+        self._some_possible = self._some_possible or bool(possible.any())
         if len(at) == 0:
             return
         reserved = price_memory(question, at).peak_device_bytes
         fits = reserved <= question.memory_budget_bytes
         self.num_fitting += int(fits.sum())
         if not fits.any():
-            self._note_leanest(at.take(np.atleast_1d(reserved.argmin())))
+            self._leanest = self._leaner(self._leanest, at.take(np.atleast_1d(reserved.argmin())))
             return
         fitting = at.take(fits)
         priced = Priced(fitting, reserved[fits], price_time(question, fitting).step_seconds)
@@ -253,18 +258,19 @@ class _Kept:
         self._best_seconds = min(self._best_seconds, float(priced.step_seconds.min()))
         self._parts.append(best_of_groups(priced, question.objective))
 
-    def _note_leanest(self, at: Layouts) -> None:
+    def _leaner(self, known: Priced | None, at: Layouts) -> Priced:
         priced = price(self._question, at)
         row = priced.take([int(priced.device_bytes.argmin())])
-        if self._leanest is None or row.device_bytes[0] < self._leanest.device_bytes[0]:
-            self._leanest = row
+        return row if known is None or row.device_bytes[0] < known.device_bytes[0] else known
 
     def found(self) -> Found:
         """Everything kept, the best first."""
         nothing = price(self._question, _no_layouts())
         fitting = concatenate(self._parts) if self._parts else nothing
         order = np.argsort(fitting.score(self._question.objective), kind="stable")[:MAX_KEPT]
-        return Found(fitting.take(order), self.num_considered, self.num_fitting, self._leanest)
+        # Meshes with room, yet no layout on them: the pins contradict each other, and no number helps.
+        bound = None if self._some_possible else self._leanest_bound
+        return Found(fitting.take(order), self.num_considered, self.num_fitting, self._leanest or bound)
 
 
 def _no_layouts() -> Layouts:

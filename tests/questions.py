@@ -1,0 +1,39 @@
+"""Questions to the planner that several tests ask, built once each."""
+
+from functools import cache
+
+from meshwright.hardware.catalogue import parse_cluster
+from meshwright.plan.pins import parse_pins
+from meshwright.plan.plan import Plan, make_plan
+from meshwright.plan.request import Asked, Request, ask
+from meshwright.plan.search import Objective
+
+
+@cache
+def asked(
+    model: str,
+    on: str,
+    *pins: str,
+    seq: int | None = 8192,
+    batch_tokens: int | None = 2**22,
+    objective: Objective = "speed",
+) -> Asked:
+    """What a command line means."""
+    return ask(
+        Request(
+            model=model,
+            cluster=parse_cluster(on),
+            pins=parse_pins(pins),
+            sequence_length=seq,
+            batch_tokens=batch_tokens,
+            tokens=10**12,
+            precision="bf16",
+            objective=objective,
+        )
+    )
+
+
+@cache
+def planned(model: str, on: str, *pins: str, seq: int = 8192, batch_tokens: int = 2**22) -> Plan:
+    """The plan for it."""
+    return make_plan(asked(model, on, *pins, seq=seq, batch_tokens=batch_tokens).question)
