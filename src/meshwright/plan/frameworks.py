@@ -142,6 +142,8 @@ _PLAIN: tuple[Framework, ...] = (
         merges_dispatch=True,
         ep_overlap=0.0,
     ),
+    # Everything in 16 bits, optimizer states too (with the optimizer adamw_bf16): 8 bytes per parameter.
+    Framework("pure-bf16", StateBytes(weight=2, gradient=2, master=0, reduce=2), elementwise_passes=1.6),
     Framework("olmo-core", StateBytes(weight=4, gradient=4, master=0), elementwise_passes=1.1),
     Framework("picotron", StateBytes(weight=2, gradient=4, master=4), elementwise_passes=1.6, dp_overlap=0.5),
     Framework(

@@ -151,6 +151,15 @@ def _layer_matmuls(ctx: Context, *, moe: bool) -> list[Matmul]:
     return operators.attention_matmuls(ctx.work, ctx.at) + feed_forward(ctx.work, ctx.at)
 
 
+def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
+    """Bytes to widen a layer's frozen weights from 8 or 4 bits before they are multiplied."""
+    adapters = ctx.work.adapters
+    if adapters is None or adapters.base_bits >= 16:
+        return np.zeros(len(ctx.at))
+    dense, experts = layer_elements(ctx, moe=moe)
+    return (adapters.base_bits / 8.0 + ctx.work.working_bytes) * (dense + experts)
+
+
 def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     """Kernel seconds of one layer forward and backward, recompute as its own item."""
     matmuls = _layer_matmuls(ctx, moe=moe)
@@ -158,7 +167,8 @@ def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     core_forward, core_backward = _attention_core(ctx)
     bytes_forward, bytes_backward = operators.elementwise_bytes(ctx.work, ctx.at, ctx.stack, moe=moe)
     cast_forward, cast_backward = operators.quantise_bytes(ctx.work, matmuls)
-    cheap_forward = ctx.moved(bytes_forward + cast_forward)
+    widened = _dequantise_bytes(ctx, moe=moe)
+    cheap_forward = ctx.moved(bytes_forward + cast_forward + widened)
     forward = {
         "matmul": sum((pair[0] for pair in by_part.values()), np.zeros(len(ctx.at))),
         "attention": core_forward,
@@ -170,7 +180,7 @@ def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     backward = {
         "matmul": sum((pair[1] for pair in by_part.values()), np.zeros(len(ctx.at))),
         "attention": core_backward,
-        "elementwise": ctx.moved(bytes_backward + cast_backward),
+        "elementwise": ctx.moved(bytes_backward + cast_backward + widened),
         "recompute": again,
     }
     slowdown = ctx.stack.kernel_slowdown

@@ -1,0 +1,143 @@
+"""Devices and clusters by name, and what a wrong name or file says."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import SpecError
+from meshwright.hardware import cluster_names, device_names, find_device, parse_cluster
+from meshwright.hardware.catalogue import built_in_clusters, built_in_devices
+
+NAMED = "v100 a100-40gb a100-64gb a100-80gb h100 h100-pcie h100-nvl h200 gh200 b200 b300 gb200 gb300".split()
+NAMED += "l40s rtx4090 mi300x mi325x mi355x cpu".split()
+# Dense TFLOP/s of the course decks: fp32, tf32, 16 bits, fp8.
+DECK_PEAKS = {
+    "p100": {"fp32": 10.6, "fp16": 21},
+    "v100": {"fp32": 14.9, "fp16": 119},
+    "a100-80gb": {"fp32": 19.5, "tf32": 156, "bf16": 312, "int8": 624},
+    "h100": {"fp32": 66.9, "bf16": 989, "fp8": 1979, "int8": 1979},
+    "b200": {"fp32": 80, "tf32": 1100, "bf16": 2250, "fp8": 4500, "int8": 4500, "fp6": 4500, "fp4": 9000},
+}
+MINE = """
+[devices.toy]
+memory_bytes = 1000000000
+memory_bytes_per_second = 1e9
+num_sms = 2
+[devices.toy.peak_flops_per_second]
+bf16 = 1e12
+[devices.toy.links]
+peer = 2e9
+host = 1e9
+[clusters.desk]
+device = "toy"
+devices_per_node = 2
+network_bytes_per_second = 1e8
+"""
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_promised_device_is_known(name: str) -> None:
+    assert name in device_names()
+
+
+def test_every_promised_cluster_is_known() -> None:
+    assert set(cluster_names()) == {"dgx-a100", "dgx-h100", "dgx-h200", "leonardo", "lisa", "berzelius"}
+
+
+@pytest.mark.parametrize("name", DECK_PEAKS)
+def test_peaks_are_the_decks(name: str) -> None:
+    device = find_device(name)
+    for precision, tflops in DECK_PEAKS[name].items():
+        # The decks round to the last printed digit.
+        assert device.peak(precision) / 1e12 == pytest.approx(tflops, abs=0.51 if tflops > 20 else 0.05)
+
+
+def test_every_number_has_a_source() -> None:
+    for device in built_in_devices().values():
+        numbers = 3 + 2 + len(device.peak_flops_per_second) + len(device.best_matmul_flops_per_second)
+        assert len(device.sources) == numbers + len(device.sustained_share)
+        assert all(len(source) > 3 for source in device.sources.values())
+    for cluster in built_in_clusters().values():
+        assert all(len(source) > 3 for source in cluster.sources.values())
+
+
+def test_no_device_is_faster_than_its_data_sheet() -> None:
+    for device in built_in_devices().values():
+        for precision in device.best_matmul_flops_per_second:
+            assert device.matmul_ceiling(precision) < device.peak(precision)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node"),
+    [
+        ("h100:8x16", 16, 8),
+        ("h100:64", 8, 8),
+        ("h100:4", 1, 4),
+        ("h100", 1, 8),
+        ("leonardo:16", 16, 4),
+        ("leonardo", 1, 4),
+        ("dgx-h100:4", 4, 8),
+        ("gb200:256", 4, 64),
+        ("A100 SXM 80GB:8x2", 2, 8),
+    ],
+)
+def test_on(text: str, nodes: int, per_node: int) -> None:
+    cluster = parse_cluster(text)
+    assert (cluster.num_nodes, cluster.devices_per_node) == (nodes, per_node)
+    assert cluster.num_devices == nodes * per_node
+
+
+def test_leonardo_has_a_quarter_of_the_nodes_network_per_device() -> None:
+    leonardo = parse_cluster("leonardo:2")
+    assert leonardo.network.bytes_per_second * leonardo.devices_per_node * 8 == pytest.approx(400e9)
+    assert leonardo.device.name == "a100-64gb"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("h1000:8", "did you mean 'h100'"),
+        ("leonrdo:2", "did you mean 'leonardo'"),
+        ("dgx-h100:99999", "1 to 2048 nodes"),
+        ("leonardo:8x2", "4 devices per node"),
+        ("h100:0", "0 devices"),
+        ("h100:13", "multiple of 8"),
+        ("h100:99999999x2", "between 1 and 1,000,000"),
+        ("", "h100:8x16"),
+        ("nothing.toml", "[clusters.NAME]"),
+    ],
+)
+def test_a_wrong_cluster_says_what_to_do(text: str, says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_cluster(text)
+    assert says in f"{caught.value.fact} {caught.value.hint}"
+
+
+def test_a_user_file_adds_a_device_and_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MINE)
+    cluster = parse_cluster(f"{tmp_path / 'mine.toml'}:3")
+    assert (cluster.name, cluster.device.name, cluster.num_devices) == ("desk", "toy", 6)
+    assert cluster.device.peak("bf16") == 1e12
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("num_sms = 2", ""), "num_sms"),
+        (("num_sms = 2", "num_sms = -1"), "not a positive"),
+        (("memory_bytes = 1000000000", "memory_byte = 1"), "memory_bytes"),
+        (('device = "toy"', 'device = "toi"'), "toy"),
+        (("[clusters.desk]", "[clusters.desk"), "cannot read"),
+        (("network_bytes_per_second = 1e8", 'network_bytes_per_second = "fast"'), "network_bytes_per_second"),
+    ],
+)
+def test_a_wrong_user_file_names_the_place(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+    (tmp_path / "mine.toml").write_text(MINE.replace(*change))
+    with pytest.raises(SpecError) as caught:
+        parse_cluster(str(tmp_path / "mine.toml"))
+    assert says in str(caught.value)
+
+
+def test_a_precision_that_a_device_lacks_is_refused() -> None:
+    with pytest.raises(SpecError, match="has no fp8 rate"):
+        find_device("a100").peak("fp8")
