@@ -39,7 +39,7 @@ def build_program(run: RunSpec, mesh: Mesh) -> Program:
         transform(stage.module, run, mesh)
         initialise(stage.module, run.seed, device=mesh.device)
     owned = own_parameters(stages, run, mesh)
-    reducer = build_reducer(owned, mesh)
+    reducer = build_reducer(owned, mesh, roots=[stage.module for stage in stages])
     localise = localiser(mesh)
     if run.parallel.num_stages == 1:
         return SingleProgram(stages[0].module, owned=owned, reducer=reducer, localise=localise)

@@ -12,7 +12,7 @@ Stages 0 to 2 are one mechanism: gradients are laid into flat buckets of [shards
 reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
@@ -40,6 +40,7 @@ class Bucket:
         self.waiting: set[int] = set()
         self._flat: Tensor | None = None
         self._work: dist.Work | None = None
+        self._total: Tensor | None = None
 
     @property
     def is_launched(self) -> bool:
@@ -57,22 +58,28 @@ class Bucket:
             self._work = reduce_scatter_single(
                 self._flat, flat_RC.view(-1), group=self.scatter, async_op=True
             )
-        else:
+        else:  # not before the last micro-batch, so the sum itself can start
             self._flat = flat_RC.view(-1)
+            self._work = dist.all_reduce(self._flat, group=self.sums[0], async_op=True) if self.sums else None
 
-    def finish(self) -> None:
-        """Wait, reduce over the remaining axes, and hand each shard its gradient (added to what it has)."""
+    def finish(self, *, is_last: bool) -> None:
+        """Wait and add up; after the last micro-batch sum over the remaining axes and serve the shards."""
         assert self._flat is not None
         if self._work is not None:
             self._work.wait()
-        for group in self.sums:
-            dist.all_reduce(self._flat, group=group)
+        self._total = self._flat if self._total is None else self._total.add_(self._flat)
+        self._flat = self._work = None
+        if is_last:
+            for group in self.sums if self.scatter is not None else self.sums[1:]:
+                dist.all_reduce(self._total, group=group)
+            self._serve_shards(self._total)
+            self._total = None
+
+    def _serve_shards(self, flat: Tensor) -> None:
         offset = 0
         for one in self.owned:
-            gradient = self._flat[offset : offset + one.shard.numel()].view_as(one.shard)
-            one.shard.grad = gradient if one.shard.grad is None else one.shard.grad.add_(gradient)
+            one.shard.grad = flat[offset : offset + one.shard.numel()].view_as(one.shard)
             offset += _chunk_elements(one, self.num_rows)
-        self._flat = self._work = None
 
     def gather_parameters(self) -> None:
         """After an update of the shards: every rank's rows to every rank."""
@@ -174,7 +181,7 @@ class GradientReducer:
                 if not bucket.is_launched:
                     bucket.launch()
             for bucket in self.buckets:
-                bucket.finish()
+                bucket.finish(is_last=is_last)
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         """Launch every bucket that is full, in the one order that all ranks share."""
@@ -213,12 +220,15 @@ def _bucketed(owned: list[OwnedParameter], mesh: Mesh) -> Iterator[list[OwnedPar
 class FullyShardedReducer:
     """Stage 3: FSDP2 reduces by itself; what remains is to show each shard its gradient."""
 
-    def __init__(self, owned: list[OwnedParameter]) -> None:
+    def __init__(self, owned: list[OwnedParameter], roots: Sequence[nn.Module]) -> None:
         self._trainable = [one for one in owned if one.parameter.requires_grad]
+        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
 
     @contextmanager
     def microbatch(self, *, is_last: bool, can_overlap: bool = True) -> Iterator[None]:
-        """FSDP2 accumulates reduced gradients in the sharded parameter."""
+        """FSDP2 adds up scattered gradients; replicas are summed once, after the last micro-batch."""
+        for root in self._roots:
+            root.set_requires_all_reduce(is_last)
         yield
         if is_last:
             for one in self._trainable:
@@ -234,9 +244,9 @@ class FullyShardedReducer:
 Reducer = GradientReducer | FullyShardedReducer
 
 
-def build_reducer(owned: list[OwnedParameter], mesh: Mesh) -> Reducer:
-    """The reducer of the mesh's ZeRO stage."""
-    return FullyShardedReducer(owned) if mesh.parallel.zero == 3 else GradientReducer(owned, mesh)
+def build_reducer(owned: list[OwnedParameter], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
+    """The reducer of the mesh's ZeRO stage; `roots` are the models of this rank."""
+    return FullyShardedReducer(owned, roots) if mesh.parallel.zero == 3 else GradientReducer(owned, mesh)
 
 
 def shard_fully(
