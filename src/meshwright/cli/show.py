@@ -56,6 +56,71 @@ def schedule(
     console.print(draw_text(drawn, width=console.width), soft_wrap=True)
 
 
+@app.command()
+def memory(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values laid over the file.")
+    ] = None,
+    on: Annotated[
+        str, typer.Option("--on", help="The cluster or device, such as h100:8 or leonardo:16.")
+    ] = "",
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Draw what fills the device of the first, a middle and the last pipeline rank."""
+    import json
+
+    from rich.console import Console
+
+    from meshwright.errors import SpecError
+    from meshwright.hardware.catalogue import parse_cluster
+    from meshwright.plan.draw_memory import draw_memory_svg, draw_memory_text, shown_stages
+    from meshwright.plan.plan import choice_of
+    from meshwright.spec.text import load_run
+
+    if not on:
+        raise SpecError("no device is given", where="--on", hint="such as --on h100:8 or --on leonardo:16")
+    choice = choice_of(load_run(run, overrides or []), parse_cluster(on))
+    if svg is not None:
+        _write(svg, draw_memory_svg(choice))
+    if as_json:
+        document = {"fits": choice.fits, "device_bytes": choice.device_bytes, "stages": shown_stages(choice)}
+        typer.echo(json.dumps(document))
+    else:
+        Console().print(draw_memory_text(choice))
+
+
+@app.command()
+def mesh(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values laid over the file.")
+    ] = None,
+    per_node: Annotated[int, typer.Option(min=1, max=64, help="Devices on one node.")] = 8,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Draw which rank stands where on every axis, and on which node; tp is innermost."""
+    import json
+
+    from meshwright.plan.draw_mesh import RankMap, coordinates, draw_svg, draw_text
+    from meshwright.spec.text import load_run
+
+    parallel = load_run(run, overrides or []).parallel
+    drawn = RankMap(parallel, min(per_node, parallel.num_ranks))
+    if svg is not None:
+        _write(svg, draw_svg(drawn))
+    if as_json:
+        places = [
+            {"rank": rank, "node": rank // drawn.ranks_per_node, **coordinates(parallel, rank)}
+            for rank in range(parallel.num_ranks)
+        ]
+        typer.echo(json.dumps({"ranks_per_node": drawn.ranks_per_node, "ranks": places}))
+        return
+    typer.echo(draw_text(drawn))
+
+
 MOST_ACTIONS = 200_000
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import PlanError
-from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts
+from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts, one_layout
 from meshwright.plan.memory import STAGES
 from meshwright.plan.pipeline import simulated_items
 from meshwright.plan.search import (
@@ -138,6 +139,17 @@ def with_layout(run: RunSpec, at: Layouts) -> RunSpec:
         memory=recompute,
         data=run.data.with_(microbatch_sequences=int(at.microbatch_sequences[0])),
     )
+
+
+def choice_of(run: RunSpec, cluster: Cluster) -> Choice:
+    """What is predicted about exactly this run on this cluster."""
+    at = one_layout(
+        run.parallel,
+        run.memory,
+        microbatch_sequences=run.data.microbatch_sequences,
+        num_microbatches=run.accumulation,
+    )
+    return Choice(Question(run, cluster), at)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""`plan` and `show` as a user meets them: tables, files, JSON, exit codes and errors without tracebacks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import run
+from meshwright.spec.text import load_run
+
+SMALL = ["plan", "llama-3.2-1b", "--seq", "2048", "--batch-tokens", "512K", "--tokens", "20B"]
+
+
+def test_plan_prints_a_table_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*SMALL, "--on", "h100:8"]) == 0
+    output = capsys.readouterr()
+    assert "tokens/s/GPU" in output.out
+    assert "Why" in output.out
+    assert "assumed: bf16 compute" in output.err
+
+
+def test_plan_writes_a_run_file_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    assert run([*SMALL, "--on", "leonardo:2", "optim.lr=1e-3", "tp=2", "-o", str(file)]) == 0
+    loaded = load_run(file)
+    assert loaded.parallel.tp == 2
+    assert loaded.optim.lr == 1e-3
+    assert loaded.schedule.num_steps * loaded.data.batch_tokens >= 20e9
+    assert f"wrote {file}" in capsys.readouterr().err
+
+
+def test_json_is_one_document_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*SMALL, "--on", "h100:8", "--json", "--objective", "cost"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["objective"] == "cost"
+    assert document["best"]["parallel"]["tp"] >= 1
+
+
+def test_deadline_gives_a_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*SMALL[:-1], "2T", "--on", "h100", "--deadline", "30d", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["best"]["days"] <= 30.5
+    assert document["cluster"]["num_devices"] > 8
+
+
+def test_report_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    assert run([*SMALL, "--on", "h100:8", "--report", str(file), "--price", "2"]) == 0
+    assert file.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["plan", "llama-3.1-8b"], 2, "no cluster is given"),
+        (["plan", "llama-3.1-8b", "--on", "h1000:8"], 2, "did you mean"),
+        (["plan", "lama-3.1-8b", "--on", "h100:8"], 2, "llama-3.1-8b"),
+        (["plan", "llama-3.1-8b", "--on", "h100:1"], 3, "devices instead of 1"),
+        (["plan", "llama-3.1-8b", "--on", "h100:8", "tp=3"], 2, "does not divide num_heads"),
+        (["plan", "llama-3.1-8b", "--on", "h100:8", "parallel.tpp=3"], 2, "tpp"),
+        (["plan", "llama-3.1-8b", "--on", "h100:8", "--tokens", "many"], 2, "--tokens"),
+        (["plan", "llama-3.1-8b", "--on", "h100:8", "--deadline", "soon"], 2, "--deadline"),
+        (["plan", "llama-3.1-8b", "--on", "h100:8", "--objective", "sped"], 2, "'speed'"),
+        (["plan", "llama-3.1-8b", "--on", "h100:8", "--price", "2"], 2, "no effect"),
+        (["plan", "llama-3.1-8b", "--on", "h100:8", "-o", "/no/such/folder/run.yaml"], 2, "cannot write"),
+        (["plan", "missing.yaml", "--on", "h100:8"], 2, "missing.yaml"),
+        (["plan", "llama-3.1-8b", "--on", "h100:8", "--deadline", "1h", "--tokens", "1T"], 3, "at best"),
+        (["show", "schedule", "--schedule", "zvb"], 2, "'zbv'"),
+        (["show", "schedule", "--pp", "0"], 2, "at least 1"),
+        (["show", "schedule", "--schedule", "1f1b", "--pp", "8", "--microbatches", "4"], 2, "at least pp=8"),
+        (["show", "schedule", "none.yaml", "--pp", "2"], 2, "no effect"),
+        (["show", "memory", "none.yaml"], 2, "--on"),
+    ],
+)
+def test_bad_input_is_told(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert "fault:" not in error
+
+
+def test_show_draws_schedules_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, file = tmp_path / "schedule.svg", tmp_path / "run.yaml"
+    assert run(["show", "schedule", "--schedule", "zbv", "--pp", "2", "--svg", str(picture)]) == 0
+    assert picture.read_text().startswith("<svg")
+    assert "zbv: 2 ranks, 2 stages each, 8 micro-batches" in capsys.readouterr().out
+    assert run([*SMALL, "--on", "h100:8", "pp=2", "-o", str(file)]) == 0
+    assert run(["show", "schedule", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pp"] == 2
+    assert run(["show", "memory", str(file), "--on", "h100:8"]) == 0
+    assert "last stage" in capsys.readouterr().out
