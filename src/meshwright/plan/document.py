@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from meshwright.plan.draw_mesh import coordinates
 from meshwright.plan.plan import Choice, Plan
 from meshwright.plan.rejected import Rejected
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
@@ -133,11 +134,3 @@ def rank_map(parallel: ParallelSpec, devices_per_node: int) -> list[str]:
 
 def _span(axis: str, low: int, high: int) -> str:
     return f"{axis} {low}" if low == high else f"{axis} {low} to {high}"
-
-
-def coordinates(parallel: ParallelSpec, rank: int) -> dict[str, int]:
-    """The place of a rank on every axis of the mesh."""
-    found: dict[str, int] = {}
-    for axis in reversed(MESH_ORDER):
-        rank, found[axis] = divmod(rank, getattr(parallel, axis))
-    return found
