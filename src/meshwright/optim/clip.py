@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 
 def global_norm(shards: Iterable[tuple[nn.Parameter, float]], device: torch.device) -> Tensor:
@@ -19,10 +19,11 @@ def global_norm(shards: Iterable[tuple[nn.Parameter, float]], device: torch.devi
     for shard, share in shards:
         if shard.grad is not None and share > 0:
             by_share[share].append(shard.grad)
-    # Squares of fp32 gradients are summed over ranks in fp64: overflow then means inf or nan in a gradient.
+    # Squares of fp32 gradients are summed in fp64, so an infinite norm means inf or nan in a gradient.
     total = torch.zeros((), dtype=torch.float64, device=device)
     for share, grads in by_share.items():
-        total += get_total_norm(grads).double().square() * share
+        norms = torch._foreach_norm(grads, 2.0, dtype=torch.float64)
+        total += torch.stack(norms).square().sum() * share
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()

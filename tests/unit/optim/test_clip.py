@@ -1,0 +1,79 @@
+"""The norm counts every parameter once, on every rank the same, and clipping uses it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.optim.clip import clip_gradients, global_norm
+
+CPU = torch.device("cpu")
+
+
+def gradient(seed: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def shard(values: torch.Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(values))
+    parameter.grad = values.clone()
+    return parameter
+
+
+def _norm_here() -> tuple[float, float, torch.Tensor]:
+    """A cut parameter, a replicated one, a tied copy that counts nothing, and an empty shard."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    held = [
+        (shard(gradient(10 + rank, 5)), 1.0),
+        (shard(gradient(1, 7)), 1 / num_ranks),
+        (shard(gradient(2, 3)), 0.0),
+        (shard(gradient(3, 0)), 1.0),
+    ]
+    norm = global_norm(held, CPU)
+    returned = clip_gradients(held, 0.5, CPU)
+    after = global_norm(held, CPU)
+    assert torch.equal(norm, returned)
+    return float(norm), float(after), held[2][0].grad
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 4))
+def test_equals_the_norm_of_gathered_gradients(ranks, num_ranks):
+    whole = torch.cat([gradient(1, 7), *(gradient(10 + rank, 5) for rank in range(num_ranks))])
+    results = ranks.run(_norm_here, num_ranks)
+    assert len({norm for norm, _, _ in results}) == 1
+    for norm, after, tied in results:
+        assert norm == pytest.approx(float(whole.norm()), rel=1e-14)
+        assert after == pytest.approx(0.5, rel=1e-5)  # torch divides by norm + 1e-6
+        # What counts nothing in the norm is clipped like all the rest.
+        torch.testing.assert_close(tied, gradient(2, 3) * 0.5 / (norm + 1e-6))
+
+
+def test_a_small_norm_is_left_alone():
+    held = [(shard(gradient(1, 7) * 1e-3), 1.0)]
+    clip_gradients(held, 1.0, CPU)
+    assert torch.equal(held[0][0].grad, gradient(1, 7) * 1e-3)
+
+
+def test_the_loss_scale_is_undone_before_clipping():
+    held = [(shard(gradient(1, 7) * 1024), 1.0)]
+    norm = clip_gradients(held, 100.0, CPU, scale=1024.0)
+    assert float(norm) == pytest.approx(float(gradient(1, 7).norm()))
+    torch.testing.assert_close(held[0][0].grad, gradient(1, 7))
+
+
+def _norm_with_inf() -> float:
+    values = gradient(1, 4)
+    if dist.get_rank() == 1:
+        values[2] = torch.inf
+    return float(global_norm([(shard(values), 0.5)], CPU))
+
+
+def test_inf_on_one_rank_reaches_all(ranks):
+    assert ranks.run(_norm_with_inf, 2) == [torch.inf, torch.inf]
+
+
+def test_large_fp32_gradients_do_not_overflow_the_norm():
+    """Their squares exceed fp32; the norm itself does not."""
+    large = nn.Parameter(torch.zeros(4))
+    large.grad = torch.full((4,), 1e30)
+    assert float(global_norm([(large, 1.0)], CPU)) == pytest.approx(2e30)
