@@ -84,6 +84,8 @@ def open_weights(
     path = Path(path).expanduser()
     if path.is_file():
         return _from_file(path, model)
+    if model is not None:
+        raise _needless_model(path)
     folder = locate_weights(path, where=str(path), step=step)
     if is_checkpoint(folder):
         return _from_checkpoint(folder, averaged=averaged)
@@ -137,6 +139,8 @@ def _from_file(path: Path, model: ModelSpec | None) -> Weights:
     content = _load_file(path)
     tensors = content.get("model", content)
     said = content.get("spec") or {}
+    if model is not None and said:
+        raise _needless_model(path)
     if model is None and not said:
         hint = "name it with --model: a family, or a config.json"
         raise CheckpointError("the file does not say its model", where=str(path), hint=hint)
@@ -144,6 +148,12 @@ def _from_file(path: Path, model: ModelSpec | None) -> Weights:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     require_same_tensors(model, shapes, path, theirs=said)
     return Weights(model, tensors, path, step=content.get("step"))
+
+
+def _needless_model(path: Path) -> CheckpointError:
+    return CheckpointError(
+        "--model has no effect: these weights say their model", where=str(path), hint="leave it out"
+    )
 
 
 def _load_file(path: Path) -> dict[str, Any]:

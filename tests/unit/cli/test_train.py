@@ -1,0 +1,161 @@
+"""`meshwright train`: runs, stops, resumes, and refuses what it must with fact, where and hint."""
+
+import hashlib
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.small_runs import SMALL, train_small, write_run_file
+
+from meshwright.cli.main import run
+from meshwright.observe.metrics import read_metrics
+from meshwright.observe.summary import read_summary
+
+Captured = pytest.CaptureFixture[str]
+MODEL = SMALL["model"]
+assert isinstance(MODEL, dict)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_small(tmp_path_factory.mktemp("trained"))
+
+
+def refusal(arguments: list[str], capsys: Captured) -> tuple[str, str, str]:
+    """Fact, where and hint of a command that must be refused in just these three lines."""
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert captured.out == "" and len(lines) == 3, captured.err
+    assert (
+        lines[0].startswith("error: ")
+        and lines[1].startswith("  where: ")
+        and lines[2].startswith("  hint:  ")
+    )
+    return lines[0][7:], lines[1][9:], lines[2][9:]
+
+
+def content(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_a_run_leaves_its_files(trained: Path):
+    names = {path.name for path in trained.iterdir()}
+    assert names == {"run.yaml", "metrics.jsonl", "events-0.jsonl", "summary.json", "checkpoints"}
+    losses = [row["loss"] for row in read_metrics(trained)]
+    assert len(losses) == 4 and losses[-1] < losses[0] < math.log(257) + 0.5
+
+
+def test_stop_after_then_the_same_command_gives_the_same_run(trained: Path, tmp_path: Path):
+    file = write_run_file(tmp_path / "run.yaml")
+    command = ["train", file, "--dir", str(tmp_path / "run")]
+    assert run([*command, "--stop-after", "2"]) == 0
+    assert read_summary(tmp_path / "run")["outcome"] == "interrupted"
+    assert len(read_metrics(tmp_path / "run")) == 2
+    assert run(command) == 0
+    assert read_summary(tmp_path / "run")["outcome"] == "finished"
+    assert run(["compare", str(trained), str(tmp_path / "run"), "--assert-equal"]) == 0
+
+
+def test_start_from_takes_weights_only(trained: Path, tmp_path: Path):
+    changed = train_small(tmp_path, f"checkpoint.start_from={trained}", "schedule.num_steps=2")
+    rows = read_metrics(changed)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["loss"] < read_metrics(trained)[1]["loss"], "the loaded weights know something already"
+
+
+def test_finished_run_again_does_nothing_new(trained: Path, tmp_path: Path):
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    before = (copy / "metrics.jsonl").read_bytes()
+    assert run(["train", str(copy / "run.yaml"), "--dir", str(copy)]) == 0
+    assert (copy / "metrics.jsonl").read_bytes() == before
+
+
+def test_missing_run_file(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_run_file(tmp_path / "mine.yaml")
+    fact, where, hint = refusal(["train", "nine.yaml"], capsys)
+    assert fact == "there is no file 'nine.yaml'" and where == "nine.yaml" and "mine.yaml" in hint
+
+
+def test_unreadable_yaml(tmp_path: Path, capsys: Captured):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: [1, 2\nname: x\n")
+    fact, where, hint = refusal(["train", str(file)], capsys)
+    assert str(file) in where and fact and hint
+
+
+def test_unknown_family(tmp_path: Path, capsys: Captured):
+    file = write_run_file(tmp_path / "run.yaml", model="llama-3.1-8c")
+    fact, where, hint = refusal(["train", file], capsys)
+    assert "llama-3.1-8c" in fact and "model" in where and "llama-3.1-8b" in hint
+
+
+def test_missing_dataset(tmp_path: Path, capsys: Captured):
+    data = {"path": str(tmp_path / "none"), "sequence_length": 32, "batch_sequences": 4}
+    file = write_run_file(tmp_path / "run.yaml", data=data)
+    fact, where, hint = refusal(["train", file, "--dir", str(tmp_path / "out")], capsys)
+    assert fact == "there is no dataset here" and where == str(tmp_path / "none") and "data pack" in hint
+
+
+def test_vocabulary_of_data_and_model_differ(tmp_path: Path, capsys: Captured):
+    (tmp_path / "text.txt").write_text("Some words that are packed as bytes.\n" * 20)
+    packed = str(tmp_path / "packed")
+    assert run(["data", "pack", str(tmp_path / "text.txt"), "-o", packed]) == 0
+    capsys.readouterr()
+    data = {"path": packed, "sequence_length": 32, "batch_sequences": 4}
+    file = write_run_file(tmp_path / "run.yaml", data=data, model={**MODEL, "vocab_size": 200})
+    fact, where, hint = refusal(["train", file, "--dir", str(tmp_path / "out")], capsys)
+    assert "257" in fact and "200" in fact and where == packed and "model.vocab_size" in hint
+
+
+def test_dataset_shorter_than_one_sequence(tmp_path: Path, capsys: Captured):
+    data = {"synthetic": {"num_documents": 1}, "sequence_length": 4096, "batch_sequences": 4}
+    file = write_run_file(tmp_path / "run.yaml", data=data, model={**MODEL, "max_positions": 4096})
+    fact, where, hint = refusal(["train", file, "--dir", str(tmp_path / "out")], capsys)
+    assert "fewer than one sequence" in fact and "1 documents" in where and "data.sequence_length" in hint
+
+
+def test_directory_that_cannot_be_made(tmp_path: Path, capsys: Captured):
+    (tmp_path / "out").write_text("in the way")
+    file = write_run_file(tmp_path / "run.yaml")
+    fact, where, hint = refusal(["train", file, "--dir", str(tmp_path / "out" / "run")], capsys)
+    assert "cannot be written" in fact and where == str(tmp_path / "out" / "run") and "--dir" in hint
+    assert (tmp_path / "out").read_text() == "in the way"
+
+
+def test_another_run_in_the_same_directory_is_refused(trained: Path, tmp_path: Path, capsys: Captured):
+    file, before = write_run_file(tmp_path / "run.yaml", seed=5), content(trained)
+    fact, where, hint = refusal(["train", file, "--dir", str(trained)], capsys)
+    assert "another run" in fact and where == str(trained) and "--dir" in hint
+    assert content(trained) == before
+
+
+def test_checkpoint_of_another_model_is_not_resumed(trained: Path, tmp_path: Path, capsys: Captured):
+    """Even where nothing but the checkpoints is left of the other run."""
+    copy = tmp_path / "run"
+    shutil.copytree(trained / "checkpoints", copy / "checkpoints")
+    file = write_run_file(tmp_path / "run.yaml", model={**MODEL, "num_layers": 1})
+    before = content(copy)
+    fact, where, hint = refusal(["train", file, "--dir", str(copy)], capsys)
+    assert "model.num_layers was 2, is 1" in fact and "step-00000004" in where and "start_from" in hint
+    assert {name: value for name, value in content(copy).items() if "checkpoints" in name} == before
+
+
+def test_weights_of_another_model_are_not_taken(trained: Path, tmp_path: Path, capsys: Captured):
+    changes = {"checkpoint": {"start_from": str(trained)}, "model": {**MODEL, "width": 64}}
+    file = write_run_file(tmp_path / "run.yaml", **changes)
+    fact, where, _ = refusal(["train", file, "--dir", str(tmp_path / "out")], capsys)
+    assert "model.width is 32 there and 64 here" in fact and "step-00000004" in where
+
+
+def test_damaged_checkpoint_is_told(trained: Path, tmp_path: Path, capsys: Captured):
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    [shard] = copy.glob("checkpoints/*/*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-7])
+    fact, where, hint = refusal(["train", str(copy / "run.yaml"), "--dir", str(copy)], capsys)
+    assert "differ from the manifest" in fact and "step-00000004" in where and "delete" in hint
