@@ -43,6 +43,11 @@ class Bucket:
         self._total: Tensor | None = None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has a part of these gradients: then they are used where they are."""
+        return self.scatter is None and not self.sums
+
+    @property
     def is_launched(self) -> bool:
         """Whether a reduction of this bucket is under way."""
         return self._flat is not None
@@ -162,11 +167,14 @@ class GradientReducer:
         self._every_microbatch = mesh.parallel.zero == 2
         trainable = [one for one in owned if one.parameter.requires_grad]
         # Backward finds the last layers first, so buckets are filled and launched from the end.
-        self.buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh)]
+        buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh)]
+        self.buckets = [bucket for bucket in buckets if not bucket.is_alone]
+        self._alone = [one for bucket in buckets if bucket.is_alone for one in bucket.owned]
         self._bucket_of = {id(one.parameter): bucket for bucket in self.buckets for one in bucket.owned}
         self._next = len(self.buckets)
-        for one in trainable:
-            one.parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+        for bucket in self.buckets:
+            for one in bucket.owned:
+                one.parameter.register_post_accumulate_grad_hook(self._gradient_ready)
 
     @contextmanager
     def microbatch(self, *, is_last: bool, can_overlap: bool = True) -> Iterator[None]:
@@ -182,6 +190,9 @@ class GradientReducer:
                     bucket.launch()
             for bucket in self.buckets:
                 bucket.finish(is_last=is_last)
+        if is_last:
+            for one in self._alone:
+                one.shard.grad, one.parameter.grad = _local_gradient(one), None
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         """Launch every bucket that is full, in the one order that all ranks share."""
