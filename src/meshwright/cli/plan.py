@@ -167,7 +167,7 @@ def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "days", "GPU-hours"):
+    for name in ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "duration", "GPU-hours"):
         left = name in ("", "layout")
         table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
     for number, choice in enumerate(made.top, start=1):
@@ -178,8 +178,8 @@ def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
             f"{choice.tokens_per_second / choice.num_ranks:,.0f}",
             f"{choice.mfu:.1%}",
             show_bytes(choice.device_bytes),
-            f"{choice.days(asked.tokens):.3g}",
-            show_count(choice.device_hours(asked.tokens)),
+            show_seconds(choice.days(asked.tokens) * 86400),
+            _hours(choice.device_hours(asked.tokens)),
         )
     console.print(table)
     low, high = best.interval_seconds
@@ -198,3 +198,9 @@ def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
         f"priced {found.num_considered} layouts, {found.num_fitting} fit, in {made.search_seconds:.2f} s",
         err=True,
     )
+
+
+def _hours(hours: float) -> str:
+    from meshwright.units import show_count
+
+    return show_count(round(hours)) if hours >= 100 else f"{hours:.2g}"

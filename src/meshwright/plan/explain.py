@@ -10,12 +10,11 @@ import numpy as np
 
 from meshwright.plan.layouts import FULL, Layouts, layouts
 from meshwright.plan.pins import Pins
-from meshwright.plan.plan import Choice, Plan
+from meshwright.plan.plan import SAME_FRACTION, Choice, Plan
 from meshwright.plan.search import Question, price_memory, search
 from meshwright.plan.space import leanest, meshes
-from meshwright.units import show_count, show_seconds
+from meshwright.units import show_bytes, show_count, show_seconds
 
-GIB = 2.0**30
 STATE_ITEMS = ("weights", "gradients", "master", "optimizer")
 SHARED_BY_ZERO = {
     1: "optimizer states are",
@@ -53,17 +52,17 @@ def whole_state_bytes(question: Question) -> float:
 
 def _state(best: Choice) -> Iterator[str]:
     question = best.question
-    whole, room = whole_state_bytes(question) / GIB, question.cluster.device.memory_bytes / GIB
-    each = whole * GIB / question.work.counts.total
+    whole, room = whole_state_bytes(question), question.cluster.device.memory_bytes
+    each = whole / question.work.counts.total
     family, total = question.run.model.family, show_count(question.work.counts.total)
-    state = f"{family} has {total} parameters; their whole state ({each:.0f} B each) is {whole:.1f} GiB"
-    device = question.cluster.device.title
+    state = f"{family} has {total} parameters; their whole state ({each:.0f} B each) is {show_bytes(whole)}"
+    device = f"{question.cluster.device.title}, {show_bytes(room)}"
     if best.num_ranks == 1:
-        need = f"with activations {best.device_bytes / GIB:.1f} GiB"
-        yield f"{state}, and {need}: it fits on one {device} ({room:.1f} GiB)."
+        need = f"with activations {show_bytes(best.device_bytes)}"
+        yield f"{state}, and {need}: it fits on one device ({device})."
     else:
         fits = "fits on" if whole < room else "does not fit on"
-        yield f"{state}, which {fits} one {device} ({room:.1f} GiB)."
+        yield f"{state}, which {fits} one device ({device})."
 
 
 def _data_parallel(plan: Plan) -> Iterator[str]:
@@ -78,19 +77,17 @@ def _data_parallel(plan: Plan) -> Iterator[str]:
     across = f" in {int(at.dp_replicate[0])} replicas" if int(at.dp_replicate[0]) > 1 else ""
     yield (
         f"ZeRO-{zero}: {SHARED_BY_ZERO[zero]} shared over {shards} ranks{across}, "
-        f"which leaves {state_bytes(best) / GIB:.1f} GiB of state per rank. {_lower_zero(plan, zero)}"
+        f"which leaves {show_bytes(state_bytes(best))} of state per rank. {_lower_zero(plan, zero)}"
     )
 
 
 def _ddp_words(best: Choice, dp: int) -> Iterator[str]:
     shared = Choice(best.question, _shared(best.at))
-    saved = (best.device_bytes - shared.device_bytes) / GIB
+    saved = show_bytes(best.device_bytes - shared.device_bytes)
     alone = int(best.at.tp[0]) * int(best.at.pp[0]) * int(best.at.cp[0]) == 1
     what = "The whole state fits on one GPU" if alone else "The state of each cut fits on its GPU"
-    yield (
-        f"{what}: DDP over {dp} ranks is fastest; ZeRO-1 would save {saved:.1f} GiB you do not need "
-        f"({show_seconds(shared.step_seconds)} per step against {show_seconds(best.step_seconds)})."
-    )
+    margin = "" if shared.step_seconds >= best.step_seconds else f" (to within {SAME_FRACTION:.0%})"
+    yield f"{what}: DDP over {dp} ranks is fastest{margin}; ZeRO-1 would save {saved} you do not need."
 
 
 def _shared(at: Layouts) -> Layouts:
@@ -105,7 +102,7 @@ def _lower_zero(plan: Plan, zero: int) -> str:
         lower = replace(lower, dp_shard=at.dp_shard * 0 + 1, dp_replicate=at.dp)
     choice = Choice(plan.question, lower)
     name = f"ZeRO-{zero - 1}" if zero > 1 else "DDP"
-    need = f"{choice.device_bytes / GIB:.1f} GiB"
+    need = f"{show_bytes(choice.device_bytes)}"
     if not choice.fits:
         return f"{name} would need {need} per rank and does not fit."
     slower = choice.step_seconds / plan.best.step_seconds - 1.0
@@ -155,7 +152,7 @@ def _technique(plan: Plan, axis: str, words: str) -> Iterator[str]:
     other = _without(plan, axis)
     if other.step_seconds is None:
         needs = (
-            f"at least {other.least_bytes / GIB:.1f} GiB per device"
+            f"at least {show_bytes(other.least_bytes)} per device"
             if np.isfinite(other.least_bytes)
             else "more"
         )
@@ -205,7 +202,7 @@ def _recompute(plan: Plan) -> Iterator[str]:
     where = "every layer" if every == 1 else f"one layer in {every}"
     word = "all" if bits == FULL else "the cheap part of"
     share = best.seconds_items.get("recompute", 0.0) / best.step_seconds
-    without = f"keeping everything would need {kept.device_bytes / GIB:.1f} GiB"
+    without = f"keeping everything would need {show_bytes(kept.device_bytes)}"
     if kept.fits:
         without += f" and take {show_seconds(kept.step_seconds)} per step"
     again = f"{word} {where} is computed again in the backward pass"

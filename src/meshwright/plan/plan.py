@@ -25,6 +25,7 @@ from meshwright.plan.search import (
 from meshwright.spec.check import check
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.run import RunSpec
+from meshwright.units import show_bytes
 
 SAME_FRACTION = 0.02
 """Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
@@ -250,14 +251,13 @@ def pareto_rows(priced: Priced) -> list[int]:
 
 def no_fit_error(question: Question, found: Found) -> PlanError:
     """Nothing fits: the numbers of the layout that comes closest."""
-    gib = 2.0**30
-    budget = question.memory_budget_bytes / gib
+    budget = show_bytes(question.memory_budget_bytes)
     if found.leanest is None:
         return PlanError("no layout satisfies the pins", where="pins")
-    need = float(found.leanest.device_bytes[0]) / gib
+    need = show_bytes(float(found.leanest.device_bytes[0]))
     devices = question.cluster.num_devices
     fact = (
         f"{question.run.model.family} does not fit on {devices} x {question.cluster.device.title}: "
-        f"the leanest layout needs {need:.1f} GiB per device of {budget:.1f} GiB"
+        f"the leanest layout needs {need} per device of {budget}"
     )
     return PlanError(fact, where="--on")

@@ -7,7 +7,7 @@ from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts, layouts
 from meshwright.plan.plan import RECOMPUTE_WORDS, SAME_FRACTION, Choice
 from meshwright.plan.schedules import SCHEDULES
 from meshwright.spec.check import check
-from meshwright.units import show_seconds
+from meshwright.units import show_bytes, show_seconds
 
 ITEM_WORDS = {
     "matmul": "matmuls",
@@ -28,7 +28,6 @@ ITEM_WORDS = {
     "optimizer": "the optimizer",
     "offload": "host transfers",
 }
-GIB = 2.0**30
 Row = dict[str, int]
 
 
@@ -126,17 +125,17 @@ def _judge(best: Choice, change: str, row: Row) -> Rejected:
     if violations:
         return Rejected(change, f"not allowed: {violations[0].fact}", None, None)
     if not choice.fits:
-        over = (choice.device_bytes - best.question.memory_budget_bytes) / GIB
-        need = choice.device_bytes / GIB
-        return Rejected(change, f"does not fit: {need:.1f} GiB, {over:.1f} GiB too much", need * GIB, None)
+        need, over = choice.device_bytes, choice.device_bytes - best.question.memory_budget_bytes
+        reason = f"does not fit: {show_bytes(need)}, {show_bytes(over)} too much"
+        return Rejected(change, reason, need, None)
     return Rejected(change, _slower(best, choice), choice.device_bytes, choice.step_seconds)
 
 
 def _slower(best: Choice, choice: Choice) -> str:
     """How much slower, and which item grew most."""
     difference = choice.step_seconds / best.step_seconds - 1.0
-    saved = (best.device_bytes - choice.device_bytes) / GIB
-    memory = f"saves {saved:.1f} GiB that are not needed" if saved > 0 else f"costs {-saved:.1f} GiB more"
+    saved = best.device_bytes - choice.device_bytes
+    memory = f"saves {show_bytes(saved)} not needed" if saved > 0 else f"costs {show_bytes(-saved)} more"
     if difference < -SAME_FRACTION:
         pin = "not proposed at this length, pin cp to take it" if choice.run.parallel.cp > 1 else "not priced"
         return f"{-difference:.1%} faster by this estimate: {pin}; {memory}"

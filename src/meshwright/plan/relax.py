@@ -13,9 +13,8 @@ from meshwright.plan.plan import RECOMPUTE_WORDS, Choice, Plan, choose, no_fit_e
 from meshwright.plan.schedules import SCHEDULES, V_SHAPED
 from meshwright.plan.search import Question, search
 from meshwright.spec.check import check
-from meshwright.units import show_seconds
+from meshwright.units import show_bytes, show_seconds
 
-GIB = 2.0**30
 MOST_DEVICES = 2**17
 
 
@@ -102,7 +101,7 @@ def _fit_words(question: Question) -> str | None:
         return None
     row = int(found.fitting.step_seconds.argmin())
     choice = Choice(question, found.fitting.layouts.take([row]))
-    return f"{choice.device_bytes / GIB:.1f} GiB per device, {show_seconds(choice.step_seconds)} per step"
+    return f"{show_bytes(choice.device_bytes)} per device, {show_seconds(choice.step_seconds)} per step"
 
 
 def _unpinned(question: Question) -> Iterator[str]:

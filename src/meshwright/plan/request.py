@@ -185,7 +185,8 @@ def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
         compute = request.precision
     else:
         peaks = request.cluster.device.peak_flops_per_second
-        compute = next((name for name in ("bf16", "fp16", "fp32") if name in peaks), "fp32")
+        wanted = ("fp32",) if request.cluster.device.name == "cpu" else ("bf16", "fp16", "fp32")
+        compute = next((name for name in wanted if name in peaks), "fp32")
         assumed.append(f"{compute} compute (--precision)")
     return {"compute": compute, **({"loss_scale": {}} if compute == "fp16" else {})}
 
