@@ -1,5 +1,6 @@
 """The program of a pipeline rank: torch's schedules over our stages."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.pipelining.microbatch import sum_reducer
 
 from meshwright.data.batches import Microbatch
 from meshwright.mesh import Mesh
+from meshwright.models.balance import take_records
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.owned import OwnedParameter
 from meshwright.parallel.pp.forward import forward_losses
@@ -59,6 +61,8 @@ class PipelineProgram:
         self._has_first = any(stage.index == 0 for stage in stages)
         self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
         self._schedule = _build_schedule(stages, mesh, num_microbatches)
+        for stage in self.stages:
+            _forget_probe(stage)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """See Program. Overlap is left to the schedule: split backwards bypass autograd's hooks."""
@@ -103,6 +107,18 @@ def joined(microbatches: Sequence[Microbatch]) -> Microbatch:
         if part is not None
     }
     return first._replace(**columns)
+
+
+def _forget_probe(stage: nn.Module) -> None:
+    """torch first runs a stage on made-up numbers to learn shapes, and the routers record that as well."""
+    calls = itertools.count(1)
+
+    def forget(*_: object) -> None:
+        if next(calls) == 2:
+            take_records(stage)
+            handle.remove()
+
+    handle = stage.register_forward_pre_hook(forget)
 
 
 def _last_output(output: Tensor, target: Tensor) -> Tensor:
