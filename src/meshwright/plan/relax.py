@@ -63,8 +63,13 @@ def _broken_rule(question: Question) -> str:
         words.setdefault("virtual_stages", 2 if words["schedule"] in V_SHAPED else 1)
     if "cp_kind" in parallel:
         words["cp_kind"] = CP_KINDS[parallel["cp_kind"]]
+    if parallel.get("dp_shard", 1) > 1:
+        words.setdefault("zero", 3)
     data = {"microbatch_sequences": first.get("microbatch_sequences", 1)}
-    recompute = {"recompute": RECOMPUTE_WORDS.get(first.get("recompute", 0), "none")}
+    recompute = {
+        "recompute": RECOMPUTE_WORDS[first.get("recompute", 0)],
+        "recompute_every": first.get("recompute_every", 1),
+    }
     try:
         pinned = run.with_(
             parallel=run.parallel.with_(**words),
@@ -76,9 +81,9 @@ def _broken_rule(question: Question) -> str:
     violations = check(pinned)
     if violations:
         return violations[0].fact
-    devices, ranks = question.cluster.num_devices, pinned.parallel.num_ranks
+    devices, ranks = question.cluster.num_devices, first.get("num_ranks", pinned.parallel.num_ranks)
     if ranks > devices:
-        return f"together they need {ranks} ranks, and the cluster has {devices} devices"
+        return f"they need {ranks} ranks, and the cluster has {devices} devices"
     return (
         f"no mesh of at most {devices} devices has them and divides the batch of "
         f"{run.data.batch_sequences} sequences"
