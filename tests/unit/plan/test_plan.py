@@ -140,7 +140,8 @@ def test_rank_map_of_the_affinity_figure() -> None:
     """2 nodes x 8 devices, tp 2, pp 4, dp 2: neighbours on tp are neighbours on the node."""
     parallel = ParallelSpec(tp=2, pp=4, dp_replicate=2)
     assert [coordinates(parallel, rank)["tp"] for rank in range(4)] == [0, 1, 0, 1]
-    assert coordinates(parallel, 15) == {"pp": 3, "dp_replicate": 1, "dp_shard": 0, "cp": 0, "tp": 1}
+    last = coordinates(parallel, 15)
+    assert (last["pp"], last["dp_replicate"], last["tp"]) == (3, 1, 1)
     assert rank_map(parallel, 8)[1] == "  node 0: ranks 0 to 7: pp 0 to 1, dp_replicate 0 to 1, tp 0 to 1"
 
 
