@@ -1,0 +1,51 @@
+"""Pages for people: links lead somewhere, commands exist, run files are valid."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import VERBS
+from meshwright.errors import SpecError
+from meshwright.spec.text import parse_run
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+COMMAND = re.compile(r"^(?:    |\$ |`)meshwright ([a-z]+)", re.MULTILINE)
+YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_links_lead_somewhere(page: Path):
+    broken = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_verbs_are_real(page: Path):
+    assert set(COMMAND.findall(page.read_text())) <= set(VERBS)
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    pages = [page for page in names(PAGES) if page.startswith("docs/") and "decisions/" not in page]
+    missing = [page for page in pages if page.removeprefix("docs/") not in index and page != "docs/README.md"]
+    assert not missing
+
+
+def test_run_files_on_pages_are_valid():
+    checked = 0
+    for page in PAGES:
+        for text in YAML.findall(page.read_text()):
+            if "schedule:" in text:  # a whole run file; others show a part
+                checked += 1
+                try:
+                    parse_run(text, place=str(page)).require_valid()
+                except SpecError as error:
+                    pytest.fail(f"{page}: {error}")
+    assert checked >= 1
