@@ -105,11 +105,13 @@ def in_flight(at: Layouts) -> Floats:
         (micro * virtual)[:, None], ((virtual - 1) * pp)[:, None] + 2 * (pp[:, None] - ranks - 1) + 1
     )
     interleaved = chunks / virtual[:, None]
-    folded = np.minimum(micro, pp + 1)[:, None] + 0 * ranks
+    # Weight gradients that lag behind keep every rank of a zero-bubble order equally full.
+    lagging = np.minimum(micro, pp)[:, None] + 0 * ranks
     name = np.asarray(SCHEDULES)[at.schedule][:, None]
     held = np.where(np.isin(name, ["gpipe", "looped_bfs"]), micro[:, None] + 0 * ranks, one_f_one_b)
-    held = np.where(np.isin(name, ["interleaved_1f1b", "interleaved_zero_bubble"]), interleaved, held)
-    held = np.where(np.isin(name, ["zbv", "dualpipev"]), folded, held)
+    held = np.where(name == "interleaved_1f1b", interleaved, held)
+    held = np.where(np.isin(name, ["interleaved_zero_bubble", "zbv"]), lagging, held)
+    held = np.where(name == "dualpipev", lagging + 0.5, held)
     return np.where((pp == 1)[:, None], 1.0, held.astype(np.float64))
 
 
@@ -130,7 +132,7 @@ def _rank_parameters(work: Workload, at: Layouts, stack: Framework) -> _Rank:
     alone = (at.pp == 1)[:, None]
     moe_share = counts.num_moe_layers / work.model.num_layers
     matrices = (1.0 - moe_share) * counts.dense_layer + moe_share * counts.moe_layer
-    per_layer = _column(matrices / at.tp + counts.replicated_layer)
+    per_layer = _column(matrices / at.tp + counts.replicated_layer + moe_share * counts.router_layer)
     experts = _column(moe_share * counts.experts_layer / (at.ep * at.etp))
     table, head = _column(counts.embedding / at.tp), _column((counts.head or counts.embedding) / at.tp)
     ends = np.concatenate([table, np.zeros_like(table), head], axis=1)
@@ -154,8 +156,10 @@ def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> 
 
     def held(bytes_each: float, from_stage: int) -> Floats:
         divided = zero >= from_stage
-        return bytes_each * (
-            rank.dense / np.where(divided, shards, 1.0) + rank.experts / np.where(divided, experts, 1.0)
+        return (
+            (2.0 if work.precision == "fp64" else 1.0)
+            * bytes_each
+            * (rank.dense / np.where(divided, shards, 1.0) + rank.experts / np.where(divided, experts, 1.0))
         )
 
     state = stack.state
@@ -168,8 +172,8 @@ def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> 
             "adapters": trained * held(state.weight + state.gradient + state.master + 8.0, 3),
         }
     return {
-        "weights": held(min(state.weight, work.working_bytes) if state.master else state.weight, 3),
-        "gradients": held(max(state.gradient, work.working_bytes), 2),
+        "weights": held(state.weight, 3),
+        "gradients": held(state.gradient, 2),
         "master": on_device * held(state.master, 1),
         "optimizer": on_device * held(OPTIMIZER_BYTES[work.optimizer], 1),
     }
@@ -309,17 +313,7 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
     items["exchange"] = _exchange_bytes(work, at)
     items["workspace"] = np.full((len(at), 3), WORKSPACE_BYTES)
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
-    return Memory(_at_one_moment(at, stack, items), FRAGMENTATION * short_lived, _outside(at))
-
-
-def _at_one_moment(at: Layouts, stack: Framework, items: Items) -> Items:
-    """Without accumulation, gradients appear as activations go: only the larger of the two counts."""
-    if stack.state.master or "gradients" not in items:
-        return items
-    once = ((at.num_microbatches == 1) & (at.pp == 1))[:, None]
-    going = items["activations"] + items["logits"]
-    shown = np.where(once, np.maximum(items["gradients"] - going, 0.0), items["gradients"])
-    return {**items, "gradients": shown}
+    return Memory(items, FRAGMENTATION * short_lived, _outside(at))
 
 
 def _outside(at: Layouts) -> Items:

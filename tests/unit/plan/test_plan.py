@@ -21,6 +21,7 @@ from meshwright.plan.explain import explain
 from meshwright.plan.layouts import layouts
 from meshwright.plan.pins import parse_pins
 from meshwright.plan.plan import Plan, make_plan, pareto_rows, ranking
+from meshwright.plan.predict import predict_run
 from meshwright.plan.rejected import rejected
 from meshwright.plan.relax import plan_or_relax
 from meshwright.plan.request import Request, ask
@@ -242,3 +243,11 @@ def test_objective_cost_uses_fewer_device_hours() -> None:
     fast = planned("llama-3.1-70b", "dgx-h100:16").best
     cheap = make_plan(asked("llama-3.1-70b", "dgx-h100:16", objective="cost").question).best
     assert cheap.device_hours(10**12) <= fast.device_hours(10**12) * 1.001
+
+
+def test_predict_says_the_same_about_the_run_that_was_planned() -> None:
+    best = planned("llama-3.1-70b", "dgx-h100:8", "pp=2").best
+    same = predict_run(best.run, best.question.cluster)
+    assert same.step_seconds == pytest.approx(best.step_seconds, rel=1e-12)
+    assert same.fullest.device_bytes == pytest.approx(best.device_bytes, rel=1e-12)
+    assert same.mfu == pytest.approx(best.mfu, rel=1e-12)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from meshwright.plan.layouts import layouts
+from meshwright.plan.memory import in_flight
 from meshwright.plan.schedules import (
     SCHEDULES,
     Action,
@@ -154,3 +156,22 @@ def test_a_shape_that_cannot_run_says_why() -> None:
     assert problem("zbv", PipelineShape(4, 1, 8)) == "zbv needs exactly 2 stages per rank, not 1"
     with pytest.raises(ValueError, match="at least pp=4"):
         actions("1f1b", PipelineShape(4, 1, 2))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_closed_form_of_what_is_held_is_the_count(schedule: str) -> None:
+    """`memory.in_flight` prices thousands of layouts; it must be what the orders really hold."""
+    for shape in [shape for name, shape in LEGAL if name == schedule]:
+        if shape.num_microbatches % shape.pp:
+            continue  # the search proposes whole rounds
+        at = layouts(
+            pp=shape.pp,
+            virtual_stages=shape.virtual_stages,
+            num_microbatches=shape.num_microbatches,
+            schedule=SCHEDULES.index(schedule),
+        )
+        counted = [peak_in_flight(rank) / shape.virtual_stages for rank in actions(schedule, shape)]
+        first, second, last = in_flight(at)[0]
+        assert first == pytest.approx(counted[0]) or (schedule == "zbv" and first >= counted[0]), shape
+        assert second == pytest.approx(counted[1]) or (schedule == "zbv" and second >= counted[1]), shape
+        assert last == pytest.approx(counted[-1]), shape
