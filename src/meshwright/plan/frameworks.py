@@ -73,6 +73,8 @@ class Framework:
     launches_per_layer: float = 45.0
     """Kernels the host launches for one layer's forward pass; compute faster than the host waits for it."""
     launches_per_routed_layer: float = 150.0
+    superchip_launches: float = 1.0
+    """Part of the launches left where the host is a superchip's: its recipes capture graphs."""
     merges_dispatch: bool = False
     """A token goes to another node once, however many of its experts live there."""
     bucket_bytes: float = 100e6
@@ -112,7 +114,8 @@ _PLAIN: tuple[Framework, ...] = (
         interleaves=True,
         elementwise_passes=1.1,
         launches_per_layer=60.0,
-        launches_per_routed_layer=200.0,
+        launches_per_routed_layer=340.0,
+        superchip_launches=0.3,
     ),
     Framework(
         "megatron-deepspeed",

@@ -221,6 +221,8 @@ def layer_passes(ctx: Context, *, moe: bool) -> tuple[Pass, Pass]:
 def _at_host_speed(ctx: Context, passed: Pass, *, passes: Floats | float, moe: bool) -> Pass:
     """A layer cannot run faster than the host launches its kernels."""
     launches = ctx.stack.launches_per_routed_layer if moe else ctx.stack.launches_per_layer
+    if ctx.cluster.host.name == "c2c":
+        launches *= ctx.stack.superchip_launches
     # Ranks of tp wait at every collective for the slowest host among them.
     host = passes * launches * HOST_SECONDS_PER_LAUNCH * (1.0 + HOST_JITTER * (ctx.at.tp - 1))
     waiting = np.maximum(host - passed.seconds, 0.0)
@@ -236,7 +238,7 @@ def layer_elements(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
     """Parameters of one layer on one rank before any sharding: dense part and routed experts."""
     counts, at = ctx.work.counts, ctx.at
     matrices = counts.moe_layer if moe else counts.dense_layer
-    dense = matrices / at.tp + counts.replicated_layer
+    dense = matrices / at.tp + counts.replicated_layer + (counts.router_layer if moe else 0)
     experts = counts.experts_layer / (at.ep * at.etp) if moe else np.zeros(len(at))
     return dense, experts
 

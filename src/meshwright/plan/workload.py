@@ -50,7 +50,9 @@ class ParameterCounts:
     experts_layer: int
     """Routed experts of one MoE layer: cut by ep and etp."""
     replicated_layer: int
-    """Norms and router of one layer: on every rank of tp."""
+    """Norms of one layer: on every rank of tp."""
+    router_layer: int
+    """Router of one MoE layer: on every rank of tp."""
     num_dense_layers: int
     num_moe_layers: int
 
@@ -58,7 +60,7 @@ class ParameterCounts:
     def total(self) -> int:
         """Every parameter once."""
         layers = self.num_dense_layers * self.dense_layer
-        layers += self.num_moe_layers * (self.moe_layer + self.experts_layer)
+        layers += self.num_moe_layers * (self.moe_layer + self.experts_layer + self.router_layer)
         return (
             self.embedding
             + self.head
@@ -83,7 +85,8 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
         dense_layer=_size(dense, "matrix", "bias"),
         moe_layer=_size(moe, "matrix", "bias"),
         experts_layer=_size(moe, "expert"),
-        replicated_layer=_size(moe or dense, "norm", "router"),
+        replicated_layer=_size(moe or dense, "norm"),
+        router_layer=_size(moe, "router"),
         num_dense_layers=model.num_layers - num_moe,
         num_moe_layers=num_moe,
     )

@@ -1,0 +1,332 @@
+"""Writes docs/reference/accuracy.md and its pictures: `python bench/accuracy.py`.
+
+Predicted against published for every row of tests/data/published_runs.csv and every table of the course
+decks. Errors with a row's source left out of the fit come from tests/data/left_out.csv, which
+bench/calibrate.py writes.
+"""
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from bench.mission import (
+    FINE_TUNING_ASSUMED,
+    LEONARDO_ASSUMED,
+    Compared,
+    duration_table,
+    fine_tuning_fits,
+    fine_tuning_table,
+    gpt3_table,
+    leonardo_table,
+    megatron_table,
+)
+from bench.scatter import scatter_svg
+from bench.vtrain import vtrain_groups
+
+from meshwright.errors import SpecError
+from meshwright.plan.frameworks import frameworks
+from meshwright.plan.predict import GIB, Prediction, predict_table_run
+from meshwright.plan.table import measured_seconds, read_row
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "tests" / "data" / "published_runs.csv"
+LEFT_OUT = ROOT / "tests" / "data" / "left_out.csv"
+PAGE = ROOT / "docs" / "reference" / "accuracy.md"
+WRONG = Path(__file__).with_name("where_it_is_wrong.md")
+PICTURES = ROOT / "docs" / "reference" / "pictures"
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One row with what it publishes and what is predicted."""
+
+    line: int
+    cells: dict[str, str]
+    found: Prediction
+    measured: float | None
+    left_out: float | None
+    is_routed: bool
+    device: str
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published step time."""
+        assert self.measured is not None
+        return self.found.step_seconds / self.measured
+
+    @property
+    def is_target(self) -> bool:
+        """Dense, A100 or H100, layout and batch stated."""
+        return bool(self.cells["mbs"]) and not self.is_routed and self.device[:4] in ("a100", "h100")
+
+
+def load() -> tuple[list[Priced], list[tuple[int, str]]]:
+    """Rows that can be priced, and the others with the reason."""
+    left_out = _left_out()
+    priced: list[Priced] = []
+    refused: list[tuple[int, str]] = []
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        for line, cells in enumerate(csv.DictReader(file), start=2):
+            try:
+                run = read_row(cells, where=f"row {line}")
+            except SpecError as error:
+                refused.append((line, error.fact))
+                continue
+            routed = run.work.model.moe is not None
+            found, measured = predict_table_run(run), measured_seconds(cells, run)
+            priced.append(
+                Priced(line, cells, found, measured, left_out.get(line), routed, run.cluster.device.name)
+            )
+    return priced, refused
+
+
+def _left_out() -> dict[int, float]:
+    if not LEFT_OUT.exists():
+        return {}
+    with LEFT_OUT.open(newline="", encoding="utf-8") as file:
+        return {int(row["line"]): float(row["predicted_over_measured"]) for row in csv.DictReader(file)}
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    names = list(header)
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
+
+
+def _errors(rows: list[Priced]) -> list[str]:
+    timed = [row for row in rows if row.measured is not None]
+    fitted = np.array([abs(row.ratio - 1.0) for row in timed])
+    left = np.array([abs(row.left_out - 1.0) for row in timed if row.left_out is not None])
+    cells = [str(len(fitted)), _percent(float(np.median(fitted))), _percent(float(np.quantile(fitted, 0.9)))]
+    if not len(left):
+        return [*cells, "", ""]
+    return [*cells, _percent(float(np.median(left))), _percent(float(np.quantile(left, 0.9)))]
+
+
+def _by(rows: list[Priced], key: str) -> dict[str, list[Priced]]:
+    groups: dict[str, list[Priced]] = defaultdict(list)
+    for row in rows:
+        if row.measured is not None:
+            groups[row.cells[key]].append(row)
+    return groups
+
+
+def _size_name(row: Priced) -> str:
+    size = float(row.cells["params_b"])
+    return next(
+        name
+        for limit, name in ((10, "under 10B"), (50, "10B to 50B"), (200, "50B to 200B"), (1e9, "over 200B"))
+        if size < limit
+    )
+
+
+def coverage(rows: list[Priced]) -> tuple[float, float]:
+    """Share of left-out times inside their interval, and the median half-width."""
+    inside, widths = [], []
+    for row in rows:
+        if row.left_out is None:
+            continue
+        spread = row.found.high_seconds / row.found.step_seconds
+        inside.append(1.0 / spread <= row.left_out <= spread)
+        widths.append((spread - 1.0 / spread) / 2.0)
+    return float(np.mean(inside)), float(np.median(widths))
+
+
+def memory_errors(rows: list[Priced]) -> list[tuple[Priced, float, float]]:
+    """Rows with a published memory figure: reserved and allocated, predicted over published."""
+    found: list[tuple[Priced, float, float]] = []
+    for row in rows:
+        if row.cells["mem_gb"]:
+            published = float(row.cells["mem_gb"])
+            peak = row.found.fullest
+            found.append((row, peak.reserved_bytes / GIB / published, peak.allocated_bytes / GIB / published))
+    return found
+
+
+def _pictures(rows: list[Priced]) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, chosen in (
+        ("dense", [row for row in rows if not row.is_routed]),
+        ("routed", [row for row in rows if row.is_routed]),
+    ):
+        series = {
+            key: [(row.measured, row.found.step_seconds) for row in members if row.measured]
+            for key, members in _by(chosen, "framework").items()
+        }
+        (PICTURES / f"accuracy_{name}.svg").write_text(
+            scatter_svg(f"{name} models, step time", series), encoding="utf-8"
+        )
+    groups = vtrain_groups()
+    pairs = {
+        f"{gpus} A100": [
+            (float(m), float(p))
+            for g in groups
+            if g.num_devices == gpus
+            for m, p in zip(g.measured, g.predicted, strict=True)
+        ]
+        for gpus in (2, 4, 8)
+    }
+    (PICTURES / "accuracy_vtrain.svg").write_text(scatter_svg("vTrain, one node", pairs), encoding="utf-8")
+
+
+def _compared(rows: list[Compared], digits: int = 3) -> str:
+    return _table(
+        ("", "published", "predicted", "ratio"),
+        [
+            (row.label, f"{row.published:.{digits}g}", f"{row.predicted:.{digits}g}", f"{row.ratio:.2f}")
+            for row in rows
+        ],
+    )
+
+
+def _time_section(rows: list[Priced]) -> list[str]:
+    header = ("rows", "n", "median", "90th percentile", "median, source left out", "90th, source left out")
+    groups = {
+        "dense, A100 and H100, layout and batch stated": [row for row in rows if row.is_target],
+        "dense, other devices": [
+            row for row in rows if not row.is_routed and row.device[:4] not in ("a100", "h100")
+        ],
+        "routed (MoE)": [row for row in rows if row.is_routed],
+    }
+    inside, width = coverage(rows)
+    constants = [
+        (
+            name,
+            f"{stack.kernel_slowdown:g}",
+            f"{stack.exposed_communication:g}",
+            sum(r.cells["framework"] == name for r in rows),
+        )
+        for name, stack in frameworks().items()
+    ]
+    return [
+        "## Step time\n",
+        _table(header, [(name, *_errors(members)) for name, members in groups.items()]),
+        f"\nThe 90% interval holds {_percent(inside)} of the times whose source was left out of the fit; its median "
+        f"half-width is {_percent(width)}.\n",
+        "![Dense models](pictures/accuracy_dense.svg) ![Routed models](pictures/accuracy_routed.svg)\n",
+        "### By framework\n",
+        _table(
+            header, [(name, *_errors(members)) for name, members in sorted(_by(rows, "framework").items())]
+        ),
+        "\nTwo constants are fitted per framework; one where it has fewer than five rows.\n",
+        _table(("framework", "kernel slowdown", "exposed communication", "rows"), constants),
+        "\n### By source\n",
+        _table(header, [(name, *_errors(members)) for name, members in sorted(_by(rows, "source").items())]),
+        "\n### By size\n",
+        _table(header, [(name, *_errors(members)) for name, members in sorted(_by_size(rows).items())]),
+    ]
+
+
+def _by_size(rows: list[Priced]) -> dict[str, list[Priced]]:
+    groups: dict[str, list[Priced]] = defaultdict(list)
+    for row in rows:
+        if row.measured is not None and row.cells["params_b"]:
+            groups[_size_name(row)].append(row)
+    return groups
+
+
+def _vtrain_section() -> list[str]:
+    groups = vtrain_groups()
+    ratios = np.concatenate([group.predicted / group.measured for group in groups])
+    rho = [group.spearman for group in groups]
+    return [
+        "## Ranking of layouts (vTrain, one node of A100)\n",
+        f"{len(ratios)} step times of Megatron-DeepSpeed in {len(groups)} groups of one model on one number of GPUs. "
+        f"None of them was used to fit a constant. Spearman correlation inside a group: lowest {min(rho):.3f}, "
+        f"median {np.median(rho):.3f}. The layout predicted to train fastest is at most "
+        f"{_percent(max(group.regret for group in groups))} slower than the fastest measured one. Median error of the "
+        f"step time {_percent(float(np.median(np.abs(ratios - 1))))}, 90th percentile "
+        f"{_percent(float(np.quantile(np.abs(ratios - 1), 0.9)))}.\n",
+        "![vTrain](pictures/accuracy_vtrain.svg)\n",
+    ]
+
+
+def _memory_section(rows: list[Priced]) -> list[str]:
+    found = memory_errors(rows)
+    reserved = np.array([abs(entry[1] - 1.0) for entry in found])
+    allocated = np.array([abs(entry[2] - 1.0) for entry in found])
+    return [
+        "## Memory\n",
+        f"{len(found)} rows publish a figure and can be priced. Sources do not say whether it is allocated or reserved, "
+        f"nor of which rank. Median error: reserved {_percent(float(np.median(reserved)))}, allocated "
+        f"{_percent(float(np.median(allocated)))}.\n",
+        _table(
+            ("row", "framework", "layout", "published", "reserved", "allocated", "fits", "note"),
+            [_memory_row(row, first, second) for row, first, second in found],
+        ),
+        "",
+    ]
+
+
+def _memory_row(row: Priced, reserved: float, allocated: float) -> tuple[object, ...]:
+    cells = row.cells
+    layout = f"tp{cells['tp']} pp{cells['pp']} dp{cells['dp']} zero{cells['zero']} mbs{cells['mbs']}"
+    published = float(cells["mem_gb"])
+    note = (
+        "published: OOM"
+        if "OOM" in cells["notes"].split("TP1 OOM")[0]
+        and "no OOM" not in cells["notes"]
+        and "step 2" not in cells["notes"]
+        else ""
+    )
+    verdict = "yes" if row.found.fits else "no"
+    return (
+        row.line, cells["framework"], layout, f"{published:.1f}", f"{reserved * published:.1f} ({reserved:.2f})",
+        f"{allocated * published:.1f} ({allocated:.2f})", verdict, note,
+    )  # fmt: skip
+
+
+def page(rows: list[Priced], refused: list[tuple[int, str]]) -> str:
+    """The whole page."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for line, reason in refused:
+        reasons[reason].append(str(line))
+    parts = [
+        "# Accuracy of predictions\n",
+        "<!-- Written by bench/accuracy.py; run bench/calibrate.py before it. -->\n",
+        "Predicted against published: 323 runs collected from papers, READMEs and release notes "
+        "(`tests/data/published_runs.csv`), 1,440 step times of vTrain (VIA-Research, MIT licence), and the "
+        "tables of the course decks. A prediction reads neither the source nor the model's name. Errors are "
+        "|predicted / published - 1|; the last columns give them with every row of the same source left out "
+        "of the fit.\n",
+        *_time_section(rows),
+        "",
+        *_vtrain_section(),
+        *_memory_section(rows),
+        "## Tables of the course decks\n",
+        "### Megatron weak scaling, TFLOP/s per GPU with recompute counted\n",
+        _compared(megatron_table()),
+        f"\n### Leonardo, TFLOP/s relative to the first row\n\nAssumed: {LEONARDO_ASSUMED}.\n",
+        _compared(leonardo_table()),
+        f"\n### Fine-tuning on Leonardo, speed-up\n\nAssumed: {FINE_TUNING_ASSUMED}. The 70B model on 3 GPUs "
+        f"{'fits' if fine_tuning_fits(3) else 'does not fit'} (published: out of memory), on 4 it "
+        f"{'fits' if fine_tuning_fits(4) else 'does not fit'}.\n",
+        _compared(fine_tuning_table()),
+        "\n### GPT-3 family, days for 300 B tokens on 480 GPUs\n",
+        _compared(gpt3_table()),
+        "\n### Durations at the Megatron table's speeds\n",
+        _compared(duration_table()),
+        "",
+        WRONG.read_text(encoding="utf-8"),
+        f"## Rows that are not predicted ({len(refused)})\n",
+        _table(("why", "rows"), [(reason, ", ".join(lines)) for reason, lines in sorted(reasons.items())]),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    rows, refused = load()
+    _pictures(rows)
+    PAGE.write_text(page(rows, refused), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

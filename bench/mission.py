@@ -1,0 +1,212 @@
+"""The tables of the course decks, predicted: what is published, what is assumed, and what comes out.
+
+Used by the accuracy page and by tests, so both speak of the same numbers.
+"""
+
+from dataclasses import dataclass, replace
+
+from meshwright.hardware import parse_cluster
+from meshwright.plan.conventions import training_days
+from meshwright.plan.cost import step_cost
+from meshwright.plan.frameworks import framework
+from meshwright.plan.layouts import FULL, Layouts, layouts
+from meshwright.plan.memory import memory
+from meshwright.plan.predict import predict_layout, predict_table_run
+from meshwright.plan.table import read_row
+from meshwright.plan.workload import Adapters, Workload
+from meshwright.spec.families import family
+
+DAYS_PER_WEEK, DAYS_PER_YEAR = 7.0, 365.25
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One published figure and its prediction."""
+
+    label: str
+    published: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published."""
+        return self.predicted / self.published
+
+
+# family, model-parallel size, GPUs, micro-batch, batch, TFLOP/s per GPU with recompute counted
+MEGATRON = (
+    ("megatron-1.7b", 1, 32, 16, 512, 137),
+    ("megatron-3.6b", 2, 64, 16, 512, 138),
+    ("megatron-7.5b", 4, 128, 16, 512, 142),
+    ("megatron-18b", 8, 256, 8, 1024, 135),
+    ("megatron-39b", 16, 512, 4, 1536, 138),
+    ("megatron-76b", 32, 1024, 2, 1792, 140),
+    ("megatron-145b", 64, 1536, 2, 2304, 148),
+    ("megatron-310b", 128, 1920, 1, 2160, 155),
+    ("megatron-530b", 280, 2520, 1, 2520, 163),
+    ("megatron-1t", 512, 3072, 1, 3072, 163),
+)
+
+
+def megatron_table() -> list[Compared]:
+    """Weak scaling on A100-80GB: tp inside the node, then pp; fp16, full recompute, 2048 tokens."""
+    found: list[Compared] = []
+    for name, parallel, gpus, microbatch, batch, tflops in MEGATRON:
+        model = family(name)
+        tp = min(8, parallel)
+        row = {
+            "framework": "megatron",
+            "layers": model.num_layers,
+            "hidden": model.width,
+            "ffn": model.mlp.width,
+            "heads": model.attention.num_heads,
+            "vocab": model.vocab_size,
+            "seq": 2048,
+            "gpu": "A100 SXM 80GB",
+            "gpus": gpus,
+            "network": "NVLink3 + 8x200Gb/s HDR IB per node",
+            "tp": tp,
+            "pp": parallel // tp,
+            "mbs": microbatch,
+            "gbs": batch,
+            "zero": 0,
+            "recompute": "full",
+            "precision": "fp16",
+            "notes": "flop=hw4x",
+        }
+        run = read_row({key: str(value) for key, value in row.items()}, where=name)
+        found.append(Compared(name, tflops, predict_table_run(run).tflops_per_device))
+    return found
+
+
+# size, GPUs, TP, PP, global batch, micro-batch, average TFLOP/s per GPU
+LEONARDO = (
+    ("8B", 8, 4, 2, 512, 1, 160),
+    ("8B", 16, 4, 2, 512, 1, 155),
+    ("8B", 16, 4, 2, 512, 2, 160),
+    ("8B", 32, 4, 2, 512, 1, 144),
+    ("8B", 32, 4, 2, 512, 2, 149),
+    ("8B", 64, 4, 2, 512, 2, 121),
+    ("8B", 128, 4, 2, 512, 2, 109),
+    ("8B", 256, 4, 2, 512, 1, 79),
+    ("8B", 256, 4, 2, 1024, 1, 100),
+    ("32B", 64, 4, 16, 512, 1, 110),
+    ("32B", 64, 4, 16, 1024, 1, 114),
+    ("32B", 128, 4, 16, 1024, 1, 110),
+    ("70B", 128, 4, 16, 1024, 1, 96),
+)
+LEONARDO_SEQUENCE = 2048
+LEONARDO_FAMILY = {"8B": "llama-3.1-8b", "32B": "qwen2.5-32b", "70B": "llama-3.1-70b"}
+LEONARDO_ASSUMED = (
+    "sequence 2048, strict FLOPs, bf16, Megatron with its plain flags (all-reduce of fp32 gradients, nothing "
+    "overlapped, no virtual stages); the 8B rows without recompute, the 32B and 70B rows with full recompute "
+    "and micro-batch 1"
+)
+
+
+def leonardo_table() -> list[Compared]:
+    """TFLOP/s per GPU relative to the first row, published and predicted."""
+    rates = [_leonardo_tflops(row) for row in LEONARDO]
+    return [
+        Compared(_leonardo_label(row), row[-1] / LEONARDO[0][-1], rate / rates[0])
+        for row, rate in zip(LEONARDO, rates, strict=True)
+    ]
+
+
+def _leonardo_label(row: tuple[str, int, int, int, int, int, int]) -> str:
+    size, gpus, _, _, batch, microbatch, _ = row
+    return f"{size}, {gpus} GPUs, batch {batch}, micro-batch {microbatch}"
+
+
+def _leonardo_tflops(row: tuple[str, int, int, int, int, int, int]) -> float:
+    size, gpus, tp, pp, batch, microbatch, _ = row
+    dp = gpus // (tp * pp)
+    plain = framework("megatron")
+    stack = replace(
+        plain, state=replace(plain.state, reduce=4), tp_overlap=0.0, dp_overlap=0.0, pp_overlap=0.0
+    )
+    at = layouts(
+        tp=tp,
+        pp=pp,
+        dp_replicate=dp,
+        microbatch_sequences=microbatch,
+        num_microbatches=batch // (dp * microbatch),
+        recompute=0 if size == "8B" else FULL,
+    )
+    work = Workload(family(LEONARDO_FAMILY[size]), LEONARDO_SEQUENCE)
+    return predict_layout(work, at, parse_cluster(f"leonardo:{gpus // 4}"), stack).tflops_per_device
+
+
+FINE_TUNING_ASSUMED = (
+    "LoRA with a frozen bf16 base under FSDP, full recompute, sequences of 2048, micro-batches of 2 (8B) "
+    "and 4 (70B)"
+)
+
+
+def _fine_tuning_rate(name: str, num_devices: int, microbatch: int) -> float:
+    """Sequences per second over all devices."""
+    work = Workload(family(name), 2048, adapters=Adapters())
+    cluster = parse_cluster(f"leonardo:{max(1, num_devices // 4)}").with_devices(num_devices)
+    at = _fine_tuning_layout(num_devices, microbatch)
+    seconds = step_cost(work, at, cluster, framework("accelerate-fsdp")).step_seconds[0]
+    return float(at.batch_sequences[0] / seconds)
+
+
+def _fine_tuning_layout(num_devices: int, microbatch: int) -> Layouts:
+    return layouts(
+        dp_shard=num_devices, zero=3, microbatch_sequences=microbatch, num_microbatches=8, recompute=FULL
+    )
+
+
+def fine_tuning_table() -> list[Compared]:
+    """Speed-up over the smallest number of GPUs that ran."""
+    small = {n: _fine_tuning_rate("llama-3.1-8b", n, 2) for n in (1, 2, 4, 8)}
+    large = {n: _fine_tuning_rate("llama-2-70b", n, 4) for n in (4, 8)}
+    published = {2: 3884 / 1925, 4: 3884 / 954, 8: 3884 / 602}
+    found = [Compared(f"8B, {n} GPUs over 1", published[n], small[n] / small[1]) for n in published]
+    return [*found, Compared("70B, 8 GPUs over 4", 246.2 / 136, large[8] / large[4])]
+
+
+def fine_tuning_fits(num_devices: int) -> bool:
+    """Whether the 70B fine-tuning fits on this many A100-64GB; published: out of memory on 3."""
+    work = Workload(family("llama-2-70b"), 2048, adapters=Adapters())
+    cluster = parse_cluster(f"leonardo:{max(1, num_devices // 4)}").with_devices(num_devices)
+    at = _fine_tuning_layout(num_devices, 4)
+    return bool(memory(work, at, cluster, framework("accelerate-fsdp")).fits(cluster)[0])
+
+
+# parameters in billions, TFLOP/s per GPU, days; 300 B tokens on 480 GPUs
+GPT3 = ((2.7, 127, 1.2), (6.7, 130, 3.0), (13, 135, 5.6), (175, 140, 72.3))
+
+
+def gpt3_table() -> list[Compared]:
+    """Days at the published rate: tokens x parameters x 8 over the devices' FLOP/s."""
+    return [
+        Compared(f"{size:g}B", days, training_days(size * 1e9, 300e9, 480, flops_per_second=rate * 1e12))
+        for size, rate, days in GPT3
+    ]
+
+
+def duration_table() -> list[Compared]:
+    """Weeks and years on one and four DGX A100 at the Megatron table's speeds; 300 B tokens, 1 T for 1T."""
+    trillion, billions = 1e12, 300e9
+
+    def days(size: float, gpus: int, tflops: float, tokens: float = billions) -> float:
+        return training_days(size, tokens, gpus, flops_per_second=tflops * 1e12)
+
+    return [
+        Compared("1.7B, one DGX, weeks", 6, days(1.7e9, 8, 137) / DAYS_PER_WEEK),
+        Compared("1.7B, four DGX, weeks", 2, days(1.7e9, 32, 137) / DAYS_PER_WEEK),
+        Compared("18B, one DGX, weeks", 65, days(18e9, 8, 135) / DAYS_PER_WEEK),
+        Compared("18B, four DGX, weeks", 16, days(18e9, 32, 135) / DAYS_PER_WEEK),
+        Compared("76B, one DGX, years", 5, days(76e9, 8, 140) / DAYS_PER_YEAR),
+        Compared("76B, four DGX, years", 1, days(76e9, 32, 140) / DAYS_PER_YEAR),
+        Compared(
+            "GPT-3 175B, one A100 at peak, years",
+            31,
+            training_days(175e9, billions, 1, flops_per_second=312e12, passes=6.0) / DAYS_PER_YEAR,
+        ),
+        # By the formula 1 T tokens are 194 years; the deck's 69 would be 355 B tokens.
+        Compared("1T on 1 T tokens, one DGX, years", 69, days(1e12, 8, 163, trillion) / DAYS_PER_YEAR),
+        Compared("1T on 1 T tokens, four DGX, years", 17, days(1e12, 32, 163, trillion) / DAYS_PER_YEAR),
+    ]

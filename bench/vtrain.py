@@ -1,0 +1,91 @@
+"""The 1,440 single-node step times of vTrain (VIA-Research, MIT licence) against predictions.
+
+Megatron-DeepSpeed on 2 to 8 A100, fp16, full recompute, 1F1B; tests/data/vtrain_single_node_a100.csv.
+"""
+
+import csv
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.hardware import parse_cluster
+from meshwright.plan.cost import step_cost
+from meshwright.plan.frameworks import framework
+from meshwright.plan.layouts import FULL, layouts
+from meshwright.plan.workload import Workload
+from meshwright.spec.model import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
+
+TABLE = Path(__file__).parents[1] / "tests" / "data" / "vtrain_single_node_a100.csv"
+VOCAB_SIZE = 50257
+
+
+@dataclass(frozen=True)
+class VtrainGroup:
+    """All layouts measured for one model on one number of GPUs."""
+
+    num_devices: int
+    width: int
+    num_layers: int
+    measured: np.ndarray
+    predicted: np.ndarray
+    batch: np.ndarray
+
+    @property
+    def spearman(self) -> float:
+        """Rank correlation of predicted and measured step times."""
+        ranks = [np.argsort(np.argsort(values)) for values in (self.measured, self.predicted)]
+        return float(np.corrcoef(*ranks)[0, 1])
+
+    @property
+    def regret(self) -> float:
+        """How much slower, in sequences per second, the predicted best is than the measured best."""
+        rates = self.batch / self.measured
+        chosen = int((self.batch / self.predicted).argmax())
+        return float(rates.max() / rates[chosen] - 1.0)
+
+
+def _model(width: int, heads: int, layers: int, sequence: int) -> ModelSpec:
+    attention = AttentionSpec(num_heads=heads, num_kv_heads=heads, head_width=width // heads)
+    return ModelSpec(
+        vocab_size=VOCAB_SIZE,
+        num_layers=layers,
+        width=width,
+        max_positions=sequence,
+        attention=attention,
+        mlp=MlpSpec(kind="gelu", width=4 * width),
+        norm="layer",
+        rope=RopeSpec(),
+        tied_head=True,
+        dropout=0.1,
+    )
+
+
+def vtrain_groups() -> list[VtrainGroup]:
+    """Every group, predicted in one call each."""
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        rows = [[float(cell) for cell in row] for row in list(csv.reader(file))[1:]]
+    by_model: dict[tuple[int, ...], list[list[float]]] = defaultdict(list)
+    for row in rows:
+        gpus, batch, micro, width, heads, layers, sequence, tp, dp, pp, milliseconds = row
+        key = (int(gpus), int(width), int(heads), int(layers), int(sequence))
+        by_model[key].append([batch, micro, tp, dp, pp, milliseconds / 1e3])
+    return [_group(key, np.array(members)) for key, members in sorted(by_model.items())]
+
+
+def _group(key: tuple[int, ...], members: np.ndarray) -> VtrainGroup:
+    gpus, width, heads, layers, sequence = key
+    batch, micro, tp, dp, pp = members[:, :5].astype(np.int64).T
+    at = layouts(
+        tp=tp,
+        pp=pp,
+        dp_shard=dp,
+        microbatch_sequences=micro,
+        num_microbatches=batch // (micro * dp),
+        recompute=FULL,
+    )
+    work = Workload(_model(width, heads, layers, sequence), sequence, "fp16", attention_kernel="unfused")
+    cluster = parse_cluster("dgx-a100:1").with_devices(gpus)
+    cost = step_cost(work, at, cluster, framework("megatron-deepspeed"))
+    return VtrainGroup(gpus, width, layers, members[:, 5], cost.step_seconds, batch.astype(np.float64))
