@@ -4,7 +4,7 @@ What the user does not say is filled in here, and each filling is said in `assum
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from meshwright.spec.huggingface import load_model
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.run import RunSpec
-from meshwright.spec.text import parse_run
+from meshwright.spec.text import parse_run, read_run
 from meshwright.spec.yaml_text import dump_yaml, parse_yaml
 from meshwright.units import show_count
 
@@ -25,6 +25,8 @@ DEFAULT_SEQUENCE = 8192
 DEFAULT_BATCH_TOKENS = ((1e9, 2**19), (5e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
 OPTIMAL_TOKENS_PER_PARAMETER = 20
 MOST_WARMUP_STEPS = 2000
+NEAR_FRACTION = 0.1
+"""A batch may be this much off what was said, to divide well."""
 OPTION_OF_KEY = {
     "data.sequence_length": "--seq",
     "data.batch_sequences": "--batch-tokens",
@@ -61,6 +63,7 @@ def ask(request: Request) -> Asked:
     """The question that a request means."""
     tree = _model_tree(request.model)
     model = _model_of(tree, request.model)
+    request = _with_file(request, tree)
     assumed: list[str] = []
     length = _sequence_length(request, model, assumed)
     batch_sequences = _batch_sequences(request, model, length, assumed)
@@ -111,9 +114,24 @@ def _model_tree(text: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise SpecError("this is not a mapping of keys to values", where=text)
     tree = cast("dict[str, Any]", content)
-    if "model" not in tree:
+    if "recipe" in tree or {"model", "data"} <= set(tree):
+        tree = read_run(text).run.model_dump(mode="json")
+    elif "model" not in tree:
         return {"model": tree}
     return {key: value for key, value in tree.items() if key not in ("parallel", "memory")}
+
+
+def _with_file(request: Request, tree: dict[str, Any]) -> Request:
+    """What a run file says stands for what the command line leaves out."""
+    data, num_steps = _mapping(tree.get("data")), _mapping(tree.get("schedule")).get("num_steps")
+    length, sequences = data.get("sequence_length"), data.get("batch_sequences")
+    if request.sequence_length is None and length:
+        request = replace(request, sequence_length=int(length))
+    if request.batch_tokens is None and length and sequences:
+        request = replace(request, batch_tokens=int(length) * int(sequences))
+    if request.tokens is None and request.batch_tokens and num_steps:
+        request = replace(request, tokens=int(num_steps) * request.batch_tokens)
+    return request
 
 
 def _model_of(tree: dict[str, Any], text: str) -> ModelSpec:
@@ -140,36 +158,39 @@ def _within(option: str, number: int, most: int) -> int:
 
 
 def _batch_sequences(request: Request, model: ModelSpec, length: int, assumed: list[str]) -> int:
-    if request.batch_tokens is not None:
-        tokens = _within("--batch-tokens", request.batch_tokens, MOST_TOKENS)
-        if tokens < length:
-            fact = f"--batch-tokens {tokens} is less than one sequence of {length}"
-            raise SpecError(fact, where="--batch-tokens", hint=f"use at least {length}, or a shorter --seq")
-        sequences = round(tokens / length)
-        if sequences * length != tokens:
-            assumed.append(f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens")
+    devices = request.cluster.num_devices
+    if request.batch_tokens is None:
+        size = num_parameters(model)
+        tokens = next(batch for below, batch in DEFAULT_BATCH_TOKENS if size < below)
+        sequences = _divisible(max(1.0, tokens / length), devices)
+        batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
+        assumed.append(f"{batch}, usual for this size (--batch-tokens)")
         return sequences
-    size = num_parameters(model)
-    tokens = next(batch for below, batch in DEFAULT_BATCH_TOKENS if size < below)
-    sequences = _divisible(max(1, tokens // length), request.cluster.num_devices)
-    assumed.append(
-        f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens, usual for this size "
-        "(--batch-tokens)"
-    )
+    tokens = _within("--batch-tokens", request.batch_tokens, MOST_TOKENS)
+    if tokens < length:
+        fact = f"--batch-tokens {tokens} is less than one sequence of {length}"
+        raise SpecError(fact, where="--batch-tokens", hint=f"use at least {length}, or a shorter --seq")
+    if tokens % length == 0:
+        return tokens // length
+    sequences = _divisible(tokens / length, devices)
+    batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
+    assumed.append(f"{batch}: near {show_count(tokens)}, and easy to deal out")
     return sequences
 
 
-def _divisible(sequences: int, num_devices: int) -> int:
-    """Near this many sequences, but a multiple of the odd part of the cluster: it can be dealt out."""
+def _divisible(wanted: float, num_devices: int) -> int:
+    """Near this many sequences, divisible by the odd part of the cluster and by two as often as can be."""
     odd = num_devices
     while odd % 2 == 0:
         odd //= 2
-    if odd == 1 or odd > sequences:
-        return sequences
-    power = 1
-    while 2 * power * odd <= sequences:
-        power *= 2
-    return power * odd
+    for unit in (odd, 1):
+        step = unit * 2 ** max(0, int(wanted).bit_length())
+        while step >= unit:
+            nearest_multiple = round(wanted / step) * step
+            if nearest_multiple and abs(nearest_multiple - wanted) <= NEAR_FRACTION * wanted:
+                return nearest_multiple
+            step //= 2
+    return max(1, round(wanted))
 
 
 def _tokens(request: Request, model: ModelSpec, assumed: list[str]) -> int:

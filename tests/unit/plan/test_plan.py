@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from meshwright.plan.search import Priced
 from meshwright.plan.sizing import seconds_allowed, size_for_deadline
 from meshwright.spec.check import check
 from meshwright.spec.parallel import ParallelSpec
-from meshwright.spec.text import parse_run
+from meshwright.spec.text import dump_run, parse_run
 
 DAY = 86400.0
 
@@ -218,6 +219,23 @@ def test_what_is_not_said_is_filled_in_and_told() -> None:
     assert len(filled.assumed) == 5
     assert filled.tokens == 20 * filled.question.work.counts.total
     assert filled.question.run.data.batch_sequences % 3 == 0
+
+
+def test_a_batch_is_rounded_to_what_can_be_dealt_out() -> None:
+    plain = Request("llama-3.1-8b", parse_cluster("h100:8"), parse_pins([]), sequence_length=8192)
+    assert ask(replace(plain, batch_tokens=4_000_000)).question.run.data.batch_sequences == 512
+    assert ask(replace(plain, batch_tokens=7 * 8192)).question.run.data.batch_sequences == 7
+
+
+def test_a_run_file_is_planned_anew_with_what_it_says(tmp_path: Path) -> None:
+    best = planned("llama-3.1-8b", "h100:8x8").best
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_run(best.run))
+    again = ask(Request(str(file), parse_cluster("leonardo:16"), parse_pins([])))
+    assert again.assumed == ()
+    assert again.question.run.data.batch_tokens == best.run.data.batch_tokens
+    assert again.question.run.parallel == ParallelSpec()
+    assert again.tokens == best.run.schedule.num_steps * best.run.data.batch_tokens
 
 
 @pytest.mark.parametrize(
