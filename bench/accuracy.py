@@ -208,8 +208,8 @@ def _time_section(rows: list[Priced]) -> list[str]:
     return [
         "## Step time\n",
         _table(header, [(name, *_errors(members)) for name, members in groups.items()]),
-        f"\nThe 90% interval holds {_percent(inside)} of the times whose source was left out of the fit; its median "
-        f"half-width is {_percent(width)}.\n",
+        f"\nThe 90% interval holds {_percent(inside)} of the times whose source was left out of the fit; its "
+        f"median half-width is {_percent(width)}.\n",
         "![Dense models](pictures/accuracy_dense.svg) ![Routed models](pictures/accuracy_routed.svg)\n",
         "### By framework\n",
         _table(
@@ -238,11 +238,13 @@ def _vtrain_section() -> list[str]:
     rho = [group.spearman for group in groups]
     return [
         "## Ranking of layouts (vTrain, one node of A100)\n",
-        f"{len(ratios)} step times of Megatron-DeepSpeed in {len(groups)} groups of one model on one number of GPUs. "
-        f"None of them was used to fit a constant. Spearman correlation inside a group: lowest {min(rho):.3f}, "
-        f"median {np.median(rho):.3f}. The layout predicted to train fastest is at most "
-        f"{_percent(max(group.regret for group in groups))} slower than the fastest measured one. Median error of the "
-        f"step time {_percent(float(np.median(np.abs(ratios - 1))))}, 90th percentile "
+        f"{len(ratios)} step times of Megatron-DeepSpeed in {len(groups)} groups of one model on one "
+        "number of GPUs. The launches per layer of this framework were read off these rows; no other "
+        "constant was. "
+        f"Spearman correlation inside a group: lowest {min(rho):.3f}, median {np.median(rho):.3f}. The "
+        f"layout predicted to train fastest is at most {_percent(max(group.regret for group in groups))} "
+        f"slower than the fastest measured one. Median error of the step time "
+        f"{_percent(float(np.median(np.abs(ratios - 1))))}, 90th percentile "
         f"{_percent(float(np.quantile(np.abs(ratios - 1), 0.9)))}.\n",
         "![vTrain](pictures/accuracy_vtrain.svg)\n",
     ]
@@ -254,9 +256,9 @@ def _memory_section(rows: list[Priced]) -> list[str]:
     allocated = np.array([abs(entry[2] - 1.0) for entry in found])
     return [
         "## Memory\n",
-        f"{len(found)} rows publish a figure and can be priced. Sources do not say whether it is allocated or reserved, "
-        f"nor of which rank. Median error: reserved {_percent(float(np.median(reserved)))}, allocated "
-        f"{_percent(float(np.median(allocated)))}.\n",
+        f"{len(found)} rows publish a figure and can be priced. Most sources do not say whether it is "
+        "allocated or reserved, nor of which rank. Median error: reserved "
+        f"{_percent(float(np.median(reserved)))}, allocated {_percent(float(np.median(allocated)))}.\n",
         _table(
             ("row", "framework", "layout", "published", "reserved", "allocated", "fits", "note"),
             [_memory_row(row, first, second) for row, first, second in found],
@@ -269,18 +271,10 @@ def _memory_row(row: Priced, reserved: float, allocated: float) -> tuple[object,
     cells = row.cells
     layout = f"tp{cells['tp']} pp{cells['pp']} dp{cells['dp']} zero{cells['zero']} mbs{cells['mbs']}"
     published = float(cells["mem_gb"])
-    note = (
-        "published: OOM"
-        if "OOM" in cells["notes"].split("TP1 OOM")[0]
-        and "no OOM" not in cells["notes"]
-        and "step 2" not in cells["notes"]
-        else ""
-    )
+    note = "published: out of memory" if "; OOM" in cells["notes"] else ""
     verdict = "yes" if row.found.fits else "no"
-    return (
-        row.line, cells["framework"], layout, f"{published:.1f}", f"{reserved * published:.1f} ({reserved:.2f})",
-        f"{allocated * published:.1f} ({allocated:.2f})", verdict, note,
-    )  # fmt: skip
+    figures = [f"{ratio * published:.1f} ({ratio:.2f})" for ratio in (reserved, allocated)]
+    return (row.line, cells["framework"], layout, f"{published:.1f}", *figures, verdict, note)
 
 
 def page(rows: list[Priced], refused: list[tuple[int, str]]) -> str:

@@ -1,6 +1,7 @@
 """`meshwright hardware`: the devices and clusters that are known. Needs no torch."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -45,6 +46,48 @@ def list_(
         )
         if sources:
             typer.echo("\n".join(f"    {key}: {source}" for key, source in cluster.sources.items()))
+
+
+@app.command()
+def probe(
+    profile: Annotated[Path, typer.Argument(help="Measurements that `bench` wrote.")],
+    on: Annotated[
+        str, typer.Option("--on", help="The cluster it was measured on; its own device by default.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """What a measured profile says beside the data sheet of the same machine.
+
+    `predict --profile` uses the measured column wherever there is one.
+    """
+    from meshwright.hardware import parse_cluster, read_profile
+
+    found = read_profile(profile)
+    plain = parse_cluster(on or found.device)
+    rows = _beside(plain, found.applied_to(plain))
+    if as_json:
+        typer.echo(json.dumps({name: {"catalogue": a, "measured": b} for name, a, b in rows}))
+        return
+    typer.echo(f"{'':<34} {'catalogue':>12} {'measured':>12}")
+    for name, catalogue, measured in rows:
+        typer.echo(f"{name:<34} {catalogue:>12.4g} {measured:>12.4g}")
+
+
+def _beside(plain: Any, measured: Any) -> list[tuple[str, float, float]]:
+    """Figures that a profile can replace, before and after."""
+    from meshwright.plan.kernels import copy_rate
+
+    rows = [
+        (f"{precision} matmul, TFLOP/s", plain.device.matmul_ceiling(precision) / 1e12, best / 1e12)
+        for precision, best in measured.device.best_matmul_flops_per_second.items()
+        if best != plain.device.best_matmul_flops_per_second.get(precision)
+    ]
+    rows.append(("memory, TB/s", copy_rate(plain.device) / 1e12, copy_rate(measured.device) / 1e12))
+    for name in ("peer", "network", "host"):
+        before, after = getattr(plain, name), getattr(measured, name)
+        rows.append((f"{name} link, GB/s", before.bytes_per_second / 1e9, after.bytes_per_second / 1e9))
+        rows.append((f"{name} link, microseconds", before.latency_seconds * 1e6, after.latency_seconds * 1e6))
+    return rows
 
 
 def _device_line(name: str, device: Any) -> str:

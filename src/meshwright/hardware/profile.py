@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from meshwright.errors import SpecError
-from meshwright.hardware.catalogue import Cluster, Device, Link
+from meshwright.hardware.catalogue import Cluster, Device, Link, find_device
 
 # Bytes a ring moves per rank, in units of the message, for n ranks.
 RING_SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
@@ -86,7 +86,13 @@ class Profile:
     host_bytes_per_second: float | None = None
 
     def applied_to(self, cluster: Cluster) -> Cluster:
-        """The cluster with its data-sheet figures replaced by what was measured."""
+        """The cluster with its data-sheet figures replaced by what was measured on its kind of device."""
+        if self.device and find_device(self.device).name != cluster.device.name:
+            raise SpecError(
+                f"the profile was measured on {self.device}, the cluster has {cluster.device.name}",
+                where="--profile",
+                hint="measure this machine with `bench`, or leave the profile out",
+            )
         device = self._device(cluster.device)
         return replace(
             cluster,

@@ -114,8 +114,8 @@ _PLAIN: tuple[Framework, ...] = (
         interleaves=True,
         elementwise_passes=1.1,
         launches_per_layer=60.0,
-        launches_per_routed_layer=340.0,
-        superchip_launches=0.3,
+        launches_per_routed_layer=420.0,
+        superchip_launches=0.25,
     ),
     Framework(
         "megatron-deepspeed",

@@ -16,7 +16,7 @@ from meshwright.spec.model import LatentSpec
 # Bytes moved per element by softmax and dropout of attention that materialises its scores.
 CAST_BYTES = 6.0
 # Permuting routed tokens there and back, in units of an inner activation's traffic.
-DISPATCH_COPIES = 1.0
+DISPATCH_COPIES = 0.8
 SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 9.0, 13.0
 
 

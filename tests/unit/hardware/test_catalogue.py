@@ -8,8 +8,22 @@ from meshwright.errors import SpecError
 from meshwright.hardware import cluster_names, device_names, find_device, parse_cluster
 from meshwright.hardware.catalogue import built_in_clusters, built_in_devices
 
-NAMED = "v100 a100-40gb a100-64gb a100-80gb h100 h100-pcie h100-nvl h200 gh200 b200 b300 gb200 gb300".split()
-NAMED += "l40s rtx4090 mi300x mi325x mi355x cpu".split()
+NAMED = [
+    "v100",
+    "a100-40gb",
+    "a100-64gb",
+    "a100-80gb",
+    "h100",
+    "h100-pcie",
+    "h100-nvl",
+    "h200",
+    "gh200",
+    "b200",
+    "b300",
+    "gb200",
+    "gb300",
+]
+NAMED += ["l40s", "rtx4090", "mi300x", "mi325x", "mi355x", "cpu"]
 # Dense TFLOP/s of the course decks: fp32, tf32, 16 bits, fp8.
 DECK_PEAKS = {
     "p100": {"fp32": 10.6, "fp16": 21},

@@ -67,3 +67,9 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
         read_profile(tmp_path / "p.json")
     with pytest.raises(SpecError, match="cannot read"):
         read_profile(tmp_path / "none.json")
+
+
+def test_a_profile_of_another_device_is_refused(tmp_path: Path) -> None:
+    profile = read_profile(_write(tmp_path / "p.json", MEASURED))
+    with pytest.raises(SpecError, match="measured on h200"):
+        profile.applied_to(parse_cluster("h100:8"))

@@ -88,9 +88,7 @@ class TestDirections:
     def test_zero_three_at_a_small_micro_batch_waits_for_the_network(self) -> None:
         work = Workload(family("llama-3.1-70b"), 2048)
         small = step_cost(work, layouts(dp_shard=64, zero=3, num_microbatches=4), H100, meshwright())
-        large = step_cost(
-            work, layouts(dp_shard=64, zero=3, microbatch_sequences=4), H100, meshwright()
-        )
+        large = step_cost(work, layouts(dp_shard=64, zero=3, microbatch_sequences=4), H100, meshwright())
         assert small.items["fsdp"][0] > 3 * large.items["fsdp"][0]
 
     def test_the_same_batch_on_more_devices_loses_efficiency(self) -> None:

@@ -44,7 +44,7 @@ def test_megatron_state_is_eighteen_bytes_and_six_with_everything_sharded() -> N
 
 
 def test_one_billion_parameters_at_sixteen_bytes_are_14_90_gib() -> None:
-    assert 16 * 1e9 / GIB == pytest.approx(14.90, abs=0.005)
+    assert pytest.approx(14.90, abs=0.005) == 16 * 1e9 / GIB
     # 175 B parameters in fp32; the deck truncates 651.926.
     assert int(175e9 * 4 / GIB * 100) / 100 == 651.92
 
@@ -79,7 +79,9 @@ def test_recompute_never_keeps_more(recompute: int) -> None:
 def test_activations_of_a_layer_are_what_a_trace_found() -> None:
     """Llama-8B layer at 8192 tokens, eager SwiGLU: 1313 MiB traced; with the gathered inputs at tp=8: 276."""
     work, stack = Workload(family("llama-3.1-8b"), 8192), meshwright()
-    assert layer_activation_bytes(work, layouts(), stack, moe=False)[0] / 2**20 == pytest.approx(1313, rel=0.005)
+    assert layer_activation_bytes(work, layouts(), stack, moe=False)[0] / 2**20 == pytest.approx(
+        1313, rel=0.005
+    )
     tp8 = layer_activation_bytes(work, layouts(tp=8), stack, moe=False)[0]
     # Within 3%: the trace also holds the statistics of norms.
     assert tp8 / 2**20 == pytest.approx(276, rel=0.03)
@@ -131,7 +133,9 @@ def test_offload_moves_the_optimizer_to_the_host() -> None:
 
 
 def test_device_bytes_hold_reserved_hold_allocated() -> None:
-    found = _memory(Workload(family("llama-3.1-8b"), 4096), layouts(tp=2, dp_shard=4, pp=2, num_microbatches=8))
+    found = _memory(
+        Workload(family("llama-3.1-8b"), 4096), layouts(tp=2, dp_shard=4, pp=2, num_microbatches=8)
+    )
     assert (found.allocated_bytes < found.reserved_bytes).all()
     assert (found.reserved_bytes < found.device_bytes).all()
 
@@ -141,7 +145,9 @@ def test_many_layouts_are_priced_as_each_alone() -> None:
     columns = {"tp": [1, 2, 4], "pp": [1, 2, 4], "dp_shard": [8, 4, 2], "ep": [8, 2, 1], "zero": [3, 1, 0]}
     together = _memory(work, layouts(num_microbatches=8, **{k: np.array(v) for k, v in columns.items()}))
     for row in range(3):
-        alone = _memory(work, layouts(num_microbatches=8, **{name: values[row] for name, values in columns.items()}))
+        alone = _memory(
+            work, layouts(num_microbatches=8, **{name: values[row] for name, values in columns.items()})
+        )
         assert together.peak_device_bytes[row] == pytest.approx(alone.peak_device_bytes[0], rel=1e-12)
 
 

@@ -57,7 +57,9 @@ def test_many_small_messages_pay_latency_each() -> None:
     assert many - one == pytest.approx(99 * traffic.ring_latency(members, CLUSTER)[0])
 
 
-@given(size=st.sampled_from([2, 4, 8, 16, 64]), stride=st.sampled_from([1, 2, 4, 8, 16]), scale=st.floats(1, 100))
+@given(
+    size=st.sampled_from([2, 4, 8, 16, 64]), stride=st.sampled_from([1, 2, 4, 8, 16]), scale=st.floats(1, 100)
+)
 def test_more_bytes_never_take_less_time(size: int, stride: int, scale: float) -> None:
     members = _group(size, stride)
     for price in (traffic.gather_seconds, traffic.all_reduce_seconds, traffic.all_to_all_seconds):
