@@ -85,7 +85,11 @@ def memory(
     if svg is not None:
         _write(svg, draw_memory_svg(choice))
     if as_json:
-        document = {"fits": choice.fits, "device_bytes": choice.device_bytes, "stages": shown_stages(choice)}
+        document = {
+            "fits": choice.may_fit,
+            "device_bytes": choice.device_bytes,
+            "stages": shown_stages(choice),
+        }
         typer.echo(json.dumps(document))
     else:
         Console().print(draw_memory_text(choice))

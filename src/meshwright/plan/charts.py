@@ -1,4 +1,4 @@
-"""Charts as inline SVG: stacked bars and a log-log line chart. No scripts, no outside files."""
+"""Charts as inline SVG: stacked bars and a line chart. No scripts, no outside files."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from html import escape
 
 PALETTE = (
     *("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d"),
-    *("#83bcb6", "#ff9da6", "#79706e", "#d6a5c9", "#bab0ac", "#59a14f", "#4e79a7", "#edc948"),
+    *("#c5a3dd", "#ff9da6", "#79706e", "#a0cbe8", "#bab0ac", "#8cd17d", "#d37295", "#f1ce63"),
 )
 Place = Callable[[float, float], tuple[float, float]]
 WIDTH, LABEL_WIDTH, VALUE_WIDTH = 940, 96, 92
@@ -44,7 +44,7 @@ def stacked_bars(bars: Sequence[Bar], *, full: float, limit: tuple[float, str] |
     parts: list[str] = []
     for index, bar in enumerate(bars):
         y = top + index * (BAR_HEIGHT + BAR_GAP)
-        parts += _bar(bar, y, scale, shade)
+        parts += _bar(bar, y, scale, shade, LABEL_WIDTH + limit[0] * scale if limit else None)
     height = top + len(bars) * (BAR_HEIGHT + BAR_GAP)
     if limit is not None:
         x = LABEL_WIDTH + limit[0] * scale
@@ -59,7 +59,8 @@ def _svg(width: float, height: float, parts: list[str]) -> str:
     return f"<svg {box}>{''.join(parts)}</svg>"
 
 
-def _bar(bar: Bar, y: float, scale: float, shade: Mapping[str, str]) -> list[str]:
+def _bar(bar: Bar, y: float, scale: float, shade: Mapping[str, str], limit_x: float | None) -> list[str]:
+    """One bar; its words step over the line of the limit."""
     x = float(LABEL_WIDTH)
     parts = [text(0, y + BAR_HEIGHT / 2 + 5, bar.label)]
     for name, value in bar.parts.items():
@@ -68,6 +69,8 @@ def _bar(bar: Bar, y: float, scale: float, shade: Mapping[str, str]) -> list[str
             box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{shade[name]}"'
             parts.append(f"<rect {box}><title>{escape(name)}</title></rect>")
         x += width
+    if limit_x is not None and -60 < x - limit_x < 8:
+        x = limit_x
     parts.append(text(x + 8, y + BAR_HEIGHT / 2 + 5, bar.total_words, kind="strong"))
     return parts
 
@@ -93,7 +96,7 @@ def _legend(bars: Sequence[Bar], shade: Mapping[str, str], top: float) -> tuple[
 
 @dataclass(frozen=True)
 class Line:
-    """A named series of points on two logarithmic axes."""
+    """A named series of points."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -102,19 +105,19 @@ class Line:
 
 
 def line_chart(lines: Sequence[Line], *, x_words: str, y_words: str, height: int = 320) -> str:
-    """Lines on logarithmic axes, with points and a mark for every x."""
+    """Lines over a logarithmic x, from zero up, with points and a mark for every x."""
     left, right, top, bottom = 84, 210, 16, 46
     xs = sorted({x for line in lines for x, _ in line.points})
     ys = [y for line in lines for _, y in line.points]
     x_low, x_high = math.log(xs[0]), math.log(xs[-1] if xs[-1] > xs[0] else xs[0] * 2)
-    y_low, y_high = math.log(min(ys) / 1.15), math.log(max(ys) * 1.15)
+    y_high = max(ys) * 1.1
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (math.log(x) - x_low) / (x_high - x_low)
-        up = (math.log(y) - y_low) / (y_high - y_low)
+        up = y / y_high
         return left + across * (WIDTH - left - right), height - bottom - up * (height - bottom - top)
 
-    parts = _grid(xs, (math.exp(y_low), math.exp(y_high)), place, height - bottom)
+    parts = _grid(xs, y_high, place, height - bottom)
     for line in lines:
         parts += _polyline(line, [place(x, y) for x, y in line.points])
     parts.append(text((left + WIDTH - right) / 2, height - 8, x_words, kind="small", anchor="middle"))
@@ -138,15 +141,15 @@ def _polyline(line: Line, places: list[tuple[float, float]]) -> list[str]:
     return parts
 
 
-def _grid(xs: Sequence[float], y_range: tuple[float, float], place: Place, floor: float) -> list[str]:
+def _grid(xs: Sequence[float], y_high: float, place: Place, floor: float) -> list[str]:
     parts: list[str] = []
     for x in xs:
-        across, _ = place(x, y_range[0])
+        across, _ = place(x, 0.0)
         parts.append(
             f'<line x1="{across:.1f}" x2="{across:.1f}" y1="{floor}" y2="{floor + 5}" class="axis"/>'
         )
         parts.append(text(across, floor + 19, f"{x:,.0f}", kind="small", anchor="middle"))
-    for value in _round_values(*y_range):
+    for value in _round_values(y_high):
         left, up = place(xs[0], value)
         right, _ = place(xs[-1], value)
         parts.append(f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{up:.1f}" y2="{up:.1f}" class="grid"/>')
@@ -154,13 +157,11 @@ def _grid(xs: Sequence[float], y_range: tuple[float, float], place: Place, floor
     return parts
 
 
-def _round_values(low: float, high: float) -> list[float]:
-    values = [
-        mantissa * 10.0**power
-        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for mantissa in (1, 2, 5)
-    ]
-    return [value for value in values if low <= value <= high]
+def _round_values(high: float) -> list[float]:
+    """Three to six round numbers from zero to below `high`."""
+    power = 10.0 ** math.floor(math.log10(high))
+    step = next(size * power for size in (0.2, 0.5, 1.0, 2.0) if high / (size * power) <= 6)
+    return [step * index for index in range(int(high / step) + 1)]
 
 
 def _short(value: float) -> str:

@@ -9,7 +9,6 @@ from meshwright.plan.report import memory_chart
 from meshwright.units import show_bytes
 
 BAR_WIDTH = 32
-SHADES = "█▓▒░"
 STAGE_WORDS = {"first": "first stage", "middle": "middle stage", "last": "last stage"}
 SVG_STYLE = (
     "<style>text{font:13px -apple-system,'Segoe UI','Helvetica Neue',Arial,sans-serif;fill:#1c2733}"
@@ -43,7 +42,7 @@ def draw_memory_text(choice: Choice) -> Table:
             )
             table.add_row(name, *map(show_bytes, values), bar)
     totals = [sum(items.values()) for items in stages.values()]
-    verdict = "fits" if choice.fits else "does NOT fit"
+    verdict = "fits" if choice.may_fit else "does NOT fit"
     table.add_row(
         "on the device", *map(show_bytes, totals), f"{max(totals) / capacity:.0%}: {verdict}", style="bold"
     )

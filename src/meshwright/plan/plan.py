@@ -95,8 +95,13 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank stays inside the budget."""
+        """Whether the fullest rank stays inside what a plan may use."""
         return self.device_bytes <= self.question.memory_budget_bytes
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it stays inside the device at all, as `predict` judges a given run."""
+        return bool(price_memory(self.question, self.at).fits(self.question.cluster)[0])
 
     @property
     def step_seconds(self) -> float:

@@ -102,7 +102,7 @@ def _memory_note(best: Choice) -> str:
         f"Peak of the step: {show_bytes(best.allocated_bytes)} allocated by tensors, "
         f"{show_bytes(best.reserved_bytes)} held by the allocator, "
         f"{show_bytes(best.device_bytes)} on the device with context and communicators. "
-        f"A layout counts as fitting up to {budget}."
+        f"A plan may use up to {budget}."
     )
 
 
@@ -152,7 +152,7 @@ def _scaling_chart(plan: Plan) -> str:
     lines = [
         Line("strong", _points(strong), PALETTE[0]),
         Line("weak", _points(weak), PALETTE[2]),
-        Line("in proportion", ideal, "#9aa7b4", dashed=True),
+        Line("no loss", ideal, "#9aa7b4", dashed=True),
     ]
     return line_chart(
         [line for line in lines if len(line.points) > 1],

@@ -17,7 +17,7 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.cost import StepCost, step_cost
 from meshwright.plan.frameworks import meshwright
 from meshwright.plan.layouts import CP_KINDS, FULL, Floats, Ints, Layouts
-from meshwright.plan.memory import FIT_SHARE, Memory, memory
+from meshwright.plan.memory import Memory, memory
 from meshwright.plan.pins import Pins
 from meshwright.plan.space import (
     SHORTEST_PART,
@@ -33,6 +33,8 @@ from meshwright.plan.workload import Workload, workload_of
 from meshwright.spec.run import RunSpec
 
 Objective = Literal["speed", "cost", "memory"]
+PLANNED_SHARE = 0.95
+"""Predicted memory errs by a few per cent, and a plan that runs out of memory is worth nothing."""
 BLOCK_MESHES = 128
 MAX_KEPT = 20_000
 GROUP_COLUMNS = ("dp_replicate", "dp_shard", "zero", "cp", "tp", "pp", "ep", "recompute", "schedule")
@@ -61,8 +63,8 @@ class Question:
 
     @property
     def memory_budget_bytes(self) -> float:
-        """What a rank may hold on its device."""
-        return FIT_SHARE * self.cluster.device.memory_bytes
+        """What a plan may put on a device: a little less than what might just fit."""
+        return PLANNED_SHARE * self.cluster.device.memory_bytes
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _powers_and_all(num_experts: int) -> list[int]:
+def _expert_cuts(num_experts: int) -> list[int]:
     """Ways to deal out experts: powers of two up to MOST_EP, and one expert per rank."""
     return [
         d for d in divisors(num_experts) if (d & (d - 1) == 0 and d <= MOST_EP) or d == num_experts <= MOST_EP
@@ -92,7 +92,7 @@ def _proposed_cuts(space: Space) -> list[Cut]:
     tps = pins.keep("tp", [d for d in divisors(heads) if d <= space.cluster.devices_per_node])
     longest = min(MOST_CP, max(1, space.run.data.sequence_length // space.shortest_part))
     cps = pins.keep("cp", [2**k for k in range(longest.bit_length())])
-    eps = pins.keep("ep", _powers_and_all(model.moe.num_experts) if model.moe else [1])
+    eps = pins.keep("ep", _expert_cuts(model.moe.num_experts) if model.moe else [1])
     return [
         Cut(tp, cp, kind, inner, ep, etp)
         for tp, cp, ep in product(tps, cps, eps)
