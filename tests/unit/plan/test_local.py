@@ -83,7 +83,7 @@ def test_precision_follows_the_hardware(demo: RunSpec):
 def test_one_rank_for_each_accelerator(demo: RunSpec):
     four = decide(demo, on(TWO_CORES, accelerators=(H100,) * 4))
     assert (four.device, four.num_ranks) == ("cuda", 4)
-    assert decide(demo, on(TWO_CORES, accelerators=(H100,) * 3)).num_ranks == 2, "3 do not divide 16"
+    assert decide(demo, on(TWO_CORES, accelerators=(H100,) * 3)).num_ranks == 2, "3 do not divide 8"
 
 
 @pytest.mark.parametrize("accelerators", [(), (H100,), (V100, V100)])
