@@ -79,7 +79,7 @@ def _predict_table(table: Path, output: Path | None, *, as_json: bool) -> None:
 def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None, *, as_json: bool) -> None:
     from meshwright.errors import EXIT_NO_FIT
     from meshwright.hardware import parse_cluster, read_profile
-    from meshwright.plan.predict import predict_run
+    from meshwright.plan.predict import predict_run, recompute_that_fits
     from meshwright.spec.text import read_run
 
     loaded = read_run(name, overrides)
@@ -90,6 +90,11 @@ def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None,
     found = predict_run(loaded.run, cluster)
     typer.echo(json.dumps(_document(found)) if as_json else _text(found, cluster.device.title))
     if not found.fits:
+        least = recompute_that_fits(loaded.run, cluster)
+        advice = (
+            f"memory.recompute={least} would fit" if least else "no recompute is enough: take a smaller micro-batch or more shards"
+        )
+        typer.echo(advice, err=True)
         raise typer.Exit(EXIT_NO_FIT)
 
 

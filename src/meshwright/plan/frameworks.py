@@ -64,8 +64,12 @@ class Framework:
     """The MLP's activation keeps its input, its output and the product (8f), not one of them less."""
     keeps_unrotated: bool = False
     """Queries and keys stay both before and after their rotation."""
+    keeps_matmul_outputs: bool = False
+    """Selective recompute keeps every product's output, also whole partial sums before a reduce-scatter."""
     logits_bytes: float = 12.0
     """Bytes per logit alive at the peak of the loss."""
+    loss_chunk_tokens: int | None = None
+    """Without tp the loss widens this many tokens' logits at once, beside the logits and their gradient."""
     logits_traffic: float = 24.0
     """Bytes moved per logit by the loss, forward and backward."""
     elementwise_passes: float = 1.0
@@ -100,6 +104,9 @@ _PLAIN: tuple[Framework, ...] = (
         saves_gathered_input=True,
         casts_weights=True,
         eager_activation=True,
+        keeps_matmul_outputs=True,
+        logits_bytes=14.0,
+        loss_chunk_tokens=2048,
         balances_stages=True,
         elementwise_passes=1.6,
         launches_per_layer=60.0,

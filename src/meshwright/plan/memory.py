@@ -206,6 +206,9 @@ def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe
     partial = partial + unless(CORE_ATTENTION, kept["scores"])
     inner = kept["inner"] + unless(ACTIVATION, kept["activation"])
     partial = partial + unless(EXPERTS if moe else MLP, inner)
+    if stack.keeps_matmul_outputs:
+        outputs = 2.0 * work.working_bytes * at.microbatch_tokens(work.sequence_length) * work.model.width
+        partial = partial + np.where((bits & NORMS) > 0, outputs - kept["inputs"] / 2.0, 0.0)
     none = sum(kept.values())
     with_policy = np.where((bits & FULL) > 0, kept["inputs"] / 2.0, partial)
     return none + (with_policy - none) / at.recompute_every  # pyright: ignore[reportReturnType]
@@ -287,6 +290,10 @@ def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
     """Logits and what the loss makes of them where the head is; the embedding's output on the first rank."""
     tokens = at.microbatch_tokens(work.sequence_length)
     logits = stack.logits_bytes * tokens * work.model.vocab_size / at.tp
+    if stack.loss_chunk_tokens is not None:
+        wide = 8.0 * np.minimum(tokens, stack.loss_chunk_tokens)
+        chunked = (2.0 * work.working_bytes * tokens + wide) * work.model.vocab_size
+        logits = np.where(at.tp > 1, logits, chunked)
     embedded = work.working_bytes * tokens * work.model.width / np.where(stack.sequence_parallel, at.tp, 1)
     alone = at.pp == 1
     return np.stack([np.where(alone, logits, embedded), np.where(alone, logits, 0.0), logits], axis=1)

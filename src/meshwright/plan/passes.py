@@ -199,7 +199,9 @@ def layer_passes(ctx: Context, *, moe: bool) -> tuple[Pass, Pass]:
     compute_forward, compute_backward = total(forward), total(backward)
     tp_once = _tp_seconds(ctx)
     tp_forward = hidden(2.0 * tp_once, compute_forward, stack.tp_overlap)
-    tp_backward = hidden(2.0 * tp_once * (1.0 + full), compute_backward, stack.tp_overlap)
+    # Selective recompute gathers the inputs of column-parallel products again: half of the forward traffic.
+    again = full + (0.5 * (ctx.has(NORMS) - full) if stack.keeps_matmul_outputs else 0.0)
+    tp_backward = hidden(2.0 * tp_once * (1.0 + again), compute_backward, stack.tp_overlap)
     cp = _cp_seconds(ctx)
     core = forward["attention"]
     shown_forward = {"tp": tp_forward, "cp": hidden(cp, core, 0.8)}

@@ -140,6 +140,15 @@ def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
     return predict_layout(workload_of(run), at, cluster, meshwright(), run=run)
 
 
+def recompute_that_fits(run: RunSpec, cluster: Cluster) -> str | None:
+    """The least recompute with which this run would fit, or None where none is enough."""
+    for recompute in ("none", "selective", "full"):
+        changed = run.with_(memory=run.memory.with_(recompute=recompute, recompute_every=1))
+        if predict_run(changed, cluster).fits:
+            return recompute
+    return None
+
+
 def predict_table_run(row: TableRun) -> Prediction:
     """Price one row of a table, with the FLOP convention that its own figures use."""
     found = predict_layout(row.work, row.at, row.cluster, row.stack)
