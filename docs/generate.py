@@ -115,6 +115,8 @@ def _row(prefix: str, name: str, found: FieldInfo) -> str:
 def _default(value: Any) -> str:
     if isinstance(value, Spec):
         return "see below"
+    if value == ():
+        return "empty"
     if value is None or isinstance(value, bool):
         return "absent" if value is None else str(value).lower()
     return f"`{value}`"
@@ -122,7 +124,7 @@ def _default(value: Any) -> str:
 
 def _kind(found: FieldInfo) -> str:
     if spec_of(found) is not None:
-        return "mapping"
+        return "list of mappings" if get_origin(found.annotation) is tuple else "mapping"
     options = get_args(found.annotation) if type(None) in get_args(found.annotation) else (found.annotation,)
     return ", ".join(_word(option) for option in options if option is not type(None))
 

@@ -11,14 +11,20 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tests.communication import Recorder, named_calls
+from tests.communication import Named, Recorder, named_calls
 from tests.oracle import Reference, reference
 from tests.ranks import RankPool, rank_device
 from tests.tiny_runs import OPTIMIZERS
+from tests.traffic import (
+    expected_gradient_bytes,
+    expected_parameter_bytes,
+    expected_traffic,
+    most_optimizer_bytes,
+)
 from torch import Tensor
 
 from meshwright.mesh import Mesh, World, build_mesh
-from meshwright.optim.build import state_tensors
+from meshwright.optim.build import state_dims, state_tensors
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.owned import OwnedParameter
 from meshwright.parallel.pp import stages
@@ -33,7 +39,8 @@ RTOL = 1e-9
 # A tensor that is zero but for rounding (the key bias of attention without rotation) has no scale of its
 # own; below this part of the largest tensor of its kind the error is measured against that part.
 SMALLEST_SCALE = 1e-4
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# States of the weights' shape and dtype, which are gathered together with them.
+LIKE_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclasses.dataclass
@@ -62,7 +69,7 @@ class Result:
     digests: dict[str, str]
     """Of the gathered weights: equal on all ranks of a stage."""
     num_steps: int
-    communication: Counter[tuple[str, str, int]]
+    communication: Named
     """Of the last step."""
     held: Held
     """Just before the last update."""
@@ -151,7 +158,7 @@ def train_steps(run: RunSpec, mesh: Mesh, num_steps: int) -> Result:
             f"{name}.{key}": value
             for name, held_ in whole.items()
             for key, value in held_.items()
-            if key in STATES
+            if key not in ("weight", "ema") and not key.startswith("gradient")
         },
         buffers=_buffers(training),
         ema=_of_kind(whole, "ema"),
@@ -168,10 +175,6 @@ def _of_kind(whole: dict[str, dict[str, Tensor]], kind: str) -> dict[str, Tensor
     return {name: kinds[kind] for name, kinds in whole.items() if kind in kinds}
 
 
-def _states(whole: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{name}.{key}": kinds[key] for name, kinds in whole.items() for key in STATES if key in kinds}
-
-
 def gather(
     run: RunSpec, training: Training, parts: dict[str, dict[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
@@ -180,10 +183,15 @@ def gather(
     averages = training.ema.averages if training.ema else {}
     found = {}
     for one in training.program.owned:
-        kinds = {"weight": one.shard.detach(), **states.get(one.name, {}), **parts.get(one.name, {})}
+        kinds = {"weight": one.shard.detach(), **parts.get(one.name, {})}
+        held = states.get(one.name, {})
+        kinds |= {key: state for key, state in held.items() if key in LIKE_WEIGHTS}
         if one.name in averages:
             kinds["ema"] = averages[one.name]
         found[one.name] = dict(zip(kinds, make_whole(one, list(kinds.values())), strict=True))
+        for key in sorted(held.keys() - kinds.keys()):
+            part = one.as_global(held[key], state_dims(key, len(one.shape)))
+            found[one.name][key] = part.full_tensor()
     return found
 
 
@@ -209,10 +217,11 @@ def _digest(tensor: Tensor) -> str:
 def measure(training: Training) -> Held:
     """What the state of this rank takes, by storage."""
     owned = training.program.owned
+    computing = [parameter for stage in training.program.stages for parameter in stage.parameters()]
     gradients = [one.shard.grad for one in owned] + [one.parameter.grad for one in owned]
     states = [value for state in training.optimizer.state.values() for value in state.values()]
     return Held(
-        parameters=_storage_bytes([one.parameter for one in owned] + [one.shard for one in owned]),
+        parameters=_storage_bytes(computing + [one.shard for one in owned]),
         gradients=_storage_bytes(gradients),
         optimizer=_storage_bytes([value for value in states if isinstance(value, Tensor) and value.ndim]),
     )
@@ -250,8 +259,9 @@ def worst_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict
     errors = {}
     for name, tensor in expected.items():
         assert actual[name].shape == tensor.shape, name
+        assert actual[name].dtype == tensor.dtype, name
         scale = max(float(tensor.abs().max()), SMALLEST_SCALE * largest)
-        error = float((actual[name] - tensor).abs().max()) / scale if scale else 0.0
+        error = float((actual[name].double() - tensor.double()).abs().max()) / scale if scale else 0.0
         errors[name] = error if error == error else float("inf")
     return errors
 
@@ -304,6 +314,24 @@ def assert_ranks_agree(results: list[Result]) -> None:
             by_stage.setdefault((result.stage, name), set()).add(digest)
     apart = [name for (_, name), digests in by_stage.items() if len(digests) > 1]
     assert not apart, f"ranks hold different copies of {apart}"
+
+
+def assert_traffic(results: list[Result], run: RunSpec) -> None:
+    """Every rank sent exactly what the formulas say: nothing is gathered that need not be."""
+    for result in results:
+        expected = expected_traffic(run, result.rank)
+        missing, surplus = expected - result.communication, result.communication - expected
+        assert not missing and not surplus, f"rank {result.rank}: missing {missing}, not expected {surplus}"
+
+
+def assert_state_bytes(results: list[Result], run: RunSpec) -> None:
+    """Every rank held no more than its share of parameters, gradients and optimizer states."""
+    num_states = 2 if run.optim.kind == "adamw" else 1
+    for result in results:
+        held = result.held
+        assert held.parameters == expected_parameter_bytes(run, result.stage)
+        assert held.gradients == expected_gradient_bytes(run, result.stage)
+        assert held.optimizer <= most_optimizer_bytes(run, result.stage, num_states)
 
 
 def prove(ranks: RankPool, run: RunSpec, *, frozen: tuple[str, ...] = ()) -> list[Result]:

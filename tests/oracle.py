@@ -7,10 +7,12 @@ loss, auxiliary loss, decay groups, clipping, learning rate and update are writt
 import dataclasses
 import functools
 import math
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import torch
+from tests.oracle_optimizers import PlainOptimizer
 from torch import Tensor, nn
 
 from meshwright.data.batches import open_source
@@ -18,7 +20,7 @@ from meshwright.data.order import SampleOrder
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.routing import Router
-from meshwright.spec import RunSpec
+from meshwright.spec import OptimSpec, RunSpec
 
 IGNORED = -100
 
@@ -124,18 +126,23 @@ def reference_rate(run: RunSpec, step: int) -> float:
     return run.optim.lr * (1 - progress * (1 - schedule.final_ratio))
 
 
-def _optimizer(run: RunSpec, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(run: RunSpec, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer | PlainOptimizer:
     optim = run.optim
-    decaying = [p for p in named.values() if p.ndim >= 2 or optim.decay == "all"]
-    others = [p for p in named.values() if not (p.ndim >= 2 or optim.decay == "all")]
-    groups = [
-        {"params": decaying, "weight_decay": optim.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = [{"params": [p], **_settings(optim, name, p)} for name, p in named.items()]
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.beta1)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    if optim.kind == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    return PlainOptimizer(groups, optim, list(named))
+
+
+def _settings(optim: OptimSpec, name: str, parameter: nn.Parameter) -> dict[str, float]:
+    decay, factor = optim.weight_decay if parameter.ndim >= 2 or optim.decay == "all" else 0.0, 1.0
+    matching = [group for group in optim.groups if fnmatchcase(name, group.pattern)]
+    if matching:
+        factor = matching[-1].lr_factor
+        decay = decay if matching[-1].weight_decay is None else matching[-1].weight_decay
+    return {"weight_decay": decay, "lr_factor": factor}
 
 
 def token_loss(model: Decoder, rows: dict[str, Tensor], *, divisor: int | None = None) -> Tensor:
@@ -195,7 +202,7 @@ def _train(run: RunSpec, num_steps: int, frozen: tuple[str, ...]) -> Reference:
         norm = nn.utils.clip_grad_norm_(named.values(), run.optim.max_grad_norm or math.inf)
         rates.append(reference_rate(run, step))
         for group in optimizer.param_groups:
-            group["lr"] = rates[-1]
+            group["lr"] = rates[-1] * group["lr_factor"]
         gradients.append({name: _gradient(p) for name, p in named.items()})
         optimizer.step()
         optimizer.zero_grad()
@@ -222,13 +229,14 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
-def _states(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    keys = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+def _states(
+    optimizer: torch.optim.Optimizer | PlainOptimizer, named: dict[str, nn.Parameter]
+) -> dict[str, Tensor]:
     return {
         f"{name}.{key}": value.clone()
         for name, p in named.items()
         for key, value in optimizer.state[p].items()
-        if key in keys and value is not None
+        if isinstance(value, Tensor) and value.ndim
     }
 
 

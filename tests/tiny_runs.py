@@ -120,6 +120,14 @@ OPTIMIZERS: dict[str, OptimSpec] = {
     "sgd": OptimSpec(kind="sgd", lr=0.05, beta1=0.9, weight_decay=0.1, max_grad_norm=2.2),
     "adamw": OptimSpec(kind="adamw", lr=0.01, eps=1e-5, weight_decay=0.1, max_grad_norm=1.0),
 }
+# Those that look at whole parameters; a weight's step must be large enough to show a wrong norm.
+MORE_OPTIMIZERS: dict[str, OptimSpec] = {
+    "lars": OptimSpec(kind="lars", lr=2.0, trust=0.02, weight_decay=0.1),
+    "lamb": OptimSpec(kind="lamb", lr=0.05, eps=1e-5, weight_decay=0.1),
+    "adafactor": OptimSpec(kind="adafactor", lr=0.02, weight_decay=0.1),
+    "muon": OptimSpec(kind="muon", lr=0.02, eps=1e-5, weight_decay=0.1),
+    "adamw_8bit": OptimSpec(kind="adamw_8bit", lr=0.01, eps=1e-5, weight_decay=0.1),
+}
 
 
 def tiny_run(
@@ -148,7 +156,7 @@ def tiny_run(
         model=MODELS[model] if isinstance(model, str) else model,
         parallel=parallel or ParallelSpec(),
         precision=PrecisionSpec(compute="fp64"),
-        optim=OPTIMIZERS[optim] if isinstance(optim, str) else optim,
+        optim=(OPTIMIZERS | MORE_OPTIMIZERS)[optim] if isinstance(optim, str) else optim,
         schedule=ScheduleSpec(num_steps=6, kind="linear", warmup_steps=2),
         data=data,
     )

@@ -1,48 +1,110 @@
 """From an OptimSpec to a torch optimizer over this rank's shards.
 
-The shards are plain tensors: AdamW and SGD are element by element, so a shard is updated exactly as
-its part of the whole parameter would be, and the fused CUDA kernels apply.
+The shards are plain tensors. AdamW and SGD are element by element, so a shard is updated exactly as its
+part of the whole parameter would be, and the fused CUDA kernels apply. The other rules look at the whole
+parameter, through `Whole`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.optim.adafactor import Adafactor
+from meshwright.optim.lamb import Lamb
+from meshwright.optim.lars import Lars
+from meshwright.optim.low_bit import Adam8Bit
+from meshwright.optim.muon import Muon
+from meshwright.optim.sharded import ShardedOptimizer
+from meshwright.optim.whole import Whole, uncut
 from meshwright.spec import OptimSpec
+from meshwright.spec.optim import group_of
 
-# State tensors of one parameter, each of the parameter's shape; what a checkpoint holds.
+# State tensors of torch's own optimizers, each of the parameter's shape.
 STATE_TENSORS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
-def parameter_groups(shards: Mapping[str, nn.Parameter], optim: OptimSpec) -> list[dict[str, object]]:
-    """Two groups: with weight decay and without. Vectors (norms, biases) do not decay by default."""
-    decays = {name: optim.decay == "all" or shard.ndim >= 2 for name, shard in shards.items()}
-    return [
-        {"params": [shards[name] for name in shards if decays[name]], "weight_decay": optim.weight_decay},
-        {"params": [shards[name] for name in shards if not decays[name]], "weight_decay": 0.0},
-    ]
+def state_dims(key: str, num_dims: int) -> tuple[int | None, ...]:
+    """The dim of the parameter that each dim of a state tensor goes along with; None: whole on every rank."""
+    if key == "row_mean_sq":
+        return tuple(range(num_dims - 1))
+    if key == "column_mean_sq":
+        return (*range(num_dims - 2), num_dims - 1)
+    if key.endswith("_scale"):
+        return (*range(num_dims - 1), None)
+    return tuple(range(num_dims))
 
 
-def build_optimizer(shards: Mapping[str, nn.Parameter], optim: OptimSpec) -> torch.optim.Optimizer:
-    """The optimizer with all its state allocated, so that memory is known before the first step."""
+def parameter_groups(shards: Mapping[str, nn.Parameter], optim: OptimSpec) -> list[dict[str, Any]]:
+    """With weight decay, without (vectors by default), and one for each of `optim.groups`."""
+    decaying = {"params": [], "weight_decay": optim.weight_decay, "lr_factor": 1.0}
+    others = {"params": [], "weight_decay": 0.0, "lr_factor": 1.0}
+    named: dict[tuple[int, float], dict[str, Any]] = {}
+    for name, shard in shards.items():
+        usual = decaying if optim.decay == "all" or shard.ndim >= 2 else others
+        index = group_of(name, optim.groups)
+        if index is None:
+            usual["params"].append(shard)
+            continue
+        said = optim.groups[index]
+        decay = usual["weight_decay"] if said.weight_decay is None else said.weight_decay
+        group = {"params": [], "weight_decay": decay, "lr_factor": said.lr_factor}
+        named.setdefault((index, decay), group)["params"].append(shard)
+    return [decaying, others, *named.values()]
+
+
+def build_optimizer(
+    shards: Mapping[str, nn.Parameter], optim: OptimSpec, wholes: Mapping[str, Whole] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer with all its state allocated, so that memory is known before the first step.
+
+    `wholes` tells of each shard what it is a part of; without it the shards are whole parameters.
+    """
     groups = [group for group in parameter_groups(shards, optim) if group["params"]]
-    if optim.kind == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.beta1)
+    if optim.kind in STATE_TENSORS:
+        optimizer = _build_elementwise(groups, optim, on_cuda=any(one.is_cuda for one in shards.values()))
     else:
-        on_cuda = any(shard.is_cuda for shard in shards.values())
-        betas = (optim.beta1, optim.beta2)
-        optimizer = torch.optim.AdamW(
-            groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=on_cuda, foreach=not on_cuda
-        )
+        known = {shard: wholes[name] if wholes else uncut(name, shard) for name, shard in shards.items()}
+        optimizer = _build_sharded(groups, optim, known)
     set_num_updates(optimizer, shards, optim, num_updates=0)
     return optimizer
+
+
+def _build_elementwise(
+    groups: list[dict[str, Any]], optim: OptimSpec, *, on_cuda: bool
+) -> torch.optim.Optimizer:
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.beta1)
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(
+        groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=on_cuda, foreach=not on_cuda
+    )
+
+
+def _build_sharded(
+    groups: list[dict[str, Any]], optim: OptimSpec, wholes: Mapping[nn.Parameter, Whole]
+) -> ShardedOptimizer:
+    betas, lr = (optim.beta1, optim.beta2), optim.lr
+    match optim.kind:
+        case "lars":
+            return Lars(groups, wholes, lr=lr, momentum=optim.beta1, trust=optim.trust)
+        case "lamb":
+            return Lamb(groups, wholes, lr=lr, betas=betas, eps=optim.eps)
+        case "adafactor":
+            return Adafactor(groups, wholes, lr=lr, beta1=optim.beta1)
+        case "muon":
+            return Muon(groups, wholes, lr=lr, momentum=optim.momentum, betas=betas, eps=optim.eps)
+        case _:
+            return Adam8Bit(groups, wholes, lr=lr, betas=betas, eps=optim.eps)
 
 
 def state_tensors(
     optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], optim: OptimSpec
 ) -> dict[str, dict[str, Tensor]]:
     """The state by parameter name; the tensors are the optimizer's own, so loading into them is loading."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return {name: dict(optimizer.state[shard]) for name, shard in shards.items()}
     keys = STATE_TENSORS[optim.kind] if optim.kind != "sgd" or optim.beta1 else ()
     return {name: {key: optimizer.state[shard][key] for key in keys} for name, shard in shards.items()}
 
@@ -55,6 +117,9 @@ def set_num_updates(
     num_updates: int,
 ) -> None:
     """Allocate missing state and say how many updates it stands for (Adam's bias correction)."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.num_updates = num_updates
+        return
     for shard in shards.values():
         state = optimizer.state[shard]
         if optim.kind == "sgd":
@@ -67,6 +132,6 @@ def set_num_updates(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Every group moves at the same rate."""
+    """Every group moves at the rate times its own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["lr_factor"]

@@ -6,6 +6,7 @@ the gradient norm and checkpoints read nothing else, so they know no axis by nam
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.mesh import Mesh
+from meshwright.optim.whole import Whole
 from meshwright.spec.placement import is_routed_expert
 
 
@@ -36,12 +38,72 @@ class OwnedParameter:
     norm_share: float
     """1 / ranks that hold this very shard; 0 for a second copy of a tied weight."""
 
-    def as_global(self, tensor: Tensor) -> DTensor:
-        """A tensor of the shard's shape as its part of the whole: what checkpoints and tests see."""
-        stride = torch.empty(self.shape, device="meta").stride()
+    def as_global(self, tensor: Tensor, dims: Sequence[int | None] | None = None) -> DTensor:
+        """A tensor of the shard's shape as its part of the whole: what checkpoints and tests see.
+
+        A tensor of another shape tells by `dims` which dim of the parameter each of its own is cut with;
+        None: that one is whole on every rank.
+        """
+        dims = range(len(self.shape)) if dims is None else dims
+        pairs = zip(dims, tensor.shape, strict=True)
+        shape = torch.Size([size if dim is None else self.shape[dim] for dim, size in pairs])
         return DTensor.from_local(
-            tensor.detach(), self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+            tensor.detach(),
+            self.mesh,
+            [_along(place, dims) for place in self.placements],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
         )
+
+
+def _along(place: Placement, dims: Sequence[int | None]) -> Placement:
+    """The placement of a tensor whose dims go along with these dims of the parameter."""
+    if place.is_replicate() or _cut_dim(place) not in dims:
+        return Replicate()
+    dim = dims.index(_cut_dim(place))
+    return (
+        _StridedShard(dim, split_factor=place.split_factor)
+        if isinstance(place, _StridedShard)
+        else Shard(dim)
+    )
+
+
+def _cut_dim(place: Placement) -> int:
+    return place.dim  # pyright: ignore[reportAttributeAccessIssue]  every cut has one
+
+
+def held_slices(one: OwnedParameter) -> tuple[slice, ...]:
+    """Where this rank's shard lies in the whole parameter; a shard is one contiguous box.
+
+    Cuts are made in the order of the mesh, except that a strided one (ZeRO over rows that tp or ep
+    have cut already) comes after the others.
+    """
+    bounds = [(0, size) for size in one.shape]
+    for axis in sorted(range(one.mesh.ndim), key=lambda axis: not isinstance(one.placements[axis], Shard)):
+        place = one.placements[axis]
+        if place.is_replicate():
+            continue
+        dim = _cut_dim(place)
+        begin, end = bounds[dim]
+        first, last = chunk_rows(end - begin, one.mesh.size(axis), one.mesh.get_local_rank(axis))
+        bounds[dim] = (begin + first, begin + last)
+    slices = tuple(slice(begin, end) for begin, end in bounds)
+    held = tuple(part.stop - part.start for part in slices)
+    assert held == tuple(one.shard.shape), f"{one.name}: {held} of {one.shape}, holds {one.shard.shape}"
+    return slices
+
+
+def whole_of(one: OwnedParameter) -> Whole:
+    """What update rules may know of the parameter behind a shard."""
+    cuts = tuple(
+        (_cut_dim(place), one.mesh.get_group(axis))
+        for axis, place in enumerate(one.placements)
+        if not place.is_replicate() and one.mesh.size(axis) > 1
+    )
+    return Whole(
+        one.name, one.shape, held_slices(one), cuts, lambda tensor: one.as_global(tensor).full_tensor()
+    )
 
 
 def state_axes(name: str, mesh: Mesh) -> tuple[DeviceMesh, str]:

@@ -12,6 +12,7 @@ from meshwright.plan.pins import KEY_OF_COLUMN
 from meshwright.plan.plan import RECOMPUTE_WORDS, Choice, Plan, choose, no_fit_error
 from meshwright.plan.schedules import SCHEDULES, V_SHAPED
 from meshwright.plan.search import Question, search
+from meshwright.plan.workload import OPTIMIZER_BYTES
 from meshwright.spec.check import check
 from meshwright.units import show_bytes, show_seconds
 
@@ -151,9 +152,10 @@ def _shorter(question: Question) -> Iterator[str]:
 
 
 def _optimizer(question: Question) -> Iterator[str]:
-    if question.run.optim.kind == "sgd":
+    now = question.run.optim
+    if now.keeps_nothing or OPTIMIZER_BYTES[now.kind] <= OPTIMIZER_BYTES["sgd"]:
         return
-    plain = question.run.optim.with_(kind="sgd", beta2=0.95, eps=1e-8)
+    plain = now.with_(kind="sgd", beta2=0.95, eps=1e-8)
     words = _fit_words(replace(question, run=question.run.with_(optim=plain)))
     if words is not None:
         yield f"optim.kind=sgd, which keeps 4 B per parameter instead of 8 ({words})"

@@ -12,7 +12,7 @@ from meshwright.spec.run import RunSpec
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 AttentionKernel = Literal["flash", "unfused"]
 
-# fp32 numbers kept per parameter beside weight and gradient.
+# Bytes kept per parameter beside weight and gradient; vectors, scales and factors do not count.
 OPTIMIZER_BYTES = {
     "adamw": 8.0,
     "adamw_8bit": 2.0,
@@ -21,6 +21,9 @@ OPTIMIZER_BYTES = {
     "adafactor": 4.0,
     "lion": 4.0,
     "muon": 4.0,
+    "lars": 4.0,
+    "lamb": 8.0,
+    "none": 0.0,
 }
 # Rate that matmuls run at, and the format everything else stays in.
 MATMUL_RATE = {"mxfp8": "fp8", "nvfp4": "fp4"}
@@ -153,6 +156,6 @@ def workload_of(run: RunSpec) -> Workload:
         model=run.model,
         sequence_length=run.data.sequence_length,
         precision=run.precision.compute,
-        optimizer=run.optim.kind,
+        optimizer="none" if run.optim.keeps_nothing else run.optim.kind,
         compiled=run.compile,
     )

@@ -13,7 +13,7 @@ from meshwright.spec.model import (
     RopeSpec,
 )
 from meshwright.spec.observe import EvaluateSpec, ObserveSpec
-from meshwright.spec.optim import LrScalingSpec, OptimSpec
+from meshwright.spec.optim import GroupSpec, LrScalingSpec, OptimSpec
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 from meshwright.spec.precision import LossScaleSpec, PrecisionSpec
 from meshwright.spec.run import RunSpec
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointSpec",
     "DataSpec",
     "EvaluateSpec",
+    "GroupSpec",
     "LatentSpec",
     "LossScaleSpec",
     "LrScalingSpec",

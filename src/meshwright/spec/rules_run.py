@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from meshwright.errors import SpecError
 from meshwright.spec.base import Spec
+from meshwright.spec.optim import group_of
+from meshwright.spec.parameters import parameters
+from meshwright.spec.rules_model import MOST_LAYERS
 from meshwright.spec.run import RunSpec
 
 Violations = Iterator[SpecError]
@@ -85,7 +89,7 @@ def wsd_has_a_decay(run: RunSpec) -> Violations:
 def averages_forget(run: RunSpec) -> Violations:
     """Moving averages have a memory below one, and decays are not negative."""
     optim = run.optim
-    averages = {"beta1": optim.beta1, "beta2": optim.beta2, "ema_decay": optim.ema_decay}
+    averages = {name: getattr(optim, name) for name in ("beta1", "beta2", "momentum", "ema_decay")}
     for name, value in averages.items():
         if value is not None and value >= 1:
             fact = f"{name}={value:g} never takes in anything new"
@@ -93,6 +97,32 @@ def averages_forget(run: RunSpec) -> Violations:
     if optim.weight_decay < 0:
         fact = f"weight_decay={optim.weight_decay:g} would grow the weights"
         yield SpecError(fact, where="optim.weight_decay", hint="use 0 or more")
+
+
+def groups_have_parameters(run: RunSpec) -> Violations:
+    """Every group of `optim.groups` changes something for parameters that no later group takes."""
+    if not run.optim.groups or run.model.num_layers > MOST_LAYERS:
+        return
+    names = [parameter.name for parameter in parameters(run.model)]
+    taken_by = {name: group_of(name, run.optim.groups) for name in names}
+    for index, group in enumerate(run.optim.groups):
+        where = f"optim.groups.{index}"
+        matched = [name for name in names if fnmatchcase(name, group.pattern)]
+        later = sorted({taken_by[name] for name in matched} - {index, None}, key=str)
+        if not matched:
+            fact, hint = f"pattern {group.pattern!r} matches no parameter", f"names are like {names[1]!r}"
+            yield SpecError(fact, where=f"{where}.pattern", hint=hint)
+        elif all(taken_by[name] != index for name in matched):
+            fact = (
+                f"every parameter of pattern {group.pattern!r} is taken by groups {later}, which come later"
+            )
+            yield SpecError(fact, where=f"{where}.pattern", hint="put the narrower pattern last")
+        elif group.lr_factor == 1 and group.weight_decay is None:
+            fact = f"the group of {group.pattern!r} changes nothing"
+            yield SpecError(fact, where=where, hint="give it an lr_factor or a weight_decay, or leave it out")
+        elif group.weight_decay is not None and group.weight_decay < 0:
+            fact = f"weight_decay={group.weight_decay:g} would grow the weights"
+            yield SpecError(fact, where=f"{where}.weight_decay", hint="use 0 or more")
 
 
 @dataclass(frozen=True)
@@ -109,6 +139,10 @@ def _scaling(run: RunSpec) -> str:
     return rope.scaling.kind if rope is not None and rope.scaling is not None else ""
 
 
+# The update rules with Adam's second moment, in whole or in part.
+ADAM_KINDS = ("adamw", "adamw_8bit", "lamb", "muon")
+
+
 def _has_groups(run: RunSpec) -> bool:
     return run.model.moe is not None and run.model.moe.num_groups > 1
 
@@ -122,8 +156,14 @@ CONDITIONS: list[Condition] = [
     Condition("parallel.virtual_stages", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition("parallel.etp", lambda run: run.model.moe is not None, "the model has experts"),
     Condition("memory.recompute_every", lambda run: run.memory.recompute != "none", "recompute is on"),
-    Condition("optim.beta2", lambda run: run.optim.kind == "adamw", "optim.kind=adamw"),
-    Condition("optim.eps", lambda run: run.optim.kind == "adamw", "optim.kind=adamw"),
+    *(
+        Condition(
+            f"optim.{name}", lambda run: run.optim.kind in ADAM_KINDS, "optim.kind is adamw*, lamb or muon"
+        )
+        for name in ("beta2", "eps")
+    ),
+    Condition("optim.momentum", lambda run: run.optim.kind == "muon", "optim.kind=muon"),
+    Condition("optim.trust", lambda run: run.optim.kind == "lars", "optim.kind=lars"),
     Condition("optim.decay", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(
@@ -179,5 +219,6 @@ RUN_RULES = [
     schedule_fits_steps,
     wsd_has_a_decay,
     averages_forget,
+    groups_have_parameters,
     settings_have_effect,
 ]

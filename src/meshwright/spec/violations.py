@@ -138,13 +138,15 @@ def field_at(path: Path, root: type[Spec]) -> FieldInfo | None:
     spec: type[Spec] | None = root
     found: FieldInfo | None = None
     for key in path:
+        if isinstance(key, int):  # an item of a list of specs, which the field itself told
+            continue
         found = spec.model_fields.get(str(key)) if spec else None
         spec = spec_of(found)
     return found
 
 
 def spec_of(found: FieldInfo | None) -> type[Spec] | None:
-    """The spec a field holds (`MoeSpec` of `MoeSpec | None`), or None for plain values."""
+    """The spec a field holds (`MoeSpec` of `MoeSpec | None`, or of a list), or None for plain values."""
     options = _options(found.annotation) if found else ()
     return next((option for option in options if isinstance(option, type) and issubclass(option, Spec)), None)
 
@@ -160,6 +162,8 @@ def all_keys(root: type[Spec], prefix: str = "") -> list[str]:
 
 def _options(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    if get_origin(annotation) is tuple:
         return get_args(annotation)
     return (annotation,)
 

@@ -10,6 +10,7 @@ from meshwright.mesh import Mesh
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.ema import Ema
 from meshwright.parallel.apply import build_program
+from meshwright.parallel.owned import whole_of
 from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device, weight_dtype
 from meshwright.spec import RunSpec
@@ -23,10 +24,12 @@ def build_training(run: RunSpec, mesh: Mesh) -> Training:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
     prepare_device(run.precision, mesh.device, deterministic=run.deterministic)
     program = build_program(run, mesh)
-    shards = {one.name: one.shard for one in program.owned if one.parameter.requires_grad}
+    trainable = [one for one in program.owned if one.parameter.requires_grad]
+    shards = {one.name: one.shard for one in trainable}
+    wholes = {one.name: whole_of(one) for one in trainable}
     return Training(
         program=program,
-        optimizer=build_optimizer(shards, run.optim),
+        optimizer=build_optimizer(shards, run.optim, wholes),
         device=mesh.device,
         max_grad_norm=run.optim.max_grad_norm,
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,

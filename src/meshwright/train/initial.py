@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
 
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.models.interop import HuggingFaceReader
 from meshwright.models.names import state_shapes
-from meshwright.parallel.owned import OwnedParameter, chunk_rows
+from meshwright.parallel.owned import held_slices
 from meshwright.parallel.program import Program
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.huggingface import load_model
@@ -94,27 +93,6 @@ def saved_model(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The model of a checkpoint: a run's own, or what `meshwright convert` was told."""
     model = manifest["run"]["model"] if "run" in manifest else manifest.get("model")
     return dict(model) if model else {}
-
-
-def held_slices(one: OwnedParameter) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the whole parameter; a shard is one contiguous box.
-
-    Cuts are made in the order of the mesh, except that a strided one (ZeRO over rows that tp or ep
-    have cut already) comes after the others.
-    """
-    bounds = [(0, size) for size in one.shape]
-    for axis in sorted(range(one.mesh.ndim), key=lambda axis: not isinstance(one.placements[axis], Shard)):
-        place = one.placements[axis]
-        if place.is_replicate():
-            continue
-        dim: int = place.dim  # pyright: ignore[reportAttributeAccessIssue]  every cut has one
-        begin, end = bounds[dim]
-        first, last = chunk_rows(end - begin, one.mesh.size(axis), one.mesh.get_local_rank(axis))
-        bounds[dim] = (begin + first, begin + last)
-    slices = tuple(slice(begin, end) for begin, end in bounds)
-    held = tuple(part.stop - part.start for part in slices)
-    assert held == tuple(one.shard.shape), f"{one.name}: {held} of {one.shape}, holds {one.shard.shape}"
-    return slices
 
 
 def require_same_tensors(

@@ -14,7 +14,7 @@ from meshwright.checkpoint.retain import keep_last
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.data.batches import Batches
 from meshwright.errors import CheckpointError
-from meshwright.optim.build import set_num_updates, state_tensors
+from meshwright.optim.build import set_num_updates, state_dims, state_tensors
 from meshwright.parallel.program import Program
 from meshwright.spec import RunSpec
 from meshwright.train.state import TrainState
@@ -36,7 +36,11 @@ def all_tensors(run: RunSpec, training: Training) -> dict[str, Tensor]:
     owned = {one.name: one for one in training.program.owned}
     tensors = weight_tensors(training.program)
     for name, states in state_tensors(training.optimizer, training.named_shards, run.optim).items():
-        tensors |= {f"optim.{name}.{key}": owned[name].as_global(value) for key, value in states.items()}
+        one = owned[name]
+        tensors |= {
+            f"optim.{name}.{key}": one.as_global(value, state_dims(key, len(one.shape)))
+            for key, value in states.items()
+        }
     if training.ema is not None:
         averages = training.ema.averages.items()
         tensors |= {f"ema.{name}": owned[name].as_global(average) for name, average in averages}

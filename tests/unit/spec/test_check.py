@@ -208,7 +208,23 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "averages_forget": (
         "dense",
         ["optim.ema_decay=0.999"],
-        [["optim.beta1=1"], ["optim.beta2=1"], ["optim.ema_decay=1"], ["optim.weight_decay=-0.1"]],
+        [
+            ["optim.beta1=1"],
+            ["optim.beta2=1"],
+            ["optim.kind=muon", "optim.momentum=1"],
+            ["optim.ema_decay=1"],
+            ["optim.weight_decay=-0.1"],
+        ],
+    ),
+    "groups_have_parameters": (
+        "dense",
+        ["optim.groups=[{pattern: '*', lr_factor: 0.5}, {pattern: '*norm*', weight_decay: 0.1}]"],
+        [
+            ["optim.groups=[{pattern: '*.bias', lr_factor: 0.5}]"],
+            ["optim.groups=[{pattern: 'head.*', lr_factor: 2}, {pattern: '*', lr_factor: 0.5}]"],
+            ["optim.groups=[{pattern: '*norm*'}]"],
+            ["optim.groups=[{pattern: '*norm*', weight_decay: -1}]"],
+        ],
     ),
     "settings_have_effect": (
         "dense",
@@ -221,7 +237,9 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.etp=2", "parallel.tp=2"],
             ["memory.recompute_every=2"],
             ["optim.kind=sgd", "optim.beta2=0.99"],
-            ["optim.kind=sgd", "optim.eps=1e-6"],
+            ["optim.kind=lars", "optim.eps=1e-6"],
+            ["optim.momentum=0.9"],
+            ["optim.kind=lamb", "optim.trust=0.01"],
             ["optim.weight_decay=0", "optim.decay=all"],
             ["schedule.decay_steps=5"],
             ["schedule.kind=constant", "schedule.final_ratio=0.2"],

@@ -51,6 +51,8 @@ def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
     options = _options(found.annotation)
     absent = [st.none()] if type(None) in options else []
     below = spec_of(found)
+    if below is not None and get_origin(found.annotation) is tuple:
+        return st.lists(specs(below), max_size=2)
     if below is not None:
         return st.one_of(*absent, specs(below))
     return st.one_of(*absent, *(_plain(name, option) for option in options if option is not type(None)))

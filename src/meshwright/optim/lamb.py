@@ -1,0 +1,55 @@
+"""LAMB: Adam whose step is in proportion to the norm of each parameter.
+
+    r = m / (sqrt(v) + eps) + decay x w,   w <- w - lr x (|w| / |r|) x r
+
+The norms are of the whole parameter. Vectors (norms, biases) and parameters that are zero keep ratio 1.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.optim.sharded import Part, ShardedOptimizer, adam_direction, blend
+from meshwright.optim.whole import Whole, whole_norms
+
+
+class Lamb(ShardedOptimizer):
+    """You et al. 2019."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        wholes: Mapping[nn.Parameter, Whole],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self._betas, self._eps = betas, eps
+        super().__init__(groups, wholes, lr=lr)
+
+    def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
+        """Two moments."""
+        return {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+
+    def update(self, parts: list[Part]) -> None:
+        """See above; two norms per matrix in one all-reduce per set of axes."""
+        directions = [self._direction(part) for part in parts]
+        matrices = [pair for pair in zip(parts, directions, strict=True) if pair[0].shard.ndim >= 2]
+        norms = whole_norms(
+            [(tensor, part.whole) for part, along in matrices for tensor in (part.shard, along)]
+        )
+        for (_, along), weight, length in zip(matrices, norms[::2], norms[1::2], strict=True):
+            along.mul_(torch.where((weight > 0) & (length > 0), weight / length, torch.ones_like(weight)))
+        for part, along in zip(parts, directions, strict=True):
+            part.shard.add_(along, alpha=-part.lr)
+
+    def _direction(self, part: Part) -> Tensor:
+        exp_avg = blend(part.state["exp_avg"], part.gradient, self._betas[0])
+        exp_avg_sq = blend(part.state["exp_avg_sq"], part.gradient.square(), self._betas[1])
+        along = adam_direction(
+            exp_avg, exp_avg_sq, betas=self._betas, eps=self._eps, num_updates=self.num_updates
+        )
+        return along.add_(part.shard, alpha=part.weight_decay)

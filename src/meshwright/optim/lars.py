@@ -1,0 +1,58 @@
+"""LARS: SGD with momentum whose step is in proportion to the norm of each parameter.
+
+    d = g + decay x w,   ratio = trust x |w| / (|g| + decay x |w|)
+    m <- momentum x m + ratio x d,   w <- w - lr x m
+
+The norms are of the whole parameter. Vectors (norms, biases) and parameters that are zero keep ratio 1.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.optim.sharded import Part, ShardedOptimizer
+from meshwright.optim.whole import Whole, whole_norms
+
+
+class Lars(ShardedOptimizer):
+    """You, Gitman and Ginsburg 2017."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        wholes: Mapping[nn.Parameter, Whole],
+        *,
+        lr: float,
+        momentum: float,
+        trust: float,
+    ) -> None:
+        self._momentum, self._trust = momentum, trust
+        super().__init__(groups, wholes, lr=lr)
+
+    def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
+        """One momentum, unless it is 0."""
+        return {"momentum_buffer": torch.zeros_like(shard)} if self._momentum else {}
+
+    def update(self, parts: list[Part]) -> None:
+        """See above; two norms per matrix in one all-reduce per set of axes."""
+        matrices = [part for part in parts if part.shard.ndim >= 2]
+        norms = whole_norms(
+            [(tensor, part.whole) for part in matrices for tensor in (part.shard, part.gradient)]
+        )
+        ratios = {
+            id(part.shard): self._ratio(weight, gradient, part.weight_decay)
+            for part, weight, gradient in zip(matrices, norms[::2], norms[1::2], strict=True)
+        }
+        for part in parts:
+            direction = part.gradient.add(part.shard, alpha=part.weight_decay)
+            if id(part.shard) in ratios:
+                direction.mul_(ratios[id(part.shard)])
+            if self._momentum:
+                direction = part.state["momentum_buffer"].mul_(self._momentum).add_(direction)
+            part.shard.add_(direction, alpha=-part.lr)
+
+    def _ratio(self, weight: Tensor, gradient: Tensor, decay: float) -> Tensor:
+        ratio = self._trust * weight / (gradient + decay * weight)
+        return torch.where((weight > 0) & (gradient > 0), ratio, torch.ones_like(ratio))

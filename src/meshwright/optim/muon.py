@@ -1,0 +1,92 @@
+"""Muon: each matrix steps along the nearest orthogonal matrix of its momentum.
+
+    m <- momentum x m + g,   o = orthogonal(g + momentum x m)
+    w <- w - lr x (0.2 sqrt(max(rows, columns)) x o + decay x w)
+
+Orthogonalising needs the whole matrix: it is gathered over the axes that cut it, and every rank keeps its
+part of the result. The factor gives steps of the size that AdamW takes, so one rate and one decay serve both.
+Embeddings, head and vectors go by AdamW. Stacked experts are orthogonalised one by one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.optim.sharded import Part, ShardedOptimizer, adam_direction, blend
+from meshwright.optim.whole import Whole
+
+NUM_ITERATIONS = 5
+# Coefficients of the odd polynomial x -> a x + b x^3 + c x^5 that lifts small singular values fastest
+# (Jordan 2024); what comes out lies between about 0.7 and 1.2, which is orthogonal enough.
+POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+# Root mean square of a typical AdamW update (Liu et al. 2025).
+ADAMW_SIZE = 0.2
+_BY_ADAMW = ("embedding.", "head.")
+
+
+def is_orthogonalised(name: str, shape: torch.Size) -> bool:
+    """Whether a parameter is a matrix between activations."""
+    return len(shape) >= 2 and not name.startswith(_BY_ADAMW)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """The orthogonal factor of each matrix [..., rows, columns], by Newton-Schulz iteration.
+
+    On CUDA fp32 matrices are iterated in bf16: the polynomial forgives its errors.
+    """
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    work = torch.bfloat16 if matrices.is_cuda and matrices.dtype == torch.float32 else matrices.dtype
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-30)
+    x = x.to(work)
+    a, b, c = POLYNOMIAL
+    for _ in range(NUM_ITERATIONS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return (x.mT if is_tall else x).to(matrices.dtype)
+
+
+class Muon(ShardedOptimizer):
+    """Momentum, orthogonalised, for matrices; AdamW for the rest."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        wholes: Mapping[nn.Parameter, Whole],
+        *,
+        lr: float,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self._momentum, self._betas, self._eps = momentum, betas, eps
+        super().__init__(groups, wholes, lr=lr)
+
+    def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
+        """One momentum for a matrix, two moments for the rest."""
+        if is_orthogonalised(whole.name, whole.shape):
+            return {"momentum_buffer": torch.zeros_like(shard)}
+        return {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+
+    def update(self, parts: list[Part]) -> None:
+        """See above; one gather per tensor whose matrices are cut."""
+        for part in parts:
+            along = self._rotation(part) if "momentum_buffer" in part.state else self._adam(part)
+            part.shard.mul_(1.0 - part.lr * part.weight_decay).add_(along, alpha=-part.lr)
+
+    def _rotation(self, part: Part) -> Tensor:
+        momentum = part.state["momentum_buffer"].mul_(self._momentum).add_(part.gradient)
+        ahead = part.gradient.add(momentum, alpha=self._momentum)
+        size = ADAMW_SIZE * max(part.whole.shape[-2:]) ** 0.5
+        if not part.whole.axes(-2, -1):  # whole matrices lie here: all, or this rank's experts
+            return orthogonal(ahead) * size
+        return orthogonal(part.whole.gather(ahead))[part.whole.box] * size
+
+    def _adam(self, part: Part) -> Tensor:
+        exp_avg = blend(part.state["exp_avg"], part.gradient, self._betas[0])
+        exp_avg_sq = blend(part.state["exp_avg_sq"], part.gradient.square(), self._betas[1])
+        return adam_direction(
+            exp_avg, exp_avg_sq, betas=self._betas, eps=self._eps, num_updates=self.num_updates
+        )

@@ -1,0 +1,83 @@
+"""Update rules that look at whole parameters give the same on any mesh."""
+
+import pytest
+from tests.attempts import attempt, last_checkpoint, read_tensors
+from tests.harness import RTOL, assert_same_training, run_cases, worst_errors
+from tests.oracle import reference
+from tests.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
+
+from meshwright.spec import GroupSpec, ParallelSpec
+
+LAYOUTS = {
+    "single": ParallelSpec(),
+    "zero_1": ParallelSpec(dp_shard=2, zero=1),
+    "zero_3": ParallelSpec(dp_shard=2, zero=3),
+    "tp": ParallelSpec(tp=2),
+    "zero_3_tp": ParallelSpec(dp_shard=2, zero=3, tp=2),
+    "zero_1_tp": ParallelSpec(dp_shard=2, zero=1, tp=2),
+    "pp": ParallelSpec(pp=2),
+}
+
+
+def prove_all(ranks, model, parallel):
+    """One job for all rules: they share the mesh."""
+    runs = [tiny_run(model, parallel=parallel, optim=optim) for optim in MORE_OPTIMIZERS.values()]
+    for run, results in zip(runs, run_cases(ranks, runs), strict=True):
+        assert_same_training(results, reference(run))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rule_equals_one_device(ranks, layout):
+    prove_all(ranks, MODELS["tied"], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelSpec(dp_shard=2, zero=1, ep=2), ParallelSpec(tp=2, dp_shard=2, zero=3, ep=2, etp=2)],
+    ids=("ep", "ep_etp_zero_3"),
+)
+def test_stacked_experts(ranks, parallel):
+    prove_all(ranks, MODELS["moe"], parallel)
+
+
+GROUPS = (
+    GroupSpec(pattern="*norm*", lr_factor=3.0, weight_decay=0.3),
+    GroupSpec(pattern="blocks.0.*", lr_factor=0.25),
+    GroupSpec(pattern="*.attention.key.*", weight_decay=0.0),
+)
+
+
+@pytest.mark.parametrize("layout", ("zero_1", "zero_3_tp"))
+def test_groups_by_pattern(ranks, layout):
+    """The norms of block 0 match twice: the later group takes them, and leaves them without decay."""
+    kinds = {**OPTIMIZERS, "lamb": MORE_OPTIMIZERS["lamb"]}
+    runs = [
+        tiny_run("gqa", parallel=LAYOUTS[layout], optim=one.with_(groups=GROUPS)) for one in kinds.values()
+    ]
+    for run, results in zip(runs, run_cases(ranks, runs), strict=True):
+        assert_same_training(results, reference(run))
+        plain = reference(run.with_(optim=run.optim.with_(groups=())))
+        name = "blocks.0.mlp.up.weight"
+        assert worst_errors({name: plain.weights[name]}, {name: results[0].weights[name]})[name] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("adafactor", LAYOUTS["zero_3_tp"], LAYOUTS["pp"]),
+        ("adamw_8bit", LAYOUTS["tp"], LAYOUTS["zero_1"]),
+        ("adamw_8bit", LAYOUTS["zero_3"], LAYOUTS["zero_1_tp"]),
+        ("muon", LAYOUTS["zero_1"], LAYOUTS["single"]),
+    ],
+)
+def test_resumes_on_another_mesh(ranks, tmp_path, kind, before, after):
+    """Rows, columns, codes and scales are cut otherwise there; the end is that of one device."""
+    run = tiny_run("gqa", optim=kind)
+    attempt(ranks, run.with_(parallel=before), tmp_path, stop_after=2)
+    attempt(ranks, run.with_(parallel=after), tmp_path)
+    expected = reference(run, num_steps=run.schedule.num_steps)
+    tensors = read_tensors(last_checkpoint(tmp_path))
+    for part, known in (("model.", expected.weights), ("optim.", expected.optimizer)):
+        found = {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
+        errors = worst_errors(found, known)
+        assert max(errors.values()) <= RTOL, max(errors, key=lambda name: errors[name])
