@@ -147,9 +147,9 @@ def _print(comparison: "Comparison", run_a: Path, run_b: Path, rtol: float) -> N
 
 def _difference_table(comparison: "Comparison") -> Any:
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(Column("", no_wrap=True), box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("compared", "different", "first at step", "largest relative", "at step"):
         table.add_column(heading, justify="right")
     for row in comparison.differences:
