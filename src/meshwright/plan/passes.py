@@ -30,6 +30,8 @@ Items = dict[str, Floats]
 
 HOST_SECONDS_PER_LAUNCH = 10e-6
 HOST_JITTER = 0.05
+# Part of the launches left in a compiled block: its products, attention, and one kernel between them.
+COMPILED_LAUNCHES = 0.4
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,8 @@ def layer_passes(ctx: Context, *, moe: bool) -> tuple[Pass, Pass]:
 def _at_host_speed(ctx: Context, passed: Pass, *, passes: Floats | float, moe: bool) -> Pass:
     """A layer cannot run faster than the host launches its kernels."""
     launches = ctx.stack.launches_per_routed_layer if moe else ctx.stack.launches_per_layer
+    if ctx.work.compiled:
+        launches *= COMPILED_LAUNCHES
     if ctx.cluster.host.name == "c2c":
         launches *= ctx.stack.superchip_launches
     # Ranks of tp wait at every collective for the slowest host among them.

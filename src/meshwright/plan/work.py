@@ -15,6 +15,8 @@ from meshwright.spec.model import LatentSpec
 
 # Bytes moved per element by softmax and dropout of attention that materialises its scores.
 CAST_BYTES = 6.0
+# Memory passes of blocks that torch.compile fused, over a hand-fused implementation.
+COMPILED_PASSES = 1.15
 # Permuting routed tokens there and back, in units of an inner activation's traffic.
 DISPATCH_COPIES = 0.8
 SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 9.0, 13.0
@@ -147,7 +149,8 @@ def elementwise_bytes(work: Workload, at: Layouts, stack: Framework, *, moe: boo
     """
     model = work.model
     attention = model.attention
-    scale = work.working_bytes / 2.0 * stack.elementwise_passes
+    passes = min(stack.elementwise_passes, COMPILED_PASSES) if work.compiled else stack.elementwise_passes
+    scale = work.working_bytes / 2.0 * passes
     tokens = at.microbatch_tokens(work.sequence_length)
     residual_tokens = tokens / at.tp if stack.sequence_parallel else tokens
     qkv = attention.num_heads * attention.head_width + 2 * attention.num_kv_heads * attention.head_width

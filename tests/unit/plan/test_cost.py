@@ -117,6 +117,14 @@ class TestDirections:
         at = layouts(num_microbatches=32)
         assert _seconds(at, work) == pytest.approx(2 / 3 * _seconds(at), rel=0.1)
 
+    def test_compiled_blocks_move_fewer_bytes_and_launch_less(self) -> None:
+        small = Workload(family("llama-3.2-1b"), 1024)
+        compiled = Workload(family("llama-3.2-1b"), 1024, compiled=True)
+        at = layouts(num_microbatches=8)
+        eager, fused = (step_cost(w, at, H100, meshwright()).items for w in (small, compiled))
+        assert fused["elementwise"][0] < eager["elementwise"][0]
+        assert fused["host"][0] < eager["host"][0]
+
     def test_four_bit_weights_are_widened_every_pass(self) -> None:
         lora = Workload(family("llama-3.1-8b"), 4096, adapters=Adapters())
         qlora = Workload(family("llama-3.1-8b"), 4096, adapters=Adapters(base_bits=4))
