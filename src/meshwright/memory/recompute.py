@@ -5,7 +5,6 @@ selective   keeps also what matmuls and attention put out; recomputes norms, act
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,11 +38,23 @@ def apply_recompute(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
 
 
 def recomputed(forward: Callable[..., Any], memory: MemorySpec) -> Callable[..., Any]:
-    """The same function; random numbers are drawn alike the second time."""
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-    if memory.recompute == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, forward, **options)
+    """The same function; random numbers are drawn alike the second time.
+
+    A plain function around `checkpoint`, because the compiler looks into that and passes over a partial:
+    the block would silently stay uncompiled.
+    """
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def selective(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+    return full if memory.recompute == "full" else selective
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -10,6 +10,7 @@
 8. memory     allocate and fill: every tensor has its own seed, so the layout does not matter
 """
 
+import torch
 from torch import nn
 
 from meshwright.data.batches import Microbatch
@@ -28,7 +29,7 @@ from meshwright.parallel.pp.tied import TIED_NAME, tie
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
 from meshwright.parallel.tp import apply_tp
 from meshwright.precision.policy import compute_context, lower_dtype, weight_dtype
-from meshwright.spec import RunSpec
+from meshwright.spec import PrecisionSpec, RunSpec
 
 
 def build_program(run: RunSpec, mesh: Mesh) -> Program:
@@ -64,9 +65,7 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
     apply_moe(model, mesh)
     if parallel.cp > 1:
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
-    context = compute_context(run.precision, mesh.device)
-    if context is not None:
-        model.forward = context(model.forward)
+    compute_in(model, run.precision, mesh.device)
     apply_recompute(model.blocks.values(), run.memory)
     if run.compile:
         for block in model.blocks.values():
@@ -74,6 +73,19 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
     if parallel.zero == 3:
         experts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Experts)]
         shard_fully(sharding_units(model), model, mesh, experts=experts, lower=lower_dtype(run.precision))
+
+
+def compute_in(model: Decoder, precision: PrecisionSpec, device: torch.device) -> None:
+    """Make the forward enter autocast; with bf16 the residual stream is bf16 too, at any ZeRO stage.
+
+    fp16 keeps it in fp32 where the weights are: sums over many layers can leave fp16's range.
+    """
+    context = compute_context(precision, device)
+    if context is None:
+        return
+    model.forward = context(model.forward)
+    if precision.compute == "bf16" and model.embedding is not None:
+        model.embedding.register_forward_hook(lambda _module, _inputs, x_BSD: x_BSD.bfloat16())
 
 
 def sharding_units(model: Decoder) -> list[nn.Module]:

@@ -1,7 +1,8 @@
 """Which layers stand in which pipeline stage, and which stages on which rank."""
 
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parallel import ParallelSpec
@@ -43,32 +44,39 @@ def _layer_cost(model: ModelSpec, is_routed: bool) -> int:  # noqa: FBT001 - one
 
 @lru_cache(maxsize=1024)
 def balanced_cuts(costs: tuple[int, ...], num_parts: int, *, last_extra: int = 0) -> tuple[int, ...]:
-    """Borders 0 = b0 < b1 < ... < bn that make the costliest part as cheap as it can be."""
-    low, high = max(costs), sum(costs) + last_extra
-    while low < high:
-        middle = (low + high) // 2
-        if _greedy_cuts(costs, num_parts, last_extra, middle) is None:
-            low = middle + 1
-        else:
-            high = middle
-    bounds = _greedy_cuts(costs, num_parts, last_extra, low)
-    assert bounds is not None
-    return tuple(bounds)
+    """Borders 0 = b0 < b1 < ... < bn: the costliest part as cheap as can be, the others as even as can be.
+
+    best[end] is the least (largest part, sum of squares) of the parts so far over layers 0 .. end.
+    """
+    total = [0, *accumulate(costs)]
+    limit = _even_limit(total, num_parts, last_extra)
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
+    for part in range(num_parts):
+        extra = last_extra if part == num_parts - 1 else 0
+        ends = [len(costs)] if part == num_parts - 1 else range(part + 1, len(costs) - num_parts + part + 2)
+        best = {
+            end: found
+            for end in ends
+            if (found := min(_extended(best, total, end, extra, limit), default=None))
+        }
+    return best[len(costs)][2]
 
 
-def _greedy_cuts(costs: tuple[int, ...], num_parts: int, last_extra: int, limit: int) -> list[int] | None:
-    """Borders with no part over `limit`, filled from the end, where the head is; None if impossible."""
-    bounds, end = [len(costs)], len(costs)
-    for part in range(num_parts - 1, -1, -1):
-        load, begin = (last_extra if part == num_parts - 1 else 0), end
-        while begin > part and (begin == end or load + costs[begin - 1] <= limit):
-            begin -= 1
-            load += costs[begin]
-        if load > limit and not (part == num_parts - 1 and end - begin == 1):
-            return None
-        bounds.append(begin)
-        end = begin
-    return bounds[::-1] if end == 0 else None
+def _extended(
+    best: dict[int, tuple[int, int, tuple[int, ...]]], total: list[int], end: int, extra: int, limit: int
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    for begin, (largest, squares, bounds) in best.items():
+        load = total[end] - total[begin] + extra
+        if begin < end and load <= limit:
+            yield max(largest, load), squares + load * load, (*bounds, end)
+
+
+def _even_limit(total: list[int], num_parts: int, last_extra: int) -> int:
+    """The costliest part of a cut into equal numbers of layers: no better cut has a costlier one."""
+    num_layers = len(total) - 1
+    bounds = [part * num_layers // num_parts for part in range(num_parts + 1)]
+    loads = [total[end] - total[begin] for begin, end in pairwise(bounds)]
+    return max(*loads, loads[-1] + last_extra)
 
 
 def stages_of_rank(parallel: ParallelSpec, pp_rank: int) -> list[int]:
