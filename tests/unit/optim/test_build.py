@@ -1,12 +1,22 @@
 """Parameter groups, states and their reconstruction."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
-from meshwright.optim.build import build_optimizer, parameter_groups, set_num_updates, state_tensors
+from meshwright.optim.build import (
+    build_optimizer,
+    parameter_groups,
+    set_learning_rate,
+    set_num_updates,
+    state_tensors,
+)
 from meshwright.optim.ema import Ema
-from meshwright.spec import OptimSpec
+from meshwright.spec import GroupSpec, OptimSpec
+
+ALL_KINDS = get_args(OptimSpec.model_fields["kind"].annotation)
 
 
 def shards() -> dict[str, nn.Parameter]:
@@ -29,6 +39,28 @@ def test_all_decay_when_told():
     assert others["params"] == []
 
 
+def test_the_last_group_that_matches_counts():
+    groups = (GroupSpec(pattern="*", lr_factor=0.5), GroupSpec(pattern="n*", weight_decay=0.2))
+    named = shards()
+    found = parameter_groups(named, OptimSpec(weight_decay=0.3, groups=groups))
+    settings = {
+        id(p): (group["lr_factor"], group["weight_decay"]) for group in found for p in group["params"]
+    }
+    assert settings[id(named["norm"])] == (1.0, 0.2)
+    assert settings[id(named["bias"])] == (0.5, 0.0)
+    assert settings[id(named["table"])] == (0.5, 0.3)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_group_moves_at_its_own_rate(kind):
+    named = {"slow": nn.Parameter(torch.ones(4)), "fast": nn.Parameter(torch.ones(4))}
+    groups = (GroupSpec(pattern="slow", lr_factor=0.5),)
+    optimizer = build_optimizer(named, OptimSpec(kind=kind, weight_decay=0.0, groups=groups))
+    set_learning_rate(optimizer, 0.1)
+    _step(optimizer, named)
+    torch.testing.assert_close(2 * (1 - named["slow"]), 1 - named["fast"])
+
+
 @pytest.mark.parametrize("kind", ("adamw", "sgd"))
 def test_states_are_allocated_before_the_first_step(kind):
     named = shards()
@@ -45,7 +77,7 @@ def test_sgd_without_momentum_keeps_nothing():
     assert state_tensors(build_optimizer(named, optim), named, optim) == {name: {} for name in named}
 
 
-@pytest.mark.parametrize("kind", ("adamw", "sgd"))
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_rebuilt_optimizer_goes_on_bit_by_bit(kind):
     """States copied and the number of updates told: the next update is the same."""
     optim = OptimSpec(kind=kind, lr=0.1)
