@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.mesh import Mesh
 
+Named = Counter[tuple[str, str, int]]
+"""(kind, axes, bytes) -> how often."""
+
 # c10d operator -> (kind, index of the argument whose bytes are counted: the larger side of the exchange).
 _KINDS = {
     "allreduce_": ("all_reduce", 0),
@@ -107,6 +110,8 @@ def _bytes(value: Any) -> int:
 def axis_ranks(mesh: Mesh) -> dict[str, frozenset[int]]:
     """The ranks of this rank's group along each axis and each product of axes (`dp_shard+cp`)."""
     found = _products(mesh.sequence)
+    pipeline = sorted(found["pp"])
+    found["pp_ends"] = frozenset((pipeline[0], pipeline[-1]))  # where a tied table stands
     if mesh.parallel.ep > 1:
         found |= {name: found_ for name, found_ in _products(mesh.expert).items() if "e" in name[:1]}
     return found
@@ -123,7 +128,7 @@ def _products(mesh: DeviceMesh) -> dict[str, frozenset[int]]:
     return found
 
 
-def named_calls(calls: Iterable[Call], mesh: Mesh) -> Counter[tuple[str, str, int]]:
+def named_calls(calls: Iterable[Call], mesh: Mesh) -> Named:
     """(kind, axes, bytes) -> how often; calls inside a group of one rank move nothing and are left out."""
     names: dict[frozenset[int], str] = {}
     for name, ranks in axis_ranks(mesh).items():

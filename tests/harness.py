@@ -16,9 +16,9 @@ from tests.oracle import Reference, reference
 from tests.ranks import RankPool, rank_device
 from tests.tiny_runs import OPTIMIZERS
 from tests.traffic import (
-    expected_gradient_bytes,
     expected_parameter_bytes,
     expected_traffic,
+    gradient_bytes,
     most_optimizer_bytes,
 )
 from torch import Tensor
@@ -328,10 +328,11 @@ def assert_state_bytes(results: list[Result], run: RunSpec) -> None:
     """Every rank held no more than its share of parameters, gradients and optimizer states."""
     num_states = 2 if run.optim.kind == "adamw" else 1
     for result in results:
-        held = result.held
-        assert held.parameters == expected_parameter_bytes(run, result.stage)
-        assert held.gradients == expected_gradient_bytes(run, result.stage)
-        assert held.optimizer <= most_optimizer_bytes(run, result.stage, num_states)
+        held, (least, most) = result.held, gradient_bytes(run, result.stage)
+        told = f"rank {result.rank} holds {held}"
+        assert held.parameters == expected_parameter_bytes(run, result.stage), told
+        assert least <= held.gradients <= most, told
+        assert held.optimizer <= most_optimizer_bytes(run, result.stage, num_states), told
 
 
 def prove(ranks: RankPool, run: RunSpec, *, frozen: tuple[str, ...] = ()) -> list[Result]:

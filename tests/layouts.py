@@ -118,6 +118,21 @@ def all_pairs() -> list[Layout]:
     return _unique(found)
 
 
+def quick_pairs() -> list[Layout]:
+    """Every two axes and every way of each, but not every way of both: the shorter list takes turns."""
+    ways = [
+        {tuple(sorted(part.items())) for part in _turns(AXES[one], AXES[other])}
+        for one, other in _combined(2)
+    ]
+    wanted = {_merged((dict(pair),)) for pairs in ways for pair in pairs}
+    return [layout for layout in all_pairs() if layout.parallel in wanted or layout.parallel.etp > 1]
+
+
+def _turns(ones: list[dict[str, object]], others: list[dict[str, object]]) -> list[dict[str, object]]:
+    count = max(len(ones), len(others))
+    return [ones[index % len(ones)] | others[index % len(others)] for index in range(count)]
+
+
 def named_mixes() -> list[Layout]:
     """The mixes that large runs use."""
     return [

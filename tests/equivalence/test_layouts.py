@@ -4,17 +4,20 @@ import os
 
 import pytest
 from tests.equivalence_report import add_row
-from tests.harness import prove_with_every_optimizer
+from tests.harness import assert_state_bytes, assert_traffic, prove_with_every_optimizer
 from tests.layouts import (
+    DENSE,
     Layout,
     all_axes_on_16,
     all_pairs,
     all_singles,
     all_triples,
     named_mixes,
+    quick_pairs,
     random_layouts,
 )
 from tests.ranks import RankPool
+from tests.tiny_runs import OPTIMIZERS
 
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
 NUM_RANDOM = 40
@@ -25,8 +28,12 @@ def each(layouts: list[Layout]) -> pytest.MarkDecorator:
 
 
 def prove_layout(ranks: RankPool, layout: Layout, group: str) -> None:
-    """SGD and AdamW, three steps; the worst error goes to the report."""
-    _, worst = prove_with_every_optimizer(ranks, layout.run())
+    """SGD and AdamW, three steps; what was sent and held; the worst error goes to the report."""
+    run = layout.run()
+    results, worst = prove_with_every_optimizer(ranks, run)
+    assert_state_bytes(results, run.with_(optim=OPTIMIZERS["adamw"]))
+    if layout.model in DENSE and layout.parallel.cp_kind != "hierarchical":
+        assert_traffic(results, run)
     add_row(group, layout, worst)
 
 
@@ -35,8 +42,14 @@ def test_each_axis(ranks, layout):
     prove_layout(ranks, layout, "one axis")
 
 
-@each(all_pairs())
+@each(quick_pairs())
 def test_each_pair_of_axes(ranks, layout):
+    prove_layout(ranks, layout, "two axes")
+
+
+@pytest.mark.soak
+@each([layout for layout in all_pairs() if layout not in quick_pairs()])
+def test_each_way_of_each_pair(ranks, layout):
     prove_layout(ranks, layout, "two axes")
 
 

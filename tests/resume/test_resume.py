@@ -59,6 +59,8 @@ def test_stopped_and_resumed_equals_uninterrupted(ranks, tmp_path, layout, stop_
     assert first.sample_ids + second.sample_ids == whole.sample_ids
     assert history(tmp_path / "parts") == history(tmp_path / "whole")
     assert_same_state(tmp_path / "parts", tmp_path / "whole")
+    kinds = {name.split(".")[0] for name in read_tensors(last_checkpoint(tmp_path / "parts"))}
+    assert kinds == {"model", "optim", "ema"}
 
 
 @pytest.mark.parametrize("layout", ("one_rank", "zero_1", "zero_3"))

@@ -1,0 +1,48 @@
+"""What expert parallelism sends: each token's row to its experts and back, and nothing else."""
+
+import pytest
+from tests.harness import run_case
+from tests.tiny_runs import MODELS, tiny_run
+
+from meshwright.spec import ParallelSpec
+
+ELEMENT = 8  # float64 and int64
+
+
+@pytest.mark.parametrize("dp_shard", (2, 4))
+def test_rows_go_to_their_experts_and_back(ranks, dp_shard):
+    run = tiny_run("moe", parallel=ParallelSpec(dp_shard=dp_shard, zero=1, ep=2))
+    moe, model = run.model.moe, run.model
+    assert moe is not None
+    # Per routed layer and micro-batch: counts, rows there, rows back; backward the rows both ways again.
+    exchanges = model.num_layers * run.accumulation
+    results = run_case(ranks, run)
+    sent = [
+        [(size, count) for (kind, _, size), count in result.communication.items() if kind == "all_to_all"]
+        for result in results
+    ]
+    for one in sent:
+        assert sum(count for _, count in one) == 5 * exchanges
+        assert dict(one)[moe.num_experts * ELEMENT] == exchanges
+    # Over all ranks every choice of every token travels, four times.
+    choices = run.data.batch_sequences * run.data.sequence_length * moe.top_k
+    rows = (
+        sum(size * count for one in sent for size, count in one)
+        - len(sent) * exchanges * moe.num_experts * ELEMENT
+    )
+    assert rows == 4 * choices * model.width * ELEMENT * model.num_layers
+
+
+def test_gradients_of_experts_stay_inside_their_replicas(ranks):
+    """dp_shard=4 with ep=2: an expert is on two ranks, and only those two reduce its gradient."""
+    run = tiny_run("moe", parallel=ParallelSpec(dp_shard=4, zero=1, ep=2))
+    moe, width = MODELS["moe"].moe, run.model.width
+    expert_bytes = 3 * moe.num_experts // 2 * moe.width * width * ELEMENT * run.model.num_layers
+    for result in run_case(ranks, run):
+        assert result.communication["reduce_scatter", "expert_shard", expert_bytes] == 1
+        assert result.communication["all_gather", "expert_shard", expert_bytes] == 1
+
+
+def test_a_dense_rank_sends_no_rows(ranks):
+    results = run_case(ranks, tiny_run("moe", parallel=ParallelSpec(dp_shard=2, zero=1)))
+    assert not [kind for kind, _, _ in results[0].communication if kind == "all_to_all"]
