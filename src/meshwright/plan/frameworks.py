@@ -62,8 +62,12 @@ class Framework:
     ep_overlap: float = 0.0
     eager_activation: bool = False
     """The MLP's activation keeps its input, its output and the product (8f), not one of them less."""
-    keeps_unrotated: bool = False
-    """Queries and keys stay both before and after their rotation."""
+    rotation_bytes: float = 0.0
+    """Bytes per element of queries and keys that stay beside the rotated ones."""
+    residual_bytes: float = 2.0
+    """Bytes per element of the residual stream in mixed precision."""
+    gradients_after_activations: bool = False
+    """Without accumulation a gradient is made where activations were freed, so only the larger counts."""
     keeps_matmul_outputs: bool = False
     """Selective recompute keeps every product's output, also whole partial sums before a reduce-scatter."""
     logits_bytes: float = 12.0
@@ -105,10 +109,16 @@ _PLAIN: tuple[Framework, ...] = (
         casts_weights=True,
         eager_activation=True,
         keeps_matmul_outputs=True,
+        # The embedding table is fp32, and autocast leaves sums and rotations in what they are given.
+        residual_bytes=4.0,
+        rotation_bytes=4.0,
+        gradients_after_activations=True,
         logits_bytes=14.0,
         loss_chunk_tokens=2048,
+        logits_traffic=64.0,
         balances_stages=True,
-        elementwise_passes=1.6,
+        # Measured on one H200: bench/results/runtime_h200_2026-11-15.json.
+        elementwise_passes=4.0,
         launches_per_layer=60.0,
         launches_per_routed_layer=150.0,
     ),
@@ -138,7 +148,7 @@ _PLAIN: tuple[Framework, ...] = (
         StateBytes(weight=2, gradient=6, master=4, gather=2, reduce=4),
         saves_gathered_input=True,
         eager_activation=True,
-        keeps_unrotated=True,
+        rotation_bytes=2.0,
         logits_bytes=8.0,
         elementwise_passes=1.6,
         dp_overlap=0.5,

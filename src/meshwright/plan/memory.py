@@ -203,7 +203,7 @@ def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe
     # A narrow recipe keeps the cast output of the norm for the weight gradient, recomputed or not.
     norms = kept["norms"] if work.is_narrow else unless(NORMS, kept["norms"])
     partial = kept["inputs"] + norms + kept["attention"]
-    partial = partial + unless(CORE_ATTENTION, kept["scores"])
+    partial = partial + unless(CORE_ATTENTION, kept["scores"]) + unless(NORMS, kept["rotations"])
     inner = kept["inner"] + unless(ACTIVATION, kept["activation"])
     partial = partial + unless(EXPERTS if moe else MLP, inner)
     if stack.keeps_matmul_outputs:
@@ -229,21 +229,24 @@ def _kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> 
     residual_tokens = tokens / tp if stack.sequence_parallel else tokens
     residual = width * residual_tokens * model.width
     gathered = width * tokens * model.width if stack.saves_gathered_input else residual
+    stream = np.maximum(stack.residual_bytes, width) / width * residual
     heads = attention.num_heads * (attention.head_width + attention.value_width)
     kv = attention.num_kv_heads * (attention.head_width + attention.value_width)
     core = width * tokens * (heads + kv) / tp + 4.0 * tokens * attention.num_heads / tp
-    if stack.keeps_unrotated:
-        query_and_key = attention.num_heads + attention.num_kv_heads
-        core = core + width * tokens * query_and_key * attention.head_width / tp
+    rotations = 0.0 * residual
+    if model.positions == "rope" and not work.compiled:
+        rotated = (attention.num_heads + attention.num_kv_heads) * attention.head_width
+        rotations = stack.rotation_bytes * tokens * rotated / tp
     masks = 2.0 * residual_tokens * model.width if model.dropout > 0 else 0.0 * residual
     scores = 0.0 * residual
     if work.attention_kernel == "unfused":
         scores = (2.0 * width + 1.0) * operators.score_elements(work, at)
     inner, activation = _inner_bytes(work, at, stack, moe=moe)
     return {
-        "inputs": 2.0 * residual,
+        "inputs": 2.0 * stream,
         "norms": 2.0 * gathered + masks,
         "attention": core,
+        "rotations": rotations,
         "scores": scores,
         "inner": inner,
         "activation": activation,
@@ -257,12 +260,12 @@ def _inner_bytes(work: Workload, at: Layouts, stack: Framework, *, moe: bool) ->
     if not moe or model.moe is None:
         elements = tokens * model.mlp.width / at.tp
         into = model.mlp.num_matrices - 1
-        made = 2.0 if stack.eager_activation and into == 2 else 1.0
+        made = 2.0 if stack.eager_activation and not work.compiled and into == 2 else 1.0
         return width * into * elements, width * made * elements
     routed = operators.expert_tokens(work, at)
     inner = routed * model.moe.width / at.etp + tokens * model.moe.shared_width / at.tp
     dispatched = width * 2.0 * routed * model.width + 8.0 * tokens / at.tp * model.moe.num_experts
-    made = 2.0 if stack.eager_activation else 1.0
+    made = 2.0 if stack.eager_activation and not work.compiled else 1.0
     return width * 2.0 * inner + dispatched, width * made * inner
 
 
@@ -320,7 +323,16 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
     items["exchange"] = _exchange_bytes(work, at)
     items["workspace"] = np.full((len(at), 3), WORKSPACE_BYTES)
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
+    if stack.gradients_after_activations and "gradients" in items:
+        items["gradients"] = _gradients_at_the_peak(at, items)
     return Memory(items, FRAGMENTATION * short_lived, _outside(at))
+
+
+def _gradients_at_the_peak(at: Layouts, items: Items) -> Floats:
+    """Gradients that exist beside the activations: all of them once a second micro-batch runs."""
+    once = ((at.num_microbatches == 1) & (at.pp == 1))[:, None]
+    freed = items["activations"] + items["logits"]
+    return np.where(once, np.maximum(items["gradients"] - freed, 0.0), items["gradients"])
 
 
 def _outside(at: Layouts) -> Items:

@@ -115,7 +115,8 @@ class TestDirections:
     def test_adapters_skip_the_weight_gradient(self) -> None:
         work = Workload(family("llama-3.1-8b"), 4096, adapters=Adapters())
         at = layouts(num_microbatches=32)
-        assert _seconds(at, work) == pytest.approx(2 / 3 * _seconds(at), rel=0.1)
+        # Two of three matmul passes; attention and element-wise work stay whole.
+        assert 2 / 3 < _seconds(at, work) / _seconds(at) < 0.85
 
     def test_compiled_blocks_move_fewer_bytes_and_launch_less(self) -> None:
         small = Workload(family("llama-3.2-1b"), 1024)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from bench import accuracy, mission
+from bench.our_runtime import our_runtime_table
 from bench.vtrain import vtrain_groups
 
 
@@ -101,3 +102,13 @@ def test_the_cliffs_are_there(rows: list[accuracy.Priced]) -> None:
     by_line = {row.line: row for row in rows}
     for line in (16, 17, 18, 225, 226, 239):
         assert abs(math.log(by_line[line].ratio)) < math.log(1.35), line
+
+
+def test_our_own_runtime_as_measured() -> None:
+    rows = our_runtime_table()
+    assert len(rows) >= 12
+    assert np.median([abs(row.time_ratio - 1.0) for row in rows]) <= 0.08
+    assert np.median([abs(row.allocated_ratio - 1.0) for row in rows]) <= 0.03
+    assert np.median([abs(row.reserved_ratio - 1.0) for row in rows]) <= 0.05
+    # Nothing is called smaller than it is by more than a tenth.
+    assert min(row.allocated_ratio for row in rows) > 0.9
