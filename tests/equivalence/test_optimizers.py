@@ -40,6 +40,14 @@ def test_stacked_experts(ranks, parallel):
     prove_all(ranks, MODELS["moe"], parallel)
 
 
+@pytest.mark.parametrize("stage", (1, 3))
+def test_rows_that_do_not_divide(ranks, stage):
+    """Matrices of 15 rows over 4 ranks, and 3 experts, which leave one of them with nothing."""
+    moe = MODELS["moe"].moe.model_dump() | {"num_experts": 3}
+    model = MODELS["moe"].with_(vocab_size=67, width=15, moe=moe)
+    prove_all(ranks, model, ParallelSpec(dp_shard=4, zero=stage))
+
+
 GROUPS = (
     GroupSpec(pattern="*norm*", lr_factor=3.0, weight_decay=0.3),
     GroupSpec(pattern="blocks.0.*", lr_factor=0.25),
