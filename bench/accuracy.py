@@ -259,9 +259,9 @@ def _own_section() -> list[str]:
     ]
     return [
         "## Our own runtime, one H200\n",
-        f"Median error of {len(rows)} steps: time {figures[0]}, allocated {figures[1]}, reserved {figures[2]}. "
-        "The passes of its element-wise kernels and of its loss, and which tensors stay, were settled on "
-        "these rows.\n",
+        f"Median error of {len(rows)} steps: time {figures[0]}, allocated {figures[1]}, reserved "
+        f"{figures[2]}. The passes of its element-wise kernels and of its loss, and which tensors stay, were "
+        "settled on these rows.\n",
         _table(
             ("", "seconds", "time", "allocated", "reserved"),
             [
