@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from meshwright.errors import EXIT_RUN_FAILED
+from meshwright.hardware.machine import this_machine
 
 _POLL_SECONDS = 0.1
 # After one rank has failed the others wait in a collective; this is how long they get to notice.
@@ -59,7 +60,7 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         MASTER_PORT=str(port),
     )
     # Each rank its share of the cores: the default would give every rank all of them.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // num_ranks)))
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names need not resolve for a local run
     return environment

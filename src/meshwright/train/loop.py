@@ -68,7 +68,7 @@ def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None =
 
         batches.close()
         if checkpoints.saved_step != state.step:
-            checkpoints.save(state)
+            recorder.save_last(checkpoints, state)
         is_cut_short = last_step <= state.step < run.schedule.num_steps
         kind = "interrupted" if is_cut_short else "finished"
         return Outcome(kind, recorder.end(kind, state))

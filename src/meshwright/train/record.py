@@ -143,6 +143,17 @@ class Recorder:
             self.say(f"checkpoint at step {state.step} failed, training goes on: {error.fact}")
         self._restart_clock(state)
 
+    def save_last(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        """Save what the run was for; when that fails, the run has failed."""
+        try:
+            folder = checkpoints.save(state)
+        except CheckpointError as error:
+            hint = "make room, then start the same command again: it goes on from the last checkpoint"
+            raise RunError(
+                f"the last save failed: {error.fact}", where=str(checkpoints.root), hint=hint
+            ) from None
+        self._events.write("checkpoint", step=state.step, folder=folder.name)
+
     def end(self, outcome: Literal["finished", "interrupted"], state: TrainState) -> TrainState:
         """The last words of a run."""
         self._events.write("finish" if outcome == "finished" else "interrupt", step=state.step)
