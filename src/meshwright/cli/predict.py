@@ -92,7 +92,9 @@ def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None,
     if not found.fits:
         least = recompute_that_fits(loaded.run, cluster)
         advice = (
-            f"memory.recompute={least} would fit" if least else "no recompute is enough: take a smaller micro-batch or more shards"
+            f"memory.recompute={least} would fit"
+            if least
+            else "no recompute is enough: take a smaller micro-batch or more shards"
         )
         typer.echo(advice, err=True)
         raise typer.Exit(EXIT_NO_FIT)
