@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -253,8 +252,3 @@ def loss_of_one_document(model: Decoder, tokens: np.ndarray) -> tuple[float, int
     with torch.no_grad():
         logits_BSV = model(inputs, positions_BS=torch.arange(inputs.shape[1])[None])
     return float(nn.functional.cross_entropy(logits_BSV[0], targets, reduction="sum")), len(targets)
-
-
-def dataset_folder(run: RunSpec) -> Path:
-    """Where the tokens of a run lie."""
-    return Path(str(run.data.path))

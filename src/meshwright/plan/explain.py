@@ -200,12 +200,12 @@ def _recompute(plan: Plan) -> Iterator[str]:
     kept = Choice(plan.question, replace(best.at, recompute=best.at.recompute * 0))
     every = int(best.at.recompute_every[0])
     where = "every layer" if every == 1 else f"one layer in {every}"
-    word = "all" if bits == FULL else "the cheap part of"
+    word = "" if bits == FULL else "the cheap part of "
     share = best.seconds_items.get("recompute", 0.0) / best.step_seconds
     without = f"keeping everything would need {show_bytes(kept.device_bytes)}"
     if kept.fits:
         without += f" and take {show_seconds(kept.step_seconds)} per step"
-    again = f"{word} {where} is computed again in the backward pass"
+    again = f"{word}{where} is computed again in the backward pass"
     yield f"Recompute: {again}, {share:.1%} of the step; {without}."
 
 

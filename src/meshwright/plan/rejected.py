@@ -41,6 +41,9 @@ class Rejected:
     step_seconds: float | None
 
 
+SMALLEST_BYTES_TOLD = 2**20
+
+
 def rejected(best: Choice) -> list[Rejected]:
     """Every single-step change that the pins permit: first those that fit, from fast to slow."""
     found: dict[str, Rejected] = {}
@@ -135,7 +138,9 @@ def _slower(best: Choice, choice: Choice) -> str:
     """How much slower, and which item grew most."""
     difference = choice.step_seconds / best.step_seconds - 1.0
     saved = best.device_bytes - choice.device_bytes
-    memory = f"saves {show_bytes(saved)} not needed" if saved > 0 else f"costs {show_bytes(-saved)} more"
+    memory = "as much memory"
+    if abs(saved) >= SMALLEST_BYTES_TOLD:
+        memory = f"saves {show_bytes(saved)} not needed" if saved > 0 else f"costs {show_bytes(-saved)} more"
     if difference < -SAME_FRACTION:
         pin = "not proposed at this length, pin cp to take it" if choice.run.parallel.cp > 1 else "not priced"
         return f"{-difference:.1%} faster by this estimate: {pin}; {memory}"
