@@ -35,7 +35,7 @@ def run_schema() -> dict[str, Any]:
     document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     properties = document["properties"]
     properties["model"] = {
-        "description": "A family, a Hugging Face folder or config.json, or a mapping that may name a `family`.",
+        "description": "A family, a Hugging Face folder or config.json, or a mapping that may name a family.",
         "anyOf": [{"enum": list(FAMILIES)}, {"type": "string"}, {"$ref": "#/$defs/ModelSpec"}],
     }
     properties["recipe"] = {

@@ -29,6 +29,7 @@ ITEM_WORDS = {
     "offload": "host transfers",
 }
 Row = dict[str, int]
+SMALLEST_BYTES_TOLD = 2**20
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,6 @@ class Rejected:
     reason: str
     device_bytes: float | None
     step_seconds: float | None
-
-
-SMALLEST_BYTES_TOLD = 2**20
 
 
 def rejected(best: Choice) -> list[Rejected]:
