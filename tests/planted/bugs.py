@@ -115,8 +115,8 @@ BUGS = [
     Bug(
         "stale random numbers in recompute",
         "memory/recompute.py",
-        '"preserve_rng_state": True',
-        '"preserve_rng_state": False',
+        "return checkpoint(forward, *args, use_reentrant=False, **kwargs)",
+        "return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)",
         "tests/unit/train/test_dropout.py::test_recompute_draws_the_same_masks[one-full]",
     ),
     Bug(
