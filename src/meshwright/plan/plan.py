@@ -27,7 +27,7 @@ from meshwright.spec.memory import MemorySpec
 from meshwright.spec.run import RunSpec
 from meshwright.units import show_bytes
 
-SAME_FRACTION = 0.02
+SAME_FRACTION = 0.05
 """Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
 NUM_PARETO = 24
 NUM_SIMULATED = 8
