@@ -46,6 +46,6 @@ def _find(document: dict[str, Any], keys: list[str]) -> bool:
 
 
 def _spec(document: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    options = [node, *node.get("anyOf", [])]
+    options = [node, *node.get("anyOf", []), node.get("items", {})]  # the entries of a list have keys too
     reference = next((option["$ref"] for option in options if "$ref" in option), None)
     return document["$defs"][reference.rsplit("/", 1)[-1]] if reference else node
