@@ -78,7 +78,9 @@ def _serve(rank: int, connection: Connection, device: str) -> None:
             timeout = datetime.timedelta(seconds=JOB_TIMEOUT_SECONDS)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             torch.manual_seed(0)
-            connection.send((True, _pack(function(*args))))
+            result = _pack(function(*args))
+            dist.barrier()  # a rank that left early would close connections that another still makes
+            connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
         finally:
