@@ -69,7 +69,7 @@ class Checkpoints:
         if not found:
             return TrainState()
         manifest = read_manifest(found[-1])
-        require_same_course(self.run, manifest, found[-1])
+        require_same_course(self.run, manifest["run"], found[-1])
         verify_files(found[-1], manifest)
         load_tensors(found[-1], all_tensors(self.run, self.training))
         self.training.program.gather_parameters()
@@ -98,17 +98,27 @@ class Checkpoints:
         return state
 
 
-def require_same_course(run: RunSpec, manifest: Mapping[str, Any], where: Path) -> None:
-    """Refuse to go on from a checkpoint whose run was another one, and say what differs."""
-    if manifest["trajectory"] == run.trajectory_fingerprint():
+def require_same_course(run: RunSpec, saved: Mapping[str, Any], where: Path) -> None:
+    """Refuse to go on where another run was, and say what differs; `saved` is its resolved spec.
+
+    The saved spec is read anew, so that a field added since, at its default, is no difference.
+    """
+    if _course(saved) == run.trajectory_fingerprint():
         return
-    different = _differences(manifest["run"], run.model_dump(mode="json"))
+    different = _differences(saved, run.model_dump(mode="json"))
     named = ", ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in different[:3])
     raise CheckpointError(
         f"this directory holds another run: {named or 'the specs differ'}",
         where=str(where),
         hint="train into another directory (--dir), or set checkpoint.start_from to take only its weights",
     )
+
+
+def _course(saved: Mapping[str, Any]) -> str | None:
+    try:
+        return RunSpec.model_validate(saved).trajectory_fingerprint()
+    except ValueError:  # of a version whose fields are no longer known
+        return None
 
 
 _MAY_DIFFER = ("name", "device", "compile", "parallel", "memory", "observe", "checkpoint")

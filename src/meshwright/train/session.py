@@ -10,6 +10,7 @@ from meshwright.mesh import join_world, leave_world
 from meshwright.spec import RunSpec
 from meshwright.spec.text import dump_run, load_run
 from meshwright.train.loop import train
+from meshwright.train.saved import require_same_course
 
 
 def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:
@@ -57,12 +58,11 @@ def claim_directory(run: RunSpec, run_dir: Path) -> None:
 
 def _require_same_run(run: RunSpec, kept: Path) -> None:
     try:
-        before = load_run(kept).trajectory_fingerprint()
-    except MeshwrightError:
-        before = "unreadable"
-    if before != run.trajectory_fingerprint():
+        before = load_run(kept)
+    except MeshwrightError as error:
         raise CheckpointError(
-            f"this directory holds another run ({before}, this one is {run.trajectory_fingerprint()})",
-            where=str(kept.parent),
-            hint=f"name another with --dir, or see what differs: meshwright check {kept} --origins",
-        )
+            f"the run.yaml of this directory cannot be read: {error.fact}",
+            where=str(kept),
+            hint="name another directory with --dir",
+        ) from None
+    require_same_course(run, before.model_dump(mode="json"), kept.parent)
