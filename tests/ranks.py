@@ -117,8 +117,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
         """What each rank returned, by rank; raises RankFailure with every traceback."""
         assert 1 <= world_size <= self.max_ranks
-        if self._num_jobs == JOBS_PER_FORK:
-            self.restart()
+        if self._num_jobs == JOBS_PER_FORK or not all(process.is_alive() for process, _ in self._workers):
+            self.restart()  # a rank may also be dead because a test killed it
         self._num_jobs += 1
         self._grow(world_size)
         store_path = os.path.join(self._folder.name, uuid.uuid4().hex)
