@@ -140,7 +140,7 @@ class RankPool:
                 rank = waiting.pop(connection)
                 try:
                     succeeded, value = connection.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     succeeded, value = False, "the process died"
                 (results if succeeded else failures)[rank] = value
         if failures or waiting:
