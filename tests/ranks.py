@@ -22,8 +22,8 @@ import torch.distributed as dist
 # A collective that waits this long has lost a partner: no test job computes for a minute.
 JOB_TIMEOUT_SECONDS = 120.0
 # gloo keeps the threads of a destroyed group while anything in torch remembers it (a mesh leaves about 20
-# groups); fresh forks cost less than a thousand idle threads.
-JOBS_PER_FORK = 10
+# groups), and torch's caches may name a group of an earlier world; fresh forks are cheap beside both.
+JOBS_PER_FORK = 5
 _PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
