@@ -42,7 +42,7 @@ def initial_value(spec: ModelSpec, parameter: Parameter, seed: int) -> Tensor:
         return torch.ones(parameter.shape)
     if parameter.kind == "bias":
         return torch.zeros(parameter.shape)
-    generator = torch.Generator().manual_seed(_seed_of(seed, parameter.name))
+    generator = torch.Generator().manual_seed(seed_of(seed, parameter.name))
     drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     return drawn.normal_(0.0, initial_std(spec, parameter), generator=generator)
 
@@ -60,6 +60,7 @@ def fill(parameter: Tensor, whole: Tensor) -> None:
     target.copy_(whole[held_part(parameter)])
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """The seed of one tensor, by its name: 63 bits."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # torch takes 63 bits
+    return int.from_bytes(digest[:8], "little") >> 1

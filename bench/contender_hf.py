@@ -1,0 +1,90 @@
+"""Hugging Face: transformers' model in Accelerate's loop."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
+from bench.contender import Job, endless, fill, loader_of, optimizer_of
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshwright.bench.step_clock import StepClock
+from meshwright.models.names import sources
+from meshwright.spec.huggingface import to_config
+
+
+class LossOnly(nn.Module):
+    """Hands out the loss and keeps the logits: Accelerate would copy them all to fp32 again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+
+class FullOutput(LossOnly):
+    """The model's own output, as its documentation trains it."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        return self.model(input_ids=tokens, labels=targets, shift_labels=targets)
+
+
+def hf_model(job: Job) -> nn.Module:
+    spec = job.run.model
+    config = AutoConfig.for_model(**to_config(spec))
+    config.use_cache = False
+    with torch.device(job.device):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=job.setting("attention", "sdpa"), dtype=job.dtype
+        )
+    model.train()
+    named, where = dict(model.named_parameters(remove_duplicate=False)), sources(spec)
+
+    def place(name: str) -> Tensor:
+        source = where[name]
+        tensor = named[source.names[0]]
+        tensor = tensor.t() if source.transposed else tensor
+        if source.third is None:
+            return tensor
+        rows = tensor.shape[0] // 3
+        return tensor[source.third * rows : (source.third + 1) * rows]
+
+    fill(job, place)
+    if job.setting("recompute", False):
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def contend(job: Job, clock: StepClock) -> None:
+    """See bench/contender.py."""
+    is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
+    is_compiled = job.setting("compile", True)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if is_mixed else "no",
+        cpu=job.device.type == "cpu",
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor") if is_compiled else None,
+        dataloader_config=DataLoaderConfiguration(non_blocking=job.device.type == "cuda"),
+        gradient_accumulation_steps=job.run.accumulation,
+    )
+    wrapper = LossOnly if job.setting("output", "loss") == "loss" else FullOutput
+    model = wrapper(hf_model(job))
+    optimizer = optimizer_of(model, job)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(job))
+    rows, more = endless(loader), True
+    while more:
+        total = torch.zeros((), device=job.device)
+        for _ in range(job.run.accumulation):
+            batch = next(rows)
+            with accelerator.accumulate(model):
+                outputs = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+                loss = outputs if isinstance(outputs, Tensor) else outputs.loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), job.run.optim.max_grad_norm or 1e9)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.detach() / job.run.accumulation
+        more = clock.after_step(total)

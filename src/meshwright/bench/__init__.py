@@ -1,0 +1,1 @@
+"""Measures this machine: matrix products, attention, copies, collectives, data, checkpoints, whole steps."""

@@ -1,0 +1,97 @@
+"""Where the time of a step goes on a GPU: its kernels by class, and the gaps between them."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# The first pattern that a kernel's name matches decides; names are those of cuBLAS, cuDNN, torch and Triton.
+CLASSES = (
+    ("communication", r"nccl"),
+    ("copies", r"^memcpy|^memset"),
+    ("attention", r"sdpa|fmha|flash|attention|attend|_attn"),
+    ("optimizer", r"multi_tensor_apply|adam|stochastic_round|sgd"),
+    ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|s16816|wgmma|triton_tem|splitk|matmul|scaled_mm|gemv"),
+    ("reductions", r"triton_(red|per|split_scan)|reduce|softmax|norm|cross_entropy|\bloss"),
+    ("pointwise", r"triton_poi|triton_|elementwise|vectorized|index|gather|scatter|embedding|fill|cat|copy"),
+)
+# Named stretches of the program that the profiler draws on the device's line as well; no kernels.
+_RANGES = ("Optimizer.", "ProfilerStep", "## Call", "Torch-Compiled")
+OTHER, GAPS = "other", "gaps"
+
+
+def class_of(kernel: str) -> str:
+    """The class of a kernel by its name."""
+    lowered = kernel.lower()
+    return next((name for name, pattern in CLASSES if re.search(pattern, lowered)), OTHER)
+
+
+@dataclass(frozen=True)
+class KernelBudget:
+    """Seconds of one step by class of kernel; `gaps` is time in which no kernel ran."""
+
+    step_seconds: float
+    seconds_by_class: dict[str, float]
+    largest: list[tuple[str, float, int]] = field(default_factory=list)
+    """Kernel, seconds per step, calls per step; the costliest first."""
+    attention_kernels: list[str] = field(default_factory=list)
+
+
+def budget_of(kernels: Iterable[tuple[str, float, float]], *, num_steps: int) -> KernelBudget:
+    """From (name, start, end) in seconds; overlapping kernels count in full, gaps only where none ran."""
+    by_class: dict[str, float] = {}
+    by_name: dict[str, list[float]] = {}
+    ordered = sorted(kernels, key=lambda kernel: kernel[1])
+    busy, last_end = 0.0, ordered[0][1] if ordered else 0.0
+    for name, start, end in ordered:
+        by_class[class_of(name)] = by_class.get(class_of(name), 0.0) + (end - start) / num_steps
+        by_name.setdefault(name, []).append(end - start)
+        busy += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
+    whole = last_end - ordered[0][1] if ordered else 0.0
+    by_class[GAPS] = (whole - busy) / num_steps
+    costs = sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    return KernelBudget(
+        step_seconds=whole / num_steps,
+        seconds_by_class=dict(sorted(by_class.items(), key=lambda item: -item[1])),
+        largest=[(name, sum(times) / num_steps, len(times) // num_steps) for name, times in costs[:25]],
+        attention_kernels=[name for name, _ in costs if class_of(name) == "attention"],
+    )
+
+
+def profiled(steps: Callable[[], Any], *, num_steps: int) -> KernelBudget:
+    """Run `steps` (which makes `num_steps` of them) under the profiler; CUDA only."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        steps()
+        torch.cuda.synchronize()
+    return budget_of(kernels_of(recorded), num_steps=num_steps)
+
+
+def kernels_of(recorded: profile) -> list[tuple[str, float, float]]:
+    """(name, start, end) in seconds of everything that ran on the device."""
+    found = []
+    for event in recorded.events() or ():
+        is_range = getattr(event, "is_user_annotation", False) or event.name.startswith(_RANGES)
+        if event.device_type == torch.autograd.DeviceType.CUDA and not is_range:
+            found.append((event.name, event.time_range.start / 1e6, event.time_range.end / 1e6))
+    return found
+
+
+def show_budget(budget: KernelBudget, *, num_largest: int = 15) -> str:
+    """The budget as a table: milliseconds, share of the step, and the costliest kernels."""
+    whole = budget.step_seconds or 1.0
+    lines = [f"{'class':<14} {'ms':>9} {'share':>7}"]
+    lines += [
+        f"{name:<14} {seconds * 1e3:>9.2f} {seconds / whole:>7.1%}"
+        for name, seconds in budget.seconds_by_class.items()
+    ]
+    lines += [f"{'step':<14} {budget.step_seconds * 1e3:>9.2f}", "", f"{'ms':>9} {'calls':>6}  kernel"]
+    lines += [
+        f"{seconds * 1e3:>9.2f} {calls:>6}  {name[:110]}"
+        for name, seconds, calls in budget.largest[:num_largest]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""What a measurement was made on: the device, versions, and its clock and power while it worked."""
+
+import datetime
+import platform
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_SAMPLED = ("clocks.sm", "power.draw", "temperature.gpu")
+_SAMPLE_MILLISECONDS = 200
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """The provenance that every result carries."""
+    is_cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if is_cuda else None,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine() or "CPU"
+
+
+@contextmanager
+def sampled_clock(device: torch.device) -> Iterator[dict[str, float]]:
+    """Medians of clock, power and temperature while the block runs, where nvidia-smi can tell.
+
+    The dictionary is filled when the block ends; it stays empty on a CPU.
+    """
+    found: dict[str, float] = {}
+    program = shutil.which("nvidia-smi") if device.type == "cuda" else None
+    if program is None:
+        yield found
+        return
+    command = [
+        program,
+        f"--id={device.index or 0}",
+        f"--query-gpu={','.join(_SAMPLED)}",
+        "--format=csv,noheader,nounits",
+        f"--loop-ms={_SAMPLE_MILLISECONDS}",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as sampler:
+        try:
+            yield found
+        finally:
+            sampler.terminate()
+            lines = sampler.communicate()[0].splitlines()
+    found.update(read_samples(lines))
+
+
+def read_samples(lines: list[str]) -> dict[str, float]:
+    """Medians by name; lines that the driver filled with words are left out."""
+    rows = []
+    for line in lines:
+        try:
+            rows.append([float(cell) for cell in line.split(",")])
+        except ValueError:
+            continue
+    whole = [row for row in rows if len(row) == len(_SAMPLED)]
+    if not whole:
+        return {}
+    names = ("clock_mhz", "power_watts", "temperature_celsius")
+    return dict(zip(names, map(statistics.median, zip(*whole, strict=True)), strict=True))
