@@ -138,7 +138,7 @@ def _encoded(key: str, moment: Tensor, name: str, step: int) -> dict[str, Tensor
     part = np.divide(moment.abs().numpy(), spread, out=np.zeros(moment.shape), where=spread > 0)
     lower = np.clip(np.searchsorted(table, part, side="right") - 1, 0, len(table) - 2)
     chance = (part - table[lower]) / (table[lower + 1] - table[lower])
-    code = lower + (_noise(f"{name}/{key}/{step}", moment.shape) < chance)
+    code = lower + (_noise(name, key, step, moment.shape) < chance)
     if key == "exp_avg_sq":
         code = np.where(part > 0, np.maximum(code, 1), 0)
     signed = torch.from_numpy(code) * moment.sign()
@@ -146,13 +146,14 @@ def _encoded(key: str, moment: Tensor, name: str, step: int) -> dict[str, Tensor
     return {f"{key}_code": signed.to(dtype), f"{key}_scale": scales}
 
 
-def _noise(key: str, shape: torch.Size) -> np.ndarray:
-    """32-bit hashes of row and column, in unsigned arithmetic."""
-    digest = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8).digest(), dtype="<u4")
+def _noise(name: str, key: str, step: int, shape: torch.Size) -> np.ndarray:
+    """Halves of 32-bit hashes of name, row, column and step, in unsigned arithmetic."""
+    digest = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), dtype="<u4")
     rows = _mixed(np.arange(shape[:-1].numel(), dtype=np.uint32) ^ digest[0])
     columns = _mixed(np.arange(shape[-1], dtype=np.uint32) ^ digest[1])
-    bits = _mixed(rows[:, None] + columns[None, :])
-    return ((bits >> np.uint32(8)) / 2.0**24).reshape(shape)
+    bits = _mixed(rows[:, None] + columns[None, :] + np.uint32(step * 0x9E3779B1 % 2**32))
+    low, high = bits & np.uint32(0xFFFF), bits >> np.uint32(16)
+    return ({"weight": low, "exp_avg": high, "exp_avg_sq": low ^ high}[key] / 2.0**16).reshape(shape)
 
 
 def _mixed(bits: np.ndarray) -> np.ndarray:

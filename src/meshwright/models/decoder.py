@@ -159,4 +159,8 @@ def build_decoder(
     """The decoder on the meta device: shapes and names, no bytes. `initialise` fills it."""
     with torch.device("meta"):
         model = Decoder(spec, layers=layers, has_embedding=has_embedding, has_head=has_head)
-    return model.to(dtype)
+    if dtype.itemsize >= torch.float32.itemsize:
+        return model.to(dtype)
+    for parameter in model.parameters():  # buffers are records and biases, whose small steps need fp32
+        parameter.data = parameter.data.to(dtype)
+    return model

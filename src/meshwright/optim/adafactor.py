@@ -8,13 +8,9 @@ averages forget as 1 - t^-0.8 does. Stacked experts are factored one by one; vec
 rate is used as written, like AdamW's, not relative to the size of the weights.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-
-from meshwright.optim.sharded import Part, ShardedOptimizer, blend
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, blend, wide_zeros
 from meshwright.optim.whole import Whole, reduce_together, whole_norms
 
 DECAY_EXPONENT = -0.8
@@ -27,22 +23,20 @@ class Adafactor(ShardedOptimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        wholes: Mapping[nn.Parameter, Whole],
+        shards: Shards,
         *,
-        lr: float,
         beta1: float,
     ) -> None:
         self._beta1 = beta1
-        super().__init__(groups, wholes, lr=lr)
+        super().__init__(shards)
 
     def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
         """A number per row and per column, and the first moment where there is one."""
-        first = {"exp_avg": torch.zeros_like(shard)} if self._beta1 else {}
+        first = {"exp_avg": wide_zeros(shard)} if self._beta1 else {}
         if shard.ndim < 2:
-            return first | {"exp_avg_sq": torch.zeros_like(shard)}
-        rows = shard.new_zeros(shard.shape[:-1])
-        columns = shard.new_zeros((*shard.shape[:-2], shard.shape[-1]))
+            return first | {"exp_avg_sq": wide_zeros(shard)}
+        rows = wide_zeros(shard, shard.shape[:-1])
+        columns = wide_zeros(shard, (*shard.shape[:-2], shard.shape[-1]))
         return first | {"row_mean_sq": rows, "column_mean_sq": columns}
 
     def update(self, parts: list[Part]) -> None:

@@ -1,8 +1,8 @@
 """From an OptimSpec to a torch optimizer over this rank's shards.
 
 The shards are plain tensors. AdamW and SGD are element by element, so a shard is updated exactly as its
-part of the whole parameter would be, and the fused CUDA kernels apply. The other rules look at the whole
-parameter, through `Whole`.
+part of the whole parameter would be, and in fp32 torch's fused kernels apply. The other rules look at the
+whole parameter, through `Whole`; so does rounding to bf16, whose noise is that of the whole parameter.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.optim.adafactor import Adafactor
+from meshwright.optim.adamw import AdamW
 from meshwright.optim.lamb import Lamb
 from meshwright.optim.lars import Lars
 from meshwright.optim.low_bit import Adam8Bit
 from meshwright.optim.muon import Muon
-from meshwright.optim.sharded import ShardedOptimizer
+from meshwright.optim.rounding import WeightFormat
+from meshwright.optim.sgd import Sgd
+from meshwright.optim.sharded import LOWER_BITS, ShardedOptimizer, Shards
 from meshwright.optim.whole import Whole, uncut
 from meshwright.spec import OptimSpec
 from meshwright.spec.optim import group_of
@@ -55,18 +58,23 @@ def parameter_groups(shards: Mapping[str, nn.Parameter], optim: OptimSpec) -> li
 
 
 def build_optimizer(
-    shards: Mapping[str, nn.Parameter], optim: OptimSpec, wholes: Mapping[str, Whole] | None = None
+    shards: Mapping[str, nn.Parameter],
+    optim: OptimSpec,
+    wholes: Mapping[str, Whole] | None = None,
+    *,
+    weights: WeightFormat = "fp32",
 ) -> torch.optim.Optimizer:
     """The optimizer with all its state allocated, so that memory is known before the first step.
 
-    `wholes` tells of each shard what it is a part of; without it the shards are whole parameters.
+    `wholes` tells of each shard what it is a part of; without it the shards are whole parameters. The
+    shards are bf16 where `weights` says so.
     """
     groups = [group for group in parameter_groups(shards, optim) if group["params"]]
-    if optim.kind in STATE_TENSORS:
+    if optim.kind in STATE_TENSORS and weights == "fp32" and optim.state == "fp32":
         optimizer = _build_elementwise(groups, optim, on_cuda=any(one.is_cuda for one in shards.values()))
     else:
         known = {shard: wholes[name] if wholes else uncut(name, shard) for name, shard in shards.items()}
-        optimizer = _build_sharded(groups, optim, known)
+        optimizer = _build_sharded(Shards(groups, known, optim.lr, weights), optim)
     set_num_updates(optimizer, shards, optim, num_updates=0)
     return optimizer
 
@@ -82,31 +90,61 @@ def _build_elementwise(
     )
 
 
-def _build_sharded(
-    groups: list[dict[str, Any]], optim: OptimSpec, wholes: Mapping[nn.Parameter, Whole]
-) -> ShardedOptimizer:
-    betas, lr = (optim.beta1, optim.beta2), optim.lr
+def _build_sharded(shards: Shards, optim: OptimSpec) -> ShardedOptimizer:
+    betas = (optim.beta1, optim.beta2)
     match optim.kind:
+        case "adamw":
+            return AdamW(shards, betas=betas, eps=optim.eps, state=optim.state)
+        case "sgd":
+            return Sgd(shards, momentum=optim.beta1)
         case "lars":
-            return Lars(groups, wholes, lr=lr, momentum=optim.beta1, trust=optim.trust)
+            return Lars(shards, momentum=optim.beta1, trust=optim.trust)
         case "lamb":
-            return Lamb(groups, wholes, lr=lr, betas=betas, eps=optim.eps)
+            return Lamb(shards, betas=betas, eps=optim.eps)
         case "adafactor":
-            return Adafactor(groups, wholes, lr=lr, beta1=optim.beta1)
+            return Adafactor(shards, beta1=optim.beta1)
         case "muon":
-            return Muon(groups, wholes, lr=lr, momentum=optim.momentum, betas=betas, eps=optim.eps)
-        case _:
-            return Adam8Bit(groups, wholes, lr=lr, betas=betas, eps=optim.eps)
+            return Muon(shards, momentum=optim.momentum, betas=betas, eps=optim.eps)
+        case "adamw_8bit":
+            return Adam8Bit(shards, betas=betas, eps=optim.eps)
 
 
 def state_tensors(
     optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], optim: OptimSpec
 ) -> dict[str, dict[str, Tensor]]:
-    """The state by parameter name; the tensors are the optimizer's own, so loading into them is loading."""
+    """The state by parameter name; the tensors are the optimizer's own, so loading into them is loading.
+
+    The lower bits of weights are not among them: they belong to `master_weights`.
+    """
     if isinstance(optimizer, ShardedOptimizer):
-        return {name: dict(optimizer.state[shard]) for name, shard in shards.items()}
+        return {
+            name: {key: value for key, value in optimizer.state[shard].items() if key != LOWER_BITS}
+            for name, shard in shards.items()
+        }
     keys = STATE_TENSORS[optim.kind] if optim.kind != "sgd" or optim.beta1 else ()
     return {name: {key: optimizer.state[shard][key] for key in keys} for name, shard in shards.items()}
+
+
+def master_weights(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The weights of which the optimizer keeps lower bits, as fp32 copies: what a checkpoint holds."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        return {}
+    return {
+        name: optimizer.master(shard)
+        for name, shard in shards.items()
+        if LOWER_BITS in optimizer.state[shard]
+    }
+
+
+def set_master_weights(
+    optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor]
+) -> None:
+    """Take over weights: rounded into the shards, and the rest into the lower bits where these are kept."""
+    for name, value in masters.items():
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.set_master(shards[name], value)
+        else:
+            shards[name].detach().copy_(value)
 
 
 def set_num_updates(

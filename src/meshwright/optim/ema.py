@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
+
+from meshwright.optim.sharded import wide_zeros
 
 
 class Ema:
-    """average <- decay x average + (1 - decay) x weight, in the weights' own dtype (fp32)."""
+    """average <- decay x average + (1 - decay) x weight, in fp32 (fp64 for fp64)."""
 
     def __init__(self, shards: Mapping[str, nn.Parameter], decay: float) -> None:
         self.decay = decay
         self._shards = dict(shards)
-        self.averages: dict[str, Tensor] = {name: shard.detach().clone() for name, shard in shards.items()}
+        self.averages: dict[str, Tensor] = {name: wide_zeros(shard) for name, shard in shards.items()}
+        self.restart()
 
     def restart(self) -> None:
         """Begin again at the present weights (after initial weights were loaded)."""
@@ -21,6 +23,5 @@ class Ema:
 
     def update(self) -> None:
         """After an optimizer step that was not skipped."""
-        averages = list(self.averages.values())
-        weights = [self._shards[name].detach() for name in self.averages]
-        torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
+        for name, average in self.averages.items():
+            average.lerp_(self._shards[name].detach().to(average.dtype), 1.0 - self.decay)

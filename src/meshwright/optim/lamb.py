@@ -5,13 +5,10 @@
 The norms are of the whole parameter. Vectors (norms, biases) and parameters that are zero keep ratio 1.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshwright.optim.sharded import Part, ShardedOptimizer, adam_direction, blend
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_direction, blend, wide_zeros
 from meshwright.optim.whole import Whole, whole_norms
 
 
@@ -20,19 +17,17 @@ class Lamb(ShardedOptimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        wholes: Mapping[nn.Parameter, Whole],
+        shards: Shards,
         *,
-        lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
         self._betas, self._eps = betas, eps
-        super().__init__(groups, wholes, lr=lr)
+        super().__init__(shards)
 
     def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
         """Two moments."""
-        return {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+        return {"exp_avg": wide_zeros(shard), "exp_avg_sq": wide_zeros(shard)}
 
     def update(self, parts: list[Part]) -> None:
         """See above; two norms per matrix in one all-reduce per set of axes."""

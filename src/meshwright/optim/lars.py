@@ -6,13 +6,10 @@
 The norms are of the whole parameter. Vectors (norms, biases) and parameters that are zero keep ratio 1.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshwright.optim.sharded import Part, ShardedOptimizer
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, wide_zeros
 from meshwright.optim.whole import Whole, whole_norms
 
 
@@ -21,19 +18,17 @@ class Lars(ShardedOptimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        wholes: Mapping[nn.Parameter, Whole],
+        shards: Shards,
         *,
-        lr: float,
         momentum: float,
         trust: float,
     ) -> None:
         self._momentum, self._trust = momentum, trust
-        super().__init__(groups, wholes, lr=lr)
+        super().__init__(shards)
 
     def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
         """One momentum, unless it is 0."""
-        return {"momentum_buffer": torch.zeros_like(shard)} if self._momentum else {}
+        return {"momentum_buffer": wide_zeros(shard)} if self._momentum else {}
 
     def update(self, parts: list[Part]) -> None:
         """See above; two norms per matrix in one all-reduce per set of axes."""

@@ -11,14 +11,13 @@ Vectors keep exact moments: they are few, and every rank would have to agree on 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.optim.noise import uniform_noise
-from meshwright.optim.sharded import Part, ShardedOptimizer, adam_direction, blend
+from meshwright.optim.noise import NOISE_LEVELS, draw, step_key
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_direction, blend, wide_zeros
 from meshwright.optim.whole import Whole, reduce_together
 
 BLOCK = 256
@@ -33,20 +32,18 @@ class Adam8Bit(ShardedOptimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        wholes: Mapping[nn.Parameter, Whole],
+        shards: Shards,
         *,
-        lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
         self._betas, self._eps = betas, eps
-        super().__init__(groups, wholes, lr=lr)
+        super().__init__(shards)
 
     def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
         """Codes and scales of zeros; a vector's moments as they are."""
         if shard.ndim < 2:
-            return {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+            return {"exp_avg": wide_zeros(shard), "exp_avg_sq": wide_zeros(shard)}
         scales = shard.new_zeros((*shard.shape[:-1], -(-whole.shape[-1] // BLOCK)), dtype=torch.float32)
         return {
             "exp_avg_code": torch.zeros_like(shard, dtype=torch.int8),
@@ -74,10 +71,11 @@ class Adam8Bit(ShardedOptimizer):
         scales = reduce_together(
             [(block_maxima(moment, part.whole), axes) for moment in (first, second)], dist.ReduceOp.MAX
         )
-        for key, moment, scale in zip(_LEVELS, (first, second), scales, strict=True):
+        noise = draw(self.grid(part), step_key(self.num_updates, part.gradient.device))
+        for key, moment, scale, drawn in zip(_LEVELS, (first, second), scales, noise[1:], strict=True):
             part.state[f"{key}_scale"].copy_(scale)
-            noise = uniform_noise(part.whole, moment.device, key=f"{key}/{self.num_updates}")
-            part.state[f"{key}_code"].copy_(_code(moment, part.state, key, part.whole, noise))
+            chance = drawn.view_as(moment) * (1.0 / NOISE_LEVELS)
+            part.state[f"{key}_code"].copy_(_code(moment, part.state, key, part.whole, chance))
         return self._direction(first, second)
 
     def _direction(self, first: Tensor, second: Tensor) -> Tensor:

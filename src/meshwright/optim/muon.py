@@ -8,13 +8,10 @@ part of the result. The factor gives steps of the size that AdamW takes, so one 
 Embeddings, head and vectors go by AdamW. Stacked experts are orthogonalised one by one.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshwright.optim.sharded import Part, ShardedOptimizer, adam_direction, blend
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_direction, blend, wide_zeros
 from meshwright.optim.whole import Whole
 
 NUM_ITERATIONS = 5
@@ -53,22 +50,20 @@ class Muon(ShardedOptimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        wholes: Mapping[nn.Parameter, Whole],
+        shards: Shards,
         *,
-        lr: float,
         momentum: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
         self._momentum, self._betas, self._eps = momentum, betas, eps
-        super().__init__(groups, wholes, lr=lr)
+        super().__init__(shards)
 
     def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
         """One momentum for a matrix, two moments for the rest."""
         if is_orthogonalised(whole.name, whole.shape):
-            return {"momentum_buffer": torch.zeros_like(shard)}
-        return {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+            return {"momentum_buffer": wide_zeros(shard)}
+        return {"exp_avg": wide_zeros(shard), "exp_avg_sq": wide_zeros(shard)}
 
     def update(self, parts: list[Part]) -> None:
         """See above; one gather per tensor whose matrices are cut."""

@@ -1,6 +1,7 @@
 """Rounding noise that does not depend on how a tensor is cut: a hash of name, step and global index."""
 
 import hashlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,17 +9,46 @@ from torch import Tensor
 from meshwright.optim.whole import Whole
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # two odd constants that spread every bit over 32
+_STEP_MULTIPLIER = 0x9E3779B1  # odd: steps that follow each other lie far apart
+NOISE_LEVELS = 1 << 16
 
 
-def uniform_noise(whole: Whole, device: torch.device, *, key: str) -> Tensor:
-    """A number in [0, 1) for each element of the shard; `key` tells draws of one tensor apart."""
-    digest = hashlib.blake2b(f"{whole.name}/{key}".encode(), digest_size=8).digest()
+class NoiseGrid(NamedTuple):
+    """What the noise of a shard, seen as [rows, columns], is made of; the same at every step."""
+
+    rows_R: Tensor
+    columns_C: Tensor
+
+
+class Noise(NamedTuple):
+    """Whole numbers in [0, 65536) for each element; any two of the three are independent."""
+
+    weight: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def noise_grid(whole: Whole, device: torch.device) -> NoiseGrid:
+    """Hashes of (name, row) and (name, column), numbered in the whole parameter: int32."""
+    digest = hashlib.blake2b(whole.name.encode(), digest_size=8).digest()
     row_key, column_key = (int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:]))
-    rows = _mixed(_fold(_row_index(whole, device)) ^ row_key)
     last = whole.box[-1]
-    columns = _mixed(torch.arange(last.start, last.stop, dtype=torch.int32, device=device) ^ column_key)
-    bits = _mixed(rows.unsqueeze(-1) + columns)
-    return ((bits >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    columns = torch.arange(last.start, last.stop, dtype=torch.int32, device=device)
+    rows = _fold(_row_index(whole, device)).reshape(-1)
+    return NoiseGrid(_mixed(rows ^ row_key), _mixed(columns ^ column_key))
+
+
+def step_key(num_updates: int, device: torch.device) -> Tensor:
+    """An int32 scalar that moves the noise of every parameter on; filled on the device, no host sync."""
+    key = num_updates * _STEP_MULTIPLIER % 2**32
+    return torch.full((), key - 2**32 if key >= 2**31 else key, dtype=torch.int32, device=device)
+
+
+def draw(grid: NoiseGrid, key: Tensor) -> Noise:
+    """The noise of one step, [rows, columns]: one hash per element gives all three numbers."""
+    bits = _mixed(grid.rows_R.unsqueeze(-1) + grid.columns_C + key)
+    low, high = bits & 0xFFFF, (bits >> 16) & 0xFFFF
+    return Noise(low, high, low ^ high)
 
 
 def _row_index(whole: Whole, device: torch.device) -> Tensor:

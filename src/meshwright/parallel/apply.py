@@ -22,13 +22,13 @@ from meshwright.models.layers.moe import Experts
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
-from meshwright.parallel.owned import OwnedParameter, own
+from meshwright.parallel.owned import OwnedParameter, own, set_gradient_dtype
 from meshwright.parallel.place import place_parameters
 from meshwright.parallel.pp import PipelineProgram, StageModule, build_stages
 from meshwright.parallel.pp.tied import TIED_NAME, tie
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
 from meshwright.parallel.tp import apply_tp
-from meshwright.precision.policy import compute_context, lower_dtype, weight_dtype
+from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype
 from meshwright.spec import PrecisionSpec, RunSpec
 
 
@@ -40,6 +40,7 @@ def build_program(run: RunSpec, mesh: Mesh) -> Program:
         transform(stage.module, run, mesh)
         initialise(stage.module, run.seed, device=mesh.device)
     owned = own_parameters(stages, run, mesh)
+    set_gradient_dtype(owned, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
     reducer = build_reducer(owned, mesh, roots=[stage.module for stage in stages])
     localise = localiser(mesh)
     if run.parallel.num_stages == 1:
@@ -72,7 +73,14 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
             block.compile()
     if parallel.zero == 3:
         experts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Experts)]
-        shard_fully(sharding_units(model), model, mesh, experts=experts, lower=lower_dtype(run.precision))
+        shard_fully(
+            sharding_units(model),
+            model,
+            mesh,
+            experts=experts,
+            lower=lower_dtype(run.precision),
+            gradients=gradient_dtype(run.precision),
+        )
 
 
 def compute_in(model: Decoder, precision: PrecisionSpec, device: torch.device) -> None:

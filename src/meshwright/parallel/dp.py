@@ -114,7 +114,7 @@ def _local_gradient(one: OwnedParameter) -> Tensor:
     """This rank's gradient; zeros when nothing on this rank touched the parameter."""
     gradient = one.parameter.grad
     if gradient is None:
-        return torch.zeros_like(_whole(one.parameter))
+        return torch.zeros_like(_whole(one.parameter), dtype=one.shard.grad_dtype)
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
@@ -237,19 +237,25 @@ class FullyShardedReducer:
 
     @contextmanager
     def microbatch(self, *, is_last: bool, can_overlap: bool = True) -> Iterator[None]:
-        """FSDP2 adds up scattered gradients; replicas are summed once, after the last micro-batch."""
+        """Scattered gradients are added up; replicas are summed once, after the last micro-batch."""
         for root in self._roots:
             root.set_requires_all_reduce(is_last)
         yield
-        if is_last:
-            for one in self._trainable:
-                gradient = one.parameter.grad
-                is_found = isinstance(gradient, DTensor)
-                one.shard.grad = gradient.to_local() if is_found else torch.zeros_like(one.shard)
-                one.parameter.grad = None
+        for one in self._trainable:
+            _take_gradient(one)
+            if is_last and one.shard.grad is None:
+                one.shard.grad = torch.zeros_like(one.shard, dtype=one.shard.grad_dtype)
 
     def gather_parameters(self) -> None:
         """Nothing: the next forward gathers."""
+
+
+def _take_gradient(one: OwnedParameter) -> None:
+    """Add what FSDP2 left to the shard's gradient, which may be wider."""
+    gradient, one.parameter.grad = one.parameter.grad, None
+    if isinstance(gradient, DTensor):
+        local = gradient.to_local().to(one.shard.grad_dtype)
+        one.shard.grad = local if one.shard.grad is None else one.shard.grad.add_(local)
 
 
 Reducer = GradientReducer | FullyShardedReducer
@@ -267,6 +273,7 @@ def shard_fully(
     *,
     experts: list[nn.Module],
     lower: torch.dtype | None,
+    gradients: torch.dtype,
 ) -> None:
     """ZeRO-3 over shard (and replicas over dp_replicate): each unit is gathered when it is used.
 
@@ -276,7 +283,7 @@ def shard_fully(
     parallel = mesh.parallel
     # Inputs are left alone: loss weights and rotary tables stay fp32; autocast lowers what should be lower.
     policy = MixedPrecisionPolicy(
-        param_dtype=lower, reduce_dtype=torch.float32 if lower else None, cast_forward_inputs=False
+        param_dtype=lower, reduce_dtype=gradients if lower else None, cast_forward_inputs=False
     )
     reshard = parallel.pp == 1
     if parallel.ep > 1:

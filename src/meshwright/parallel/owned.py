@@ -175,5 +175,14 @@ def _row_cut(inner: tuple[Placement, ...], state_mesh: DeviceMesh) -> Placement:
     return _StridedShard(0, split_factor=split) if split > 1 else Shard(0)
 
 
+def set_gradient_dtype(owned: Sequence[OwnedParameter], dtype: torch.dtype, *, by_fsdp: bool) -> None:
+    """Let gradients of bf16 weights be summed in fp32; FSDP keeps its own in the weights' dtype."""
+    for one in owned:
+        if one.parameter.requires_grad and one.shard.dtype != dtype:
+            one.shard.grad_dtype = dtype
+            if not by_fsdp:
+                one.parameter.grad_dtype = dtype
+
+
 def _share_storage(tensor: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=parameter.requires_grad)

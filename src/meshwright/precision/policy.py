@@ -14,9 +14,19 @@ COMPUTE_DTYPES = {
 }
 
 
-def weight_dtype(precision: PrecisionSpec) -> torch.dtype:
-    """Weights, gradients and optimizer states: fp32, or fp64 for proofs."""
+def wide_dtype(precision: PrecisionSpec) -> torch.dtype:
+    """Of update rules, losses and their weights: fp32, or fp64 for proofs."""
     return torch.float64 if precision.compute == "fp64" else torch.float32
+
+
+def weight_dtype(precision: PrecisionSpec) -> torch.dtype:
+    """Of the parameters that the model computes with."""
+    return wide_dtype(precision) if precision.weights == "fp32" else torch.bfloat16
+
+
+def gradient_dtype(precision: PrecisionSpec) -> torch.dtype:
+    """In which gradients are kept and summed."""
+    return torch.bfloat16 if precision.gradients == "bf16" else wide_dtype(precision)
 
 
 def lower_dtype(precision: PrecisionSpec) -> torch.dtype | None:

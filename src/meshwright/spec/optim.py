@@ -42,6 +42,8 @@ class OptimSpec(Spec):
     """Second moment."""
     eps: PositiveNumber = 1e-8
     """Added to the root of the second moment."""
+    state: Literal["fp32", "bf16"] = "fp32"
+    """adamw: format of the two moments; bf16 ones are rounded at random, right on average."""
     momentum: Fraction = 0.95
     """muon: of matrices."""
     trust: PositiveNumber = 1e-3

@@ -19,9 +19,16 @@ class LossScaleSpec(Spec):
 
 
 class PrecisionSpec(Spec):
-    """Weights and optimizer states are fp32 (fp64 when computing in fp64); `compute` is for matmuls."""
+    """fp32 throughout by default (fp64 when computing in fp64); `compute` is for matmuls."""
 
     compute: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Format of matmuls and activations."""
+    weights: Literal["fp32", "bf16_exact", "bf16_stochastic"] = "fp32"
+    """How weights are kept. bf16_exact: in bf16, and the optimizer keeps the lower 16 bits of their exact
+    fp32 values. bf16_stochastic: in bf16 alone, rounded at random so that small updates count on average.
+    Both need compute=bf16."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are kept and added up over micro-batches and ranks; bf16 goes with weights
+    in bf16."""
     loss_scale: LossScaleSpec | None = None
     """Present exactly when compute is fp16."""

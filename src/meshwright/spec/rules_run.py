@@ -40,6 +40,15 @@ def loss_scale_moves_the_right_way(run: RunSpec) -> Violations:
         )
 
 
+def bf16_weights_compute_in_bf16(run: RunSpec) -> Violations:
+    """Weights that are kept in bf16 enter matmuls as they are, so these compute in bf16."""
+    precision = run.precision
+    if precision.weights != "fp32" and precision.compute != "bf16":
+        fact = f"weights={precision.weights} with compute={precision.compute}"
+        hint = "set precision.compute=bf16, or precision.weights=fp32"
+        yield SpecError(fact, where="precision.weights", hint=hint)
+
+
 def tf32_needs_cuda(run: RunSpec) -> Violations:
     """TF32 is a mode of NVIDIA tensor cores."""
     if run.precision.compute == "tf32" and run.device == "cpu":
@@ -162,6 +171,10 @@ CONDITIONS: list[Condition] = [
         )
         for name in ("beta2", "eps")
     ),
+    Condition(
+        "precision.gradients", lambda run: run.precision.weights != "fp32", "precision.weights is bf16_*"
+    ),
+    Condition("optim.state", lambda run: run.optim.kind == "adamw", "optim.kind=adamw"),
     Condition("optim.momentum", lambda run: run.optim.kind == "muon", "optim.kind=muon"),
     Condition("optim.trust", lambda run: run.optim.kind == "lars", "optim.kind=lars"),
     Condition("optim.decay", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
@@ -213,6 +226,7 @@ def _value_and_default(run: RunSpec, key: str) -> tuple[Any, Any]:
 RUN_RULES = [
     loss_scale_goes_with_fp16,
     loss_scale_moves_the_right_way,
+    bf16_weights_compute_in_bf16,
     tf32_needs_cuda,
     one_source_of_data,
     evaluation_has_data,

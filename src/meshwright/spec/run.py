@@ -51,8 +51,9 @@ class RunSpec(Spec):
     def trajectory_fingerprint(self) -> str:
         """Equal for two specs whose runs pass through the same states: what resuming requires.
 
-        The mesh, the micro-batch and how often something is written may differ between the two; model,
-        data, optimizer, seed and precision may not. A run may be made longer where that leaves the rate
+        The mesh, the micro-batch, the format in which weights, gradients and moments are kept, and how often
+        something is written may differ between the two; model, data, optimizer, seed and the format of
+        matmuls may not. A run may be made longer where that leaves the rate
         of earlier steps as it was.
         """
         can_extend = self.schedule.kind in ("constant", "inverse_sqrt")
@@ -62,6 +63,8 @@ class RunSpec(Spec):
             compile=False,
             parallel=ParallelSpec(),
             memory=MemorySpec(),
+            precision=self.precision.with_(weights="fp32", gradients="fp32"),
+            optim=self.optim.with_(state="fp32"),
             data=self.data.with_(microbatch_sequences=1),
             schedule=self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
             checkpoint=CheckpointSpec(start_from=self.checkpoint.start_from),

@@ -12,7 +12,7 @@ from meshwright.optim.ema import Ema
 from meshwright.parallel.apply import build_program
 from meshwright.parallel.owned import whole_of
 from meshwright.precision.loss_scale import LossScale
-from meshwright.precision.policy import prepare_device, weight_dtype
+from meshwright.precision.policy import prepare_device, wide_dtype
 from meshwright.spec import RunSpec
 from meshwright.train.balance import ExpertBalance
 from meshwright.train.step import Training
@@ -29,7 +29,7 @@ def build_training(run: RunSpec, mesh: Mesh) -> Training:
     wholes = {one.name: whole_of(one) for one in trainable}
     return Training(
         program=program,
-        optimizer=build_optimizer(shards, run.optim, wholes),
+        optimizer=build_optimizer(shards, run.optim, wholes, weights=run.precision.weights),
         device=mesh.device,
         max_grad_norm=run.optim.max_grad_norm,
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
@@ -47,7 +47,7 @@ def build_data(run: RunSpec, mesh: Mesh) -> Batches:
         dp_rank=mesh.dp_rank,
         dp_size=mesh.parallel.dp,
         device=mesh.device,
-        dtype=weight_dtype(run.precision),
+        dtype=wide_dtype(run.precision),
     )
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from meshwright.data.batches import evaluation_batches
 from meshwright.mesh import Mesh
 from meshwright.parallel.program import Program
-from meshwright.precision.policy import weight_dtype
+from meshwright.precision.policy import wide_dtype
 from meshwright.spec import RunSpec
 
 
@@ -18,7 +18,7 @@ def evaluate(run: RunSpec, program: Program, mesh: Mesh) -> float:
         dp_rank=mesh.dp_rank,
         dp_size=mesh.parallel.dp,
         device=mesh.device,
-        dtype=weight_dtype(run.precision),
+        dtype=wide_dtype(run.precision),
     )
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:

@@ -17,12 +17,12 @@ from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.models.interop import HuggingFaceReader
 from meshwright.models.names import state_shapes
+from meshwright.optim.build import set_master_weights
 from meshwright.parallel.owned import held_slices
-from meshwright.parallel.program import Program
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.huggingface import load_model
 from meshwright.train.locate import is_checkpoint, locate_weights
-from meshwright.train.saved import weight_tensors
+from meshwright.train.saved import take_masters, weight_tensors
 from meshwright.train.step import Training
 
 _WHERE = "checkpoint.start_from"
@@ -40,9 +40,9 @@ def load_initial_weights(run: RunSpec, training: Training) -> None:
         return
     folder = locate_weights(run.checkpoint.start_from, where=_WHERE)
     if is_checkpoint(folder):
-        _load_checkpoint(run, training.program, folder)
+        _load_checkpoint(run, training, folder)
     else:
-        agree(lambda: _load_hugging_face(run, training.program, folder))
+        agree(lambda: _load_hugging_face(run, training, folder))
     training.program.gather_parameters()
     if training.ema is not None:
         training.ema.restart()
@@ -62,21 +62,25 @@ def agree(action: Callable[[], None]) -> None:
             raise found
 
 
-def _load_hugging_face(run: RunSpec, program: Program, folder: Path) -> None:
+def _load_hugging_face(run: RunSpec, training: Training, folder: Path) -> None:
     there = load_model(str(folder))
     require_same_tensors(run.model, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
     reader = HuggingFaceReader(folder, run.model)
     with torch.no_grad():
-        for one in program.owned:
-            one.shard.copy_(reader.read_slice(one.name, held_slices(one)))
-        for stage in program.stages:
+        for one in training.program.owned:
+            value = reader.read_slice(one.name, held_slices(one))
+            if one.name in training.named_shards:
+                set_master_weights(training.optimizer, training.named_shards, {one.name: value})
+            else:
+                one.shard.copy_(value)
+        for stage in training.program.stages:
             for name, buffer in stage.named_buffers():
                 if name in reader.shapes:
                     buffer.copy_(reader.read(name))
     _tell_differences(run.model, there.model_dump(mode="json"), folder)
 
 
-def _load_checkpoint(run: RunSpec, program: Program, folder: Path) -> None:
+def _load_checkpoint(run: RunSpec, training: Training, folder: Path) -> None:
     manifest = read_manifest(folder)
     theirs = saved_model(manifest)
     kinds = ("model.", "buffers.")
@@ -85,7 +89,9 @@ def _load_checkpoint(run: RunSpec, program: Program, folder: Path) -> None:
     }
     require_same_tensors(run.model, shapes, folder, theirs=theirs)
     verify_files(folder, manifest)
-    load_tensors(folder, weight_tensors(program))
+    tensors = weight_tensors(training)
+    load_tensors(folder, tensors)
+    take_masters(training, tensors)
     _tell_differences(run.model, theirs, folder)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
 from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_manifest, verify_files
@@ -14,16 +15,28 @@ from meshwright.checkpoint.retain import keep_last
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.data.batches import Batches
 from meshwright.errors import CheckpointError
-from meshwright.optim.build import set_num_updates, state_dims, state_tensors
-from meshwright.parallel.program import Program
+from meshwright.optim.build import (
+    master_weights,
+    set_master_weights,
+    set_num_updates,
+    state_dims,
+    state_tensors,
+)
 from meshwright.spec import RunSpec
 from meshwright.train.state import TrainState
 from meshwright.train.step import Training
 
 
-def weight_tensors(program: Program) -> dict[str, Tensor]:
-    """The weights and persistent buffers, under the names that checkpoints give them."""
-    tensors: dict[str, Tensor] = {f"model.{one.name}": one.as_global(one.shard) for one in program.owned}
+def weight_tensors(training: Training) -> dict[str, Tensor]:
+    """The weights and persistent buffers, under the names that checkpoints give them.
+
+    In the live storage, except weights whose lower bits the optimizer keeps: these are fp32 copies, so that
+    a checkpoint has the exact values whatever the format; `take_masters` puts loaded ones back.
+    """
+    program, masters = training.program, master_weights(training.optimizer, training.named_shards)
+    tensors: dict[str, Tensor] = {
+        f"model.{one.name}": one.as_global(masters.get(one.name, one.shard)) for one in program.owned
+    }
     for stage in program.stages:
         persistent = set(stage.state_dict()) - {name for name, _ in stage.named_parameters()}
         buffers = {name: buffer for name, buffer in stage.named_buffers() if name in persistent}
@@ -31,10 +44,20 @@ def weight_tensors(program: Program) -> dict[str, Tensor]:
     return tensors
 
 
+def take_masters(training: Training, tensors: Mapping[str, Tensor]) -> None:
+    """After `weight_tensors` were loaded into: fp32 copies become weights and lower bits."""
+    loaded = {
+        name: tensor.to_local()
+        for name in master_weights(training.optimizer, training.named_shards)
+        if isinstance(tensor := tensors[f"model.{name}"], DTensor)
+    }
+    set_master_weights(training.optimizer, training.named_shards, loaded)
+
+
 def all_tensors(run: RunSpec, training: Training) -> dict[str, Tensor]:
     """Weights, optimizer states and averages as parts of whole tensors, in the live storage."""
     owned = {one.name: one for one in training.program.owned}
-    tensors = weight_tensors(training.program)
+    tensors = weight_tensors(training)
     for name, states in state_tensors(training.optimizer, training.named_shards, run.optim).items():
         one = owned[name]
         tensors |= {
@@ -71,7 +94,9 @@ class Checkpoints:
         manifest = read_manifest(found[-1])
         require_same_course(self.run, manifest["run"], found[-1])
         verify_files(found[-1], manifest)
-        load_tensors(found[-1], all_tensors(self.run, self.training))
+        tensors = all_tensors(self.run, self.training)
+        load_tensors(found[-1], tensors)
+        take_masters(self.training, tensors)
         self.training.program.gather_parameters()
         return self._restore_facts(manifest)
 
@@ -121,7 +146,10 @@ def _course(saved: Mapping[str, Any]) -> str | None:
         return None
 
 
-_MAY_DIFFER = ("name", "device", "compile", "parallel", "memory", "observe", "checkpoint")
+_MAY_DIFFER = (
+    *("name", "device", "compile", "parallel", "memory", "observe", "checkpoint"),
+    *("data.microbatch_sequences", "precision.weights", "precision.gradients", "optim.state"),
+)
 
 
 def _differences(
@@ -134,6 +162,6 @@ def _differences(
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             found += _differences(a, b, f"{prefix}{key}.")
-        elif a != b and f"{prefix}{key}" != "data.microbatch_sequences":
+        elif a != b and f"{prefix}{key}" not in _MAY_DIFFER:
             found.append((f"{prefix}{key}", a, b))
     return found

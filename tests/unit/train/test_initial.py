@@ -120,7 +120,7 @@ def save_shards(run: RunSpec, root: Path) -> None:
 
     training = build_training(run.with_(seed=7), build_mesh(run.parallel, here()))
     facts = {"run": run.model_dump(mode="json")}
-    save_checkpoint(root, step=3, tensors=weight_tensors(training.program), facts=facts)
+    save_checkpoint(root, step=3, tensors=weight_tensors(training), facts=facts)
 
 
 @pytest.mark.parametrize("kind", ["run directory", "checkpoint"])
