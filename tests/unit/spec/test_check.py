@@ -177,6 +177,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["precision.compute=fp16", "precision.loss_scale.backoff_factor=1"],
         ],
     ),
+    "bf16_weights_compute_in_bf16": (
+        "dense",
+        ["precision.compute=bf16", "precision.weights=bf16_exact", "precision.gradients=bf16"],
+        [["precision.weights=bf16_exact"], ["precision.weights=bf16_stochastic", "precision.compute=fp64"]],
+    ),
     "tf32_needs_cuda": (
         "dense",
         ["precision.compute=tf32", "device=cuda"],
@@ -240,6 +245,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.kind=lars", "optim.eps=1e-6"],
             ["optim.momentum=0.9"],
             ["optim.kind=lamb", "optim.trust=0.01"],
+            ["precision.compute=bf16", "precision.gradients=bf16"],
+            ["optim.kind=lamb", "optim.state=bf16"],
             ["optim.weight_decay=0", "optim.decay=all"],
             ["schedule.decay_steps=5"],
             ["schedule.kind=constant", "schedule.final_ratio=0.2"],
