@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.precision.fp8.matmul import OPERATORS
 from meshwright.spec import MemorySpec
 
 _aten = torch.ops.aten
@@ -20,6 +21,7 @@ _KEPT = {
     _aten.addmm.default,
     _aten.bmm.default,
     _aten._grouped_mm.default,
+    *OPERATORS,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,

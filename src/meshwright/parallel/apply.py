@@ -3,11 +3,12 @@
 1. meta       the stages of this rank are built without memory, so no rank ever holds the whole model
 2. tp, ep     parameters are cut first: everything after sees the local layer
 3. cp         replaces the attention core; touches no parameter
-4. precision  the forward enters autocast itself, so a pipeline's backward runs outside it
-5. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
-6. compile    block by block: one graph serves all layers, and the collectives of ZeRO-3 stay outside
-7. ZeRO-3     last, because it takes over the parameters as what tp and ep left of them
-8. memory     allocate and fill: every tensor has its own seed, so the layout does not matter
+4. fp8        replaces the products of linears; after tp, whose cuts say over whom a scale is agreed
+5. precision  the forward enters autocast itself, so a pipeline's backward runs outside it
+6. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
+7. compile    block by block: one graph serves all layers, and the collectives of ZeRO-3 stay outside
+8. ZeRO-3     last, because it takes over the parameters as what tp and ep left of them
+9. memory     allocate and fill: every tensor has its own seed, so the layout does not matter
 """
 
 import torch
@@ -22,6 +23,7 @@ from meshwright.models.layers.moe import Experts
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
+from meshwright.parallel.fp8 import apply_fp8
 from meshwright.parallel.owned import OwnedParameter, own, set_gradient_dtype
 from meshwright.parallel.place import place_parameters
 from meshwright.parallel.pp import PipelineProgram, StageModule, build_stages
@@ -57,7 +59,7 @@ def build_program(run: RunSpec, mesh: Mesh) -> Program:
 
 
 def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
-    """Steps 2 to 7 on one stage."""
+    """Steps 2 to 8 on one stage."""
     parallel = mesh.parallel
     if parallel.tp > 1 or parallel.ep > 1:
         place_parameters(model, mesh)
@@ -66,6 +68,7 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
     apply_moe(model, mesh)
     if parallel.cp > 1:
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
+    apply_fp8(model, run, mesh)
     compute_in(model, run.precision, mesh.device)
     apply_recompute(model.blocks.values(), run.memory)
     if run.compile:

@@ -15,7 +15,7 @@ from meshwright.spec.model import (
 from meshwright.spec.observe import EvaluateSpec, ObserveSpec
 from meshwright.spec.optim import GroupSpec, LrScalingSpec, OptimSpec
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
-from meshwright.spec.precision import LossScaleSpec, PrecisionSpec
+from meshwright.spec.precision import Fp8Spec, LossScaleSpec, PrecisionSpec
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schedule import ScheduleSpec
 
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointSpec",
     "DataSpec",
     "EvaluateSpec",
+    "Fp8Spec",
     "GroupSpec",
     "LatentSpec",
     "LossScaleSpec",

@@ -1,8 +1,10 @@
 """In which number formats a step computes, keeps weights and sums gradients."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from meshwright.spec.base import Positive, PositiveNumber, Spec
+from pydantic import BeforeValidator
+
+from meshwright.spec.base import NonNegative, Positive, PositiveNumber, Spec
 
 
 class LossScaleSpec(Spec):
@@ -16,6 +18,20 @@ class LossScaleSpec(Spec):
     """The scale is multiplied by this after an overflow, and the step is skipped."""
     growth_steps: Positive = 2000
     """Clean steps before the scale grows."""
+
+
+class Fp8Spec(Spec):
+    """fp8 in the linear layers of the blocks; head, norms, attention, router and routed experts stay out."""
+
+    recipe: Literal["current", "blocks", "mxfp8"] = "current"
+    """current: one scale per tensor, E4M3, gradients of outputs E5M2. blocks: one scale per 1x128 of inputs
+    and gradients and per 128x128 of weights, E4M3. mxfp8: one scale per 32, E4M3."""
+    bf16_ends: NonNegative = 1
+    """Blocks at each end of the model that stay in bf16."""
+
+
+def _of_recipe(value: Any) -> Any:
+    return {"recipe": value} if isinstance(value, str) else value
 
 
 class PrecisionSpec(Spec):
@@ -32,3 +48,6 @@ class PrecisionSpec(Spec):
     in bf16."""
     loss_scale: LossScaleSpec | None = None
     """Present exactly when compute is fp16."""
+    fp8: Annotated[Fp8Spec | None, BeforeValidator(_of_recipe)] = None
+    """Linear layers of the blocks in fp8; a recipe's name alone takes the defaults of the rest. Everything
+    else stays in `compute`, which is then bf16 (or fp64, for proofs)."""

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from meshwright.errors import SpecError
 from meshwright.spec.base import Spec
+from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_layers, fp8_weights
 from meshwright.spec.optim import group_of
 from meshwright.spec.parameters import parameters
 from meshwright.spec.rules_model import MOST_LAYERS
@@ -55,6 +56,42 @@ def tf32_needs_cuda(run: RunSpec) -> Violations:
         yield SpecError(
             "compute=tf32 on device=cpu", where="precision.compute", hint="use precision.compute=fp32"
         )
+
+
+def fp8_goes_with_bf16(run: RunSpec) -> Violations:
+    """fp8 linears stand among bf16 operators; fp64 is for proofs, where the products are emulated."""
+    precision = run.precision
+    if precision.fp8 is not None and precision.compute not in ("bf16", "fp64"):
+        fact = f"fp8={precision.fp8.recipe} with compute={precision.compute}"
+        yield SpecError(fact, where="precision.fp8", hint="set precision.compute=bf16")
+
+
+def fp8_has_linears(run: RunSpec) -> Violations:
+    """Something is left for fp8 between the ends that stay in bf16."""
+    fp8, layers = run.precision.fp8, run.model.num_layers
+    if fp8 is None or layers > MOST_LAYERS:
+        return
+    if not fp8_layers(run):
+        fact = f"bf16_ends={fp8.bf16_ends} at each end of {layers} layers leave none in fp8"
+        hint = "use precision.fp8.bf16_ends=0, or precision.fp8=null"
+        yield SpecError(fact, where="precision.fp8.bf16_ends", hint=hint)
+    elif not any(fp8_weights(run, layer) for layer in fp8_layers(run)):
+        multiple = FP8_MULTIPLE[fp8.recipe]
+        fact = f"fp8={fp8.recipe} finds no linear whose dims on a rank are multiples of {multiple}"
+        yield SpecError(fact, where="precision.fp8", hint="use recipe=current, a smaller tp, or fp8=null")
+
+
+def fp8_divides_tokens(run: RunSpec) -> Violations:
+    """The tokens of a micro-batch on a rank, contracted in weight gradients, fill the blocks of fp8."""
+    fp8, data = run.precision.fp8, run.data
+    if fp8 is None:
+        return
+    tokens = data.microbatch_sequences * data.sequence_length // run.parallel.cp
+    if tokens % FP8_MULTIPLE[fp8.recipe]:
+        fact = f"fp8={fp8.recipe} with {tokens} tokens of a micro-batch on a rank"
+        multiple = f"a multiple of {FP8_MULTIPLE[fp8.recipe]}"
+        hint = f"choose data.sequence_length and data.microbatch_sequences for {multiple}"
+        yield SpecError(fact, where="precision.fp8", hint=hint)
 
 
 def one_source_of_data(run: RunSpec) -> Violations:
@@ -228,6 +265,9 @@ RUN_RULES = [
     loss_scale_moves_the_right_way,
     bf16_weights_compute_in_bf16,
     tf32_needs_cuda,
+    fp8_goes_with_bf16,
+    fp8_has_linears,
+    fp8_divides_tokens,
     one_source_of_data,
     evaluation_has_data,
     schedule_fits_steps,

@@ -53,8 +53,8 @@ class RunSpec(Spec):
 
         The mesh, the micro-batch, the format in which weights, gradients and moments are kept, and how often
         something is written may differ between the two; model, data, optimizer, seed and the format of
-        matmuls may not. A run may be made longer where that leaves the rate
-        of earlier steps as it was.
+        matmuls may not, but fp8 may be switched on, off or to another recipe: a checkpoint is the same with
+        it. A run may be made longer where that leaves the rate of earlier steps as it was.
         """
         can_extend = self.schedule.kind in ("constant", "inverse_sqrt")
         same_course = self.with_(
@@ -63,7 +63,7 @@ class RunSpec(Spec):
             compile=False,
             parallel=ParallelSpec(),
             memory=MemorySpec(),
-            precision=self.precision.with_(weights="fp32", gradients="fp32"),
+            precision=self.precision.with_(weights="fp32", gradients="fp32", fp8=None),
             optim=self.optim.with_(state="fp32"),
             data=self.data.with_(microbatch_sequences=1),
             schedule=self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,

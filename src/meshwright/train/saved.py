@@ -148,7 +148,13 @@ def _course(saved: Mapping[str, Any]) -> str | None:
 
 _MAY_DIFFER = (
     *("name", "device", "compile", "parallel", "memory", "observe", "checkpoint"),
-    *("data.microbatch_sequences", "precision.weights", "precision.gradients", "optim.state"),
+    *(
+        "data.microbatch_sequences",
+        "precision.weights",
+        "precision.gradients",
+        "optim.state",
+        "precision.fp8",
+    ),
 )
 
 
@@ -157,11 +163,11 @@ def _differences(
 ) -> list[tuple[str, Any, Any]]:
     found: list[tuple[str, Any, Any]] = []
     for key in sorted(set(old) | set(new)):
-        if not prefix and key in _MAY_DIFFER:
+        if f"{prefix}{key}" in _MAY_DIFFER:
             continue
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             found += _differences(a, b, f"{prefix}{key}.")
-        elif a != b and f"{prefix}{key}" not in _MAY_DIFFER:
+        elif a != b:
             found.append((f"{prefix}{key}", a, b))
     return found

@@ -187,6 +187,24 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["precision.compute=tf32", "device=cuda"],
         [["precision.compute=tf32", "device=cpu"]],
     ),
+    "fp8_goes_with_bf16": (
+        "dense",
+        ["precision.compute=bf16", "precision.fp8=current"],
+        [["precision.compute=fp32", "precision.fp8=current"]],
+    ),
+    "fp8_has_linears": (
+        "dense",
+        ["precision.compute=bf16", "precision.fp8=mxfp8"],
+        [
+            ["precision.compute=bf16", "precision.fp8.bf16_ends=4"],
+            ["precision.compute=bf16", "precision.fp8=blocks"],
+        ],
+    ),
+    "fp8_divides_tokens": (
+        "dense",
+        ["precision.compute=bf16", "precision.fp8=mxfp8"],
+        [["precision.compute=bf16", "precision.fp8=current", "data.sequence_length=9"]],
+    ),
     "one_source_of_data": (
         "dense",
         ["data.path=some/folder", "data.synthetic=null"],

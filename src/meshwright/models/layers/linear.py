@@ -7,6 +7,14 @@ from torch.nn import functional
 from meshwright.ops.sharded import local
 
 
+class Product(nn.Module):
+    """x W^T + b; replaced where the product is made in another format."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Over the last dim of x."""
+        return functional.linear(x, weight, bias)
+
+
 class Linear(nn.Module):
     """y = x W^T + b; the weight is (to, of) as in torch."""
 
@@ -14,6 +22,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(to, of))
         self.bias = nn.Parameter(torch.empty(to)) if bias else None
+        self.product: nn.Module = Product()
         # Set where the input dim is cut: sums the partial products before the bias joins, once.
         self.collect: nn.Module | None = None
 
@@ -21,6 +30,6 @@ class Linear(nn.Module):
         """The product over the last dim."""
         bias = None if self.bias is None else local(self.bias)
         if self.collect is None:
-            return functional.linear(x, local(self.weight), bias)
-        y = self.collect(functional.linear(x, local(self.weight)))
+            return self.product(x, local(self.weight), bias)
+        y = self.collect(self.product(x, local(self.weight)))
         return y if bias is None else y + bias
