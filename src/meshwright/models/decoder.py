@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from meshwright.models.layers.attention import Attention
@@ -11,7 +12,7 @@ from meshwright.models.layers.mlp import build_mlp
 from meshwright.models.layers.moe import Moe
 from meshwright.models.layers.norm import build_norm
 from meshwright.models.layers.rope import Rotation, rotation
-from meshwright.ops.loss import weighted_cross_entropy, wide_dtype
+from meshwright.ops.loss import RowKernels, linear_cross_entropy, wide_dtype
 from meshwright.ops.sharded import local
 from meshwright.spec import ModelSpec
 
@@ -49,25 +50,37 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits from the last hidden state; has no weight of its own when tied to the embedding."""
+    """Logits, or the loss without ever holding them; has no weight of its own when tied to the embedding."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.weight = None if spec.tied_head else nn.Parameter(torch.empty(spec.vocab_size, spec.width))
+        # Set where the vocabulary is cut over ranks, and where the run is compiled.
+        self.vocabulary_group: ProcessGroup | None = None
+        self.kernels: RowKernels | None = None
 
-    def forward(self, x_BSD: Tensor, tied_VD: Tensor | None = None) -> Tensor:
-        """logits_BSV."""
+    def forward(
+        self,
+        x_BSD: Tensor,
+        tied_VD: Tensor | None = None,
+        targets_BS: Tensor | None = None,
+        weights_BS: Tensor | None = None,
+    ) -> Tensor:
+        """logits_BSV, or with targets the sum of weight x cross-entropy over all tokens."""
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None
-        return functional.linear(x_BSD, local(weight_VD))
-
-
-class WeightedCrossEntropy(nn.Module):
-    """The loss, without parameters: replaced where the vocabulary is cut."""
-
-    def forward(self, logits_BSV: Tensor, targets_BS: Tensor, weights_BS: Tensor) -> Tensor:
-        """Sum of weight x cross-entropy over all tokens."""
-        return weighted_cross_entropy(logits_BSV, targets_BS, weights_BS)
+        if targets_BS is None:
+            return functional.linear(x_BSD, local(weight_VD))
+        if weights_BS is None:
+            weights_BS = torch.ones_like(targets_BS, dtype=torch.float32)
+        return linear_cross_entropy(
+            x_BSD,
+            local(weight_VD),
+            targets_BS,
+            weights_BS,
+            group=self.vocabulary_group,
+            kernels=self.kernels,
+        )
 
 
 class Decoder(nn.Module):
@@ -96,7 +109,6 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in held})
         self.norm = build_norm(spec) if has_head else None
         self.head = Head(spec) if has_head else None
-        self.loss = WeightedCrossEntropy() if has_head else None
 
     def forward(
         self,
@@ -127,12 +139,9 @@ class Decoder(nn.Module):
             )
         if self.head is None:
             return x_BSD
-        logits_BSV = self._logits(x_BSD)
-        if targets_BS is None:
-            return logits_BSV
-        weights_BS = torch.ones_like(targets_BS, dtype=torch.float32) if weights_BS is None else weights_BS
-        assert self.loss is not None
-        return self.loss(logits_BSV, targets_BS, weights_BS)
+        assert self.norm is not None
+        tied_VD = self.embedding.tokens.weight if self.spec.tied_head and self.embedding else None
+        return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS)
 
     def _rotation(self, x_BSD: Tensor, positions_BS: Tensor) -> Rotation | None:
         """The rotary tables, once for all blocks."""
@@ -141,11 +150,6 @@ class Decoder(nn.Module):
             return None
         width = attention.latent.rope_width if attention.latent else attention.head_width
         return rotation(self.spec.rope, positions_BS, width=width, dtype=wide_dtype(x_BSD))
-
-    def _logits(self, x_BSD: Tensor) -> Tensor:
-        assert self.head is not None and self.norm is not None
-        tied_VD = self.embedding.tokens.weight if self.spec.tied_head and self.embedding else None
-        return self.head(self.norm(x_BSD), tied_VD)
 
 
 def build_decoder(

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
-from meshwright.models.decoder import Decoder, WeightedCrossEntropy
+from meshwright.models.decoder import Decoder
 from meshwright.models.layers.embedding import Embedding, Lookup
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.moe import Moe
 from meshwright.ops.collectives import all_gather, reduce_scatter
-from meshwright.ops.vocabulary import cut_cross_entropy, partial_lookup
+from meshwright.ops.vocabulary import partial_lookup
 from meshwright.spec.placement import crossing
 
 SEQUENCE_DIM = 1
@@ -55,18 +55,6 @@ class CutLookup(Lookup):
         return reduce_scatter(partial_lookup(ids_BS, table_VD, self.group), SEQUENCE_DIM, self.group)
 
 
-class CutCrossEntropy(WeightedCrossEntropy):
-    """The loss on logits cut over the vocabulary."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, logits_BSV: Tensor, targets_BS: Tensor, weights_BS: Tensor) -> Tensor:
-        """The same scalar on every tp rank."""
-        return cut_cross_entropy(logits_BSV, targets_BS, weights_BS, self.group)
-
-
 def apply_tp(model: Decoder, mesh: Mesh) -> None:
     """Put the table's crossings into a stage whose parameters are already cut."""
     group = mesh.group("tp")
@@ -79,8 +67,8 @@ def apply_tp(model: Decoder, mesh: Mesh) -> None:
             module.collect = ScatterSum(group)
     if isinstance(model.embedding, Embedding):
         _cut_embedding(model.embedding, group)
-    if model.loss is not None:
-        model.loss = CutCrossEntropy(group)
+    if model.head is not None:
+        model.head.vocabulary_group = group
 
 
 def _gather_input(module: nn.Module, group: ProcessGroup) -> None:

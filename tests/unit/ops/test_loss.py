@@ -1,50 +1,118 @@
-"""The chunked loss equals the plain one, forward and backward, in every dtype."""
+"""Head and loss in chunks equal the plain ones, forward and backward, in every dtype and cut."""
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from meshwright.ops.loss import weighted_cross_entropy
+from meshwright.ops.loss import RowKernels, compiled_kernels, linear_cross_entropy, row_statistics
+
+VOCABULARY = 11  # far from aligned: the rows are padded
 
 
-def _case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits_BSV = torch.randn(2, 7, 11, generator=generator, dtype=torch.float64) * 3
-    targets_BS = torch.randint(11, (2, 7), generator=generator)
+    x_BSD = torch.randn(2, 7, 5, generator=generator, dtype=torch.float64) * 3
+    weight_VD = torch.randn(VOCABULARY, 5, generator=generator, dtype=torch.float64)
+    targets_BS = torch.randint(VOCABULARY, (2, 7), generator=generator)
     weights_BS = torch.rand(2, 7, generator=generator, dtype=torch.float64)
     targets_BS[0, 3] = -100
-    return logits_BSV.to(dtype).requires_grad_(), targets_BS, weights_BS
+    return x_BSD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_(), targets_BS, weights_BS
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 14, 100])
-def test_equals_the_plain_sum(chunk_tokens: int) -> None:
-    logits_BSV, targets_BS, weights_BS = _case(torch.float64)
-    loss = weighted_cross_entropy(logits_BSV, targets_BS, weights_BS, chunk_tokens=chunk_tokens)
-    (grad,) = torch.autograd.grad(loss * 0.7, logits_BSV)
-    each_BS = functional.cross_entropy(logits_BSV.transpose(1, 2), targets_BS, reduction="none")
-    expected = (each_BS * weights_BS).sum()
-    (expected_grad,) = torch.autograd.grad(expected * 0.7, logits_BSV)
+def _plain(x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, weights_BS: Tensor) -> Tensor:
+    logits_BVS = functional.linear(x_BSD, weight_VD).transpose(1, 2)
+    return (functional.cross_entropy(logits_BVS, targets_BS, reduction="none") * weights_BS).sum()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 64 * 8, 2**30])
+def test_equals_the_plain_sum(chunk_bytes: int) -> None:
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
+    loss = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, chunk_bytes=chunk_bytes)
+    expected = _plain(x_BSD, weight_VD, targets_BS, weights_BS)
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-15)
+    grads = torch.autograd.grad(loss * 0.7, (x_BSD, weight_VD))
+    for grad, wanted in zip(grads, torch.autograd.grad(expected * 0.7, (x_BSD, weight_VD)), strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_wide_and_gives_the_gradient_in_the_dtype_of_the_logits(dtype: torch.dtype) -> None:
-    logits_BSV, targets_BS, weights_BS = _case(dtype)
-    loss = weighted_cross_entropy(logits_BSV, targets_BS, weights_BS)
-    (grad,) = torch.autograd.grad(loss, logits_BSV)
-    wide = logits_BSV.detach().double().requires_grad_()
-    expected = weighted_cross_entropy(wide, targets_BS, weights_BS)
-    (expected_grad,) = torch.autograd.grad(expected, wide)
-    assert loss.dtype == torch.float32 and grad.dtype == dtype
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)  # float32 sums
-    # one rounding to the dtype of the logits; the terms p and 1 of the gradient are of order one
-    rounding = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=rounding, atol=rounding)
+def test_sums_wide_and_gives_gradients_in_the_dtypes_that_came(dtype: torch.dtype) -> None:
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(dtype)
+    loss = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS)
+    dx_BSD, dw_VD = torch.autograd.grad(loss, (x_BSD, weight_VD))
+    wide = [x.detach().double().requires_grad_() for x in (x_BSD, weight_VD)]
+    expected = _plain(*wide, targets_BS, weights_BS)
+    wanted = torch.autograd.grad(expected, wide)
+    assert (loss.dtype, dx_BSD.dtype, dw_VD.dtype) == (torch.float32, dtype, dtype)
+    # Logits of order 10 are rounded to the dtype, so each chance is off by ten roundings or so.
+    rounding = 20 * torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=rounding, atol=0)
+    for grad, true in zip((dx_BSD, dw_VD), wanted, strict=True):
+        error = (grad.double() - true).norm() / true.norm()
+        assert error < rounding
+
+
+def test_autocast_decides_the_dtype_of_compute() -> None:
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS)
+    low = [x.detach().bfloat16() for x in (x_BSD, weight_VD)]
+    assert loss == linear_cross_entropy(*low, targets_BS, weights_BS)
+    grads = torch.autograd.grad(loss, (x_BSD, weight_VD))
+    assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
 
 
 def test_no_target_at_all_is_zero() -> None:
-    logits_BSV, targets_BS, weights_BS = _case(torch.float32)
-    loss = weighted_cross_entropy(logits_BSV, torch.full_like(targets_BS, -1), weights_BS)
-    (grad,) = torch.autograd.grad(loss, logits_BSV)
-    assert loss == 0 and not grad.any()
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float32)
+    loss = linear_cross_entropy(x_BSD, weight_VD, torch.full_like(targets_BS, -1), weights_BS)
+    grads = torch.autograd.grad(loss, (x_BSD, weight_VD))
+    assert loss == 0 and not any(grad.any() for grad in grads)
+
+
+def test_without_gradients_no_gradient_is_made() -> None:
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
+
+    def must_not_run(*_: Tensor) -> None:
+        raise AssertionError
+
+    plain = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS)
+    from_statistics = RowKernels(row_statistics, must_not_run)
+    with torch.no_grad():
+        seen = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=from_statistics)
+    assert seen == plain
+
+
+def test_a_backward_pass_run_twice_gives_the_same_gradients() -> None:
+    """Schedules that split the backward pass do so."""
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
+    loss = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS) * 3
+    (first,) = torch.autograd.grad(loss, x_BSD, retain_graph=True)
+    (again,) = torch.autograd.grad(loss, x_BSD)
+    assert torch.equal(first, again)
+
+
+def test_logits_exist_for_one_chunk_at_a_time() -> None:
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
+    seen = []
+
+    def statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(tuple(logits_TV.shape))
+        return row_statistics(logits_TV, targets_T)
+
+    kernels = RowKernels(statistics, lambda *_: None)
+    linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=kernels, chunk_bytes=5 * 64 * 8)
+    assert seen == [(5, VOCABULARY), (5, VOCABULARY), (4, VOCABULARY)]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compiled_passes_equal_the_plain_ones() -> None:
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float32)
+    losses = [
+        linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=kernels)
+        for kernels in (None, compiled_kernels())
+    ]
+    plain, compiled = (torch.autograd.grad(loss, (x_BSD, weight_VD)) for loss in losses)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)  # float32 sums in another order
+    for one, other in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
