@@ -12,7 +12,8 @@ from meshwright.models.layers.mlp import build_mlp
 from meshwright.models.layers.moe import Moe
 from meshwright.models.layers.norm import build_norm
 from meshwright.models.layers.rope import Rotation, rotation
-from meshwright.ops.loss import RowKernels, linear_cross_entropy, wide_dtype
+from meshwright.ops.loss import linear_cross_entropy
+from meshwright.ops.loss_rows import wide_dtype
 from meshwright.ops.sharded import local
 from meshwright.spec import ModelSpec
 
@@ -55,9 +56,8 @@ class Head(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.weight = None if spec.tied_head else nn.Parameter(torch.empty(spec.vocab_size, spec.width))
-        # Set where the vocabulary is cut over ranks, and where the run is compiled.
+        # Set where the vocabulary is cut over ranks.
         self.vocabulary_group: ProcessGroup | None = None
-        self.kernels: RowKernels | None = None
 
     def forward(
         self,
@@ -74,12 +74,7 @@ class Head(nn.Module):
         if weights_BS is None:
             weights_BS = torch.ones_like(targets_BS, dtype=torch.float32)
         return linear_cross_entropy(
-            x_BSD,
-            local(weight_VD),
-            targets_BS,
-            weights_BS,
-            group=self.vocabulary_group,
-            kernels=self.kernels,
+            x_BSD, local(weight_VD), targets_BS, weights_BS, group=self.vocabulary_group
         )
 
 

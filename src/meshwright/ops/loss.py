@@ -10,7 +10,8 @@ pass would cost a third more matmul. The vocabulary may be cut over ranks: rank 
 r V/n ... of W, and three numbers per token (highest, sum of exponentials, target's logit) are reduced.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +20,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from meshwright.ops.loss_rows import PLAIN, RowKernels, Statistics, wide_dtype
+
+TRITON: RowKernels | None = None
+if find_spec("triton") is not None:  # comes with torch for CUDA
+    from meshwright.ops.loss_triton import TRITON
+
 # Logits alive at once: large enough that adding up dW is small beside the matmuls, small beside activations.
 CHUNK_BYTES = 2**30
 # Rows of logits that begin off this many elements make every matmul on them slow; the rest is zeros.
 ALIGNED_VOCABULARY = 64
-
-
-class RowKernels(NamedTuple):
-    """The two passes over a chunk of logits; compiled, each is one read (and one write)."""
-
-    statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    to_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def linear_cross_entropy(
@@ -50,14 +50,9 @@ def linear_cross_entropy(
     """
     weights_T = torch.where(targets_BS < 0, 0.0, weights_BS.to(wide_dtype(x_BSD))).flatten()
     settings = _Settings(
-        compute_dtype(x_BSD), group, kernels or PLAIN_KERNELS, chunk_bytes, torch.is_grad_enabled()
+        compute_dtype(x_BSD), group, kernels or row_kernels(x_BSD), chunk_bytes, torch.is_grad_enabled()
     )
     return _LinearCrossEntropy.apply(x_BSD, weight_VD, targets_BS.flatten().clamp(min=0), weights_T, settings)  # pyright: ignore[reportReturnType]
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that sums and tables are kept in: float64 for float64, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -66,31 +61,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def row_statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row the highest logit, the sum of exp(logit - highest), and the target's logit; wide."""
-    wide_TV = logits_TV.to(wide_dtype(logits_TV))
-    highest_T = wide_TV.amax(-1)
-    sums_T = (wide_TV - highest_T[:, None]).exp().sum(-1)
-    return highest_T, sums_T, wide_TV.gather(-1, targets_T[:, None]).squeeze(-1)
-
-
-def rows_to_gradient(logits_TV: Tensor, normalisers_T: Tensor, targets_T: Tensor, weights_T: Tensor) -> None:
-    """Overwrite logits by weight x (softmax - onehot); a target outside the rows' columns has no onehot."""
-    wide_TV = logits_TV.to(normalisers_T.dtype)
-    columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
-    is_target_TV = columns_V == targets_T[:, None]
-    chances_TV = (wide_TV - normalisers_T[:, None]).exp()
-    logits_TV.copy_((chances_TV - is_target_TV.to(wide_TV.dtype)) * weights_T[:, None])
-
-
-PLAIN_KERNELS = RowKernels(row_statistics, rows_to_gradient)
-
-
-def compiled_kernels() -> RowKernels:
-    """The same two passes, fused by the compiler."""
-    return RowKernels(
-        torch.compile(row_statistics, dynamic=False), torch.compile(rows_to_gradient, dynamic=False)
-    )
+def row_kernels(logits: Tensor) -> RowKernels:
+    """The fast ones where they run."""
+    return TRITON if TRITON is not None and logits.is_cuda and logits.dtype != torch.float64 else PLAIN
 
 
 class _Settings(NamedTuple):
@@ -116,10 +89,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in _chunks(x_TD.shape[0], weight.shape[0] * weight.element_size(), how.chunk_bytes):
             padded_TV = x_TD[part] @ weight.T
             logits_TV = padded_TV[:, :num_rows]
-            normalisers_T, chosen_T = _reduced_statistics(logits_TV, own_T[part], how)
-            loss += ((normalisers_T - chosen_T) * weights_T[part]).sum()
+            losses_T = _losses_and_gradient(logits_TV, own_T[part], weights_T[part], how)
+            loss += (losses_T * weights_T[part]).sum()
             if how.wants_gradient:
-                how.kernels.to_gradient(logits_TV, normalisers_T, own_T[part], weights_T[part])
                 torch.mm(padded_TV, weight, out=dx_TD[part])
                 _add_product(dw_VD, padded_TV.T, x_TD[part], is_first=part.start == 0)
         if how.wants_gradient:
@@ -147,18 +119,27 @@ def _chunks(num_tokens: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice
     return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
 
-def _reduced_statistics(logits_TV: Tensor, own_T: Tensor, how: _Settings) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and target's logit of each token, over the whole vocabulary."""
-    is_mine_T = (own_T >= 0) & (own_T < logits_TV.shape[1])
-    highest_T, sums_T, chosen_T = how.kernels.statistics(logits_TV, torch.where(is_mine_T, own_T, 0))
+def _losses_and_gradient(logits_TV: Tensor, own_T: Tensor, weights_T: Tensor, how: _Settings) -> Tensor:
+    """The loss of each token; the logits are the gradient afterwards, if one is wanted."""
     if how.group is None:
-        return sums_T.log() + highest_T, chosen_T
-    own_highest_T = highest_T.clone()
-    dist.all_reduce(highest_T, op=dist.ReduceOp.MAX, group=how.group)
-    shifted_T = sums_T * (own_highest_T - highest_T).exp()
-    both = torch.stack((shifted_T, (chosen_T - highest_T) * is_mine_T))
-    dist.all_reduce(both, group=how.group)
-    return both[0].log() + highest_T, both[1] + highest_T
+        if how.wants_gradient:
+            found = how.kernels.statistics_and_gradient(logits_TV, own_T, weights_T)
+        else:
+            found = how.kernels.statistics(logits_TV, own_T)
+        return found.sums_T.log() + found.highest_T - found.chosen_T
+    normalisers_T, chosen_T = _over_ranks(how.kernels.statistics(logits_TV, own_T), how.group)
+    if how.wants_gradient:
+        how.kernels.to_gradient(logits_TV, normalisers_T, own_T, weights_T)
+    return normalisers_T - chosen_T
+
+
+def _over_ranks(found: Statistics, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and target's logit of each token over the whole vocabulary; one rank has the target."""
+    highest_T = found.highest_T.clone()
+    dist.all_reduce(highest_T, op=dist.ReduceOp.MAX, group=group)
+    both = torch.stack((found.sums_T * (found.highest_T - highest_T).exp(), found.chosen_T))
+    dist.all_reduce(both, group=group)
+    return both[0].log() + highest_T, both[1]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:

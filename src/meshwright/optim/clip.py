@@ -41,5 +41,7 @@ def clip_gradients(
         torch._foreach_mul_([shard.grad for shard, _ in shards if shard.grad is not None], 1.0 / scale)
     norm = global_norm(shards, device)
     if max_norm is not None:
-        clip_grads_with_norm_([shard for shard, _ in shards], max_norm, norm)
+        # In the dtype of the gradients, or torch multiplies them one by one instead of all in one launch.
+        norm_like_grads = norm.to(torch.promote_types(shards[0][0].dtype, torch.float32)) if shards else norm
+        clip_grads_with_norm_([shard for shard, _ in shards], max_norm, norm_like_grads)
     return norm

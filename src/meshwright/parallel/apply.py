@@ -20,7 +20,6 @@ from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.moe import Experts
-from meshwright.ops.loss import compiled_kernels
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
@@ -73,7 +72,8 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
     compute_in(model, run.precision, mesh.device)
     apply_recompute(model.blocks.values(), run.memory)
     if run.compile:
-        compile_parts(model)
+        for block in model.blocks.values():
+            block.compile()
     if parallel.zero == 3:
         experts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Experts)]
         shard_fully(
@@ -84,14 +84,6 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
             lower=lower_dtype(run.precision),
             gradients=gradient_dtype(run.precision),
         )
-
-
-def compile_parts(model: Decoder) -> None:
-    """Block by block, and the passes over the logits."""
-    for block in model.blocks.values():
-        block.compile()
-    if model.head is not None:
-        model.head.kernels = compiled_kernels()
 
 
 def compute_in(model: Decoder, precision: PrecisionSpec, device: torch.device) -> None:

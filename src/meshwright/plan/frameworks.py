@@ -72,8 +72,8 @@ class Framework:
     """Selective recompute keeps every product's output, also whole partial sums before a reduce-scatter."""
     logits_bytes: float = 12.0
     """Bytes per logit alive at the peak of the loss."""
-    loss_chunk_tokens: int | None = None
-    """Without tp the loss widens this many tokens' logits at once, beside the logits and their gradient."""
+    loss_chunk_bytes: float | None = None
+    """At most so many bytes of logits exist at once, beside the gradient of the head in fp32."""
     logits_traffic: float = 24.0
     """Bytes moved per logit by the loss, forward and backward."""
     elementwise_passes: float = 1.0
@@ -113,9 +113,9 @@ _PLAIN: tuple[Framework, ...] = (
         residual_bytes=4.0,
         rotation_bytes=4.0,
         gradients_after_activations=True,
-        logits_bytes=14.0,
-        loss_chunk_tokens=2048,
-        logits_traffic=64.0,
+        # ops/loss.py: chunks of logits, read twice and written once (the second read mostly in the cache).
+        loss_chunk_bytes=2.0**30,
+        logits_traffic=6.0,
         balances_stages=True,
         # Measured on one H200: bench/results/runtime_h200_2026-11-15.json.
         elementwise_passes=4.0,

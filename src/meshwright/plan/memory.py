@@ -34,6 +34,8 @@ CONTEXT_BYTES = 0.55 * GIB
 FIRST_COMMUNICATOR_BYTES = 0.9 * GIB
 COMMUNICATOR_BYTES = 0.25 * GIB
 WORKSPACE_BYTES = 0.1 * GIB
+# The gradient of the head is summed over chunks of logits in fp32, beside the head in the dtype of compute.
+HEAD_GRADIENT_BYTES = 4.0
 # Part of the short-lived bytes (activations, gathered weights, logits) that the allocator holds beyond need.
 FRAGMENTATION = 0.06
 FIT_SHARE = 0.98
@@ -293,10 +295,10 @@ def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
     """Logits and what the loss makes of them where the head is; the embedding's output on the first rank."""
     tokens = at.microbatch_tokens(work.sequence_length)
     logits = stack.logits_bytes * tokens * work.model.vocab_size / at.tp
-    if stack.loss_chunk_tokens is not None:
-        wide = 8.0 * np.minimum(tokens, stack.loss_chunk_tokens)
-        chunked = (2.0 * work.working_bytes * tokens + wide) * work.model.vocab_size
-        logits = np.where(at.tp > 1, logits, chunked)
+    if stack.loss_chunk_bytes is not None:
+        whole = work.working_bytes * tokens * work.model.vocab_size / at.tp
+        head = (HEAD_GRADIENT_BYTES + work.working_bytes) * work.model.vocab_size * work.model.width / at.tp
+        logits = np.minimum(whole, stack.loss_chunk_bytes) + head
     embedded = work.working_bytes * tokens * work.model.width / np.where(stack.sequence_parallel, at.tp, 1)
     alone = at.pp == 1
     return np.stack([np.where(alone, logits, embedded), np.where(alone, logits, 0.0), logits], axis=1)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.ops.loss import RowKernels, compiled_kernels, linear_cross_entropy, row_statistics
+from meshwright.ops.loss import linear_cross_entropy
+from meshwright.ops.loss_rows import PLAIN, Statistics
 
 VOCABULARY = 11  # far from aligned: the rows are padded
 
@@ -73,13 +74,13 @@ def test_no_target_at_all_is_zero() -> None:
 def test_without_gradients_no_gradient_is_made() -> None:
     x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
 
-    def must_not_run(*_: Tensor) -> None:
+    def must_not_run(*_: Tensor) -> Statistics:
         raise AssertionError
 
     plain = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS)
-    from_statistics = RowKernels(row_statistics, must_not_run)
+    kernels = PLAIN._replace(to_gradient=must_not_run, statistics_and_gradient=must_not_run)
     with torch.no_grad():
-        seen = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=from_statistics)
+        seen = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=kernels)
     assert seen == plain
 
 
@@ -96,23 +97,10 @@ def test_logits_exist_for_one_chunk_at_a_time() -> None:
     x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
     seen = []
 
-    def statistics(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def statistics(logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor) -> Statistics:
         seen.append(tuple(logits_TV.shape))
-        return row_statistics(logits_TV, targets_T)
+        return PLAIN.statistics_and_gradient(logits_TV, targets_T, weights_T)
 
-    kernels = RowKernels(statistics, lambda *_: None)
+    kernels = PLAIN._replace(statistics_and_gradient=statistics)
     linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=kernels, chunk_bytes=5 * 64 * 8)
     assert seen == [(5, VOCABULARY), (5, VOCABULARY), (4, VOCABULARY)]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_compiled_passes_equal_the_plain_ones() -> None:
-    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float32)
-    losses = [
-        linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=kernels)
-        for kernels in (None, compiled_kernels())
-    ]
-    plain, compiled = (torch.autograd.grad(loss, (x_BSD, weight_VD)) for loss in losses)
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)  # float32 sums in another order
-    for one, other in zip(compiled, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.ops.grouped import count_groups
-from meshwright.ops.loss import wide_dtype
+from meshwright.ops.loss_rows import wide_dtype
 from meshwright.ops.sharded import local
 from meshwright.spec import MoeSpec
 

@@ -1,0 +1,62 @@
+"""What the loss does to rows of logits: plain, for any device and dtype. `loss_triton` is the fast form.
+
+    lse[t]      = log sum_v exp(logits[t, v])
+    logits[t,v] <- weight[t] (exp(logits[t, v] - lse[t]) - [v == target[t]])
+
+A target outside the columns at hand belongs to another rank: its row has no onehot here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Statistics(NamedTuple):
+    """Of each row the highest logit, the sum of exp(logit - highest), and the target's logit (else 0)."""
+
+    highest_T: Tensor
+    sums_T: Tensor
+    chosen_T: Tensor
+
+
+class RowKernels(NamedTuple):
+    """The passes over a chunk of logits. `statistics_and_gradient` is both, where no other rank is asked."""
+
+    statistics: Callable[[Tensor, Tensor], Statistics]
+    to_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    statistics_and_gradient: Callable[[Tensor, Tensor, Tensor], Statistics]
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums and tables are kept in: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def statistics(logits_TV: Tensor, targets_T: Tensor) -> Statistics:
+    """One read of the logits."""
+    wide_TV = logits_TV.to(wide_dtype(logits_TV))
+    highest_T = wide_TV.amax(-1)
+    sums_T = (wide_TV - highest_T[:, None]).exp().sum(-1)
+    is_here_T = (targets_T >= 0) & (targets_T < logits_TV.shape[1])
+    chosen_T = wide_TV.gather(-1, torch.where(is_here_T, targets_T, 0)[:, None]).squeeze(-1)
+    return Statistics(highest_T, sums_T, torch.where(is_here_T, chosen_T, 0.0))
+
+
+def to_gradient(logits_TV: Tensor, normalisers_T: Tensor, targets_T: Tensor, weights_T: Tensor) -> None:
+    """One read and one write: the logits are overwritten by the gradient of the weighted loss."""
+    columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+    is_target_TV = (columns_V == targets_T[:, None]).to(normalisers_T.dtype)
+    chances_TV = (logits_TV.to(normalisers_T.dtype) - normalisers_T[:, None]).exp_()
+    logits_TV.copy_(chances_TV.sub_(is_target_TV).mul_(weights_T[:, None]))
+
+
+def statistics_and_gradient(logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor) -> Statistics:
+    """Both, one after the other."""
+    found = statistics(logits_TV, targets_T)
+    to_gradient(logits_TV, found.sums_T.log() + found.highest_T, targets_T, weights_T)
+    return found
+
+
+PLAIN = RowKernels(statistics, to_gradient, statistics_and_gradient)

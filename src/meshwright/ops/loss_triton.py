@@ -1,0 +1,100 @@
+"""The passes over rows of logits as one Triton kernel: a program per row, its columns block by block.
+
+The compiler's form of the same took 5.9 ms of a 63 ms step of a 124M model on an H200 (two reads of the
+logits at a third of the bandwidth, one write); statistics and gradient of a row in one program read the row
+a second time while it is still in the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.ops.loss_rows import RowKernels, Statistics
+
+BLOCK_COLUMNS = 8192
+NUM_WARPS = 16
+
+
+@triton.jit
+def _rows(  # noqa: PLR0913  (a kernel takes its pointers one by one)
+    logits,
+    row_stride,
+    num_columns,
+    targets,
+    weights,
+    highest_out,
+    sums_out,
+    chosen_out,
+    normalisers,
+    HAS_NORMALISER: tl.constexpr,  # pyright: ignore[reportGeneralTypeIssues]
+    WRITES: tl.constexpr,  # pyright: ignore[reportGeneralTypeIssues]
+    BLOCK: tl.constexpr,  # pyright: ignore[reportGeneralTypeIssues]
+):
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * row_stride
+    target = tl.load(targets + row)
+    if HAS_NORMALISER:
+        normaliser = tl.load(normalisers + row)
+    else:
+        highest = -float("inf")
+        total = 0.0
+        for start in range(0, num_columns, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.load(base + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(highest, tl.max(x, 0))
+            total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
+            highest = higher
+        is_here = (target >= 0) & (target < num_columns)
+        chosen = tl.load(base + target, mask=is_here, other=0.0).to(tl.float32)
+        tl.store(highest_out + row, highest)
+        tl.store(sums_out + row, total)
+        tl.store(chosen_out + row, chosen)
+        normaliser = highest + tl.log(total)
+    if WRITES:
+        weight = tl.load(weights + row)
+        for start in range(0, num_columns, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            is_column = columns < num_columns
+            x = tl.load(base + columns, mask=is_column, other=0.0).to(tl.float32)
+            gradient = (tl.exp(x - normaliser) - tl.where(columns == target, 1.0, 0.0)) * weight
+            tl.store(base + columns, gradient.to(logits.dtype.element_ty), mask=is_column)
+
+
+def statistics(logits_TV: Tensor, targets_T: Tensor) -> Statistics:
+    """One read of the logits."""
+    return _launch(logits_TV, targets_T, None, None)
+
+
+def to_gradient(logits_TV: Tensor, normalisers_T: Tensor, targets_T: Tensor, weights_T: Tensor) -> None:
+    """One read and one write: the logits are overwritten by the gradient of the weighted loss."""
+    _launch(logits_TV, targets_T, weights_T, normalisers_T)
+
+
+def statistics_and_gradient(logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor) -> Statistics:
+    """Both in one launch."""
+    return _launch(logits_TV, targets_T, weights_T, None)
+
+
+def _launch(
+    logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None, normalisers_T: Tensor | None
+) -> Statistics:
+    num_rows, num_columns = logits_TV.shape
+    out = Statistics(*torch.empty((3, num_rows), dtype=torch.float32, device=logits_TV.device))
+    _rows[(num_rows,)](
+        logits_TV,
+        logits_TV.stride(0),
+        num_columns,
+        targets_T,
+        weights_T,
+        *out,
+        normalisers_T,
+        HAS_NORMALISER=normalisers_T is not None,
+        WRITES=weights_T is not None,
+        BLOCK=BLOCK_COLUMNS,
+        num_warps=NUM_WARPS,
+    )
+    return out
+
+
+TRITON = RowKernels(statistics, to_gradient, statistics_and_gradient)

@@ -1,0 +1,51 @@
+"""The Triton passes over logits, in Triton's interpreter, against the plain ones."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from meshwright.ops.loss_rows import PLAIN
+
+# The interpreter is chosen when a kernel is defined, so it has a process of its own: this file.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+def test_interpreted_passes_equal_the_plain_ones() -> None:
+    command = [sys.executable, "-m", "tests.unit.ops.test_loss_triton"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["float32", "bfloat16"]
+
+
+def compare(dtype: torch.dtype) -> None:
+    """All three passes on rows that are a padded view, cut over 2 ranks: some targets lie elsewhere."""
+    from meshwright.ops.loss_triton import TRITON
+
+    generator = torch.Generator().manual_seed(1)
+    padded = torch.randn(6, 10_048, generator=generator).to(dtype) * 4
+    targets_T = torch.tensor([0, 9_999, -3, 10_000, 8_191, 8_192])
+    weights_T = torch.rand(6, generator=generator)
+    plain, own = (padded.clone()[:, :10_000] for _ in range(2))
+    close = {"rtol": 2e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
+    for seen, true in zip(TRITON.statistics(own, targets_T), PLAIN.statistics(plain, targets_T), strict=True):
+        torch.testing.assert_close(seen, true, rtol=1e-5, atol=0)  # float32 sums in another order
+    kept = own.clone()
+    found = TRITON.statistics_and_gradient(own, targets_T, weights_T)
+    PLAIN.statistics_and_gradient(plain, targets_T, weights_T)
+    torch.testing.assert_close(own, plain, **close)
+    TRITON.to_gradient(kept, found.sums_T.log() + found.highest_T, targets_T, weights_T)
+    torch.testing.assert_close(kept, own, **close)
+    assert torch.equal(own._base[:, 10_000:], padded[:, 10_000:])  # pyright: ignore[reportOptionalSubscript]
+    print(str(dtype).removeprefix("torch."))
+
+
+if __name__ == "__main__" and IS_INTERPRETED:
+    compare(torch.float32)
+    compare(torch.bfloat16)
