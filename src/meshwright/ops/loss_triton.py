@@ -92,7 +92,7 @@ def _launch(
         HAS_NORMALISER=normalisers_T is not None,
         WRITES=weights_T is not None,
         BLOCK=BLOCK_COLUMNS,
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]  (of the launch, not of the kernel)
     )
     return out
 

@@ -231,7 +231,7 @@ def _kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> 
     residual_tokens = tokens / tp if stack.sequence_parallel else tokens
     residual = width * residual_tokens * model.width
     gathered = width * tokens * model.width if stack.saves_gathered_input else residual
-    stream = np.maximum(stack.residual_bytes, width) / width * residual
+    stream = residual if work.compiled else np.maximum(stack.residual_bytes, width) / width * residual
     heads = attention.num_heads * (attention.head_width + attention.value_width)
     kv = attention.num_kv_heads * (attention.head_width + attention.value_width)
     core = width * tokens * (heads + kv) / tp + 4.0 * tokens * attention.num_heads / tp

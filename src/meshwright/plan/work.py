@@ -15,8 +15,6 @@ from meshwright.spec.model import LatentSpec
 
 # Bytes moved per element by softmax and dropout of attention that materialises its scores.
 CAST_BYTES = 6.0
-# Memory passes of blocks that torch.compile fused, measured on one H200, over a hand-fused implementation.
-COMPILED_PASSES = 2.5
 # Permuting routed tokens there and back, in units of an inner activation's traffic.
 DISPATCH_COPIES = 0.8
 SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 9.0, 13.0
@@ -149,7 +147,7 @@ def elementwise_bytes(work: Workload, at: Layouts, stack: Framework, *, moe: boo
     """
     model = work.model
     attention = model.attention
-    passes = min(stack.elementwise_passes, COMPILED_PASSES) if work.compiled else stack.elementwise_passes
+    passes = stack.compiled_passes if work.compiled else stack.elementwise_passes
     scale = work.working_bytes / 2.0 * passes
     tokens = at.microbatch_tokens(work.sequence_length)
     residual_tokens = tokens / at.tp if stack.sequence_parallel else tokens

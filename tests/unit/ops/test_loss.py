@@ -42,9 +42,9 @@ def test_sums_wide_and_gives_gradients_in_the_dtypes_that_came(dtype: torch.dtyp
     x_BSD, weight_VD, targets_BS, weights_BS = _case(dtype)
     loss = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS)
     dx_BSD, dw_VD = torch.autograd.grad(loss, (x_BSD, weight_VD))
-    wide = [x.detach().double().requires_grad_() for x in (x_BSD, weight_VD)]
-    expected = _plain(*wide, targets_BS, weights_BS)
-    wanted = torch.autograd.grad(expected, wide)
+    wide_x, wide_weight = (x.detach().double().requires_grad_() for x in (x_BSD, weight_VD))
+    expected = _plain(wide_x, wide_weight, targets_BS, weights_BS)
+    wanted = torch.autograd.grad(expected, (wide_x, wide_weight))
     assert (loss.dtype, dx_BSD.dtype, dw_VD.dtype) == (torch.float32, dtype, dtype)
     # Logits of order 10 are rounded to the dtype, so each chance is off by ten roundings or so.
     rounding = 20 * torch.finfo(dtype).eps
@@ -58,8 +58,8 @@ def test_autocast_decides_the_dtype_of_compute() -> None:
     x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS)
-    low = [x.detach().bfloat16() for x in (x_BSD, weight_VD)]
-    assert loss == linear_cross_entropy(*low, targets_BS, weights_BS)
+    low_x, low_weight = (x.detach().bfloat16() for x in (x_BSD, weight_VD))
+    assert loss == linear_cross_entropy(low_x, low_weight, targets_BS, weights_BS)
     grads = torch.autograd.grad(loss, (x_BSD, weight_VD))
     assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
 
