@@ -1,12 +1,14 @@
 """The global gradient norm, each parameter counted once, and clipping by it."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+
+NORM_EPSILON = 1e-6  # as torch's own clipping
 
 
 def global_norm(shards: Iterable[tuple[nn.Parameter, float]], device: torch.device) -> Tensor:
@@ -41,7 +43,28 @@ def clip_gradients(
         torch._foreach_mul_([shard.grad for shard, _ in shards if shard.grad is not None], 1.0 / scale)
     norm = global_norm(shards, device)
     if max_norm is not None:
-        # In the dtype of the gradients, or torch multiplies them one by one instead of all in one launch.
-        norm_like_grads = norm.to(torch.promote_types(shards[0][0].dtype, torch.float32)) if shards else norm
-        clip_grads_with_norm_([shard for shard, _ in shards], max_norm, norm_like_grads)
+        grads = [shard.grad for shard, _ in shards if shard.grad is not None]
+        multiply(grads, (max_norm / (norm + NORM_EPSILON)).clamp(max=1.0))
     return norm
+
+
+def multiply(grads: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a scalar on the device; bf16 ones in fp32, rounded once."""
+    wide = [grad for grad in grads if grad.dtype != torch.bfloat16]
+    if wide:
+        # In the dtype of the gradients, or torch multiplies them one by one instead of all in one launch.
+        torch._foreach_mul_(wide, factor.to(wide[0].dtype))
+    for grad in grads:
+        if grad.dtype == torch.bfloat16 and grad.numel():
+            one_pass = _compiled_pass() if grad.is_cuda else multiply_narrow
+            one_pass(grad.view(-1), factor)
+
+
+def multiply_narrow(grad: Tensor, factor: Tensor) -> None:
+    """torch would round the factor itself to bf16."""
+    grad.copy_(grad.float() * factor.float())
+
+
+@cache
+def _compiled_pass() -> Callable[[Tensor, Tensor], None]:
+    return torch.compile(multiply_narrow, dynamic=True, fullgraph=True)

@@ -30,6 +30,7 @@ def compare(dtype: torch.dtype) -> None:
 
     generator = torch.Generator().manual_seed(1)
     padded = torch.randn(6, 10_048, generator=generator).to(dtype) * 4
+    padded[:, 10_000:] = 0
     targets_T = torch.tensor([0, 9_999, -3, 10_000, 8_191, 8_192])
     weights_T = torch.rand(6, generator=generator)
     plain, own = (padded.clone()[:, :10_000] for _ in range(2))
@@ -42,7 +43,7 @@ def compare(dtype: torch.dtype) -> None:
     torch.testing.assert_close(own, plain, rtol=rounding, atol=1e-6)
     TRITON.to_gradient(kept, found.sums_T.log() + found.highest_T, targets_T, weights_T)
     torch.testing.assert_close(kept, own, rtol=rounding, atol=1e-6)
-    assert torch.equal(own._base[:, 10_000:], padded[:, 10_000:])  # pyright: ignore[reportOptionalSubscript]
+    assert not own._base[:, 10_000:].any()  # pyright: ignore[reportOptionalSubscript]
     print(str(dtype).removeprefix("torch."))
 
 

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from meshwright.precision.fp8.matmul import matmul
 from meshwright.precision.fp8.quantise import Quantised, encode, quantise
 from meshwright.precision.fp8.recipes import RECIPES, Block
+from meshwright.precision.fp8.turn import turned
 
 Groups = tuple[ProcessGroup, ...]
 
@@ -83,13 +84,12 @@ class _ScaledLinear(torch.autograd.Function):
         rule, native = RECIPES[ctx.recipe], ctx.native
         x_values_KT, x_unit, weight_NK, weight_unit = ctx.saved_tensors
         grad = quantise(grad_TN, rule.gradient, rule.token_block, ctx.cut_gradient)
-        weight_KN = weight_NK.t()
         if rule.weight_block is None:
-            turned = encode(weight_KN, weight_unit, rule.operand, None)
-            turned = Quantised(turned.values_MK.contiguous(), turned.unit)
+            weight = encode(weight_NK, weight_unit, rule.operand, None)
+            weight_turned = Quantised(turned(weight.values_MK), weight.unit)
         else:
-            turned = quantise(weight_KN.contiguous(), rule.operand, rule.weight_block)
-        grad_x_TK = matmul(grad, turned, to=grad_TN.dtype, native=native)
+            weight_turned = quantise(turned(weight_NK), rule.operand, rule.weight_block)
+        grad_x_TK = matmul(grad, weight_turned, to=grad_TN.dtype, native=native)
         grad_turned = _turned(grad_TN, grad, rule.token_block)
         x_turned = Quantised(x_values_KT, x_unit)
         grad_weight_NK = matmul(grad_turned, x_turned, to=weight_NK.dtype, native=native)
@@ -99,5 +99,5 @@ class _ScaledLinear(torch.autograd.Function):
 def _turned(x_TK: Tensor, x: Quantised, block: Block) -> Quantised:
     """x^T[K, T]: with the same scale, or with scales of its own where they follow the contracted dim."""
     if block is None:
-        return Quantised(x.values_MK.t().contiguous(), x.unit)
-    return quantise(x_TK.t().contiguous(), x.values_MK.dtype, block)
+        return Quantised(turned(x.values_MK), x.unit)
+    return quantise(turned(x_TK), x.values_MK.dtype, block)

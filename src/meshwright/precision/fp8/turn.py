@@ -1,0 +1,24 @@
+"""x[M, K] -> x^T[K, M], laid out anew.
+
+The compiler writes a turned copy element by element, each into another line of memory: of an 8192 x 4096
+matrix of fp8 in 0.5 ms on an H200, where reading and writing it takes 0.02. Here a tile is turned at a time.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+if find_spec("triton") is not None:  # comes with torch for CUDA
+    from meshwright.precision.fp8.turn_triton import turn_tiles
+
+
+@torch.library.custom_op("meshwright::turned", mutates_args=())
+def turned(x_MK: Tensor) -> Tensor:
+    """x^T, contiguous; of any dtype."""
+    return turn_tiles(x_MK) if x_MK.is_cuda else x_MK.t().contiguous()
+
+
+@turned.register_fake
+def _(x_MK: Tensor) -> Tensor:
+    return x_MK.new_empty((x_MK.shape[1], x_MK.shape[0]))

@@ -1,0 +1,37 @@
+"""A matrix turned tile by tile: reads and writes are both whole lines of memory."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 128
+NUM_WARPS = 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@triton.jit
+def _turn(source, target, num_rows, num_columns, TILE: tl.constexpr):  # pyright: ignore[reportGeneralTypeIssues]
+    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    tile = tl.load(source + rows[:, None] * num_columns + columns[None, :], mask=is_inside)
+    turned = target + columns.to(tl.int64)[:, None] * num_rows + rows[None, :]
+    tl.store(turned, tl.trans(tile), mask=tl.trans(is_inside))
+
+
+def turn_tiles(x_MK: Tensor) -> Tensor:
+    """x^T, contiguous. Bits are moved, whatever they mean."""
+    num_rows, num_columns = x_MK.shape
+    source = x_MK.contiguous().view(_BITS[x_MK.element_size()])
+    target = torch.empty((num_columns, num_rows), dtype=source.dtype, device=x_MK.device)
+    grid = (triton.cdiv(num_rows, TILE), triton.cdiv(num_columns, TILE))
+    _turn[grid](
+        source,
+        target,
+        num_rows,
+        num_columns,
+        TILE=TILE,
+        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]  (of the launch, not of the kernel)
+    )
+    return target.view(x_MK.dtype)

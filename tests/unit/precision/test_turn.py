@@ -1,0 +1,51 @@
+"""A turned copy, plain and in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from meshwright.precision.fp8.turn import turned
+
+# The interpreter is chosen when a kernel is defined, so it has a process of its own: this file.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float64])
+def test_a_turned_matrix_is_contiguous_and_keeps_its_bits(dtype: torch.dtype) -> None:
+    x_MK = torch.randn(6, 5).to(dtype)
+    found = turned(x_MK)
+    assert found.is_contiguous() and found.dtype == dtype
+    assert torch.equal(found.double(), x_MK.t().double())
+
+
+def test_tracing_knows_its_shape() -> None:
+    torch.library.opcheck(turned, (torch.randn(6, 5),))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+def test_interpreted_tiles_equal_the_plain_copy() -> None:
+    command = [sys.executable, "-m", "tests.unit.precision.test_turn"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["float8_e4m3fn", "bfloat16"]
+
+
+def compare(dtype: torch.dtype) -> None:
+    """Of sizes that fill no tile."""
+    from meshwright.precision.fp8.turn_triton import turn_tiles
+
+    x_MK = torch.randn(200, 136).to(dtype)
+    found = turn_tiles(x_MK)
+    assert found.shape == (136, 200) and torch.equal(found.float(), x_MK.t().float())
+    print(str(dtype).removeprefix("torch."))
+
+
+if __name__ == "__main__" and IS_INTERPRETED:
+    compare(torch.float8_e4m3fn)
+    compare(torch.bfloat16)
