@@ -67,6 +67,9 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> Worl
         )
     chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":
+        # Segments that grow in place leave no gaps between activations of different sizes. Read at the first
+        # allocation; what the user says counts.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(chosen)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"

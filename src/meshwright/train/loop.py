@@ -12,6 +12,7 @@ from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate
 from meshwright.train.initial import load_initial_weights
+from meshwright.train.quiet import collect_young, collector_off
 from meshwright.train.record import Recorder
 from meshwright.train.saved import Checkpoints
 from meshwright.train.state import TrainState
@@ -39,7 +40,11 @@ def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None =
     if state.step == 0:
         load_initial_weights(run, training)
 
-    with Recorder(run, mesh, run_dir, state, training) as recorder, listening() as interrupt:
+    with (
+        Recorder(run, mesh, run_dir, state, training) as recorder,
+        listening() as interrupt,
+        collector_off(),
+    ):
         while state.step < last_step:
             batch = next(batches, None)
             if batch is None:  # max_epochs: the data is used up
@@ -60,6 +65,7 @@ def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None =
             if is_observed:  # the one place where the host waits for the device
                 evaluation = partial(evaluate, run, training.program, mesh) if is_evaluated else None
                 state = recorder.record(state, outcome, rate, evaluation)
+                collect_young()
             if _due(run.checkpoint.every_steps, state.step):
                 recorder.attempt_save(checkpoints, state)
             if is_observed and interrupt.agreed():

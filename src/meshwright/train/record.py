@@ -57,6 +57,8 @@ class Recorder:
             self.say(f"resumed at step {state.step}")
         else:
             self._events.write("start", num_ranks=mesh.parallel.num_ranks)
+        if run.compile:
+            self.say("compiling: the first step takes up to a minute; kept on disk for the next run")
         self._restart_clock(state)
 
     def _open(self, state: TrainState, opening: ExitStack) -> None:
