@@ -50,7 +50,44 @@ def list_(
 
 @app.command()
 def probe(
-    profile: Annotated[Path, typer.Argument(help="Measurements that `bench` wrote.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the profile is written.")] = Path(
+        "machine.json"
+    ),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=2, max=1024, help="Measure collectives of so many ranks; by default all GPUs."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.001, max=60, help="How long each measurement repeats itself.")
+    ] = 0.2,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Measure this machine for about a minute and write its profile. Needs torch.
+
+    `plan --on machine.json` and `predict --on machine.json` then reckon with what was measured instead of
+    the data sheet; `predict --profile` lays it over a larger cluster of the same device.
+    """
+    import torch
+
+    from meshwright.bench.probe import probe as measure
+    from meshwright.hardware.profile import profile_from
+    from meshwright.mesh import choose_device
+
+    chosen = choose_device(_device_kind(device), 0)
+    document = measure(chosen, seconds=seconds, say=lambda text: typer.echo(f"measuring {text}", err=True))
+    num_ranks = ranks or (torch.cuda.device_count() if chosen.type == "cuda" else 1)
+    if num_ranks > 1:
+        document["collectives"] = _collectives(num_ranks, chosen.type, seconds)
+    found = profile_from(document, where=str(output))
+    _write(output, json.dumps(document, indent=1) + "\n")
+    typer.echo(f"written: {output}", err=True)
+    _show_beside(generic_machine(found), found, as_json=as_json)
+
+
+@app.command()
+def compare(
+    profile: Annotated[Path, typer.Argument(help="Measurements that `hardware probe` wrote.")],
     on: Annotated[
         str, typer.Option("--on", help="The cluster it was measured on; its own device by default.")
     ] = "",
@@ -58,16 +95,70 @@ def probe(
 ) -> None:
     """What a measured profile says beside the data sheet of the same machine.
 
-    `predict --profile` uses the measured column wherever there is one.
+    `plan` and `predict` use the measured column wherever there is one.
     """
     from meshwright.hardware import parse_cluster, read_profile
 
     found = read_profile(profile)
-    plain = parse_cluster(on or found.device)
+    _show_beside(parse_cluster(on) if on else generic_machine(found), found, as_json=as_json)
+
+
+def generic_machine(found: Any) -> Any:
+    """The machine of a profile as the catalogue describes it, before anything is measured."""
+    from meshwright.hardware.catalogue import generic_cluster
+
+    return generic_cluster(found.known_device())
+
+
+def _device_kind(device: str) -> str:
+    from meshwright.errors import SpecError
+
+    if device in ("auto", "cpu", "cuda"):
+        return device
+    raise SpecError(f"there is no device {device!r}", where="--device", hint="auto, cpu or cuda")
+
+
+def _collectives(num_ranks: int, device: str, seconds: float) -> list[dict[str, Any]]:
+    """The rows of `bench comm`, made by as many ranks."""
+    import tempfile
+
+    from meshwright.errors import RunError
+    from meshwright.hardware.profile import RING_SHARE
+    from meshwright.launch.local import run_local
+
+    typer.echo(f"measuring collectives of {num_ranks} ranks", err=True)
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
+        arguments = ["bench", "comm", "--device", device, "--seconds", str(seconds), "--quiet", "-o", folder]
+        if run_local(arguments, num_ranks=num_ranks) != 0:
+            raise RunError("the ranks that measure collectives failed", where="bench comm")
+        rows = json.loads((Path(folder) / "comm.json").read_text())["sections"]["collectives"]
+    kept = [row for row in rows if row["kind"] in RING_SHARE and "error" not in row]
+    return [{key: row[key] for key in ("kind", "ranks", "nodes", "bytes", "seconds")} for row in kept]
+
+
+def _write(path: Path, text: str) -> None:
+    from meshwright.errors import SpecError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(
+            f"the profile cannot be written: {error.strerror}",
+            where=str(path),
+            hint="name another file with -o",
+        ) from None
+
+
+def _show_beside(plain: Any, found: Any, *, as_json: bool) -> None:
     rows = _beside(plain, found.applied_to(plain))
     if as_json:
         typer.echo(json.dumps({name: {"catalogue": a, "measured": b} for name, a, b in rows}))
         return
+    if found.measured:
+        said = ", ".join(
+            f"{key} {found.measured[key]}" for key in ("device", "date", "torch") if key in found.measured
+        )
+        typer.echo(f"measured on {said.removeprefix('device ')}")
     typer.echo(f"{'':<34} {'catalogue':>12} {'measured':>12}")
     for name, catalogue, measured in rows:
         typer.echo(f"{name:<34} {catalogue:>12.4g} {measured:>12.4g}")

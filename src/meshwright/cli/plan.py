@@ -22,7 +22,10 @@ def plan(
     ] = None,
     on: Annotated[
         str,
-        typer.Option("--on", help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file."),
+        typer.Option(
+            "--on",
+            help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json.",
+        ),
     ] = "",
     seq: Annotated[str | None, typer.Option(help="Tokens per sequence, such as 8192.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Tokens per optimizer step, such as 4M.")] = None,
@@ -80,7 +83,7 @@ def _error(fact: str, where: str, hint: str) -> Exception:
 
 def _asked(model: str, pins: list[str], **said: Any) -> Any:
     """The question in numbers."""
-    from meshwright.hardware.catalogue import parse_cluster
+    from meshwright.hardware import cluster_of
     from meshwright.plan.pins import parse_pins
     from meshwright.plan.request import Request, ask
     from meshwright.spec.violations import nearest
@@ -93,7 +96,7 @@ def _asked(model: str, pins: list[str], **said: Any) -> Any:
         raise _error(f"--objective is {said['objective']!r}", "--objective", hint)
     request = Request(
         model=model,
-        cluster=parse_cluster(said["on"]),
+        cluster=cluster_of(said["on"]),
         pins=parse_pins(pins),
         sequence_length=_number("--seq", said["seq"], parse_count),
         batch_tokens=_number("--batch-tokens", said["batch_tokens"], parse_count),

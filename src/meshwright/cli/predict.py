@@ -17,7 +17,10 @@ def predict(
     ] = None,
     on: Annotated[
         str,
-        typer.Option("--on", help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file."),
+        typer.Option(
+            "--on",
+            help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json.",
+        ),
     ] = "",
     profile: Annotated[
         Path | None, typer.Option(help="Measurements of the machine, preferred over its data sheet.")
@@ -78,13 +81,13 @@ def _predict_table(table: Path, output: Path | None, *, as_json: bool) -> None:
 
 def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None, *, as_json: bool) -> None:
     from meshwright.errors import EXIT_NO_FIT
-    from meshwright.hardware import parse_cluster, read_profile
+    from meshwright.hardware import cluster_of, read_profile
     from meshwright.plan.predict import predict_run, recompute_that_fits
     from meshwright.spec.text import read_run
 
     loaded = read_run(name, overrides)
     loaded.require_valid()
-    cluster = parse_cluster(on)
+    cluster = cluster_of(on)
     if profile is not None:
         cluster = read_profile(profile).applied_to(cluster)
     found = predict_run(loaded.run, cluster)

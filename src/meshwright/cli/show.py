@@ -74,14 +74,14 @@ def memory(
     from rich.console import Console
 
     from meshwright.errors import SpecError
-    from meshwright.hardware.catalogue import parse_cluster
+    from meshwright.hardware import cluster_of
     from meshwright.plan.draw_memory import draw_memory_svg, draw_memory_text, shown_stages
     from meshwright.plan.plan import choice_of
     from meshwright.spec.text import load_run
 
     if not on:
         raise SpecError("no device is given", where="--on", hint="such as --on h100:8 or --on leonardo:16")
-    choice = choice_of(load_run(run, overrides or []), parse_cluster(on))
+    choice = choice_of(load_run(run, overrides or []), cluster_of(on))
     if svg is not None:
         _write(svg, draw_memory_svg(choice))
     if as_json:

@@ -9,7 +9,7 @@ from meshwright.hardware.catalogue import (
     find_device,
     parse_cluster,
 )
-from meshwright.hardware.profile import Profile, read_profile
+from meshwright.hardware.profile import Profile, cluster_of, read_profile
 
 __all__ = [
     "Cluster",
@@ -17,6 +17,7 @@ __all__ = [
     "Link",
     "Profile",
     "cluster_names",
+    "cluster_of",
     "device_names",
     "find_device",
     "parse_cluster",

@@ -1,8 +1,10 @@
-"""What was measured on a machine, preferred over the data sheet: written by `bench`, read here.
+"""What was measured on a machine, preferred over the data sheet: written by `hardware probe`, read here.
 
 A profile is one JSON document:
 
     {"device": "h200",
+     "measured": {"date": "2026-11-15", "torch": "2.11.0", "device": "NVIDIA H200", ...},
+     "machine": {"num_devices": 8, "num_sms": 132, "memory_bytes": 150109106995},
      "gemm": [{"m": 8192, "n": 8192, "k": 8192, "precision": "bf16", "seconds": 1.5e-3}, ...],
      "attention": [{"batch": 1, "sequence": 4096, "heads": 32, "head_width": 128,
                     "precision": "bf16", "seconds": 1.1e-3, "backward": false}, ...],
@@ -10,19 +12,31 @@ A profile is one JSON document:
      "host_bytes_per_second": 5.0e10,
      "collectives": [{"kind": "all_reduce", "ranks": 8, "nodes": 1, "bytes": 268435456, "seconds": 1e-3}]}
 
-Every list may be missing; what is there replaces the figure it measures.
+Every part but `device` may be missing; what is there replaces the figure it measures. A device that the
+catalogue does not know is described by its `machine` and by what was measured.
 """
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from meshwright.errors import SpecError
-from meshwright.hardware.catalogue import Cluster, Device, Link, find_device
+from meshwright.hardware.catalogue import (
+    PEER_LATENCY_SECONDS,
+    Cluster,
+    Device,
+    Link,
+    find_device,
+    generic_cluster,
+    parse_cluster,
+)
 
+AGAIN = "run `meshwright hardware probe` again"
+# Of a device that is in no catalogue and whose link was not measured: PCIe 3.0 with 16 lanes.
+ASSUMED_HOST_BYTES_PER_SECOND = 1.2e10
 # Bytes a ring moves per rank, in units of the message, for n ranks.
 RING_SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
@@ -84,14 +98,57 @@ class Profile:
     collectives: tuple[CollectiveTiming, ...] = ()
     copy_bytes_per_second: float | None = None
     host_bytes_per_second: float | None = None
+    num_devices: int | None = None
+    num_sms: int | None = None
+    memory_bytes: int | None = None
+    measured: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Where the figures come from: date, device and versions, as text."""
+
+    def machine(self, num_devices: int | None = None) -> Cluster:
+        """The machine itself, with as many devices as it has or as are asked for."""
+        plain = generic_cluster(self.known_device())
+        count = num_devices or self.num_devices or plain.devices_per_node
+        return self.applied_to(replace(plain, num_nodes=1, devices_per_node=count))
+
+    def known_device(self) -> Device:
+        """The catalogue's device, or one made of nothing but measurements."""
+        try:
+            return find_device(self.device)
+        except SpecError:
+            return self._measured_device()
+
+    def _measured_device(self) -> Device:
+        if not self.gemm or not self.memory_bytes or not self.num_sms or not self.copy_bytes_per_second:
+            raise SpecError(
+                f"the catalogue has no {self.device!r}, and the profile does not describe it",
+                where="--on",
+                hint="a profile of an unknown device needs gemm, copy_bytes_per_second and machine",
+            )
+        best = {
+            precision: max(t.flops_per_second for t in self.gemm if t.precision == precision)
+            for precision in {timing.precision for timing in self.gemm}
+        }
+        host = Link("host", self.host_bytes_per_second or ASSUMED_HOST_BYTES_PER_SECOND, PEER_LATENCY_SECONDS)
+        return Device(
+            name=self.device,
+            title=self.device,
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_second=self.copy_bytes_per_second,
+            num_sms=self.num_sms,
+            peak_flops_per_second=best,
+            best_matmul_flops_per_second=best,
+            peer=replace(host, name="peer"),
+            host=host,
+            devices_per_node=self.num_devices or 1,
+        )
 
     def applied_to(self, cluster: Cluster) -> Cluster:
         """The cluster with its data-sheet figures replaced by what was measured on its kind of device."""
-        if self.device and find_device(self.device).name != cluster.device.name:
+        if self.device and self.known_device().name != cluster.device.name:
             raise SpecError(
                 f"the profile was measured on {self.device}, the cluster has {cluster.device.name}",
                 where="--profile",
-                hint="measure this machine with `bench`, or leave the profile out",
+                hint="measure this machine with `hardware probe`, or leave the profile out",
             )
         device = self._device(cluster.device)
         return replace(
@@ -106,7 +163,7 @@ class Profile:
         best = dict(device.best_matmul_flops_per_second)
         for precision in {timing.precision for timing in self.gemm}:
             best[precision] = max(t.flops_per_second for t in self.gemm if t.precision == precision)
-        attention = [t.flops_per_second for t in self.attention if t.precision in ("bf16", "fp16")]
+        attention = best_attention(self.attention)
         host = device.host
         if self.host_bytes_per_second is not None:
             host = replace(host, bytes_per_second=self.host_bytes_per_second)
@@ -114,9 +171,9 @@ class Profile:
             device,
             best_matmul_flops_per_second=best,
             copy_bytes_per_second=self.copy_bytes_per_second or device.copy_bytes_per_second,
-            best_attention_flops_per_second=max(attention)
-            if attention
-            else device.best_attention_flops_per_second,
+            best_attention_flops_per_second=attention or device.best_attention_flops_per_second,
+            num_sms=self.num_sms or device.num_sms,
+            memory_bytes=self.memory_bytes or device.memory_bytes,
             host=host,
         )
 
@@ -128,6 +185,20 @@ class Profile:
         return Link(
             link.name, fitted[1] or link.bytes_per_second, fitted[0] or link.latency_seconds, efficiency=1.0
         )
+
+
+def best_attention(timings: Sequence[AttentionTiming]) -> float | None:
+    """The best rate of one shape over the passes that were measured of it, forward and backward together."""
+    passes: dict[tuple[int, ...], list[AttentionTiming]] = {}
+    for timing in timings:
+        if timing.precision in ("bf16", "fp16"):
+            shape = (timing.batch, timing.sequence, timing.heads, timing.head_width)
+            passes.setdefault(shape, []).append(timing)
+    rates = [
+        sum(t.flops_per_second * t.seconds for t in same) / sum(t.seconds for t in same)
+        for same in passes.values()
+    ]
+    return max(rates, default=None)
 
 
 def fit_link(timings: list[CollectiveTiming]) -> tuple[float, float]:
@@ -149,7 +220,7 @@ def _number(entry: Mapping[str, Any], key: str, where: str) -> float:
         or not math.isfinite(number)
         or number <= 0
     ):
-        raise SpecError(f"{key} = {number!r} is not a positive number", where=where, hint="run `bench` again")
+        raise SpecError(f"{key} = {number!r} is not a positive number", where=where, hint=AGAIN)
     return float(number)
 
 
@@ -196,7 +267,28 @@ def profile_from(document: Mapping[str, Any], *, where: str) -> Profile:
         key: _number(document, key, where) if key in document else None
         for key in ("copy_bytes_per_second", "host_bytes_per_second")
     }
-    return Profile(str(document.get("device", "")), gemm, attention, collectives, **copies)
+    return Profile(
+        str(document.get("device", "")),
+        gemm,
+        attention,
+        collectives,
+        **copies,
+        **_machine(document, where),
+        measured={str(key): str(value) for key, value in _object(document, "measured", where).items()},
+    )
+
+
+def _object(document: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    found = document.get(key, {})
+    if not isinstance(found, dict):
+        raise SpecError(f"{key} is not an object", where=where, hint=AGAIN)
+    return cast("Mapping[str, Any]", found)
+
+
+def _machine(document: Mapping[str, Any], where: str) -> dict[str, int | None]:
+    machine = _object(document, "machine", where)
+    keys = ("num_devices", "num_sms", "memory_bytes")
+    return {key: int(_number(machine, key, f"{where}: machine")) if key in machine else None for key in keys}
 
 
 def _collective(entry: Mapping[str, Any], where: str) -> CollectiveTiming:
@@ -212,14 +304,29 @@ def _collective(entry: Mapping[str, Any], where: str) -> CollectiveTiming:
     )
 
 
-def read_profile(path: Path) -> Profile:
-    """The profile `bench` wrote at this path."""
+def read_profile(path: Path, *, where: str = "--profile") -> Profile:
+    """The profile that `hardware probe` wrote at this path."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SpecError(
-            f"cannot read {path}: {error}", where="--profile", hint="`bench` writes one"
+            f"cannot read {path}: {error}", where=where, hint="`meshwright hardware probe` writes one"
         ) from error
     if not isinstance(document, dict):
-        raise SpecError(f"{path} is not a JSON object", where="--profile", hint="`bench` writes one")
+        raise SpecError(
+            f"{path} is not a JSON object", where=where, hint="`meshwright hardware probe` writes one"
+        )
     return profile_from(cast("dict[str, Any]", document), where=str(path))
+
+
+def cluster_of(text: str) -> Cluster:
+    """What `--on` names: a cluster (`parse_cluster`), or a probed machine: `here.json`, `here.json:4`."""
+    path, _, count = text.partition(".json")
+    if not (text.endswith(".json") or ".json:" in text):
+        return parse_cluster(text)
+    wanted = count.removeprefix(":")
+    if wanted and (not wanted.isdigit() or int(wanted) == 0):
+        raise SpecError(
+            f"{wanted!r} is not a number of devices", where="--on", hint=f"for example {path}.json:4"
+        )
+    return read_profile(Path(f"{path}.json"), where="--on").machine(int(wanted) if wanted else None)

@@ -1,0 +1,63 @@
+"""Moving bytes: inside the device's memory, and between it and the host.
+
+A copy inside the memory counts the bytes read and the bytes written, the link to the host counts them once.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.bench.timing import measure
+
+Row = dict[str, Any]
+# Several times the cache of any device, so that the memory is measured.
+MEMORY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 27}
+LINK_BYTES = 1 << 28
+
+
+def copy_rows(device: torch.device, *, seconds: float) -> Iterator[Row]:
+    """Copy, write and read of the memory; on a GPU also the host link, pinned and pageable, both ways."""
+    yield from memory_rows(device, seconds=seconds)
+    if device.type == "cuda":
+        yield from link_rows(device, seconds=seconds)
+
+
+def memory_rows(device: torch.device, *, seconds: float) -> Iterator[Row]:
+    """What kernels that only move memory can reach."""
+    count = MEMORY_BYTES[device.type] // 4
+    source, target = torch.randn(count, device=device), torch.empty(count, device=device)
+    size = 4.0 * count
+    yield _row("copy", 2 * size, lambda: target.copy_(source), device, seconds)
+    yield _row("write", size, lambda: target.fill_(1.5), device, seconds)
+    yield _row("read", size, lambda: source.sum(), device, seconds)
+
+
+def link_rows(device: torch.device, *, seconds: float) -> Iterator[Row]:
+    """Host to device and back; pinned host memory is what our loader uses."""
+    there = torch.randn(LINK_BYTES // 4, device=device)
+    for kind, here in (("pinned", torch.randn(LINK_BYTES // 4).pin_memory()), ("pageable", None)):
+        host: Tensor = torch.randn(LINK_BYTES // 4) if here is None else here
+
+        def to_device(source: Tensor = host) -> Tensor:
+            return there.copy_(source, non_blocking=True)
+
+        def to_host(target: Tensor = host) -> Tensor:
+            return target.copy_(there, non_blocking=True)
+
+        yield _row(f"host to device, {kind}", LINK_BYTES, to_device, device, seconds)
+        yield _row(f"device to host, {kind}", LINK_BYTES, to_host, device, seconds)
+
+
+def _row(
+    what: str, num_bytes: float, call: Callable[[], object], device: torch.device, seconds: float
+) -> Row:
+    timing = measure(call, device, seconds=seconds)
+    return {
+        "what": what,
+        "bytes": num_bytes,
+        "seconds": timing.median,
+        "spread": timing.spread,
+        "gigabytes_per_second": num_bytes / timing.median / 1e9,
+    }
