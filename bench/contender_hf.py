@@ -5,13 +5,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
-from bench.contender import Job, endless, fill, loader_of, optimizer_of
+from bench.contender import Job, endless, loader_of, optimizer_of
+from bench.hf_model import hf_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.bench.step_clock import StepClock
-from meshwright.models.names import sources
-from meshwright.spec.huggingface import to_config
 
 
 class LossOnly(nn.Module):
@@ -30,32 +28,6 @@ class FullOutput(LossOnly):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Any:
         return self.model(input_ids=tokens, labels=targets, shift_labels=targets)
-
-
-def hf_model(job: Job) -> nn.Module:
-    spec = job.run.model
-    config = AutoConfig.for_model(**to_config(spec))
-    config.use_cache = False
-    with torch.device(job.device):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=job.setting("attention", "sdpa"), dtype=job.dtype
-        )
-    model.train()
-    named, where = dict(model.named_parameters(remove_duplicate=False)), sources(spec)
-
-    def place(name: str) -> Tensor:
-        source = where[name]
-        tensor = named[source.names[0]]
-        tensor = tensor.t() if source.transposed else tensor
-        if source.third is None:
-            return tensor
-        rows = tensor.shape[0] // 3
-        return tensor[source.third * rows : (source.third + 1) * rows]
-
-    fill(job, place)
-    if job.setting("recompute", False):
-        model.gradient_checkpointing_enable()
-    return model
 
 
 def contend(job: Job, clock: StepClock) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from bench.contender import Job, contend, missing_packages
-from bench.ladder import RUNGS, explain
+from bench.ladder import explain, rungs_of
 from bench.step_results import print_row, write_results
 
 from meshwright.bench.kernel_time import KernelBudget, show_budget
@@ -65,7 +65,7 @@ class Case:
     peer_weights: str = "fp32"
     """bf16: what fits with peers that have no exact small master; their row says so."""
     ours: tuple[str, ...] = ()
-    """Settings of ours, for fields that this version has."""
+    """Settings of ours."""
 
 
 def _tiny(kind: str) -> ModelSpec:
@@ -89,7 +89,8 @@ def _tiny(kind: str) -> ModelSpec:
     )
 
 
-_SMALL_STATE = ("precision.weights=bf16_exact", "optim.state=bf16")
+# 10 bytes per parameter: weights and their lower bits, gradients and two moments, two bytes each.
+_SMALL_STATE = ("precision.weights=bf16_exact", "precision.gradients=bf16", "optim.state=bf16")
 CASES = {
     # The vocabulary is padded from 50257 to a multiple of 128, for everyone.
     "124m": Case(family("gpt2-124m").with_(vocab_size=50304), 1024, 64),
@@ -143,16 +144,8 @@ def build_run(case: Case, options: argparse.Namespace, data: Path) -> RunSpec:
             shuffle=False,
         ),
     )
-    overrides = [text for text in case.ours if _is_known(text)]
-    if options.precision == "fp8":
-        overrides.append("precision.fp8=current")
+    overrides = [*case.ours, *(["precision.fp8=current"] if options.precision == "fp8" else [])]
     return parse_run(dump_run(run), [*overrides, *options.set]).require_valid()
-
-
-def _is_known(override: str) -> bool:
-    part, _, name = override.partition("=")[0].partition(".")
-    field = RunSpec.model_fields[part].annotation
-    return name in getattr(field, "model_fields", {})
 
 
 # ---- one contender in a process of its own ------------------------------------------------------
@@ -239,7 +232,7 @@ def contenders_of(options: argparse.Namespace) -> list[str]:
 def requests_of(options: argparse.Namespace, names: list[str], run: RunSpec, case: Case) -> list[dict]:
     """Everything to be run, in order: the ladder, or rounds of all contenders, then documented defaults."""
     if options.ladder:
-        return [_request(options, run, "ours", *rung) for rung in ladder(options, run)]
+        return [_request(options, run, "ours", *rung) for rung in ladder(run)]
     eager = {"compile": False} if options.eager else {}
     best = {name: {**BEST[name], **_weights_of(name, case), **eager} for name in names}
     if options.sweep:
@@ -258,8 +251,10 @@ def _weights_of(name: str, case: Case) -> dict[str, Any]:
 
 
 def _request(options: argparse.Namespace, run: RunSpec, contender: str, label: str, settings: dict) -> dict:
-    is_eager = "compile" in settings.get("without", ())
-    said = run.with_(compile=False) if is_eager else run
+    without = settings.get("without", ())
+    said = run.with_(compile=False) if "compile" in without else run
+    if "fp8" in without:
+        said = said.with_(precision=said.precision.with_(fp8=None))
     if "microbatch" in settings:
         data = said.data.with_(
             batch_sequences=settings["microbatch"] * run.accumulation,
@@ -276,10 +271,10 @@ def _request(options: argparse.Namespace, run: RunSpec, contender: str, label: s
     }
 
 
-def ladder(options: argparse.Namespace, run: RunSpec) -> list[tuple[str, dict[str, Any]]]:
+def ladder(run: RunSpec) -> list[tuple[str, dict[str, Any]]]:
     """From the ground up: what each rung adds to those below it."""
-    rungs = [rung for rung in RUNGS if rung != "fp8"]  # fp8 is another precision class: its own case
-    ground = ("eager, flash, whole loss, plain update", {"without": list(rungs)})
+    rungs = rungs_of(run)
+    ground = ("ground: none of what follows", {"without": list(rungs)})
     climbed = [
         (f"+ {rung}: {explain(rung)}", {"without": list(rungs[index + 1 :])})
         for index, rung in enumerate(rungs)

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from meshwright.bench.timing import wait_for
 from meshwright.hardware.profile import RING_SHARE
 from meshwright.mesh import World
+from meshwright.ops.collectives import all_gather_single, reduce_scatter_single
 
 Row = dict[str, Any]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_receive")
 SIZES = {"cuda": tuple(1 << power for power in range(12, 31, 3)), "cpu": (1 << 12, 1 << 16, 1 << 20)}
-# torch 2.13 gave these two new names and warns about the old ones, which 2.11 alone has.
-_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _WARMUP_CALLS, _FEWEST_CALLS, _MOST_CALLS = 3, 5, 100
 
 
@@ -69,9 +67,9 @@ def _call(kind: str, num_ranks: int, size: int, group: Any, world: World) -> Cal
         case "all_reduce":
             return lambda: dist.all_reduce(whole, group=group)
         case "all_gather":
-            return lambda: _GATHER(whole, part, group=group)
+            return lambda: all_gather_single(whole, part, group=group)
         case "reduce_scatter":
-            return lambda: _SCATTER(part, whole, group=group)
+            return lambda: reduce_scatter_single(part, whole, group=group)
         case "all_to_all":
             other = torch.empty_like(whole)
             return lambda: dist.all_to_all_single(other, whole, group=group)

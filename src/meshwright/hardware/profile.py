@@ -108,7 +108,9 @@ class Profile:
         """The machine itself, with as many devices as it has or as are asked for."""
         plain = generic_cluster(self.known_device())
         count = num_devices or self.num_devices or plain.devices_per_node
-        return self.applied_to(replace(plain, num_nodes=1, devices_per_node=count))
+        found = self.applied_to(replace(plain, num_nodes=1, devices_per_node=count))
+        said = f"{self.measured.get('device', plain.device.title)}, measured {self.measured.get('date', '')}"
+        return replace(found, device=replace(found.device, title=said.strip()))
 
     def known_device(self) -> Device:
         """The catalogue's device, or one made of nothing but measurements."""

@@ -1,4 +1,4 @@
-"""`hardware list` and `hardware probe` as a person and as a program use them."""
+"""`hardware list` and `hardware compare` as a person and as a program use them."""
 
 import json
 from pathlib import Path
@@ -41,15 +41,15 @@ def test_json_holds_every_number_and_source(capsys: pytest.CaptureFixture[str]) 
 def test_a_profile_is_shown_beside_the_catalogue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "p.json"
     profile.write_text(json.dumps({"device": "h200", "copy_bytes_per_second": 4.0e12}))
-    code, out, _ = _run(["hardware", "probe", str(profile), "--json"], capsys)
+    code, out, _ = _run(["hardware", "compare", str(profile), "--json"], capsys)
     found = json.loads(out)
     assert code == 0
     assert found["memory, TB/s"]["measured"] == 4.0
     assert found["memory, TB/s"]["catalogue"] == pytest.approx(0.8 * 4.8)
-    code, out, _ = _run(["hardware", "probe", str(profile)], capsys)
+    code, out, _ = _run(["hardware", "compare", str(profile)], capsys)
     assert code == 0 and "peer link, GB/s" in out
 
 
 def test_a_profile_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = _run(["hardware", "probe", "none.json"], capsys)
+    code, out, err = _run(["hardware", "compare", "none.json"], capsys)
     assert (code, out) == (2, "") and "none.json" in err

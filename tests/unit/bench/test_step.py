@@ -1,0 +1,172 @@
+"""Our own step under the clock; the contenders of bench/step.py compute the same."""
+
+import json
+from pathlib import Path
+
+import bench.step as program
+import pytest
+import torch
+from bench.contender import Job, missing_packages
+from bench.contender_plain import plain_model
+from bench.hf_model import hf_model
+from bench.ladder import rungs_of, without_rungs
+from bench.step_results import merged, picture, write_results
+from tests.tiny_runs import tiny_run
+
+from meshwright.bench.random_tokens import write_random_tokens
+from meshwright.bench.step import drawn_on, measure_step, on_random_tokens
+from meshwright.errors import SpecError
+from meshwright.mesh import build_mesh, join_world, leave_world
+from meshwright.plan.flops import flops_per_token
+from meshwright.spec import RunSpec
+from meshwright.train.build import build_data, build_training
+from meshwright.train.step import train_step
+
+CPU = torch.device("cpu")
+# float32 sums in another order: some hundred roundings of 6e-8.
+RTOL = 1e-5
+
+
+@pytest.fixture
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> RunSpec:
+    name = getattr(request, "param", "tiny")
+    case = program.CASES[name]
+    write_random_tokens(tmp_path / "tokens", vocab_size=case.model.vocab_size, num_tokens=1 << 12)
+    options = program.parse(["--case", name, "--precision", "fp32", "--device", "cpu", "--eager"])
+    return program.build_run(case, options, tmp_path / "tokens")
+
+
+def our_losses(run: RunSpec, num_steps: int, without: tuple[str, ...] = ()) -> list[float]:
+    mesh = build_mesh(run.parallel, join_world("cpu"))
+    try:
+        with drawn_on(CPU), without_rungs(without) as adjust:
+            training, batches = build_training(run, mesh), build_data(run, mesh)
+            adjust(training)
+            losses = [
+                float(train_step(training, next(batches), learning_rate=1e-3).loss) for _ in range(num_steps)
+            ]
+            batches.close()
+        return losses
+    finally:
+        leave_world()
+
+
+def first_rows(run: RunSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    batches = build_data(run, build_mesh(run.parallel, join_world("cpu")))
+    first = next(batches).microbatches[0]
+    batches.close()
+    leave_world()
+    return first.tokens_BS, first.targets_BS
+
+
+@pytest.mark.parametrize("run", ["tiny", "tiny-gpt"], indirect=True)
+def test_contenders_start_from_the_same_loss(run: RunSpec) -> None:
+    job = Job(run, CPU, {})
+    tokens_BS, targets_BS = first_rows(run)
+    with torch.no_grad():
+        plain = float(plain_model(job)(tokens_BS, targets_BS))
+        theirs = float(hf_model(job)(input_ids=tokens_BS, labels=targets_BS, shift_labels=targets_BS).loss)
+    ours = our_losses(run, 1)[0]
+    assert plain == pytest.approx(ours, rel=RTOL) and theirs == pytest.approx(ours, rel=RTOL)
+
+
+def test_taking_rungs_away_does_not_change_what_is_computed(run: RunSpec) -> None:
+    whole = our_losses(run, 3)
+    assert our_losses(run, 3, ("attention", "loss", "optimizer")) == pytest.approx(whole, rel=RTOL)
+
+
+def test_a_measured_step_has_rates_and_a_first_loss() -> None:
+    with on_random_tokens(tiny_run("gqa")) as run:
+        found = measure_step(run, seconds=0.001, warmup_steps=1)
+    tokens = run.data.batch_tokens / found["step_seconds"]
+    assert found["tokens_per_second"] == pytest.approx(tokens)
+    strict = flops_per_token(run.model, run.data.sequence_length)
+    assert found["teraflops"] == pytest.approx(tokens * strict / 1e12)
+    assert 0 < found["first_loss"] < 20
+
+
+def test_rounds_alternate_and_absent_peers_are_left_out(
+    run: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = program.parse(["--case", "tiny", "--rounds", "2", "--documented"])
+    labels = [
+        request["label"]
+        for request in program.requests_of(options, ["ours", "hf"], run, program.CASES["tiny"])
+    ]
+    assert labels == ["ours", "hf", "ours", "hf", "hf, documented"]
+    names = program.contenders_of(program.parse(["--case", "tiny", "--precision", "fp8"]))
+    assert names == ["ours"]
+    assert "skipped" in capsys.readouterr().out
+    assert missing_packages("ours") == []
+
+
+def test_the_ladder_climbs_one_rung_at_a_time(run: RunSpec) -> None:
+    climbed = program.ladder(run.with_(compile=True))
+    gone = [len(settings["without"]) for _, settings in climbed]
+    assert gone == list(range(len(rungs_of(run.with_(compile=True))), -1, -1))
+    small = run.with_(precision=run.precision.with_(compute="bf16", weights="bf16_exact"))
+    assert "optimizer" not in rungs_of(small) and "compile" not in rungs_of(small)
+
+
+def test_an_8b_run_keeps_ten_bytes_per_parameter(tmp_path: Path) -> None:
+    options = program.parse(["--case", "8b", "--precision", "fp8"])
+    made = program.build_run(program.CASES["8b"], options, tmp_path)
+    assert (made.precision.weights, made.precision.gradients, made.optim.state) == (
+        "bf16_exact",
+        "bf16",
+        "bf16",
+    )
+    assert made.precision.fp8 is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"), [(["--case", "9b"], "124m, 1b, 8b"), (["--only", "megatron"], "ours, hf")]
+)
+def test_an_unknown_name_is_told_with_those_that_exist(words: list[str], says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        program.contenders_of(program.parse(["--case", "tiny", *words]))
+    assert says in caught.value.hint
+
+
+def test_losses_that_differ_are_found() -> None:
+    rows = [
+        {"first_loss": 10.0, "settings": {}},
+        {"first_loss": 10.005, "settings": {}},
+        {"error": "x", "settings": {}},
+    ]
+    assert program.losses_agree(rows, "bf16")
+    assert not program.losses_agree([*rows, {"first_loss": 10.02, "settings": {}}], "bf16")
+
+
+def _row(label: str, teraflops: float) -> dict:
+    return {
+        "label": label, "contender": label, "settings": {}, "teraflops": teraflops, "tokens_per_second": 1.0,
+        "step_seconds": 1.0, "p10_seconds": 0.9, "p90_seconds": 1.1, "attention_kernels": ["flash_fwd"],
+        "compile_seconds": 1.0, "first_loss": 10.0, "kernel_seconds": {"GEMM": 0.5}, "device": "NVIDIA H200",
+        "date": "2026-11-15", "torch": "2.11", "cuda": "13.0", "cudnn": 91900,
+    }  # fmt: skip
+
+
+def test_rounds_become_one_row_and_a_page(tmp_path: Path, run: RunSpec) -> None:
+    rows = [
+        _row("ours", 500.0),
+        _row("hf", 400.0),
+        _row("ours", 510.0),
+        {"label": "plain", "settings": {}, "error": "gone"},
+    ]
+    ours, theirs, failed = merged(rows)
+    assert ours["teraflops"] == 505.0 and ours["rounds_apart"] == pytest.approx(10 / 505)
+    assert theirs["rounds"] == 1 and failed["error"] == "gone"
+    assert picture(merged(rows)).count("<rect") >= 2
+    summary = {
+        "options": {"case": "1b", "precision": "bf16", "ladder": False},
+        "run": run.model_dump(mode="json"),
+        "first_losses_agree": True,
+        "rows": rows,
+        "sweep": [_row("hf", 390.0)],
+    }
+    write_results(summary, tmp_path)
+    stem = tmp_path / "step_1b_bf16_h200_2026-11-15"
+    page = stem.with_suffix(".md").read_text()
+    assert "First losses agree: yes" in page and "| ours | 505 |" in page and "What was tried" in page
+    assert json.loads(stem.with_suffix(".json").read_text())["rows"][0]["teraflops"] == 500.0

@@ -1,0 +1,83 @@
+"""`bench` and `hardware probe` as a person and as a program use them, on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.small_runs import write_run_file
+
+from meshwright.bench import copy, gemm
+from meshwright.cli.main import run
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copy.MEMORY_BYTES, "cpu", 1 << 16)
+    monkeypatch.setitem(gemm.TOKENS, "cpu", 8)
+
+
+def test_rows_are_shown_and_written(tmp_path: Path, capsys: Captured) -> None:
+    words = ["bench", "gemm", "--section", "quantised", "--device", "cpu", "--seconds", "0.001"]
+    assert run([*words, "-o", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "TFLOP/s" in out and "####" in out and "written:" in out
+    assert (tmp_path / "gemm_quantisation.svg").exists() and (tmp_path / "gemm.md").exists()
+
+
+@pytest.mark.parametrize("verb", ["copy", "attention", "data"])
+def test_json_is_one_document_on_stdout(verb: str, capsys: Captured) -> None:
+    assert run(["bench", verb, "--device", "cpu", "--seconds", "0.001", "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["bench"] == verb and document["torch"] and all(document["sections"].values())
+    assert "torch" in err  # rows are talk here, and so a sign of progress
+
+
+def test_checkpoints(tmp_path: Path, capsys: Captured) -> None:
+    words = ["bench", "checkpoint", "--dir", str(tmp_path), "--size", "64KiB", "--device", "cpu"]
+    assert run(words) == 0
+    assert "MB/s" in capsys.readouterr().out
+
+
+def test_a_step_of_a_run_file(tmp_path: Path, capsys: Captured) -> None:
+    file = write_run_file(tmp_path / "run.yaml")
+    assert run(["bench", "step", file, "--seconds", "0.01", "--warmup-steps", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "TFLOP/s" in out and "tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["bench", "gemm", "--section", "quantized"], "--section"),
+        (["bench", "copy", "--device", "tpu"], "--device"),
+        (["bench", "copy", "--device", "cuda"], "device"),
+        (["bench", "checkpoint", "--size", "big"], "--size"),
+        (["bench", "checkpoint", "--size", "1"], "--size"),
+        (["bench", "data", "nowhere"], "nowhere"),
+        (["bench", "step", "nowhere.yaml"], "nowhere.yaml"),
+        (["bench", "step", "llama-3.1-8b-8gpu"], "parallel"),
+        (["hardware", "probe", "--device", "tpu"], "--device"),
+    ],
+)
+def test_bad_input_is_told_with_its_place(words: list[str], where: str, capsys: Captured) -> None:
+    assert run(words) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and where in err, (out, err)
+
+
+def test_a_probe_writes_a_profile_and_shows_it_beside_the_catalogue(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "machine.json"
+    assert run(["hardware", "probe", "-o", str(path), "--device", "cpu", "--seconds", "0.001"]) == 0
+    out, _ = capsys.readouterr()
+    assert "memory, TB/s" in out and json.loads(path.read_text())["device"] == "cpu"
+    assert run(["hardware", "compare", str(path)]) == 0
+    assert "measured on" in capsys.readouterr().out
+
+
+def test_a_profile_that_cannot_be_written_is_told(tmp_path: Path, capsys: Captured) -> None:
+    words = ["hardware", "probe", "-o", str(tmp_path), "--device", "cpu", "--seconds", "0.001"]
+    assert run(words) == 2
+    assert "cannot be written" in capsys.readouterr().err
