@@ -112,7 +112,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _aligned(weight_VD: Tensor) -> Tensor:
     """Rows of zeros up to an aligned number of them: their logits are 0 and are never looked at."""
-    return pad(weight_VD, (0, 0, 0, -weight_VD.shape[0] % ALIGNED_VOCABULARY))
+    missing = -weight_VD.shape[0] % ALIGNED_VOCABULARY
+    return pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD  # no rows would still be a copy
 
 
 def _chunks(num_tokens: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ _IMBALANCE: ContextVar[float | None] = ContextVar("imbalance", default=None)
 
 @contextmanager
 def routed_evenly(imbalance: float = 1.0) -> Iterator[None]:
-    """Inside, every rank sends its rows evenly to all experts; this one receives `imbalance` times as many."""
+    """Inside, rows go evenly to all experts; this rank receives `imbalance` times as many."""
     token = _IMBALANCE.set(imbalance)
     try:
         yield

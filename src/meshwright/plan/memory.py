@@ -338,6 +338,7 @@ def _gradients_at_the_peak(at: Layouts, items: Items) -> Floats:
 
 
 def outside_bytes(at: Layouts) -> Items:
+    """What the device holds and torch does not see: the context and the communicators."""
     axes = [at.tp > 1, at.dp * at.cp > 1, at.pp > 1, at.cp > 1, at.ep > 1]
     num_axes = np.sum(np.stack([axis.astype(np.float64) for axis in axes]), axis=0)
     communicators = np.where(

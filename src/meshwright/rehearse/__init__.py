@@ -1,1 +1,1 @@
-"""Be any rank of any world on one machine: what it allocates, sends and computes, before anything is queued."""
+"""Be any rank of any world on one machine: what it allocates, sends and computes."""

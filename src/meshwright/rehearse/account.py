@@ -1,4 +1,4 @@
-"""From the events of a trace to bytes by item, as the planner names them, at the fullest moment of the step."""
+"""From the events of a trace to bytes by item, as the planner names them, at the fullest moment."""
 
 import dataclasses
 from collections import defaultdict
@@ -65,9 +65,7 @@ def peak_at(trace: Trace, index: int) -> Peak:
         ((trace.records[number], num_bytes) for number, (num_bytes, _) in live.items()),
         key=lambda pair: -pair[1],
     )
-    return Peak(
-        sum(items.values()), moment, {name: items[name] for name in ITEMS if items[name]}, held
-    )
+    return Peak(sum(items.values()), moment, {name: items[name] for name in ITEMS if items[name]}, held)
 
 
 def item_of(record: Held, made: Moment, now: Moment) -> str:

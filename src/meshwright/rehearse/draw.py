@@ -64,12 +64,10 @@ def draw_measured(reports: Sequence[RankReport], measured: Sequence[Measured]) -
     """Traced beside measured."""
     table = _table("measured here", *(f"rank {report.rank}" for report in reports))
     pairs = list(zip(reports, measured, strict=True))
-    table.add_row(
-        "allocated", *(f"{show_bytes(m.allocated_bytes)} ({_off(r.allocated_bytes, m.allocated_bytes)})" for r, m in pairs)
-    )
-    table.add_row(
-        "reserved", *(f"{show_bytes(m.reserved_bytes)} ({_off(_reserved(r, m), m.reserved_bytes)})" for r, m in pairs)
-    )
+    allocated = [_beside(r.allocated_bytes, m.allocated_bytes) for r, m in pairs]
+    reserved = [_beside(_reserved(r, m), m.reserved_bytes) for r, m in pairs]
+    table.add_row("allocated", *allocated)
+    table.add_row("reserved", *reserved)
     table.add_row("compute of a step", *(show_seconds(m.step_seconds) for m in measured))
     table.add_row("  of a micro-batch", *(show_seconds(m.microbatch_seconds) for m in measured))
     return table
@@ -79,8 +77,9 @@ def _reserved(report: RankReport, measured: Measured) -> float:
     return report.reserved_bytes if measured.is_expandable else report.reserved_default_bytes
 
 
-def _off(traced: float, measured: float) -> str:
-    return f"traced {traced / measured - 1.0:+.1%}"
+def _beside(traced: float, measured: float) -> str:
+    off = f"traced {traced / measured - 1.0:+.1%}" if measured else "not counted"
+    return f"{show_bytes(measured)} ({off})"
 
 
 def _table(*columns: str, left: int = 1) -> Table:

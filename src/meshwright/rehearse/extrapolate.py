@@ -39,19 +39,24 @@ class Cut:
 class Shortening:
     """The largest cuts after which a step is still like the whole, and how far apart two of them lie."""
 
-    num_layers: int
-    layer_step: int
-    num_microbatches: int
-    microbatch_step: int
+    num_layers: int = 0
+    layer_step: int = 1
+    num_microbatches: int = 0
+    microbatch_step: int = 1
 
     def cuts(self) -> list[tuple[Cut, float]]:
         """Traces to make and the weight of each: f(0) = f(r) + r (f(r - 1) - f(r)) along both."""
-        along_layers = _weights(self.num_layers, self.layer_step)
         along_microbatches = _weights(self.num_microbatches, self.microbatch_step)
         return [
             (Cut(layers, microbatches), one * other)
-            for (layers, one), (microbatches, other) in itertools.product(along_layers, along_microbatches)
+            for (layers, one), (microbatches, other) in itertools.product(
+                self.along_layers(), along_microbatches
+            )
         ]
+
+    def along_layers(self) -> list[tuple[int, float]]:
+        """Layers left out and the weight of each choice."""
+        return _weights(self.num_layers, self.layer_step)
 
 
 def _weights(removed: int, step: int) -> list[tuple[int, float]]:
@@ -72,10 +77,8 @@ def shortening_of(run: RunSpec, pp_rank: int) -> Shortening:
     round_ = parallel.pp if parallel.pp > 1 else 1
     spare = run.accumulation - (2 * round_ if parallel.pp > 1 else 2)
     if sum(map(len, mine)) * run.accumulation < WORTH_CUTTING:
-        return Shortening(0, 1, 0, 1)
-    return Shortening(
-        max(0, removable) // period * period, period, max(0, spare) // round_ * round_, round_
-    )
+        return Shortening()
+    return Shortening(max(0, removable) // period * period, period, max(0, spare) // round_ * round_, round_)
 
 
 def _tail(model: ModelSpec, layers: range) -> int:
@@ -183,7 +186,7 @@ def _part_names(part: str, blocks: list[str]) -> list[str]:
     runs = _runs(mine)
     run = next(run for run in runs if number in run)
     place, which = run.index(number), runs.index(run)
-    return [f"{words}/{which}/{place}", f"{words}/{which}/-{len(run) - place}"]
+    return [f"{words}/{which}/{name}" for name in _places(place, len(run))]
 
 
 def _runs(numbers: list[int]) -> list[range]:
@@ -198,4 +201,15 @@ def _runs(numbers: list[int]) -> list[range]:
 
 
 def _microbatch_names(microbatch: int | None, last: int) -> list[str]:
-    return [""] if microbatch is None else [str(microbatch), str(microbatch - last - 1)]
+    return [""] if microbatch is None else _places(microbatch, last + 1)
+
+
+def _places(index: int, count: int) -> list[str]:
+    """From both ends; the first has no place from the end and the last none from the beginning.
+
+    Those two are like no others (no gradients before the first micro-batch, a reduction in the last), and
+    in a short step one that lies between them would share its name with one of them.
+    """
+    from_begin = [str(index)] if index < count - 1 or count == 1 else []
+    from_end = [str(index - count)] if index > 0 or count == 1 else []
+    return from_begin + from_end

@@ -61,7 +61,8 @@ class Moments:
         for stage in training.program.stages:
             handles.append(stage.register_forward_pre_hook(self._count_call, prepend=True))
             for name, part in _parts(stage):
-                handles.append(part.register_forward_pre_hook(partial(self._forward, stage, name), prepend=True))
+                begin = partial(self._forward, stage, name)
+                handles.append(part.register_forward_pre_hook(begin, prepend=True))
                 handles.append(part.register_forward_hook(partial(self._after, stage, name)))
         optimizer = training.optimizer
         handles.append(optimizer.register_step_pre_hook(lambda *_: self.enter("update")))

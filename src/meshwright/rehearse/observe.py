@@ -18,6 +18,7 @@ from meshwright.rehearse.ledger import Ledger
 from meshwright.rehearse.world import axis_of
 
 _aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 # Communication by the name of its operator; everything else of c10d is bookkeeping.
 COLLECTIVES = {
     "allgather_": "all-gather",
@@ -70,7 +71,7 @@ class Observer(TorchDispatchMode):
             return out
         packet = func._overloadpacket
         if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+            self.flops += _flops(packet, args, kwargs, out)
         if func is _aten.add.Tensor and _is_engine_sum(args[0]):
             self.ledger.take_over(args[0], out)
         for tensor in tree_leaves(out):
@@ -106,8 +107,15 @@ class Observer(TorchDispatchMode):
         return "one rank"
 
 
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """torch's own count; products also come in forms with an output dtype, which its formulas do not take."""
+    if packet in _PRODUCTS:
+        return flop_registry[packet](*(x for x in args if isinstance(x, Tensor)), out_val=out)
+    return flop_registry[packet](*args, **kwargs, out_val=out)
+
+
 def _kind_of_message(name: str, axis: str) -> str | None:
-    """Weights and gradients cross data-parallel axes; rows of experts, keys and stages' outputs the others."""
+    """Weights and gradients cross data-parallel axes; rows of experts and stages' outputs the others."""
     if name == "all-to-all" or axis == "pp":
         return "exchange"
     return "gathered" if "dp_" in axis and name != "all-reduce" else None

@@ -1,10 +1,10 @@
 """What one rank of a run needs, sends and computes in a step: the trace in figures."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from meshwright.rehearse.allocator import Request, replay
-from meshwright.rehearse.extrapolate import Cut, extended, shortened, shortening_of, without_layers
+from meshwright.rehearse.extrapolate import Shortening, extended, shortened, shortening_of, without_layers
 from meshwright.rehearse.trace import Trace, trace_rank
 from meshwright.rehearse.world import mesh_coordinates, require_rank
 from meshwright.spec import ParallelSpec, RunSpec
@@ -69,32 +69,32 @@ def rehearse_rank(
     """Trace a rank; the parts of a long step that repeat are traced once unless `is_whole`."""
     require_rank(run.parallel, rank)
     coordinates = mesh_coordinates(rank, run.parallel)
-    cuts = shortening_of(run, coordinates["pp"]).cuts()
-    if is_whole or len(cuts) == 1:
-        cuts = [(Cut(), 1.0)]
-        traces = [(trace_rank(run, rank, num_steps=num_steps, imbalance=imbalance), 1.0)]
-    else:
-        traces = []
-        for number, (cut, weight) in enumerate(cuts, start=1):
-            tell(f"rank {rank}: trace {number} of {len(cuts)}")
-            with without_layers(cut.layers):
-                # The first step is like all others, which a test holds; a second one would cost as much.
-                short = trace_rank(shortened(run, cut), rank, num_steps=1, imbalance=imbalance)
-            traces.append((short, weight))
-    return _report(rank, coordinates, traces, cuts[-1][0])
+    shortening = shortening_of(run, coordinates["pp"])
+    if is_whole or len(shortening.cuts()) == 1:
+        whole_trace = trace_rank(run, rank, num_steps=num_steps, imbalance=imbalance)
+        return _report(rank, coordinates, [(whole_trace, 1.0)], Shortening())
+    traces = []
+    for number, (cut, weight) in enumerate(shortening.cuts(), start=1):
+        tell(f"trace {number} of {len(shortening.cuts())}")
+        with without_layers(cut.layers):
+            # The first step is like all others, which a test holds; a second one would cost as much.
+            short = trace_rank(shortened(run, cut), rank, num_steps=1, imbalance=imbalance)
+        traces.append((short, weight))
+    return _report(rank, coordinates, traces, shortening)
 
 
 def _report(
-    rank: int, coordinates: dict[str, int], traces: list[tuple[Trace, float]], last_cut: Cut
+    rank: int, coordinates: dict[str, int], traces: list[tuple[Trace, float]], shortening: Shortening
 ) -> RankReport:
-    whole = extended(traces, last_cut)
+    cuts = shortening.cuts()
+    whole = extended(traces, cuts[-1][0])
     return RankReport(
         rank=rank,
         coordinates=coordinates,
         items={**whole.items, "workspace": float(WORKSPACE_BYTES)},
         moment=str(whole.moment),
-        reserved_bytes=_reserved(traces, is_expandable=True),
-        reserved_default_bytes=_reserved(traces, is_expandable=False),
+        reserved_bytes=_reserved(traces, shortening, whole.allocated_bytes, is_expandable=True),
+        reserved_default_bytes=_reserved(traces, shortening, whole.allocated_bytes, is_expandable=False),
         collectives=[
             Collective(axis, kind, round(count), round(num_bytes))
             for (axis, kind), (count, num_bytes) in sorted(whole.traffic.items())
@@ -105,9 +105,15 @@ def _report(
     )
 
 
-def _reserved(traces: Iterable[tuple[Trace, float]], *, is_expandable: bool) -> float:
+def _reserved(
+    traces: list[tuple[Trace, float]], shortening: Shortening, allocated: float, *, is_expandable: bool
+) -> float:
+    """What the allocator holds: linear in the layers only nearly, and no more for further micro-batches."""
+    weights = shortening.along_layers()
+    step = len(traces) // len(weights)  # traces come by layers first; the last of each has most micro-batches
+    longest = [trace for trace, _ in traces[step - 1 :: step]]
     total = 0.0
-    for trace, weight in traces:
+    for trace, (_, weight) in zip(longest, weights, strict=True):
         requests = (Request(event.number, event.num_bytes, event.stream) for event in trace.events)
         total += weight * replay(requests, is_expandable=is_expandable).reserved_bytes
-    return total + WORKSPACE_BYTES
+    return max(total, allocated) + WORKSPACE_BYTES

@@ -20,7 +20,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from meshwright.data.batches import Batch, Microbatch
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.hardware.stand_in import standing_for
-from meshwright.mesh import Mesh
 from meshwright.ops.routed_rows import routed_evenly
 from meshwright.precision.policy import wide_dtype
 from meshwright.rehearse.as_cuda import as_on_cuda
@@ -70,8 +69,8 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         begins_at = 0
         with _watching(training, moments, observer, fake, ledger):
             batch = blank_batch(run)
-            for part in batch.microbatches:
-                part.each(lambda x: x if ledger.see(x, "batch", "batch") is None else x)
+            for tensor in (x for part in batch.microbatches for x in part if x is not None):
+                ledger.see(tensor, "batch", "batch")
             for _ in range(num_steps):
                 observer.traffic.clear()
                 observer.flops, observer.num_operators = 0, 0
@@ -199,7 +198,7 @@ def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
 
 @contextlib.contextmanager
 def _unseen_propagation(observer: Observer) -> Iterator[None]:
-    """DTensor tries an operator at its global shape to learn the shape of the result: no bytes of this rank."""
+    """DTensor tries an operator at its global shape to learn the result's: no bytes of this rank."""
     name = "_propagate_tensor_meta_non_cached"
     propagate = getattr(ShardingPropagator, name)
 
@@ -212,6 +211,3 @@ def _unseen_propagation(observer: Observer) -> Iterator[None]:
 
     with patch.object(ShardingPropagator, name, unseen):
         yield
-
-
-__all__ = ["NUM_STEPS", "Mesh", "Trace", "blank_batch", "trace_rank", "traceable"]
