@@ -7,19 +7,25 @@ import contextlib
 import inspect
 import io
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from meshwright.cli.main import VERBS, app_verbs, run
+from meshwright.parallel.foreign import Chain
 from meshwright.spec import RunSpec
 from meshwright.spec.base import Spec
 from meshwright.spec.check import RULES
+from meshwright.spec.foreign import FitSpec, LoopSpec, SamplesSpec
 from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.violations import spec_of
+from meshwright.train.fit import fit
+from meshwright.train.own_loop import prepare
 
 REFERENCE = Path(__file__).parent / "reference"
+EXAMPLE = re.compile(r"<!-- (?P<path>examples/[a-z_]+\.py) -->\n.*?<!-- end -->", re.DOTALL)
 GENERATED = "<!-- Written by docs/generate.py; change the program, not this page. -->"
 
 
@@ -28,11 +34,57 @@ def main() -> None:
     REFERENCE.mkdir(exist_ok=True)
     for name, text in pages().items():
         (REFERENCE / name).write_text(text)
+    for page, text in guides_with_examples().items():
+        page.write_text(text)
+
+
+def guides_with_examples() -> dict[Path, str]:
+    """The guides that show an example, with its text as it is today between the marks."""
+    found = {page: page.read_text() for page in sorted((REFERENCE.parent / "guides").glob("*.md"))}
+    return {page: EXAMPLE.sub(_shown, text) for page, text in found.items() if EXAMPLE.search(text)}
+
+
+def _shown(match: re.Match[str]) -> str:
+    text = (REFERENCE.parents[1] / match["path"]).read_text()
+    return f"<!-- {match['path']} -->\n```python\n{text}```\n<!-- end -->"
 
 
 def pages() -> dict[str, str]:
     """File name -> text of each generated page."""
-    return {"cli.md": cli_page(), "run.md": run_page()}
+    return {"cli.md": cli_page(), "python.md": python_page(), "run.md": run_page()}
+
+
+def python_page() -> str:
+    """Both functions of the Python face and the settings of each."""
+    parts = [
+        f"# Python\n\n{GENERATED}\n",
+        "A setting is a keyword: a field of a part by its own name where only one part has it "
+        "(`zero=3`), or a part as a mapping (`parallel={'zero': 3}`). The parts that are not listed are "
+        "those of a [run file](run.md).\n",
+    ]
+    for function, spec in ((prepare, LoopSpec), (fit, FitSpec)):
+        parts += [f"## meshwright.{function.__name__}\n", _block(_call(function))]
+        parts += [f"{inspect.getdoc(function)}\n"]
+        parts += ["| setting | kind | default | meaning |\n|---|---|---|---|"]
+        parts += [_row("", name, found) for name, found in spec.model_fields.items()]
+        parts += [""]
+    parts += ["### data\n", "| setting | kind | default | meaning |\n|---|---|---|---|"]
+    parts += [_row("data.", name, found) for name, found in SamplesSpec.model_fields.items()]
+    parts += ["", "## meshwright.Chain\n", f"{inspect.getdoc(Chain)}\n"]
+    parts += [f"{line}" for line in inspect.getdoc(inspect.getmodule(Chain)).splitlines()[2:]]
+    return "\n".join(parts) + "\n"
+
+
+def _call(function: Any) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return f"meshwright.{function.__name__}({', '.join(_told(one) for one in parameters)})"
+
+
+def _told(parameter: inspect.Parameter) -> str:
+    if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return f"**{parameter.name}"
+    empty = parameter.default is inspect.Parameter.empty
+    return parameter.name if empty else f"{parameter.name}={parameter.default}"
 
 
 def cli_page() -> str:

@@ -18,7 +18,7 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["cli.md", "run.md"])
+@pytest.mark.parametrize("name", ["cli.md", "python.md", "run.md"])
 def test_a_committed_page_is_up_to_date(generate: ModuleType, name: str):
     committed = (DOCS / "reference" / name).read_text()
     assert generate.pages()[name] == committed, "run `python docs/generate.py` and read the difference"
@@ -37,3 +37,12 @@ def test_every_key_says_what_it_means(generate: ModuleType):
 def test_inner_verbs_are_found(generate: ModuleType):
     assert "schedule" in generate.inner_verbs("show")
     assert generate.inner_verbs("check") == []
+
+
+def test_guides_show_the_examples_as_they_are(generate: ModuleType):
+    shown = generate.guides_with_examples()
+    assert all(page.read_text() == text for page, text in shown.items()), "run `python docs/generate.py`"
+    examples = {path.name for path in (DOCS.parent / "examples").glob("*.py")}
+    assert {
+        name for text in shown.values() for name in examples if f"<!-- examples/{name} -->" in text
+    } == examples

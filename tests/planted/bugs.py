@@ -5,6 +5,7 @@ from tests.planted.plant import Bug
 DP = "tests/equivalence/test_dp.py::"
 AXIS = "tests/equivalence/test_layouts.py::test_each_axis"
 RESUME = "tests/resume/test_resume.py::"
+MODULES = "tests/equivalence/test_modules.py::"
 
 BUGS = [
     Bug(
@@ -203,5 +204,33 @@ BUGS = [
         "axes = part.whole.axes(-1)",
         "axes = ()",
         "tests/equivalence/test_optimizers.py::test_every_rule_equals_one_device[tp]",
+    ),
+    Bug(
+        "mean of means over the ranks of a loop",
+        "parallel/foreign/program.py",
+        "count = everywhere[1].clamp(min=1.0)",
+        "count = self._groups[0].size() * self._sum_count[1].clamp(min=1.0)",
+        MODULES + "test_two_ranks_equal_one_device[bert]",
+    ),
+    Bug(
+        "statistics of batch norm of one rank only",
+        "ops/batch_norm.py",
+        "    dist.all_gather(everyone, mine, group=group)\n",
+        "    everyone = [mine for _ in everyone]\n",
+        "tests/unit/ops/test_batch_norm.py::test_equals_one_process[even]",
+    ),
+    Bug(
+        "running statistics moved again by recompute",
+        "memory/recompute.py",
+        "        setattr(norm, name, buffer.clone())\n",
+        "        pass\n",
+        MODULES + "test_two_ranks_equal_one_device[resnet]",
+    ),
+    Bug(
+        "buffers of a module not saved",
+        "train/saved.py",
+        'tensors |= {f"buffers.{name}": buffer for name, buffer in buffers.items()}',
+        "pass",
+        "tests/unit/train/test_fit.py::test_resumed_equals_uninterrupted_bitwise[zero_1]",
     ),
 ]

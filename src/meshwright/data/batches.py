@@ -69,6 +69,11 @@ class Batch:
     sample_ids: tuple[int, ...]
     """Of the global batch, in global order."""
 
+    @property
+    def num_positions(self) -> int:
+        """Over all ranks, whether or not their targets count."""
+        return self.num_sequences * self.microbatches[0].tokens_BS.shape[1]
+
 
 @dataclass(frozen=True)
 class Cut:

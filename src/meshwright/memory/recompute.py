@@ -1,16 +1,21 @@
 """Recompute: forget a block's inner activations after forward and make them again in backward.
 
 full        keeps x[B, S, D] at the entry of the block; one more forward pass
-selective   keeps also what matmuls and attention put out; recomputes norms, activations and rotations
+selective   keeps also what matmuls, convolutions and attention put out; recomputes norms, activations and
+            rotations
+
+Batch norm moves its running statistics in forward; the second forward leaves them alone.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.ops.batch_norm import batch_norms
 from meshwright.precision.fp8.matmul import OPERATORS
 from meshwright.spec import MemorySpec
 
@@ -20,6 +25,7 @@ _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten.convolution.default,
     _aten._grouped_mm.default,
     *OPERATORS,
     _aten._scaled_dot_product_flash_attention.default,
@@ -36,11 +42,13 @@ def apply_recompute(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
         return
     for index, block in enumerate(blocks):
         if index % memory.recompute_every == 0:
-            block.forward = recomputed(block.forward, memory)
+            block.forward = recomputed(block.forward, memory, batch_norms(block))
 
 
-def recomputed(forward: Callable[..., Any], memory: MemorySpec) -> Callable[..., Any]:
-    """The same function; random numbers are drawn alike the second time.
+def recomputed(
+    forward: Callable[..., Any], memory: MemorySpec, norms: Sequence[nn.Module] = ()
+) -> Callable[..., Any]:
+    """The same function; random numbers are drawn alike the second time, and `norms` take no notice of it.
 
     A plain function around `checkpoint`, because the compiler looks into that and passes over a partial:
     the block would silently stay uncompiled.
@@ -52,7 +60,40 @@ def recomputed(forward: Callable[..., Any], memory: MemorySpec) -> Callable[...,
     def selective(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
+    def with_norms(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts_with_norms, **kwargs)
+
+    def contexts_with_norms() -> Any:
+        first, second = (nullcontext(), nullcontext()) if memory.recompute == "full" else _contexts()
+        return first, _both(_statistics_held(norms), second)
+
+    if norms:
+        return with_norms
     return full if memory.recompute == "full" else selective
+
+
+@contextmanager
+def _both(*contexts: Any) -> Generator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def _statistics_held(norms: Sequence[nn.Module]) -> Generator[None]:
+    """What batch norms add to their running statistics goes to copies, which are forgotten.
+
+    Copies rather than none at all: autograd keeps them, and recompute must keep what forward kept.
+    """
+    kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    for norm, name, buffer in kept:
+        setattr(norm, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for norm, name, buffer in kept:
+            setattr(norm, name, buffer)
 
 
 def _contexts() -> Any:

@@ -81,7 +81,8 @@ _ALWAYS = (
 class WorkRate:
     """What turns tokens per second into FLOP/s per device and MFU."""
 
-    flops_per_token: float
+    flops_per_token: float | None
+    """None: nobody has counted, so FLOP/s and MFU are null."""
     num_ranks: int
     peak_flops_per_second: float | None = None
     """Datasheet dense peak of one device in the run's precision; None: unknown, so MFU is null."""
@@ -91,6 +92,8 @@ class WorkRate:
         if metrics.step_seconds <= 0:
             return metrics
         tokens_per_second = metrics.step_tokens / metrics.step_seconds
+        if self.flops_per_token is None:
+            return replace(metrics, tokens_per_second=tokens_per_second)
         flops_per_second = tokens_per_second * self.flops_per_token / self.num_ranks
         peak = self.peak_flops_per_second
         return replace(

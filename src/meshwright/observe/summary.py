@@ -23,7 +23,7 @@ class RunSummary:
     device: str
     """In words, such as `NVIDIA H100 80GB HBM3` or `cpu`."""
     num_parameters: int
-    flops_per_token: float
+    flops_per_token: float | None
     fingerprint: str
     """Of the resolved run."""
     unigram_entropy: float | None = None

@@ -120,12 +120,13 @@ def _local_gradient(one: OwnedParameter) -> Tensor:
 
 def _chunk_elements(one: OwnedParameter, num_rows: int) -> int:
     """Elements of one (padded) chunk of rows of a parameter."""
-    whole = _whole(one.parameter)
+    whole = torch.atleast_1d(_whole(one.parameter))
     return -(-whole.shape[0] // num_rows) * (whole.numel() // max(1, whole.shape[0]))
 
 
 def _padded_rows(tensor: Tensor, num_rows: int, width: int | None = None) -> Tensor:
     """[rows of dim 0, ...] -> [num_rows, chunk], zeros where dim 0 does not divide."""
+    tensor = torch.atleast_1d(tensor)
     if width is None:
         per_row = tensor.numel() // max(1, tensor.shape[0])
         width = -(-tensor.shape[0] // num_rows) * per_row
@@ -142,7 +143,7 @@ def _reduction_groups(
     on_experts = is_routed_expert(one.name) and mesh.parallel.ep > 1
     axes, shard_axis = (mesh.expert, "expert_shard") if on_experts else (mesh.dense, "shard")
     sums = [mesh.dense.get_group("tp")] if _is_partial_over_tp(one, mesh) else []
-    if mesh.parallel.zero == 0 and not on_experts:
+    if (mesh.parallel.zero == 0 or one.shard.ndim == 0) and not on_experts:
         return None, ([mesh.data.get_group("data")] if mesh.data["data"].size() > 1 else []) + sums
     if axes["dp_replicate"].size() > 1:
         sums.insert(0, axes.get_group("dp_replicate"))
@@ -210,8 +211,9 @@ class GradientReducer:
 def _bucketed(owned: list[OwnedParameter], mesh: Mesh) -> Iterator[list[OwnedParameter]]:
     """Runs of parameters with the same reduction and dtype, cut at BUCKET_ELEMENTS."""
 
-    def kind(one: OwnedParameter) -> tuple[bool, bool, torch.dtype]:
+    def kind(one: OwnedParameter) -> tuple[bool, bool, bool, torch.dtype]:
         return (
+            one.shard.ndim == 0,
             is_routed_expert(one.name) and mesh.parallel.ep > 1,
             _is_partial_over_tp(one, mesh),
             one.shard.dtype,

@@ -151,7 +151,7 @@ def _own_chunk(
     inner_names, inner = _inner_cuts(parameter)
     whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     state_mesh = axes[("dp_replicate", shard_axis, *inner_names)]
-    if not is_cut:
+    if not is_cut or whole.ndim == 0:  # a single number has no rows to divide
         shard = _share_storage(whole.detach(), parameter)
         return OwnedParameter(
             name, parameter, shard, state_mesh, (Replicate(), Replicate(), *inner), parameter.shape, 1.0

@@ -1,7 +1,7 @@
 """The model as this rank runs it: one call accumulates the gradients of one step."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,20 @@ Localise = Callable[[Microbatch, float], Microbatch]
 
 
 class Program(Protocol):
-    """With and without a pipeline: the step sees only this."""
+    """With and without a pipeline, a model of ours or not: the step sees only this.
+
+    Micro-batches are of the kind that the program was built for.
+    """
 
     stages: list[nn.Module]
     owned: list[OwnedParameter]
 
-    def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
+    def accumulate(self, microbatches: Sequence[Any], *, scale: float = 1.0) -> Tensor:
         """Forward and backward of all micro-batches; gradients of the scaled loss are then reduced and in
         `shard.grad`. Returns this rank's part of the unscaled loss. Communicates; no host sync."""
         ...
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+    def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """This rank's part of the loss, without gradients."""
         ...
 

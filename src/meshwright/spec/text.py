@@ -17,6 +17,7 @@ import meshwright
 from meshwright.errors import MeshwrightError, SpecError, SpecErrors
 from meshwright.spec.check import check
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.foreign import FitSpec
 from meshwright.spec.huggingface import load_model
 from meshwright.spec.origin import Layer, Origin, layer_of
 from meshwright.spec.run import RUN_VERSION, RunSpec
@@ -74,7 +75,7 @@ def parse_run(text: str, overrides: Sequence[str] = (), *, place: str = "run.yam
     return _resolve(text, Path(place), "file", overrides)
 
 
-def dump_run(run: RunSpec) -> str:
+def dump_run(run: RunSpec | FitSpec) -> str:
     """The complete run as YAML that loads back equal, whatever defaults and families become later."""
     header = (
         f"# {run.name}: every value of the run, resolved by meshwright {meshwright.__version__}.\n"

@@ -1,7 +1,6 @@
 """The loop: batch, step, record, save, until the steps are done or somebody asks to stop."""
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +11,9 @@ from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate
 from meshwright.train.initial import load_initial_weights
+from meshwright.train.job import Job
 from meshwright.train.quiet import collect_young, collector_off
-from meshwright.train.record import Recorder
+from meshwright.train.record import Recorder, token_workload
 from meshwright.train.saved import Checkpoints
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
@@ -32,19 +32,30 @@ def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None =
 
     `stop_after` stops at a step on the way, on the very course of the whole run.
     """
-    last_step = min(run.schedule.num_steps, stop_after or run.schedule.num_steps)
     mesh = build_mesh(run.parallel, world)
-    training, batches = build_training(run, mesh), build_data(run, mesh)
+    training = build_training(run, mesh)
+    job = Job(
+        run=run,
+        mesh=mesh,
+        training=training,
+        batches=build_data(run, mesh),
+        workload=token_workload(run),
+        load_initial=lambda: load_initial_weights(run, training),
+        evaluate=lambda: evaluate(run, training.program, mesh),
+    )
+    return drive(job, run_dir, stop_after=stop_after)
+
+
+def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+    """The loop itself; all ranks call it."""
+    run, training, batches = job.run, job.training, job.batches
+    last_step = min(run.schedule.num_steps, stop_after or run.schedule.num_steps)
     checkpoints = Checkpoints(run, run_dir / "checkpoints", training, batches)
     state = checkpoints.restore_or_start()
     if state.step == 0:
-        load_initial_weights(run, training)
+        job.load_initial()
 
-    with (
-        Recorder(run, mesh, run_dir, state, training) as recorder,
-        listening() as interrupt,
-        collector_off(),
-    ):
+    with Recorder(job, run_dir, state) as recorder, listening() as interrupt, collector_off():
         while state.step < last_step:
             batch = next(batches, None)
             if batch is None:  # max_epochs: the data is used up
@@ -58,12 +69,12 @@ def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None =
                 state = state.after_skip()
                 recorder.skip(state)
                 continue
-            state = state.after_step(tokens=batch.num_sequences * run.data.sequence_length)
+            state = state.after_step(tokens=batch.num_positions)
             is_evaluated = run.observe.evaluate and _due(run.observe.evaluate.every_steps, state.step)
             is_last = state.step == last_step
             is_observed = is_evaluated or is_last or _due(run.observe.every_steps, state.step)
             if is_observed:  # the one place where the host waits for the device
-                evaluation = partial(evaluate, run, training.program, mesh) if is_evaluated else None
+                evaluation = job.evaluate if is_evaluated else None
                 state = recorder.record(state, outcome, rate, evaluation)
                 collect_young()
             if _due(run.checkpoint.every_steps, state.step):

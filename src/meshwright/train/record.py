@@ -20,19 +20,19 @@ from meshwright.data.batches import open_source
 from meshwright.data.corpus import unigram_entropy
 from meshwright.errors import CheckpointError, MeshwrightError, RunError
 from meshwright.hardware.catalogue import find_device
-from meshwright.mesh import Mesh
 from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
 from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.summary import RunSummary, write_summary
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.plan.flops import flops_per_token
-from meshwright.spec import RunSpec
+from meshwright.spec import PrecisionSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.train.evaluate import sum_over_world
+from meshwright.train.job import Job, Workload
 from meshwright.train.saved import Checkpoints
 from meshwright.train.state import TrainState
-from meshwright.train.step import StepOutcome, Training
+from meshwright.train.step import StepOutcome
 
 # A loss scale this small means that the gradients themselves are not finite.
 SMALLEST_LOSS_SCALE = 2.0**-14
@@ -43,11 +43,9 @@ ENTROPY_TOKENS = 2**24
 class Recorder:
     """Gathers a step's facts from all ranks; rank 0 writes them down and speaks. Use as a context."""
 
-    def __init__(
-        self, run: RunSpec, mesh: Mesh, run_dir: Path, state: TrainState, training: Training
-    ) -> None:
-        self._run, self._mesh, self._run_dir, self._training = run, mesh, run_dir, training
-        self._rate = work_rate(run, mesh)
+    def __init__(self, job: Job, run_dir: Path, state: TrainState) -> None:
+        self._run, self._mesh, self._run_dir, self._training = job.run, job.mesh, run_dir, job.training
+        self._workload, self._rate = job.workload, work_rate(job)
         self._seen = state
         with ExitStack() as opening:  # whatever fails half-way closes what was opened
             self._open(state, opening)
@@ -56,8 +54,8 @@ class Recorder:
             self._events.write("resume", step=state.step)
             self.say(f"resumed at step {state.step}")
         else:
-            self._events.write("start", num_ranks=mesh.parallel.num_ranks)
-        if run.compile:
+            self._events.write("start", num_ranks=job.mesh.parallel.num_ranks)
+        if job.run.compile:
             self.say("compiling: the first step takes up to a minute; kept on disk for the next run")
         self._restart_clock(state)
 
@@ -220,10 +218,10 @@ class Recorder:
             wall_seconds=state.train_seconds,
             num_ranks=self._mesh.parallel.num_ranks,
             device=device_name(self._mesh.device),
-            num_parameters=num_parameters(self._run.model),
-            flops_per_token=self._rate.flops_per_token,
+            num_parameters=self._workload.num_parameters,
+            flops_per_token=self._workload.flops_per_token,
             fingerprint=self._run.fingerprint(),
-            unigram_entropy=corpus_entropy(self._run),
+            unigram_entropy=self._workload.entropy(),
             num_skipped=state.num_skipped,
             versions={
                 "meshwright": __version__,
@@ -265,20 +263,29 @@ def local_peak_bytes(device: torch.device) -> int:
     return resident if sys.platform == "darwin" else resident * 1024  # Linux counts KiB
 
 
-def work_rate(run: RunSpec, mesh: Mesh) -> WorkRate:
-    """What turns tokens per second into TFLOP/s and MFU on this device."""
-    return WorkRate(
+def token_workload(run: RunSpec) -> Workload:
+    """Of a model of ours on tokens."""
+    return Workload(
+        num_parameters=num_parameters(run.model),
         flops_per_token=flops_per_token(run.model, run.data.sequence_length),
-        num_ranks=mesh.parallel.num_ranks,
-        peak_flops_per_second=_peak_flops(run, mesh.device),
+        entropy=lambda: corpus_entropy(run),
     )
 
 
-def _peak_flops(run: RunSpec, device: torch.device) -> float | None:
+def work_rate(job: Job) -> WorkRate:
+    """What turns tokens per second into TFLOP/s and MFU on this device."""
+    return WorkRate(
+        flops_per_token=job.workload.flops_per_token,
+        num_ranks=job.mesh.parallel.num_ranks,
+        peak_flops_per_second=_peak_flops(job.run.precision, job.mesh.device),
+    )
+
+
+def _peak_flops(precision: PrecisionSpec, device: torch.device) -> float | None:
     """The catalogue's dense peak; None for a CPU or a device that is not listed."""
     if device.type != "cuda":
         return None
     try:
-        return find_device(device_name(device)).peak(run.precision.compute)
+        return find_device(device_name(device)).peak(precision.compute)
     except MeshwrightError:
         return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from meshwright import __version__
 from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_manifest, verify_files
 from meshwright.checkpoint.retain import keep_last
 from meshwright.checkpoint.save import save_checkpoint
-from meshwright.data.batches import Batches
 from meshwright.errors import CheckpointError
+from meshwright.optim.adopt import adopted_tensors
 from meshwright.optim.build import (
     master_weights,
     set_master_weights,
@@ -23,8 +23,13 @@ from meshwright.optim.build import (
     state_tensors,
 )
 from meshwright.spec import RunSpec
+from meshwright.spec.foreign import FitSpec, LoopSpec
+from meshwright.train.job import BatchPosition
 from meshwright.train.state import TrainState
 from meshwright.train.step import Training
+
+SavedSpec = RunSpec | FitSpec | LoopSpec
+"""What a checkpoint says it is of."""
 
 
 def weight_tensors(training: Training) -> dict[str, Tensor]:
@@ -54,11 +59,11 @@ def take_masters(training: Training, tensors: Mapping[str, Tensor]) -> None:
     set_master_weights(training.optimizer, training.named_shards, loaded)
 
 
-def all_tensors(run: RunSpec, training: Training) -> dict[str, Tensor]:
+def all_tensors(run: SavedSpec, training: Training) -> dict[str, Tensor]:
     """Weights, optimizer states and averages as parts of whole tensors, in the live storage."""
     owned = {one.name: one for one in training.program.owned}
     tensors = weight_tensors(training)
-    for name, states in state_tensors(training.optimizer, training.named_shards, run.optim).items():
+    for name, states in _optimizer_tensors(run, training).items():
         one = owned[name]
         tensors |= {
             f"optim.{name}.{key}": one.as_global(value, state_dims(key, len(one.shape)))
@@ -70,11 +75,41 @@ def all_tensors(run: RunSpec, training: Training) -> dict[str, Tensor]:
     return tensors
 
 
+def _optimizer_tensors(run: SavedSpec, training: Training) -> dict[str, dict[str, Tensor]]:
+    if run.optim is None:
+        return adopted_tensors(training.optimizer, training.named_shards)
+    return state_tensors(training.optimizer, training.named_shards, run.optim)
+
+
+class Brought(Protocol):
+    """What somebody brought to a run and wants back on a resume: an optimizer's counts, a scheduler."""
+
+    def make_room(self) -> None:
+        """Before tensors are read: have the tensors that they are read into."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        ...
+
+
 class Checkpoints:
     """The checkpoints of one run; every method is called by all ranks."""
 
-    def __init__(self, run: RunSpec, root: Path, training: Training, batches: Batches) -> None:
+    def __init__(
+        self,
+        run: SavedSpec,
+        root: Path,
+        training: Training,
+        batches: BatchPosition,
+        brought: Brought | None = None,
+    ) -> None:
         self.run, self.root, self.training, self.batches = run, root, training, batches
+        self.brought = brought
         self.saved_step: int | None = None
 
     def save(self, state: TrainState) -> Path:
@@ -94,6 +129,8 @@ class Checkpoints:
         manifest = read_manifest(found[-1])
         require_same_course(self.run, manifest["run"], found[-1])
         verify_files(found[-1], manifest)
+        if self.brought is not None:
+            self.brought.make_room()
         tensors = all_tensors(self.run, self.training)
         load_tensors(found[-1], tensors)
         take_masters(self.training, tensors)
@@ -106,6 +143,7 @@ class Checkpoints:
             "name": self.run.name,
             "state": state.to_facts(),
             "data": self.batches.state(),
+            "brought": self.brought.state() if self.brought else None,
             "loss_scale": {"scale": scale.scale, "num_clean_steps": scale.num_clean_steps} if scale else None,
             "trajectory": self.run.trajectory_fingerprint(),
             "run": self.run.model_dump(mode="json"),
@@ -114,8 +152,11 @@ class Checkpoints:
 
     def _restore_facts(self, manifest: Mapping[str, Any]) -> TrainState:
         training, state = self.training, TrainState.from_facts(manifest["state"])
-        set_num_updates(training.optimizer, training.named_shards, self.run.optim, num_updates=state.step)
+        if self.run.optim is not None:
+            set_num_updates(training.optimizer, training.named_shards, self.run.optim, num_updates=state.step)
         self.batches.load_state(manifest["data"])
+        if self.brought is not None:
+            self.brought.load_state(manifest["brought"])
         if training.loss_scale is not None:
             training.loss_scale.scale = manifest["loss_scale"]["scale"]
             training.loss_scale.num_clean_steps = manifest["loss_scale"]["num_clean_steps"]
@@ -123,12 +164,12 @@ class Checkpoints:
         return state
 
 
-def require_same_course(run: RunSpec, saved: Mapping[str, Any], where: Path) -> None:
+def require_same_course(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> None:
     """Refuse to go on where another run was, and say what differs; `saved` is its resolved spec.
 
     The saved spec is read anew, so that a field added since, at its default, is no difference.
     """
-    if _course(saved) == run.trajectory_fingerprint():
+    if _course(saved, type(run)) == run.trajectory_fingerprint():
         return
     different = _differences(saved, run.model_dump(mode="json"))
     named = ", ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in different[:3])
@@ -139,9 +180,9 @@ def require_same_course(run: RunSpec, saved: Mapping[str, Any], where: Path) -> 
     )
 
 
-def _course(saved: Mapping[str, Any]) -> str | None:
+def _course(saved: Mapping[str, Any], kind: type[SavedSpec]) -> str | None:
     try:
-        return RunSpec.model_validate(saved).trajectory_fingerprint()
+        return kind.model_validate(saved).trajectory_fingerprint()
     except ValueError:  # of a version whose fields are no longer known
         return None
 

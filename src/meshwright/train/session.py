@@ -2,13 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED, CheckpointError, MeshwrightError, SpecError
 from meshwright.mesh import join_world, leave_world
 from meshwright.spec import RunSpec
+from meshwright.spec.foreign import FitSpec
 from meshwright.spec.text import dump_run, load_run
+from meshwright.spec.yaml_text import parse_yaml
 from meshwright.train.loop import train
 from meshwright.train.saved import require_same_course
 
@@ -38,7 +41,7 @@ def on_first_rank(action) -> None:
         raise refusal[0]
 
 
-def claim_directory(run: RunSpec, run_dir: Path) -> None:
+def claim_directory(run: RunSpec | FitSpec, run_dir: Path) -> None:
     """Make the run directory this run's; refuse one that holds another run."""
     kept = run_dir / "run.yaml"
     if kept.exists() and (run_dir / "metrics.jsonl").exists():
@@ -56,13 +59,20 @@ def claim_directory(run: RunSpec, run_dir: Path) -> None:
         ) from None
 
 
-def _require_same_run(run: RunSpec, kept: Path) -> None:
+def _require_same_run(run: RunSpec | FitSpec, kept: Path) -> None:
     try:
-        before = load_run(kept)
+        before = _read_kept(run, kept)
     except MeshwrightError as error:
         raise CheckpointError(
             f"the run.yaml of this directory cannot be read: {error.fact}",
             where=str(kept),
             hint="name another directory with --dir",
         ) from None
-    require_same_course(run, before.model_dump(mode="json"), kept.parent)
+    require_same_course(run, before, kept.parent)
+
+
+def _read_kept(run: RunSpec | FitSpec, kept: Path) -> dict[str, Any]:
+    if isinstance(run, RunSpec):
+        return load_run(kept).model_dump(mode="json")
+    found = parse_yaml(kept.read_text(), str(kept)).value
+    return found if isinstance(found, dict) else {}

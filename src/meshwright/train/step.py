@@ -1,11 +1,12 @@
 """One optimizer step."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.data.batches import Batch
 from meshwright.optim.build import set_learning_rate
 from meshwright.optim.clip import clip_gradients
 from meshwright.optim.ema import Ema
@@ -31,6 +32,11 @@ class Training:
         self.shards = [(one.shard, one.norm_share) for one in trainable]
         self.named_shards = {one.name: one.shard for one in trainable}
 
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by before backward: above 1 for fp16."""
+        return self.loss_scale.scale if self.loss_scale else 1.0
+
 
 @dataclasses.dataclass(frozen=True)
 class StepOutcome:
@@ -42,16 +48,35 @@ class StepOutcome:
     is_skipped: bool = False
 
 
-def train_step(training: Training, batch: Batch, *, learning_rate: float) -> StepOutcome:
+class StepBatch(Protocol):
+    """What a step takes from a loader: micro-batches of the kind that the program was built for."""
+
+    @property
+    def microbatches(self) -> Sequence[Any]:
+        """This rank's, in order."""
+        ...
+
+
+def train_step(training: Training, batch: StepBatch, *, learning_rate: float) -> StepOutcome:
     """Gradients of the whole batch, clipped, one update. No host sync except for fp16's overflow check."""
-    scale = training.loss_scale.scale if training.loss_scale else 1.0
-    loss = training.program.accumulate(batch.microbatches, scale=scale)
+    loss = training.program.accumulate(batch.microbatches, scale=training.scale)
+    grad_norm, is_sound = update(training, learning_rate=learning_rate)
+    return StepOutcome(loss, grad_norm, is_skipped=not is_sound)
+
+
+def update(training: Training, *, learning_rate: float | None) -> tuple[Tensor, bool]:
+    """Clip the accumulated gradients and move the weights: the norm, and whether the step was made.
+
+    Without a rate the optimizer keeps its own.
+    """
+    scale = training.scale
     grad_norm = clip_gradients(training.shards, training.max_grad_norm, training.device, scale=scale)
     is_sound = training.loss_scale is None or training.loss_scale.update(
         float(grad_norm)
     )  # host sync: fp16 only
     if is_sound:
-        set_learning_rate(training.optimizer, learning_rate)
+        if learning_rate is not None:
+            set_learning_rate(training.optimizer, learning_rate)
         training.optimizer.step()
         training.program.gather_parameters()
         if training.ema is not None:
@@ -59,4 +84,4 @@ def train_step(training: Training, batch: Batch, *, learning_rate: float) -> Ste
     if training.experts is not None:
         training.experts.after_step(scale=scale, is_sound=is_sound)
     training.optimizer.zero_grad()
-    return StepOutcome(loss, grad_norm, is_skipped=not is_sound)
+    return grad_norm, is_sound

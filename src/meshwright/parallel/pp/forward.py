@@ -20,6 +20,7 @@ from meshwright.parallel.program import model_arguments
 from meshwright.spec.stages import stages_of_rank
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HEADER = 10  # dtype, number of dims, and up to eight of them
 
 
 def forward_losses(stages: Sequence[StageModule], mesh: Mesh, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -37,7 +38,7 @@ def forward_losses(stages: Sequence[StageModule], mesh: Mesh, microbatches: Sequ
 
 def _walk(stages: Sequence[StageModule], mesh: Mesh, microbatch: Microbatch) -> Tensor | None:
     """One micro-batch through the stages of this rank; the loss where the last stage is."""
-    group, rank_of = mesh.group("pp"), _ranks_of_stages(mesh)
+    group, rank_of = mesh.group("pp"), ranks_of_stages(mesh)
     arguments = model_arguments(microbatch)
     kept: Tensor | None = None
     for index, module in stages:
@@ -46,32 +47,35 @@ def _walk(stages: Sequence[StageModule], mesh: Mesh, microbatch: Microbatch) -> 
         elif rank_of[index - 1] == rank_of[index] and kept is not None:
             x = kept
         else:
-            x = _receive(rank_of[index - 1], group, mesh.device)
+            x = receive(rank_of[index - 1], group, mesh.device)
         y: Tensor = module(x, **arguments)
         if index == mesh.parallel.num_stages - 1:
             return y
         if rank_of[index + 1] != rank_of[index]:
-            _send(y, rank_of[index + 1], group)
+            send(y, rank_of[index + 1], group)
         kept = y
     return None
 
 
-def _ranks_of_stages(mesh: Mesh) -> dict[int, int]:
+def ranks_of_stages(mesh: Mesh) -> dict[int, int]:
+    """Which rank of pp holds each stage."""
     parallel = mesh.parallel
     return {stage: rank for rank in range(parallel.pp) for stage in stages_of_rank(parallel, rank)}
 
 
-def _send(x_BSD: Tensor, to: int, group: ProcessGroup) -> None:
-    header = torch.tensor([_DTYPES.index(x_BSD.dtype), *x_BSD.shape], device=x_BSD.device)
-    dist.send(header, group=group, group_dst=to)
-    dist.send(x_BSD.contiguous(), group=group, group_dst=to)
+def send(x: Tensor, to: int, group: ProcessGroup) -> None:
+    """To a rank of pp, which calls `receive`."""
+    header = torch.zeros(_HEADER, dtype=torch.int64)
+    header[: 2 + x.ndim] = torch.tensor([_DTYPES.index(x.dtype), x.ndim, *x.shape])
+    dist.send(header.to(x.device), group=group, group_dst=to)
+    dist.send(x.contiguous(), group=group, group_dst=to)
 
 
-def _receive(source: int, group: ProcessGroup, device: torch.device) -> Tensor:
+def receive(source: int, group: ProcessGroup, device: torch.device) -> Tensor:
     """Shape and dtype come first: they depend on precision and ZeRO stage. Host sync."""
-    header = torch.empty(4, dtype=torch.int64, device=device)
+    header = torch.empty(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)
-    code, *shape = header.tolist()
-    x_BSD = torch.empty(shape, dtype=_DTYPES[code], device=device)
-    dist.recv(x_BSD, group=group, group_src=source)
-    return x_BSD
+    code, num_dims, *shape = header.tolist()
+    x = torch.empty(shape[:num_dims], dtype=_DTYPES[code], device=device)
+    dist.recv(x, group=group, group_src=source)
+    return x

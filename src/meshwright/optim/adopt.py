@@ -1,0 +1,114 @@
+"""An optimizer that somebody brings: it goes on with this rank's shards in place of the parameters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from meshwright.errors import SpecError
+
+# Their step at an element depends on nothing outside that element, so a shard steps as its part would.
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.ASGD,
+    optim.Rprop,
+)
+_WHERE = "optimizer"
+
+
+def adopt(
+    optimizer: torch.optim.Optimizer, shard_of: Mapping[nn.Parameter, nn.Parameter], *, is_cut: bool
+) -> None:
+    """Put shards where parameters were; groups, rates and schedulers stay as they are."""
+    kind = type(optimizer).__name__
+    if optimizer.state:
+        raise SpecError(
+            f"{kind} has made state already", where=_WHERE, hint="hand it over before its first step"
+        )
+    if is_cut and type(optimizer) not in ELEMENTWISE:
+        raise SpecError(
+            f"{kind} may look at whole parameters, and ZeRO leaves each rank a part",
+            where=_WHERE,
+            hint="use zero=0, an optimizer of torch that works element by element, "
+            "or one of ours: optim={'kind': 'muon'}",
+        )
+    for group in optimizer.param_groups:
+        unknown = [tuple(one.shape) for one in group["params"] if one not in shard_of]
+        if unknown:
+            raise SpecError(
+                f"{kind} holds {len(unknown)} parameters that the model has not, first of shape {unknown[0]}",
+                where=_WHERE,
+                hint="build it from model.parameters() of the model that you hand over",
+            )
+        group["params"] = [shard_of[one] for one in group["params"] if shard_of[one].requires_grad]
+        group.setdefault("lr_factor", 1.0)
+
+
+def adopted_tensors(
+    optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Tensor]]:
+    """State of the shape of its shard, by parameter name."""
+    return {
+        name: {key: value for key, value in optimizer.state[shard].items() if _is_cut_like(key, value, shard)}
+        for name, shard in shards.items()
+        if shard in optimizer.state
+    }
+
+
+def adopted_numbers(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """The rest of the state (how many steps it has made) and the settings of each group, as plain numbers."""
+    state = {
+        name: {
+            key: float(value)
+            for key, value in optimizer.state[shard].items()
+            if isinstance(value, Tensor | float | int) and not _is_cut_like(key, value, shard)
+        }
+        for name, shard in shards.items()
+        if shard in optimizer.state
+    }
+    plain = (int, float, bool, str, list, tuple, type(None))
+    groups = [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "groups": groups}
+
+
+def restore_numbers(
+    optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], saved: Mapping[str, Any]
+) -> None:
+    """What `adopted_numbers` gave."""
+    for name, values in saved["state"].items():
+        state = optimizer.state[shards[name]]
+        for key, value in values.items():
+            if isinstance(state.get(key), Tensor):
+                state[key].fill_(value)
+            else:
+                state[key] = value
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(values)
+
+
+def allocate(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that a checkpoint is then read into: one step along nothing, at a rate of zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for shard in group["params"]:
+            shard.grad = torch.zeros_like(shard)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _is_cut_like(key: str, value: Any, shard: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and key != "step" and value.shape == shard.shape

@@ -1,0 +1,68 @@
+"""Everything the loop works on, whoever brought the model and the data."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from meshwright.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.spec.foreign import FitSpec
+from meshwright.train.step import StepBatch, Training
+
+
+class CountedBatch(StepBatch, Protocol):
+    """A step's batch that knows its size."""
+
+    @property
+    def num_positions(self) -> int:
+        """Over all ranks: what `tokens` in the metrics counts."""
+        ...
+
+
+class BatchPosition(Protocol):
+    """Where a loader stands."""
+
+    def state(self) -> dict[str, Any]:
+        """All a resume needs."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on at a saved position."""
+        ...
+
+
+class BatchStream(BatchPosition, Protocol):
+    """Batches in an order that a saved position brings back."""
+
+    def __iter__(self) -> Iterator[CountedBatch]: ...
+
+    def __next__(self) -> CountedBatch: ...
+
+    def close(self) -> None:
+        """Stop making batches ahead."""
+        ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How large the work is; None where nobody knows."""
+
+    num_parameters: int
+    flops_per_token: float | None
+    entropy: Callable[[], float | None]
+    """Nats per token of the data without context."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to start on this rank."""
+
+    run: RunSpec | FitSpec
+    mesh: Mesh
+    training: Training
+    batches: BatchStream
+    workload: Workload
+    load_initial: Callable[[], None]
+    """Weights to start from, where the run names some; called when there is no checkpoint to go on from."""
+    evaluate: Callable[[], float]
+    """Loss on held-out data; all ranks call it."""

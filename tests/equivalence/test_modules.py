@@ -1,0 +1,86 @@
+"""Modules from elsewhere, unmodified: every ZeRO stage equals a plain loop on one device."""
+
+import pytest
+from tests.own_modules import (
+    MODULES,
+    differences,
+    fit_spec,
+    parallel,
+    recompute,
+    reference,
+    together,
+    train_cases,
+)
+
+RTOL = 1e-9
+TWO_RANKS = {
+    "dp2": {"parallel": parallel(dp_replicate=2)},
+    "zero_1": {"parallel": parallel(dp_shard=2, zero=1)},
+    "zero_2 recompute": {"parallel": parallel(dp_shard=2, zero=2), "memory": recompute("full")},
+    "zero_3": {"parallel": parallel(dp_shard=2, zero=3)},
+    "zero_3 recompute": {"parallel": parallel(dp_shard=2, zero=3), "memory": recompute("selective")},
+}
+
+
+def _spec(name: str, optim: str, case: dict):
+    # Statistics of batch norm are of the whole batch only where a rank takes its part of it at once.
+    return fit_spec(
+        optim, microbatch_samples=4 if name == "resnet" else 2, sync_batch_norm=name == "resnet", **case
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_two_ranks_equal_one_device(ranks, name):
+    cases = {(optim, case): TWO_RANKS[case] for case in TWO_RANKS for optim in ("sgd", "adamw")}
+    specs = [_spec(name, optim, changes) for (optim, _), changes in cases.items()]
+    expected = {optim: reference(name, optim) for optim in ("sgd", "adamw")}
+    for by_rank in ranks.run(train_cases, 2, name, specs):
+        for (optim, case), course in zip(cases, by_rank, strict=True):
+            errors = differences(course, expected[optim])
+            wrong = {what: error for what, error in errors.items() if not error <= RTOL}
+            assert not wrong, (case, optim, sorted(wrong.items(), key=lambda item: -item[1])[:8])
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_hybrid_on_four_ranks(ranks, name):
+    cases = [
+        {"parallel": parallel(dp_replicate=2, dp_shard=2, zero=zero), "memory": recompute("full", 2)}
+        for zero in (1, 3)
+    ]
+    specs = [
+        _spec(name, "sgd", case).with_(data={"batch_samples": 8, "microbatch_samples": 2}) for case in cases
+    ]
+    expected = reference(name, "sgd")
+    for by_rank in ranks.run(train_cases, 4, name, specs):
+        for spec, course in zip(specs, by_rank, strict=True):
+            errors = differences(course, expected)
+            assert max(errors.values()) <= RTOL, (spec.parallel, max(errors, key=errors.get))
+
+
+PIPELINES = {
+    "1f1b": parallel(pp=2),
+    "gpipe": parallel(pp=2, schedule="gpipe"),
+    "interleaved": parallel(pp=2, virtual_stages=2, schedule="interleaved_1f1b"),
+    "zero bubble": parallel(pp=2, virtual_stages=2, schedule="zbv"),
+}
+
+
+def test_a_chain_of_parts_in_a_pipeline(ranks):
+    """Every stage of three steps, dropout aside, on two ranks; one of them with recompute."""
+    specs = {case: fit_spec("adamw", microbatch_samples=2, parallel=axes) for case, axes in PIPELINES.items()}
+    specs["recompute"] = specs["1f1b"].with_(memory=recompute("full"))
+    expected = reference("sequential", "adamw")
+    by_rank = ranks.run(train_cases, 2, "sequential", list(specs.values()))
+    for index, case in enumerate(specs):
+        errors = differences(together([courses[index] for courses in by_rank]), expected)
+        assert max(errors.values()) <= RTOL, (case, max(errors, key=errors.get))
+
+
+def test_a_pipeline_with_zero(ranks):
+    cases = [parallel(pp=2, dp_shard=2, zero=zero) for zero in (1, 3)]
+    specs = [fit_spec("sgd", microbatch_samples=2, parallel=axes) for axes in cases]
+    expected = reference("sequential", "sgd")
+    by_rank = ranks.run(train_cases, 4, "sequential", specs)
+    for index, spec in enumerate(specs):
+        errors = differences(together([courses[index] for courses in by_rank]), expected)
+        assert max(errors.values()) <= RTOL, (spec.parallel, max(errors, key=errors.get))

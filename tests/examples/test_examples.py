@@ -1,0 +1,78 @@
+"""The examples run on two ranks and learn; those that promise few lines keep their promise."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from meshwright.observe.metrics import read_metrics
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _load(name: str) -> ModuleType:
+    found = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[module.__name__] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def _run(name: str, *arguments: str) -> str:
+    """As a script would, in the ranks of the pool."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        _load(name).main(*arguments)
+    return told.getvalue()
+
+
+def test_own_loop(ranks):
+    first, second = ranks.run(_run, 2, "own_loop")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", first)]
+    assert len(losses) == 4 and losses[-1] < 0.3 < losses[0] + 0.3
+    assert second == ""  # the first rank speaks
+
+
+def test_own_loop_under_torchrun():
+    """With the launcher that the page names."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, EXAMPLES / "own_loop.py"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("epoch 20:") == 1
+
+
+@pytest.mark.parametrize(("name", "limit"), [("own_model", 2.5), ("vision", 0.6)])
+def test_handed_to_the_trainer(ranks, tmp_path, name, limit):
+    """`limit` lies well below what guessing costs (log 16 and log 3)."""
+    ranks.run(_run, 2, name, str(tmp_path))
+    assert read_metrics(tmp_path)[-1]["loss"] < limit
+    assert list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_hugging_face_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "hf_model.py", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.5
+    assert (tmp_path / "trained" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("name", "most"), [("own_loop", 5), ("own_model", 10)])
+def test_added_lines(name, most):
+    lines = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if "  # +" in line]
+    assert 0 < len(lines) <= most
+    calls = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if "meshwright." in line]
+    assert all("# +" in line or '"""' in line or line.startswith(("    python", "The run")) for line in calls)

@@ -1,0 +1,100 @@
+"""Batch norm over ranks equals one batch norm over all samples, whatever each rank holds of them."""
+
+import pytest
+import torch
+from tests.ranks import RankPool, rank_device
+from torch import Tensor, nn
+
+from meshwright.ops.batch_norm import synchronise
+
+# Sums in another order cost float64 a few of its 16 digits.
+RTOL = 1e-11
+KINDS = {
+    "2d": (nn.BatchNorm2d, (5, 4, 3)),
+    "1d": (nn.BatchNorm1d, (5,)),
+    "3d": (nn.BatchNorm3d, (5, 2, 2, 2)),
+}
+SPLITS = {"even": (4, 4), "uneven": (7, 1), "four": (1, 3, 2, 2), "one_empty": (8, 0)}
+
+
+def _samples(shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    # Far from zero: a variance made of two large sums would be wrong in its first digits.
+    return torch.randn(8, *shape, generator=generator, dtype=torch.float64) * 3 + 1e4
+
+
+def _norm(kind: str, **options) -> nn.Module:
+    norm = KINDS[kind][0](5, **options).double().to(rank_device())
+    if norm.affine:
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(0.5, 1.5, 5))
+            norm.bias.copy_(torch.linspace(-1, 1, 5))
+    return norm
+
+
+def _two_steps(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Outputs and gradients of the second call, and the statistics after both."""
+    norm(x + 1)
+    x = x.clone().requires_grad_()
+    y = norm(x)
+    factors = torch.arange(y.numel(), dtype=y.dtype, device=y.device).view_as(y)
+    # Of the place in the global batch: rank r's rows are told by their values.
+    ((y * torch.sin(x.detach() + factors % y[0].numel() if len(y) else y)).sum()).backward()
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name: one.grad for name, one in norm.named_parameters()}
+    return found | {name: one.clone() for name, one in norm.named_buffers()}
+
+
+def _rank(kind: str, sizes: tuple[int, ...], options: dict) -> dict[str, Tensor]:
+    from torch import distributed as dist
+
+    norm = _norm(kind, **options)
+    synchronise(norm, dist.group.WORLD)
+    x = _samples(KINDS[kind][1]).to(rank_device()).split(sizes)[dist.get_rank()]
+    return _two_steps(norm, x)
+
+
+def check(pool: RankPool, kind: str, sizes: tuple[int, ...], **options) -> None:
+    expected = _two_steps(_norm(kind, **options), _samples(KINDS[kind][1]).to(rank_device()))
+    results = pool.run(_rank, len(sizes), kind, sizes, options)
+    for name, whole in expected.items():
+        parts = [result[name] for result in results]
+        if name in ("y", "x"):
+            found = torch.cat(parts)
+        elif name in ("weight", "bias"):
+            found = torch.stack(parts).sum(0)
+        else:
+            assert all(torch.equal(part, parts[0]) for part in parts), name
+            found = parts[0]
+        assert torch.allclose(found, whole.cpu(), rtol=RTOL, atol=RTOL), name
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_equals_one_process(ranks, split):
+    check(ranks, "2d", SPLITS[split])
+
+
+@pytest.mark.parametrize("kind", ["1d", "3d"])
+def test_other_shapes(ranks, kind):
+    check(ranks, kind, (5, 3))
+
+
+def test_cumulative_average_without_weights(ranks):
+    check(ranks, "2d", (6, 2), momentum=None, affine=False)
+
+
+def test_without_running_statistics(ranks):
+    check(ranks, "2d", (6, 2), track_running_stats=False)
+
+
+def _evaluated() -> bool:
+    from torch import distributed as dist
+
+    norm, plain = _norm("2d"), _norm("2d")
+    synchronise(norm, dist.group.WORLD)
+    x = _samples((5, 4, 3))
+    return torch.equal(norm.eval()(x), plain.eval()(x))
+
+
+def test_evaluation_is_local(ranks):
+    assert ranks.run(_evaluated, 2) == [True, True]

@@ -1,0 +1,259 @@
+"""A loop of one's own over ranks equals the plain loop it was; stopped and resumed it goes the same way."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwright
+from meshwright.data.order import SampleOrder
+from meshwright.errors import MeshwrightError, SpecError
+
+RTOL = 1e-9
+NUM_SAMPLES, EPOCHS = 29, 2
+BUILD = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-5),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.3),
+}
+
+
+class Net(nn.Module):
+    """With blocks, a single number, a frozen parameter, one that nothing uses, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)])
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.norm = nn.BatchNorm1d(3, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale * self.frozen
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(*torch.randn(2, NUM_SAMPLES, 3, generator=generator, dtype=torch.float64))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def plain(kind: str, batch: int, num_steps: int | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """One process over whole batches, in the order that the loaders share."""
+    model, order, data = net(), SampleOrder(NUM_SAMPLES, 0, True), samples()
+    optimizer = BUILD[kind](model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses = []
+    for epoch in range(EPOCHS):
+        ids = order.sample_ids(epoch * NUM_SAMPLES, NUM_SAMPLES)
+        for start in range(0, NUM_SAMPLES, batch):
+            x, y = data[ids[start : start + batch]]
+            loss = mse_loss(model(x), y, reduction="sum") / y.numel()
+            loss.backward()
+            nn.utils.clip_grad_norm_([one for one in model.parameters() if one.grad is not None], 0.5)
+            model.unused.grad = torch.zeros_like(model.unused)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(float(loss.detach()))
+    return losses, {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def own_loop(
+    kind: str, batch: int, settings: dict, directory: str | None = None, stop_at: int | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same loop in a few more words; ranks start from different weights."""
+    model = net(seed=dist.get_rank() if dist.is_initialized() else 0)
+    optimizer = BUILD[kind](model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = DataLoader(samples(), batch_size=batch, shuffle=True)
+    keep = {"scheduler": scheduler} if directory else None
+    run = meshwright.prepare(
+        model,
+        optimizer,
+        loader,
+        directory=directory,
+        keep=keep,
+        device="cpu",
+        compute="fp64",
+        max_grad_norm=0.5,
+        **settings,
+    )
+    losses = []
+    for _ in range(run.epoch, EPOCHS):
+        for x, y in run.loader:
+            run.backward(mse_loss(model(x), y, reduction="sum"), y.numel())
+            step = run.step()
+            if step is None:
+                continue
+            scheduler.step()
+            losses.append(float(step.loss))
+            if step.number == stop_at:
+                run.save()
+                return losses, {}
+    weights = {one.name: one.as_global(one.shard).full_tensor() for one in run._program.owned}
+    run.end()
+    return losses, {name: weight.clone() for name, weight in weights.items()}
+
+
+def same(found: tuple, expected: tuple) -> None:
+    (losses, weights), (plain_losses, plain_weights) = found, expected
+    torch.testing.assert_close(losses, plain_losses, rtol=RTOL, atol=0.0)
+    torch.testing.assert_close(weights, plain_weights, rtol=RTOL, atol=1e-12)
+
+
+def _several(kind: str, cases: list[tuple[int, dict]]) -> list[tuple]:
+    return [own_loop(kind, batch, settings) for batch, settings in cases]
+
+
+@pytest.mark.parametrize("kind", BUILD)
+def test_any_cut_equals_the_plain_loop(ranks, kind):
+    """29 samples in batches of 8: the last has five, and 5 x 1 of accumulation 4 ends early."""
+    cases = [
+        (4, {}),
+        (2, {"accumulation": 2}),
+        (1, {"accumulation": 4, "zero": 1}),
+        (4, {"zero": 2, "recompute": "full"}),
+    ]
+    expected = plain(kind, 8)
+    for by_rank in ranks.run(_several, 2, kind, cases):
+        for found in by_rank:
+            same(found, expected)
+
+
+def test_ranks_without_a_sample_count_for_nothing(ranks):
+    """Batches of 28: the last holds one sample for four ranks."""
+    for found in ranks.run(own_loop, 4, "momentum", 7, {}):
+        same(found, plain("momentum", 28))
+
+
+def test_one_process_needs_no_launcher():
+    found = own_loop("adamw", 8, {"zero": 3})
+    assert not dist.is_initialized()
+    same(found, plain("adamw", 8))
+
+
+def _stop_and_go(kind: str, directory: str, zero: int) -> list[float]:
+    settings = {"zero": zero} if dist.get_world_size() > 1 else {}
+    return own_loop(kind, 8 // dist.get_world_size(), settings, directory, stop_at=3)[0]
+
+
+def _go_on(kind: str, directory: str, zero: int) -> tuple:
+    return own_loop(kind, 8 // dist.get_world_size(), {"zero": zero} if zero else {}, directory)
+
+
+@pytest.mark.parametrize("kind", BUILD)
+def test_resumed_on_other_ranks_it_goes_the_same_way(ranks, tmp_path, kind):
+    """Stopped after step 3, in mid-epoch, on two ranks; resumed on one, which has other micro-batches."""
+    expected_losses, expected_weights = plain(kind, 8)
+    begun = ranks.run(_stop_and_go, 2, kind, str(tmp_path), 2)[0]
+    losses, weights = ranks.run(_go_on, 1, kind, str(tmp_path), 0)[0]
+    same((begun + losses, weights), (expected_losses, expected_weights))
+
+
+def test_an_average_and_an_update_rule_of_ours():
+    model = net()
+    run = meshwright.prepare(
+        model, None, [torch.ones(2, 3)], device="cpu", optim={"kind": "muon", "lr": 1e-2, "ema_decay": 0.5}
+    )
+    before = copy.deepcopy(model.state_dict())
+    for x in run.loader:
+        run.backward(model(x.float()).sum(), 6)
+        report = run.step(learning_rate=0.1)
+    run.end()
+    assert report.number == run.num_steps == 1
+    assert not torch.equal(model.blocks[0][0].weight, before["blocks.0.0.weight"])
+
+
+class Whole(torch.optim.SGD):
+    """An optimizer that nobody knows."""
+
+
+BAD = {
+    "a setting that is not there": ({"zeroo": 1}, "there is no setting 'zeroo'"),
+    "a wrong value": ({"zero": 7}, "parallel.zero is 7"),
+    "tensor parallel": ({"parallel": {"tp": 2}}, "tp=2 for a module that is not ours"),
+    "a pipeline": ({"parallel": {"pp": 2}}, "pp=2 in a loop of your own"),
+    "a pattern of nothing": ({"blocks": "layers.*"}, "'layers.*' matches none"),
+    "fp16 without a scale": ({"compute": "fp16"}, "compute=fp16 without loss_scale"),
+    "two optimizers": ({"optim": {"lr": 0.1}}, "there are two optimizers"),
+    "more ranks than there are": ({"dp_replicate": 4}, "parallel asks for 4 ranks"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_settings_are_told_before_the_first_step(case):
+    settings, fact = BAD[case]
+    model = net()
+    try:
+        with pytest.raises(MeshwrightError) as caught:
+            meshwright.prepare(model, BUILD["adamw"](model), [], device="cpu", **settings)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert fact in str(caught.value)
+
+
+def _refusals() -> list[str]:
+    """What two ranks are told of optimizers and modules that cannot be divided."""
+    told = []
+    for zero, change in [(1, "optimizer"), (3, "number"), (0, "state"), (0, "others"), (3, "shared")]:
+        model = net()
+        optimizer = (Whole if change == "optimizer" else torch.optim.SGD)(
+            model.parameters(), lr=0.1, momentum=0.9
+        )
+        if change == "state":
+            model(torch.ones(2, 3).double()).sum().backward()
+            optimizer.step()
+        if change == "others":
+            optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+        if change == "shared":
+            model.scale = nn.Parameter(torch.ones(1).double())
+            model.blocks[1][0].weight = model.blocks[0][0].weight
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            meshwright.prepare(model, optimizer, [], device="cpu", zero=zero)
+        except SpecError as error:
+            told.append(error.fact)
+    return told
+
+
+def test_what_cannot_be_divided_is_told(ranks):
+    expected = [
+        "Whole may look at whole parameters",
+        "scale is a single number, which ZeRO-3 cannot divide",
+        "SGD has made state already",
+        "SGD holds 7 parameters that the model has not",
+        "blocks.0.0.weight is shared by blocks.0 and blocks.1",
+    ]
+    for told in ranks.run(_refusals, 2):
+        assert len(told) == len(expected)
+        assert all(fact.startswith(begin) for fact, begin in zip(told, expected, strict=True)), told
+
+
+def test_a_mean_is_refused():
+    model = net()
+    run = meshwright.prepare(model, BUILD["adamw"](model), [], device="cpu")
+    with pytest.raises(SpecError, match="where \\(sum, count\\) was expected"):
+        run.backward(model(torch.ones(2, 3)), 6)
+    run.end()
+
+
+def test_importing_the_package_loads_no_torch():
+    import subprocess
+    import sys
+
+    program = "import sys, meshwright; assert 'torch' not in sys.modules; assert 'fit' in dir(meshwright)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert Path(meshwright.__file__).name == "__init__.py"
