@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from meshwright.hardware.stand_in import is_stand_in, kernel_device
+
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 # Rows of the log-sum-exp that the efficient kernel reads at once.
@@ -48,9 +50,10 @@ class Kernel(NamedTuple):
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool) -> Kernel:
     """The fastest kernel that takes these; decided by device, dtype and widths alone, without a sync."""
     width = max(q.shape[-1], v.shape[-1])
-    if q.device.type == "cpu":
+    device = kernel_device(q.device.type)
+    if device == "cpu":
         return FLASH_CPU
-    if q.device.type != "cuda" or q.dtype not in (*_HALF, torch.float32) or (q.shape[-1] | v.shape[-1]) % 8:
+    if device != "cuda" or q.dtype not in (*_HALF, torch.float32) or (q.shape[-1] | v.shape[-1]) % 8:
         return PLAIN
     if q.dtype == torch.float32 or width > 256:
         return EFFICIENT
@@ -60,7 +63,9 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool) -> Kernel:
 
 
 def _has_fast_cudnn(device: torch.device) -> bool:
-    """Hopper's cuDNN attention is the faster one; a fake CUDA tensor on a machine without one asks too."""
+    """Hopper's cuDNN attention is the faster one; a rehearsal stands in for such a device."""
+    if is_stand_in():
+        return True
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

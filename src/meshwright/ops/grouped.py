@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.hardware.stand_in import kernel_device
+
 _ALIGNED_BYTES = 16  # the grouped kernel reads rows in vectors of this size
 
 
@@ -32,7 +34,7 @@ def count_groups(ids_N: Tensor, num_groups: int) -> Tensor:
 
 
 def _has_kernel(x_ND: Tensor, weight_EFD: Tensor) -> bool:
-    if x_ND.device.type != "cuda" or x_ND.dtype != torch.bfloat16 or not len(x_ND):
+    if kernel_device(x_ND.device.type) != "cuda" or x_ND.dtype != torch.bfloat16 or not len(x_ND):
         return False
     widths = weight_EFD.shape[-2:]
     return all(width * x_ND.element_size() % _ALIGNED_BYTES == 0 for width in widths)

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from meshwright.ops.loss_rows import PLAIN, RowKernels, Statistics, wide_dtype
+from meshwright.hardware.stand_in import is_stand_in, kernel_device
+from meshwright.ops.loss_rows import IN_PLACE, PLAIN, RowKernels, Statistics, wide_dtype
 
 TRITON: RowKernels | None = None
 if find_spec("triton") is not None:  # comes with torch for CUDA
@@ -63,6 +64,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def row_kernels(logits: Tensor) -> RowKernels:
     """The fast ones where they run."""
+    if is_stand_in():
+        return IN_PLACE
     return TRITON if TRITON is not None and logits.is_cuda and logits.dtype != torch.float64 else PLAIN
 
 
@@ -109,7 +112,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _aligned(weight_VD: Tensor) -> Tensor:
     """Rows of zeros up to an aligned number of them: their logits are 0 and are never looked at."""
-    return pad(weight_VD, (0, 0, 0, -weight_VD.shape[0] % ALIGNED_VOCABULARY))
+    missing = -weight_VD.shape[0] % ALIGNED_VOCABULARY
+    return pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD  # no rows would still be a copy
 
 
 def _chunks(num_tokens: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice]:
@@ -144,7 +148,7 @@ def _over_ranks(found: Statistics, group: ProcessGroup) -> tuple[Tensor, Tensor]
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
     """total += a b, summed in the dtype of the total; the first product overwrites."""
-    if a.is_cuda and a.dtype != total.dtype:
+    if kernel_device(a.device.type) == "cuda" and a.dtype != total.dtype:
         torch.addmm(total, a, b, beta=0 if is_first else 1, out_dtype=total.dtype, out=total)
         return
     product = (a @ b).to(total.dtype)

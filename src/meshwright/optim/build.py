@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.hardware.stand_in import kernel_device
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.lamb import Lamb
@@ -71,12 +72,16 @@ def build_optimizer(
     """
     groups = [group for group in parameter_groups(shards, optim) if group["params"]]
     if optim.kind in STATE_TENSORS and weights == "fp32" and optim.state == "fp32":
-        optimizer = _build_elementwise(groups, optim, on_cuda=any(one.is_cuda for one in shards.values()))
+        optimizer = _build_elementwise(groups, optim, on_cuda=_on_cuda(shards))
     else:
         known = {shard: wholes[name] if wholes else uncut(name, shard) for name, shard in shards.items()}
         optimizer = _build_sharded(Shards(groups, known, optim.lr, weights), optim)
     set_num_updates(optimizer, shards, optim, num_updates=0)
     return optimizer
+
+
+def _on_cuda(shards: Mapping[str, nn.Parameter]) -> bool:
+    return any(kernel_device(one.device.type) == "cuda" for one in shards.values())
 
 
 def _build_elementwise(
@@ -164,7 +169,7 @@ def set_num_updates(
             if optim.beta1:
                 state.setdefault("momentum_buffer", torch.zeros_like(shard))
             continue
-        state["step"] = torch.tensor(float(num_updates), device=shard.device if shard.is_cuda else "cpu")
+        state["step"] = torch.tensor(float(num_updates), device=shard.device if _on_cuda(shards) else "cpu")
         for key in STATE_TENSORS["adamw"]:
             state.setdefault(key, torch.zeros_like(shard))
 

@@ -11,6 +11,7 @@ Embeddings, head and vectors go by AdamW. Stacked experts are orthogonalised one
 import torch
 from torch import Tensor
 
+from meshwright.hardware.stand_in import kernel_device
 from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_direction, blend, wide_zeros
 from meshwright.optim.whole import Whole
 
@@ -34,7 +35,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     On CUDA fp32 matrices are iterated in bf16: the polynomial forgives its errors.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    work = torch.bfloat16 if matrices.is_cuda and matrices.dtype == torch.float32 else matrices.dtype
+    on_cuda = kernel_device(matrices.device.type) == "cuda"
+    work = torch.bfloat16 if on_cuda and matrices.dtype == torch.float32 else matrices.dtype
     x = matrices.mT if is_tall else matrices
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-30)
     x = x.to(work)

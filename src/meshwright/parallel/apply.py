@@ -11,6 +11,8 @@
 9. memory     allocate and fill: every tensor has its own seed, so the layout does not matter
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -26,21 +28,24 @@ from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
 from meshwright.parallel.owned import OwnedParameter, own, set_gradient_dtype
 from meshwright.parallel.place import place_parameters
-from meshwright.parallel.pp import PipelineProgram, StageModule, build_stages
+from meshwright.parallel.pp import Border, PipelineProgram, StageModule, build_stages
 from meshwright.parallel.pp.tied import TIED_NAME, tie
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
 from meshwright.parallel.tp import apply_tp
-from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype
+from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype, wide_dtype
 from meshwright.spec import PrecisionSpec, RunSpec
 
+Fill = Callable[..., None]
+"""`initialise`, or what takes its place: gives a stage on the meta device memory and values."""
 
-def build_program(run: RunSpec, mesh: Mesh) -> Program:
+
+def build_program(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Program:
     """The model of this rank at its initial weights, ready to accumulate gradients; all ranks call it."""
     dtype = weight_dtype(run.precision)
     stages = build_stages(run.model, run.parallel, mesh.coordinate("pp"), dtype=dtype)
     for stage in stages:
         transform(stage.module, run, mesh)
-        initialise(stage.module, run.seed, device=mesh.device)
+        fill(stage.module, run.seed, device=mesh.device)
     owned = own_parameters(stages, run, mesh)
     set_gradient_dtype(owned, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
     reducer = build_reducer(owned, mesh, roots=[stage.module for stage in stages])
@@ -51,6 +56,7 @@ def build_program(run: RunSpec, mesh: Mesh) -> Program:
         stages,
         mesh=mesh,
         num_microbatches=run.accumulation,
+        border=stage_border(run),
         owned=owned,
         tied=tie(run.model, mesh, owned),
         reducer=reducer,
@@ -115,6 +121,23 @@ def own_parameters(stages: list[StageModule], run: RunSpec, mesh: Mesh) -> list[
         for stage in stages
         for name, parameter in stage.module.named_parameters()
     ]
+
+
+def stage_border(run: RunSpec) -> Border:
+    """What one micro-batch looks like between stages: its rows are cut by cp and, as sp, by tp."""
+    parallel, lower = run.parallel, lower_dtype(run.precision)
+    wide = weight_dtype(run.precision)
+    # fp16 keeps the stream in the weights' dtype, and those are fp16 only where ZeRO-3 gathers them so.
+    is_lowered = run.precision.compute == "bf16" or parallel.zero == 3
+    rows = run.data.microbatch_sequences, run.data.sequence_length // parallel.cp
+    part = rows[0], rows[1] // parallel.tp, run.model.width
+    return Border(
+        tokens_BS=torch.empty(rows, dtype=torch.int64, device="meta"),
+        x_BSD=torch.empty(
+            part, dtype=lower if lower and is_lowered else wide, device="meta", requires_grad=True
+        ),
+        loss=torch.empty((), dtype=wide_dtype(run.precision), device="meta", requires_grad=True),
+    )
 
 
 def localiser(mesh: Mesh) -> Localise:

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from meshwright.mesh import Mesh
 from meshwright.models.layers.moe import Compute, Moe
 from meshwright.ops.collectives import all_gather, all_gather_single, exchange_rows, reduce_scatter
+from meshwright.ops.routed_rows import exchanged_rows
 from meshwright.parallel.cp.zigzag import shard_sequence, unshard_sequence
 
 
@@ -43,19 +44,20 @@ class ExchangeDispatch(nn.Module):
         received_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=self.group)
         # Host sync: the sizes of the exchange must be known before it.
-        sent, received = sent_RE.sum(1).tolist(), received_RE.sum(1).tolist()
+        sent, received = exchanged_rows(sent_RE, received_RE, len(x_ND))
         rows_ND = exchange_rows(x_ND, sent, received, self.group)
-        order_N = _order_by_expert(received_RE)
+        order_N = _order_by_expert(received_RE, sum(received))
         y_ND = compute(rows_ND[order_N], received_RE.sum(0))
         back_ND = torch.empty_like(y_ND).index_copy(0, order_N, y_ND)
         return exchange_rows(back_ND, received, sent, self.group)
 
 
-def _order_by_expert(counts_RE: Tensor) -> Tensor:
+def _order_by_expert(counts_RE: Tensor, num_rows: int) -> Tensor:
     """Row numbers that bring rows sorted by (rank, expert) into the order (expert, rank)."""
     num_experts = counts_RE.shape[1]
     expert_of_run = torch.arange(num_experts, device=counts_RE.device).repeat(counts_RE.shape[0])
-    return expert_of_run.repeat_interleave(counts_RE.flatten()).argsort(stable=True)
+    expert_N = expert_of_run.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
+    return expert_N.argsort(stable=True)
 
 
 class GatherDispatch(nn.Module):

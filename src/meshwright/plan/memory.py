@@ -327,7 +327,7 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
     if stack.gradients_after_activations and "gradients" in items:
         items["gradients"] = _gradients_at_the_peak(at, items)
-    return Memory(items, FRAGMENTATION * short_lived, _outside(at))
+    return Memory(items, FRAGMENTATION * short_lived, outside_bytes(at))
 
 
 def _gradients_at_the_peak(at: Layouts, items: Items) -> Floats:
@@ -337,7 +337,8 @@ def _gradients_at_the_peak(at: Layouts, items: Items) -> Floats:
     return np.where(once, np.maximum(items["gradients"] - freed, 0.0), items["gradients"])
 
 
-def _outside(at: Layouts) -> Items:
+def outside_bytes(at: Layouts) -> Items:
+    """What the device holds and torch does not see: the context and the communicators."""
     axes = [at.tp > 1, at.dp * at.cp > 1, at.pp > 1, at.cp > 1, at.ep > 1]
     num_axes = np.sum(np.stack([axis.astype(np.float64) for axis in axes]), axis=0)
     communicators = np.where(

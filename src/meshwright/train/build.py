@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from meshwright.data.batches import Batches, build_batches
 from meshwright.mesh import Mesh
+from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.ema import Ema
-from meshwright.parallel.apply import build_program
+from meshwright.parallel.apply import Fill, build_program
 from meshwright.parallel.owned import whole_of
 from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device, wide_dtype
@@ -18,12 +19,15 @@ from meshwright.train.balance import ExpertBalance
 from meshwright.train.step import Training
 
 
-def build_training(run: RunSpec, mesh: Mesh) -> Training:
-    """Model, optimizer and what belongs to them, at the initial weights; all ranks call it."""
+def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Training:
+    """Model, optimizer and what belongs to them, at the initial weights; all ranks call it.
+
+    `fill` gives each stage its memory and weights.
+    """
     if run.deterministic and mesh.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
     prepare_device(run.precision, mesh.device, deterministic=run.deterministic)
-    program = build_program(run, mesh)
+    program = build_program(run, mesh, fill=fill)
     trainable = [one for one in program.owned if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
     wholes = {one.name: whole_of(one) for one in trainable}

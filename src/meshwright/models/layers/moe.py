@@ -9,6 +9,7 @@ from torch.nn import functional
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.models.layers.routing import Balance, Capacity, InjectLoss, Router, Routing
 from meshwright.ops.grouped import count_groups, grouped_linear
+from meshwright.ops.routed_rows import kept_rows
 from meshwright.ops.sharded import local
 from meshwright.spec import MoeSpec
 
@@ -37,15 +38,15 @@ class Dispatch(nn.Module):
     def __init__(self, moe: MoeSpec) -> None:
         super().__init__()
         self.num_experts = moe.num_experts
-        self.is_dropless = moe.capacity_factor is None
+        self.capacity_factor = moe.capacity_factor
 
     def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
         """Sum over each token's choices of weight x expert(x). Expert id E means: no expert."""
         num_choices = experts_TC.shape[1]
         order_N = experts_TC.flatten().argsort(stable=True)  # the tokens of one expert lie together
         counts_E = count_groups(experts_TC, self.num_experts)
-        if not self.is_dropless:
-            order_N = order_N[: int(counts_E.sum())]  # host sync: dropped choices sort to the end
+        if self.capacity_factor is not None:  # host sync: dropped choices sort to the end
+            order_N = order_N[: kept_rows(counts_E, len(order_N), self.capacity_factor)]
         y_ND = compute(x_TD[order_N // num_choices], counts_E)
         back_ND = y_ND.new_zeros(experts_TC.numel(), y_ND.shape[-1]).index_copy(0, order_N, y_ND)
         weighted_TCD = back_ND.unflatten(0, (-1, num_choices)) * weights_TC[..., None]

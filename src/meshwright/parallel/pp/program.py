@@ -1,8 +1,7 @@
 """The program of a pipeline rank: torch's schedules over our stages."""
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from torch.distributed.pipelining.microbatch import sum_reducer
 
 from meshwright.data.batches import Microbatch
 from meshwright.mesh import Mesh
-from meshwright.models.balance import take_records
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.owned import OwnedParameter
 from meshwright.parallel.pp.forward import forward_losses
@@ -40,6 +38,17 @@ SCHEDULES: dict[str, Any] = {
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 
 
+class Border(NamedTuple):
+    """What crosses the borders of stages for one micro-batch, as meta tensors.
+
+    Told in advance, so that torch need not run every stage once on made-up numbers to find out.
+    """
+
+    tokens_BS: Tensor
+    x_BSD: Tensor
+    loss: Tensor
+
+
 class PipelineProgram:
     """This rank's stages under a schedule; one call runs all micro-batches of a step."""
 
@@ -49,6 +58,7 @@ class PipelineProgram:
         *,
         mesh: Mesh,
         num_microbatches: int,
+        border: Border,
         owned: list[OwnedParameter],
         tied: TiedTable,
         reducer: Reducer,
@@ -60,9 +70,7 @@ class PipelineProgram:
         self._mesh, self._tied, self._reducer, self._localise = mesh, tied, reducer, localise
         self._has_first = any(stage.index == 0 for stage in stages)
         self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
-        self._schedule = _build_schedule(stages, mesh, num_microbatches)
-        for stage in self.stages:
-            _forget_probe(stage)
+        self._schedule = _build_schedule(stages, mesh, num_microbatches, border)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """See Program. Overlap is left to the schedule: split backwards bypass autograd's hooks."""
@@ -109,28 +117,24 @@ def joined(microbatches: Sequence[Microbatch]) -> Microbatch:
     return first._replace(**columns)
 
 
-def _forget_probe(stage: nn.Module) -> None:
-    """torch first runs a stage on made-up numbers to learn shapes, and the routers record that as well."""
-    calls = itertools.count(1)
-
-    def forget(*_: object) -> None:
-        if next(calls) == 2:
-            take_records(stage)
-            handle.remove()
-
-    handle = stage.register_forward_pre_hook(forget)
-
-
 def _last_output(output: Tensor, target: Tensor) -> Tensor:
     """The last stage's output is the loss already."""
     return output
 
 
-def _build_schedule(stages: list[StageModule], mesh: Mesh, num_microbatches: int) -> Any:
+def _build_schedule(stages: list[StageModule], mesh: Mesh, num_microbatches: int, border: Border) -> Any:
     parallel = mesh.parallel
-    group = mesh.group("pp")
+    last = parallel.num_stages - 1
     built = [
-        PipelineStage(stage.module, stage.index, parallel.num_stages, mesh.device, group=group)
+        PipelineStage(
+            stage.module,
+            stage.index,
+            parallel.num_stages,
+            mesh.device,
+            input_args=border.tokens_BS if stage.index == 0 else border.x_BSD,
+            output_args=border.loss if stage.index == last else border.x_BSD,
+            group=mesh.group("pp"),
+        )
         for stage in stages
     ]
     one_stage = parallel.schedule in ONE_STAGE_SCHEDULES

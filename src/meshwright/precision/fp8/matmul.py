@@ -7,6 +7,7 @@ its newest releases, and the compiler of older ones does not know that face.
 import torch
 from torch import Tensor
 
+from meshwright.hardware.stand_in import STAND_IN_CAPABILITY, is_stand_in
 from meshwright.precision.fp8.quantise import Quantised, decode
 from meshwright.precision.fp8.recipes import Recipe
 
@@ -16,6 +17,8 @@ _BLOCKS_SINCE = (12, 9)
 
 def is_native(recipe: Recipe, device: torch.device) -> bool:
     """Whether this device multiplies fp8 numbers of this recipe itself."""
+    if is_stand_in():
+        return recipe.needs <= STAND_IN_CAPABILITY
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     if recipe.token_block is not None:

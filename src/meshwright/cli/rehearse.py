@@ -1,0 +1,111 @@
+"""`meshwright rehearse`: be any rank of a run on this machine, before anything is queued."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.cli.check import Overrides, Run
+
+
+def rehearse(
+    run: Run,
+    overrides: Overrides = None,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", help="One rank; by default one of the first, a middle and the last stage."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to trace; the last one counts.")] = 2,
+    on: Annotated[str, typer.Option("--on", help="The device it must fit, such as h100:8x16.")] = "",
+    imbalance: Annotated[
+        float, typer.Option(min=1.0, help="Rows that the experts of this rank get, over the mean.")
+    ] = 1.0,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Trace every layer and micro-batch, also those that repeat.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the rank for real on this machine's GPU too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Build one rank of the full world on this machine, without the other ranks.
+
+    The very step of the run is traced on the CPU: what each rank allocates, at its fullest moment and by
+    item, what it sends and what it computes. Nothing is trained and no GPU is needed. Exit code 3: it does
+    not fit the device named by --on.
+    """
+    from meshwright.hardware.catalogue import parse_cluster
+    from meshwright.spec.text import read_run
+
+    loaded = read_run(run, overrides or [])
+    loaded.require_valid()
+    cluster = parse_cluster(on) if on else None
+    reports = _traced(loaded.run, rank, steps, imbalance, is_whole=whole)
+    measured = _measured(loaded.run, reports, imbalance) if measure else []
+    if as_json:
+        typer.echo(json.dumps(_document(reports, measured, cluster)))
+    else:
+        _print(reports, measured, cluster)
+    if cluster is not None:
+        _require_fit(loaded.run, reports, cluster)
+
+
+def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whole: bool) -> list[Any]:
+    from meshwright.rehearse.rank import ranks_to_rehearse, rehearse_rank
+
+    ranks = ranks_to_rehearse(run.parallel) if rank is None else [rank]
+    reports = []
+    for number, each in enumerate(ranks, start=1):
+        typer.echo(f"tracing rank {each} of {run.parallel.num_ranks} ({number} of {len(ranks)})", err=True)
+        reports.append(
+            rehearse_rank(
+                run,
+                each,
+                num_steps=steps,
+                imbalance=imbalance,
+                is_whole=is_whole,
+                tell=lambda words: typer.echo(f"  {words}", err=True),
+            )
+        )
+    return reports
+
+
+def _measured(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
+    from meshwright.rehearse.run_rank import measure_rank
+
+    return [measure_rank(run, report.rank, imbalance=imbalance) for report in reports]
+
+
+def _print(reports: list[Any], measured: list[Any], cluster: Any) -> None:
+    from rich.console import Console
+
+    from meshwright.rehearse.draw import draw_collectives, draw_measured, draw_memory, moment_lines
+
+    console = Console()
+    console.print(draw_memory(reports, cluster))
+    console.print()
+    for line in moment_lines(reports):
+        console.print(line, highlight=False)
+    console.print()
+    console.print(draw_collectives(reports))
+    if measured:
+        console.print()
+        console.print(draw_measured(reports, measured))
+
+
+def _document(reports: list[Any], measured: list[Any], cluster: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    ranks = [{**asdict(report), "allocated_bytes": report.allocated_bytes} for report in reports]
+    document: dict[str, Any] = {"ranks": ranks}
+    if measured:
+        document["measured"] = [asdict(one) for one in measured]
+    if cluster is not None:
+        document["capacity_bytes"] = cluster.device.memory_bytes
+    return document
+
+
+def _require_fit(run: Any, reports: list[Any], cluster: Any) -> None:
+    from meshwright.rehearse.fit import require_fit
+
+    require_fit(run, reports, cluster)

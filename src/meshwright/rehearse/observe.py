@@ -1,0 +1,142 @@
+"""Sees every operator of a step as it is dispatched: storages, collectives, FLOPs."""
+
+import dataclasses
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from meshwright.mesh import Mesh
+from meshwright.rehearse.ledger import Ledger
+from meshwright.rehearse.world import axis_of
+
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
+# Communication by the name of its operator; everything else of c10d is bookkeeping.
+COLLECTIVES = {
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "alltoall_": "all-to-all",
+    "alltoall_base_": "all-to-all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Traffic:
+    """Calls of one kind of collective over one axis, and the bytes of their larger side."""
+
+    count: int = 0
+    num_bytes: int = 0
+
+
+class Observer(TorchDispatchMode):
+    """Writes every operator of plain tensors into a ledger; DTensors come apart first."""
+
+    def __init__(self, ledger: Ledger, mesh: Mesh) -> None:
+        super().__init__()
+        self.ledger, self._mesh = ledger, mesh
+        self._axes: dict[str, str] = {}
+        self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
+        self.flops = 0
+        self.num_operators = 0
+        self.is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operator's own result."""
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented
+        out = func(*args, **kwargs)
+        self.num_operators += 1
+        if func.namespace == "c10d":
+            self._note_collective(func, args)
+            return out
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops += _flops(packet, args, kwargs, out)
+        if func is _aten.add.Tensor and _is_engine_sum(args[0]):
+            self.ledger.take_over(args[0], out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.ledger.see(tensor, str(packet), _kind(func, args, self.ledger))
+        return out
+
+    def _note_collective(self, func: Any, args: Any) -> None:
+        name = COLLECTIVES.get(func.__name__.split(".")[0])
+        if name is None:
+            return
+        tensors = [[x for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args]
+        sizes = [sum(x.numel() * x.element_size() for x in group) for group in tensors]
+        axis = self._axis(args)
+        row = self.traffic[axis, name]
+        row.count += 1
+        row.num_bytes += max(sizes)
+        for tensor in (x for group in tensors for x in group):
+            record = self.ledger.find(tensor)
+            if record is not None and record.kind is None:
+                record.kind = _kind_of_message(name, axis)
+
+    def _axis(self, args: Any) -> str:
+        for arg in args:
+            if isinstance(arg, torch.ScriptObject):
+                try:
+                    group = dist.ProcessGroup.unbox(arg)
+                except RuntimeError:  # the ScriptObject is a reduction, not a group
+                    continue
+                if group.group_name not in self._axes:
+                    self._axes[group.group_name] = axis_of(group, self._mesh)
+                return self._axes[group.group_name]
+        return "one rank"
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """torch's own count; products also come in forms with an output dtype, which its formulas do not take."""
+    if packet in _PRODUCTS:
+        return flop_registry[packet](*(x for x in args if isinstance(x, Tensor)), out_val=out)
+    return flop_registry[packet](*args, **kwargs, out_val=out)
+
+
+def _kind_of_message(name: str, axis: str) -> str | None:
+    """Weights and gradients cross data-parallel axes; rows of experts and stages' outputs the others."""
+    if name == "all-to-all" or axis == "pp":
+        return "exchange"
+    return "gathered" if "dp_" in axis and name != "all-reduce" else None
+
+
+def _kind(func: Any, args: Any, ledger: Ledger) -> str | None:
+    """A narrower copy of a weight, as autocast makes one before each matmul."""
+    if func is not _aten._to_copy.default:
+        return None
+    source = ledger.find(args[0])
+    return "cast weights" if source is not None and source.kind in ("weights", "gathered") else None
+
+
+def _is_engine_sum(left: Tensor) -> bool:
+    """Whether autograd adds up two gradients of one tensor and nobody else holds the first.
+
+    For tensors that are not plain torch makes a new one; for those of a device it adds in place.
+    """
+    caller = sys._getframe(2)
+    return caller.f_code.co_name == "_engine_run_backward" and left._use_count() <= ENGINE_REFERENCES
+
+
+# The engine's own, and the one of the argument here.
+ENGINE_REFERENCES = 2

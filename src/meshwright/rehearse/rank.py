@@ -1,0 +1,119 @@
+"""What one rank of a run needs, sends and computes in a step: the trace in figures."""
+
+import dataclasses
+from collections.abc import Callable
+
+from meshwright.rehearse.allocator import Request, replay
+from meshwright.rehearse.extrapolate import Shortening, extended, shortened, shortening_of, without_layers
+from meshwright.rehearse.trace import Trace, trace_rank
+from meshwright.rehearse.world import mesh_coordinates, require_rank
+from meshwright.spec import ParallelSpec, RunSpec
+
+# cuBLAS asks torch for this much on Hopper, once for each stream that multiplies.
+WORKSPACE_BYTES = 32 * 2**20
+
+Tell = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """All calls of one kind over one axis in a step."""
+
+    axis: str
+    kind: str
+    count: int
+    num_bytes: int
+    """Of the larger side of each call: what is gathered, scattered or reduced."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReport:
+    """One rank of a world; bytes as torch counts them, at the fullest moment of a step."""
+
+    rank: int
+    coordinates: dict[str, int]
+    items: dict[str, float]
+    moment: str
+    reserved_bytes: float
+    """With expandable segments."""
+    reserved_default_bytes: float
+    """With segments of fixed sizes, torch's default."""
+    collectives: list[Collective]
+    flops: float
+    num_traces: int
+    """1: the whole step was traced; more: it was put together from shorter ones."""
+    seconds: float
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Peak of what tensors need."""
+        return sum(self.items.values())
+
+
+def ranks_to_rehearse(parallel: ParallelSpec) -> list[int]:
+    """The first rank of the first, a middle and the last pipeline stage."""
+    per_stage = parallel.num_ranks // parallel.pp
+    stages = sorted({0, parallel.pp // 2, parallel.pp - 1})
+    return [stage * per_stage for stage in stages]
+
+
+def rehearse_rank(
+    run: RunSpec,
+    rank: int,
+    *,
+    num_steps: int = 2,
+    imbalance: float = 1.0,
+    is_whole: bool = False,
+    tell: Tell = lambda _: None,
+) -> RankReport:
+    """Trace a rank; the parts of a long step that repeat are traced once unless `is_whole`."""
+    require_rank(run.parallel, rank)
+    coordinates = mesh_coordinates(rank, run.parallel)
+    shortening = shortening_of(run, coordinates["pp"])
+    if is_whole or len(shortening.cuts()) == 1:
+        whole_trace = trace_rank(run, rank, num_steps=num_steps, imbalance=imbalance)
+        return _report(rank, coordinates, [(whole_trace, 1.0)], Shortening())
+    traces = []
+    for number, (cut, weight) in enumerate(shortening.cuts(), start=1):
+        tell(f"trace {number} of {len(shortening.cuts())}")
+        with without_layers(cut.layers):
+            # The first step is like all others, which a test holds; a second one would cost as much.
+            short = trace_rank(shortened(run, cut), rank, num_steps=1, imbalance=imbalance)
+        traces.append((short, weight))
+    return _report(rank, coordinates, traces, shortening)
+
+
+def _report(
+    rank: int, coordinates: dict[str, int], traces: list[tuple[Trace, float]], shortening: Shortening
+) -> RankReport:
+    cuts = shortening.cuts()
+    whole = extended(traces, cuts[-1][0])
+    return RankReport(
+        rank=rank,
+        coordinates=coordinates,
+        items={**whole.items, "workspace": float(WORKSPACE_BYTES)},
+        moment=str(whole.moment),
+        reserved_bytes=_reserved(traces, shortening, whole.allocated_bytes, is_expandable=True),
+        reserved_default_bytes=_reserved(traces, shortening, whole.allocated_bytes, is_expandable=False),
+        collectives=[
+            Collective(axis, kind, round(count), round(num_bytes))
+            for (axis, kind), (count, num_bytes) in sorted(whole.traffic.items())
+        ],
+        flops=whole.flops,
+        num_traces=len(traces),
+        seconds=sum(trace.seconds for trace, _ in traces),
+    )
+
+
+def _reserved(
+    traces: list[tuple[Trace, float]], shortening: Shortening, allocated: float, *, is_expandable: bool
+) -> float:
+    """What the allocator holds: linear in the layers only nearly, and no more for further micro-batches."""
+    weights = shortening.along_layers()
+    step = len(traces) // len(weights)  # traces come by layers first; the last of each has most micro-batches
+    longest = [trace for trace, _ in traces[step - 1 :: step]]
+    total = 0.0
+    for trace, (_, weight) in zip(longest, weights, strict=True):
+        requests = (Request(event.number, event.num_bytes, event.stream) for event in trace.events)
+        total += weight * replay(requests, is_expandable=is_expandable).reserved_bytes
+    return max(total, allocated) + WORKSPACE_BYTES

@@ -1,0 +1,114 @@
+"""One rank of a world on this machine's GPU: real tensors and kernels, no other ranks.
+
+Collectives return at once and leave what was in the buffers, so the numbers are meaningless; bytes and
+compute time are those of the rank. Only what the other ranks would keep it waiting for is missing.
+"""
+
+import dataclasses
+import os
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from meshwright.data.batches import Batch
+from meshwright.errors import MeshError
+from meshwright.ops.routed_rows import routed_evenly
+from meshwright.rehearse.trace import blank_batch
+from meshwright.rehearse.world import fake_world
+from meshwright.spec import RunSpec
+from meshwright.train.build import build_training
+from meshwright.train.step import Training, train_step
+
+NUM_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One rank as it ran here."""
+
+    rank: int
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    step_seconds: float
+    microbatch_seconds: float
+    is_expandable: bool
+
+
+def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Measured:
+    """Peak bytes and compute time of a rank on the GPU of this machine; the first step only warms up."""
+    device = _device(run)
+    with fake_world(run.parallel, rank, device) as mesh, routed_evenly(imbalance):
+        training = build_training(run, mesh, fill=fill_any)
+        batch = blank_batch(run, device.type)
+        seconds = _timed(training, batch, device, num_steps)
+        found = Measured(
+            rank=rank,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            allocated_bytes=_statistic(device, "allocated_bytes.all.peak"),
+            reserved_bytes=_statistic(device, "reserved_bytes.all.peak"),
+            step_seconds=seconds,
+            microbatch_seconds=seconds / run.accumulation,
+            is_expandable="expandable_segments:True" in _allocator_settings(),
+        )
+        del training, batch
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _device(run: RunSpec) -> torch.device:
+    if run.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MeshError(
+            "a rank is measured on a GPU, and torch sees none here",
+            where="--measure",
+            hint="leave --measure out: the trace needs no GPU",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@torch.no_grad()
+def fill_any(model: nn.Module, seed: int, *, device: torch.device) -> None:
+    """Takes the place of `initialise`: small numbers, drawn where they are, whatever the layout."""
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
+        local.fill_(1.0) if local.ndim < 2 else local.normal_(0.0, 0.02)
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def _timed(training: Training, batch: Batch, device: torch.device, num_steps: int) -> float:
+    """Median seconds of the steps after the first, whose peaks count."""
+    seconds = []
+    for step in range(num_steps):
+        if step == 1:
+            _reset(device)
+        _wait(device)
+        started_at = time.perf_counter()
+        train_step(training, batch, learning_rate=1e-6)
+        _wait(device)
+        seconds.append(time.perf_counter() - started_at)
+    return statistics.median(seconds[1:] or seconds)
+
+
+def _reset(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _statistic(device: torch.device, name: str) -> int:
+    return torch.cuda.memory_stats(device)[name] if device.type == "cuda" else 0
+
+
+def _allocator_settings() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -1,0 +1,213 @@
+"""The very step of a run as rank k of N, on the CPU, with tensors that have no numbers.
+
+Everything is built by `build_training` and run by `train_step`; what is particular here is around them: a
+world without other ranks, weights without bytes, functions that choose as on CUDA, and a ledger.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from meshwright.data.batches import Batch, Microbatch
+from meshwright.errors import MeshwrightError, SpecError
+from meshwright.hardware.stand_in import standing_for
+from meshwright.ops.routed_rows import routed_evenly
+from meshwright.precision.policy import wide_dtype
+from meshwright.rehearse.as_cuda import as_on_cuda
+from meshwright.rehearse.ledger import Event, Held, Ledger
+from meshwright.rehearse.moments import Moment, Moments
+from meshwright.rehearse.observe import Observer, Traffic
+from meshwright.rehearse.world import fake_world
+from meshwright.spec import RunSpec
+from meshwright.train.build import build_training
+from meshwright.train.step import Training, train_step
+
+NUM_STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What one rank did in its last step; the steps before it filled what stays."""
+
+    rank: int
+    events: list[Event]
+    """From the beginning of the process."""
+    step_begins_at: int
+    """Index of the first event of the last step."""
+    records: list[Held]
+    moments: list[Moment]
+    traffic: dict[tuple[str, str], Traffic]
+    """By axis and kind of collective, of the last step."""
+    flops: int
+    num_operators: int
+    seconds: float
+
+
+def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Trace:
+    """Trace one rank; nothing is computed and nothing is sent. Routed rows come as `imbalance` says."""
+    started_at = time.perf_counter()
+    run = traceable(run)
+    with (
+        fake_world(run.parallel, rank, torch.device("cpu")) as mesh,
+        standing_for("cuda"),
+        routed_evenly(imbalance),
+    ):
+        ledger = Ledger()
+        moments, observer = Moments(ledger), Observer(ledger, mesh)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        training = build_training(run, mesh, fill=_Empty(fake))
+        _adopt_state(training, ledger)
+        begins_at = 0
+        with _watching(training, moments, observer, fake, ledger):
+            batch = blank_batch(run)
+            for tensor in (x for part in batch.microbatches for x in part if x is not None):
+                ledger.see(tensor, "batch", "batch")
+            for _ in range(num_steps):
+                observer.traffic.clear()
+                observer.flops, observer.num_operators = 0, 0
+                begins_at = len(ledger.events)
+                _step(training, batch, moments)
+    return Trace(
+        rank=rank,
+        events=ledger.events,
+        step_begins_at=begins_at,
+        records=ledger.records,
+        moments=moments.seen,
+        traffic=dict(observer.traffic),
+        flops=observer.flops,
+        num_operators=observer.num_operators,
+        seconds=time.perf_counter() - started_at,
+    )
+
+
+def traceable(run: RunSpec) -> RunSpec:
+    """The same bytes without what a trace cannot follow: TF32 is a switch of kernels, not of bytes."""
+    if run.precision.compute == "tf32":
+        run = run.with_(precision=run.precision.with_(compute="fp32"))
+    return run.with_(compile=False, deterministic=False)
+
+
+@contextlib.contextmanager
+def _watching(
+    training: Training, moments: Moments, observer: Observer, fake: FakeTensorMode, ledger: Ledger
+) -> Iterator[None]:
+    with (
+        moments.following(training),
+        ledger.watching_sizes(),
+        _unseen_propagation(observer),
+        as_on_cuda(),
+        fake,
+        observer,
+    ):
+        yield
+
+
+def _step(training: Training, batch: Batch, moments: Moments) -> None:
+    moments.begin_step()
+    try:
+        train_step(training, batch, learning_rate=1e-4)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise _untraceable(error) from error
+
+
+def _untraceable(error: Exception) -> SpecError:
+    operator = next((str(part) for part in error.args if isinstance(part, torch._ops.OpOverload)), "")
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return SpecError(
+        f"the step cannot be traced: {operator or type(error).__name__}: {first_line}",
+        where="rehearse",
+        hint="rehearse on a GPU with --measure, or read the closed form with `meshwright predict`",
+    )
+
+
+class _Empty:
+    """Takes the place of `initialise`: memory without numbers."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self._fake = fake
+
+    def __call__(self, model: nn.Module, seed: int, *, device: torch.device) -> None:
+        with self._fake, torch.no_grad():
+            model.to_empty(device=device)
+
+
+def _adopt_state(training: Training, ledger: Ledger) -> None:
+    """What stays from step to step: weights, buffers, optimizer states, averages."""
+    for stage in training.program.stages:
+        for tensor in (*stage.parameters(), *stage.buffers()):
+            ledger.see(_plain(tensor), "build", "weights")
+    for one in training.program.owned:
+        ledger.see(_plain(one.shard), "build", "weights")
+        if one.parameter.requires_grad:
+            one.parameter.register_hook(partial(_adopt_gradient, ledger))
+    training.optimizer.register_step_pre_hook(lambda *_: _adopt_gradients(training, ledger))
+    for state in training.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                ledger.see(_plain(value), "build", "optimizer")
+    if training.ema is not None:
+        for average in training.ema.averages.values():
+            ledger.see(_plain(average), "build", "optimizer")
+
+
+def _adopt_gradient(ledger: Ledger, gradient: torch.Tensor) -> None:
+    ledger.see(_plain(gradient), "backward", "gradients")
+
+
+def _adopt_gradients(training: Training, ledger: Ledger) -> None:
+    """What the update reads: before it, the gradient was a tensor like others."""
+    for one in training.program.owned:
+        if one.shard.grad is not None:
+            ledger.see(_plain(one.shard.grad), "backward", "gradients")
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
+    """One rank's part of a batch, of the right shapes, all zero."""
+    data = run.data
+    shape = (data.microbatch_sequences, data.sequence_length)
+
+    def part() -> Microbatch:
+        ids = torch.zeros((5, *shape), dtype=torch.int64, device=device).unbind()
+        return Microbatch(
+            tokens_BS=ids[0].clone(),
+            targets_BS=ids[1].clone(),
+            weights_BS=torch.zeros(shape, dtype=wide_dtype(run.precision), device=device),
+            positions_BS=ids[2].clone(),
+            documents_BS=None if data.documents == "joined" else ids[3].clone(),
+            sequence_weights_B=torch.zeros(shape[0], dtype=wide_dtype(run.precision), device=device),
+        )
+
+    parts = tuple(part() for _ in range(run.accumulation))
+    return Batch(parts, num_tokens=data.batch_tokens, num_sequences=data.batch_sequences, sample_ids=())
+
+
+@contextlib.contextmanager
+def _unseen_propagation(observer: Observer) -> Iterator[None]:
+    """DTensor tries an operator at its global shape to learn the result's: no bytes of this rank."""
+    name = "_propagate_tensor_meta_non_cached"
+    propagate = getattr(ShardingPropagator, name)
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        was_paused, observer.is_paused = observer.is_paused, True
+        try:
+            return propagate(*args, **kwargs)
+        finally:
+            observer.is_paused = was_paused
+
+    with patch.object(ShardingPropagator, name, unseen):
+        yield

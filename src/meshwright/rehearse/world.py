@@ -1,0 +1,89 @@
+"""One rank of a world whose other ranks do not exist.
+
+torch's `fake` process group answers every collective at once and moves nothing, so a single process can be
+rank k of N. It lives in torch's testing package and the first step of its pipelines asks the other stages to
+vote; both are touched in this file only.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.errors import MeshError
+from meshwright.mesh import Mesh, World, build_mesh, leave_world
+from meshwright.spec import ParallelSpec
+from meshwright.spec.parallel import MESH_ORDER
+
+
+@contextlib.contextmanager
+def fake_world(parallel: ParallelSpec, rank: int, device: torch.device) -> Iterator[Mesh]:
+    """The mesh of rank `rank`, with process groups that communicate nothing."""
+    require_rank(parallel, rank)
+    num_ranks = parallel.num_ranks
+    if dist.is_initialized():
+        raise MeshError(
+            "this process belongs to a world of ranks already", where="rehearse", hint="rehearse on its own"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        mesh = build_mesh(parallel, World(rank=rank, local_rank=0, num_ranks=num_ranks, device=device))
+        _make_groups(mesh)
+        with _no_vote():
+            yield mesh
+    finally:
+        leave_world()
+
+
+def require_rank(parallel: ParallelSpec, rank: int) -> None:
+    """MeshError when the world has no such rank."""
+    if not 0 <= rank < parallel.num_ranks:
+        raise MeshError(
+            f"rank {rank} is outside a world of {parallel.num_ranks} ranks",
+            where="--rank",
+            hint=f"ranks count from 0 to {parallel.num_ranks - 1}",
+        )
+
+
+def _make_groups(mesh: Mesh) -> None:
+    """The lazy views of the world too: making them computes with real numbers."""
+    if mesh.parallel.ep > 1:
+        _ = mesh.expert
+    _ = mesh.data
+
+
+@contextlib.contextmanager
+def _no_vote() -> Iterator[None]:
+    """From torch 2.13 on, stages vote in the first step whether all shapes are known; here they are."""
+    schedule: Any = schedules._PipelineSchedule
+    if not hasattr(schedule, "_warmup_p2p"):
+        yield
+        return
+    known = schedules.InferenceMode.STATIC  # pyright: ignore[reportAttributeAccessIssue]
+
+    def agree(_: Any, stages: list[Any], *args: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = known
+
+    with patch.object(schedule, "_warmup_p2p", agree):
+        yield
+
+
+def axis_of(group: dist.ProcessGroup, mesh: Mesh) -> str:
+    """The axes along which the ranks of a group differ: `tp`, `dp_shard x cp`."""
+    coordinates = [mesh_coordinates(rank, mesh.parallel) for rank in dist.get_process_group_ranks(group)]
+    differing = [axis for axis in MESH_ORDER if len({one[axis] for one in coordinates}) > 1]
+    return " x ".join(differing) or "one rank"
+
+
+def mesh_coordinates(rank: int, parallel: ParallelSpec) -> dict[str, int]:
+    """Where a rank stands on every axis, the innermost last."""
+    found: dict[str, int] = {}
+    for axis in reversed(MESH_ORDER):
+        rank, found[axis] = divmod(rank, getattr(parallel, axis))
+    return found

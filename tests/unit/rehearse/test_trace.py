@@ -1,0 +1,144 @@
+"""The trace against what really happens: torch's own CPU allocator, and a second step."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright.errors import MeshError
+from meshwright.rehearse import trace as tracing
+from meshwright.rehearse.account import peak_of
+from meshwright.rehearse.run_rank import fill_any
+from meshwright.rehearse.trace import blank_batch, trace_rank
+from meshwright.rehearse.world import fake_world
+from meshwright.spec import (
+    AttentionSpec,
+    DataSpec,
+    MemorySpec,
+    MlpSpec,
+    ModelSpec,
+    OptimSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RopeSpec,
+    RunSpec,
+    ScheduleSpec,
+    SyntheticSpec,
+)
+from meshwright.train.build import build_training
+from meshwright.train.step import train_step
+
+MODEL = ModelSpec(
+    vocab_size=512,
+    num_layers=4,
+    width=128,
+    max_positions=256,
+    attention=AttentionSpec(num_heads=4, num_kv_heads=2, head_width=32),
+    mlp=MlpSpec(width=256),
+    rope=RopeSpec(),
+)
+
+
+def small_run(
+    parallel: dict, *, microbatches: int = 2, recompute: str = "none", compute: str = "fp32"
+) -> RunSpec:
+    layout = ParallelSpec(**parallel)
+    return RunSpec(
+        device="cpu",
+        model=MODEL,
+        parallel=layout,
+        precision=PrecisionSpec(compute=compute),
+        memory=MemorySpec(recompute=recompute),
+        # Its update allocates alike on the CPU and on CUDA; AdamW has other kernels on each.
+        optim=OptimSpec(kind="sgd", beta1=0.9, max_grad_norm=1.0),
+        schedule=ScheduleSpec(num_steps=4),
+        data=DataSpec(
+            synthetic=SyntheticSpec(),
+            sequence_length=128,
+            batch_sequences=microbatches * layout.dp,
+            documents="joined",
+        ),
+    )
+
+
+LAYOUTS = {
+    "one": ({}, 3),
+    "zero_1": ({"dp_shard": 4, "zero": 1}, 2),
+    "zero_3": ({"dp_shard": 4, "zero": 3}, 3),
+    "tp": ({"tp": 2}, 2),
+    "cp_ring": ({"cp": 2, "cp_kind": "ring"}, 1),
+    "pp_interleaved": ({"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
+    "pp_zero_3": ({"pp": 2, "dp_shard": 2, "zero": 3}, 4),
+}
+
+
+def _real_rise(run: RunSpec) -> int:
+    """Bytes that torch's CPU allocator hands out in the second step beyond those held before it."""
+    with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
+        training = build_training(run, mesh, fill=fill_any)
+        batch = blank_batch(run)
+        train_step(training, batch, learning_rate=1e-3)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            train_step(training, batch, learning_rate=1e-3)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        highest = max(highest, total)
+    return highest
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_ledger_is_what_the_allocator_hands_out_to_the_byte(name, monkeypatch):
+    parallel, microbatches = LAYOUTS[name]
+    run = small_run(parallel, microbatches=microbatches)
+    # As on the CPU itself: its own kernels, its allocator's rounding.
+    monkeypatch.setattr(tracing, "as_on_cuda", contextlib.nullcontext)
+    monkeypatch.setattr(tracing, "standing_for", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("meshwright.rehearse.ledger.BLOCK_BYTES", 1)
+    trace = trace_rank(run, 0)
+    before = sum(event.num_bytes for event in trace.events[: trace.step_begins_at])
+    assert peak_of(trace).allocated_bytes - before == _real_rise(run)
+
+
+@pytest.mark.parametrize("name", ["zero_1", "zero_3", "pp_zero_3"])
+def test_the_first_step_is_as_full_as_the_third(name):
+    parallel, microbatches = LAYOUTS[name]
+    run = small_run(parallel, microbatches=microbatches, compute="bf16")
+    peaks = [peak_of(trace_rank(run, 0, num_steps=count)).allocated_bytes for count in (1, 3)]
+    assert peaks[0] == peaks[1]
+
+
+def test_state_is_exact():
+    run = small_run({"dp_shard": 4, "zero": 3}).with_(optim=OptimSpec(kind="adamw"))
+    items = peak_of(trace_rank(run, 0)).items
+    num_parameters = 2 * 512 * 128 + 128 + 4 * (128 * 256 * 3 + 128 * 128 * 3 + 2 * 128)
+    # The shards of 9 norms are 128 B each and take the allocator's smallest block.
+    slack = 9 * (512 - 128)
+    assert items["weights"] == 4 * num_parameters // 4 + slack
+    # Two moments, and one count of steps for each of 39 parameters.
+    assert items["optimizer"] == 2 * (4 * num_parameters // 4 + slack) + 39 * 512
+
+
+def test_recompute_keeps_less():
+    kept = [
+        peak_of(trace_rank(small_run({}, recompute=kind, compute="bf16"), 0)).items["activations"]
+        for kind in ("none", "selective", "full")
+    ]
+    assert kept[0] > kept[1] > kept[2]
+
+
+def test_a_rank_outside_the_world_is_refused():
+    with pytest.raises(MeshError, match="rank 4 is outside a world of 4 ranks"):
+        trace_rank(small_run({"dp_shard": 4, "zero": 3}), 4)
+
+
+def test_collectives_have_their_axis_bytes_and_count():
+    run = small_run({"tp": 2, "dp_shard": 2, "zero": 3}, compute="bf16")
+    traffic = trace_rank(run, 0).traffic
+    # Two into and two out of each of 4 blocks, one into the head and one out of the embedding; and back.
+    gathers = traffic["tp", "all-gather"]
+    assert gathers.count == 2 * (4 * 4 + 2)
+    assert gathers.num_bytes == gathers.count * 128 * 128 * 2
+    assert traffic["dp_shard", "reduce-scatter"].count == 2 * 7
