@@ -72,7 +72,7 @@ def _tiny(kind: str) -> ModelSpec:
     if kind == "gpt":
         return (
             family("gpt2-124m")
-            .with_(num_layers=2, width=64, vocab_size=512, max_positions=64)
+            .with_(num_layers=3, width=64, vocab_size=512, max_positions=64)
             .with_(
                 attention=family("gpt2-124m").attention.with_(num_heads=2, num_kv_heads=2, head_width=32),
                 mlp=family("gpt2-124m").mlp.with_(width=256),
@@ -80,7 +80,7 @@ def _tiny(kind: str) -> ModelSpec:
         )
     return ModelSpec(
         vocab_size=512,
-        num_layers=2,
+        num_layers=3,
         width=64,
         max_positions=64,
         attention=AttentionSpec(num_heads=4, num_kv_heads=2, head_width=16),

@@ -84,7 +84,11 @@ def write_results(summary: dict[str, Any], folder: Path) -> None:
 def picture(rows: list[dict[str, Any]]) -> str:
     working = [row for row in rows if "error" not in row]
     bars = [
-        Bar(row["label"].split(":")[0][:13], {"model TFLOP/s": row["teraflops"]}, f"{row['teraflops']:.4g}")
+        Bar(
+            row["label"].split(":")[0].replace(", documented", " default")[:14],
+            {"model TFLOP/s": row["teraflops"]},
+            f"{row['teraflops']:.4g}",
+        )
         for row in working
     ]
     drawn = stacked_bars(bars, full=max(row["teraflops"] for row in working) * 1.02)
@@ -95,9 +99,10 @@ def picture(rows: list[dict[str, Any]]) -> str:
 
 def page(summary: dict[str, Any], rows: list[dict[str, Any]], facts: dict[str, Any], stem: str) -> str:
     options, run = summary["options"], summary["run"]
+    title = "What each technique adds to" if options["ladder"] else "One training step of"
     data = run["data"]
     lines = [
-        f"# One training step, {run['model']['family']}, {options['precision']}, on {facts['device']}",
+        f"# {title} {run['model']['family']} in {options['precision']} on {facts['device']}",
         "",
         f"{facts['date']}, torch {facts['torch']}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}. Sequence "
         f"{data['sequence_length']}, micro-batch {data['microbatch_sequences']}, "

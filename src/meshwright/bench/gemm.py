@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.bench.timing import measure
+from meshwright.precision.fp8.matmul import matmul
+from meshwright.precision.fp8.quantise import Quantised
 from meshwright.spec import ModelSpec
 from meshwright.spec.families import family
 
@@ -23,7 +25,6 @@ DTYPES = {
     "fp16": torch.float16,
     "tf32": torch.float32,
     "fp32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
 }
 # Rows of a product: the tokens of a micro-batch.
 TOKENS = {"cuda": 8192, "cpu": 128}
@@ -59,11 +60,8 @@ def product(m: int, n: int, k: int, precision: str, device: torch.device) -> Cal
     a_MK, b_NK = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
     if precision == "fp8":
         one = torch.ones((), device=device)
-        a_MK, b_NK = a_MK.to(torch.float8_e4m3fn), b_NK.to(torch.float8_e4m3fn)
-        # The one way to fp8 matrix units in stock torch, private by name and stable since 2.5.
-        return lambda: torch._scaled_mm(
-            a_MK, b_NK.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+        a, b = (Quantised(x.to(torch.float8_e4m3fn), one) for x in (a_MK, b_NK))
+        return lambda: matmul(a, b, to=torch.bfloat16, native=True, fast=True)
     dtype = DTYPES[precision]
     a_MK, b_NK = a_MK.to(dtype), b_NK.to(dtype)
     return lambda: torch.mm(a_MK, b_NK.t())

@@ -14,13 +14,14 @@ from torch import Tensor
 from meshwright.bench.machine_facts import machine_facts
 from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step_clock import StepClock
-from meshwright.mesh import build_mesh, join_world, leave_world
+from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models.initialise import initial_std, seed_of
 from meshwright.optim.schedule import learning_rate
 from meshwright.plan.flops import flops_per_token
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import Parameter
 from meshwright.train.build import build_data, build_training, seed_step
+from meshwright.train.quiet import collector_off
 from meshwright.train.step import Training, train_step
 
 LARGEST_DATA_TOKENS = 1 << 23
@@ -33,21 +34,25 @@ def measure_step(run: RunSpec, *, seconds: float, warmup_steps: int = 4) -> dict
         mesh = build_mesh(run.parallel, world)
         with drawn_on(mesh.device):
             training = build_training(run, mesh)
-        batches = build_data(run, mesh)
         clock = StepClock(mesh.device, seconds=seconds, warmup_steps=warmup_steps)
-        step = 0
-        while clock.after_step(_one_step(run, training, next(batches), step)):
-            step += 1
-        batches.close()
+        make_steps(run, mesh, training, clock)
         return {**machine_facts(mesh.device), **clock.result(), **rates(run, clock.result())}
     finally:
         leave_world()
 
 
-def _one_step(run: RunSpec, training: Training, batch: Any, step: int) -> Tensor:
-    seed_step(run.seed, step)
-    rate = learning_rate(run.optim, run.schedule, step, batch_tokens=run.data.batch_tokens)
-    return train_step(training, batch, learning_rate=rate).loss
+def make_steps(run: RunSpec, mesh: Mesh, training: Training, clock: StepClock) -> None:
+    """The loop of `train` without records and checkpoints, until the clock has seen enough."""
+    batches = build_data(run, mesh)
+    step, is_wanted = 0, True
+    with collector_off():
+        while is_wanted:
+            batch = next(batches)
+            seed_step(run.seed, step)
+            rate = learning_rate(run.optim, run.schedule, step, batch_tokens=run.data.batch_tokens)
+            is_wanted = clock.after_step(train_step(training, batch, learning_rate=rate).loss)
+            step += 1
+    batches.close()
 
 
 def rates(run: RunSpec, result: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,50 @@
+"""This machine's ceilings in one run: products, attention, copies, and the profile the planner reads.
+
+    python bench/machine.py --out bench/results/machine_h200_2026-11-15
+
+The same measurements as `meshwright bench gemm|attention|copy` and `meshwright hardware probe`, for machines
+that have torch but not the command line's packages.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwright.bench.attention import attention_rows
+from meshwright.bench.copy import copy_rows
+from meshwright.bench.gemm import layers, quantised, squares, vocabularies
+from meshwright.bench.measuring import Measuring
+from meshwright.bench.probe import probe
+from meshwright.mesh import choose_device
+
+say = partial(print, flush=True)
+BENCHES = {
+    "gemm": {"squares": squares, "layers": layers, "quantised": quantised, "vocabulary": vocabularies},
+    "attention": {"attention": attention_rows},
+    "copy": {"copies": copy_rows},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=0.05, help="of each measurement")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options = parser.parse_args()
+    device = choose_device(options.device, 0)
+    for name, sections in BENCHES.items():
+        with Measuring(name, device, say=say, as_json=False, output=options.out) as bench:
+            for section, maker in sections.items():
+                rows: Iterator[dict[str, Any]] = maker(device, seconds=options.seconds)
+                bench.section(section, rows)
+    profile = probe(device, seconds=options.seconds, say=say)
+    (options.out / "machine.json").write_text(json.dumps(profile, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Writes docs/reference/speed.md from the results of `bench/step.py`.
+
+python bench/speed.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.step_results import merged
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "bench/results", ROOT / "docs/reference/speed.md"
+OPENING = """# Speed
+
+<!-- Written by bench/speed.py from the results of bench/step.py. -->
+
+Model TFLOP/s of one device by the strict count: 6 x parameters in matmuls + 6 x layers x width x sequence,
+per token; recomputed work and the embedding never count. A step is data fetch, copy to the device, forward,
+backward, clipping and update. All contenders of a row start from the same weights and read the same tokens,
+and the losses of their first steps agree. How it is measured, and how to measure your own machine:
+[guide](../guides/measure.md).
+"""
+
+
+def page(summaries: dict[str, dict[str, Any]]) -> str:
+    """The whole page; `summaries` by the stem of their files."""
+    sound = {stem: found for stem, found in summaries.items() if found["first_losses_agree"]}
+    steps = {stem: found for stem, found in sound.items() if stem.startswith("step_")}
+    ladders = {stem: found for stem, found in summaries.items() if stem.startswith("ladder_")}
+    lines = [OPENING, "## A whole step, ours and others", ""]
+    lines += _step_table(steps) if steps else ["Not measured yet."]
+    if ladders:
+        lines += ["", "## What each technique adds", ""]
+        lines += [f"- [{_named(found)}](../../bench/results/{stem}.md)" for stem, found in ladders.items()]
+    others = sorted(path.name for path in RESULTS.glob("*.md") if path.stem not in summaries)
+    if others:
+        lines += ["", "## Other measurements", ""]
+        lines += [f"- [{name}](../../bench/results/{name})" for name in others]
+    machines = sorted(path.parent.name for path in RESULTS.glob("*/gemm.md"))
+    lines += [f"- [ceilings: {name}](../../bench/results/{name}/gemm.md)" for name in machines]
+    return "\n".join(lines) + "\n"
+
+
+def _step_table(steps: dict[str, dict[str, Any]]) -> list[str]:
+    labels = list(dict.fromkeys(row["label"] for found in steps.values() for row in merged(found["rows"])))
+    labels.sort(key=lambda label: label != "ours")
+    lines = ["| case | device | " + " | ".join(labels) + " | ours over the best other |"]
+    lines.append("|" + "---|" * (3 + len(labels)))
+    for stem, found in steps.items():
+        rates = {row["label"]: row["teraflops"] for row in merged(found["rows"]) if "teraflops" in row}
+        others = [rate for label, rate in rates.items() if label != "ours"]
+        ratio = f"{rates['ours'] / max(others):.2f}x" if others and "ours" in rates else "-"
+        cells = [f"{rates[label]:.4g}" if label in rates else "-" for label in labels]
+        device = next((row["device"] for row in found["rows"] if "device" in row), "-")
+        case = f"[{_named(found)}](../../bench/results/{stem}.md)"
+        lines.append(f"| {case} | {device} | " + " | ".join(cells) + f" | {ratio} |")
+    return lines
+
+
+def _named(found: dict[str, Any]) -> str:
+    run, precision = found["run"], found["options"]["precision"]
+    weights = run["precision"].get("weights", "fp32")
+    length, batch = run["data"]["sequence_length"], run["data"]["microbatch_sequences"]
+    return f"{run['model']['family']}, {precision}, weights {weights}, {batch} x {length}"
+
+
+def main() -> None:
+    """Read what there is and write the page."""
+    files = sorted([*RESULTS.glob("step_*.json"), *RESULTS.glob("ladder_*.json")])
+    PAGE.write_text(page({path.stem: json.loads(path.read_text()) for path in files}))
+    print(f"written: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

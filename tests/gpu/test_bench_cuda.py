@@ -1,0 +1,56 @@
+"""Measurements on a CUDA device: fp8 products, the attention kernel, the kernels of a step."""
+
+import pytest
+import torch
+from tests.tiny_runs import tiny_run
+
+from meshwright.bench.attention import chosen_backend, time_attention
+from meshwright.bench.copy import link_rows
+from meshwright.bench.gemm import precisions_of, product, time_product
+from meshwright.bench.kernel_time import class_of, profiled
+from meshwright.bench.step import measure_step, on_random_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+
+
+def test_every_precision_multiplies_faster_in_fewer_bits() -> None:
+    rates = {
+        precision: time_product(4096, 4096, 4096, precision, CUDA, seconds=0.05)["teraflops"]
+        for precision in precisions_of(CUDA)
+    }
+    # Matrix units against plain ones, and half the bits: both differ by far more than any spread.
+    assert rates["fp32"] < rates["tf32"] < rates["bf16"]
+    if "fp8" in rates:
+        assert rates["bf16"] < rates["fp8"]
+
+
+def test_kernels_of_a_product_are_seen_and_classed() -> None:
+    call = product(2048, 2048, 2048, "bf16", CUDA)
+    found = profiled(lambda: [call() for _ in range(4)], num_steps=4)
+    assert found.step_seconds > 0
+    assert next(iter(found.seconds_by_class)) == "GEMM", found.largest
+
+
+def test_the_chosen_attention_kernel_can_be_timed() -> None:
+    row = time_attention(chosen_backend(CUDA, 4096, 128), CUDA, 4096, 128, seconds=0.05)
+    assert "error" not in row and row["forward_teraflops"] > 1
+
+
+def test_the_link_to_the_host_goes_both_ways() -> None:
+    names = [row["what"] for row in link_rows(CUDA, seconds=0.02)]
+    assert len(names) == 4 and names[0] == "host to device, pinned"
+
+
+def test_a_step_tells_its_memory_and_its_attention_kernel() -> None:
+    run = tiny_run("gqa", microbatch_sequences=2)
+    run = run.with_(device="cuda", precision=run.precision.with_(compute="bf16"))
+    with on_random_tokens(run) as prepared:
+        found = measure_step(prepared, seconds=0.1, warmup_steps=2)
+    assert 0 < found["allocated_bytes"] <= found["reserved_bytes"]
+    assert found["kernel_seconds"] and all(
+        class_of(name) == "attention" for name in found["attention_kernels"]
+    )
