@@ -1,17 +1,18 @@
-"""Our own runtime as measured on one H200 against its prediction: bench/results/runtime_h200_*.json."""
+"""Our own runtime as measured on one H200 against its prediction: bench/results/*_h200_*.json."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.hardware import parse_cluster
-from meshwright.plan.frameworks import meshwright
-from meshwright.plan.layouts import RECOMPUTE_BITS, layouts
-from meshwright.plan.predict import predict_layout
-from meshwright.plan.workload import Workload
-from meshwright.spec.families import family
+from meshwright.plan.predict import predict_run
+from meshwright.spec import RunSpec
+from meshwright.spec.text import parse_run
+from meshwright.spec.yaml_text import dump_yaml
 
-RESULTS = Path(__file__).parent / "results" / "runtime_h200_2026-11-15.json"
+RESULTS = Path(__file__).parent / "results"
+FILES = ("runtime_h200_2026-11-15.json", "formats_h200_2026-11-15.json")
 
 
 @dataclass(frozen=True)
@@ -22,37 +23,61 @@ class Measured:
     step_seconds: float
     time_ratio: float
     allocated_ratio: float
-    reserved_ratio: float
+    reserved_ratio: float | None
+    """None where it was not written down."""
     is_inside: bool
     """The measured time lies in the predicted interval."""
 
 
 def our_runtime_table() -> list[Measured]:
     """Every measured row."""
-    return [_compare(row) for row in json.loads(RESULTS.read_text(encoding="utf-8"))]
+    return [
+        _compare(row) for name in FILES for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    ]
 
 
-def _compare(row: dict[str, object]) -> Measured:
-    work = Workload(
-        family(str(row["family"])), int(str(row["sequence_length"])), compiled=bool(row["compile"])
-    )
-    at = layouts(
-        microbatch_sequences=row["microbatch_sequences"],
-        num_microbatches=row["accumulation"],
-        recompute=RECOMPUTE_BITS[str(row["recompute"])],
-    )
-    found = predict_layout(work, at, parse_cluster("h200:1"), meshwright())
-    seconds = float(str(row["step_seconds"]))
-    compiled = ", compiled" if row["compile"] else ""
-    label = (
-        f"{row['family']}, {row['accumulation']} x {row['microbatch_sequences']} x {row['sequence_length']}, "
-        f"recompute {row['recompute']}{compiled}"
-    )
+def measured_run(row: dict[str, Any]) -> RunSpec:
+    """The run of a row; formats that it does not name are those of a plain bf16 run."""
+    precision = {"compute": "bf16", "weights": row.get("weights", "fp32"), "fp8": row.get("fp8")}
+    sequences = row["microbatch_sequences"] * row["accumulation"]
+    tree = {
+        "model": row["family"],
+        "compile": row["compile"],
+        "precision": {**precision, "gradients": row.get("gradients", "fp32")},
+        "optim": {"state": row.get("moments", "fp32")},
+        "memory": {"recompute": row["recompute"]},
+        "schedule": {"num_steps": 10},
+        "data": {
+            "synthetic": {},
+            "sequence_length": row["sequence_length"],
+            "microbatch_sequences": row["microbatch_sequences"],
+            "batch_sequences": sequences,
+        },
+    }
+    return parse_run(dump_yaml(tree)).run
+
+
+def _compare(row: dict[str, Any]) -> Measured:
+    run = measured_run(row)
+    found = predict_run(run, parse_cluster("h200:1"))
+    seconds, reserved = float(row["step_seconds"]), row.get("reserved_bytes")
     return Measured(
-        label,
+        _label(row),
         seconds,
         found.step_seconds / seconds,
-        found.fullest.allocated_bytes / float(str(row["allocated_bytes"])),
-        found.fullest.reserved_bytes / float(str(row["reserved_bytes"])),
+        found.fullest.allocated_bytes / float(row["allocated_bytes"]),
+        found.fullest.reserved_bytes / float(reserved) if reserved else None,
         found.low_seconds <= seconds <= found.high_seconds,
     )
+
+
+def _label(row: dict[str, Any]) -> str:
+    words = [
+        str(row["family"]),
+        f"{row['accumulation']} x {row['microbatch_sequences']} x {row['sequence_length']}",
+        f"recompute {row['recompute']}",
+        *(["compiled"] if row["compile"] else []),
+        *(f"{name} {row[name]}" for name in ("weights", "gradients", "moments") if name in row),
+        *(["fp8"] if row.get("fp8") else []),
+    ]
+    return ", ".join(words)

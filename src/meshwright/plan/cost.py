@@ -32,7 +32,7 @@ from meshwright.plan.timeline import StageSeconds
 from meshwright.plan.traffic import gather_seconds
 from meshwright.plan.workload import OPTIMIZER_BYTES, Workload
 
-# Bytes the fused AdamW update reads and writes per parameter, clipping included.
+# Bytes that AdamW's update on the host reads and writes per parameter, clipping included.
 UPDATE_BYTES = 34.0
 HOST_UPDATE_BYTES_PER_SECOND = 60e9
 COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")
@@ -181,7 +181,7 @@ def _step_end(ctx: Context, one_microbatch: Floats) -> Items:
     exposed = stack.exposed_communication * hidden(shown, one_microbatch, stack.dp_overlap)
     owned = (dense + experts) / np.where(at.zero >= 1, at.shards, 1)
     optimizer = OPTIMIZER_BYTES[work.optimizer]
-    update = stack.kernel_slowdown * ctx.moved((UPDATE_BYTES - 16.0 + 2.0 * optimizer) * owned)
+    update = stack.kernel_slowdown * ctx.moved((stack.state.update + 2.0 * optimizer) * owned)
     moved = owned * (stack.state.gradient + stack.state.gather) / ctx.cluster.host.bytes_per_second
     on_host = moved + owned * UPDATE_BYTES / HOST_UPDATE_BYTES_PER_SECOND
     return {

@@ -28,6 +28,8 @@ class StateBytes:
     """Bytes per element of a gathered weight."""
     reduce: float = 4.0
     """Bytes per element of a reduced gradient."""
+    update: float = 18.0
+    """Bytes of weights and gradients that a fused update reads and writes, clipping included."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,12 @@ class Framework:
     balances_stages: bool = False
     """The pipeline is cut so that the head counts as the layers it costs."""
     interleaves: bool = False
+    recasts_inputs: bool = False
+    """Narrow linears keep their inputs in 8 bits, and a compiled block makes the MLP's product again."""
+    weight_cast_bytes: float = 0.0
+    """Bytes moved per weight and micro-batch to make its narrow copies, forward and backward together."""
+    narrow_slowdown: float = 1.0
+    """Time of narrow products over the shape model's."""
     kernel_slowdown: float = 1.0
     """Fitted: compute time over the shape model's."""
     exposed_communication: float = 1.0
@@ -124,6 +132,10 @@ _PLAIN: tuple[Framework, ...] = (
         compiled_passes=1.5,
         launches_per_layer=60.0,
         launches_per_routed_layer=150.0,
+        # bench/results/formats_h200_2026-11-15.json. Weights: largest value, cast; then cast and turned.
+        recasts_inputs=True,
+        weight_cast_bytes=10.0,
+        narrow_slowdown=1.13,
     ),
     Framework(
         "megatron",

@@ -4,7 +4,7 @@ import numpy as np
 
 from meshwright.hardware.catalogue import Device
 from meshwright.plan.layouts import Floats
-from meshwright.plan.work import Matmul
+from meshwright.plan.work import Matmul, is_narrow
 from meshwright.plan.workload import Workload
 
 # Part of the data-sheet memory bandwidth that streaming kernels reach.
@@ -43,7 +43,7 @@ def tile_efficiency(m: Floats, n: Floats, groups: Floats, device: Device) -> Flo
 
 def matmul_seconds(matmul: Matmul, device: Device, work: Workload) -> Floats:
     """Roofline of one (grouped) product: tensor cores at the shape's efficiency, or memory."""
-    rate = device.matmul_ceiling(work.matmul_rate if matmul.narrow else work.wide_precision)
+    rate = _matmul_rate(matmul, device, work)
     efficiency = tile_efficiency(matmul.m, matmul.n, matmul.groups, device)
     efficiency = efficiency * matmul.k / (matmul.k + HALF_RATE_K)
     if matmul.part == "experts":
@@ -51,6 +51,15 @@ def matmul_seconds(matmul: Matmul, device: Device, work: Workload) -> Floats:
     elements = matmul.m * matmul.k + matmul.k * matmul.n + matmul.m * matmul.n
     moved = work.working_bytes * matmul.groups * elements
     return KERNEL_SECONDS + np.maximum(matmul.flops / (rate * efficiency), moved / copy_rate(device))
+
+
+def _matmul_rate(matmul: Matmul, device: Device, work: Workload) -> float:
+    """Of the mean layer: a narrow recipe may leave some of them, and routed experts, as they are."""
+    wide = device.matmul_ceiling(work.wide_precision)
+    if not is_narrow(matmul, work):
+        return wide
+    share = work.narrow_layers
+    return 1.0 / (share / device.matmul_ceiling(work.matmul_rate) + (1.0 - share) / wide)
 
 
 def flash_seconds(flops: Floats, device: Device, work: Workload, *, backward: bool) -> Floats:

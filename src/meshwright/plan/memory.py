@@ -203,7 +203,8 @@ def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe
         return np.where((bits & part) > 0, 0.0, value)
 
     # A narrow recipe keeps the cast output of the norm for the weight gradient, recomputed or not.
-    norms = kept["norms"] if work.is_narrow else unless(NORMS, kept["norms"])
+    keeps_cast = work.is_narrow and not stack.recasts_inputs
+    norms = kept["norms"] if keeps_cast else unless(NORMS, kept["norms"])
     partial = kept["inputs"] + norms + kept["attention"]
     partial = partial + unless(CORE_ATTENTION, kept["scores"]) + unless(NORMS, kept["rotations"])
     inner = kept["inner"] + unless(ACTIVATION, kept["activation"])
@@ -244,7 +245,7 @@ def _kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> 
     if work.attention_kernel == "unfused":
         scores = (2.0 * width + 1.0) * operators.score_elements(work, at)
     inner, activation = _inner_bytes(work, at, stack, moe=moe)
-    return {
+    parts = {
         "inputs": 2.0 * stream,
         "norms": 2.0 * gathered + masks,
         "attention": core,
@@ -252,6 +253,21 @@ def _kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> 
         "scores": scores,
         "inner": inner,
         "activation": activation,
+    }
+    return _in_8_bits(work, at, parts, moe=moe) if work.is_narrow and stack.recasts_inputs else parts
+
+
+def _in_8_bits(work: Workload, at: Layouts, parts: Items, *, moe: bool) -> Items:
+    """The same where linears keep their inputs in 8 bits: of norms, of attention (beside the kernel's own
+    copy), and the MLP's product, which a compiled block makes again from what it has."""
+    share, attention = work.narrow_layers, work.model.attention
+    tokens = at.microbatch_tokens(work.sequence_length)
+    product = 1.0 if moe and not work.narrow_experts else 0.0 if work.compiled else 0.5
+    return {
+        **parts,
+        "norms": (1.0 - 0.5 * share) * parts["norms"],
+        "attention": parts["attention"] + share * tokens * attention.num_heads * attention.value_width / at.tp,
+        "activation": (1.0 - (1.0 - product) * share) * parts["activation"],
     }
 
 

@@ -85,11 +85,12 @@ def _matmuls_seconds(ctx: Context, matmuls: list[Matmul], part: str | None = Non
     for matmul in matmuls:
         if part is not None and matmul.part != part:
             continue
+        slow = ctx.stack.narrow_slowdown if operators.is_narrow(matmul, ctx.work) else 1.0
         data, weight = matmul.backward()
-        forward = forward + kernels.matmul_seconds(matmul, device, ctx.work)
-        backward = backward + kernels.matmul_seconds(data, device, ctx.work)
+        forward = forward + slow * kernels.matmul_seconds(matmul, device, ctx.work)
+        backward = backward + slow * kernels.matmul_seconds(data, device, ctx.work)
         if ctx.work.adapters is None:
-            backward = backward + kernels.matmul_seconds(weight, device, ctx.work)
+            backward = backward + slow * kernels.matmul_seconds(weight, device, ctx.work)
     return forward, backward
 
 
@@ -168,7 +169,7 @@ def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     by_part = {part: _matmuls_seconds(ctx, matmuls, part) for part in ("projection", "mlp", "experts")}
     core_forward, core_backward = _attention_core(ctx)
     bytes_forward, bytes_backward = operators.elementwise_bytes(ctx.work, ctx.at, ctx.stack, moe=moe)
-    cast_forward, cast_backward = operators.quantise_bytes(ctx.work, matmuls)
+    cast_forward, cast_backward = operators.quantise_bytes(ctx.work, ctx.stack, matmuls)
     widened = _dequantise_bytes(ctx, moe=moe)
     cheap_forward = ctx.moved(bytes_forward + cast_forward + widened)
     forward = {

@@ -9,12 +9,13 @@ from pathlib import Path
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.cost import step_cost
-from meshwright.plan.frameworks import Framework, meshwright
+from meshwright.plan.formats import runtime_of, workload_of
+from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import Layouts, one_layout
 from meshwright.plan.memory import FIT_SHARE, STAGES, Memory, memory
 from meshwright.plan.pipeline import simulated_items
 from meshwright.plan.table import TableRun, read_row
-from meshwright.plan.workload import Workload, workload_of
+from meshwright.plan.workload import Workload
 from meshwright.spec.run import RunSpec
 
 GIB = float(2**30)
@@ -137,7 +138,7 @@ def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
         microbatch_sequences=run.data.microbatch_sequences,
         num_microbatches=run.accumulation,
     )
-    return predict_layout(workload_of(run), at, cluster, meshwright(), run=run)
+    return predict_layout(workload_of(run), at, cluster, runtime_of(run), run=run)
 
 
 def recompute_that_fits(run: RunSpec, cluster: Cluster) -> str | None:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.cost import StepCost, step_cost
-from meshwright.plan.frameworks import meshwright
+from meshwright.plan.formats import runtime_of, workload_of
+from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import CP_KINDS, FULL, Floats, Ints, Layouts
 from meshwright.plan.memory import Memory, memory
 from meshwright.plan.pins import Pins
@@ -29,7 +30,7 @@ from meshwright.plan.space import (
     meshes,
     where,
 )
-from meshwright.plan.workload import Workload, workload_of
+from meshwright.plan.workload import Workload
 from meshwright.spec.run import RunSpec
 
 Objective = Literal["speed", "cost", "memory"]
@@ -60,6 +61,11 @@ class Question:
     def work(self) -> Workload:
         """What is trained, apart from the layout."""
         return workload_of(self.run)
+
+    @cached_property
+    def stack(self) -> Framework:
+        """Our runtime in the formats of the run."""
+        return runtime_of(self.run)
 
     @property
     def memory_budget_bytes(self) -> float:
@@ -112,12 +118,12 @@ class Found:
 
 def price_memory(question: Question, at: Layouts) -> Memory:
     """Bytes of these layouts on our runtime."""
-    return memory(question.work, at, question.cluster, meshwright())
+    return memory(question.work, at, question.cluster, question.stack)
 
 
 def price_time(question: Question, at: Layouts) -> StepCost:
     """Seconds of these layouts on our runtime."""
-    return step_cost(question.work, at, question.cluster, meshwright())
+    return step_cost(question.work, at, question.cluster, question.stack)
 
 
 def price(question: Question, at: Layouts) -> Priced:

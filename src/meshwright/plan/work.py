@@ -175,19 +175,25 @@ def _inner_elements(work: Workload, at: Layouts, *, moe: bool) -> Floats:
     )
 
 
-def quantise_bytes(work: Workload, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
+def is_narrow(matmul: Matmul, work: Workload) -> bool:
+    """Whether a narrow recipe takes this product."""
+    return work.is_narrow and matmul.narrow and (work.narrow_experts or matmul.part != "experts")
+
+
+def quantise_bytes(work: Workload, stack: Framework, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
     """Bytes a narrow recipe moves to cast the inputs of its matmuls, forward and backward.
 
     A cast reads 16 bits twice (maximum, then values) and writes a narrow copy and its transpose. The
-    backward pass casts the output gradient.
+    backward pass casts the output gradient; weights are cast for both.
     """
     zero = np.zeros_like(matmuls[0].m)
-    if not work.is_narrow:
-        return zero, zero
-    narrow = [matmul for matmul in matmuls if matmul.narrow]
+    narrow = [matmul for matmul in matmuls if is_narrow(matmul, work)]
     inputs = sum((matmul.groups * matmul.m * matmul.k for matmul in narrow), zero)
     outputs = sum((matmul.groups * matmul.m * matmul.n for matmul in narrow), zero)
-    return CAST_BYTES * inputs, CAST_BYTES * outputs
+    weights = sum((matmul.groups * matmul.k * matmul.n for matmul in narrow), zero)
+    each = 0.5 * stack.weight_cast_bytes * weights
+    share = work.narrow_layers
+    return share * (CAST_BYTES * inputs + each), share * (CAST_BYTES * outputs + each)
 
 
 @dataclass(frozen=True)

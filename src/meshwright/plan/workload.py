@@ -7,7 +7,6 @@ from typing import Literal
 from meshwright.plan import flops
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, layer_parameters, parameters
-from meshwright.spec.run import RunSpec
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 AttentionKernel = Literal["flash", "unfused"]
@@ -106,6 +105,10 @@ class Workload:
     attention_kernel: AttentionKernel = "flash"
     adapters: Adapters | None = None
     compiled: bool = False
+    narrow_layers: float = 1.0
+    """Part of the layers whose linears a narrow recipe takes."""
+    narrow_experts: bool = True
+    """Routed experts are narrow too."""
     imbalance: float = 1.0
     """Most loaded expert rank over the mean; 1 is forced or perfect balance."""
 
@@ -148,14 +151,3 @@ class Workload:
     def with_precision(self, precision: Precision) -> "Workload":
         """The same in other number formats."""
         return replace(self, precision=precision)
-
-
-def workload_of(run: RunSpec) -> Workload:
-    """What a run file trains."""
-    return Workload(
-        model=run.model,
-        sequence_length=run.data.sequence_length,
-        precision=run.precision.compute,
-        optimizer="none" if run.optim.keeps_nothing else run.optim.kind,
-        compiled=run.compile,
-    )
