@@ -253,10 +253,10 @@ def _vtrain_section() -> list[str]:
 
 def _own_section() -> list[str]:
     rows = our_runtime_table()
-    figures = [
-        _percent(float(np.median([abs(getattr(row, name) - 1.0) for row in rows])))
-        for name in ("time_ratio", "allocated_ratio", "reserved_ratio")
-    ]
+    figures: list[str] = []
+    for name in ("time_ratio", "allocated_ratio", "reserved_ratio"):
+        errors = [abs(getattr(row, name) - 1.0) for row in rows if getattr(row, name) is not None]
+        figures.append(_percent(float(np.median(errors))))
     return [
         "## Our own runtime, one H200\n",
         f"Median error of {len(rows)} steps: time {figures[0]}, allocated {figures[1]}, reserved "
@@ -270,7 +270,7 @@ def _own_section() -> list[str]:
                     f"{row.step_seconds:.3f}",
                     f"{row.time_ratio:.2f}",
                     f"{row.allocated_ratio:.2f}",
-                    f"{row.reserved_ratio:.2f}",
+                    "" if row.reserved_ratio is None else f"{row.reserved_ratio:.2f}",
                 )
                 for row in rows
             ],

@@ -266,7 +266,8 @@ def _in_8_bits(work: Workload, at: Layouts, parts: Items, *, moe: bool) -> Items
     return {
         **parts,
         "norms": (1.0 - 0.5 * share) * parts["norms"],
-        "attention": parts["attention"] + share * tokens * attention.num_heads * attention.value_width / at.tp,
+        "attention": parts["attention"]
+        + share * tokens * attention.num_heads * attention.value_width / at.tp,
         "activation": (1.0 - (1.0 - product) * share) * parts["activation"],
     }
 

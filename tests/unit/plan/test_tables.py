@@ -109,6 +109,8 @@ def test_our_own_runtime_as_measured() -> None:
     assert len(rows) >= 12
     assert np.median([abs(row.time_ratio - 1.0) for row in rows]) <= 0.08
     assert np.median([abs(row.allocated_ratio - 1.0) for row in rows]) <= 0.05
-    assert np.median([abs(row.reserved_ratio - 1.0) for row in rows]) <= 0.05
+    assert (
+        np.median([abs(row.reserved_ratio - 1.0) for row in rows if row.reserved_ratio is not None]) <= 0.05
+    )
     # Nothing is called smaller than it is by more than a tenth.
     assert min(row.allocated_ratio for row in rows) > 0.9
