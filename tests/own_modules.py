@@ -14,6 +14,7 @@ from meshwright.data.dealt import Portion
 from meshwright.mesh import build_mesh
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.foreign.buffers import persistent_buffers
+from meshwright.precision.policy import weight_dtype
 from meshwright.spec import MemorySpec, OptimSpec, ParallelSpec, PrecisionSpec, ScheduleSpec
 from meshwright.spec.foreign import FitSpec, SamplesSpec
 from meshwright.train.evaluate import sum_over_world
@@ -221,9 +222,13 @@ def rows_of_rank(batch: Any, spec: FitSpec, dp_rank: int) -> list[Any]:
     """The micro-batches of one rank, dealt out by turns."""
     size, dp = spec.microbatch_samples, spec.parallel.dp
     starts = range(dp_rank * size, BATCH, dp * size)
-    return [
-        Portion(tuple(part[start : start + size].to(rank_device()) for part in batch)) for start in starts
-    ]
+    return [Portion(tuple(_prepared(part[start : start + size], spec) for part in batch)) for start in starts]
+
+
+def _prepared(part: Tensor, spec: FitSpec) -> Tensor:
+    """On the rank's device; numbers in the format of the weights."""
+    part = part.to(rank_device())
+    return part.to(weight_dtype(spec.precision)) if part.is_floating_point() else part
 
 
 @dataclasses.dataclass

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from tests.own_modules import differences, fit_spec, parallel, recompute, reference, train_cases
+from tests.own_modules import (
+    differences,
+    fit_spec,
+    parallel,
+    recompute,
+    reference,
+    together,
+    train_cases,
+)
 from tests.unit.ops.test_batch_norm import SPLITS, check
 
 pytestmark = [
@@ -30,3 +38,30 @@ def test_a_convolutional_network_equals_one_device(nccl_ranks, zero):
     for (course,) in nccl_ranks.run(train_cases, 2, "cnn", [spec]):
         errors = differences(course, expected)
         assert max(errors.values()) <= 1e-9, max(errors, key=errors.get)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+def test_a_pipeline_equals_one_device(nccl_ranks, kind):
+    axes = parallel(pp=2, schedule=kind, virtual_stages=1 if kind == "1f1b" else 2)
+    spec = fit_spec("adamw", microbatch_samples=2, parallel=axes, device="cuda")
+    by_rank = nccl_ranks.run(train_cases, 2, "sequential", [spec])
+    errors = differences(together([course for (course,) in by_rank]), reference("sequential", "adamw"))
+    assert max(errors.values()) <= 1e-9, max(errors, key=errors.get)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("name", ["cnn", "sequential"])
+def test_bf16_follows_fp64(nccl_ranks, name, zero):
+    """8 bits of activations: a rounding is off by 2^-9; a wrong sum over ranks would be off by halves."""
+    axes = parallel(dp_shard=2, zero=zero) if zero else parallel(dp_replicate=2)
+    spec = fit_spec(
+        microbatch_samples=4,
+        sync_batch_norm=True,
+        parallel=axes,
+        device="cuda",
+        precision={"compute": "bf16"},
+    )
+    for (course,) in nccl_ranks.run(train_cases, 2, name, [spec]):
+        expected = reference(name, "sgd")
+        assert course.losses == pytest.approx(expected.losses, rel=1e-2)
+        assert course.grad_norms == pytest.approx(expected.grad_norms, rel=5e-2)

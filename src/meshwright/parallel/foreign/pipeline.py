@@ -104,11 +104,12 @@ class ChainProgram:
                 x = kept
             else:
                 x = receive(rank_of[index - 1], group, self._mesh.device)
-            kept = stage(x)
+            y: Tensor = stage(x)
             if index == self._last:
-                self._totals.add(*counted(self._loss, lambda *_, y=kept, **__: y, microbatch))
+                self._totals.add(*counted(self._loss, lambda *_, y=y, **__: y, microbatch))
             elif rank_of[index + 1] != rank_of[index]:
-                send(kept, rank_of[index + 1], group)
+                send(y, rank_of[index + 1], group)
+            kept = y
 
     def _build_schedule(self, num_microbatches: int) -> Any:
         mesh, kind = self._mesh, self._mesh.parallel.schedule
