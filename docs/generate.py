@@ -23,6 +23,7 @@ from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.violations import spec_of
 from meshwright.train.fit import fit
 from meshwright.train.own_loop import prepare
+from meshwright.train.take import load_weights
 
 REFERENCE = Path(__file__).parent / "reference"
 EXAMPLE = re.compile(r"<!-- (?P<path>examples/[a-z_]+\.py) -->\n.*?<!-- end -->", re.DOTALL)
@@ -70,7 +71,9 @@ def python_page() -> str:
         parts += [""]
     parts += ["### data\n", "| setting | kind | default | meaning |\n|---|---|---|---|"]
     parts += [_row("data.", name, found) for name, found in SamplesSpec.model_fields.items()]
-    parts += ["", "## meshwright.Chain\n", f"{inspect.getdoc(Chain)}\n"]
+    parts += ["", "## meshwright.load_weights\n", _block(_call(load_weights))]
+    parts += [f"{inspect.getdoc(load_weights)}\n"]
+    parts += ["## meshwright.Chain\n", f"{inspect.getdoc(Chain)}\n"]
     parts += [f"{line}" for line in inspect.getdoc(inspect.getmodule(Chain)).splitlines()[2:]]
     return "\n".join(parts) + "\n"
 

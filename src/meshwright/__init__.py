@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _FACE = {
     "Chain": "meshwright.parallel.foreign",
     "fit": "meshwright.train.fit",
+    "load_weights": "meshwright.train.take",
     "prepare": "meshwright.train.own_loop",
 }
 

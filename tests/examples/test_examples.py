@@ -1,8 +1,6 @@
 """The examples run on two ranks and learn; those that promise few lines keep their promise."""
 
-import contextlib
 import importlib.util
-import io
 import os
 import re
 import subprocess
@@ -26,30 +24,21 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-def _run(name: str, *arguments: str) -> str:
+def _run(name: str, *arguments: str) -> None:
     """As a script would, in the ranks of the pool."""
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
-        _load(name).main(*arguments)
-    return told.getvalue()
-
-
-def test_own_loop(ranks):
-    first, second = ranks.run(_run, 2, "own_loop")
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", first)]
-    assert len(losses) == 4 and losses[-1] < 0.3 < losses[0] + 0.3
-    assert second == ""  # the first rank speaks
+    _load(name).main(*arguments)
 
 
 def test_own_loop_under_torchrun():
-    """With the launcher that the page names."""
+    """With the launcher that the page names; the first rank speaks, and only that."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, EXAMPLES / "own_loop.py"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("epoch 20:") == 1
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < 0.3  # guessing costs log 2
 
 
 @pytest.mark.parametrize(("name", "limit"), [("own_model", 2.5), ("vision", 0.6)])

@@ -42,6 +42,13 @@ class LoopLoader:
             yield on_device(portion.content, self._device)
         self.epoch, self.position, self.is_last = self.epoch + 1, 0, False
 
+    def __len__(self) -> int:
+        """Batches of one epoch on each rank; TypeError where the loader has no length."""
+        if not self._is_numbered:
+            return -(-len(self._loader) // self._dp_size)  # pyright: ignore[reportArgumentType]
+        size = self._loader.batch_size * self._dp_size  # pyright: ignore[reportAttributeAccessIssue]
+        return -(-self._num_samples() // size)
+
     def state(self) -> dict[str, Any]:
         """Where the loop stands."""
         done = self.is_last
@@ -54,11 +61,16 @@ class LoopLoader:
     def close(self) -> None:
         """Nothing is made ahead between epochs."""
 
+    def _num_samples(self) -> int:
+        """Of one epoch, over all ranks."""
+        loader: Any = self._loader
+        size, count = loader.batch_size * self._dp_size, len(loader.dataset)
+        return count // size * size if loader.drop_last else count
+
     def _numbered(self) -> Iterator[tuple[Portion, int]]:
         """(micro-batch of this rank, position after it) for the rest of the epoch."""
         loader: Any = self._loader
-        size = loader.batch_size * self._dp_size
-        count = len(loader.dataset) // size * size if loader.drop_last else len(loader.dataset)
+        size, count = loader.batch_size * self._dp_size, self._num_samples()
         shuffle = isinstance(loader.sampler, RandomSampler)
         order = SampleOrder(len(loader.dataset), self._seed, shuffle)
         starts = range(self.position, count, size)

@@ -19,7 +19,7 @@ from meshwright.data.dealt import (
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError, SpecError
 from meshwright.mesh import Mesh, World, build_mesh, join_world, leave_world
-from meshwright.parallel.foreign import Chain, Loss
+from meshwright.parallel.foreign import Chain, ChainProgram, Loss, ModuleProgram
 from meshwright.parallel.program import Program
 from meshwright.spec.foreign import FitSpec
 from meshwright.spec.settings import read_settings, spread
@@ -144,8 +144,8 @@ def _job(model: nn.Module | Chain, data: _Data, loss: Loss, spec: FitSpec, world
 
 def _evaluate(data: _Data, program: Program, spec: FitSpec, mesh: Mesh) -> float:
     """Sum over the held-out samples / their count; all ranks call it. Host sync."""
-    assert data.evaluation is not None
+    assert data.evaluation is not None and isinstance(program, ModuleProgram | ChainProgram)
     portions = all_once(
         data.evaluation, data.deal(spec, mesh), device=mesh.device, options=data.options(spec, mesh)
     )
-    return float(sum_over_world(program.evaluate(list(portions)), mesh))
+    return float(sum_over_world(program.evaluate(portions), mesh))

@@ -107,6 +107,7 @@ def test_a_loop_sees_an_epoch_once(kind, dp):
             last = mine.is_last
         assert last and (mine.epoch, mine.position) == (1, 0)
         lengths.add(length)
+        assert kind == "stream" or len(mine) == length
     assert sorted(seen) == list(range(7)) and len(lengths) == 1
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 from tests.tiny_runs import MODELS
+from torch import nn
 
 from meshwright.memory.recompute import apply_recompute
 from meshwright.models.decoder import Decoder, build_decoder
@@ -76,3 +77,24 @@ def test_the_compiler_sees_a_recomputed_block(kind):
     assert not dynamo.utils.counters["graph_break"]
     eager, _ = _gradients(_model("none", dropout=0.0))
     torch.testing.assert_close(loss, eager)
+
+
+def _convolutions(recompute: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU()) for _ in range(2)]
+    apply_recompute(blocks, MemorySpec(recompute=recompute))
+    return nn.Sequential(*blocks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_running_statistics_move_once(kind):
+    """Batch norm sees every batch once, though its forward runs twice: gradients and buffers bitwise."""
+    images = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(1))
+    found = []
+    for recompute in ("none", kind):
+        model = _convolutions(recompute)
+        for _ in range(2):
+            model(images).square().sum().backward()
+        found.append([*(one.grad for one in model.parameters()), *model.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert int(found[1][-1]) == 2  # num_batches_tracked

@@ -193,6 +193,29 @@ def test_bad_input_is_told(tmp_path, case):
     assert not dist.is_initialized()
 
 
+def _trained(directory: str) -> dict[str, Tensor]:
+    return train(directory, zero=3, optim={"ema_decay": 0.5})
+
+
+def test_weights_come_back_into_a_plain_module(ranks, tmp_path):
+    trained = ranks.run(_trained, 2, str(tmp_path))[0]
+    state = meshwright.load_weights(network().double(), tmp_path).state_dict()
+    assert all(torch.equal(state[name], trained[name]) for name in trained)
+    averaged = meshwright.load_weights(network().double(), tmp_path, ema=True)
+    assert not torch.equal(averaged[2].weight, trained["2.weight"])
+
+
+def test_weights_that_are_not_there(tmp_path):
+    train(str(tmp_path))
+    for model, options, fact in [
+        (network(), {"ema": True}, "kept no moving average"),
+        (nn.Linear(3, 3), {}, "are not in the checkpoint"),
+        (network(), {"step": 77}, "there is no checkpoint of step 77"),
+    ]:
+        with pytest.raises(MeshwrightError, match=fact):
+            meshwright.load_weights(model, tmp_path, **options)
+
+
 def test_another_run_is_refused(tmp_path):
     train(str(tmp_path))
     with pytest.raises(MeshwrightError, match=r"this directory holds another run: .*optim\.lr was"):

@@ -10,6 +10,7 @@ buffers    running statistics and the like, kept alike on all data-parallel rank
 
 from meshwright.parallel.foreign.apply import build_chain_program, build_module_program
 from meshwright.parallel.foreign.chain import Chain
+from meshwright.parallel.foreign.pipeline import ChainProgram
 from meshwright.parallel.foreign.program import Loss, ModuleProgram
 
-__all__ = ["Chain", "Loss", "ModuleProgram", "build_chain_program", "build_module_program"]
+__all__ = ["Chain", "ChainProgram", "Loss", "ModuleProgram", "build_chain_program", "build_module_program"]
