@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.tiny_runs import tiny_run
 
-from meshwright.bench.attention import chosen_backend, time_attention
+from meshwright.bench.attention import chosen_backend, kernel_seen, time_attention
 from meshwright.bench.copy import link_rows
 from meshwright.bench.gemm import precisions_of, product, time_product
 from meshwright.bench.kernel_time import class_of, profiled
@@ -38,6 +38,7 @@ def test_kernels_of_a_product_are_seen_and_classed() -> None:
 def test_the_chosen_attention_kernel_can_be_timed() -> None:
     row = time_attention(chosen_backend(CUDA, 4096, 128), CUDA, 4096, 128, seconds=0.05)
     assert "error" not in row and row["forward_teraflops"] > 1
+    assert kernel_seen(row["backend"], CUDA, 4096, 128)
 
 
 def test_the_link_to_the_host_goes_both_ways() -> None:

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.bench.kernel_time import profiled
 from meshwright.bench.timing import measure
 
 Row = dict[str, Any]
@@ -45,7 +46,8 @@ def attention_rows(
             chosen = chosen_backend(device, sequence, width)
             for name in backends_of(device, sequence):
                 row = time_attention(name, device, sequence, width, seconds=seconds)
-                yield {**row, "is_chosen": name == chosen}
+                seen = kernel_seen(name, device, sequence, width) if name == chosen else None
+                yield {**row, "is_chosen": name == chosen, "kernel": seen}
 
 
 def backends_of(device: torch.device, sequence: int) -> list[str]:
@@ -116,6 +118,16 @@ def chosen_backend(device: torch.device, sequence: int, width: int) -> str:
         call()
     found = [name for name, operator in _OPERATORS.items() if any(operator in each for each in called.names)]
     return found[0] if found else "math"  # which has no operator of its own: products and a softmax
+
+
+def kernel_seen(backend: str, device: torch.device, sequence: int, width: int) -> str | None:
+    """The name of the kernel that runs, as the profiler sees it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    call = _call(*_inputs(device, max(1, TOKENS[device.type] // sequence), sequence, width))
+    with sdpa_kernel(BACKENDS[backend]):
+        names = profiled(call, num_steps=1).attention_kernels
+    return names[0] if names else None
 
 
 class _Called(TorchDispatchMode):

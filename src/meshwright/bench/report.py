@@ -61,6 +61,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("backward_teraflops", "backward", 9, _rate),
         _SPREAD,
         ("is_chosen", "chosen", 7, lambda value: "yes" if value else ""),
+        ("kernel", "", 0, lambda name: name[:60]),
     ),
     "copies": (
         ("what", "what", 26, _PLAIN),

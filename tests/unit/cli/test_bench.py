@@ -81,3 +81,13 @@ def test_a_profile_that_cannot_be_written_is_told(tmp_path: Path, capsys: Captur
     words = ["hardware", "probe", "-o", str(tmp_path), "--device", "cpu", "--seconds", "0.001"]
     assert run(words) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_a_probe_of_two_ranks_knows_their_link(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "machine.json"
+    words = ["hardware", "probe", "-o", str(path), "--device", "cpu", "--seconds", "0.001", "--ranks", "2"]
+    assert run(words) == 0
+    kinds = {row["kind"] for row in json.loads(path.read_text())["collectives"]}
+    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    assert "peer link, GB/s" in capsys.readouterr().out
