@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from meshwright.hardware.stand_in import is_stand_in, kernel_device
+from meshwright.hardware.stand_in import is_stand_in
 from meshwright.ops.loss_rows import IN_PLACE, PLAIN, RowKernels, Statistics, wide_dtype
 
 TRITON: RowKernels | None = None
@@ -148,7 +148,10 @@ def _over_ranks(found: Statistics, group: ProcessGroup) -> tuple[Tensor, Tensor]
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
     """total += a b, summed in the dtype of the total; the first product overwrites."""
-    if kernel_device(a.device.type) == "cuda" and a.dtype != total.dtype:
+    if is_stand_in() and a.dtype != total.dtype:  # as below, nothing is allocated
+        torch.mm(a, b, out=total.view(a.dtype)[:, : b.shape[1]])
+        return
+    if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, beta=0 if is_first else 1, out_dtype=total.dtype, out=total)
         return
     product = (a @ b).to(total.dtype)

@@ -42,7 +42,7 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
     device = _device(run)
     with fake_world(run.parallel, rank, device) as mesh, routed_evenly(imbalance):
         training = build_training(run, mesh, fill=fill_any)
-        batch = blank_batch(run, device.type)
+        batch = any_batch(run, device)
         seconds = _timed(training, batch, device, num_steps)
         found = Measured(
             rank=rank,
@@ -80,6 +80,18 @@ def fill_any(model: nn.Module, seed: int, *, device: torch.device) -> None:
         local.fill_(1.0) if local.ndim < 2 else local.normal_(0.0, 0.02)
     for buffer in model.buffers():
         buffer.zero_()
+
+
+def any_batch(run: RunSpec, device: torch.device) -> Batch:
+    """One rank's part of a batch of random tokens."""
+    batch = blank_batch(run, device.type)
+    for part in batch.microbatches:
+        part.tokens_BS.random_(0, run.model.vocab_size)
+        part.targets_BS.random_(0, run.model.vocab_size)
+        part.positions_BS.copy_(torch.arange(run.data.sequence_length, device=device))
+        part.weights_BS.fill_(1.0 / run.data.batch_tokens)
+        part.sequence_weights_B.fill_(1.0 / run.data.batch_sequences)
+    return batch
 
 
 def _timed(training: Training, batch: Batch, device: torch.device, num_steps: int) -> float:

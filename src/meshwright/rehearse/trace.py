@@ -200,7 +200,7 @@ def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
 def _unseen_propagation(observer: Observer) -> Iterator[None]:
     """DTensor tries an operator at its global shape to learn the result's: no bytes of this rank."""
     name = "_propagate_tensor_meta_non_cached"
-    propagate = getattr(ShardingPropagator, name)
+    propagate: Any = getattr(ShardingPropagator, name)
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         was_paused, observer.is_paused = observer.is_paused, True
