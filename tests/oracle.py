@@ -75,10 +75,18 @@ class Sequences:
     def batch_ids(self, run: RunSpec, step: int) -> list[int]:
         """The samples of one step; the last batch of `max_epochs` may be short."""
         order = SampleOrder(self.num_training, run.seed, run.data.shuffle)
-        start, count = step * run.data.batch_sequences, run.data.batch_sequences
+        sizes = [_batch_sequences(run, one) for one in range(step + 1)]
+        start, count = sum(sizes[:-1]), sizes[-1]
         if run.data.max_epochs is not None:
             count = min(count, run.data.max_epochs * self.num_training - start)
         return order.sample_ids(start, count).tolist()
+
+
+def _batch_sequences(run: RunSpec, step: int) -> int:
+    for part in run.data.ramp:
+        if step < part.before_step:
+            return part.batch_sequences
+    return run.data.batch_sequences
 
 
 class Routers:

@@ -20,6 +20,7 @@ from meshwright.spec import (
     OptimSpec,
     ParallelSpec,
     PrecisionSpec,
+    RampSpec,
     RopeSpec,
     RunSpec,
     ScheduleSpec,
@@ -139,15 +140,17 @@ def tiny_run(
     batch_sequences: int = 8,
     num_sequences: int = 30,
     max_epochs: int | None = None,
+    ramp: tuple[tuple[int, int], ...] = (),
     **changes: object,
 ) -> RunSpec:
-    """A run in float64; `changes` are fields of RunSpec."""
+    """A run in float64; `changes` are fields of RunSpec, `ramp` pairs of (before step, sequences)."""
     data = DataSpec(
         path=ragged_dataset(num_sequences),
         sequence_length=SEQUENCE_LENGTH,
         batch_sequences=batch_sequences,
         microbatch_sequences=microbatch_sequences,
         max_epochs=max_epochs,
+        ramp=tuple(RampSpec(before_step=step, batch_sequences=size) for step, size in ramp),
         holdout_sequences=3,
     )
     run = RunSpec(

@@ -77,10 +77,15 @@ def _summary(run: Any) -> str:
         f"  ranks     {parallel.num_ranks} ({axes}{borrowed})\n"
         f"  batch     {data.batch_sequences} sequences of {data.sequence_length} = "
         f"{show_count(data.batch_tokens)} tokens; each of {parallel.dp} data-parallel ranks takes "
-        f"{run.accumulation} x {data.microbatch_sequences}\n"
+        f"{run.accumulation} x {data.microbatch_sequences}{_ramp(data)}\n"
         f"  schedule  {run.schedule.num_steps} steps, "
-        f"{show_count(run.schedule.num_steps * data.batch_tokens)} tokens"
+        f"{show_count(data.num_sequences(run.schedule.num_steps) * data.sequence_length)} tokens"
     )
+
+
+def _ramp(data: Any) -> str:
+    parts = "".join(f", {part.batch_sequences} before step {part.before_step}" for part in data.ramp)
+    return f"\n  ramp      sequences{parts[1:]}" if parts else ""
 
 
 def _notes(loaded: Any) -> list[str]:

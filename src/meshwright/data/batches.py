@@ -1,6 +1,7 @@
 """Batches for one data-parallel rank, cut from a global order that no number of ranks changes.
 
-The global batch at position p is the samples p ... p + batch_sequences - 1 of the global order. Its
+The global batch at position p is the samples p ... p + batch_sequences - 1 of the global order (during a
+ramp the position tells how many). Its
 rows are dealt out by their place in it: microbatch m of data-parallel rank r takes the rows from
 (m dp + r) microbatch_sequences on. Every rank works out the target count of the whole batch from
 document ends, so a batch needs no communication. A batch is a pure function of its position; the
@@ -111,8 +112,16 @@ class Batches:
     ahead of time do not count.
     """
 
-    def __init__(self, samples: Samples, order: SampleOrder, cut: Cut, *, max_epochs: int | None) -> None:
-        self.samples, self.order, self.cut = samples, order, cut
+    def __init__(
+        self,
+        samples: Samples,
+        order: SampleOrder,
+        cut: Cut,
+        *,
+        max_epochs: int | None,
+        size_at: Callable[[int], int],
+    ) -> None:
+        self.samples, self.order, self.cut, self._size_at = samples, order, cut, size_at
         self.num_samples = None if max_epochs is None else max_epochs * order.num_samples
         self.position = 0
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
@@ -137,11 +146,6 @@ class Batches:
         """Samples in the training part of the data."""
         return self.order.num_samples
 
-    @property
-    def num_batches(self) -> int | None:
-        """Batches from the beginning to the end of max_epochs; None when there is no end."""
-        return None if self.num_samples is None else -(-self.num_samples // self.cut.batch_sequences)
-
     def state(self) -> dict[str, int]:
         """All a resume needs: the position, and which stream of samples it counts in."""
         return {"position": self.position, "stream": self._stream()}
@@ -165,7 +169,7 @@ class Batches:
     def _make_ahead(self) -> None:
         while len(self._ahead) <= _BATCHES_AHEAD:
             start = self._ahead[-1][0] if self._ahead else self.position
-            stop = start + self.cut.batch_sequences
+            stop = start + self._size_at(start)
             stop = stop if self.num_samples is None else min(stop, self.num_samples)
             if stop <= start:
                 return
@@ -173,7 +177,8 @@ class Batches:
 
     def _batch(self, position: int, count: int) -> Batch:
         ids = self.order.sample_ids(position, count)
-        return cut_batch(self.samples, ids, self.cut, total_ids=ids)
+        cut = replace(self.cut, batch_sequences=self._size_at(position))
+        return cut_batch(self.samples, ids, cut, total_ids=ids)
 
     def _discard(self) -> None:
         for _, future in self._ahead:
@@ -208,7 +213,7 @@ def build_batches(
     num_training = len(samples) - spec.holdout_sequences
     order = SampleOrder(num_training, seed, spec.shuffle)
     cut = _cut(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
-    return Batches(samples, order, cut, max_epochs=spec.max_epochs)
+    return Batches(samples, order, cut, max_epochs=spec.max_epochs, size_at=spec.batch_sequences_at)
 
 
 def evaluation_batches(

@@ -60,6 +60,12 @@ class StepMetrics:
     """Tokens of the busiest expert of any layer / tokens of an expert under perfect balance."""
     expert_load_min: float | None = None
     """The same for the idlest expert."""
+    gradient_signal: float | None = None
+    """Squared norm of the gradient of all data, as one step estimates it; may be negative."""
+    gradient_noise: float | None = None
+    """Variance of one token's gradient, summed over parameters, as one step estimates it."""
+    noise_scale_tokens: float | None = None
+    """Average of gradient_noise / average of gradient_signal."""
 
 
 # Always present in a line, null where unknown; every other field is left out when it is None.

@@ -114,6 +114,13 @@ def charts(files: RunFiles, figures: RunFigures) -> list[Chart]:
             marks=marks,
             show=_show_small,
         ),
+        Chart(
+            title="Noise scale",
+            note="Tokens; batches far above it waste tokens, far below it waste steps.",
+            series=_single(rows, "noise_scale_tokens", "noise scale")
+            + (_batch_size(rows) if _points(rows, "noise_scale_tokens") else []),
+            marks=marks,
+        ),
         Chart(title="Loss scale", series=_single(rows, "loss_scale"), marks=marks),
         Chart(
             title="Expert load",
@@ -124,6 +131,10 @@ def charts(files: RunFiles, figures: RunFigures) -> list[Chart]:
             show=_show_small,
         ),
     ]
+
+
+def _batch_size(rows: list[Row]) -> list[Series]:
+    return _single(rows, "step_tokens", "batch", style="second")
 
 
 def _loss_chart(rows: list[Row], figures: RunFigures, marks: list[float]) -> Chart:

@@ -18,6 +18,7 @@ _GROUP = {
     "lr": "optimizer/lr",
     "loss_scale": "optimizer/loss_scale",
     "skipped": "optimizer/skipped",
+    "noise_scale_tokens": "optimizer/noise_scale_tokens",
     "tokens": "speed/tokens",
     "step_seconds": "speed/step_seconds",
     "tokens_per_second": "speed/tokens_per_second",

@@ -55,7 +55,6 @@ def build_program(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Progr
     return PipelineProgram(
         stages,
         mesh=mesh,
-        num_microbatches=run.accumulation,
         border=stage_border(run),
         owned=owned,
         tied=tie(run.model, mesh, owned),

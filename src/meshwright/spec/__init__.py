@@ -1,7 +1,7 @@
 """What was asked for: frozen, typed, complete descriptions of a run. Imports no torch."""
 
 from meshwright.spec.checkpoint import CheckpointSpec
-from meshwright.spec.data import DataSpec, SyntheticSpec
+from meshwright.spec.data import DataSpec, RampSpec, SyntheticSpec
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.model import (
     AttentionSpec,
@@ -12,7 +12,7 @@ from meshwright.spec.model import (
     RopeScalingSpec,
     RopeSpec,
 )
-from meshwright.spec.observe import EvaluateSpec, ObserveSpec
+from meshwright.spec.observe import EvaluateSpec, NoiseScaleSpec, ObserveSpec
 from meshwright.spec.optim import GroupSpec, LrScalingSpec, OptimSpec
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 from meshwright.spec.precision import Fp8Spec, LossScaleSpec, PrecisionSpec
@@ -34,10 +34,12 @@ __all__ = [
     "MlpSpec",
     "ModelSpec",
     "MoeSpec",
+    "NoiseScaleSpec",
     "ObserveSpec",
     "OptimSpec",
     "ParallelSpec",
     "PrecisionSpec",
+    "RampSpec",
     "RopeScalingSpec",
     "RopeSpec",
     "RunSpec",

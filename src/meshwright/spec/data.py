@@ -14,6 +14,15 @@ class SyntheticSpec(Spec):
     """The corpus depends on this alone."""
 
 
+class RampSpec(Spec):
+    """A smaller (or larger) batch for the first steps."""
+
+    before_step: Positive
+    """For the steps before this one, counted from 0."""
+    batch_sequences: Positive
+    """Sequences per optimizer step over all ranks."""
+
+
 class DataSpec(Spec):
     """One token file, or the generated corpus; the order of samples depends only on the seed."""
 
@@ -25,6 +34,8 @@ class DataSpec(Spec):
     """Positions of one sequence."""
     batch_sequences: Positive
     """Global batch: sequences per optimizer step over all ranks."""
+    ramp: tuple[RampSpec, ...] = ()
+    """Batches of the first steps, in order; `batch_sequences` from there on."""
     microbatch_sequences: Positive = 1
     """Sequences of one forward pass on one data-parallel rank."""
     documents: Literal["separate", "joined"] = "separate"
@@ -38,5 +49,29 @@ class DataSpec(Spec):
 
     @property
     def batch_tokens(self) -> int:
-        """Positions per optimizer step."""
+        """Positions per optimizer step, after the ramp."""
         return self.batch_sequences * self.sequence_length
+
+    def batch_sequences_of(self, batch_index: int) -> int:
+        """Size of a batch by its number, counted from 0; a skipped step uses up its batch."""
+        sizes = (part.batch_sequences for part in self.ramp if batch_index < part.before_step)
+        return next(sizes, self.batch_sequences)
+
+    def batch_sequences_at(self, position: int) -> int:
+        """Size of the batch that begins at a position, the number of samples before it."""
+        begin, first_step = 0, 0
+        for part in self.ramp:
+            begin += (part.before_step - first_step) * part.batch_sequences
+            first_step = part.before_step
+            if position < begin:
+                return part.batch_sequences
+        return self.batch_sequences
+
+    def num_sequences(self, num_batches: int) -> int:
+        """Samples of the first batches together."""
+        total, first_step = 0, 0
+        for part in self.ramp:
+            last_step = min(part.before_step, num_batches)
+            total += (last_step - first_step) * part.batch_sequences
+            first_step = last_step
+        return total + (num_batches - first_step) * self.batch_sequences

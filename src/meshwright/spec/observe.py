@@ -10,6 +10,13 @@ class EvaluateSpec(Spec):
     """Evaluate this often."""
 
 
+class NoiseScaleSpec(Spec):
+    """Estimates the gradient noise scale: the batch beyond which more tokens per step help little."""
+
+    every_steps: Positive
+    """Estimate this often; each time costs one more forward and backward."""
+
+
 class ObserveSpec(Spec):
     """metrics.jsonl is always written."""
 
@@ -18,3 +25,4 @@ class ObserveSpec(Spec):
     tensorboard: bool = False
     """Also write TensorBoard event files."""
     evaluate: EvaluateSpec | None = None
+    noise_scale: NoiseScaleSpec | None = None

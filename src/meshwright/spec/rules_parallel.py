@@ -169,22 +169,26 @@ def schedule_fits_virtual_stages(run: RunSpec) -> Violations:
 
 def microbatches_fill_schedule(run: RunSpec) -> Violations:
     """1f1b and dualpipev need as many micro-batches as stages; interleaved kinds equal rounds of about pp."""
-    parallel, count = run.parallel, run.accumulation
-    kind = parallel.schedule
-    where, unit = "data.batch_sequences", run.data.microbatch_sequences * parallel.dp
-    if parallel.pp == 1 or count == 0:
-        return
+    parallel = run.parallel
+    for where, _, count in run.each_accumulation():
+        if parallel.pp > 1 and count > 0:
+            yield from _fills_schedule(run, where, count)
+
+
+def _fills_schedule(run: RunSpec, where: str, count: int) -> Violations:
+    parallel, kind = run.parallel, run.parallel.schedule
+    unit = run.data.microbatch_sequences * parallel.dp
     if kind in ("1f1b", "dualpipev") and count < parallel.num_stages:
         fact = (
             f"schedule={kind} needs {parallel.num_stages} micro-batches for as many stages, and has {count}"
         )
-        hint = f"use data.batch_sequences={parallel.num_stages * unit} or more, or smaller micro-batches"
+        hint = f"use {where}={parallel.num_stages * unit} or more, or smaller micro-batches"
         yield SpecError(fact, where=where, hint=hint)
     rounds = max(1, count // parallel.pp)
     if kind in ("interleaved_1f1b", "interleaved_zero_bubble") and count % rounds:
         fact = f"{kind} cannot deal {count} micro-batches into {rounds} equal rounds (pp={parallel.pp})"
         below, above = rounds * parallel.pp * unit, (rounds + 1) * parallel.pp * unit
-        yield SpecError(fact, where=where, hint=f"use data.batch_sequences={below} or {above}")
+        yield SpecError(fact, where=where, hint=f"use {where}={below} or {above}")
 
 
 def split_backward_runs_once(run: RunSpec) -> Violations:
@@ -205,14 +209,15 @@ def batch_is_cut_evenly(run: RunSpec) -> Violations:
     """The global batch is a whole number of micro-batches on every data-parallel rank."""
     data, parallel = run.data, run.parallel
     unit = data.microbatch_sequences * parallel.dp
-    if data.batch_sequences % unit:
-        below = data.batch_sequences // unit * unit
-        choices = f"{below} or {below + unit}" if below else f"{unit}"
-        fact = (
-            f"batch_sequences={data.batch_sequences} is not a multiple of "
-            f"microbatch_sequences x dp = {data.microbatch_sequences} x {parallel.dp} = {unit}"
-        )
-        yield SpecError(fact, where="data.batch_sequences", hint=f"use data.batch_sequences={choices}")
+    for where, sequences, _ in run.each_accumulation():
+        if sequences % unit:
+            below = sequences // unit * unit
+            choices = f"{below} or {below + unit}" if below else f"{unit}"
+            fact = (
+                f"batch_sequences={sequences} is not a multiple of "
+                f"microbatch_sequences x dp = {data.microbatch_sequences} x {parallel.dp} = {unit}"
+            )
+            yield SpecError(fact, where=where, hint=f"use {where}={choices}")
 
 
 PARALLEL_RULES = [

@@ -105,12 +105,46 @@ def one_source_of_data(run: RunSpec) -> Violations:
         yield SpecError(fact, where="data.synthetic", hint="set data.synthetic=null or data.path=null")
 
 
+def ramp_leads_to_the_batch(run: RunSpec) -> Violations:
+    """The parts of `data.ramp` follow each other inside the run, each with another batch than the next."""
+    data = run.data
+    begins = [0, *(part.before_step for part in data.ramp)]
+    sizes = [*(part.batch_sequences for part in data.ramp), data.batch_sequences]
+    for index, (part, begin) in enumerate(zip(data.ramp, begins, strict=False)):
+        where = f"data.ramp.{index}"
+        if part.before_step <= begin:
+            fact = f"before_step={part.before_step} comes after {begin}: this part has no steps"
+            yield SpecError(fact, where=f"{where}.before_step", hint="list the parts in order of their steps")
+        if part.before_step >= run.schedule.num_steps:
+            fact = (
+                f"before_step={part.before_step} with num_steps={run.schedule.num_steps}: the ramp never ends"
+            )
+            hint = f"use less than {run.schedule.num_steps}"
+            yield SpecError(fact, where=f"{where}.before_step", hint=hint)
+        if part.batch_sequences == sizes[index + 1]:
+            fact = f"batch_sequences={part.batch_sequences} is that of the steps that follow"
+            yield SpecError(
+                fact, where=f"{where}.batch_sequences", hint="use another, or leave this part out"
+            )
+
+
 def evaluation_has_data(run: RunSpec) -> Violations:
     """Evaluation reads held-out sequences, so some are held out."""
     if run.observe.evaluate is not None and run.data.holdout_sequences == 0:
         hint = "set data.holdout_sequences, or observe.evaluate=null"
         fact = "observe.evaluate with holdout_sequences=0 has nothing to read"
         yield SpecError(fact, where="data.holdout_sequences", hint=hint)
+
+
+def noise_scale_compares_parts(run: RunSpec) -> Violations:
+    """The noise scale compares a batch with its half, so every batch has two micro-batches or ranks."""
+    counts = [count * run.parallel.dp for _, _, count in run.each_accumulation()]
+    if run.observe.noise_scale is not None and min(counts) == 1:
+        fact = (
+            "observe.noise_scale with one micro-batch on one data-parallel rank: there is no part to compare"
+        )
+        hint = "use smaller data.microbatch_sequences, more data-parallel ranks, or observe.noise_scale=null"
+        yield SpecError(fact, where="observe.noise_scale", hint=hint)
 
 
 def schedule_fits_steps(run: RunSpec) -> Violations:
@@ -269,7 +303,9 @@ RUN_RULES = [
     fp8_has_linears,
     fp8_divides_tokens,
     one_source_of_data,
+    ramp_leads_to_the_batch,
     evaluation_has_data,
+    noise_scale_compares_parts,
     schedule_fits_steps,
     wsd_has_a_decay,
     averages_forget,

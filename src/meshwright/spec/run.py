@@ -48,6 +48,16 @@ class RunSpec(Spec):
         """Micro-batches per optimizer step on one data-parallel rank."""
         return self.data.batch_sequences // (self.data.microbatch_sequences * self.parallel.dp)
 
+    def each_accumulation(self) -> list[tuple[str, int, int]]:
+        """(where, sequences, micro-batches) of every batch size: the final one, then the ramp's."""
+        unit = self.data.microbatch_sequences * self.parallel.dp
+        sizes = [("data.batch_sequences", self.data.batch_sequences)]
+        sizes += [
+            (f"data.ramp.{index}.batch_sequences", part.batch_sequences)
+            for index, part in enumerate(self.data.ramp)
+        ]
+        return [(where, sequences, sequences // unit) for where, sequences in sizes]
+
     def trajectory_fingerprint(self) -> str:
         """Equal for two specs whose runs pass through the same states: what resuming requires.
 

@@ -12,6 +12,7 @@ from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate
 from meshwright.train.initial import load_initial_weights
 from meshwright.train.job import Job
+from meshwright.train.noise_scale import measure_part
 from meshwright.train.quiet import collect_young, collector_off
 from meshwright.train.record import Recorder, token_workload
 from meshwright.train.saved import Checkpoints
@@ -60,8 +61,13 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
             batch = next(batches, None)
             if batch is None:  # max_epochs: the data is used up
                 break
+            noise, part = run.observe.noise_scale, None
+            if noise is not None and _due(noise.every_steps, state.step + 1):
+                seed_step(run.seed, state.num_batches)
+                part = measure_part(training, batch, mesh)
             seed_step(run.seed, state.num_batches)
-            rate = learning_rate(run.optim, run.schedule, state.step, batch_tokens=run.data.batch_tokens)
+            batch_tokens = run.data.batch_sequences_of(state.num_batches) * run.data.sequence_length
+            rate = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
 
             outcome = train_step(training, batch, learning_rate=rate)
 
@@ -72,10 +78,10 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
             state = state.after_step(tokens=batch.num_positions)
             is_evaluated = run.observe.evaluate and _due(run.observe.evaluate.every_steps, state.step)
             is_last = state.step == last_step
-            is_observed = is_evaluated or is_last or _due(run.observe.every_steps, state.step)
+            is_observed = is_evaluated or part or is_last or _due(run.observe.every_steps, state.step)
             if is_observed:  # the one place where the host waits for the device
                 evaluation = job.evaluate if is_evaluated else None
-                state = recorder.record(state, outcome, rate, evaluation)
+                state = recorder.record(state, outcome, rate, evaluation=evaluation, part=part)
                 collect_young()
             if _due(run.checkpoint.every_steps, state.step):
                 recorder.attempt_save(checkpoints, state)

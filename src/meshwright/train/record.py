@@ -30,6 +30,7 @@ from meshwright.spec import PrecisionSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.train.evaluate import sum_over_world
 from meshwright.train.job import Job, Workload
+from meshwright.train.noise_scale import NoiseEstimate, PartGradient
 from meshwright.train.saved import Checkpoints
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
@@ -91,13 +92,25 @@ class Recorder:
             self._progress.say(text)
 
     def record(
-        self, state: TrainState, outcome: StepOutcome, rate: float, evaluation: Callable[[], float] | None
+        self,
+        state: TrainState,
+        outcome: StepOutcome,
+        rate: float,
+        *,
+        evaluation: Callable[[], float] | None = None,
+        part: PartGradient | None = None,
     ) -> TrainState:
-        """Wait for the step, gather its facts, write them down; all ranks call it."""
+        """Wait for the step, gather its facts, write them down; all ranks call it.
+
+        `part` is the gradient of a part of the batch, where the noise scale is estimated at this step.
+        """
         loss = float(sum_over_world(outcome.loss, self._mesh))
         grad_norm = float(outcome.grad_norm)
         seconds, num_steps, tokens = self._lap(state)
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        estimate = part.estimate(grad_norm) if part is not None and is_finite else None
+        if estimate is not None:
+            state = state.after_estimate(signal=estimate.signal, noise=estimate.noise)
         metrics = StepMetrics(
             step=state.step,
             loss=loss,
@@ -109,6 +122,7 @@ class Recorder:
             peak_bytes=self._peak_bytes(),
             **self._scaling(state),
             **self._expert_figures(),
+            **_noise_figures(state, estimate),
         )
         state = state.after_observation(loss=loss, seconds=seconds)
         if evaluation is not None and is_finite:
@@ -230,6 +244,16 @@ class Recorder:
             },
         )
         write_summary(self._run_dir, summary)
+
+
+def _noise_figures(state: TrainState, estimate: NoiseEstimate | None) -> dict[str, Any]:
+    if estimate is None:
+        return {}
+    return {
+        "gradient_signal": estimate.signal,
+        "gradient_noise": estimate.noise,
+        "noise_scale_tokens": state.noise_scale_tokens,
+    }
 
 
 def _not_finite(metrics: StepMetrics, run_dir: Path) -> RunError:

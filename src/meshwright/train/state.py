@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any, Self
 
+# Of an average over estimates of the noise scale: about the last 20 count.
+NOISE_MEMORY = 0.95
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -19,6 +22,9 @@ class TrainState:
     last_loss: float | None = None
     last_eval_loss: float | None = None
     best_eval_loss: float | None = None
+    gradient_signal: float | None = None
+    """Averages over steps of what `train/noise_scale.py` estimates; their ratio is the noise scale."""
+    gradient_noise: float | None = None
 
     @property
     def num_batches(self) -> int:
@@ -42,6 +48,20 @@ class TrainState:
         best = loss if self.best_eval_loss is None else min(loss, self.best_eval_loss)
         return dataclasses.replace(self, last_eval_loss=loss, best_eval_loss=best)
 
+    @property
+    def noise_scale_tokens(self) -> float | None:
+        """None while there is no positive estimate of both."""
+        signal, noise = self.gradient_signal or 0.0, self.gradient_noise or 0.0
+        return noise / signal if signal > 0 and noise > 0 else None
+
+    def after_estimate(self, *, signal: float, noise: float) -> Self:
+        """The same state with one more estimate in the averages."""
+        return dataclasses.replace(
+            self,
+            gradient_signal=_blended(self.gradient_signal, signal),
+            gradient_noise=_blended(self.gradient_noise, noise),
+        )
+
     def to_facts(self) -> dict[str, Any]:
         """For the manifest."""
         return dataclasses.asdict(self)
@@ -50,3 +70,7 @@ class TrainState:
     def from_facts(cls, facts: dict[str, Any]) -> Self:
         """From a manifest."""
         return cls(**facts)
+
+
+def _blended(average: float | None, new: float) -> float:
+    return new if average is None else NOISE_MEMORY * average + (1.0 - NOISE_MEMORY) * new

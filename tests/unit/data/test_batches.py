@@ -170,14 +170,24 @@ def test_without_max_epochs_the_data_starts_over() -> None:
     assert batch.num_sequences == 1000
     assert sorted(batch.sample_ids[:per_epoch]) == sorted(batch.sample_ids[per_epoch : 2 * per_epoch])
     assert batch.sample_ids[:per_epoch] != batch.sample_ids[per_epoch : 2 * per_epoch]
-    assert batches.num_batches is None
 
 
-def test_num_batches_is_how_many_there_are() -> None:
-    batches = build()
-    assert batches.num_batches == len(list(batches))
-    with pytest.raises(StopIteration):
-        next(batches)
+def test_sizes_follow_the_ramp_from_any_position() -> None:
+    """A position alone tells how large its batch is, so a resume inside a ramp needs nothing else."""
+    spec = SPEC.with_(
+        max_epochs=None,
+        batch_sequences=8,
+        ramp=[{"before_step": 2, "batch_sequences": 2}, {"before_step": 3, "batch_sequences": 4}],
+    )
+    batches = build(spec)
+    taken = [next(batches) for _ in range(5)]
+    assert [batch.num_sequences for batch in taken] == [2, 2, 4, 8, 8]
+    assert [spec.batch_sequences_of(index) for index in range(5)] == [2, 2, 4, 8, 8]
+    assert [spec.num_sequences(count) for count in range(6)] == [0, 2, 4, 8, 16, 24]
+    for index in range(5):
+        later = build(spec)
+        later.load_state({**batches.state(), "position": spec.num_sequences(index)})
+        assert next(later).sample_ids == taken[index].sample_ids
 
 
 def test_joined_documents_have_no_document_tensor() -> None:

@@ -144,6 +144,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [*PP4, "parallel.schedule=interleaved_1f1b", "data.batch_sequences=3"],
         [
             [*PP4, "data.batch_sequences=3"],
+            [*PP4, "data.ramp=[{before_step: 9, batch_sequences: 2}]"],
             [*PP4, "parallel.schedule=dualpipev", "parallel.virtual_stages=2", "data.batch_sequences=7"],
             [*PP4, "parallel.schedule=interleaved_1f1b", "data.batch_sequences=9"],
         ],
@@ -162,6 +163,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["parallel.dp_replicate=4", "data.microbatch_sequences=3"],
             ["parallel.dp_replicate=32"],
+            ["parallel.dp_replicate=4", "data.ramp=[{before_step: 9, batch_sequences: 6}]"],
         ],
     ),
     "loss_scale_goes_with_fp16": (
@@ -209,6 +211,20 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         "dense",
         ["data.path=some/folder", "data.synthetic=null"],
         [["data.path=some/folder"], ["data.synthetic=null"]],
+    ),
+    "ramp_leads_to_the_batch": (
+        "dense",
+        ["data.ramp=[{before_step: 1, batch_sequences: 4}]"],
+        [
+            ["data.ramp=[{before_step: 2, batch_sequences: 4}, {before_step: 2, batch_sequences: 2}]"],
+            ["data.ramp=[{before_step: 100, batch_sequences: 4}]"],
+            ["data.ramp=[{before_step: 1, batch_sequences: 16}]"],
+        ],
+    ),
+    "noise_scale_compares_parts": (
+        "dense",
+        ["observe.noise_scale.every_steps=5"],
+        [["observe.noise_scale.every_steps=5", "data.microbatch_sequences=16"]],
     ),
     "evaluation_has_data": (
         "dense",

@@ -57,7 +57,6 @@ class PipelineProgram:
         stages: list[StageModule],
         *,
         mesh: Mesh,
-        num_microbatches: int,
         border: Border,
         owned: list[OwnedParameter],
         tied: TiedTable,
@@ -70,14 +69,15 @@ class PipelineProgram:
         self._mesh, self._tied, self._reducer, self._localise = mesh, tied, reducer, localise
         self._has_first = any(stage.index == 0 for stage in stages)
         self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
-        self._schedule = _build_schedule(stages, mesh, num_microbatches, border)
+        self._border = border
+        self._schedules: dict[int, Any] = {}
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """See Program. Overlap is left to the schedule: split backwards bypass autograd's hooks."""
         whole = joined([self._localise(microbatch, scale) for microbatch in microbatches])
         losses: list[Tensor] = []
         with self._reducer.microbatch(is_last=True, can_overlap=False):
-            self._run_schedule(whole, losses)
+            self._run_schedule(whole, losses, num_microbatches=len(microbatches))
         self._tied.sum_gradients()
         parts = losses if self._has_last else [torch.zeros((), device=self._mesh.device)]
         return torch.stack([part.detach().double() for part in parts]).sum() / scale
@@ -98,12 +98,21 @@ class PipelineProgram:
         self._tied.follow()
         self._reducer.gather_parameters()
 
-    def _run_schedule(self, whole: Microbatch, losses: list[Tensor]) -> None:
+    def _run_schedule(self, whole: Microbatch, losses: list[Tensor], *, num_microbatches: int) -> None:
         """One call of the schedule, which cuts the joined micro-batches apart again along B."""
         inputs = (whole.tokens_BS,) if self._has_first else ()
         # The target is only there because a schedule with a loss wants one: the last stage has its own.
         target = whole.sequence_weights_B if self._has_last else None
-        self._schedule.step(*inputs, target=target, losses=losses, **model_arguments(whole))
+        schedule = self._schedule_of(num_microbatches)
+        schedule.step(*inputs, target=target, losses=losses, **model_arguments(whole))
+
+    def _schedule_of(self, num_microbatches: int) -> Any:
+        """One for each number of micro-batches: batches grow during a ramp."""
+        if num_microbatches not in self._schedules:
+            self._schedules[num_microbatches] = _build_schedule(
+                self._numbered, self._mesh, num_microbatches, self._border
+            )
+        return self._schedules[num_microbatches]
 
 
 def joined(microbatches: Sequence[Microbatch]) -> Microbatch:
