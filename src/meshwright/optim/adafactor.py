@@ -8,9 +8,10 @@ averages forget as 1 - t^-0.8 does. Stacked experts are factored one by one; vec
 rate is used as written, like AdamW's, not relative to the size of the weights.
 """
 
+import torch
 from torch import Tensor
 
-from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, blend, wide_zeros
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, blend, step_along, wide_zeros
 from meshwright.optim.whole import Whole, reduce_together, whole_norms
 
 DECAY_EXPONENT = -0.8
@@ -48,8 +49,11 @@ class Adafactor(ShardedOptimizer):
         for part, along, norm in zip(parts, updates, norms, strict=True):
             root_mean_square = norm / part.whole.shape.numel() ** 0.5
             along.div_(root_mean_square.clamp(min=1.0))
-            along = blend(part.state["exp_avg"], along, self._beta1) if self._beta1 else along
-            part.shard.mul_(1.0 - part.lr * part.weight_decay).add_(along, alpha=-part.lr)
+        if self._beta1:
+            firsts = [part.state["exp_avg"] for part in parts]
+            blend(firsts, updates, self._beta1)
+            torch._foreach_copy_(updates, firsts)
+        step_along(parts, updates, has_decay=True)
 
     def _average_squares(self, parts: list[Part], beta2: float) -> None:
         matrices = [part for part in parts if part.shard.ndim >= 2]
@@ -57,13 +61,15 @@ class Adafactor(ShardedOptimizer):
         for part in parts:
             square = part.gradient.square().add_(SMALLEST_SQUARE)
             if part.shard.ndim < 2:
-                blend(part.state["exp_avg_sq"], square, beta2)
+                blend([part.state["exp_avg_sq"]], [square], beta2)
             else:
                 sums += [(square.sum(-1), part.whole.axes(-1)), (square.sum(-2), part.whole.axes(-2))]
         reduced = reduce_together(sums)
-        for part, rows, columns in zip(matrices, reduced[::2], reduced[1::2], strict=True):
-            blend(part.state["row_mean_sq"], rows / part.whole.shape[-1], beta2)
-            blend(part.state["column_mean_sq"], columns / part.whole.shape[-2], beta2)
+        if not matrices:
+            return
+        for key, sums_of, dim in (("row_mean_sq", reduced[::2], -1), ("column_mean_sq", reduced[1::2], -2)):
+            means = torch._foreach_div(sums_of, [float(part.whole.shape[dim]) for part in matrices])
+            blend([part.state[key] for part in matrices], means, beta2)
 
     def _scaled_gradients(self, parts: list[Part]) -> list[Tensor]:
         matrices = [part for part in parts if part.shard.ndim >= 2]

@@ -8,7 +8,15 @@ The norms are of the whole parameter. Vectors (norms, biases) and parameters tha
 import torch
 from torch import Tensor
 
-from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_direction, blend, wide_zeros
+from meshwright.optim.sharded import (
+    Part,
+    ShardedOptimizer,
+    Shards,
+    adam_directions,
+    step_along,
+    wide_zeros,
+    with_decay,
+)
 from meshwright.optim.whole import Whole, whole_norms
 
 
@@ -31,20 +39,12 @@ class Lamb(ShardedOptimizer):
 
     def update(self, parts: list[Part]) -> None:
         """See above; two norms per matrix in one all-reduce per set of axes."""
-        directions = [self._direction(part) for part in parts]
+        moved = adam_directions(parts, betas=self._betas, eps=self._eps, num_updates=self.num_updates)
+        directions = with_decay(parts, moved)
         matrices = [pair for pair in zip(parts, directions, strict=True) if pair[0].shard.ndim >= 2]
         norms = whole_norms(
             [(tensor, part.whole) for part, along in matrices for tensor in (part.shard, along)]
         )
         for (_, along), weight, length in zip(matrices, norms[::2], norms[1::2], strict=True):
             along.mul_(torch.where((weight > 0) & (length > 0), weight / length, torch.ones_like(weight)))
-        for part, along in zip(parts, directions, strict=True):
-            part.shard.add_(along, alpha=-part.lr)
-
-    def _direction(self, part: Part) -> Tensor:
-        exp_avg = blend(part.state["exp_avg"], part.gradient, self._betas[0])
-        exp_avg_sq = blend(part.state["exp_avg_sq"], part.gradient.square(), self._betas[1])
-        along = adam_direction(
-            exp_avg, exp_avg_sq, betas=self._betas, eps=self._eps, num_updates=self.num_updates
-        )
-        return along.add_(part.shard, alpha=part.weight_decay)
+        step_along(parts, directions, has_decay=False)

@@ -9,7 +9,8 @@ The norms are of the whole parameter. Vectors (norms, biases) and parameters tha
 import torch
 from torch import Tensor
 
-from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, wide_zeros
+from meshwright.optim.sgd import carried
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, step_along, wide_zeros, with_decay
 from meshwright.optim.whole import Whole, whole_norms
 
 
@@ -40,13 +41,13 @@ class Lars(ShardedOptimizer):
             id(part.shard): self._ratio(weight, gradient, part.weight_decay)
             for part, weight, gradient in zip(matrices, norms[::2], norms[1::2], strict=True)
         }
-        for part in parts:
-            direction = part.gradient.add(part.shard, alpha=part.weight_decay)
+        along = with_decay(parts, [part.gradient for part in parts])
+        for part, direction in zip(parts, along, strict=True):
             if id(part.shard) in ratios:
                 direction.mul_(ratios[id(part.shard)])
-            if self._momentum:
-                direction = part.state["momentum_buffer"].mul_(self._momentum).add_(direction)
-            part.shard.add_(direction, alpha=-part.lr)
+        if self._momentum:
+            along = carried(parts, along, self._momentum)
+        step_along(parts, along, has_decay=False)
 
     def _ratio(self, weight: Tensor, gradient: Tensor, decay: float) -> Tensor:
         ratio = self._trust * weight / (gradient + decay * weight)

@@ -8,16 +8,29 @@ Codes are logarithmic below the largest value of the block: an octave has about 
 moment and 8 for the first. Nearest rounding would leave an average where it is, because one step changes
 it by less than half a level; so rounding is random, right on average, with noise that any mesh draws alike.
 Vectors keep exact moments: they are few, and every rank would have to agree on their blocks.
+
+Where all blocks of a matrix are full and lie whole on a rank, an update is one pass (one kernel on CUDA).
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.optim.noise import NOISE_LEVELS, draw, step_key
-from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_direction, blend, wide_zeros
+from meshwright.optim.fused import Numbers, UpdateNumbers, fused, moved_moments, moved_weight
+from meshwright.optim.noise import NOISE_LEVELS, NoiseGrid, draw, step_key
+from meshwright.optim.rounding import bits_of, read, write
+from meshwright.optim.sharded import (
+    LOWER_BITS,
+    Part,
+    ShardedOptimizer,
+    Shards,
+    adam_directions,
+    step_along,
+    wide_zeros,
+)
 from meshwright.optim.whole import Whole, reduce_together
 
 BLOCK = 256
@@ -52,21 +65,30 @@ class Adam8Bit(ShardedOptimizer):
             "exp_avg_sq_scale": scales.clone(),
         }
 
+    def update_all(self, parts: list[Part]) -> None:
+        """Matrices whose blocks all lie whole on this rank in one pass each; the others step by step."""
+        aligned = [part for part in parts if _has_whole_blocks(part)]
+        numbers = UpdateNumbers(self._betas, self._eps, self.num_updates)
+        one_pass = fused(blockwise_pass, aligned)
+        for part in aligned:
+            if part.shard.numel():
+                one_pass(*_as_blocks(part), numbers.of(part), self.grid(part), numbers.key(part))
+        super().update_all([part for part in parts if not _has_whole_blocks(part)])
+
     def update(self, parts: list[Part]) -> None:
         """Parameter by parameter, so that the moments of only one are ever decoded."""
+        vectors = [part for part in parts if "exp_avg_code" not in part.state]
+        step_along(vectors, self._directions(vectors), has_decay=True)
         for part in parts:
-            along = self._coded(part) if "exp_avg_code" in part.state else self._exact(part)
-            part.shard.mul_(1.0 - part.lr * part.weight_decay).add_(along, alpha=-part.lr)
+            if "exp_avg_code" in part.state:
+                step_along([part], [self._coded(part)], has_decay=True)
 
-    def _exact(self, part: Part) -> Tensor:
-        first = blend(part.state["exp_avg"], part.gradient, self._betas[0])
-        second = blend(part.state["exp_avg_sq"], part.gradient.square(), self._betas[1])
-        return self._direction(first, second)
+    def _directions(self, parts: list[Part]) -> list[Tensor]:
+        return adam_directions(parts, betas=self._betas, eps=self._eps, num_updates=self.num_updates)
 
     def _coded(self, part: Part) -> Tensor:
-        moments = [decoded(part.state, key, part.whole, part.gradient.dtype) for key in _LEVELS]
-        first = blend(moments[0], part.gradient, self._betas[0])
-        second = blend(moments[1], part.gradient.square(), self._betas[1])
+        first, second = (decoded(part.state, key, part.whole, part.gradient.dtype) for key in _LEVELS)
+        (along,) = self._directions([part._replace(state={"exp_avg": first, "exp_avg_sq": second})])
         axes = part.whole.axes(-1)
         scales = reduce_together(
             [(block_maxima(moment, part.whole), axes) for moment in (first, second)], dist.ReduceOp.MAX
@@ -75,14 +97,66 @@ class Adam8Bit(ShardedOptimizer):
         for key, moment, scale, drawn in zip(_LEVELS, (first, second), scales, noise[1:], strict=True):
             part.state[f"{key}_scale"].copy_(scale)
             chance = drawn.view_as(moment) * (1.0 / NOISE_LEVELS)
-            part.state[f"{key}_code"].copy_(_code(moment, part.state, key, part.whole, chance))
-        return self._direction(first, second)
-
-    def _direction(self, first: Tensor, second: Tensor) -> Tensor:
-        return adam_direction(first, second, betas=self._betas, eps=self._eps, num_updates=self.num_updates)
+            spread = _spread(part.state[f"{key}_scale"], part.whole, moment.dtype)
+            part.state[f"{key}_code"].copy_(_code(moment, spread, key, chance))
+        return along
 
 
 _LEVELS = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
+
+
+def _has_whole_blocks(part: Part) -> bool:
+    whole = part.whole
+    return len(whole.shape) >= 2 and not whole.axes(-1) and whole.shape[-1] % BLOCK == 0
+
+
+class Coded(NamedTuple):
+    """Codes [rows, blocks, BLOCK] and scales [rows, blocks, 1] of one moment."""
+
+    code: Tensor
+    scale: Tensor
+
+
+def _as_blocks(part: Part) -> tuple[Tensor, Tensor | None, Tensor, Coded, Coded]:
+    """The tensors of a pass as [rows, blocks, BLOCK] views."""
+    state, blocks = part.state, part.whole.shape[-1] // BLOCK
+    lower = state.get(LOWER_BITS)
+    first, second = (
+        Coded(state[f"{key}_code"].view(-1, blocks, BLOCK), state[f"{key}_scale"].view(-1, blocks, 1))
+        for key in _LEVELS
+    )
+    return (
+        bits_of(part.shard).view(-1, blocks, BLOCK),
+        None if lower is None else lower.view(-1, blocks, BLOCK),
+        part.gradient.reshape(-1, blocks, BLOCK),
+        first,
+        second,
+    )
+
+
+def blockwise_pass(
+    kept: Tensor,
+    lower: Tensor | None,
+    gradient: Tensor,
+    first: Coded,
+    second: Coded,
+    numbers: Numbers,
+    grid: NoiseGrid,
+    key: Tensor,
+) -> None:
+    """Decode, update and code again, block by block, in place; bf16 weights are int16 bits."""
+    noise = [one.view(gradient.shape) for one in draw(grid, key)]
+    weight = read(kept, lower)
+    known = [
+        _value(one.code.to(weight.dtype), one.scale.to(weight.dtype), name)
+        for name, one in zip(_LEVELS, (first, second), strict=True)
+    ]
+    moments = moved_moments(known[0], known[1], gradient.to(weight.dtype), numbers)
+    write(moved_weight(weight, *moments, numbers), kept, lower, noise[0])
+    for name, moment, coded, drawn in zip(_LEVELS, moments, (first, second), noise[1:], strict=True):
+        largest = moment.abs().amax(-1, keepdim=True).to(torch.float32)
+        coded.code.copy_(_code(moment, largest.to(moment.dtype), name, drawn * (1.0 / NOISE_LEVELS)))
+        coded.scale.copy_(largest)
 
 
 def block_maxima(moment: Tensor, whole: Whole) -> Tensor:
@@ -99,8 +173,11 @@ def block_maxima(moment: Tensor, whole: Whole) -> Tensor:
 
 def decoded(state: Mapping[str, Tensor], key: str, whole: Whole, dtype: torch.dtype) -> Tensor:
     """A moment as numbers."""
-    code = state[f"{key}_code"].to(dtype)
-    return _level(code.abs(), _LEVELS[key]) * code.sign() * _spread(state[f"{key}_scale"], whole, dtype)
+    return _value(state[f"{key}_code"].to(dtype), _spread(state[f"{key}_scale"], whole, dtype), key)
+
+
+def _value(code: Tensor, scale: Tensor, key: str) -> Tensor:
+    return _level(code.abs(), _LEVELS[key]) * code.sign() * scale
 
 
 def _level(code: Tensor, levels: tuple[int, float]) -> Tensor:
@@ -109,10 +186,9 @@ def _level(code: Tensor, levels: tuple[int, float]) -> Tensor:
     return torch.where(code > 0, torch.exp2((code - largest) * (octaves / (largest - 1))), 0.0)
 
 
-def _code(moment: Tensor, state: Mapping[str, Tensor], key: str, whole: Whole, noise: Tensor) -> Tensor:
-    """One of the two neighbouring codes, the nearer one more often."""
+def _code(moment: Tensor, scale: Tensor, key: str, noise: Tensor) -> Tensor:
+    """One of the two neighbouring codes, the nearer one more often; noise lies in [0, 1)."""
     largest, octaves = _LEVELS[key]
-    scale = _spread(state[f"{key}_scale"], whole, moment.dtype)
     part = torch.where(scale > 0, moment.abs() / scale, 0.0)
     place = largest + torch.log2(part) * ((largest - 1) / octaves)
     lower = place.floor().clamp(0, largest - 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.hardware.stand_in import kernel_device
-from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_direction, blend, wide_zeros
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_directions, step_along, wide_zeros
 from meshwright.optim.whole import Whole
 
 NUM_ITERATIONS = 5
@@ -69,21 +69,45 @@ class Muon(ShardedOptimizer):
 
     def update(self, parts: list[Part]) -> None:
         """See above; one gather per tensor whose matrices are cut."""
-        for part in parts:
-            along = self._rotation(part) if "momentum_buffer" in part.state else self._adam(part)
-            part.shard.mul_(1.0 - part.lr * part.weight_decay).add_(along, alpha=-part.lr)
+        rotated = [part for part in parts if "momentum_buffer" in part.state]
+        step_along(rotated, self._rotations(rotated), has_decay=True)
+        others = [part for part in parts if "momentum_buffer" not in part.state]
+        along = adam_directions(others, betas=self._betas, eps=self._eps, num_updates=self.num_updates)
+        step_along(others, along, has_decay=True)
 
-    def _rotation(self, part: Part) -> Tensor:
-        momentum = part.state["momentum_buffer"].mul_(self._momentum).add_(part.gradient)
-        ahead = part.gradient.add(momentum, alpha=self._momentum)
-        size = ADAMW_SIZE * max(part.whole.shape[-2:]) ** 0.5
-        if not part.whole.axes(-2, -1):  # whole matrices lie here: all, or this rank's experts
-            return orthogonal(ahead) * size
-        return orthogonal(part.whole.gather(ahead))[part.whole.box] * size
+    def _rotations(self, parts: list[Part]) -> list[Tensor]:
+        """The direction of each part; whole matrices of one shape are orthogonalised together."""
+        if not parts:
+            return []
+        gradients = [part.gradient for part in parts]
+        buffers = [part.state["momentum_buffer"] for part in parts]
+        torch._foreach_mul_(buffers, self._momentum)
+        torch._foreach_add_(buffers, gradients)
+        ahead = torch._foreach_add(gradients, buffers, alpha=self._momentum)
+        wholes = [_with_whole_matrices(part, one) for part, one in zip(parts, ahead, strict=True)]
+        rotations = orthogonal_together(wholes)
+        pairs = zip(parts, rotations, strict=True)
+        return [
+            (one[part.whole.box] if part.whole.axes(-2, -1) else one)
+            * (ADAMW_SIZE * max(part.whole.shape[-2:]) ** 0.5)
+            for part, one in pairs
+        ]
 
-    def _adam(self, part: Part) -> Tensor:
-        exp_avg = blend(part.state["exp_avg"], part.gradient, self._betas[0])
-        exp_avg_sq = blend(part.state["exp_avg_sq"], part.gradient.square(), self._betas[1])
-        return adam_direction(
-            exp_avg, exp_avg_sq, betas=self._betas, eps=self._eps, num_updates=self.num_updates
-        )
+
+def _with_whole_matrices(part: Part, ahead: Tensor) -> Tensor:
+    """As it is where whole matrices lie here (all, or this rank's experts), else gathered."""
+    return part.whole.gather(ahead) if part.whole.axes(-2, -1) else ahead
+
+
+def orthogonal_together(tensors: list[Tensor]) -> list[Tensor]:
+    """The orthogonal factor of each matrix of each tensor, equal shapes in one batch of products."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_shape.setdefault(tensor.shape[-2:], []).append(index)
+    results = list(tensors)
+    for shape, indices in by_shape.items():
+        batch = torch.cat([tensors[index].reshape(-1, *shape) for index in indices])
+        counts = [tensors[index].shape[:-2].numel() for index in indices]
+        for index, part in zip(indices, orthogonal(batch).split(counts), strict=True):
+            results[index] = part.view(tensors[index].shape)
+    return results

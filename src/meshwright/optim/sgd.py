@@ -3,9 +3,12 @@
 m <- momentum x m + g + decay x w,   w <- w - lr x m
 """
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, wide_zeros
+from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, step_along, wide_zeros, with_decay
 from meshwright.optim.whole import Whole
 
 
@@ -22,8 +25,16 @@ class Sgd(ShardedOptimizer):
 
     def update(self, parts: list[Part]) -> None:
         """See above."""
-        for part in parts:
-            along = part.gradient.add(part.shard, alpha=part.weight_decay)
-            if self._momentum:
-                along = part.state["momentum_buffer"].mul_(self._momentum).add_(along)
-            part.shard.add_(along, alpha=-part.lr)
+        along = with_decay(parts, [part.gradient for part in parts])
+        if self._momentum:
+            along = carried(parts, along, self._momentum)
+        step_along(parts, along, has_decay=False)
+
+
+def carried(parts: Sequence[Part], along: Sequence[Tensor], momentum: float) -> list[Tensor]:
+    """momentum x buffer + direction, in the buffers and as a copy to step along."""
+    buffers = [part.state["momentum_buffer"] for part in parts]
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, along)
+    torch._foreach_copy_(along, buffers)
+    return list(along)

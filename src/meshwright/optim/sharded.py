@@ -142,15 +142,46 @@ def wide_zeros(shard: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return shard.new_zeros(shard.shape if shape is None else shape, dtype=dtype)
 
 
-def adam_direction(
-    exp_avg: Tensor, exp_avg_sq: Tensor, *, betas: tuple[float, float], eps: float, num_updates: int
-) -> Tensor:
-    """First moment over the root of the second, both corrected for having started at zero."""
-    beta1, beta2 = betas
-    root = exp_avg_sq.sqrt().div_((1.0 - beta2**num_updates) ** 0.5).add_(eps)
-    return (exp_avg / root).div_(1.0 - beta1**num_updates)
+def adam_directions(
+    parts: Sequence[Part], *, betas: tuple[float, float], eps: float, num_updates: int
+) -> list[Tensor]:
+    """Both moments of each part moved, then first over root of second, corrected for a start at zero.
+
+    All parts at once: a handful of kernels on CUDA, however many parameters there are.
+    """
+    if not parts:  # the functions over lists refuse empty ones
+        return []
+    gradients = [part.gradient for part in parts]
+    firsts, seconds = ([part.state[key] for part in parts] for key in ("exp_avg", "exp_avg_sq"))
+    blend(firsts, gradients, betas[0])
+    blend(seconds, torch._foreach_mul(gradients, gradients), betas[1])
+    roots = torch._foreach_sqrt(seconds)
+    torch._foreach_div_(roots, (1.0 - betas[1] ** num_updates) ** 0.5)
+    torch._foreach_add_(roots, eps)
+    directions = torch._foreach_div(firsts, roots)
+    torch._foreach_div_(directions, 1.0 - betas[0] ** num_updates)
+    return list(directions)
 
 
-def blend(average: Tensor, new: Tensor, beta: float) -> Tensor:
+def blend(averages: Sequence[Tensor], new: Sequence[Tensor], beta: float) -> None:
     """average <- beta x average + (1 - beta) x new, in place."""
-    return average.mul_(beta).add_(new, alpha=1.0 - beta)
+    torch._foreach_mul_(averages, beta)
+    torch._foreach_add_(averages, new, alpha=1.0 - beta)
+
+
+def step_along(parts: Sequence[Part], directions: Sequence[Tensor], *, has_decay: bool) -> None:
+    """w <- w - lr x direction, after w <- (1 - lr x decay) w where decay is apart; changes `directions`."""
+    shards = [part.shard for part in parts]
+    if not shards:
+        return
+    if has_decay:
+        torch._foreach_mul_(shards, [1.0 - part.lr * part.weight_decay for part in parts])
+    torch._foreach_mul_(directions, [-part.lr for part in parts])
+    torch._foreach_add_(shards, directions)
+
+
+def with_decay(parts: Sequence[Part], directions: Sequence[Tensor]) -> list[Tensor]:
+    """direction + decay x w, as new tensors: where decay is a part of what is stepped along."""
+    decays = torch._foreach_mul([part.shard for part in parts], [part.weight_decay for part in parts])
+    torch._foreach_add_(decays, directions)
+    return list(decays)

@@ -221,15 +221,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["data.ramp=[{before_step: 1, batch_sequences: 16}]"],
         ],
     ),
-    "noise_scale_compares_parts": (
-        "dense",
-        ["observe.noise_scale.every_steps=5"],
-        [["observe.noise_scale.every_steps=5", "data.microbatch_sequences=16"]],
-    ),
     "evaluation_has_data": (
         "dense",
         ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],
         [["observe.evaluate.every_steps=5"]],
+    ),
+    "noise_scale_compares_parts": (
+        "dense",
+        ["observe.noise_scale.every_steps=5"],
+        [["observe.noise_scale.every_steps=5", "data.microbatch_sequences=16"]],
     ),
     "schedule_fits_steps": (
         "dense",

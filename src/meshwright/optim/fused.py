@@ -1,0 +1,97 @@
+"""Adam's arithmetic for passes that are one kernel on CUDA, and what turns them into one.
+
+A pass is plain torch on [rows, columns] tensors. On CUDA it is compiled once for all shapes; numbers that
+change from step to step are scalars on the device, so that nothing is compiled anew.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.hardware.stand_in import is_stand_in
+from meshwright.optim.noise import step_key
+from meshwright.optim.sharded import Part
+
+
+class Numbers(NamedTuple):
+    """Of one update: floats, or scalars on the device, which a compiled pass does not bake in."""
+
+    keep: float | Tensor
+    """1 - lr x decay."""
+    rate: float | Tensor
+    """lr / (1 - beta1^t)."""
+    root: float | Tensor
+    """sqrt(1 - beta2^t)."""
+    forget1: float | Tensor
+    """1 - beta1."""
+    beta2: float | Tensor
+    forget2: float | Tensor
+    """1 - beta2."""
+    eps: float | Tensor
+
+
+class UpdateNumbers:
+    """The numbers of one update, made once for each rate and decay."""
+
+    def __init__(self, betas: tuple[float, float], eps: float, num_updates: int) -> None:
+        self._betas, self._eps, self._num_updates = betas, eps, num_updates
+        self._known: dict[tuple[float, float], Numbers] = {}
+        self._key: Tensor | None = None
+
+    def of(self, part: Part) -> Numbers:
+        """Those of a part, in its dtype where they are tensors."""
+        rates = (part.lr, part.weight_decay)
+        if rates not in self._known:
+            plain = self._plain(*rates)
+            self._known[rates] = plain if part.shard.device.type == "cpu" else _on_device(plain, part.shard)
+        return self._known[rates]
+
+    def key(self, part: Part) -> Tensor:
+        """Of this update's noise."""
+        if self._key is None:
+            self._key = step_key(self._num_updates, part.shard.device)
+        return self._key
+
+    def _plain(self, lr: float, decay: float) -> Numbers:
+        beta1, beta2 = self._betas
+        return Numbers(
+            keep=1.0 - lr * decay,
+            rate=lr / (1.0 - beta1**self._num_updates),
+            root=(1.0 - beta2**self._num_updates) ** 0.5,
+            forget1=1.0 - beta1,
+            beta2=beta2,
+            forget2=1.0 - beta2,
+            eps=self._eps,
+        )
+
+
+def _on_device(plain: Numbers, like: Tensor) -> Numbers:
+    """Scalars that the device fills by itself: no host sync."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return Numbers(*(torch.full((), float(one), dtype=dtype, device=like.device) for one in plain))
+
+
+def moved_moments(first: Tensor, second: Tensor, g: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Both moments after one more gradient."""
+    first = first + numbers.forget1 * (g - first)
+    return first, second * numbers.beta2 + numbers.forget2 * g * g
+
+
+def moved_weight(weight: Tensor, first: Tensor, second: Tensor, numbers: Numbers) -> Tensor:
+    """The weight after decay and one step along the corrected moments."""
+    return weight * numbers.keep - numbers.rate * (first / (second.sqrt() / numbers.root + numbers.eps))
+
+
+def fused(one_pass: Callable[..., None], parts: Sequence[Part]) -> Callable[..., None]:
+    """The pass as one kernel where the parts lie on CUDA, else as it is."""
+    if is_stand_in():
+        return lambda *_: None  # the compiled pass allocates nothing
+    return _compiled(one_pass) if any(part.shard.is_cuda for part in parts) else one_pass
+
+
+@cache
+def _compiled(one_pass: Callable[..., None]) -> Callable[..., None]:
+    return torch.compile(one_pass, dynamic=True, fullgraph=True)
