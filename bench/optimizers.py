@@ -1,0 +1,222 @@
+"""Update rules side by side: seconds of one update, bytes kept per parameter, and what they learn.
+
+    python bench/optimizers.py                    on CUDA: 1.2 B parameters of a Llama's shapes
+    python bench/optimizers.py --quality-steps 0  only time and bytes
+    python bench/optimizers.py --layers 1 --vocabulary 4096 --quality-steps 100     a small look on a CPU
+
+torchao's AdamW8bit runs beside ours where torchao is installed, else a line says that it is not.
+Prints one table; `--output FILE` also writes it with the facts of the machine.
+"""
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.bench.machine_facts import machine_facts
+from meshwright.bench.timing import Timing, measure
+from meshwright.data.batches import Batch, build_batches
+from meshwright.models.decoder import build_decoder
+from meshwright.models.initialise import initialise
+from meshwright.optim.build import build_optimizer, set_learning_rate
+from meshwright.optim.rounding import WeightFormat
+from meshwright.parallel.program import model_arguments
+from meshwright.spec import AttentionSpec, DataSpec, MlpSpec, ModelSpec, OptimSpec, RopeSpec, SyntheticSpec
+
+Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
+LR, BETA1, BETA2, DECAY = 1e-3, 0.9, 0.95, 0.1
+WARMUP_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to update."""
+
+    name: str
+    weights: WeightFormat
+    build: Build
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and gradients."""
+        return torch.float32 if self.weights == "fp32" else torch.bfloat16
+
+
+def ours(name: str, weights: WeightFormat = "fp32", **settings: Any) -> Contender:
+    """One of meshwright's."""
+    optim = OptimSpec(lr=LR, beta1=BETA1, weight_decay=DECAY, **settings)
+    return Contender(name, weights, lambda named: build_optimizer(named, optim, weights=weights))
+
+
+CONTENDERS = [
+    ours("adamw (torch, fused)"),
+    ours("adamw, bf16 moments", state="bf16"),
+    ours("adamw, bf16 exact", "bf16_exact"),
+    ours("adamw, bf16 exact, bf16 moments", "bf16_exact", state="bf16"),
+    ours("adamw, bf16 stochastic, bf16 moments", "bf16_stochastic", state="bf16"),
+    ours("adamw_8bit", kind="adamw_8bit"),
+    ours("adamw_8bit, bf16 stochastic", "bf16_stochastic", kind="adamw_8bit"),
+    ours("lamb", kind="lamb"),
+    ours("adafactor", kind="adafactor"),
+    ours("muon", kind="muon"),
+]
+
+
+def torchao_contenders() -> list[Contender]:
+    """torchao's 8-bit AdamW; nothing, and a line, where it is not installed."""
+    os.environ.setdefault(
+        "TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1"
+    )  # its compiled parts are not needed here
+    if importlib.util.find_spec("torchao") is None:
+        print("torchao is not installed: its AdamW8bit is left out (pip install torchao)")
+        return []
+    from torchao.optim import AdamW8bit  # noqa: PLC0415  optional: see above
+
+    def build(named: dict[str, nn.Parameter], *, stochastic: bool) -> torch.optim.Optimizer:
+        return AdamW8bit(
+            list(named.values()),
+            lr=LR,
+            betas=(BETA1, BETA2),
+            weight_decay=DECAY,
+            bf16_stochastic_round=stochastic,
+        )
+
+    return [
+        Contender("torchao AdamW8bit", "fp32", lambda named: build(named, stochastic=False)),
+        Contender(
+            "torchao AdamW8bit, bf16 stochastic",
+            "bf16_stochastic",
+            lambda named: build(named, stochastic=True),
+        ),
+    ]
+
+
+def llama_shapes(layers: int, vocabulary: int, width: int = 2048) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a 1B Llama's parameters."""
+    yield "embedding.tokens.weight", (vocabulary, width)
+    for layer in range(layers):
+        block = f"blocks.{layer}."
+        yield block + "attention_norm.weight", (width,)
+        for name, rows in (("query", width), ("key", width // 4), ("value", width // 4), ("output", width)):
+            yield f"{block}attention.{name}.weight", (rows, width)
+        for name in ("gate", "up"):
+            yield f"{block}mlp.{name}.weight", (4 * width, width)
+        yield block + "mlp.down.weight", (width, 4 * width)
+
+
+def time_update(contender: Contender, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Timing:
+    """Seconds of one update, after the first, which may compile."""
+    named = {
+        name: nn.Parameter(0.02 * torch.randn(shape, device=device, dtype=contender.dtype))
+        for name, shape in shapes.items()
+    }
+    optimizer = contender.build(named)
+    for weight in named.values():
+        weight.grad = 1e-3 * torch.randn_like(weight)
+    optimizer.step()
+    return measure(optimizer.step, device, seconds=1.0)
+
+
+def bytes_per_parameter(contender: Contender) -> float:
+    """Weight, gradient and state of a large matrix, after one update."""
+    weight = nn.Parameter(torch.randn(1024, 1024, dtype=contender.dtype))
+    optimizer = contender.build({"blocks.0.mlp.up.weight": weight})
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = sum(_bytes(value) for value in optimizer.state[weight].values() if isinstance(value, Tensor))
+    return (2 * weight.nbytes + kept) / weight.numel()
+
+
+def _bytes(value: Tensor) -> int:
+    """Of a plain tensor, or of the tensors inside a quantised one."""
+    if type(value) in (Tensor, nn.Parameter):
+        return value.nbytes if value.ndim else 0
+    names, _ = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]  torch's own protocol
+    return sum(_bytes(getattr(value, name)) for name in names)
+
+
+MODEL = ModelSpec(
+    vocab_size=257,
+    num_layers=4,
+    width=256,
+    max_positions=256,
+    attention=AttentionSpec(num_heads=4, num_kv_heads=4, head_width=64),
+    mlp=MlpSpec(width=768),
+    rope=RopeSpec(),
+)
+DATA = DataSpec(synthetic=SyntheticSpec(), sequence_length=256, batch_sequences=16, microbatch_sequences=16)
+
+
+def final_loss(contender: Contender, num_steps: int, device: torch.device, seed: int) -> float:
+    """Mean of the last tenth of a small training in bf16; the same data and start for everyone."""
+    model = build_decoder(MODEL, dtype=contender.dtype)
+    initialise(model, seed, device=device)
+    named = dict(model.named_parameters())
+    optimizer = contender.build(named)
+    batches = build_batches(DATA, seed=seed, vocab_size=MODEL.vocab_size, device=device)
+    losses = []
+    for step in range(num_steps):
+        for group in optimizer.param_groups:
+            group.setdefault("lr_factor", 1.0)
+        warm = min(1.0, (step + 1) / WARMUP_STEPS)
+        set_learning_rate(optimizer, LR * warm * (1.0 - 0.9 * step / num_steps))
+        losses.append(_train_step(model, next(batches), optimizer))
+    batches.close()
+    return float(torch.stack(losses[-max(1, num_steps // 10) :]).mean())
+
+
+def _train_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
+    (whole,) = batch.microbatches
+    with torch.autocast(whole.tokens_BS.device.type, dtype=torch.bfloat16):
+        loss = model(whole.tokens_BS, **model_arguments(whole))
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def row_of(contender: Contender, args: argparse.Namespace, device: torch.device) -> str:
+    """One line of the table."""
+    shapes = dict(llama_shapes(args.layers, args.vocabulary))
+    num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+    kept = bytes_per_parameter(contender)
+    timing = time_update(contender, shapes, device)
+    losses = [final_loss(contender, args.quality_steps, device, seed) for seed in range(args.seeds)]
+    quality = " / ".join(f"{loss:.4f}" for loss in losses) if args.quality_steps else "-"
+    speed = f"{1e3 * timing.median:9.2f} | {1e9 * timing.median / num_parameters * 1e3:8.1f}"
+    return f"| {contender.name:<38} | {kept:7.2f} | {speed} | {quality} |"
+
+
+def main() -> None:
+    """Measure everyone and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--quality-steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--only", default="", help="contenders whose name holds this")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines = ["| update | B/param | ms | ps/param | final loss by seed |", "|---|---|---|---|---|"]
+    print("\n".join(lines))
+    for contender in [*CONTENDERS, *torchao_contenders()]:
+        if args.only in contender.name:
+            lines.append(row_of(contender, args, device))
+            print(lines[-1], flush=True)
+    if args.output:
+        facts = "\n".join(f"- {key}: {value}" for key, value in machine_facts(device).items())
+        args.output.write_text("\n".join(["# Update rules", "", facts, "", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
