@@ -73,6 +73,8 @@ def test_groups_by_pattern(ranks, layout):
     ("kind", "before", "after"),
     [
         ("adafactor", LAYOUTS["zero_3_tp"], LAYOUTS["pp"]),
+        ("lars", LAYOUTS["zero_3"], LAYOUTS["tp"]),
+        ("lamb", LAYOUTS["zero_1_tp"], LAYOUTS["pp"]),
         ("adamw_8bit", LAYOUTS["tp"], LAYOUTS["zero_1"]),
         ("adamw_8bit", LAYOUTS["zero_3"], LAYOUTS["zero_1_tp"]),
         ("muon", LAYOUTS["zero_1"], LAYOUTS["single"]),

@@ -106,8 +106,9 @@ def orthogonal_together(tensors: list[Tensor]) -> list[Tensor]:
         by_shape.setdefault(tensor.shape[-2:], []).append(index)
     results = list(tensors)
     for shape, indices in by_shape.items():
-        batch = torch.cat([tensors[index].reshape(-1, *shape) for index in indices])
         counts = [tensors[index].shape[:-2].numel() for index in indices]
+        pairs = zip(indices, counts, strict=True)
+        batch = torch.cat([tensors[index].reshape(count, *shape) for index, count in pairs])
         for index, part in zip(indices, orthogonal(batch).split(counts), strict=True):
             results[index] = part.view(tensors[index].shape)
     return results

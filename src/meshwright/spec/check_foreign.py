@@ -103,6 +103,13 @@ def samples_fill_schedule(spec: FitSpec) -> Violations:
         yield SpecError(fact, where="data.batch_samples", hint=f"use data.batch_samples={smallest} or more")
 
 
+def noise_scale_weighs_tokens(spec: FitSpec) -> Violations:
+    """The noise scale leaves out a part of a batch by loss weights, which models of ours take."""
+    if spec.observe.noise_scale is not None:
+        fact = "observe.noise_scale for a module that is not ours, whose loss has no weights"
+        yield SpecError(fact, where="observe.noise_scale", hint="set observe.noise_scale=null")
+
+
 def loop_has_one_pass(spec: LoopSpec) -> Violations:
     """A loop of your own calls the module itself, so nothing can pass micro-batches between stages."""
     if spec.parallel.pp > 1:
@@ -119,7 +126,7 @@ def limits_are_said_once(spec: LoopSpec) -> Violations:
 
 
 MODULE_RULES = [axes_are_known, weights_are_fp32, module_settings_have_effect]
-FIT_RULES = [samples_are_cut_evenly, samples_fill_schedule]
+FIT_RULES = [samples_are_cut_evenly, samples_fill_schedule, noise_scale_weighs_tokens]
 LOOP_RULES = [loop_has_one_pass, limits_are_said_once]
 
 

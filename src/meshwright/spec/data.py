@@ -57,6 +57,10 @@ class DataSpec(Spec):
         sizes = (part.batch_sequences for part in self.ramp if batch_index < part.before_step)
         return next(sizes, self.batch_sequences)
 
+    def batch_tokens_of(self, batch_index: int) -> int:
+        """Positions of a batch by its number."""
+        return self.batch_sequences_of(batch_index) * self.sequence_length
+
     def batch_sequences_at(self, position: int) -> int:
         """Size of the batch that begins at a position, the number of samples before it."""
         begin, first_step = 0, 0

@@ -91,6 +91,11 @@ class SamplesSpec(Spec):
         """Positions per optimizer step."""
         return self.batch_samples * self.sample_tokens
 
+    def batch_tokens_of(self, batch_index: int) -> int:
+        """Positions of a batch by its number: always the same."""
+        del batch_index
+        return self.batch_tokens
+
 
 class FitSpec(ModuleSpec):
     """For a module, a dataset and a loss handed to the trainer (`meshwright.fit`)."""

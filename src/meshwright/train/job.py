@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from meshwright.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.foreign import FitSpec
+from meshwright.train.noise_scale import PartGradient
 from meshwright.train.step import StepBatch, Training
 
 
@@ -66,3 +67,5 @@ class Job:
     """Weights to start from, where the run names some; called when there is no checkpoint to go on from."""
     evaluate: Callable[[], float]
     """Loss on held-out data; all ranks call it."""
+    measure_part: Callable[[Any], PartGradient] | None = None
+    """The gradient of a part of a batch, for the noise scale; all ranks call it. None for other modules."""

@@ -43,6 +43,7 @@ def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None =
         workload=token_workload(run),
         load_initial=lambda: load_initial_weights(run, training),
         evaluate=lambda: evaluate(run, training.program, mesh),
+        measure_part=lambda batch: measure_part(training, batch, mesh),
     )
     return drive(job, run_dir, stop_after=stop_after)
 
@@ -62,11 +63,11 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
             if batch is None:  # max_epochs: the data is used up
                 break
             noise, part = run.observe.noise_scale, None
-            if noise is not None and _due(noise.every_steps, state.step + 1):
+            if noise and job.measure_part and _due(noise.every_steps, state.step + 1):
                 seed_step(run.seed, state.num_batches)
-                part = measure_part(training, batch, mesh)
+                part = job.measure_part(batch)
             seed_step(run.seed, state.num_batches)
-            batch_tokens = run.data.batch_sequences_of(state.num_batches) * run.data.sequence_length
+            batch_tokens = run.data.batch_tokens_of(state.num_batches)
             rate = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
 
             outcome = train_step(training, batch, learning_rate=rate)
