@@ -79,6 +79,7 @@ def test_groups_by_pattern(ranks, layout):
         ("adamw_8bit", LAYOUTS["zero_3"], LAYOUTS["zero_1_tp"]),
         ("muon", LAYOUTS["zero_1"], LAYOUTS["single"]),
     ],
+    ids=("adafactor", "lars", "lamb", "adamw_8bit", "adamw_8bit_zero_3", "muon"),
 )
 def test_resumes_on_another_mesh(ranks, tmp_path, kind, before, after):
     """Rows, columns, codes and scales are cut otherwise there; the end is that of one device."""

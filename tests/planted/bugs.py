@@ -202,7 +202,7 @@ BUGS = [
         "optim/build.py",
         "return (*range(num_dims - 1), None)",
         "return tuple(range(num_dims))",
-        "tests/equivalence/test_optimizers.py::test_resumes_on_another_mesh[adamw_8bit-before1-after1]",
+        "tests/equivalence/test_optimizers.py::test_resumes_on_another_mesh[adamw_8bit]",
     ),
     Bug(
         "rounding noise counted from the beginning of the shard",
