@@ -24,10 +24,9 @@ from pathlib import Path
 import torch
 
 from meshwright.hardware import parse_cluster
-from meshwright.plan.frameworks import meshwright
+from meshwright.plan.formats import runtime_of, workload_of
 from meshwright.plan.layouts import one_layout
 from meshwright.plan.memory import memory
-from meshwright.plan.workload import workload_of
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.rehearse.run_rank import measure_rank
 from meshwright.spec import (
@@ -144,7 +143,7 @@ def closed_form(run: RunSpec, pp_rank: int) -> tuple[float, float]:
         microbatch_sequences=run.data.microbatch_sequences,
         num_microbatches=run.accumulation,
     )
-    found = memory(workload_of(run), at, parse_cluster("h200:1"), meshwright())
+    found = memory(workload_of(run), at, parse_cluster("h200:1"), runtime_of(run))
     stage = 0 if pp_rank == 0 else 2 if pp_rank == run.parallel.pp - 1 else 1
     return float(found.allocated_bytes[0, stage]), float(found.reserved_bytes[0, stage])
 
