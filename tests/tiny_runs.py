@@ -6,10 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 from meshwright.data.tokenize import ByteTokenizer
-from meshwright.data.write import new_dataset
+from meshwright.rehearse.ragged import write_ragged
 from meshwright.spec import (
     AttentionSpec,
     DataSpec,
@@ -27,8 +25,6 @@ from meshwright.spec import (
 )
 
 SEQUENCE_LENGTH = 16
-# Shorter than a sequence, longer than two, of one token, and just as long as one.
-DOCUMENT_LENGTHS = (1, 7, 40, 3, 16, 2, 23, 5)
 NUM_TOKENS = 64
 # tp=2 leaves 35 rows of the table, which no ZeRO group of 2 or 4 divides.
 VOCAB_SIZE = 70
@@ -52,18 +48,7 @@ def _folder() -> Path:
 def ragged_dataset(num_sequences: int) -> str:
     """A packed dataset that holds exactly this many sequences."""
     target = _folder() / f"sequences-{num_sequences}"
-    generator = np.random.default_rng(7)
-    missing = num_sequences * SEQUENCE_LENGTH + 1
-    documents = []
-    for length in (DOCUMENT_LENGTHS[i % len(DOCUMENT_LENGTHS)] for i in range(missing)):
-        length = min(length, missing - 1)
-        documents.append(generator.integers(0, NUM_TOKENS - 1, length).astype(np.uint8))
-        missing -= length + 1
-        if missing <= 1:
-            break
-    with new_dataset(target, _FewTokens()) as writer:
-        writer.append(documents)
-        writer.finish([])
+    write_ragged(target, _FewTokens(), num_sequences=num_sequences, sequence_length=SEQUENCE_LENGTH)
     return str(target)
 
 

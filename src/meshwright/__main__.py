@@ -2,4 +2,5 @@
 
 from meshwright.cli.main import main
 
-main()
+if __name__ == "__main__":  # a fork server imports this module once more
+    main()

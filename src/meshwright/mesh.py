@@ -9,6 +9,7 @@ The same ranks are cut twice, because state and activations are cut differently:
 tp is innermost, so its ranks are neighbours on a node. Building a Mesh communicates: all ranks call it.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -30,6 +31,8 @@ class World:
     local_rank: int
     num_ranks: int
     device: torch.device
+    store: dist.Store | None = None
+    """Where ranks leave words for each other; it outlives process groups."""
 
     @property
     def is_first(self) -> bool:
@@ -71,12 +74,46 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> Worl
         # allocation; what the user says counts.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(chosen)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        store = dist.HashStore() if num_ranks == 1 else None
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-    return World(rank=rank, local_rank=local_rank, num_ranks=num_ranks, device=chosen)
+    world = World(rank=rank, local_rank=local_rank, num_ranks=num_ranks, device=chosen)
+    if dist.is_initialized():
+        return world
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    found = None if num_ranks == 1 else next(dist.rendezvous("env://", rank, num_ranks, timeout=timeout))
+    world = dataclasses.replace(world, store=found[0] if found else dist.HashStore())
+    _form_groups(world, "world", timeout)
+    return world
+
+
+def rejoin_world(world: World, attempt: int, *, timeout_seconds: float = 1800.0) -> World:
+    """The same ranks in new process groups, after a step that some of them left half-way; all call it."""
+    abandon_world(world)
+    _form_groups(world, f"world-{attempt}", datetime.timedelta(seconds=timeout_seconds))
+    return world
+
+
+def _form_groups(world: World, prefix: str, timeout: datetime.timedelta) -> None:
+    assert world.store is not None
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    store = dist.PrefixStore(prefix, world.store)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.num_ranks, timeout=timeout
+    )
+
+
+def abandon_world(world: World) -> None:
+    """Leave without waiting for collectives that will never end: a partner has left them."""
+    if dist.is_initialized():
+        end_device_collectives(world)
+        dist.destroy_process_group()
+
+
+def end_device_collectives(world: World) -> None:
+    """Let every collective on a card end as it is; what gloo does on the host goes on. From any thread."""
+    if world.device.type == "cuda":
+        # Private: there is no public list of all groups, nor of the parts of a group by device.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):  # a group of the hosts has no part on the card
+                group._get_backend(world.device).abort()
 
 
 def leave_world() -> None:

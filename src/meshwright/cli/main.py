@@ -51,7 +51,7 @@ VERBS = {
     "env": "What this machine has: versions, cores, memory, accelerators.",
     "schema": "JSON schema of a run file, for editors.",
 }
-NOT_VERBS: set[str] = set()
+NOT_VERBS: set[str] = {"proof"}
 """Modules of this folder that several verbs share."""
 # Installed by `pip install "meshwright[train]"` only.
 TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "tensorboard")

@@ -154,6 +154,7 @@ def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from meshwright.hardware.observed import observed_line, read_pairs
     from meshwright.plan.document import layout_words
     from meshwright.units import show_bytes, show_count, show_seconds
 
@@ -197,6 +198,9 @@ def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
     for each in against[:6]:
         console.print(f"- {each.change}: {each.reason}", highlight=False)
     found = made.found
+    observed = observed_line(read_pairs(cluster.device.name), cluster.device.title)
+    if observed is not None:
+        typer.echo(observed, err=True)
     typer.echo(
         f"priced {found.num_considered} layouts, {found.num_fitting} fit, in {made.search_seconds:.2f} s",
         err=True,

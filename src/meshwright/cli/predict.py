@@ -82,7 +82,9 @@ def _predict_table(table: Path, output: Path | None, *, as_json: bool) -> None:
 def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None, *, as_json: bool) -> None:
     from meshwright.errors import EXIT_NO_FIT
     from meshwright.hardware import cluster_of, read_profile
-    from meshwright.plan.predict import predict_run, recompute_that_fits
+    from meshwright.hardware.observed import observed_line, read_pairs
+    from meshwright.plan.predict import predict_run
+    from meshwright.plan.remedies import remedies, remedy_words
     from meshwright.spec.text import read_run
 
     loaded = read_run(name, overrides)
@@ -92,14 +94,11 @@ def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None,
         cluster = read_profile(profile).applied_to(cluster)
     found = predict_run(loaded.run, cluster)
     typer.echo(json.dumps(_document(found)) if as_json else _text(found, cluster.device.title))
+    observed = observed_line(read_pairs(cluster.device.name), cluster.device.title)
+    if observed is not None:
+        typer.echo(observed, err=True)
     if not found.fits:
-        least = recompute_that_fits(loaded.run, cluster)
-        advice = (
-            f"memory.recompute={least} would fit"
-            if least
-            else "no recompute is enough: take a smaller micro-batch or more shards"
-        )
-        typer.echo(advice, err=True)
+        typer.echo(remedy_words(remedies(loaded.run, cluster), cluster), err=True)
         raise typer.Exit(EXIT_NO_FIT)
 
 
@@ -162,5 +161,6 @@ def _text(found: Any, device: str) -> str:
             f"on the device {show_bytes(stage.device_bytes)}"
         ]
     verdict = "fits" if found.fits else "does NOT fit"
-    lines += ["", f"{verdict} {device} ({show_bytes(found.capacity_bytes)})"]
+    excess = "" if found.fits else f": {show_bytes(found.excess_bytes)} too much"
+    lines += ["", f"{verdict} {device} ({show_bytes(found.capacity_bytes)}){excess}"]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli.check import Overrides, Run
+from meshwright.cli.proof import tell_proof
 
 
 def rehearse(
@@ -26,13 +27,22 @@ def rehearse(
     measure: Annotated[
         bool, typer.Option("--measure", help="Run the rank for real on this machine's GPU too.")
     ] = False,
+    proof: Annotated[bool, typer.Option(help="Prove the numbers on a small world of this machine.")] = True,
+    full: Annotated[
+        bool, typer.Option("--full", help="As many small worlds as it takes to run every two axes together.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Build one rank of the full world on this machine, without the other ranks.
+    """Build one rank of the full world on this machine, and prove the numbers on a small one.
 
     The very step of the run is traced on the CPU: what each rank allocates, at its fullest moment and by
-    item, what it sends and what it computes. Nothing is trained and no GPU is needed. Exit code 3: it does
-    not fit the device named by --on.
+    item, what it sends and what it computes. No GPU is needed. Exit code 3: it does not fit the device
+    named by --on.
+
+    Then the run shrinks until local ranks can train it: fewer layers, narrow widths, every axis at its
+    smallest degree, the same schedule and rules. Three steps in float64 must equal one device: loss, every
+    gradient, weights and optimizer states. Where there is a CUDA card, NCCL ranks on it are proved too.
+    Exit code 4: something differs, and the worst parameter is named.
     """
     from meshwright.hardware.catalogue import parse_cluster
     from meshwright.spec.text import read_run
@@ -42,10 +52,11 @@ def rehearse(
     cluster = parse_cluster(on) if on else None
     reports = _traced(loaded.run, rank, steps, imbalance, is_whole=whole)
     measured = _measured(loaded.run, reports, imbalance) if measure else []
-    if as_json:
-        typer.echo(json.dumps(_document(reports, measured, cluster)))
-    else:
+    if not as_json:
         _print(reports, measured, cluster)
+    proved = list(tell_proof(loaded.run, full=full, quiet=as_json)) if proof else []
+    if as_json:
+        typer.echo(json.dumps({**_document(reports, measured, cluster), "proof": proved}))
     if cluster is not None:
         _require_fit(loaded.run, reports, cluster)
 
@@ -71,9 +82,13 @@ def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whol
 
 
 def _measured(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
-    from meshwright.rehearse.run_rank import measure_rank
+    from meshwright.rehearse.run_rank import keep_pair, measure_rank
 
-    return [measure_rank(run, report.rank, imbalance=imbalance) for report in reports]
+    measured = [measure_rank(run, report.rank, imbalance=imbalance) for report in reports]
+    line = keep_pair(run, measured)
+    if line is not None:
+        typer.echo(line, err=True)
+    return measured
 
 
 def _print(reports: list[Any], measured: list[Any], cluster: Any) -> None:

@@ -16,7 +16,16 @@ from typing import Any, BinaryIO, Literal, Self
 from meshwright.observe.metrics import to_json
 
 EventKind = Literal[
-    "start", "resume", "checkpoint", "evaluate", "overflow", "warning", "interrupt", "failure", "finish"
+    "start",
+    "resume",
+    "checkpoint",
+    "evaluate",
+    "overflow",
+    "prediction",
+    "warning",
+    "interrupt",
+    "failure",
+    "finish",
 ]
 Event = dict[str, Any]
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")

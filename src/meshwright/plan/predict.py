@@ -80,9 +80,14 @@ class Prediction:
         return max(self.stages, key=lambda stage: stage.device_bytes)
 
     @property
+    def excess_bytes(self) -> float:
+        """What the fullest rank needs beyond the device and its margin; negative where there is room."""
+        return self.fullest.device_bytes - FIT_SHARE * self.capacity_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether the fullest rank stays inside the device, with a margin for what the estimate misses."""
-        return self.fullest.device_bytes <= FIT_SHARE * self.capacity_bytes
+        return self.excess_bytes <= 0
 
 
 def _stage_memory(found: Memory, at: Layouts) -> tuple[StageMemory, ...]:
@@ -139,15 +144,6 @@ def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
         num_microbatches=run.accumulation,
     )
     return predict_layout(workload_of(run), at, cluster, runtime_of(run), run=run)
-
-
-def recompute_that_fits(run: RunSpec, cluster: Cluster) -> str | None:
-    """The least recompute with which this run would fit, or None where none is enough."""
-    for recompute in ("none", "selective", "full"):
-        changed = run.with_(memory=run.memory.with_(recompute=recompute, recompute_every=1))
-        if predict_run(changed, cluster).fits:
-            return recompute
-    return None
 
 
 def predict_table_run(row: TableRun) -> Prediction:

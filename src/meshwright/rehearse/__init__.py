@@ -1,1 +1,1 @@
-"""Be any rank of any world on one machine: what it allocates, sends and computes."""
+"""Rehearsal: what a run will use and whether it computes the right thing, before it is queued."""

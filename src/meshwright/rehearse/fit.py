@@ -1,6 +1,7 @@
 """Whether the traced ranks fit a device, and what to change where they do not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -8,7 +9,8 @@ from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.layouts import one_layout
 from meshwright.plan.memory import FIT_SHARE, outside_bytes
-from meshwright.plan.predict import recompute_that_fits
+from meshwright.plan.predict import predict_run
+from meshwright.plan.remedies import remedies
 from meshwright.rehearse.rank import RankReport
 from meshwright.spec import RunSpec
 from meshwright.units import show_bytes
@@ -42,13 +44,11 @@ def require_fit(run: RunSpec, reports: Sequence[RankReport], cluster: Cluster) -
 
 
 def _ways(run: RunSpec, cluster: Cluster, missing: float) -> str:
-    ways = []
-    least = recompute_that_fits(run, cluster) if run.parallel.num_ranks == cluster.num_devices else None
-    if least is not None and least != run.memory.recompute:
-        ways.append(f"memory.recompute={least}")
-    if run.data.microbatch_sequences > 1:
-        ways.append(f"data.microbatch_sequences={run.data.microbatch_sequences // 2}")
-    if run.parallel.dp_shard * run.parallel.cp > 1 and run.parallel.zero < 3:
-        ways.append(f"parallel.zero={run.parallel.zero + 1}")
-    ways.append("more devices along dp_shard, tp or pp: `meshwright plan` finds a layout")
-    return f"{show_bytes(missing)} too many; any of: " + "; ".join(ways)
+    """Changes that are predicted to save what is missing, on the same devices; then more of those."""
+    ways = ["more devices along dp_shard, tp or pp: `meshwright plan` finds a layout"]
+    if run.parallel.num_ranks == cluster.num_devices:
+        spared = int(predict_run(run, cluster).fullest.device_bytes - missing)
+        device = replace(cluster.device, memory_bytes=max(1, int(spared / FIT_SHARE)))
+        ways = [remedy.words for remedy in remedies(run, replace(cluster, device=device))] + ways
+    listed = "".join(f"\n         - {way}" for way in ways)
+    return f"{show_bytes(missing)} too many; any of:{listed}"

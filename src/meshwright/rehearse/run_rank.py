@@ -8,17 +8,20 @@ import dataclasses
 import os
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from meshwright.data.batches import Batch
 from meshwright.errors import MeshError
+from meshwright.hardware.observed import store_pair
 from meshwright.ops.routed_rows import routed_evenly
 from meshwright.rehearse.trace import blank_batch
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_training
+from meshwright.train.foretold import pair_of, predict_here
 from meshwright.train.step import Training, train_step
 
 NUM_STEPS = 3
@@ -57,6 +60,29 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
+
+
+def keep_pair(run: RunSpec, measured: Sequence[Measured]) -> str | None:
+    """Predicted beside measured, kept for this machine and in words; None where there is nothing to compare.
+
+    One rank of many has its bytes but not its seconds here, since it never waits for the others; so only
+    a run of one rank is kept.
+    """
+    device = _device(run)
+    prediction = predict_here(run, device)
+    if prediction is None or run.parallel.num_ranks > 1:
+        return None
+    (only,) = measured
+    pair = pair_of(
+        run,
+        device,
+        prediction,
+        peak_bytes=only.allocated_bytes,
+        seconds=only.step_seconds,
+        source="rehearse",
+    )
+    store_pair(pair)
+    return pair.line
 
 
 def _device(run: RunSpec) -> torch.device:

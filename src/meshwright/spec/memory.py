@@ -12,3 +12,5 @@ class MemorySpec(Spec):
     """selective keeps matmul and attention outputs and recomputes the cheap rest."""
     recompute_every: Positive = 1
     """Recompute every k-th layer (1: all of them)."""
+    on_oom: Literal["stop", "halve_microbatch"] = "stop"
+    """When a rank runs out of memory: stop, or take the same batch again in smaller micro-batches."""

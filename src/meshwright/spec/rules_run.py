@@ -235,6 +235,7 @@ CONDITIONS: list[Condition] = [
     Condition("parallel.schedule", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition("parallel.virtual_stages", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition("parallel.etp", lambda run: run.model.moe is not None, "the model has experts"),
+    Condition("memory.on_oom", lambda run: run.data.microbatch_sequences > 1, "microbatch_sequences > 1"),
     Condition("memory.recompute_every", lambda run: run.memory.recompute != "none", "recompute is on"),
     *(
         Condition(

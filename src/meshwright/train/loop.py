@@ -4,11 +4,15 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from meshwright.mesh import World, build_mesh
 from meshwright.optim.schedule import learning_rate
 from meshwright.resilience.interrupt import listening
+from meshwright.resilience.shortage import GuardedProgram, Lookout, Shortage
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
+from meshwright.train.carried import Carried, carry, put_back
 from meshwright.train.evaluate import evaluate
 from meshwright.train.initial import load_initial_weights
 from meshwright.train.job import Job
@@ -24,17 +28,30 @@ from meshwright.train.step import train_step
 class Outcome:
     """How a run ended."""
 
-    kind: Literal["finished", "interrupted"]
+    kind: Literal["finished", "interrupted", "short"]
     state: TrainState
+    carried: Carried | None = None
+    """short: a rank ran out of memory, and this is what a smaller micro-batch goes on from."""
 
 
-def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+def train(
+    run: RunSpec,
+    world: World,
+    run_dir: Path,
+    *,
+    stop_after: int | None = None,
+    carried: Carried | None = None,
+    attempt: int = 0,
+) -> Outcome:
     """Run to the end, from the beginning or from the last checkpoint in `run_dir`; all ranks call it.
 
-    `stop_after` stops at a step on the way, on the very course of the whole run.
+    `stop_after` stops at a step on the way, on the very course of the whole run. `carried` is what an
+    attempt that ran out of memory left.
     """
     mesh = build_mesh(run.parallel, world)
     training = build_training(run, mesh)
+    goes_on = run.memory.on_oom == "halve_microbatch"
+    training.program = GuardedProgram(training.program, Lookout(world, attempt, goes_on=goes_on))
     job = Job(
         run=run,
         mesh=mesh,
@@ -45,20 +62,21 @@ def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None =
         evaluate=lambda: evaluate(run, training.program, mesh),
         measure_part=lambda batch: measure_part(training, batch, mesh),
     )
-    return drive(job, run_dir, stop_after=stop_after)
+    return drive(job, run_dir, stop_after=stop_after, carried=carried)
 
 
-def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+def drive(
+    job: Job, run_dir: Path, *, stop_after: int | None = None, carried: Carried | None = None
+) -> Outcome:
     """The loop itself; all ranks call it."""
     run, training, batches = job.run, job.training, job.batches
     last_step = min(run.schedule.num_steps, stop_after or run.schedule.num_steps)
     checkpoints = Checkpoints(run, run_dir / "checkpoints", training, batches)
-    state = checkpoints.restore_or_start()
-    if state.step == 0:
-        job.load_initial()
+    state = put_back(carried, job) if carried is not None else _restore_or_start(job, checkpoints)
 
     with Recorder(job, run_dir, state) as recorder, listening() as interrupt, collector_off():
         while state.step < last_step:
+            position = batches.state()
             batch = next(batches, None)
             if batch is None:  # max_epochs: the data is used up
                 break
@@ -70,7 +88,12 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
             batch_tokens = run.data.batch_tokens_of(state.num_batches)
             rate = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
 
-            outcome = train_step(training, batch, learning_rate=rate)
+            try:
+                outcome = train_step(training, batch, learning_rate=rate)
+            except (Shortage, torch.OutOfMemoryError) as error:
+                recorder.run_short(error, state)
+                batches.close()
+                return Outcome("short", state, carry(job, state, position))
 
             if outcome.is_skipped:
                 state = state.after_skip()
@@ -96,6 +119,13 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
         is_cut_short = last_step <= state.step < run.schedule.num_steps
         kind = "interrupted" if is_cut_short else "finished"
         return Outcome(kind, recorder.end(kind, state))
+
+
+def _restore_or_start(job: Job, checkpoints: Checkpoints) -> TrainState:
+    state = checkpoints.restore_or_start()
+    if state.step == 0:
+        job.load_initial()
+    return state
 
 
 def _due(every_steps: int | None, step: int) -> bool:

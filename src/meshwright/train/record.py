@@ -26,11 +26,14 @@ from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.summary import RunSummary, write_summary
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.plan.flops import flops_per_token
+from meshwright.resilience.shortage import Shortage, first_words
 from meshwright.spec import PrecisionSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.train.evaluate import sum_over_world
+from meshwright.train.foretold import Foretold, device_title
 from meshwright.train.job import Job, Workload
 from meshwright.train.noise_scale import NoiseEstimate, PartGradient
+from meshwright.train.out_of_memory import out_of_memory, smaller_microbatch
 from meshwright.train.saved import Checkpoints
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
@@ -65,6 +68,7 @@ class Recorder:
         self._metrics: MetricsWriter | None = None
         self._progress: ProgressView | None = None
         self._mirror: TensorBoardMirror | None = None
+        self._foretold = Foretold(self._run, self._mesh.device)
         if self._mesh.rank != 0:
             return
         metrics = MetricsWriter(self._run_dir, self._rate, restored_step=state.step)
@@ -147,6 +151,26 @@ class Recorder:
                 hint="lower optim.lr, or use bf16",
             )
 
+    def run_short(self, error: Shortage | torch.OutOfMemoryError, state: TrainState) -> None:
+        """A rank ran out of memory: raise what everyone must know, unless smaller micro-batches go on.
+
+        An error that did not become a Shortage came from outside of forward and backward: the update may
+        have begun, so there is nothing to go on from.
+        """
+        can_go_on = self._run.memory.on_oom == "halve_microbatch" and isinstance(error, Shortage)
+        shortage = error if isinstance(error, Shortage) else Shortage(self._mesh.rank, first_words(error))
+        smaller = smaller_microbatch(self._run) if can_go_on else None
+        if smaller is None:
+            raise out_of_memory(
+                self._run, self._mesh, self._training, shortage, step=state.step, run_dir=self._run_dir
+            ) from None
+        size = smaller.data.microbatch_sequences
+        text = (
+            f"rank {shortage.rank} ran out of memory: step {state.step + 1} again in micro-batches of {size}"
+        )
+        self._events.write("warning", step=state.step, text=text)
+        self.say(text)
+
     def attempt_save(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Save on the way; a failed save is told and does not end training."""
         try:
@@ -170,6 +194,7 @@ class Recorder:
 
     def end(self, outcome: Literal["finished", "interrupted"], state: TrainState) -> TrainState:
         """The last words of a run."""
+        self._tell(self._foretold.tell())
         self._events.write("finish" if outcome == "finished" else "interrupt", step=state.step)
         self._summarise(outcome, state)
         return state
@@ -191,6 +216,13 @@ class Recorder:
         self._progress.update(complete)
         if self._mirror is not None:
             self._mirror.write(complete)
+        self._tell(self._foretold.see(metrics))
+
+    def _tell(self, line: str | None) -> None:
+        """How the prediction did, in the log and to people."""
+        if line is not None:
+            self._events.write("prediction", text=line)
+            self.say(line)
 
     def _scaling(self, state: TrainState) -> dict[str, Any]:
         """fp16: the scale after this step, and whether batches were skipped since the last line."""
@@ -231,7 +263,7 @@ class Recorder:
             final_step=state.step,
             wall_seconds=state.train_seconds,
             num_ranks=self._mesh.parallel.num_ranks,
-            device=device_name(self._mesh.device),
+            device=device_title(self._mesh.device),
             num_parameters=self._workload.num_parameters,
             flops_per_token=self._workload.flops_per_token,
             fingerprint=self._run.fingerprint(),
@@ -274,11 +306,6 @@ def corpus_entropy(run: RunSpec) -> float | None:
         return None
 
 
-def device_name(device: torch.device) -> str:
-    """In words."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def local_peak_bytes(device: torch.device) -> int:
     """Most memory this process held: on CUDA what torch allocated, else resident memory."""
     if device.type == "cuda":
@@ -310,6 +337,6 @@ def _peak_flops(precision: PrecisionSpec, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     try:
-        return find_device(device_name(device)).peak(precision.compute)
+        return find_device(device_title(device)).peak(precision.compute)
     except MeshwrightError:
         return None

@@ -1,18 +1,29 @@
 """One process of a run: join the others, look after the run directory, train, leave."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED, CheckpointError, MeshwrightError, SpecError
-from meshwright.mesh import join_world, leave_world
+from meshwright.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    MeshwrightError,
+    RunError,
+    SpecError,
+)
+from meshwright.mesh import World, abandon_world, join_world, leave_world, rejoin_world
+from meshwright.resilience.shortage import first_words
 from meshwright.spec import RunSpec
 from meshwright.spec.foreign import FitSpec
 from meshwright.spec.text import dump_run, load_run
 from meshwright.spec.yaml_text import parse_yaml
-from meshwright.train.loop import train
+from meshwright.train.loop import Outcome, train
+from meshwright.train.out_of_memory import smaller_microbatch
 from meshwright.train.saved import require_same_course
 
 
@@ -21,11 +32,42 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
     world = join_world(run.device)
     try:
         on_first_rank(lambda: claim_directory(run, run_dir))
-        outcome = train(run, world, run_dir, stop_after=stop_after)
+        outcome = train_on(run, world, run_dir, stop_after=stop_after)
         is_as_asked = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
         return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
+    except torch.OutOfMemoryError as error:
+        abandon_world(world)
+        raise RunError(
+            f"rank {world.rank} ran out of memory outside of a step: {first_words(error)}",
+            where=str(run_dir),
+            hint="weights and optimizer states do not fit: use a higher parallel.zero, or more ranks",
+        ) from None
+    except BaseException:
+        abandon_world(world)  # other ranks may be anywhere: nothing here may wait for them
+        raise
     finally:
         leave_world()
+
+
+def train_on(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+    """Train; after a shortage of memory once more from the same batch, in smaller micro-batches."""
+    outcome = train(run, world, run_dir, stop_after=stop_after)
+    attempt = 0
+    while outcome.kind == "short":
+        smaller, attempt = smaller_microbatch(run), attempt + 1
+        assert smaller is not None, "the attempt before would have raised"
+        run = smaller
+        release_memory(world.device)
+        rejoin_world(world, attempt)
+        outcome = train(run, world, run_dir, stop_after=stop_after, carried=outcome.carried, attempt=attempt)
+    return outcome
+
+
+def release_memory(device: torch.device) -> None:
+    """What the program of the attempt before held goes back to the device."""
+    gc.collect()  # modules and their hooks hold each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def on_first_rank(action) -> None:

@@ -2,11 +2,13 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.main import run
+from meshwright.hardware.observed import Pair, store_pair
 
 RECIPE = "llama-3.1-8b-8gpu"
 TABLE = Path(__file__).parents[2] / "data" / "published_runs.csv"
@@ -40,8 +42,22 @@ def test_what_does_not_fit_exits_three_and_says_what_would(capsys: pytest.Captur
     words = ["predict", RECIPE, "memory.recompute=none", "data.microbatch_sequences=2", "--on", "h100:8"]
     code, out, err = _run(words, capsys)
     assert code == 3
-    assert "does NOT fit" in out
-    assert "memory.recompute=full would fit" in err
+    assert re.search(r"does NOT fit NVIDIA H100.*: \d.* too much", out)
+    assert "any one of these fits:\n  - " in err
+    assert re.search(r"memory.recompute=full \(\d.* per device, \d.* per step\)", err)
+
+
+def test_what_was_observed_here_is_told_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["predict", RECIPE, "--on", "h100:8"]
+    monkeypatch.setenv("MESHWRIGHT_HOME", str(tmp_path))
+    _, before, silence = _run(words, capsys)
+    store_pair(Pair("h100", "a", "one device", 1, "bf16", 2.0, 3.0, 1.0, 1.25))
+    _, after, told = _run(words, capsys)
+    assert "observed" not in silence
+    assert "1 run here needed 1.50 x the predicted memory and 1.25 x the predicted time" in told
+    assert after == before
 
 
 def test_a_table_gains_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,6 +275,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.virtual_stages=2"],
             ["parallel.etp=2", "parallel.tp=2"],
             ["memory.recompute_every=2"],
+            ["memory.on_oom=halve_microbatch", "data.microbatch_sequences=1"],
             ["optim.kind=sgd", "optim.beta2=0.99"],
             ["optim.kind=lars", "optim.eps=1e-6"],
             ["optim.momentum=0.9"],

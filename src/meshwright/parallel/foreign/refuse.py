@@ -25,6 +25,12 @@ def require_trainable(model: nn.Module, blocks: Blocks, spec: ModuleSpec) -> Non
             where="model",
             hint="build it on the CPU, or load its weights before",
         )
+    if spec.memory.on_oom != "stop":
+        raise SpecError(
+            f"on_oom={spec.memory.on_oom} is for models described by a run file",
+            where="memory.on_oom",
+            hint="leave it at stop",
+        )
     _require_blocks(kind, blocks, spec)
     _require_one_forward(model, spec)
     if spec.parallel.zero == 3:

@@ -1,0 +1,187 @@
+"""A pool of local ranks that run one job after the other: gloo on CPU cores, or NCCL on one card.
+
+Starting torch in eight processes takes most of a minute on two cores, so it is done once: a fork
+server imports torch, the ranks are forked from it and stay. Each job forms a fresh process group of
+the size it asks for (tens of milliseconds) and leaves none behind.
+"""
+
+import datetime
+import io
+import logging
+import multiprocessing
+import os
+import tempfile
+import traceback
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from meshwright.mesh import World
+
+# A collective that waits this long has lost a partner: no job computes for a minute.
+JOB_TIMEOUT_SECONDS = 120.0
+# gloo keeps the threads of a destroyed group while anything in torch remembers it (a mesh leaves about 20
+# groups), and torch's caches may name a group of an earlier world; fresh forks are cheap beside both.
+JOBS_PER_FORK = 5
+_STORE_VARIABLE = "MESHWRIGHT_RANK_STORE"
+_PRELOAD = [
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "meshwright.train.loop",
+    "meshwright.rehearse.steps",
+]
+
+
+class RankFailure(Exception):
+    """One or more ranks raised; the text holds each rank's traceback."""
+
+
+def _pack(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False, map_location="cpu")
+
+
+def _take_device(rank: int, device: str) -> str:
+    """Make this process a rank of one kind; returns the backend of its process groups."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # DTensor warns about the order of gathers of a parameter that is cut twice: right, and of no use here.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    if device == "cpu":
+        return "gloo"
+    # NCCL refuses two ranks on one card of one host, so each rank says that it is a host of its own.
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(0)
+    return "cpu:gloo,cuda:nccl"
+
+
+def rank_device() -> torch.device:
+    """The device of the rank that this process is."""
+    return torch.device("cuda", 0) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def this_world() -> World:
+    """The world of the job that the pool runs at the moment."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(os.environ[_STORE_VARIABLE], size)
+    return World(rank=rank, local_rank=rank, num_ranks=size, device=rank_device(), store=store)
+
+
+def _serve(rank: int, connection: Connection, device: str) -> None:
+    """Run jobs until the pipe closes."""
+    backend = _take_device(rank, device)
+    while True:
+        try:
+            function, world_size, store_path, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            os.environ[_STORE_VARIABLE] = store_path
+            store = dist.FileStore(store_path, world_size)
+            timeout = datetime.timedelta(seconds=JOB_TIMEOUT_SECONDS)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            torch.manual_seed(0)
+            result = _pack(function(*args))
+            dist.barrier()  # a rank that left early would close connections that another still makes
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class RankPool:
+    """Forked ranks that run `function(*args)` together in a process group of any size up to `max_ranks`."""
+
+    def __init__(self, max_ranks: int = 8, *, device: str = "cpu") -> None:
+        self.max_ranks, self.device = max_ranks, device
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
+        self._num_jobs = 0
+
+    def _grow(self, num_ranks: int) -> None:
+        while len(self._workers) < num_ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(len(self._workers), theirs, self.device), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks that stand at the moment."""
+        return [process.pid for process, _ in self._workers]
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
+        """What each rank returned, by rank; raises RankFailure with every traceback."""
+        assert 1 <= world_size <= self.max_ranks
+        if self._num_jobs == JOBS_PER_FORK or not all(process.is_alive() for process, _ in self._workers):
+            self.restart()  # a rank may also be dead because somebody killed it
+        self._num_jobs += 1
+        self._grow(world_size)
+        store_path = os.path.join(self._folder.name, uuid.uuid4().hex)
+        connections = [connection for _, connection in self._workers[:world_size]]
+        for connection in connections:
+            connection.send((function, world_size, store_path, args))
+        return self._collect(connections)
+
+    def _collect(self, connections: list[Connection]) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = dict(zip(connections, range(len(connections)), strict=True))
+        while waiting:
+            # After a first failure the others hang in a collective: give them a moment to report too.
+            ready = wait(list(waiting), timeout=2.0 if failures else JOB_TIMEOUT_SECONDS + 30)
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    succeeded, value = False, "the process died"
+                (results if succeeded else failures)[rank] = value
+        if failures or waiting:
+            self.restart()
+            silent = f"\nno answer from ranks {sorted(waiting.values())}" if waiting else ""
+            raise RankFailure(
+                "".join(f"\nrank {r}:\n{text}" for r, text in sorted(failures.items())) + silent
+            )
+        return [_unpack(results[rank]) for rank in range(len(connections))]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the pool for good."""
+        self.restart()
+        self._folder.cleanup()
+
+    def restart(self) -> None:
+        """Kill the ranks; the next job forks new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+        self._num_jobs = 0

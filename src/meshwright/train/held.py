@@ -1,0 +1,47 @@
+"""What the state of a rank takes, counted by storage: views of one storage count once, and whole."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.train.step import Training
+
+
+@dataclass
+class Held:
+    """Bytes of state on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def held_bytes(training: Training) -> Held:
+    """What the state of this rank takes at the moment."""
+    owned = training.program.owned
+    computing = [parameter for stage in training.program.stages for parameter in stage.parameters()]
+    gradients = [one.shard.grad for one in owned] + [one.parameter.grad for one in owned]
+    states = [value for state in training.optimizer.state.values() for value in state.values()]
+    return Held(
+        parameters=storage_bytes(computing + [one.shard for one in owned]),
+        gradients=storage_bytes(gradients),
+        optimizer=storage_bytes([value for value in states if isinstance(value, Tensor) and value.ndim]),
+    )
+
+
+def storage_bytes(tensors: Iterable[Any]) -> int:
+    """Of the storages behind tensors; None among them is passed over."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
