@@ -93,6 +93,8 @@ def _left_out(run: RunSpec) -> list[str]:
         told.append("no dropout: every layout draws other masks")
     if run.compile:
         told.append("not compiled")
+    if run.data.ramp:
+        told.append("no ramp of the batch")
     if run.precision.fp8 is not None:
         told.append("no fp8: products in float64")
     return told
@@ -186,6 +188,7 @@ def _small_data(run: RunSpec, parallel: ParallelSpec) -> DataSpec:
         sequence_length=math.ceil(LEAST_LENGTH / pieces) * pieces,
         microbatch_sequences=microbatch,
         batch_sequences=_num_microbatches(run, parallel) * microbatch * parallel.dp,
+        ramp=(),
         max_epochs=None,
         holdout_sequences=HOLDOUT_SEQUENCES,
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from meshwright.train.carried import Carried, carry, put_back
 from meshwright.train.evaluate import evaluate
 from meshwright.train.initial import load_initial_weights
 from meshwright.train.job import Job
-from meshwright.train.noise_scale import measure_part
+from meshwright.train.noise_scale import PartGradient, measure_part
 from meshwright.train.quiet import collect_young, collector_off
 from meshwright.train.record import Recorder, token_workload
 from meshwright.train.saved import Checkpoints
@@ -80,15 +80,12 @@ def drive(
             batch = next(batches, None)
             if batch is None:  # max_epochs: the data is used up
                 break
-            noise, part = run.observe.noise_scale, None
-            if noise and job.measure_part and _due(noise.every_steps, state.step + 1):
-                seed_step(run.seed, state.num_batches)
-                part = job.measure_part(batch)
-            seed_step(run.seed, state.num_batches)
             batch_tokens = run.data.batch_tokens_of(state.num_batches)
             rate = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
 
             try:
+                part = _part_when_due(job, batch, state)
+                seed_step(run.seed, state.num_batches)
                 outcome = train_step(training, batch, learning_rate=rate)
             except (Shortage, torch.OutOfMemoryError) as error:
                 recorder.run_short(error, state)
@@ -119,6 +116,15 @@ def drive(
         is_cut_short = last_step <= state.step < run.schedule.num_steps
         kind = "interrupted" if is_cut_short else "finished"
         return Outcome(kind, recorder.end(kind, state))
+
+
+def _part_when_due(job: Job, batch: Any, state: TrainState) -> PartGradient | None:
+    """What the noise scale compares a batch with, at the steps that estimate it."""
+    noise = job.run.observe.noise_scale
+    if noise is None or job.measure_part is None or not _due(noise.every_steps, state.step + 1):
+        return None
+    seed_step(job.run.seed, state.num_batches)
+    return job.measure_part(batch)
 
 
 def _restore_or_start(job: Job, checkpoints: Checkpoints) -> TrainState:
