@@ -31,7 +31,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", ("single", "zero_3", "pp"))
+@pytest.mark.parametrize("layout", (pytest.param("single", marks=pytest.mark.soak), "zero_3", "pp"))
 def test_a_ramp_equals_one_device(ranks, layout):
     """Batches of 4, 6 and 8 sequences: a pipeline has another schedule for each."""
     run = tiny_run("tied", parallel=LAYOUTS[layout], optim="adamw", ramp=RAMP)
@@ -90,7 +90,11 @@ def reference_noise(run: RunSpec, num_steps: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "microbatch_sequences"), [("zero_1", 4), ("zero_3", 1), ("tp", 2), ("pp", 2), ("cp", 4)]
+    ("layout", "microbatch_sequences"),
+    [
+        *(("zero_1", 4), ("pp", 2), ("cp", 4)),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("zero_3", 1), ("tp", 2))),
+    ],
 )
 def test_the_noise_scale_is_that_of_one_device(ranks, tmp_path, layout, microbatch_sequences):
     """The half is by micro-batches, or by ranks where each has one (zero_1 here)."""
