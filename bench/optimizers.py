@@ -76,7 +76,7 @@ def torchao_contenders() -> list[Contender]:
     if importlib.util.find_spec("torchao") is None:
         print("torchao is not installed: its AdamW8bit is left out (pip install torchao)")
         return []
-    from torchao.optim import AdamW8bit  # noqa: PLC0415  optional: see above
+    from torchao.optim import AdamW8bit  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  optional
 
     def build(named: dict[str, nn.Parameter], *, stochastic: bool) -> torch.optim.Optimizer:
         return AdamW8bit(

@@ -69,7 +69,7 @@ class Adafactor(ShardedOptimizer):
             return
         for key, sums_of, dim in (("row_mean_sq", reduced[::2], -1), ("column_mean_sq", reduced[1::2], -2)):
             means = torch._foreach_div(sums_of, [float(part.whole.shape[dim]) for part in matrices])
-            blend([part.state[key] for part in matrices], means, beta2)
+            blend([part.state[key] for part in matrices], list(means), beta2)
 
     def _scaled_gradients(self, parts: list[Part]) -> list[Tensor]:
         matrices = [part for part in parts if part.shard.ndim >= 2]

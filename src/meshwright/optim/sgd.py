@@ -31,7 +31,7 @@ class Sgd(ShardedOptimizer):
         step_along(parts, along, has_decay=False)
 
 
-def carried(parts: Sequence[Part], along: Sequence[Tensor], momentum: float) -> list[Tensor]:
+def carried(parts: Sequence[Part], along: list[Tensor], momentum: float) -> list[Tensor]:
     """momentum x buffer + direction, in the buffers and as a copy to step along."""
     buffers = [part.state["momentum_buffer"] for part in parts]
     torch._foreach_mul_(buffers, momentum)

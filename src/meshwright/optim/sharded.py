@@ -154,7 +154,7 @@ def adam_directions(
     gradients = [part.gradient for part in parts]
     firsts, seconds = ([part.state[key] for part in parts] for key in ("exp_avg", "exp_avg_sq"))
     blend(firsts, gradients, betas[0])
-    blend(seconds, torch._foreach_mul(gradients, gradients), betas[1])
+    blend(seconds, list(torch._foreach_mul(gradients, gradients)), betas[1])
     roots = torch._foreach_sqrt(seconds)
     torch._foreach_div_(roots, (1.0 - betas[1] ** num_updates) ** 0.5)
     torch._foreach_add_(roots, eps)
@@ -163,13 +163,13 @@ def adam_directions(
     return list(directions)
 
 
-def blend(averages: Sequence[Tensor], new: Sequence[Tensor], beta: float) -> None:
+def blend(averages: list[Tensor], new: list[Tensor], beta: float) -> None:
     """average <- beta x average + (1 - beta) x new, in place."""
     torch._foreach_mul_(averages, beta)
     torch._foreach_add_(averages, new, alpha=1.0 - beta)
 
 
-def step_along(parts: Sequence[Part], directions: Sequence[Tensor], *, has_decay: bool) -> None:
+def step_along(parts: Sequence[Part], directions: list[Tensor], *, has_decay: bool) -> None:
     """w <- w - lr x direction, after w <- (1 - lr x decay) w where decay is apart; changes `directions`."""
     shards = [part.shard for part in parts]
     if not shards:
@@ -180,7 +180,7 @@ def step_along(parts: Sequence[Part], directions: Sequence[Tensor], *, has_decay
     torch._foreach_add_(shards, directions)
 
 
-def with_decay(parts: Sequence[Part], directions: Sequence[Tensor]) -> list[Tensor]:
+def with_decay(parts: Sequence[Part], directions: list[Tensor]) -> list[Tensor]:
     """direction + decay x w, as new tensors: where decay is a part of what is stepped along."""
     decays = torch._foreach_mul([part.shard for part in parts], [part.weight_decay for part in parts])
     torch._foreach_add_(decays, directions)
