@@ -187,6 +187,8 @@ def _kind(found: FieldInfo) -> str:
 def _word(option: Any) -> str:
     if get_origin(option) is Literal:
         return " ".join(f"`{word}`" for word in get_args(option))
+    if get_origin(option) is tuple:
+        return f"list of {_word(get_args(option)[0])}"
     plain = get_args(option)[0] if get_origin(option) is Annotated else option
     return {int: "whole number", float: "number", bool: "true or false", str: "text"}[plain]
 

@@ -326,6 +326,11 @@ def parallel(**axes: int) -> ParallelSpec:
     return ParallelSpec(**axes)
 
 
+def offload(what: str) -> MemorySpec:
+    """Short for the tables of tests."""
+    return MemorySpec(offload=what)
+
+
 def recompute(kind: str, every: int = 1) -> MemorySpec:
     """Short for the tables of tests."""
     return MemorySpec(recompute=kind, recompute_every=every)

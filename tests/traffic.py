@@ -104,7 +104,7 @@ def _bucketed(run: RunSpec, shapes: Shapes) -> Named:
     """What tp cuts in one bucket; in another what it does not, whose gradients are also summed over tp."""
     total: Named = Counter()
     shard, shards = ("dp_shard", "cp"), _shards(run, "")
-    num_scatters = run.accumulation if run.parallel.zero == 2 and run.parallel.pp == 1 else 1
+    num_scatters = _num_scatters(run) if run.parallel.zero == 2 else 1
     for partial in (False, True):
         members = [name for name in shapes if _is_partial(run, name) == partial]
         chunk = ELEMENT * sum(padded_elements(run, name, shapes[name]) for name in members)
@@ -121,19 +121,24 @@ def _bucketed(run: RunSpec, shapes: Shapes) -> Named:
     return total
 
 
+def _num_scatters(run: RunSpec) -> int:
+    """Of gradients in a step, with stages 2 and 3."""
+    return run.accumulation if run.parallel.pp == 1 and run.parallel.reduce == "each" else 1
+
+
 def _fully_sharded(run: RunSpec, shapes: Shapes) -> Named:
     """Unit by unit: gathered forward and backward, scattered backward; a pipeline does each once a step."""
     total: Named = Counter()
-    shards, count = _shards(run, ""), 1 if run.parallel.pp > 1 else run.accumulation
-    num_gathers = 1 if run.parallel.pp > 1 else 2 * count
+    shards = _shards(run, "")
+    num_gathers = 1 if run.parallel.pp > 1 else 2 * run.accumulation
     for members in _units(run, shapes):
         chunk = ELEMENT * sum(padded_elements(run, name, shapes[name]) for name in members)
         _add(total, run, "all_gather", ("dp_shard", "cp"), chunk * shards, num_gathers)
-        _add(total, run, "reduce_scatter", ("dp_shard", "cp"), chunk * shards, count)
+        _add(total, run, "reduce_scatter", ("dp_shard", "cp"), chunk * shards, _num_scatters(run))
         _add(total, run, "all_reduce", ("dp_replicate",), chunk)
     for name, shape in shapes.items():
         if _is_partial(run, name):
-            _add(total, run, "all_reduce", ("tp",), ELEMENT * math.prod(shape), count)
+            _add(total, run, "all_reduce", ("tp",), ELEMENT * math.prod(shape), _num_scatters(run))
     return total
 
 
@@ -174,7 +179,8 @@ def _tensor(run: RunSpec, pp_rank: int) -> Named:
     stages, last = stages_here(run, pp_rank), run.parallel.num_stages - 1
     crossings = 4 * _layers_here(run, pp_rank) + (0 in stages) + (last in stages)
     for kind in ("all_gather", "reduce_scatter"):
-        _add(total, run, kind, ("tp",), _hidden_bytes(run), crossings * run.accumulation)
+        again = 2 * _layers_here(run, pp_rank) if kind == "all_gather" and run.memory.regather else 0
+        _add(total, run, kind, ("tp",), _hidden_bytes(run), (crossings + again) * run.accumulation)
     if last in stages:
         per_number = _hidden_bytes(run) // run.model.width
         _add(total, run, "all_reduce", ("tp",), per_number, run.accumulation)

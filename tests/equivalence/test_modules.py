@@ -5,6 +5,7 @@ from tests.own_modules import (
     MODULES,
     differences,
     fit_spec,
+    offload,
     parallel,
     recompute,
     reference,
@@ -17,7 +18,9 @@ TWO_RANKS = {
     "dp2": {"parallel": parallel(dp_replicate=2)},
     "zero_1": {"parallel": parallel(dp_shard=2, zero=1)},
     "zero_2 recompute": {"parallel": parallel(dp_shard=2, zero=2), "memory": recompute("full")},
+    "zero_1 offload": {"parallel": parallel(dp_shard=2, zero=1), "memory": offload("optimizer,activations")},
     "zero_3": {"parallel": parallel(dp_shard=2, zero=3)},
+    "zero_3 offload": {"parallel": parallel(dp_shard=2, zero=3), "memory": offload("activations")},
     "zero_3 recompute": {"parallel": parallel(dp_shard=2, zero=3), "memory": recompute("selective")},
 }
 

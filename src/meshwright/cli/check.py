@@ -80,12 +80,24 @@ def _summary(run: Any) -> str:
         f"{run.accumulation} x {data.microbatch_sequences}{_ramp(data)}\n"
         f"  schedule  {run.schedule.num_steps} steps, "
         f"{show_count(data.num_sequences(run.schedule.num_steps) * data.sequence_length)} tokens"
+        + _offloaded(run)
     )
 
 
 def _ramp(data: Any) -> str:
     parts = "".join(f", {part.batch_sequences} before step {part.before_step}" for part in data.ramp)
     return f"\n  ramp      sequences{parts[1:]}" if parts else ""
+
+
+def _offloaded(run: Any) -> str:
+    """What offload needs of the host, where there is any."""
+    from meshwright.plan.predict import host_bytes
+    from meshwright.units import show_bytes
+
+    if not run.memory.offload:
+        return ""
+    needed = show_bytes(host_bytes(run))
+    return f"\n  offload   {', '.join(run.memory.offload)}: {needed} of host memory for the fullest rank"
 
 
 def _notes(loaded: Any) -> list[str]:

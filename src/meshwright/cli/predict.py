@@ -121,6 +121,7 @@ def _document(found: Any) -> dict[str, Any]:
                 "allocated_bytes": stage.allocated_bytes,
                 "reserved_bytes": stage.reserved_bytes,
                 "device_bytes": stage.device_bytes,
+                "host_items": dict(stage.host_items),
             }
             for stage in found.stages
         ],
@@ -159,6 +160,9 @@ def _text(found: Any, device: str) -> str:
         lines += [
             f"  allocated {show_bytes(stage.allocated_bytes)}, reserved {show_bytes(stage.reserved_bytes)}, "
             f"on the device {show_bytes(stage.device_bytes)}"
+        ]
+        lines += [
+            f"  {name:<14} {show_bytes(size):>10}  in host memory" for name, size in stage.host_items.items()
         ]
     verdict = "fits" if found.fits else "does NOT fit"
     excess = "" if found.fits else f": {show_bytes(found.excess_bytes)} too much"

@@ -89,6 +89,7 @@ def memory(
             "fits": choice.may_fit,
             "device_bytes": choice.device_bytes,
             "stages": shown_stages(choice),
+            "host": shown_stages(choice, on_host=True),
         }
         typer.echo(json.dumps(document))
     else:

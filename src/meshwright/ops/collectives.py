@@ -69,7 +69,8 @@ def _even_parts(x: Tensor, dim: int, group: ProcessGroup) -> int:
     return num_parts
 
 
-def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def gather_whole(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """As `all_gather`, without gradients."""
     num_parts = group.size()
     if _is_outermost(x, dim):  # the parts lie one after the other in the result
         whole = x.new_empty((*x.shape[:dim], num_parts * x.shape[dim], *x.shape[dim + 1 :]))
@@ -105,7 +106,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group)
+        return gather_whole(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -120,7 +121,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather(grad, ctx.dim, ctx.group), None, None
+        return gather_whole(grad, ctx.dim, ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshwright.hardware.stand_in import kernel_device
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.adamw import AdamW
+from meshwright.optim.joined import part_of
 from meshwright.optim.lamb import Lamb
 from meshwright.optim.lars import Lars
 from meshwright.optim.low_bit import Adam8Bit
@@ -121,23 +122,22 @@ def state_tensors(
 
     The lower bits of weights are not among them: they belong to `master_weights`.
     """
-    if isinstance(optimizer, ShardedOptimizer):
-        return {
-            name: {key: value for key, value in optimizer.state[shard].items() if key != LOWER_BITS}
-            for name, shard in shards.items()
-        }
-    keys = STATE_TENSORS[optim.kind] if optim.kind != "sgd" or optim.beta1 else ()
-    return {name: {key: optimizer.state[shard][key] for key in keys} for name, shard in shards.items()}
+    keys = STATE_TENSORS.get(optim.kind, ()) if optim.kind != "sgd" or optim.beta1 else ()
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, shard in shards.items():
+        state = optimizer.state[shard]
+        is_ours = isinstance(part_of(optimizer, shard), ShardedOptimizer)
+        found[name] = {key: state[key] for key in (state if is_ours else keys) if key != LOWER_BITS}
+    return found
 
 
 def master_weights(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The weights of which the optimizer keeps lower bits, as fp32 copies: what a checkpoint holds."""
-    if not isinstance(optimizer, ShardedOptimizer):
-        return {}
+    rules = {name: part_of(optimizer, shard) for name, shard in shards.items()}
     return {
-        name: optimizer.master(shard)
-        for name, shard in shards.items()
-        if LOWER_BITS in optimizer.state[shard]
+        name: rule.master(shards[name])
+        for name, rule in rules.items()
+        if isinstance(rule, ShardedOptimizer) and LOWER_BITS in rule.state[shards[name]]
     }
 
 
@@ -146,8 +146,9 @@ def set_master_weights(
 ) -> None:
     """Take over weights: rounded into the shards, and the rest into the lower bits where these are kept."""
     for name, value in masters.items():
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.set_master(shards[name], value)
+        rule = part_of(optimizer, shards[name])
+        if isinstance(rule, ShardedOptimizer):
+            rule.set_master(shards[name], value)
         else:
             shards[name].detach().copy_(value)
 
@@ -160,11 +161,11 @@ def set_num_updates(
     num_updates: int,
 ) -> None:
     """Allocate missing state and say how many updates it stands for (Adam's bias correction)."""
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.num_updates = num_updates
-        return
     for shard in shards.values():
-        state = optimizer.state[shard]
+        rule, state = part_of(optimizer, shard), optimizer.state[shard]
+        if isinstance(rule, ShardedOptimizer):
+            rule.num_updates = num_updates
+            continue
         if optim.kind == "sgd":
             if optim.beta1:
                 state.setdefault("momentum_buffer", torch.zeros_like(shard))

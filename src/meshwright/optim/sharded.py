@@ -105,7 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def master(self, shard: nn.Parameter) -> Tensor:
         """The weight as the update rule knows it: an fp32 copy where bf16 has its lower bits beside it."""
         lower = self.state[shard].get(LOWER_BITS)
-        return shard.detach() if lower is None else read(bits_of(shard.detach()), lower)
+        # Lower bits may live in host memory.
+        return shard.detach() if lower is None else read(bits_of(shard.detach()), lower.to(shard.device))
 
     @torch.no_grad()
     def set_master(self, shard: nn.Parameter, value: Tensor) -> None:

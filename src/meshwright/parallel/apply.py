@@ -7,8 +7,9 @@
 5. precision  the forward enters autocast itself, so a pipeline's backward runs outside it
 6. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
 7. compile    block by block: one graph serves all layers, and the collectives of ZeRO-3 stay outside
-8. ZeRO-3     last, because it takes over the parameters as what tp and ep left of them
-9. memory     allocate and fill: every tensor has its own seed, so the layout does not matter
+8. offload    around the compiled block: copies to the host are no part of its graph
+9. ZeRO-3     last, because it takes over the parameters as what tp and ep left of them
+10. memory    allocate and fill: every tensor has its own seed, so the layout does not matter
 """
 
 from collections.abc import Callable
@@ -17,6 +18,10 @@ import torch
 from torch import nn
 
 from meshwright.data.batches import Microbatch
+from meshwright.memory.compiled import compile_blocks
+from meshwright.memory.offload.activations import apply_activation_offload
+from meshwright.memory.offload.host import HostLink
+from meshwright.memory.offload.weights import HostedWeights
 from meshwright.memory.recompute import apply_recompute
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
@@ -38,16 +43,23 @@ from meshwright.spec import PrecisionSpec, RunSpec
 Fill = Callable[..., None]
 """`initialise`, or what takes its place: gives a stage on the meta device memory and values."""
 
+Fill = Callable[..., None]
+"""`initialise`, or what takes its place: gives a stage on the meta device memory and values."""
 
-def build_program(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Program:
+
+def build_program(
+    run: RunSpec, mesh: Mesh, weights: HostedWeights | None = None, *, fill: Fill = initialise
+) -> Program:
     """The model of this rank at its initial weights, ready to accumulate gradients; all ranks call it."""
+    weights = weights or HostedWeights(HostLink(mesh.device))
     dtype = weight_dtype(run.precision)
     stages = build_stages(run.model, run.parallel, mesh.coordinate("pp"), dtype=dtype)
     for stage in stages:
-        transform(stage.module, run, mesh)
-        fill(stage.module, run.seed, device=mesh.device)
+        transform(stage.module, run, mesh, weights)
+        give_memory(stage.module, run, mesh, fill)
     owned = own_parameters(stages, run, mesh)
     set_gradient_dtype(owned, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
+    weights.move_in()
     reducer = build_reducer(owned, mesh, roots=[stage.module for stage in stages])
     localise = localiser(mesh)
     if run.parallel.num_stages == 1:
@@ -63,13 +75,13 @@ def build_program(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Progr
     )
 
 
-def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
-    """Steps 2 to 8 on one stage."""
+def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) -> None:
+    """Steps 2 to 9 on one stage."""
     parallel = mesh.parallel
     if parallel.tp > 1 or parallel.ep > 1:
         place_parameters(model, mesh)
     if parallel.tp > 1:
-        apply_tp(model, mesh)
+        apply_tp(model, mesh, regather=run.memory.regather)
     apply_moe(model, mesh)
     if parallel.cp > 1:
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
@@ -77,8 +89,11 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
     compute_in(model, run.precision, mesh.device)
     apply_recompute(model.blocks.values(), run.memory)
     if run.compile:
-        for block in model.blocks.values():
-            block.compile()
+        compile_blocks(model.blocks.values(), run.memory)
+    if "activations" in run.memory.offload:
+        apply_activation_offload(model.blocks.values(), weights.link)
+    if "parameters" in run.memory.offload and parallel.zero == 0:
+        weights.apply(dict(model.blocks.items()))
     if parallel.zero == 3:
         experts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Experts)]
         shard_fully(
@@ -88,7 +103,19 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
             experts=experts,
             lower=lower_dtype(run.precision),
             gradients=gradient_dtype(run.precision),
+            on_host=run.has_shards_on_host,
         )
+
+
+def give_memory(model: Decoder, run: RunSpec, mesh: Mesh, fill: Fill) -> None:
+    """Step 10 on one stage: shards that live in host memory begin there; buffers are on the device."""
+    if not run.has_shards_on_host:
+        fill(model, run.seed, device=mesh.device)
+        return
+    fill(model, run.seed, device=torch.device("cpu"))
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(mesh.device))
 
 
 def compute_in(model: Decoder, precision: PrecisionSpec, device: torch.device) -> None:

@@ -7,6 +7,7 @@ ZeRO-1  reduce-scatter once per step, all-gather after the update   2 x P
 ZeRO-2  the same, reduce-scatter after every micro-batch            (1 + micro-batches) x P
 ZeRO-3  FSDP2: parameters gathered for forward and again for        3 x P, overlapped
         backward, gradients reduce-scattered; see `shard_fully`
+With `reduce=last` stages 2 and 3 keep whole gradients and scatter once, after the last micro-batch.
 
 Stages 0 to 2 are one mechanism: gradients are laid into flat buckets of [shards, chunk], the bucket is
 reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row.
@@ -14,12 +15,19 @@ reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
@@ -165,7 +173,7 @@ class GradientReducer:
     """Stages 0 to 2: sums gradients over the mesh, overlapping the last backward where it can."""
 
     def __init__(self, owned: list[OwnedParameter], mesh: Mesh) -> None:
-        self._every_microbatch = mesh.parallel.zero == 2
+        self._every_microbatch = mesh.parallel.zero == 2 and mesh.parallel.reduce == "each"
         trainable = [one for one in owned if one.parameter.requires_grad]
         # Backward finds the last layers first, so buckets are filled and launched from the end.
         buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh)]
@@ -233,7 +241,10 @@ def _bucketed(owned: list[OwnedParameter], mesh: Mesh) -> Iterator[list[OwnedPar
 class FullyShardedReducer:
     """Stage 3: FSDP2 reduces by itself; what remains is to show each shard its gradient."""
 
-    def __init__(self, owned: list[OwnedParameter], roots: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, owned: list[OwnedParameter], roots: Sequence[nn.Module], *, every_microbatch: bool
+    ) -> None:
+        self._every_microbatch = every_microbatch
         self._trainable = [one for one in owned if one.parameter.requires_grad]
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
 
@@ -242,6 +253,7 @@ class FullyShardedReducer:
         """Scattered gradients are added up; replicas are summed once, after the last micro-batch."""
         for root in self._roots:
             root.set_requires_all_reduce(is_last)
+            root.set_requires_gradient_sync(is_last or self._every_microbatch)
         yield
         for one in self._trainable:
             _take_gradient(one)
@@ -265,7 +277,9 @@ Reducer = GradientReducer | FullyShardedReducer
 
 def build_reducer(owned: list[OwnedParameter], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
     """The reducer of the mesh's ZeRO stage; `roots` are the models of this rank."""
-    return FullyShardedReducer(owned, roots) if mesh.parallel.zero == 3 else GradientReducer(owned, mesh)
+    if mesh.parallel.zero == 3:
+        return FullyShardedReducer(owned, roots, every_microbatch=mesh.parallel.reduce == "each")
+    return GradientReducer(owned, mesh)
 
 
 def shard_fully(
@@ -276,25 +290,30 @@ def shard_fully(
     experts: list[nn.Module],
     lower: torch.dtype | None,
     gradients: torch.dtype,
+    on_host: bool = False,
 ) -> None:
     """ZeRO-3 over shard (and replicas over dp_replicate): each unit is gathered when it is used.
 
     A pipeline keeps parameters gathered during a step: gathering them anew for every micro-batch of
-    every stage would cost pp times the traffic.
+    every stage would cost pp times the traffic. `on_host`: shards and their gradients live in host memory,
+    and only what is gathered is on the device.
     """
     parallel = mesh.parallel
     # Inputs are left alone: loss weights and rotary tables stay fp32; autocast lowers what should be lower.
     policy = MixedPrecisionPolicy(
         param_dtype=lower, reduce_dtype=gradients if lower else None, cast_forward_inputs=False
     )
-    reshard = parallel.pp == 1
+    home = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
+    shard = partial(
+        fully_shard, mp_policy=policy, offload_policy=home, reshard_after_forward=parallel.pp == 1
+    )
     if parallel.ep > 1:
         expert_mesh = _sharding_mesh(mesh.expert, "expert_shard", parallel.dp_replicate)
         for module in experts:
-            fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard)
+            shard(module, mesh=expert_mesh)
     dense_mesh = _sharding_mesh(mesh.dense, "shard", parallel.dp_replicate)
     for module in [*units, root]:
-        fully_shard(module, mesh=dense_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        shard(module, mesh=dense_mesh)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # The loss has divided by the global token count: sum, never average. A factor other than the

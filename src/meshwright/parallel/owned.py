@@ -5,6 +5,7 @@ the gradient norm and checkpoints read nothing else, so they know no axis by nam
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -49,12 +50,21 @@ class OwnedParameter:
         shape = torch.Size([size if dim is None else self.shape[dim] for dim, size in pairs])
         return DTensor.from_local(
             tensor.detach(),
-            self.mesh,
+            self.mesh if tensor.device.type == self.mesh.device_type else host_mesh(self.mesh),
             [_along(place, dims) for place in self.placements],
             run_check=False,
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
+
+
+@functools.cache
+def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks and groups for tensors in host memory: a mesh of the device would copy them to it."""
+    groups = mesh.get_all_groups()
+    return DeviceMesh.from_group(
+        groups if mesh.ndim > 1 else groups[0], "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
+    )
 
 
 def _along(place: Placement, dims: Sequence[int | None]) -> Placement:

@@ -8,6 +8,8 @@
     embedding   x{tp}[B, S, D] = rows of table[V_tp, D]; reduce-scatter
     head        logits[B, S, V_tp] = x[B, S, D] W[D, V_tp] after an all-gather; the loss never gathers them
 
+With `memory.regather` a pair keeps x[B, S_tp, D] and gathers x[B, S, D] once more in backward.
+
 Per block forward: two all-gathers and two reduce-scatters of B S D elements, as many backward (a gather's
 backward is a scatter). Parameters that tp does not cut (norms, biases after a row cut, routers) see a part
 of the sequence or of the heads on each rank: their gradients are partial and summed over tp.
@@ -25,6 +27,7 @@ from meshwright.models.layers.embedding import Embedding, Lookup
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.moe import Moe
 from meshwright.ops.collectives import all_gather, reduce_scatter
+from meshwright.ops.regather import RegatheredProduct, RegatheredProducts
 from meshwright.ops.vocabulary import partial_lookup
 from meshwright.spec.placement import crossing
 
@@ -55,13 +58,19 @@ class CutLookup(Lookup):
         return reduce_scatter(partial_lookup(ids_BS, table_VD, self.group), SEQUENCE_DIM, self.group)
 
 
-def apply_tp(model: Decoder, mesh: Mesh) -> None:
-    """Put the table's crossings into a stage whose parameters are already cut."""
+def apply_tp(model: Decoder, mesh: Mesh, *, regather: bool = False) -> None:
+    """Put the table's crossings into a stage whose parameters are already cut.
+
+    `regather`: blocks keep their gathered inputs no longer than forward. The head keeps its own: backward
+    begins there.
+    """
     group = mesh.group("tp")
     routed = {name for name, module in model.named_modules() if isinstance(module, Moe)}
     for name, module in model.named_modules():
         kind = crossing(name, is_routed=name in routed)
-        if kind == "gather":
+        if kind == "gather" and regather and module is not model.head:
+            _regather_input(module, group)
+        elif kind == "gather":
             _gather_input(module, group)
         elif kind == "scatter" and isinstance(module, Linear):
             module.collect = ScatterSum(group)
@@ -76,6 +85,19 @@ def _gather_input(module: nn.Module, group: ProcessGroup) -> None:
         return (all_gather(inputs[0], SEQUENCE_DIM, group), *inputs[1:])
 
     module.register_forward_pre_hook(gather)
+
+
+def _regather_input(module: nn.Module, group: ProcessGroup) -> None:
+    products = RegatheredProducts(SEQUENCE_DIM, group)
+
+    def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (products.enter(inputs[0]), *inputs[1:])
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(lambda *_: products.leave())
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            layer.product = RegatheredProduct(products)
 
 
 def _cut_embedding(embedding: Embedding, group: ProcessGroup) -> None:

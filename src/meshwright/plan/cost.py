@@ -15,6 +15,8 @@ from meshwright.plan import traffic
 from meshwright.plan import work as operators
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import Floats, Layouts
+from meshwright.plan.memory import movable_activation_bytes
+from meshwright.plan.offload import host_rate
 from meshwright.plan.passes import (
     Context,
     Items,
@@ -103,6 +105,7 @@ def step_cost(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -
     items["bubble"] = _bubble_seconds(ctx, mean_rank, forward.seconds / layer)
     items["pp"] = _pp_seconds(ctx, hop)
     items.update(_step_end(ctx, slowest))
+    items["offload"] = items["offload"] + micro * _offload_seconds(ctx, forward, backward, split.most)
     return StepCost(
         items=items,
         relative_half_width=half_width(work, items, stack),
@@ -172,23 +175,51 @@ def _step_end(ctx: Context, one_microbatch: Floats) -> Items:
     reduce = _reduce_seconds(ctx, dense, ctx.groups.data) + _reduce_seconds(
         ctx, experts, ctx.groups.expert_data
     )
-    per_micro = (at.zero >= 2) & (at.pp == 1)
     replicas = traffic.all_reduce_seconds(
         stack.state.reduce * dense / np.where(at.zero >= 2, at.shards, 1), ctx.groups.replicate, ctx.cluster
     )
-    shown = np.where(per_micro, replicas, reduce)
+    # ZeRO-3 gathers in the passes: what is left for the end is the scatter, where it waits so long.
+    scatter = np.where((at.zero == 3) & (at.pp == 1), _scatter_seconds(ctx, dense, experts), reduce)
+    shown = np.where(at.scatters_each, replicas, scatter)
     # Gradients hide behind the last backward pass, gathered weights behind the next forward pass.
     exposed = stack.exposed_communication * hidden(shown, one_microbatch, stack.dp_overlap)
     owned = (dense + experts) / np.where(at.zero >= 1, at.shards, 1)
     optimizer = OPTIMIZER_BYTES[work.optimizer]
     update = stack.kernel_slowdown * ctx.moved((stack.state.update + 2.0 * optimizer) * owned)
-    moved = owned * (stack.state.gradient + stack.state.gather) / ctx.cluster.host.bytes_per_second
-    on_host = moved + owned * UPDATE_BYTES / HOST_UPDATE_BYTES_PER_SECOND
+    states = at.offloads("optimizer") * owned * (optimizer + stack.state.master)
+    weights = at.offloads("parameters") * owned * stack.state.weight
+    streamed = np.maximum((states + weights) / host_rate(ctx.cluster) - update, 0.0)
+    # ZeRO-3 with parameters on the host: gradients end there, and the update runs there.
+    on_host = (at.offloads("parameters") == 1) & (at.zero == 3)
+    slow = owned * UPDATE_BYTES / HOST_UPDATE_BYTES_PER_SECOND
     return {
         "dp": exposed,
-        "optimizer": np.where(at.offload_optimizer == 1, 0.0, update),
-        "offload": np.where(at.offload_optimizer == 1, on_host, 0.0),
+        "optimizer": np.where(on_host, 0.0, update),
+        "offload": np.where(on_host, slow, streamed),
     }
+
+
+def _scatter_seconds(ctx: Context, dense: Floats, experts: Floats) -> Floats:
+    """One reduce-scatter of all gradients of a rank."""
+    width = ctx.stack.state.reduce
+    return gather_seconds(width * dense, ctx.groups.shard, ctx.cluster) + gather_seconds(
+        width * experts, ctx.groups.expert_data, ctx.cluster
+    )
+
+
+def _offload_seconds(ctx: Context, forward: Pass, backward: Pass, layers: Floats) -> Floats:
+    """What copies of activations and weights show beside the compute of one micro-batch."""
+    at, rate = ctx.at, host_rate(ctx.cluster)
+    activations = at.offloads("activations") * movable_activation_bytes(ctx.work, at, ctx.stack) / rate
+    share = ctx.work.counts.num_moe_layers / ctx.work.model.num_layers
+    dense, experts = layer_elements(ctx, moe=share > 0.5)
+    shards = np.where(at.zero == 3, at.shards, 1)
+    each = ctx.stack.state.weight * (dense + experts) / shards / rate
+    weights = at.offloads("parameters") * each
+    gradients = np.where(at.zero == 3, weights, 0.0)
+    out = hidden(np.maximum(activations, weights), forward.seconds, 1.0)
+    back = hidden(np.maximum(activations + weights, gradients), backward.seconds, 1.0)
+    return layers * (out + back)
 
 
 def _reduce_seconds(ctx: Context, elements: Floats, members: traffic.Group) -> Floats:

@@ -17,11 +17,12 @@ SVG_STYLE = (
 )
 
 
-def shown_stages(choice: Choice) -> dict[str, dict[str, float]]:
+def shown_stages(choice: Choice, *, on_host: bool = False) -> dict[str, dict[str, float]]:
     """Items by the words of the stage; one entry without a pipeline."""
+    items_of = choice.host_items if on_host else choice.memory_items
     if choice.run.parallel.pp == 1:
-        return {"every rank": choice.memory_items["first"]}
-    return {STAGE_WORDS[stage]: items for stage, items in choice.memory_items.items()}
+        return {"every rank": items_of["first"]}
+    return {STAGE_WORDS[stage]: items for stage, items in items_of.items()}
 
 
 def draw_memory_text(choice: Choice) -> Table:
@@ -46,6 +47,11 @@ def draw_memory_text(choice: Choice) -> Table:
     table.add_row(
         "on the device", *map(show_bytes, totals), f"{max(totals) / capacity:.0%}: {verdict}", style="bold"
     )
+    host = shown_stages(choice, on_host=True)
+    for name in next(iter(host.values())):
+        values = [items[name] for items in host.values()]
+        if max(values) > 0:
+            table.add_row(f"{name}, on the host", *map(show_bytes, values), "")
     return table
 
 

@@ -6,7 +6,7 @@ very same formulas.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,8 @@ RECOMPUTE_SELECTIVE = NORMS | ACTIVATION
 """What our runtime calls selective: matmul and attention outputs stay, the cheap rest is recomputed."""
 RECOMPUTE_BITS: Mapping[str, int] = {"none": RECOMPUTE_NONE, "selective": RECOMPUTE_SELECTIVE, "full": FULL}
 
-Offload = Literal["none", "optimizer"]
+# What lives in host memory.
+OFFLOAD_BITS: Mapping[str, int] = {"optimizer": 1, "parameters": 2, "activations": 4}
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,12 @@ class Layouts:
     cp_kind: Ints
     """Position in CP_KINDS."""
     cp_inner: Ints
-    offload_optimizer: Ints
-    """1: optimizer states and update live on the host."""
+    offload: Ints
+    """Bits of what lives in host memory, by OFFLOAD_BITS."""
+    reduce_last: Ints
+    """1: ZeRO-2 and 3 keep whole gradients and reduce them once, after the last micro-batch."""
+    regather: Ints
+    """1: inputs of column-cut layers are gathered over tp again in backward, not kept."""
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -84,6 +89,15 @@ class Layouts:
     def batch_sequences(self) -> Ints:
         """Global batch in sequences."""
         return self.microbatch_sequences * self.num_microbatches * self.dp
+
+    def offloads(self, what: str) -> Floats:
+        """1.0 where this lives in host memory, else 0.0."""
+        return ((self.offload & OFFLOAD_BITS[what]) > 0).astype(np.float64)
+
+    @property
+    def scatters_each(self) -> NDArray[np.bool_]:
+        """Whether gradients are reduced after every micro-batch, so that only a shard is kept."""
+        return (self.zero >= 2) & (self.pp == 1) & (self.reduce_last == 0)
 
     def microbatch_tokens(self, sequence_length: int) -> Floats:
         """Tokens of one micro-batch on one rank of cp."""
@@ -114,6 +128,7 @@ class Layouts:
                 **degrees,
                 "schedule": SCHEDULES[int(self.schedule[index])],
                 "cp_kind": CP_KINDS[int(self.cp_kind[index])],
+                "reduce": "last" if self.reduce_last[index] else "each",
             }
         )
 
@@ -124,7 +139,9 @@ _DEFAULTS: Mapping[str, int] = {
     "recompute": RECOMPUTE_NONE,
     "schedule": SCHEDULES.index("1f1b"),
     "cp_kind": 0,
-    "offload_optimizer": 0,
+    "offload": 0,
+    "reduce_last": 0,
+    "regather": 0,
 }
 
 
@@ -150,4 +167,12 @@ def one_layout(
         num_microbatches=num_microbatches,
         recompute=RECOMPUTE_BITS[memory.recompute],
         recompute_every=memory.recompute_every,
+        offload=offload_bits(memory),
+        reduce_last=int(parallel.reduce == "last"),
+        regather=int(memory.regather),
     )
+
+
+def offload_bits(memory: MemorySpec) -> int:
+    """What lives in host memory, as one number."""
+    return sum(OFFLOAD_BITS[what] for what in memory.offload)

@@ -25,6 +25,13 @@ from meshwright.plan.layouts import (
     Floats,
     Layouts,
 )
+from meshwright.plan.offload import (
+    HOST_SHARE,
+    Movable,
+    move_activations,
+    move_states,
+    moved_activations,
+)
 from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.workload import OPTIMIZER_BYTES, Workload
 
@@ -53,11 +60,13 @@ class Memory:
     """Reserved and not allocated."""
     outside: Items
     """On the device and not torch's: context and communicators."""
+    host: Items
+    """In host memory, by what `memory.offload` put there."""
 
     @property
     def allocated_bytes(self) -> Floats:
         """Peak of what tensors need, per stage."""
-        return sum(self.items.values())  # pyright: ignore[reportReturnType]
+        return _total(self.items)
 
     @property
     def reserved_bytes(self) -> Floats:
@@ -84,14 +93,26 @@ class Memory:
         """Of the fullest rank, shape (N,)."""
         return self.device_bytes.max(axis=1)
 
+    @property
+    def peak_host_bytes(self) -> Floats:
+        """Of the rank that keeps most in host memory, shape (N,)."""
+        return _total(self.host).max(axis=1)
+
     def fits(self, cluster: Cluster) -> NDArray[np.bool_]:
-        """Whether the fullest rank stays inside the device with a margin for what the estimate misses."""
-        return self.peak_device_bytes <= FIT_SHARE * cluster.device.memory_bytes
+        """Whether the fullest rank stays inside the device with a margin for what the estimate misses, and
+        the ranks of a node inside its host memory."""
+        here = self.peak_device_bytes <= FIT_SHARE * cluster.device.memory_bytes
+        node = self.peak_host_bytes * cluster.devices_per_node
+        return here & (node <= HOST_SHARE * cluster.host_memory_bytes)
 
     @property
     def fullest_stage(self) -> NDArray[np.intp]:
         """Which of the three ranks is fullest, shape (N,)."""
         return self.reserved_bytes.argmax(axis=1)
+
+
+def _total(items: Items) -> Floats:
+    return sum(items.values())  # pyright: ignore[reportReturnType]
 
 
 def _column(values: ArrayLike) -> Floats:
@@ -124,7 +145,11 @@ class _Rank:
     dense: Floats
     experts: Floats
     layers: Floats
+    layer: Floats
+    """Of the mean layer."""
     largest_unit: Floats
+    largest_matrices: Floats
+    """The largest tensor and the largest of a layer, which may follow it."""
 
 
 def _rank_parameters(work: Workload, at: Layouts, stack: Framework) -> _Rank:
@@ -141,7 +166,10 @@ def _rank_parameters(work: Workload, at: Layouts, stack: Framework) -> _Rank:
     both = _column((counts.embedding + counts.head) / at.tp)
     dense = layers * per_layer + np.where(alone, both, ends)
     unit = np.maximum(per_layer + experts, np.where(alone, _column(counts.embedding / at.tp), ends))
-    return _Rank(dense, layers * experts, layers, unit)
+    inner = work.model.width * work.model.mlp.width / at.tp
+    matrix = np.maximum(_column(inner), experts / 3.0)
+    largest = np.maximum(np.where(alone, _column(counts.embedding / at.tp), ends), matrix) + matrix
+    return _Rank(dense, layers * experts, layers, per_layer + experts, unit, largest)
 
 
 def expert_shards(at: Layouts) -> Floats:
@@ -155,9 +183,10 @@ def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> 
     shards = _column(at.shards.astype(np.float64))
     experts = _column(expert_shards(at))
     zero = at.zero[:, None]
+    whole = ((at.reduce_last == 1) & (at.pp == 1))[:, None]
 
     def held(bytes_each: float, from_stage: int) -> Floats:
-        divided = zero >= from_stage
+        divided = (zero >= from_stage) & ~(whole & (from_stage == 2))
         return (
             (2.0 if work.precision == "fp64" else 1.0)
             * bytes_each
@@ -165,7 +194,6 @@ def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> 
         )
 
     state = stack.state
-    on_device = _column(1.0 - at.offload_optimizer)
     if work.adapters is not None:
         trained = work.adapters.rank * 2.0 / work.model.width * 1.2
         base = held(work.adapters.base_bits / 8.0 * 1.03, 3)
@@ -176,8 +204,8 @@ def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> 
     return {
         "weights": held(state.weight, 3),
         "gradients": held(state.gradient, 2),
-        "master": on_device * held(state.master, 1),
-        "optimizer": on_device * held(OPTIMIZER_BYTES[work.optimizer], 1),
+        "master": held(state.master, 1),
+        "optimizer": held(OPTIMIZER_BYTES[work.optimizer], 1),
     }
 
 
@@ -232,6 +260,7 @@ def _kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> 
     residual_tokens = tokens / tp if stack.sequence_parallel else tokens
     residual = width * residual_tokens * model.width
     gathered = width * tokens * model.width if stack.saves_gathered_input else residual
+    gathered = np.where(at.regather == 1, residual, gathered)
     stream = residual if work.compiled else np.maximum(stack.residual_bytes, width) / width * residual
     heads = attention.num_heads * (attention.head_width + attention.value_width)
     kv = attention.num_kv_heads * (attention.head_width + attention.value_width)
@@ -335,16 +364,60 @@ def _exchange_bytes(work: Workload, at: Layouts) -> Floats:
 def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> Memory:
     """Price the memory of every layout."""
     rank = _rank_parameters(work, at, stack)
-    items = _state_items(work, at, stack, rank)
+    movable = _movable(work, at, stack, rank)
+    items, host = move_states(_state_items(work, at, stack, rank), at, movable)
     items["gathered"] = _gathered_bytes(work, at, stack, rank)
     items.update(_activation_items(work, at, stack, rank))
     items["logits"] = _logit_bytes(work, at, stack)
     items["exchange"] = _exchange_bytes(work, at)
     items["workspace"] = np.full((len(at), 3), WORKSPACE_BYTES)
+    host["activations"] = moved_activations(at, movable)
+    move_activations(items, at, movable)
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
     if stack.gradients_after_activations and "gradients" in items:
         items["gradients"] = _gradients_at_the_peak(at, items)
-    return Memory(items, FRAGMENTATION * short_lived, outside_bytes(at))
+    return Memory(items, FRAGMENTATION * short_lived, outside_bytes(at), host)
+
+
+def host_items(work: Workload, at: Layouts, stack: Framework) -> Items:
+    """Bytes in host memory alone, whatever the device; shape (N, 3)."""
+    rank = _rank_parameters(work, at, stack)
+    movable = _movable(work, at, stack, rank)
+    _, host = move_states(_state_items(work, at, stack, rank), at, movable)
+    return {**host, "activations": moved_activations(at, movable)}
+
+
+def host_peak_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """In host memory on the rank that keeps most there, shape (N,)."""
+    return _total(host_items(work, at, stack)).max(axis=1)
+
+
+def _movable(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> Movable:
+    """What of this offload can reach."""
+    shards = np.where(at.zero >= 1, at.shards, 1)
+    return Movable(
+        block_share=rank.layers * rank.layer / (rank.dense + rank.experts),
+        layers=rank.layers,
+        in_flight=in_flight(at),
+        layer_activations=_column(movable_activation_bytes(work, at, stack)),
+        largest_states=OPTIMIZER_BYTES[work.optimizer] * rank.largest_matrices / _column(shards),
+    )
+
+
+def movable_activation_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """Bytes of the mean layer and one micro-batch that offload of activations moves.
+
+    Of a recomputed block that is its input: what selective recompute keeps is not autograd's to hand out.
+    """
+    share = work.counts.num_moe_layers / work.model.num_layers
+    moved = np.zeros(len(at))
+    for moe, part in ((False, 1.0 - share), (True, share)):
+        if part:
+            kept = _kept_parts(work, at, stack, moe=moe)
+            everything = np.asarray(sum(kept.values()))
+            again = (kept["inputs"] / 2.0 - everything) / at.recompute_every
+            moved = moved + part * (everything + np.where(at.recompute > 0, again, 0.0))
+    return moved
 
 
 def _gradients_at_the_peak(at: Layouts, items: Items) -> Floats:

@@ -204,6 +204,7 @@ def layer_passes(ctx: Context, *, moe: bool) -> tuple[Pass, Pass]:
     tp_forward = hidden(2.0 * tp_once, compute_forward, stack.tp_overlap)
     # Selective recompute gathers the inputs of column-parallel products again: half of the forward traffic.
     again = full + (0.5 * (ctx.has(NORMS) - full) if stack.keeps_matmul_outputs else 0.0)
+    again = again + np.where(again == 0, 0.5 * ctx.at.regather, 0.0)
     tp_backward = hidden(2.0 * tp_once * (1.0 + again), compute_backward, stack.tp_overlap)
     cp = _cp_seconds(ctx)
     core = forward["attention"]
@@ -264,10 +265,9 @@ def _fsdp_layer_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
     if moe:
         gather = gather + gather_seconds(state.gather * experts, groups.expert_data, ctx.cluster)
         reduce = reduce + gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)
-    every = ctx.at.pp == 1
     return (
-        np.where((ctx.at.zero == 3) & every, gather, 0.0),
-        np.where((ctx.at.zero >= 2) & every, reduce, 0.0),
+        np.where((ctx.at.zero == 3) & (ctx.at.pp == 1), gather, 0.0),
+        np.where(ctx.at.scatters_each, reduce, 0.0),
     )
 
 

@@ -23,7 +23,6 @@ from meshwright.plan.search import (
     search,
 )
 from meshwright.spec.check import check
-from meshwright.spec.memory import MemorySpec
 from meshwright.spec.run import RunSpec
 from meshwright.units import show_bytes
 
@@ -56,6 +55,15 @@ class Choice:
         items = {**found.items, "fragmentation": found.fragmentation, **found.outside}
         return {
             stage: {name: float(column[0, index]) for name, column in items.items()}
+            for index, stage in enumerate(STAGES)
+        }
+
+    @cached_property
+    def host_items(self) -> dict[str, dict[str, float]]:
+        """Bytes in host memory, for the same ranks."""
+        host = price_memory(self.question, self.at).host
+        return {
+            stage: {name: float(column[0, index]) for name, column in host.items()}
             for index, stage in enumerate(STAGES)
         }
 
@@ -137,8 +145,8 @@ class Choice:
 def with_layout(run: RunSpec, at: Layouts) -> RunSpec:
     """The run with the first layout of a table."""
     bits = int(at.recompute[0])
-    recompute = MemorySpec.model_validate(
-        {"recompute": RECOMPUTE_WORDS[bits], "recompute_every": int(at.recompute_every[0]) if bits else 1}
+    recompute = run.memory.with_(
+        recompute=RECOMPUTE_WORDS[bits], recompute_every=int(at.recompute_every[0]) if bits else 1
     )
     return run.with_(
         parallel=at.parallel(0),

@@ -12,7 +12,8 @@ from meshwright.plan.cost import step_cost
 from meshwright.plan.formats import runtime_of, workload_of
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import Layouts, one_layout
-from meshwright.plan.memory import FIT_SHARE, STAGES, Memory, memory
+from meshwright.plan.memory import FIT_SHARE, STAGES, Memory, host_peak_bytes, memory
+from meshwright.plan.offload import HOST_SHARE
 from meshwright.plan.pipeline import simulated_items
 from meshwright.plan.table import TableRun, read_row
 from meshwright.plan.workload import Workload
@@ -42,6 +43,8 @@ class StageMemory:
     allocated_bytes: float
     reserved_bytes: float
     device_bytes: float
+    host_items: Mapping[str, float]
+    """In host memory."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Prediction:
     peak_flops_per_second: float
     stages: tuple[StageMemory, ...]
     capacity_bytes: int
+    host_capacity_bytes: float
+    """Of one rank."""
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -86,8 +91,10 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank stays inside the device, with a margin for what the estimate misses."""
-        return self.excess_bytes <= 0
+        """Whether the fullest rank stays inside the device, with a margin for what the estimate misses, and
+        what is offloaded inside its part of the host's memory."""
+        on_host = max(sum(stage.host_items.values()) for stage in self.stages)
+        return self.excess_bytes <= 0 and on_host <= HOST_SHARE * self.host_capacity_bytes
 
 
 def _stage_memory(found: Memory, at: Layouts) -> tuple[StageMemory, ...]:
@@ -100,6 +107,7 @@ def _stage_memory(found: Memory, at: Layouts) -> tuple[StageMemory, ...]:
             allocated_bytes=float(found.allocated_bytes[0, k]),
             reserved_bytes=float(found.reserved_bytes[0, k]),
             device_bytes=float(found.device_bytes[0, k]),
+            host_items={name: float(values[0, k]) for name, values in found.host.items() if values[0, k] > 0},
         )
         for k in ranks
     )
@@ -125,6 +133,7 @@ def predict_layout(
         peak_flops_per_second=cluster.device.peak(work.matmul_rate),
         stages=_stage_memory(memory(work, at, cluster, stack), at),
         capacity_bytes=cluster.device.memory_bytes,
+        host_capacity_bytes=cluster.host_memory_bytes / cluster.devices_per_node,
     )
 
 
@@ -144,6 +153,17 @@ def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
         num_microbatches=run.accumulation,
     )
     return predict_layout(workload_of(run), at, cluster, runtime_of(run), run=run)
+
+
+def host_bytes(run: RunSpec) -> float:
+    """Host memory that `memory.offload` takes on the rank that needs most."""
+    at = one_layout(
+        run.parallel,
+        run.memory,
+        microbatch_sequences=run.data.microbatch_sequences,
+        num_microbatches=run.accumulation,
+    )
+    return float(host_peak_bytes(workload_of(run), at, runtime_of(run))[0])
 
 
 def predict_table_run(row: TableRun) -> Prediction:

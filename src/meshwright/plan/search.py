@@ -211,7 +211,9 @@ def _probe_columns(cut: Mapping[str, Ints]) -> dict[str, Ints]:
         "recompute": 0 * one,
         "recompute_every": one,
         "schedule": one,
-        "offload_optimizer": 0 * one,
+        "offload": 0 * one,
+        "reduce_last": 0 * one,
+        "regather": 0 * one,
     }
 
 

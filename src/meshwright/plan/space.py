@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
-from meshwright.plan.layouts import CP_KINDS, FULL, RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Ints, Layouts
+from meshwright.plan.layouts import (
+    CP_KINDS,
+    FULL,
+    RECOMPUTE_NONE,
+    RECOMPUTE_SELECTIVE,
+    Ints,
+    Layouts,
+    offload_bits,
+)
 from meshwright.plan.pins import Pins
 from meshwright.plan.schedules import SCHEDULES, SPLIT_BACKWARD, PipelineShape, problem
 from meshwright.spec.check import check
@@ -160,8 +168,17 @@ def expand(space: Space, table: Table) -> Layouts:
     table = _expand(table, key, ("schedule", "virtual_stages"), lambda *key: _pipelines(space, *key))
     table["dp_replicate"] = table.pop("dp") // table["dp_shard"]
     table = where(table, _pinned(space.pins, table, "dp_replicate"))
-    table["offload_optimizer"] = np.zeros_like(table["tp"])
-    return Layouts(**table)
+    return Layouts(**table, **said_by_the_run(space.run, table["tp"]))
+
+
+def said_by_the_run(run: RunSpec, like: Ints) -> Table:
+    """Columns that the search takes from the run as they are."""
+    said = {
+        "offload": offload_bits(run.memory),
+        "reduce_last": int(run.parallel.reduce == "last"),
+        "regather": int(run.memory.regather),
+    }
+    return {name: np.full_like(like, value) for name, value in said.items()}
 
 
 def leanest(space: Space, table: Table) -> Layouts:
@@ -184,7 +201,7 @@ def leanest(space: Space, table: Table) -> Layouts:
         recompute_every=one,
         schedule=schedule,
         virtual_stages=one,
-        offload_optimizer=one * 0,
+        **said_by_the_run(space.run, one),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from meshwright.memory.offload.host import settle
 from meshwright.mesh import Mesh
 from meshwright.optim.build import state_dims, state_tensors
 from meshwright.optim.schedule import learning_rate
@@ -74,7 +75,9 @@ def train_steps(
         norms.append(float(outcome.grad_norm))
         sample_ids.append(batch.sample_ids)
     batches.close()
-    whole = gather(run, training, gradients.parts)
+    settle(mesh.device)  # states that are still on their way to the host
+    with training.weights.at_hand():
+        whole = gather(run, training, gradients.parts)
     return Trained(
         rank=mesh.rank,
         stage=mesh.coordinate("pp"),
@@ -114,7 +117,7 @@ def gather(
     for one in training.program.owned:
         kinds = {"weight": one.shard.detach(), **parts.get(one.name, {})}
         held = states.get(one.name, {})
-        kinds |= {key: state for key, state in held.items() if key in LIKE_WEIGHTS}
+        kinds |= {key: state.to(one.shard.device) for key, state in held.items() if key in LIKE_WEIGHTS}
         if one.name in averages:
             kinds["ema"] = averages[one.name]
         found[one.name] = dict(zip(kinds, make_whole(one, list(kinds.values())), strict=True))

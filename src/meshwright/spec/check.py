@@ -7,13 +7,14 @@ The rules are independent: all are asked, and everything that is broken is told 
 from collections.abc import Callable, Iterator
 
 from meshwright.errors import SpecError, SpecErrors
+from meshwright.spec.rules_memory import MEMORY_RULES
 from meshwright.spec.rules_model import MODEL_RULES
 from meshwright.spec.rules_parallel import PARALLEL_RULES
 from meshwright.spec.rules_run import RUN_RULES
 from meshwright.spec.run import RunSpec
 
 Rule = Callable[[RunSpec], Iterator[SpecError]]
-RULES: list[Rule] = [*MODEL_RULES, *PARALLEL_RULES, *RUN_RULES]
+RULES: list[Rule] = [*MODEL_RULES, *PARALLEL_RULES, *MEMORY_RULES, *RUN_RULES]
 
 
 def check(run: RunSpec) -> list[SpecError]:

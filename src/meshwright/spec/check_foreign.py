@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec.foreign import FitSpec, LoopSpec, ModuleSpec
+from meshwright.spec.rules_memory import offloaded_states_exist, saved_tensors_are_used_once
 from meshwright.spec.rules_parallel import (
     schedule_fits_virtual_stages,
     split_backward_runs_once,
@@ -29,11 +30,12 @@ SHARED_RULES = [
     zero_has_ranks_to_share,
     schedule_fits_virtual_stages,
     split_backward_runs_once,
+    saved_tensors_are_used_once,
     loss_scale_goes_with_fp16,
     loss_scale_moves_the_right_way,
     tf32_needs_cuda,
 ]
-SHARED_FIT_RULES = [schedule_fits_steps, wsd_has_a_decay, averages_forget]
+SHARED_FIT_RULES = [schedule_fits_steps, wsd_has_a_decay, averages_forget, offloaded_states_exist]
 _REASONS = {
     "tp": "nobody has said how its matrices are cut",
     "cp": "nobody has said where its attention is",
@@ -60,6 +62,24 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
         fact = "checkpoint.start_from reads weights of models of ours only"
         hint = "load the weights into the module before you hand it over"
         yield SpecError(fact, where="checkpoint.start_from", hint=hint)
+
+
+def offload_knows_its_blocks(spec: ModuleSpec) -> Violations:
+    """Offload of parameters, and regather, know the blocks of models of ours only."""
+    if "parameters" in spec.memory.offload:
+        fact = "parameters are offloaded from blocks of our own models only"
+        yield SpecError(fact, where="memory.offload", hint="offload optimizer or activations, or use zero=3")
+    if spec.memory.regather:
+        fact = "memory.regather has no effect: it counts when tp > 1"
+        yield SpecError(fact, where="memory.regather", hint="leave it out")
+    accumulation = getattr(spec, "accumulation", 1)
+    if spec.parallel.reduce == "last" and not (
+        spec.parallel.zero >= 2 and spec.parallel.pp == 1 and accumulation > 1
+    ):
+        fact = (
+            "reduce=last has no effect: it counts when zero is 2 or 3, without pp, and micro-batches add up"
+        )
+        yield SpecError(fact, where="parallel.reduce", hint="leave it at each, its default")
 
 
 def weights_are_fp32(spec: ModuleSpec) -> Violations:
@@ -117,6 +137,15 @@ def loop_has_one_pass(spec: LoopSpec) -> Violations:
         yield SpecError(fact, where="parallel.pp", hint="use meshwright.fit, which runs the schedule")
 
 
+def offloaded_optimizer_is_ours(spec: LoopSpec) -> Violations:
+    """States of an optimizer that the loop brings stay where it keeps them."""
+    if spec.optim is None and "optimizer" in spec.memory.offload:
+        fact = "offload=optimizer for an optimizer that the loop brings"
+        yield SpecError(
+            fact, where="memory.offload", hint="leave it out, or use an optimizer of ours (optim)"
+        )
+
+
 def limits_are_said_once(spec: LoopSpec) -> Violations:
     """With an update rule of ours, clipping and averaging are part of it."""
     for name in ("max_grad_norm", "ema_decay"):
@@ -125,9 +154,9 @@ def limits_are_said_once(spec: LoopSpec) -> Violations:
             yield SpecError(fact, where=name, hint=f"set optim.{name}")
 
 
-MODULE_RULES = [axes_are_known, weights_are_fp32, module_settings_have_effect]
+MODULE_RULES = [axes_are_known, weights_are_fp32, offload_knows_its_blocks, module_settings_have_effect]
 FIT_RULES = [samples_are_cut_evenly, samples_fill_schedule, noise_scale_weighs_tokens]
-LOOP_RULES = [loop_has_one_pass, limits_are_said_once]
+LOOP_RULES = [loop_has_one_pass, offloaded_optimizer_is_ours, limits_are_said_once]
 
 
 def check_module(spec: ModuleSpec) -> list[SpecError]:

@@ -58,6 +58,11 @@ class RunSpec(Spec):
         ]
         return [(where, sequences, sequences // unit) for where, sequences in sizes]
 
+    @property
+    def has_shards_on_host(self) -> bool:
+        """ZeRO-3 whose shards, gradients and optimizer states live in host memory; the update runs there."""
+        return self.parallel.zero == 3 and "parameters" in self.memory.offload
+
     def trajectory_fingerprint(self) -> str:
         """Equal for two specs whose runs pass through the same states: what resuming requires.
 

@@ -6,6 +6,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.data.batches import Batches, build_batches
+from meshwright.memory.offload.budget import host_budget
+from meshwright.memory.offload.host import HostLink
+from meshwright.memory.offload.states import build_streamed_optimizer
+from meshwright.memory.offload.weights import HostedWeights
 from meshwright.mesh import Mesh
 from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer
@@ -27,14 +31,29 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
     if run.deterministic and mesh.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
     prepare_device(run.precision, mesh.device, deterministic=run.deterministic)
-    program = build_program(run, mesh, fill=fill)
+    offload = run.memory.offload
+    weights = HostedWeights(HostLink(mesh.device, limit_bytes=host_budget(run) if offload else None))
+    program = build_program(run, mesh, weights, fill=fill)
     trainable = [one for one in program.owned if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
     wholes = {one.name: whole_of(one) for one in trainable}
+    optimizer = (
+        build_streamed_optimizer(
+            shards,
+            run.optim,
+            wholes,
+            weights=weights,
+            weight_format=run.precision.weights,
+            with_states="optimizer" in offload,
+        )
+        if weights.blocks or ("optimizer" in offload and not run.has_shards_on_host)
+        else build_optimizer(shards, run.optim, wholes, weights=run.precision.weights)
+    )
     return Training(
         program=program,
-        optimizer=build_optimizer(shards, run.optim, wholes, weights=run.precision.weights),
+        optimizer=optimizer,
         device=mesh.device,
+        weights=weights,
         max_grad_norm=run.optim.max_grad_norm,
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
         ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,

@@ -39,11 +39,12 @@ def load_initial_weights(run: RunSpec, training: Training) -> None:
     if run.checkpoint.start_from is None:
         return
     folder = locate_weights(run.checkpoint.start_from, where=_WHERE)
-    if is_checkpoint(folder):
-        _load_checkpoint(run, training, folder)
-    else:
-        agree(lambda: _load_hugging_face(run, training, folder))
-    training.program.gather_parameters()
+    with training.weights.at_hand(changing=True):
+        if is_checkpoint(folder):
+            _load_checkpoint(run, training, folder)
+        else:
+            agree(lambda: _load_hugging_face(run, training, folder))
+        training.program.gather_parameters()
     if training.ema is not None:
         training.ema.restart()
 

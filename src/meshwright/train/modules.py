@@ -5,6 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.memory.offload.budget import host_share
+from meshwright.memory.offload.host import HostLink
+from meshwright.memory.offload.states import build_streamed_optimizer
+from meshwright.memory.offload.weights import HostedWeights
 from meshwright.mesh import Mesh
 from meshwright.optim.adopt import adopt
 from meshwright.optim.build import build_optimizer
@@ -26,13 +30,13 @@ def build_module_training(
 
     `batch` is a micro-batch on the CPU, needed where a pipeline cuts the module.
     """
-    chain = model if isinstance(model, Chain) else Chain(model)
+    chain, weights = model if isinstance(model, Chain) else Chain(model), _host(spec, mesh)
     if spec.parallel.num_stages > 1:
         prepare_device(spec.precision, mesh.device, deterministic=spec.deterministic)
-        program: Program = build_chain_program(chain, loss, spec, mesh, batch)
+        program: Program = build_chain_program(chain, loss, spec, mesh, batch, weights.link)
     else:
-        program = _build_program(chain.model, loss, spec, mesh)
-    return _training(program, _own_optimizer(program, spec.optim), spec, mesh, spec.optim)
+        program = _build_program(chain.model, loss, spec, mesh, weights)
+    return _training(program, _own_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
 
 
 def build_loop_training(
@@ -40,29 +44,42 @@ def build_loop_training(
 ) -> Training:
     """The same for a loop that calls the module itself and may bring its optimizer; all ranks call it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    program = _build_program(model, _no_loss, spec, mesh)
+    weights = _host(spec, mesh)
+    program = _build_program(model, _no_loss, spec, mesh, weights)
     if spec.optim is not None:
-        return _training(program, _own_optimizer(program, spec.optim), spec, mesh, spec.optim)
+        return _training(program, _own_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
     assert optimizer is not None
     shards = {one.name: one.shard for one in program.owned}
     shard_of = {parameter: shards[name] for parameter, name in names.items()}
     adopt(optimizer, shard_of, is_cut=spec.parallel.zero > 0)
-    return _training(program, optimizer, spec, mesh, spec)
+    return _training(program, optimizer, spec, mesh, weights)
 
 
-def _build_program(model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh) -> Program:
+def _host(spec: ModuleSpec, mesh: Mesh) -> HostedWeights:
+    """The way to host memory; how much a module will need there is seen as it runs."""
+    return HostedWeights(HostLink(mesh.device, limit_bytes=host_share() if spec.memory.offload else None))
+
+
+def _build_program(
+    model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh, weights: HostedWeights
+) -> Program:
     prepare_device(spec.precision, mesh.device, deterministic=spec.deterministic)
-    return build_module_program(model, loss, spec, mesh)
+    return build_module_program(model, loss, spec, mesh, weights.link)
 
 
 def _no_loss(model: Any, batch: Any) -> Any:
     raise AssertionError("a loop of one's own computes its loss itself")
 
 
-def _own_optimizer(program: Program, optim: OptimSpec) -> torch.optim.Optimizer:
+def _own_optimizer(
+    program: Program, spec: ModuleSpec, optim: OptimSpec, weights: HostedWeights
+) -> torch.optim.Optimizer:
     trainable = [one for one in program.owned if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
-    return build_optimizer(shards, optim, {one.name: whole_of(one) for one in trainable})
+    wholes = {one.name: whole_of(one) for one in trainable}
+    if "optimizer" not in spec.memory.offload:
+        return build_optimizer(shards, optim, wholes)
+    return build_streamed_optimizer(shards, optim, wholes, weights=weights, with_states=True)
 
 
 def _training(
@@ -70,14 +87,16 @@ def _training(
     optimizer: torch.optim.Optimizer,
     spec: ModuleSpec,
     mesh: Mesh,
-    limits: OptimSpec | LoopSpec,
+    weights: HostedWeights,
 ) -> Training:
-    """`limits` says how gradients are clipped and weights averaged."""
+    limits = getattr(spec, "optim", None) or spec
+    assert isinstance(limits, OptimSpec | LoopSpec)  # how gradients are clipped and weights averaged
     shards = {one.name: one.shard for one in program.owned if one.parameter.requires_grad}
     return Training(
         program=program,
         optimizer=optimizer,
         device=mesh.device,
+        weights=weights,
         max_grad_norm=limits.max_grad_norm,
         loss_scale=LossScale.start(spec.precision.loss_scale) if spec.precision.loss_scale else None,
         ema=Ema(shards, limits.ema_decay) if limits.ema_decay is not None else None,

@@ -14,6 +14,7 @@ from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_
 from meshwright.checkpoint.retain import keep_last
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.errors import CheckpointError
+from meshwright.memory.offload.host import settle
 from meshwright.optim.adopt import adopted_tensors
 from meshwright.optim.build import (
     master_weights,
@@ -61,6 +62,7 @@ def take_masters(training: Training, tensors: Mapping[str, Tensor]) -> None:
 
 def all_tensors(run: SavedSpec, training: Training) -> dict[str, Tensor]:
     """Weights, optimizer states and averages as parts of whole tensors, in the live storage."""
+    settle(training.device)  # what offload is still sending to the host
     owned = {one.name: one for one in training.program.owned}
     tensors = weight_tensors(training)
     for name, states in _optimizer_tensors(run, training).items():
@@ -114,8 +116,9 @@ class Checkpoints:
 
     def save(self, state: TrainState) -> Path:
         """Save everything and drop what `keep_last` no longer wants."""
-        tensors = all_tensors(self.run, self.training)
-        folder = save_checkpoint(self.root, step=state.step, tensors=tensors, facts=self._facts(state))
+        with self.training.weights.at_hand():
+            tensors = all_tensors(self.run, self.training)
+            folder = save_checkpoint(self.root, step=state.step, tensors=tensors, facts=self._facts(state))
         self.saved_step = state.step
         if dist.get_rank() == 0:
             keep_last(self.root, self.run.checkpoint.keep_last)
@@ -131,10 +134,11 @@ class Checkpoints:
         verify_files(found[-1], manifest)
         if self.brought is not None:
             self.brought.make_room()
-        tensors = all_tensors(self.run, self.training)
-        load_tensors(found[-1], tensors)
-        take_masters(self.training, tensors)
-        self.training.program.gather_parameters()
+        with self.training.weights.at_hand(changing=True):
+            tensors = all_tensors(self.run, self.training)
+            load_tensors(found[-1], tensors)
+            take_masters(self.training, tensors)
+            self.training.program.gather_parameters()
         return self._restore_facts(manifest)
 
     def _facts(self, state: TrainState) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from meshwright.memory.offload.weights import HostedWeights
 from meshwright.optim.build import set_learning_rate
 from meshwright.optim.clip import clip_gradients
 from meshwright.optim.ema import Ema
@@ -23,6 +24,8 @@ class Training:
     optimizer: torch.optim.Optimizer
     device: torch.device
     max_grad_norm: float | None
+    weights: HostedWeights
+    """Blocks whose weights live on the host; its link counts all that `memory.offload` moved and holds."""
     loss_scale: LossScale | None = None
     ema: Ema | None = None
     experts: ExpertBalance | None = None

@@ -15,6 +15,7 @@ from meshwright.plan.schedules import SCHEDULES, PipelineShape, actions, peak_in
 from meshwright.plan.timeline import StageSeconds, simulate
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
+from meshwright.spec.rules_memory import MEMORY_RULES
 from meshwright.spec.rules_parallel import PARALLEL_RULES
 from meshwright.spec.rules_run import CONDITIONS
 
@@ -48,15 +49,21 @@ def row(page: str, first: str) -> list[str]:
 # Rules and pictures -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", PARALLEL_RULES, ids=lambda rule: rule.__name__)
-def test_every_refusal_has_its_reason(rule):
-    assert len(row("parallelism.md", " ".join(rule.__doc__.split()))[1]) > 10
+REFUSALS = {"parallelism.md": PARALLEL_RULES, "memory.md": MEMORY_RULES}
+EACH_REFUSAL = [(page, rule) for page, rules in REFUSALS.items() for rule in rules]
 
 
-def test_no_refusal_is_made_up():
-    page = (CONCEPTS / "parallelism.md").read_text()
-    listed = page.split("| rule | why |")[1].split("\n\n")[0].splitlines()[2:]
-    assert len(listed) == len(PARALLEL_RULES)
+@pytest.mark.parametrize(("page", "rule"), EACH_REFUSAL, ids=lambda one: getattr(one, "__name__", one))
+def test_every_refusal_has_its_reason(page, rule):
+    assert len(row(page, " ".join(rule.__doc__.split()))[1]) > 10
+
+
+@pytest.mark.parametrize("page", REFUSALS)
+def test_no_refusal_is_made_up(page):
+    listed = (
+        (CONCEPTS / page).read_text().split("| rule | why |")[1].split("\n\n")[0].strip().splitlines()[1:]
+    )
+    assert len(listed) == len(REFUSALS[page])
 
 
 def test_every_condition_of_an_axis_is_listed():

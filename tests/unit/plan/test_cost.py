@@ -107,7 +107,7 @@ class TestDirections:
         assert 1.1 < bf16 / fp8 < 1.9
 
     def test_offloading_the_optimizer_costs_host_transfers(self) -> None:
-        plain, away = layouts(dp_shard=8, zero=1), layouts(dp_shard=8, zero=1, offload_optimizer=1)
+        plain, away = layouts(dp_shard=8, zero=1), layouts(dp_shard=8, zero=1, offload=1)
         assert _seconds(away) > _seconds(plain)
         superchip = _seconds(away, on="gh200:1x8") - _seconds(plain, on="gh200:1x8")
         assert superchip < _seconds(away) - _seconds(plain)

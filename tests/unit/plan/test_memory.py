@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.hardware import parse_cluster
 from meshwright.plan.frameworks import Framework, framework, meshwright
-from meshwright.plan.layouts import FULL, NORMS, RECOMPUTE_SELECTIVE, Layouts, layouts
+from meshwright.plan.layouts import FULL, NORMS, OFFLOAD_BITS, RECOMPUTE_SELECTIVE, Layouts, layouts
 from meshwright.plan.memory import Memory, in_flight, layer_activation_bytes, memory
 from meshwright.plan.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
 from meshwright.plan.workload import Adapters, Workload
@@ -133,7 +133,7 @@ def test_logits_stand_on_the_last_rank_only() -> None:
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
     work = Workload(family("llama-3.1-8b"), 4096)
-    here, there = _memory(work, layouts()), _memory(work, layouts(offload_optimizer=1))
+    here, there = _memory(work, layouts()), _memory(work, layouts(offload=OFFLOAD_BITS["optimizer"]))
     saved = here.peak_allocated_bytes[0] - there.peak_allocated_bytes[0]
     assert saved == 8 * num_parameters(work.model)
 

@@ -166,6 +166,38 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.dp_replicate=4", "data.ramp=[{before_step: 9, batch_sequences: 6}]"],
         ],
     ),
+    "offloaded_states_exist": (
+        "dense",
+        ["optim.kind=sgd", "memory.offload=optimizer"],
+        [["optim.kind=sgd", "optim.beta1=0", "memory.offload=optimizer"]],
+    ),
+    "offloaded_parameters_come_alone": (
+        "dense",
+        ["parallel.dp_shard=2", "parallel.zero=3", "memory.offload=parameters,optimizer"],
+        [
+            ["parallel.dp_shard=2", "parallel.zero=3", "memory.offload=parameters"],
+            [*PP4, "parallel.dp_shard=2", "parallel.zero=3", "memory.offload=parameters,optimizer"],
+            ["parallel.dp_shard=2", "parallel.zero=1", "memory.offload=parameters"],
+            ["optim.ema_decay=0.99", "memory.offload=parameters"],
+        ],
+    ),
+    "saved_tensors_are_used_once": (
+        "dense",
+        [*PP4, "memory.offload=activations"],
+        [
+            [*PP4, "parallel.schedule=interleaved_zero_bubble", "memory.offload=activations"],
+            [*PP4, "parallel.schedule=interleaved_zero_bubble", "memory.offload=parameters"],
+            [*PP4, "parallel.schedule=interleaved_zero_bubble", "parallel.tp=2", "memory.regather=true"],
+        ],
+    ),
+    "regather_has_something_to_drop": (
+        "dense",
+        ["parallel.tp=2", "memory.regather=true"],
+        [
+            ["parallel.tp=2", "memory.regather=true", "memory.recompute=full"],
+            ["parallel.tp=2", "memory.regather=true", "compile=true"],
+        ],
+    ),
     "loss_scale_goes_with_fp16": (
         "dense",
         ["precision.compute=fp16", "precision.loss_scale={}"],
@@ -274,6 +306,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.schedule=gpipe"],
             ["parallel.virtual_stages=2"],
             ["parallel.etp=2", "parallel.tp=2"],
+            ["parallel.reduce=last"],
+            ["memory.regather=true"],
             ["memory.recompute_every=2"],
             ["memory.on_oom=halve_microbatch", "data.microbatch_sequences=1"],
             ["optim.kind=sgd", "optim.beta2=0.99"],

@@ -53,6 +53,9 @@ def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
     below = spec_of(found)
     if below is not None and get_origin(found.annotation) is tuple:
         return st.lists(specs(below), max_size=2)
+    if get_origin(found.annotation) is tuple:
+        words = get_args(get_args(found.annotation)[0])
+        return st.lists(st.sampled_from(words), unique=True)
     if below is not None:
         return st.one_of(*absent, specs(below))
     return st.one_of(*absent, *(_plain(name, option) for option in options if option is not type(None)))

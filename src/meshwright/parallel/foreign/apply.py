@@ -5,7 +5,8 @@
 3. precision  the forward enters autocast itself and gives its outputs back in the weights' dtype
 4. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
 5. compile    block by block
-6. ZeRO-3     last, because it takes over the parameters
+6. offload    of activations, around the compiled block: copies to the host are no part of its graph
+7. ZeRO-3     last, because it takes over the parameters
 """
 
 import warnings
@@ -17,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.memory.compiled import compile_blocks
+from meshwright.memory.offload.activations import apply_activation_offload
+from meshwright.memory.offload.host import HostLink
 from meshwright.memory.recompute import apply_recompute
 from meshwright.mesh import Mesh
 from meshwright.models.blocks import Blocks, find_blocks
@@ -34,13 +38,15 @@ from meshwright.spec.foreign import FitSpec, ModuleSpec
 from meshwright.spec.stages import stages_of_rank
 
 
-def build_module_program(model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh) -> ModuleProgram:
+def build_module_program(
+    model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh, link: HostLink
+) -> ModuleProgram:
     """The module on this rank, ready to accumulate gradients; all ranks call it."""
     blocks = find_blocks(model, spec.blocks)
     require_trainable(model, blocks, spec)
     start_alike(model, spec)
     model.to(mesh.device)
-    transform(model, blocks, spec, mesh)
+    transform(model, blocks, spec, mesh, link)
     owned = [own(name, parameter, mesh) for name, parameter in model.named_parameters()]
     reducer = build_reducer(owned, mesh, roots=[model])
     return ModuleProgram(
@@ -48,7 +54,9 @@ def build_module_program(model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: M
     )
 
 
-def build_chain_program(chain: Chain, loss: Loss, spec: FitSpec, mesh: Mesh, batch: Any) -> ChainProgram:
+def build_chain_program(
+    chain: Chain, loss: Loss, spec: FitSpec, mesh: Mesh, batch: Any, link: HostLink
+) -> ChainProgram:
     """This rank's stages of a module; `batch` is a micro-batch, on which the chain is tried first."""
     blocks = find_blocks(chain.model, spec.blocks)
     require_trainable(chain.model, blocks, spec)
@@ -61,7 +69,7 @@ def build_chain_program(chain: Chain, loss: Loss, spec: FitSpec, mesh: Mesh, bat
         stages[index] = stage = ChainStage(cuts[index]).to(mesh.device)
         held = {id(module) for module in stage.modules()}
         here = {name: block for name, block in blocks.items() if id(block) in held}
-        transform(stage, here, spec, mesh)
+        transform(stage, here, spec, mesh, link)
     owned = [
         own(name, parameter, mesh)
         for stage in stages.values()
@@ -92,8 +100,8 @@ def start_alike(model: nn.Module, spec: ModuleSpec) -> None:
             tensor.copy_(dense)
 
 
-def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh) -> None:
-    """Steps 2 to 6."""
+def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, link: HostLink) -> None:
+    """Steps 2 to 7."""
     norms = batch_norms(model)
     if spec.sync_batch_norm:
         for norm in norms:
@@ -101,8 +109,9 @@ def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh) ->
     compute_in(model, spec, mesh)
     apply_recompute(blocks.values(), spec.memory)
     if spec.compile:
-        for block in blocks.values():
-            block.compile()
+        compile_blocks(blocks.values(), spec.memory)
+    if "activations" in spec.memory.offload:
+        apply_activation_offload(blocks.values(), link)
     if spec.parallel.zero == 3:
         _make_contiguous(model)
         # Batch norm wants its weights in the format of its statistics; autocast lowers all other weights.

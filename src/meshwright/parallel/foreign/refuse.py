@@ -38,7 +38,11 @@ def require_trainable(model: nn.Module, blocks: Blocks, spec: ModuleSpec) -> Non
 
 
 def _require_blocks(kind: str, blocks: Blocks, spec: ModuleSpec) -> None:
-    wanted = {"memory.recompute": spec.memory.recompute != "none", "compile": spec.compile}
+    wanted = {
+        "memory.recompute": spec.memory.recompute != "none",
+        "memory.offload": "activations" in spec.memory.offload,
+        "compile": spec.compile,
+    }
     for where, is_wanted in wanted.items():
         if is_wanted and not blocks:
             raise SpecError(

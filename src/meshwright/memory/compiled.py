@@ -1,0 +1,21 @@
+"""Compile, block by block: one graph serves all alike blocks, and collectives of ZeRO-3 stay outside."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from meshwright.spec import MemorySpec
+
+
+def compile_blocks(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
+    """Compile each block; where offload will wrap its forward, that forward alone.
+
+    A compiled module looks into everything its call does, and copies to the host are no part of a graph.
+    """
+    is_wrapped = not {"activations", "parameters"}.isdisjoint(memory.offload)
+    for block in blocks:
+        if is_wrapped:
+            block.forward = torch.compile(block.forward)
+        else:
+            block.compile()

@@ -1,0 +1,41 @@
+"""Whether the host has room for what a run offloads: asked before anything is built."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import PlanError
+from meshwright.hardware.machine import this_machine
+from meshwright.plan.offload import HOST_SHARE
+from meshwright.plan.predict import host_bytes
+from meshwright.spec import RunSpec
+from meshwright.units import show_bytes
+
+
+def host_budget(run: RunSpec) -> int:
+    """Bytes of host memory that this rank may use; PlanError where the run needs more."""
+    num_ranks, budget, needed = ranks_on_this_host(), host_share(), host_bytes(run)
+    if needed > budget:
+        shared = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+        raise PlanError(
+            f"offload of {', '.join(run.memory.offload)} needs {show_bytes(needed)} of host memory on a "
+            f"rank, and this machine has {show_bytes(budget)}{shared}",
+            where="memory.offload",
+            hint="offload less, divide state over more ranks (parallel.zero), or use fewer ranks per host",
+        )
+    return budget
+
+
+def host_share() -> int:
+    """This rank's part of the host memory that is free now."""
+    return int(HOST_SHARE * this_machine().free_memory_bytes / ranks_on_this_host())
+
+
+def ranks_on_this_host() -> int:
+    """Ranks that share this host's memory, as the launcher says; without its word no more than devices."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if said.isdigit() and int(said) > 0:
+        return int(said)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return min(world, torch.cuda.device_count() or world)
