@@ -2,7 +2,7 @@
 
     python bench/optimizers.py                    on CUDA: 1.2 B parameters of a Llama's shapes
     python bench/optimizers.py --quality-steps 0  only time and bytes
-    python bench/optimizers.py --layers 1 --vocabulary 4096 --quality-steps 100     a small look on a CPU
+    python bench/optimizers.py --layers 1 --vocabulary 512 --width 256 --quality-steps 9   small, on a CPU
 
 torchao's AdamW8bit runs beside ours where torchao is installed, else a line says that it is not.
 Prints one table; `--output FILE` also writes it with the facts of the machine.
@@ -97,7 +97,7 @@ def torchao_contenders() -> list[Contender]:
     ]
 
 
-def llama_shapes(layers: int, vocabulary: int, width: int = 2048) -> Iterator[tuple[str, tuple[int, ...]]]:
+def llama_shapes(layers: int, vocabulary: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a 1B Llama's parameters."""
     yield "embedding.tokens.weight", (vocabulary, width)
     for layer in range(layers):
@@ -184,12 +184,13 @@ def _train_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer
 
 def row_of(contender: Contender, args: argparse.Namespace, device: torch.device) -> str:
     """One line of the table."""
-    shapes = dict(llama_shapes(args.layers, args.vocabulary))
+    shapes = dict(llama_shapes(args.layers, args.vocabulary, args.width))
     num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     kept = bytes_per_parameter(contender)
     timing = time_update(contender, shapes, device)
-    losses = [final_loss(contender, args.quality_steps, device, seed) for seed in range(args.seeds)]
-    quality = " / ".join(f"{loss:.4f}" for loss in losses) if args.quality_steps else "-"
+    seeds = range(args.seeds if args.quality_steps else 0)
+    losses = [final_loss(contender, args.quality_steps, device, seed) for seed in seeds]
+    quality = " / ".join(f"{loss:.4f}" for loss in losses) or "-"
     speed = f"{1e3 * timing.median:9.2f} | {1e9 * timing.median / num_parameters * 1e3:8.1f}"
     return f"| {contender.name:<38} | {kept:7.2f} | {speed} | {quality} |"
 
@@ -201,6 +202,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--quality-steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", default="", help="contenders whose name holds this")
