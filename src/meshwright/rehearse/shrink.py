@@ -28,7 +28,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.optim import group_of
 from meshwright.spec.parameters import parameters
-from meshwright.spec.rules_run import ADAM_KINDS
+from meshwright.spec.rules_run import ADAM_KINDS, settings_have_effect
 
 WIDTH = 16
 HEAD_WIDTH = 4
@@ -84,7 +84,21 @@ def shrink_to(run: RunSpec, parallel: ParallelSpec) -> Shrunken:
         checkpoint=CheckpointSpec(),
         observe=ObserveSpec(),
     )
-    return Shrunken(small, tuple(degree_changes(run.parallel, parallel) + _left_out(run)))
+    small, idle = _without_idle_settings(small)
+    return Shrunken(small, tuple(degree_changes(run.parallel, parallel) + _left_out(run) + idle))
+
+
+def _without_idle_settings(small: RunSpec) -> tuple[RunSpec, list[str]]:
+    """What belongs to an axis that this world leaves out goes back to its default."""
+    told: list[str] = []
+    for violation in settings_have_effect(small):
+        section, _, field = violation.where.partition(".")
+        spec = getattr(small, section)
+        if "." not in field:
+            default = type(spec).model_fields[field].default
+            told.append(f"{violation.where} {getattr(spec, field)} -> {default}")
+            small = small.with_(**{section: spec.with_(**{field: default})})
+    return small, told
 
 
 def _left_out(run: RunSpec) -> list[str]:

@@ -156,6 +156,22 @@ def test_all_pairs_of_axes_are_covered() -> None:
     assert len(worlds) <= 4
 
 
+def test_settings_of_an_axis_go_with_the_axis() -> None:
+    run = RunSpec(
+        model=family("llama-3.1-8b"),
+        parallel=ParallelSpec(pp=2, tp=2, cp=2, dp_replicate=2, dp_shard=2, zero=3),
+        memory=MemorySpec(regather=True),
+        schedule=ScheduleSpec(num_steps=10),
+        data=DataSpec(path="x", sequence_length=1024, batch_sequences=64),
+    )
+    assert not check(run)
+    smalls = shrink(run, full=True)
+    assert all(not check(small.run) for small in smalls)
+    without = [small for small in smalls if small.run.parallel.tp == 1]
+    assert without
+    assert all("memory.regather True -> False" in small.changes for small in without)
+
+
 def test_changes_are_told(tmp_path) -> None:
     run = RunSpec(
         model=family("gpt2-124m").with_(dropout=0.1, vocab_size=50304),
