@@ -18,6 +18,7 @@ from meshwright.parallel.foreign import Chain
 from meshwright.spec import RunSpec
 from meshwright.spec.base import Spec
 from meshwright.spec.check import RULES
+from meshwright.spec.check_foreign import FIT_RULES, LOOP_RULES, MODULE_RULES, SHARED_FIT_RULES, SHARED_RULES
 from meshwright.spec.foreign import FitSpec, LoopSpec, SamplesSpec
 from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.violations import spec_of
@@ -75,6 +76,9 @@ def python_page() -> str:
     parts += [f"{inspect.getdoc(load_weights)}\n"]
     parts += ["## meshwright.Chain\n", f"{inspect.getdoc(Chain)}\n"]
     parts += [f"{line}" for line in inspect.getdoc(inspect.getmodule(Chain)).splitlines()[2:]]
+    parts += ["", "## Rules\n", "| rule | says |\n|---|---|"]
+    rules = [*MODULE_RULES, *FIT_RULES, *LOOP_RULES, *SHARED_RULES, *SHARED_FIT_RULES]
+    parts += [f"| `{rule.__name__}` | {_line(inspect.getdoc(rule))} |" for rule in rules]
     return "\n".join(parts) + "\n"
 
 

@@ -88,6 +88,13 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Embedding(37, 16), *layers, nn.LayerNorm(16), nn.Linear(16, 37))
 
 
+def mlp() -> nn.Module:
+    """Without attention, whose key bias has a gradient of rounding alone, which some rules blow up."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16)) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(37, 16), *blocks, nn.Linear(16, 37))
+
+
 def cnn() -> nn.Module:
     """Convolutions with batch norm, in channels_last."""
     torch.manual_seed(0)
@@ -154,6 +161,7 @@ MODULES = {
 # Without a library that a machine may lack.
 PLAIN = {
     "sequential": Foreign(sequential, token_batch, plain_token_loss),
+    "mlp": Foreign(mlp, token_batch, plain_token_loss),
     "cnn": Foreign(cnn, image_batch, plain_image_loss),
 }
 
@@ -162,12 +170,12 @@ def foreign_named(name: str) -> Foreign:
     return (MODULES | PLAIN)[name]
 
 
-def fit_spec(optim: str = "sgd", *, microbatch_samples: int = 1, **changes: Any) -> FitSpec:
+def fit_spec(optim: str | OptimSpec = "sgd", *, microbatch_samples: int = 1, **changes: Any) -> FitSpec:
     """In float64; `changes` are fields of FitSpec."""
     spec = FitSpec(
         device="cpu",
         precision=PrecisionSpec(compute="fp64"),
-        optim=OPTIMIZERS[optim],
+        optim=OPTIMIZERS[optim] if isinstance(optim, str) else optim,
         schedule=ScheduleSpec(num_steps=NUM_STEPS, kind="constant"),
         data=SamplesSpec(batch_samples=BATCH, microbatch_samples=microbatch_samples),
     )

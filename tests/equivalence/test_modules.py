@@ -12,6 +12,7 @@ from tests.own_modules import (
     together,
     train_cases,
 )
+from tests.tiny_runs import MORE_OPTIMIZERS
 
 RTOL = 1e-9
 TWO_RANKS = {
@@ -87,3 +88,17 @@ def test_a_pipeline_with_zero(ranks):
     for index, spec in enumerate(specs):
         errors = differences(together([courses[index] for courses in by_rank]), expected)
         assert max(errors.values()) <= RTOL, (spec.parallel, max(errors, key=errors.get))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", sorted(MORE_OPTIMIZERS))
+def test_optimizers_that_look_at_whole_parameters(ranks, kind):
+    """Every stage on two ranks equals one rank, for rules whose step depends on the whole parameter."""
+    optim = MORE_OPTIMIZERS[kind]
+    (alone,) = ranks.run(train_cases, 1, "mlp", [fit_spec(optim, microbatch_samples=2)])[0]
+    layouts = [parallel(dp_replicate=2), *(parallel(dp_shard=2, zero=zero) for zero in (1, 2, 3))]
+    specs = [fit_spec(optim, microbatch_samples=2, parallel=axes) for axes in layouts]
+    for by_rank in ranks.run(train_cases, 2, "mlp", specs):
+        for spec, course in zip(specs, by_rank, strict=True):
+            errors = differences(course, alone)
+            assert max(errors.values()) <= RTOL, (spec.parallel, max(errors, key=errors.get))

@@ -110,8 +110,7 @@ class RankPool:
         self.max_ranks, self.device = max_ranks, device
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
-        self._workers: list[tuple[Any, Any]] = []
-        """Process and our end of its pipe."""
+        self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._num_jobs = 0
 
@@ -143,13 +142,13 @@ class RankPool:
             connection.send((function, world_size, store_path, args))
         return self._collect(connections)
 
-    def _collect(self, connections: list[Any]) -> list[Any]:
+    def _collect(self, connections: list[Connection]) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
             # After a first failure the others hang in a collective: give them a moment to report too.
-            ready: list[Any] = wait(list(waiting), timeout=2.0 if failures else JOB_TIMEOUT_SECONDS + 30)
+            ready = wait(list(waiting), timeout=2.0 if failures else JOB_TIMEOUT_SECONDS + 30)
             if not ready:
                 break
             for connection in ready:

@@ -15,11 +15,13 @@ from meshwright.spec.rules_parallel import (
     zero_has_ranks_to_share,
 )
 from meshwright.spec.rules_run import (
+    CONDITIONS,
     averages_forget,
     loss_scale_goes_with_fp16,
     loss_scale_moves_the_right_way,
     schedule_fits_steps,
     tf32_needs_cuda,
+    without_effect,
     wsd_has_a_decay,
 )
 from meshwright.spec.run import RunSpec
@@ -36,6 +38,8 @@ SHARED_RULES = [
     tf32_needs_cuda,
 ]
 SHARED_FIT_RULES = [schedule_fits_steps, wsd_has_a_decay, averages_forget, offloaded_states_exist]
+# Their conditions read the model or the tokens of a run; they are refused elsewhere.
+_OF_A_RUN = ("parallel.etp", "precision.gradients", "memory.on_oom")
 _REASONS = {
     "tp": "nobody has said how its matrices are cut",
     "cp": "nobody has said where its attention is",
@@ -54,10 +58,10 @@ def axes_are_known(spec: ModuleSpec) -> Violations:
 
 
 def module_settings_have_effect(spec: ModuleSpec) -> Violations:
-    """A setting that would do nothing is refused rather than ignored."""
-    if spec.memory.recompute == "none" and spec.memory.recompute_every != 1:
-        fact = f"recompute_every={spec.memory.recompute_every} has no effect while recompute is none"
-        yield SpecError(fact, where="memory.recompute_every", hint="set memory.recompute, or leave it out")
+    """A setting that would do nothing, given the others, is refused rather than ignored."""
+    parts = type(spec).model_fields
+    known = [one for one in CONDITIONS if one.key.split(".")[0] in parts and one.key not in _OF_A_RUN]
+    yield from without_effect(cast(RunSpec, spec), known)
     if spec.checkpoint.start_from is not None:
         fact = "checkpoint.start_from reads weights of models of ours only"
         hint = "load the weights into the module before you hand it over"
@@ -65,21 +69,10 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
 
 
 def offload_knows_its_blocks(spec: ModuleSpec) -> Violations:
-    """Offload of parameters, and regather, know the blocks of models of ours only."""
+    """Offload of parameters knows the blocks of models of ours only."""
     if "parameters" in spec.memory.offload:
         fact = "parameters are offloaded from blocks of our own models only"
         yield SpecError(fact, where="memory.offload", hint="offload optimizer or activations, or use zero=3")
-    if spec.memory.regather:
-        fact = "memory.regather has no effect: it counts when tp > 1"
-        yield SpecError(fact, where="memory.regather", hint="leave it out")
-    accumulation = getattr(spec, "accumulation", 1)
-    if spec.parallel.reduce == "last" and not (
-        spec.parallel.zero >= 2 and spec.parallel.pp == 1 and accumulation > 1
-    ):
-        fact = (
-            "reduce=last has no effect: it counts when zero is 2 or 3, without pp, and micro-batches add up"
-        )
-        yield SpecError(fact, where="parallel.reduce", hint="leave it at each, its default")
 
 
 def weights_are_fp32(spec: ModuleSpec) -> Violations:

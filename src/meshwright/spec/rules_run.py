@@ -282,7 +282,12 @@ CONDITIONS: list[Condition] = [
 
 def settings_have_effect(run: RunSpec) -> Violations:
     """A setting that would do nothing, given the others, is refused rather than ignored."""
-    for condition in CONDITIONS:
+    yield from without_effect(run, CONDITIONS)
+
+
+def without_effect(run: RunSpec, conditions: list[Condition]) -> Violations:
+    """Settings whose condition does not hold."""
+    for condition in conditions:
         value, default = _value_and_default(run, condition.key)
         if value != default and not condition.has_effect(run):
             fact = f"{condition.key}={value} has no effect: it counts when {condition.words}"

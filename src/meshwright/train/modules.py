@@ -1,10 +1,12 @@
 """From a module that is not ours to the things a step works on."""
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.errors import SpecError
 from meshwright.memory.offload.budget import host_share
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import build_streamed_optimizer
@@ -20,6 +22,7 @@ from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device
 from meshwright.spec import OptimSpec
 from meshwright.spec.foreign import FitSpec, LoopSpec, ModuleSpec
+from meshwright.spec.violations import nearest
 from meshwright.train.step import Training
 
 
@@ -31,6 +34,7 @@ def build_module_training(
     `batch` is a micro-batch on the CPU, needed where a pipeline cuts the module.
     """
     chain, weights = model if isinstance(model, Chain) else Chain(model), _host(spec, mesh)
+    _require_groups(chain.model, spec.optim)
     if spec.parallel.num_stages > 1:
         prepare_device(spec.precision, mesh.device, deterministic=spec.deterministic)
         program: Program = build_chain_program(chain, loss, spec, mesh, batch, weights.link)
@@ -47,6 +51,7 @@ def build_loop_training(
     weights = _host(spec, mesh)
     program = _build_program(model, _no_loss, spec, mesh, weights)
     if spec.optim is not None:
+        _require_groups(model, spec.optim)
         return _training(program, _own_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
     assert optimizer is not None
     shards = {one.name: one.shard for one in program.owned}
@@ -80,6 +85,18 @@ def _own_optimizer(
     if "optimizer" not in spec.memory.offload:
         return build_optimizer(shards, optim, wholes)
     return build_streamed_optimizer(shards, optim, wholes, weights=weights, with_states=True)
+
+
+def _require_groups(model: nn.Module, optim: OptimSpec) -> None:
+    """Refuse a group of no parameter; names of a module are known only now."""
+    names = [name for name, _ in model.named_parameters()]
+    for index, group in enumerate(optim.groups):
+        if not any(fnmatchcase(name, group.pattern) for name in names):
+            raise SpecError(
+                f"pattern {group.pattern!r} matches no parameter",
+                where=f"optim.groups.{index}.pattern",
+                hint=nearest(group.pattern, names) or f"names are like {names[0]!r}",
+            )
 
 
 def _training(

@@ -16,6 +16,10 @@ BROKEN = {
     "bf16 gradients": ({"gradients": "bf16"}, "precision.gradients"),
     "fp8": ({"fp8": "current", "compute": "bf16"}, "precision.fp8"),
     "recompute_every": ({"recompute_every": 2}, "memory.recompute_every"),
+    "a schedule without pp": ({"parallel": {"schedule": "gpipe"}}, "parallel.schedule"),
+    "trust without lars": ({"trust": 0.5}, "optim.trust"),
+    "regather": ({"regather": True}, "memory.regather"),
+    "reduce": ({"parallel": {"reduce": "last"}}, "parallel.reduce"),
     "start_from": ({"start_from": "x"}, "checkpoint.start_from"),
     "uneven": ({"microbatch_samples": 3}, "data.batch_samples"),
     "few micro-batches": ({"pp": 2}, "data.batch_samples"),
@@ -52,6 +56,7 @@ def test_a_broken_rule_is_told(case):
     found = check_module(_spec(settings))
     assert where in [violation.where for violation in found]
     assert all(violation.hint for violation in found)
+    assert len({violation.where for violation in found}) == len(found)  # nothing is told twice
 
 
 @pytest.mark.parametrize("settings", KEPT, ids=str)

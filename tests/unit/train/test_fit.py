@@ -168,7 +168,7 @@ BAD = {
     "weights from elsewhere": ({"start_from": "x"}, "checkpoint.start_from reads weights of models of ours"),
     "every second of none": ({"recompute_every": 2}, "recompute_every=2 has no effect"),
     "parameters of theirs": ({"offload": "parameters"}, "offloaded from blocks of our own models only"),
-    "regather": ({"regather": True}, "regather has no effect"),
+    "regather": ({"regather": True}, "regather=True has no effect"),
     "reduce": ({"reduce": "last"}, "reduce=last has no effect"),
     "nothing to offload": ({"offload": "activations", "model": nn.Linear(6, 3)}, "has no list of alike"),
     "nothing to recompute": ({"recompute": "full", "model": nn.Linear(6, 3)}, "has no list of alike modules"),
@@ -176,6 +176,15 @@ BAD = {
     "a meta module": ({"model": nn.Linear(6, 3, device="meta")}, "have no values (meta device)"),
     "a mean": ({"loss": lambda model, batch: model(batch[0]).mean()}, "where (sum, count) was expected"),
     "a file that is not there": ({"run": "none.yaml"}, "cannot be read"),
+    "nothing to synchronise": (
+        {"model": nn.Linear(6, 3), "sync_batch_norm": True},
+        "Linear has no batch norm",
+    ),
+    "what a shortage does": ({"on_oom": "halve_microbatch"}, "on_oom=halve_microbatch is for models"),
+    "a group of nothing": (
+        {"optim": {"groups": [{"pattern": "*norm*", "lr_factor": 0.5}]}},
+        "pattern '*norm*' matches no parameter",
+    ),
     "fp8": ({"compute": "bf16", "fp8": "current"}, "fp8=current for a module that is not ours"),
 }
 

@@ -31,6 +31,12 @@ def require_trainable(model: nn.Module, blocks: Blocks, spec: ModuleSpec) -> Non
             where="memory.on_oom",
             hint="leave it at stop",
         )
+    if spec.sync_batch_norm and not batch_norms(model):
+        raise SpecError(
+            f"{kind} has no batch norm to synchronise",
+            where="sync_batch_norm",
+            hint="leave sync_batch_norm out",
+        )
     _require_blocks(kind, blocks, spec)
     _require_one_forward(model, spec)
     if spec.parallel.zero == 3:

@@ -1,0 +1,82 @@
+"""Modules from elsewhere, stopped and resumed, go exactly the way of an uninterrupted run."""
+
+import pytest
+import torch
+from tests.own_modules import BATCH, OPTIMIZERS, foreign_named
+from torch import Tensor
+
+import meshwright
+from meshwright.observe.metrics import read_metrics
+
+# Starting transformers takes longer than training; the convolutional network has most to lose.
+MODULES = ["resnet", *(pytest.param(name, marks=pytest.mark.soak) for name in ("vit", "bert"))]
+
+
+class Rows:
+    """The rows of some batches as numbered samples."""
+
+    def __init__(self, name: str) -> None:
+        batches = [foreign_named(name).batch(step) for step in range(3)]
+        self._rows = [tuple(part[row] for part in batch) for batch in batches for row in range(BATCH)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self._rows[index]
+
+
+def _train(name: str, directory: str, *, stop_after: int | None = None, zero: int = 3) -> dict[str, Tensor]:
+    foreign = foreign_named(name)
+    model = foreign.build()
+    meshwright.fit(
+        model,
+        Rows(name),
+        foreign.loss,
+        directory=directory,
+        stop_after=stop_after,
+        device="cpu",
+        compute="fp64",
+        num_steps=4,
+        batch_samples=BATCH,
+        zero=zero,
+        recompute="full",
+        optim=OPTIMIZERS["adamw"].with_(ema_decay=0.9),
+    )
+    return {
+        key: one.full_tensor() if hasattr(one, "full_tensor") else one
+        for key, one in model.state_dict().items()
+    }
+
+
+def _whole_and_in_parts(name: str, directory: str) -> bool:
+    whole = _train(name, f"{directory}/whole")
+    _train(name, f"{directory}/parts", stop_after=2)
+    parts = _train(name, f"{directory}/parts")
+    return all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_bitwise(ranks, tmp_path, name):
+    assert ranks.run(_whole_and_in_parts, 2, name, str(tmp_path)) == [True, True]
+    losses = {kind: [row["loss"] for row in read_metrics(tmp_path / kind)] for kind in ("whole", "parts")}
+    assert losses["whole"] == losses["parts"] and len(losses["whole"]) == 4
+
+
+def _elsewhere(name: str, directory: str, zero: int) -> dict[str, Tensor]:
+    return _train(name, directory, zero=zero)
+
+
+def _begin(name: str, directory: str) -> None:
+    _train(name, directory, stop_after=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["vit", "bert"])
+def test_on_another_mesh(ranks, tmp_path, name):
+    """Begun with ZeRO-3 on two ranks, ended with ZeRO-1 on four: the same numbers, but for rounding."""
+    expected = ranks.run(_elsewhere, 2, name, str(tmp_path / "whole"), 3)[0]
+    ranks.run(_begin, 2, name, str(tmp_path / "parts"))
+    found = ranks.run(_elsewhere, 4, name, str(tmp_path / "parts"), 1)[0]
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-11)
