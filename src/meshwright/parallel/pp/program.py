@@ -71,6 +71,8 @@ class PipelineProgram:
         self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
         self._border = border
         self._schedules: dict[int, Any] = {}
+        if self._has_last:
+            self.stages[-1].register_forward_hook(_keep_graph)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """See Program. Overlap is left to the schedule: split backwards bypass autograd's hooks."""
@@ -126,9 +128,17 @@ def joined(microbatches: Sequence[Microbatch]) -> Microbatch:
     return first._replace(**columns)
 
 
+def _keep_graph(_module: nn.Module, _inputs: tuple[Tensor, ...], loss: Tensor) -> Tensor:
+    """Between the two passes of a split backward torch detaches outputs in place, except views.
+
+    In torch 2.11 the node of head and loss, a Python one, would be gone when the weight pass comes to it.
+    """
+    return loss.view_as(loss)
+
+
 def _last_output(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage's output is the loss already."""
-    return output
+    """The last stage's output is the loss already; a copy, because torch lets go of what it starts from."""
+    return output.clone()
 
 
 def _build_schedule(stages: list[StageModule], mesh: Mesh, num_microbatches: int, border: Border) -> Any:
