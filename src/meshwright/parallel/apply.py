@@ -43,9 +43,6 @@ from meshwright.spec import PrecisionSpec, RunSpec
 Fill = Callable[..., None]
 """`initialise`, or what takes its place: gives a stage on the meta device memory and values."""
 
-Fill = Callable[..., None]
-"""`initialise`, or what takes its place: gives a stage on the meta device memory and values."""
-
 
 def build_program(
     run: RunSpec, mesh: Mesh, weights: HostedWeights | None = None, *, fill: Fill = initialise

@@ -54,6 +54,8 @@ class Ledger:
         self.held: dict[int, Held] = {}
         self.records: list[Held] = []
         self.moment = 0
+        self.elsewhere: set[int] = set()
+        """Storages of host memory: not the device's."""
         self._streams: dict[int, int] = {}
         self._by_pointer: dict[int, Held] = {}
         self._watches: dict[int, Any] = {}
@@ -62,6 +64,8 @@ class Ledger:
         """Write a tensor's storage down, if it is new."""
         storage = tensor.untyped_storage()
         pointer = storage._cdata
+        if pointer in self.elsewhere:
+            return None
         found = self._by_pointer.get(pointer)
         if found is not None:
             if kind is not None:

@@ -20,6 +20,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from meshwright.data.batches import Batch, Microbatch
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.hardware.stand_in import standing_for
+from meshwright.memory.offload.activations import storage_key
+from meshwright.memory.offload.host import HostBuffer, HostPool
 from meshwright.ops.routed_rows import routed_evenly
 from meshwright.precision.policy import wide_dtype
 from meshwright.rehearse.as_cuda import as_on_cuda
@@ -28,6 +30,7 @@ from meshwright.rehearse.moments import Moment, Moments
 from meshwright.rehearse.observe import Observer, Traffic
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
+from meshwright.train import build
 from meshwright.train.build import build_training
 from meshwright.train.step import Training, train_step
 
@@ -64,10 +67,11 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         ledger = Ledger()
         moments, observer = Moments(ledger), Observer(ledger, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        training = build_training(run, mesh, fill=_Empty(fake))
-        _adopt_state(training, ledger)
         begins_at = 0
-        with _watching(training, moments, observer, fake, ledger):
+        with _host_apart(observer), contextlib.ExitStack() as stack:
+            training = build_training(run, mesh, fill=_Empty(fake))
+            _adopt_state(training, ledger)
+            stack.enter_context(_watching(training, moments, observer, fake, ledger))
             batch = blank_batch(run)
             for tensor in (x for part in batch.microbatches for x in part if x is not None):
                 ledger.see(tensor, "batch", "batch")
@@ -91,6 +95,12 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
 
 def traceable(run: RunSpec) -> RunSpec:
     """The same bytes without what a trace cannot follow: TF32 is a switch of kernels, not of bytes."""
+    if not {"activations", "parameters"}.isdisjoint(run.memory.offload):
+        raise SpecError(
+            f"a trace loses sight of what goes to the host and comes back: {', '.join(run.memory.offload)}",
+            where="memory.offload",
+            hint="rehearse with optimizer alone, or without; `meshwright predict` prices what moves",
+        )
     if run.precision.compute == "tf32":
         run = run.with_(precision=run.precision.with_(compute="fp32"))
     return run.with_(compile=False, deterministic=False)
@@ -194,6 +204,24 @@ def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
 
     parts = tuple(part() for _ in range(run.accumulation))
     return Batch(parts, num_tokens=data.batch_tokens, num_sequences=data.batch_sequences, sample_ids=())
+
+
+@contextlib.contextmanager
+def _host_apart(observer: Observer) -> Iterator[None]:
+    """Buffers of offload are no bytes of the device; and the host that matters is not this one."""
+    take: Any = HostPool.take
+
+    def apart(pool: HostPool, num_bytes: int) -> HostBuffer:
+        was_paused, observer.is_paused = observer.is_paused, True
+        try:
+            buffer = take(pool, num_bytes)
+        finally:
+            observer.is_paused = was_paused
+        observer.ledger.elsewhere.add(storage_key(buffer.bytes))
+        return buffer
+
+    with patch.object(HostPool, "take", apart), patch.object(build, "host_budget", lambda _: None):
+        yield
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.errors import MeshError
+from meshwright.errors import MeshError, SpecError
 from meshwright.rehearse import trace as tracing
 from meshwright.rehearse.account import peak_of
 from meshwright.rehearse.run_rank import fill_any
@@ -142,3 +142,19 @@ def test_collectives_have_their_axis_bytes_and_count():
     assert gathers.count == 2 * (4 * 4 + 2)
     assert gathers.num_bytes == gathers.count * 128 * 128 * 2
     assert traffic["dp_shard", "reduce-scatter"].count == 2 * 7
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    run = small_run({})
+    moved = run.with_(memory=run.memory.with_(offload="optimizer"))
+    plain, without = (peak_of(trace_rank(one, 0)) for one in (run, moved))
+    assert plain.items["optimizer"] > 0
+    assert without.items.get("optimizer", 0) == 0
+    assert without.allocated_bytes < plain.allocated_bytes
+
+
+@pytest.mark.parametrize("what", ["activations", "parameters"])
+def test_what_comes_and_goes_in_a_pass_is_not_traced(what):
+    run = small_run({})
+    with pytest.raises(SpecError, match=f"loses sight of what goes to the host and comes back: {what}"):
+        trace_rank(run.with_(memory=run.memory.with_(offload=what)), 0)
