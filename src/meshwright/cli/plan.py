@@ -30,7 +30,7 @@ def plan(
     seq: Annotated[str | None, typer.Option(help="Tokens per sequence, such as 8192.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Tokens per optimizer step, such as 4M.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 300B.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16, tf32 or fp32.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, tf32, fp32 or fp8.")] = None,
     objective: Annotated[
         str, typer.Option(help="speed, cost (device-hours) or memory (headroom).")
     ] = "speed",

@@ -22,6 +22,7 @@ EventKind = Literal[
     "evaluate",
     "overflow",
     "prediction",
+    "shadow",
     "warning",
     "interrupt",
     "failure",

@@ -16,7 +16,12 @@ from meshwright.plan.workload import WORKING_BYTES, Precision, Workload
 from meshwright.spec.precision import Fp8Spec, PrecisionSpec
 from meshwright.spec.run import RunSpec
 
-RECIPE_PRECISION: dict[str, Precision] = {"current": "fp8", "blocks": "fp8", "mxfp8": "mxfp8"}
+RECIPE_PRECISION: dict[str, Precision] = {
+    "current": "fp8",
+    "delayed": "fp8",
+    "blocks": "fp8",
+    "mxfp8": "mxfp8",
+}
 # The norm of the gradients reads them once; clipping reads and writes them, mostly beside the update.
 GRADIENT_PASSES = 2.5
 

@@ -202,6 +202,8 @@ def _tokens(request: Request, model: ModelSpec, assumed: list[str]) -> int:
 
 
 def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
+    if request.precision in ("fp8", "mxfp8"):
+        return {"compute": "bf16", "fp8": "mxfp8" if request.precision == "mxfp8" else "current"}
     if request.precision is not None:
         compute = request.precision
     else:

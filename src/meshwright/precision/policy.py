@@ -19,6 +19,10 @@ def wide_dtype(precision: PrecisionSpec) -> torch.dtype:
     return torch.float64 if precision.compute == "fp64" else torch.float32
 
 
+FP8_SINCE = (8, 9)
+"""The first CUDA compute capability with fp8 matmuls."""
+
+
 def weight_dtype(precision: PrecisionSpec) -> torch.dtype:
     """Of the parameters that the model computes with."""
     return wide_dtype(precision) if precision.weights == "fp32" else torch.bfloat16
@@ -48,6 +52,17 @@ def prepare_device(precision: PrecisionSpec, device: torch.device, *, determinis
             where="precision.compute",
             hint="use fp32 here",
         )
+    if precision.fp8 is not None and device.type == "cuda":
+        _require_fp8(device)
     torch.set_float32_matmul_precision("high" if precision.compute == "tf32" else "highest")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
+
+
+def _require_fp8(device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device) < FP8_SINCE:
+        raise SpecError(
+            f"{torch.cuda.get_device_name(device)} has no fp8 tensor cores",
+            where="precision.fp8",
+            hint="set precision.fp8=null: bf16 is its fastest format; fp8 needs Ada, Hopper or later",
+        )

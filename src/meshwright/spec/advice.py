@@ -6,6 +6,7 @@ Tensor cores work on tiles: dims that are multiples of 64 (128 bytes in half pre
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_layers, left_out_weights
 from meshwright.spec.run import RunSpec
 
 TILE = 64
@@ -93,12 +94,39 @@ def pipeline_is_filled(run: RunSpec) -> Iterator[Advice]:
         yield Advice(fact, "parallel.pp", hint)
 
 
+def fp8_is_fast(run: RunSpec) -> Iterator[Advice]:
+    """fp8 pays on devices that multiply it, compiled, with the dims of its blocks."""
+    fp8 = run.precision.fp8
+    if fp8 is None:
+        return
+    if run.device == "cpu":
+        fact = f"fp8={fp8.recipe} on a CPU is emulated: it shows the numerics and is slower than bf16"
+        yield Advice(fact, "precision.fp8", "use device=cuda on a card with fp8 for speed")
+    elif not run.compile:
+        fact = "fp8 without compile makes a pass over memory for each part of a cast"
+        yield Advice(fact, "compile", "compile=true fuses them")
+    if fp8.recipe == "mxfp8" and run.device != "cpu":
+        fact = "mxfp8 is multiplied by Blackwell and later; on other cards it is emulated in bf16"
+        yield Advice(fact, "precision.fp8.recipe", "on Hopper use current, delayed or blocks")
+    left_out = sorted({_part(one.name) for layer in fp8_layers(run) for one in left_out_weights(run, layer)})
+    if left_out:
+        fact = f"{', '.join(left_out)} stay in bf16: dims on a rank are not multiples of"
+        hint = "choose widths or tp so that they are, or leave it: the rest is in fp8"
+        yield Advice(f"{fact} {FP8_MULTIPLE[fp8.recipe]}", "precision.fp8", hint)
+
+
+def _part(name: str) -> str:
+    """`blocks.3.mlp.up.weight` as `mlp.up`."""
+    return name.split(".", 2)[2].removesuffix(".weight")
+
+
 ADVISORS: list[Advisor] = [
     tensor_cores_are_used,
     vocabulary_fills_tiles,
     widths_fill_tiles,
     microbatch_fills_device,
     pipeline_is_filled,
+    fp8_is_fast,
 ]
 
 

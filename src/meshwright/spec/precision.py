@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from meshwright.spec.base import NonNegative, Positive, PositiveNumber, Spec
+from meshwright.spec.base import Fraction, NonNegative, Positive, PositiveNumber, Spec
 
 
 class LossScaleSpec(Spec):
@@ -23,11 +23,19 @@ class LossScaleSpec(Spec):
 class Fp8Spec(Spec):
     """fp8 in the linear layers of the blocks; head, norms, attention, router and routed experts stay out."""
 
-    recipe: Literal["current", "blocks", "mxfp8"] = "current"
-    """current: one scale per tensor, E4M3, gradients of outputs E5M2. blocks: one scale per 1x128 of inputs
+    recipe: Literal["current", "delayed", "blocks", "mxfp8"] = "current"
+    """current: one scale per tensor, E4M3, gradients of outputs E5M2. delayed: the same with scales from
+    earlier steps, which saves a pass over each tensor. blocks: one scale per 1x128 of inputs
     and gradients and per 128x128 of weights, E4M3. mxfp8: one scale per 32, E4M3."""
     bf16_ends: NonNegative = 1
     """Blocks at each end of the model that stay in bf16."""
+    history_steps: Positive = 16
+    """delayed: steps whose largest magnitudes count."""
+    shadow_every: Positive | None = None
+    """Every k steps one micro-batch runs in fp8 and in bf16 on the same weights and the gradients of each
+    block are compared; None: never."""
+    shadow_min_cosine: Fraction = 0.95
+    """With shadow_every: a block whose gradients' cosine is below this falls back to bf16 and stays there."""
 
 
 def _of_recipe(value: Any) -> Any:

@@ -94,6 +94,14 @@ def fp8_divides_tokens(run: RunSpec) -> Violations:
         yield SpecError(fact, where="precision.fp8", hint=hint)
 
 
+def delayed_scales_see_the_weights(run: RunSpec) -> Violations:
+    """Delayed scaling looks at every weight after its update, so the weights stay on the device."""
+    fp8 = run.precision.fp8
+    if fp8 is not None and fp8.recipe == "delayed" and "weights" in run.memory.offload:
+        fact = "fp8=delayed with offloaded weights"
+        yield SpecError(fact, where="precision.fp8.recipe", hint="use precision.fp8.recipe=current or blocks")
+
+
 def one_source_of_data(run: RunSpec) -> Violations:
     """Exactly one of `data.path` and `data.synthetic` is given."""
     data = run.data
@@ -243,6 +251,16 @@ CONDITIONS: list[Condition] = [
     Condition("memory.regather", lambda run: run.parallel.tp > 1, "tp > 1"),
     Condition("memory.on_oom", lambda run: run.data.microbatch_sequences > 1, "microbatch_sequences > 1"),
     Condition("memory.recompute_every", lambda run: run.memory.recompute != "none", "recompute is on"),
+    Condition(
+        "precision.fp8.history_steps",
+        lambda run: run.precision.fp8 is not None and run.precision.fp8.recipe == "delayed",
+        "fp8.recipe=delayed",
+    ),
+    Condition(
+        "precision.fp8.shadow_min_cosine",
+        lambda run: run.precision.fp8 is not None and run.precision.fp8.shadow_every is not None,
+        "fp8.shadow_every is set",
+    ),
     *(
         Condition(
             f"optim.{name}", lambda run: run.optim.kind in ADAM_KINDS, "optim.kind is adamw*, lamb or muon"
@@ -314,6 +332,7 @@ RUN_RULES = [
     fp8_goes_with_bf16,
     fp8_has_linears,
     fp8_divides_tokens,
+    delayed_scales_see_the_weights,
     one_source_of_data,
     ramp_leads_to_the_batch,
     evaluation_has_data,

@@ -15,6 +15,7 @@ from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.ema import Ema
 from meshwright.parallel.apply import Fill, build_program
+from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.owned import whole_of
 from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device, wide_dtype
@@ -49,6 +50,7 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
         if weights.blocks or ("optimizer" in offload and not run.has_shards_on_host)
         else build_optimizer(shards, run.optim, wholes, weights=run.precision.weights)
     )
+    is_delayed = run.precision.fp8 is not None and run.precision.fp8.recipe == "delayed"
     return Training(
         program=program,
         optimizer=optimizer,
@@ -58,6 +60,7 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
         ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,
         experts=ExpertBalance(run.model, program.stages, mesh) if run.model.moe else None,
+        fp8_scales=DelayedScales(program.stages, mesh) if is_delayed else None,
     )
 
 

@@ -27,6 +27,7 @@ class Carried:
     data: dict[str, Any]
     """Position before the batch that was not finished."""
     loss_scale: tuple[float, int] | None
+    fp8_fallen: list[int]
 
 
 def carry(job: Job, state: TrainState, data: dict[str, Any]) -> Carried:
@@ -36,7 +37,8 @@ def carry(job: Job, state: TrainState, data: dict[str, Any]) -> Carried:
         name: _local(tensor).to("cpu", copy=True) for name, tensor in all_tensors(run, training).items()
     }
     scale = training.loss_scale
-    return Carried(state, tensors, data, (scale.scale, scale.num_clean_steps) if scale else None)
+    fallen = job.shadow.fallen if job.shadow else []
+    return Carried(state, tensors, data, (scale.scale, scale.num_clean_steps) if scale else None, fallen)
 
 
 def put_back(carried: Carried, job: Job) -> TrainState:
@@ -49,6 +51,10 @@ def put_back(carried: Carried, job: Job) -> TrainState:
     set_num_updates(training.optimizer, training.named_shards, run.optim, num_updates=carried.state.step)
     if training.loss_scale is not None and carried.loss_scale is not None:
         training.loss_scale.scale, training.loss_scale.num_clean_steps = carried.loss_scale
+    if training.fp8_scales is not None:
+        training.fp8_scales.set_units()
+    if job.shadow is not None:
+        job.shadow.restore(carried.fp8_fallen)
     job.batches.load_state(carried.data)
     return carried.state
 

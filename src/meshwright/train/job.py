@@ -8,6 +8,7 @@ from meshwright.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.foreign import FitSpec
 from meshwright.train.noise_scale import PartGradient
+from meshwright.train.shadow import Shadow
 from meshwright.train.step import StepBatch, Training
 
 
@@ -69,3 +70,5 @@ class Job:
     """Loss on held-out data; all ranks call it."""
     measure_part: Callable[[Any], PartGradient] | None = None
     """The gradient of a part of a batch, for the noise scale; all ranks call it. None for other modules."""
+    shadow: Shadow | None = None
+    """fp8 beside bf16, where the run is in fp8."""

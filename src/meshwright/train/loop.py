@@ -20,6 +20,7 @@ from meshwright.train.noise_scale import PartGradient, measure_part
 from meshwright.train.quiet import collect_young, collector_off
 from meshwright.train.record import Recorder, token_workload
 from meshwright.train.saved import Checkpoints
+from meshwright.train.shadow import Shadow
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
 
@@ -61,6 +62,7 @@ def train(
         load_initial=lambda: load_initial_weights(run, training),
         evaluate=lambda: evaluate(run, training.program, mesh),
         measure_part=lambda batch: measure_part(training, batch, mesh),
+        shadow=Shadow(run, training, mesh) if run.precision.fp8 else None,
     )
     return drive(job, run_dir, stop_after=stop_after, carried=carried)
 
@@ -71,7 +73,7 @@ def drive(
     """The loop itself; all ranks call it."""
     run, training, batches = job.run, job.training, job.batches
     last_step = min(run.schedule.num_steps, stop_after or run.schedule.num_steps)
-    checkpoints = Checkpoints(run, run_dir / "checkpoints", training, batches)
+    checkpoints = Checkpoints(run, run_dir / "checkpoints", training, batches, shadow=job.shadow)
     state = put_back(carried, job) if carried is not None else _restore_or_start(job, checkpoints)
 
     with Recorder(job, run_dir, state) as recorder, listening() as interrupt, collector_off():
@@ -85,6 +87,7 @@ def drive(
 
             try:
                 part = _part_when_due(job, batch, state)
+                _compare_with_bf16(job.shadow, recorder, batch, state)
                 seed_step(run.seed, state.num_batches)
                 outcome = train_step(training, batch, learning_rate=rate)
             except (Shortage, torch.OutOfMemoryError) as error:
@@ -132,6 +135,12 @@ def _restore_or_start(job: Job, checkpoints: Checkpoints) -> TrainState:
     if state.step == 0:
         job.load_initial()
     return state
+
+
+def _compare_with_bf16(shadow: Shadow | None, recorder: Recorder, batch: Any, state: TrainState) -> None:
+    """fp8, where it is due: leaves no trace in the training but blocks that fall back."""
+    if shadow is not None and shadow.is_due(state.step):
+        recorder.shadow(state, shadow.compare(batch, seed=state.num_batches))
 
 
 def _due(every_steps: int | None, step: int) -> bool:

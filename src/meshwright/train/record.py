@@ -35,6 +35,7 @@ from meshwright.train.job import Job, Workload
 from meshwright.train.noise_scale import NoiseEstimate, PartGradient
 from meshwright.train.out_of_memory import out_of_memory, smaller_microbatch
 from meshwright.train.saved import Checkpoints
+from meshwright.train.shadow import ShadowReport
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
 
@@ -170,6 +171,27 @@ class Recorder:
         )
         self._events.write("warning", step=state.step, text=text)
         self.say(text)
+
+    def shadow(self, state: TrainState, report: ShadowReport) -> None:
+        """fp8 beside bf16: written down, and told where a block falls back."""
+        worst = report.worst_layer
+        self._events.write(
+            "shadow",
+            step=state.step,
+            loss_fp8=report.loss_fp8,
+            loss_bf16=report.loss_bf16,
+            layers=list(report.cosines),
+            cosines=list(report.cosines.values()),
+            norm_ratios=list(report.norm_ratios.values()),
+            fallen=report.fallen,
+        )
+        if report.fallen:
+            blocks = ", ".join(map(str, report.fallen))
+            self.say(
+                f"step {state.step}: block {blocks} back to bf16; gradients in fp8 and bf16 have a cosine of "
+                f"{report.cosines[worst]:.3f} in block {worst}"
+            )
+        self._restart_clock(state)
 
     def attempt_save(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Save on the way; a failed save is told and does not end training."""

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
-from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_manifest, verify_files
+from meshwright.checkpoint.load import (
+    complete_checkpoints,
+    load_tensors,
+    read_manifest,
+    saved_shapes,
+    verify_files,
+)
 from meshwright.checkpoint.retain import keep_last
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.errors import CheckpointError
@@ -26,6 +32,7 @@ from meshwright.optim.build import (
 from meshwright.spec import RunSpec
 from meshwright.spec.foreign import FitSpec, LoopSpec
 from meshwright.train.job import BatchPosition
+from meshwright.train.shadow import Shadow
 from meshwright.train.state import TrainState
 from meshwright.train.step import Training
 
@@ -74,6 +81,8 @@ def all_tensors(run: SavedSpec, training: Training) -> dict[str, Tensor]:
     if training.ema is not None:
         averages = training.ema.averages.items()
         tensors |= {f"ema.{name}": owned[name].as_global(average) for name, average in averages}
+    if training.fp8_scales is not None:
+        tensors |= training.fp8_scales.tensors()
     return tensors
 
 
@@ -99,6 +108,19 @@ class Brought(Protocol):
         ...
 
 
+def without_strange_histories(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Of the histories of fp8 scales only those that a checkpoint has.
+
+    It may be of a run with another recipe; a linear whose history is not there begins one.
+    """
+    saved = saved_shapes(folder)
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("fp8.") or saved.get(name) == tuple(tensor.shape)
+    }
+
+
 class Checkpoints:
     """The checkpoints of one run; every method is called by all ranks."""
 
@@ -109,9 +131,10 @@ class Checkpoints:
         training: Training,
         batches: BatchPosition,
         brought: Brought | None = None,
+        shadow: Shadow | None = None,
     ) -> None:
         self.run, self.root, self.training, self.batches = run, root, training, batches
-        self.brought = brought
+        self.brought, self.shadow = brought, shadow
         self.saved_step: int | None = None
 
     def save(self, state: TrainState) -> Path:
@@ -136,9 +159,11 @@ class Checkpoints:
             self.brought.make_room()
         with self.training.weights.at_hand(changing=True):
             tensors = all_tensors(self.run, self.training)
-            load_tensors(found[-1], tensors)
+            load_tensors(found[-1], without_strange_histories(tensors, found[-1]))
             take_masters(self.training, tensors)
             self.training.program.gather_parameters()
+            if self.training.fp8_scales is not None:
+                self.training.fp8_scales.set_units()
         return self._restore_facts(manifest)
 
     def _facts(self, state: TrainState) -> dict[str, Any]:
@@ -149,6 +174,7 @@ class Checkpoints:
             "data": self.batches.state(),
             "brought": self.brought.state() if self.brought else None,
             "loss_scale": {"scale": scale.scale, "num_clean_steps": scale.num_clean_steps} if scale else None,
+            "fp8_fallen": self.shadow.fallen if self.shadow else [],
             "trajectory": self.run.trajectory_fingerprint(),
             "run": self.run.model_dump(mode="json"),
             "versions": {"meshwright": __version__, "torch": torch.__version__},
@@ -164,8 +190,14 @@ class Checkpoints:
         if training.loss_scale is not None:
             training.loss_scale.scale = manifest["loss_scale"]["scale"]
             training.loss_scale.num_clean_steps = manifest["loss_scale"]["num_clean_steps"]
+        if self.shadow is not None and _recipe(manifest["run"]) == self.shadow.fp8.recipe:
+            self.shadow.restore(manifest.get("fp8_fallen", []))  # another recipe gets another chance
         self.saved_step = state.step
         return state
+
+
+def _recipe(saved: Mapping[str, Any]) -> str | None:
+    return (saved["precision"].get("fp8") or {}).get("recipe")
 
 
 def require_same_course(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> None:

@@ -11,6 +11,7 @@ from meshwright.memory.offload.weights import HostedWeights
 from meshwright.optim.build import set_learning_rate
 from meshwright.optim.clip import clip_gradients
 from meshwright.optim.ema import Ema
+from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.program import Program
 from meshwright.precision.loss_scale import LossScale
 from meshwright.train.balance import ExpertBalance
@@ -29,6 +30,7 @@ class Training:
     loss_scale: LossScale | None = None
     ema: Ema | None = None
     experts: ExpertBalance | None = None
+    fp8_scales: DelayedScales | None = None
 
     def __post_init__(self) -> None:
         trainable = [one for one in self.program.owned if one.parameter.requires_grad]
@@ -84,6 +86,8 @@ def update(training: Training, *, learning_rate: float | None) -> tuple[Tensor, 
         training.program.gather_parameters()
         if training.ema is not None:
             training.ema.update()
+        if training.fp8_scales is not None:
+            training.fp8_scales.after_step()
     if training.experts is not None:
         training.experts.after_step(scale=scale, is_sound=is_sound)
     training.optimizer.zero_grad()

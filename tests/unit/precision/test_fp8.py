@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshwright.precision.fp8.linear import scaled_linear
+from meshwright.precision.fp8.matmul import tiled_scales
 from meshwright.precision.fp8.quantise import block_amax, decode, encode, quantise, unit_of
 from meshwright.precision.fp8.recipes import E4M3, E5M2, RECIPES
 
@@ -130,6 +131,18 @@ def test_bf16_holds_decoded_numbers_exactly(recipe):
     rule = RECIPES[recipe]
     x = quantise(_normal(256, 256, seed=0), rule.operand, rule.weight_block)
     assert torch.equal(decode(x, torch.bfloat16).double(), decode(x, torch.float64))
+
+
+def test_tiled_scales_stand_where_the_tensor_cores_look():
+    """Each scale is looked up by the formula of the tile; 2^e is stored as the byte e + 127."""
+    rows, columns = 200, 6
+    exponents = (torch.arange(rows * columns) % 200).view(rows, columns) - 100
+    stored = tiled_scales(2.0 ** exponents.float()).view(torch.uint8)
+    assert len(stored) == 256 * 8
+    for row, column in [(0, 0), (31, 3), (32, 0), (127, 3), (128, 4), (199, 5), (70, 2)]:
+        tile = (row // 128) * 2 + column // 4
+        place = 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+        assert stored[place] == exponents[row, column] + 127
 
 
 def test_block_amax_by_hand():

@@ -24,6 +24,12 @@ CASES = {
         "raise data.microbatch_sequences",
     ),
     "pipeline_is_filled": ("dense", ["parallel.pp=4"], ["parallel.pp=8"], "more or smaller micro-batches"),
+    "fp8_is_fast": (
+        "dense",
+        [*GPU, "precision.fp8=current", "compile=true"],
+        [*GPU, "precision.fp8=current"],
+        "compile=true",
+    ),
 }
 BY_NAME = {advisor.__name__: advisor for advisor in ADVISORS}
 

@@ -239,6 +239,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["precision.compute=bf16", "precision.fp8=mxfp8"],
         [["precision.compute=bf16", "precision.fp8=current", "data.sequence_length=9"]],
     ),
+    "delayed_scales_see_the_weights": (
+        "dense",
+        ["precision.compute=bf16", "precision.fp8=delayed"],
+        [["precision.compute=bf16", "precision.fp8=delayed", "memory.offload=[weights]"]],
+    ),
     "one_source_of_data": (
         "dense",
         ["data.path=some/folder", "data.synthetic=null"],
@@ -310,6 +315,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["memory.regather=true"],
             ["memory.recompute_every=2"],
             ["memory.on_oom=halve_microbatch", "data.microbatch_sequences=1"],
+            ["precision.compute=bf16", "precision.fp8.history_steps=4"],
+            ["precision.compute=bf16", "precision.fp8.shadow_min_cosine=0.9"],
             ["optim.kind=sgd", "optim.beta2=0.99"],
             ["optim.kind=lars", "optim.eps=1e-6"],
             ["optim.momentum=0.9"],

@@ -39,25 +39,43 @@ class Fp8Product(nn.Module):
 
     def __init__(self, recipe: str, *, dtype: torch.dtype, native: bool, cuts: Cuts) -> None:
         super().__init__()
-        self.recipe, self.dtype, self.native = recipe, dtype, native
-        self.cut_x, self.cut_weight, self.cut_gradient = cuts
+        self.recipe, self.dtype, self.native, self.cuts = recipe, dtype, native, cuts
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b over the last dim of x, in the dtype of the other matmuls."""
         x_TK = x.flatten(0, -2).to(self.dtype)
-        y_TN = scaled_linear(
-            x_TK, weight, self.recipe, native=self.native,
-            cuts=Cuts(self.cut_x, self.cut_weight, self.cut_gradient),
-        )  # fmt: skip
+        y_TN = scaled_linear(x_TK, weight, self.recipe, native=self.native, cuts=self.cuts)
         y = y_TN.unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias.to(y.dtype)
 
 
 def scaled_linear(
-    x_TK: Tensor, weight_NK: Tensor, recipe: str, *, native: bool, cuts: Cuts = UNCUT
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    recipe: str,
+    *,
+    native: bool,
+    cuts: Cuts = UNCUT,
+    units_3: Tensor | None = None,
 ) -> Tensor:
-    """x W^T by a recipe that takes its scales from the tensors at hand."""
-    return _ScaledLinear.apply(x_TK, weight_NK, recipe, native, *cuts)  # pyright: ignore[reportReturnType]
+    """x W^T by a recipe, with the scales that x, W and dy need themselves or with given ones."""
+    if not torch.is_grad_enabled():
+        return matmul(
+            *_operands(x_TK, weight_NK, units_3, recipe, cuts), to=x_TK.dtype, native=native, fast=True
+        )
+    return _ScaledLinear.apply(x_TK, weight_NK, units_3, recipe, native, cuts)  # pyright: ignore[reportReturnType]
+
+
+def _operands(
+    x_TK: Tensor, weight_NK: Tensor, units_3: Tensor | None, recipe: str, cuts: Cuts
+) -> tuple[Quantised, Quantised]:
+    """x and W for the forward product."""
+    rule = RECIPES[recipe]
+    unit_x, unit_weight = (None, None) if units_3 is None else (units_3[0], units_3[1])
+    return (
+        _quantised(x_TK, unit_x, rule.operand, rule.token_block, cuts.x),
+        _quantised(weight_NK, unit_weight, rule.operand, rule.weight_block, cuts.weight),
+    )
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -66,24 +84,23 @@ class _ScaledLinear(torch.autograd.Function):
         ctx: Any,
         x_TK: Tensor,
         weight_NK: Tensor,
+        units_3: Tensor | None,
         recipe: str,
         native: bool,  # noqa: FBT001 - `apply` takes no keywords
-        cut_x: Groups,
-        cut_weight: Groups,
-        cut_gradient: Groups,
+        cuts: Cuts,
     ) -> Tensor:
-        rule = RECIPES[recipe]
-        x = quantise(x_TK, rule.operand, rule.token_block, cut_x)
-        weight = quantise(weight_NK, rule.operand, rule.weight_block, cut_weight)
-        ctx.save_for_backward(*_turned(x_TK, x, rule.token_block), weight_NK, weight.unit)
-        ctx.recipe, ctx.native, ctx.cut_gradient = recipe, native, cut_gradient
+        x, weight = _operands(x_TK, weight_NK, units_3, recipe, cuts)
+        x_turned = _turned(x_TK, x, RECIPES[recipe].token_block)
+        unit_gradient = None if units_3 is None else units_3[2]
+        ctx.save_for_backward(*x_turned, weight_NK, weight.unit, unit_gradient)
+        ctx.recipe, ctx.native, ctx.cut_gradient = recipe, native, cuts.gradient
         return matmul(x, weight, to=x_TK.dtype, native=native, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rule, native = RECIPES[ctx.recipe], ctx.native
-        x_values_KT, x_unit, weight_NK, weight_unit = ctx.saved_tensors
-        grad = quantise(grad_TN, rule.gradient, rule.token_block, ctx.cut_gradient)
+        x_values_KT, x_unit, weight_NK, weight_unit, unit_gradient = ctx.saved_tensors
+        grad = _quantised(grad_TN, unit_gradient, rule.gradient, rule.token_block, ctx.cut_gradient)
         if rule.weight_block is None:
             weight = encode(weight_NK, weight_unit, rule.operand, None)
             weight_turned = Quantised(turned(weight.values_MK), weight.unit)
@@ -93,7 +110,13 @@ class _ScaledLinear(torch.autograd.Function):
         grad_turned = _turned(grad_TN, grad, rule.token_block)
         x_turned = Quantised(x_values_KT, x_unit)
         grad_weight_NK = matmul(grad_turned, x_turned, to=weight_NK.dtype, native=native)
-        return grad_x_TK, grad_weight_NK, None, None, None, None, None
+        return grad_x_TK, grad_weight_NK, None, None, None, None
+
+
+def _quantised(
+    x_TK: Tensor, unit: Tensor | None, dtype: torch.dtype, block: Block, groups: Groups
+) -> Quantised:
+    return quantise(x_TK, dtype, block, groups) if unit is None else encode(x_TK, unit, dtype, block)
 
 
 def _turned(x_TK: Tensor, x: Quantised, block: Block) -> Quantised:

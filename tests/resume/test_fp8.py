@@ -1,0 +1,54 @@
+"""fp8 across a resume: histories of scales and fallen blocks go on, and the recipe may change."""
+
+import json
+
+import pytest
+from tests.attempts import assert_same_state, attempt, last_checkpoint, read_tensors
+from tests.equivalence.test_fp8 import fp8_run
+from tests.ranks import RankPool
+
+from meshwright.observe.events import events_path, read_events
+from meshwright.spec import CheckpointSpec, Fp8Spec, ParallelSpec, PrecisionSpec, RunSpec, ScheduleSpec
+
+NUM_STEPS = 4
+
+
+def _run(fp8: Fp8Spec | None, **changes: object) -> RunSpec:
+    return fp8_run(
+        precision=PrecisionSpec(compute="bf16", fp8=fp8),
+        schedule=ScheduleSpec(num_steps=NUM_STEPS, kind="constant"),
+        checkpoint=CheckpointSpec(every_steps=2),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2, "zero": 3}])
+def test_delayed_scales_go_on(ranks: RankPool, tmp_path, layout) -> None:
+    run = _run(Fp8Spec(recipe="delayed", bf16_ends=0, history_steps=3), parallel=ParallelSpec(**layout))
+    attempt(ranks, run, tmp_path / "whole")
+    attempt(ranks, run, tmp_path / "parts", stop_after=2)
+    attempt(ranks, run, tmp_path / "parts")
+    assert_same_state(tmp_path / "parts", tmp_path / "whole")
+    histories = read_tensors(last_checkpoint(tmp_path / "parts"))
+    named = [name for name in histories if name.startswith("fp8.")]
+    assert len(named) == 3 * 7
+    assert all((histories[name] > 0).all() for name in named)
+
+
+def test_the_recipe_may_change_on_the_way(ranks: RankPool, tmp_path) -> None:
+    """A checkpoint is the same with and without fp8."""
+    for step, fp8 in enumerate([None, Fp8Spec(bf16_ends=0), Fp8Spec(recipe="delayed"), None], start=1):
+        assert attempt(ranks, _run(fp8), tmp_path, stop_after=1).step == step
+
+
+def test_fallen_blocks_stay_fallen(ranks: RankPool, tmp_path) -> None:
+    """No cosine reaches 1, so every block falls at the first look."""
+    strict = Fp8Spec(bf16_ends=1, shadow_every=1, shadow_min_cosine=1.0)
+    attempt(ranks, _run(strict), tmp_path, stop_after=2)
+    manifest = json.loads((last_checkpoint(tmp_path) / "manifest.json").read_text())
+    assert manifest["fp8_fallen"] == [1]
+    attempt(ranks, _run(strict), tmp_path)
+    looks = [event for event in read_events(events_path(tmp_path, 0)) if event["kind"] == "shadow"]
+    assert [event["step"] for event in looks] == [0]
+    assert looks[0]["fallen"] == [1]
+    assert looks[0]["cosines"][0] < 1.0
