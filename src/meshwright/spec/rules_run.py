@@ -97,8 +97,8 @@ def fp8_divides_tokens(run: RunSpec) -> Violations:
 def delayed_scales_see_the_weights(run: RunSpec) -> Violations:
     """Delayed scaling looks at every weight after its update, so the weights stay on the device."""
     fp8 = run.precision.fp8
-    if fp8 is not None and fp8.recipe == "delayed" and "weights" in run.memory.offload:
-        fact = "fp8=delayed with offloaded weights"
+    if fp8 is not None and fp8.recipe == "delayed" and "parameters" in run.memory.offload:
+        fact = "fp8=delayed with memory.offload=parameters"
         yield SpecError(fact, where="precision.fp8.recipe", hint="use precision.fp8.recipe=current or blocks")
 
 

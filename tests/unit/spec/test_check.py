@@ -242,7 +242,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "delayed_scales_see_the_weights": (
         "dense",
         ["precision.compute=bf16", "precision.fp8=delayed"],
-        [["precision.compute=bf16", "precision.fp8=delayed", "memory.offload=[weights]"]],
+        [["precision.compute=bf16", "precision.fp8=delayed", "memory.offload=[parameters]"]],
     ),
     "one_source_of_data": (
         "dense",
