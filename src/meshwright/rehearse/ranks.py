@@ -110,7 +110,7 @@ class RankPool:
         self.max_ranks, self.device = max_ranks, device
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[tuple[Any, Any]] = []  # processes and our ends of their pipes
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._num_jobs = 0
 
@@ -142,7 +142,7 @@ class RankPool:
             connection.send((function, world_size, store_path, args))
         return self._collect(connections)
 
-    def _collect(self, connections: list[Connection]) -> list[Any]:
+    def _collect(self, connections: list[Any]) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = dict(zip(connections, range(len(connections)), strict=True))
@@ -151,7 +151,7 @@ class RankPool:
             ready = wait(list(waiting), timeout=2.0 if failures else JOB_TIMEOUT_SECONDS + 30)
             if not ready:
                 break
-            for connection in ready:
+            for connection in [one for one in connections if one in ready]:
                 rank = waiting.pop(connection)
                 try:
                     succeeded, value = connection.recv()
