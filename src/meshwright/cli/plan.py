@@ -10,6 +10,7 @@ import typer
 
 OBJECTIVES = ("speed", "cost", "memory")
 PIPED_WIDTH = 140
+MOST_OFFERS, MOST_REJECTED = 3, 6
 
 
 def plan(
@@ -30,7 +31,16 @@ def plan(
     seq: Annotated[str | None, typer.Option(help="Tokens per sequence, such as 8192.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Tokens per optimizer step, such as 4M.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 300B.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16, tf32, fp32 or fp8.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, tf32 or fp32; fp8: bf16 with linear layers in fp8.")
+    ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(
+            help="Changes of formats and optimizer the plan may make: fp8, bf16_weights, bf16_gradients, "
+            "bf16_moments, stochastic_weights, adamw_8bit, adafactor, sgd, or all (but the last two)."
+        ),
+    ] = None,
     objective: Annotated[
         str, typer.Option(help="speed, cost (device-hours) or memory (headroom).")
     ] = "speed",
@@ -50,6 +60,7 @@ def plan(
     """
     from meshwright.plan.document import plan_document, run_file
     from meshwright.plan.explain import explain
+    from meshwright.plan.offers import offers
     from meshwright.plan.rejected import rejected
     from meshwright.plan.relax import plan_or_relax
 
@@ -57,22 +68,27 @@ def plan(
         raise _error("--price has no effect without --report", "--price", "add --report plan.html")
     asked = _asked(
         model, pins or [], on=on, seq=seq, batch_tokens=batch_tokens, tokens=tokens, precision=precision,
-        objective=objective, deadline=deadline,
+        allow=allow, objective=objective, deadline=deadline,
     )  # fmt: skip
     question = _sized(asked, on, deadline) if deadline is not None else asked.question
     made = plan_or_relax(question, top=top)
-    why, against = explain(made), rejected(made.best)
+    why, against, offered = explain(made), rejected(made.best), offers(made)
     if output is not None:
         _write(output, run_file(made, why))
     if report is not None:
         from meshwright.plan.report import report_html
 
-        _write(report, report_html(made, tokens=asked.tokens, why=why, rejected=against, price=price))
+        _write(
+            report,
+            report_html(made, tokens=asked.tokens, why=why, rejected=against, offers=offered, price=price),
+        )
     if as_json:
-        document = plan_document(made, tokens=asked.tokens, assumed=asked.assumed, why=why, rejected=against)
+        document = plan_document(
+            made, tokens=asked.tokens, assumed=asked.assumed, why=why, rejected=against, offers=offered
+        )
         typer.echo(json.dumps(document))
     else:
-        _print(made, asked, why, against)
+        _print(made, asked, why, [*(each.text for each in offered[:MOST_OFFERS]), *_words(against)])
 
 
 def _error(fact: str, where: str, hint: str) -> Exception:
@@ -102,6 +118,7 @@ def _asked(model: str, pins: list[str], **said: Any) -> Any:
         batch_tokens=_number("--batch-tokens", said["batch_tokens"], parse_count),
         tokens=_number("--tokens", said["tokens"], parse_count),
         precision=said["precision"],
+        allow=said["allow"],
         objective=said["objective"],
     )
     return ask(request)
@@ -150,12 +167,16 @@ def _write(path: Path, content: str) -> None:
     typer.echo(f"wrote {path}", err=True)
 
 
-def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
+def _words(rejected: list[Any]) -> list[str]:
+    return [f"{each.change}: {each.reason}" for each in rejected[:MOST_REJECTED]]
+
+
+def _print(made: Any, asked: Any, why: list[str], instead: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from meshwright.hardware.observed import observed_line, read_pairs
-    from meshwright.plan.document import layout_words
+    from meshwright.plan.document import format_words, layout_words
     from meshwright.units import show_bytes, show_count, show_seconds
 
     question, best = made.question, made.best
@@ -167,7 +188,8 @@ def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
     nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''} of {cluster.devices_per_node}"
     console.print(
         f"{question.run.model.family} on {cluster.num_devices} x {cluster.device.title} ({nodes}), "
-        f"{show_count(asked.tokens)} tokens in batches of {show_count(data.batch_tokens)}",
+        f"{show_count(asked.tokens)} tokens in batches of {show_count(data.batch_tokens)}; "
+        f"{format_words(question.run)}",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -195,8 +217,8 @@ def _print(made: Any, asked: Any, why: list[str], against: list[Any]) -> None:
     for sentence in why:
         console.print(f"- {sentence}", highlight=False)
     console.print("\nInstead", style="bold")
-    for each in against[:6]:
-        console.print(f"- {each.change}: {each.reason}", highlight=False)
+    for sentence in instead:
+        console.print(f"- {sentence}", highlight=False)
     found = made.found
     observed = observed_line(read_pairs(cluster.device.name), cluster.device.title)
     if observed is not None:

@@ -1,8 +1,10 @@
 """A plan as one JSON document, and as a run file with the decision written above it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.plan.draw_mesh import coordinates
+from meshwright.plan.offers import Offer
 from meshwright.plan.plan import Choice, Plan
 from meshwright.plan.rejected import Rejected
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
@@ -34,6 +36,20 @@ def layout_words(run: RunSpec) -> str:
     return " ".join(parts) if run.parallel.num_ranks > 1 else f"one device {' '.join(parts)}"
 
 
+def format_words(run: RunSpec) -> str:
+    """`bf16, weights bf16_exact, adamw, compiled`: the numbers of a run, apart from its layout."""
+    precision, optim = run.precision, run.optim
+    words = [
+        precision.compute,
+        *([f"fp8 linears ({precision.fp8.recipe})"] if precision.fp8 else []),
+        *([f"weights {precision.weights}"] if precision.weights != "fp32" else []),
+        *([f"gradients {precision.gradients}"] if precision.gradients != "fp32" else []),
+        optim.kind + (f" with moments in {optim.state}" if optim.state != "fp32" else ""),
+        *(["compiled"] if run.compile else []),
+    ]
+    return ", ".join(words)
+
+
 def choice_document(choice: Choice, tokens: int) -> dict[str, Any]:
     """Everything predicted about one layout."""
     low, high = choice.interval_seconds
@@ -62,7 +78,13 @@ def choice_document(choice: Choice, tokens: int) -> dict[str, Any]:
 
 
 def plan_document(
-    plan: Plan, *, tokens: int, assumed: tuple[str, ...], why: list[str], rejected: list[Rejected]
+    plan: Plan,
+    *,
+    tokens: int,
+    assumed: tuple[str, ...],
+    why: list[str],
+    rejected: list[Rejected],
+    offers: Sequence[Offer] = (),
 ) -> dict[str, Any]:
     """The whole plan; numbers in base units."""
     question, run = plan.question, plan.best.run
@@ -82,13 +104,17 @@ def plan_document(
         "sequence_length": run.data.sequence_length,
         "precision": run.precision.compute,
         "objective": question.objective,
+        "formats": format_words(run),
         "pins": dict(question.pins.said),
+        "allowed": list(question.allow),
+        "changes": [change.said() for change in plan.changes],
         "assumed": list(assumed),
         "best": choice_document(plan.best, tokens),
         "top": [choice_document(choice, tokens) for choice in plan.top],
         "pareto": [choice_document(choice, tokens) for choice in plan.pareto],
         "why": why,
         "rejected": [vars(each) for each in rejected],
+        "offers": [vars(each) for each in offers],
         "compute_optimal": {"num_parameters": optimal[0], "tokens": optimal[1]},
         "search": {
             "num_considered": plan.found.num_considered,

@@ -10,8 +10,8 @@ import numpy as np
 
 from meshwright.plan.layouts import FULL, Layouts, layouts
 from meshwright.plan.pins import Pins
-from meshwright.plan.plan import SAME_FRACTION, Choice, Plan
-from meshwright.plan.search import Question, price_memory, search
+from meshwright.plan.plan import Choice, Plan
+from meshwright.plan.search import SAME_FRACTION, Question, price_memory, search
 from meshwright.plan.space import leanest, meshes
 from meshwright.units import show_bytes, show_count, show_seconds
 
@@ -34,6 +34,7 @@ def explain(plan: Plan) -> list[str]:
         *_technique(plan, "cp", _cp_words(best)),
         *_technique(plan, "ep", _ep_words(best)),
         *_recompute(plan),
+        *_formats(plan),
         *_idle(plan),
     ]
 
@@ -207,6 +208,26 @@ def _recompute(plan: Plan) -> Iterator[str]:
         without += f" and take {show_seconds(kept.step_seconds)} per step"
     again = f"{word}{where} is computed again in the backward pass"
     yield f"Recompute: {again}, {share:.1%} of the step; {without}."
+
+
+def _formats(plan: Plan) -> Iterator[str]:
+    """What was taken of what is allowed, each with what this very layout would be without it."""
+    best = plan.best
+    for change in plan.changes:
+        section, name = change.key.split(".")
+        spec = getattr(best.question.run, section)
+        plain = spec.model_copy(update={name: type(spec).model_fields[name].default})
+        question = replace(best.question, run=best.question.run.model_copy(update={section: plain}))
+        without = Choice(question, best.at)
+        seconds, need = show_seconds(without.step_seconds), show_bytes(without.device_bytes)
+        other = f"take {seconds} per step and need {need}" + ("" if without.fits else ", and not fit")
+        yield f"{change.said()}, as allowed ({change.meaning}): without it this layout would {other}."
+    left = [word for word in plan.question.allow if word not in {change.word for change in plan.changes}]
+    if left:
+        yield (
+            f"Allowed and not taken: {', '.join(left)}; no plan with more of a change is "
+            f"{SAME_FRACTION:.0%} better."
+        )
 
 
 def _idle(plan: Plan) -> Iterator[str]:

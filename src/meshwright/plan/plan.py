@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 
 from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.allow import Allowance
 from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts, one_layout
 from meshwright.plan.memory import STAGES
 from meshwright.plan.pipeline import simulated_items
 from meshwright.plan.search import (
+    SAME_FRACTION,
     Found,
     Objective,
     Priced,
@@ -20,14 +22,12 @@ from meshwright.plan.search import (
     complexity,
     price_memory,
     price_time,
-    search,
 )
+from meshwright.plan.settle import Settled, settle
 from meshwright.spec.check import check
 from meshwright.spec.run import RunSpec
 from meshwright.units import show_bytes
 
-SAME_FRACTION = 0.05
-"""Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
 NUM_PARETO = 24
 NUM_SIMULATED = 8
 """The best layouts by closed form whose pipelines are simulated before one is chosen."""
@@ -171,6 +171,7 @@ class Plan:
     """What was decided, and what it was decided against."""
 
     question: Question
+    """In the formats that were settled on."""
     best: Choice
     top: tuple[Choice, ...]
     """The best of each mesh, the chosen one first."""
@@ -178,20 +179,23 @@ class Plan:
     """No other layout is at once faster, leaner and smaller than one of these."""
     found: Found
     search_seconds: float
+    changes: tuple[Allowance, ...] = ()
+    """What it takes of what was allowed."""
 
 
 def make_plan(question: Question, *, top: int = 8) -> Plan:
     """Search, choose, and keep the alternatives; raises PlanError when nothing fits."""
     start = time.perf_counter()
-    found = search(question)
-    return choose(question, found, top=top, search_seconds=time.perf_counter() - start)
+    settled = settle(question)
+    return choose(settled, top=top, search_seconds=time.perf_counter() - start)
 
 
-def choose(question: Question, found: Found, *, top: int, search_seconds: float) -> Plan:
+def choose(settled: Settled, *, top: int, search_seconds: float) -> Plan:
     """The best of what was found; raises PlanError when nothing fits."""
+    question, found = settled.question, settled.found
     if len(found.fitting) == 0:
         raise no_fit_error(question, found)
-    order = ranking(found.fitting, question.objective)
+    order = ranking(found.fitting, question.objective, settled.best_score)
     rows = dict.fromkeys(
         [*map(int, order[:NUM_SIMULATED]), *_first_of_each_mesh(found.fitting.layouts, order, top)]
     )
@@ -209,6 +213,7 @@ def choose(question: Question, found: Found, *, top: int, search_seconds: float)
         ),
         found=found,
         search_seconds=search_seconds,
+        changes=settled.changes,
     )
 
 
@@ -232,10 +237,13 @@ def _mesh_columns(at: Layouts) -> tuple[NDArray[np.int64], ...]:
     return (at.dp_replicate, at.dp_shard, (at.zero > 0).astype(np.int64), at.cp, at.tp, at.pp, at.ep)
 
 
-def ranking(priced: Priced, objective: Objective) -> NDArray[np.intp]:
-    """Rows from best to worst; among the equally good first the simplest (speed) or the fastest."""
+def ranking(priced: Priced, objective: Objective, best: float = np.inf) -> NDArray[np.intp]:
+    """Rows from best to worst; among the equally good first the simplest (speed) or the fastest.
+
+    `best`: the best score there is, where it is not among these.
+    """
     score = priced.score(objective)
-    close = score <= score.min() * (1.0 + SAME_FRACTION)
+    close = score <= max(score.min(), min(score.min(), best) * (1.0 + SAME_FRACTION))
     tie = complexity(priced.layouts) if objective == "speed" else priced.step_seconds
     tie = np.where(close, tie, np.inf)
     return np.lexsort((priced.layouts.num_ranks, score, tie, ~close))

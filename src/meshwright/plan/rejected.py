@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts, layouts
-from meshwright.plan.plan import RECOMPUTE_WORDS, SAME_FRACTION, Choice
+from meshwright.plan.plan import RECOMPUTE_WORDS, Choice
 from meshwright.plan.schedules import SCHEDULES
+from meshwright.plan.search import SAME_FRACTION
 from meshwright.spec.check import check
 from meshwright.units import show_bytes, show_seconds
 

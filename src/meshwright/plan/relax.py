@@ -3,16 +3,18 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from meshwright.errors import MeshwrightError, PlanError, SpecError
 from meshwright.hardware.catalogue import Cluster, built_in_devices, generic_cluster
+from meshwright.plan.allow import Variant, parse_allow, single_changes, variants
 from meshwright.plan.explain import least_bytes
 from meshwright.plan.layouts import CP_KINDS
 from meshwright.plan.pins import KEY_OF_COLUMN
 from meshwright.plan.plan import RECOMPUTE_WORDS, Choice, Plan, choose, no_fit_error
 from meshwright.plan.schedules import SCHEDULES, V_SHAPED
 from meshwright.plan.search import Question, search
-from meshwright.plan.workload import OPTIMIZER_BYTES
+from meshwright.plan.settle import settle, with_run
 from meshwright.spec.check import check
 from meshwright.units import show_bytes, show_seconds
 
@@ -22,13 +24,13 @@ MOST_DEVICES = 2**17
 def plan_or_relax(question: Question, *, top: int = 8) -> Plan:
     """The plan; or an error that says which pin to drop, or what would make it fit, each with its number."""
     start = time.perf_counter()
-    found = search(question)
+    settled = settle(question)
     seconds = time.perf_counter() - start
-    if len(found.fitting):
-        return choose(question, found, top=top, search_seconds=seconds)
-    if found.leanest is None:
+    if len(settled.found.fitting):
+        return choose(settled, top=top, search_seconds=seconds)
+    if settled.found.leanest is None:
         raise contradiction(question)
-    error = no_fit_error(question, found)
+    error = no_fit_error(question, settled.found)
     raise PlanError(error.fact, where=error.where, hint=_hint(question))
 
 
@@ -93,7 +95,7 @@ def _broken_rule(question: Question) -> str:
 
 def _hint(question: Question) -> str:
     """Everything that would make it fit, the least intrusive first."""
-    ways = [*_unpinned(question), *_more_devices(question), *_shorter(question), *_optimizer(question)]
+    ways = [*_unpinned(question), *_more_devices(question), *_shorter(question), *_formats(question)]
     ways += _other_device(question)
     if not ways:
         return "no single change makes it fit: use a smaller model"
@@ -151,14 +153,29 @@ def _shorter(question: Question) -> Iterator[str]:
             return
 
 
-def _optimizer(question: Question) -> Iterator[str]:
-    now = question.run.optim
-    if now.keeps_nothing or OPTIMIZER_BYTES[now.kind] <= OPTIMIZER_BYTES["sgd"]:
-        return
-    plain = now.with_(kind="sgd", beta2=0.95, eps=1e-8)
-    words = _fit_words(replace(question, run=question.run.with_(optim=plain)))
-    if words is not None:
-        yield f"optim.kind=sgd, which keeps 4 B per parameter instead of 8 ({words})"
+def _formats(question: Question) -> Iterator[str]:
+    """Every single change of formats that would do, or the least of several."""
+    device, pinned = question.cluster.device, question.pins.overrides
+    found = False
+    for variant in single_changes(question.run, question.allow, pinned, device):
+        words = _fit_words(with_run(question, variant))
+        if words is not None:
+            found = True
+            change = variant.changes[0]
+            yield f"--allow {change.word}: {change.meaning} ({words})"
+    if not found and set(parse_allow("all")) - set(question.allow):
+        listed = variants(question.run, (*parse_allow("all"), *question.allow), pinned, device)
+        yield from islice(_combinations(question, listed), 1)
+
+
+def _combinations(question: Question, listed: list[Variant]) -> Iterator[str]:
+    """Those of several changes that would do, the least change first."""
+    for variant in listed:
+        changed = with_run(question, variant)
+        if least_bytes(changed) <= changed.memory_budget_bytes:
+            words = _fit_words(changed)
+            if words is not None:
+                yield f"--allow {','.join(change.word for change in variant.changes)} ({words})"
 
 
 def _other_device(question: Question) -> Iterator[str]:

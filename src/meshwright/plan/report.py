@@ -1,5 +1,6 @@
 """A plan as one self-contained HTML file: inline charts, no scripts, nothing fetched."""
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -7,8 +8,9 @@ from jinja2 import Environment, StrictUndefined
 
 import meshwright
 from meshwright.plan.charts import PALETTE, Bar, Line, line_chart, stacked_bars
-from meshwright.plan.document import compute_optimal, layout_words, rank_map
+from meshwright.plan.document import compute_optimal, format_words, layout_words, rank_map
 from meshwright.plan.draw_schedule import draw_svg, picture
+from meshwright.plan.offers import Offer
 from meshwright.plan.plan import Choice, Plan
 from meshwright.plan.rejected import ITEM_WORDS, Rejected
 from meshwright.plan.schedules import PipelineShape
@@ -22,7 +24,13 @@ MOST_ACTIONS_DRAWN = 700
 
 
 def report_html(
-    plan: Plan, *, tokens: int, why: list[str], rejected: list[Rejected], price: float | None = None
+    plan: Plan,
+    *,
+    tokens: int,
+    why: list[str],
+    rejected: list[Rejected],
+    offers: Sequence[Offer] = (),
+    price: float | None = None,
 ) -> str:
     """The report; scaling curves are searched for here, which takes about a second per size."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -45,6 +53,7 @@ def report_html(
         budget_note=_budget_note(plan, tokens),
         alternatives=[_row(choice, tokens) for choice in plan.top],
         rejected=rejected,
+        offers=[each.text for each in offers],
         rank_map=rank_map(best.run.parallel, cluster.devices_per_node),
         footer=f"meshwright {meshwright.__version__}, fingerprint {best.run.fingerprint()}",
     )
@@ -55,7 +64,7 @@ def _subtitle(plan: Plan, tokens: int) -> str:
     return (
         f"{show_count(tokens)} tokens in batches of {show_count(data.batch_tokens)} "
         f"({data.batch_sequences} sequences of {data.sequence_length}), "
-        f"{plan.question.run.precision.compute}. "
+        f"{format_words(plan.question.run)}. "
         f"{found.num_considered:,} layouts priced, {found.num_fitting:,} fit."
     )
 

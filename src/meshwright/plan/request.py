@@ -10,7 +10,9 @@ from typing import Any, cast
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.allow import parse_allow, refuse_pinned
 from meshwright.plan.pins import Pins
+from meshwright.plan.schedules import SCHEDULES, SPLIT_BACKWARD
 from meshwright.plan.search import Objective, Question
 from meshwright.spec.huggingface import load_model
 from meshwright.spec.model import ModelSpec
@@ -47,6 +49,7 @@ class Request:
     batch_tokens: int | None = None
     tokens: int | None = None
     precision: str | None = None
+    allow: str | None = None
     objective: Objective = "speed"
 
 
@@ -76,9 +79,14 @@ def ask(request: Request) -> Asked:
         "num_steps": num_steps,
     }
     tree["data"] = _data(tree.get("data"), length, batch_sequences, request.pins, assumed)
+    if "compile" not in tree and _compiles(request):
+        tree["compile"] = True
+        assumed.append("compiled blocks (compile=false turns it off)")
     tree.setdefault("name", _name(model, request.cluster))
     run = _parsed(tree, request)
-    question = Question(run, request.cluster, request.pins, request.objective)
+    refuse_pinned(request.allow, request.pins.overrides)
+    allow = parse_allow(request.allow)
+    question = Question(run, request.cluster, request.pins, request.objective, allow=allow)
     return Asked(question, tokens, tuple(assumed))
 
 
@@ -201,9 +209,26 @@ def _tokens(request: Request, model: ModelSpec, assumed: list[str]) -> int:
     return tokens
 
 
+def _compiles(request: Request) -> bool:
+    """On accelerators, but for schedules that split the backward pass."""
+    pinned = request.pins.allowed.get("schedule", ())
+    splits = bool(pinned) and all(SCHEDULES[kind] in SPLIT_BACKWARD for kind in pinned)
+    is_said = any(word.partition("=")[0].strip() == "compile" for word in request.pins.overrides)
+    return request.cluster.device.name != "cpu" and not splits and not is_said
+
+
 def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
+<<<<<<< HEAD
     if request.precision in ("fp8", "mxfp8"):
         return {"compute": "bf16", "fp8": "mxfp8" if request.precision == "mxfp8" else "current"}
+=======
+    if request.precision == "fp8":
+        device = request.cluster.device
+        if "fp8" not in device.peak_flops_per_second:
+            fact = f"{device.title} has no fp8 rate"
+            raise SpecError(fact, where="--precision", hint="use bf16, or a device from Hopper or Ada on")
+        return {"compute": "bf16", "fp8": "current"}
+>>>>>>> e780218 (plan searches formats and optimizer where --allow names them; compiles on accelerators; --precision fp8)
     if request.precision is not None:
         compute = request.precision
     else:

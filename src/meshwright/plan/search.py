@@ -36,6 +36,8 @@ from meshwright.spec.run import RunSpec
 Objective = Literal["speed", "cost", "memory"]
 PLANNED_SHARE = 0.95
 """Predicted memory errs by a few per cent, and a plan that runs out of memory is worth nothing."""
+SAME_FRACTION = 0.05
+"""Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
 BLOCK_MESHES = 128
 MAX_KEPT = 20_000
 GROUP_COLUMNS = ("dp_replicate", "dp_shard", "zero", "cp", "tp", "pp", "ep", "recompute", "schedule")
@@ -51,6 +53,8 @@ class Question:
     objective: Objective = "speed"
     shortest_part: int = SHORTEST_PART
     """Positions of a sequence that a rank of cp keeps at least."""
+    allow: tuple[str, ...] = ()
+    """Changes of formats and optimizer that a plan may make, by the words of `--allow`."""
 
     @property
     def space(self) -> Space:
@@ -142,6 +146,13 @@ def search(question: Question, *, ranks: range | None = None, within_seconds: fl
     if len(found.fitting) or question.shortest_part <= SHORTEST_PART_IN_NEED:
         return found
     return _search(replace(question, shortest_part=SHORTEST_PART_IN_NEED), sizes, within_seconds)
+
+
+def search_meshes(question: Question, table: Table) -> Found:
+    """Price every layout on these meshes alone."""
+    kept = _Kept(question, None)
+    kept.add(table)
+    return kept.found()
 
 
 def _search(question: Question, ranks: range, within_seconds: float | None) -> Found:

@@ -9,6 +9,7 @@ from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Question, perfect_seconds, search
+from meshwright.plan.settle import corner_questions
 from meshwright.units import show_seconds
 
 MOST_DEVICES = 2**16
@@ -58,8 +59,9 @@ def _resized(cluster: Cluster, num_devices: int) -> Cluster:
 def best_seconds(question: Question, num_devices: int) -> float:
     """The fastest step that uses exactly this many devices; infinite when nothing fits."""
     sized = replace(on_devices(question, num_devices), objective="speed")
-    fitting = search(sized, ranks=range(num_devices, num_devices + 1)).fitting
-    return float(fitting.step_seconds.min()) if len(fitting) else float("inf")
+    ranks = range(num_devices, num_devices + 1)
+    found = [search(each, ranks=ranks).fitting.step_seconds for each in corner_questions(sized)]
+    return min((float(seconds.min()) for seconds in found if len(seconds)), default=float("inf"))
 
 
 def _first_that_suffices(question: Question, allowed: float, limit: int) -> tuple[int | None, float]:
@@ -79,8 +81,9 @@ def _first_that_suffices(question: Question, allowed: float, limit: int) -> tupl
 def _smallest(question: Question, allowed: float, enough: int) -> int:
     """The smallest number of devices up to `enough` on which some layout is fast enough."""
     sized = on_devices(question, enough)
-    found = search(sized, ranks=range(enough // 2 + 1, enough + 1), within_seconds=allowed)
-    return int(found.fitting.layouts.num_ranks.min())
+    ranks = range(enough // 2 + 1, enough + 1)
+    found = [search(each, ranks=ranks, within_seconds=allowed).fitting for each in corner_questions(sized)]
+    return min(int(each.layouts.num_ranks.min()) for each in found if len(each))
 
 
 def _too_late(question: Question, tokens: int, deadline: float, fastest: float, limit: int) -> PlanError:
