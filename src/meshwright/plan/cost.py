@@ -227,8 +227,11 @@ def _reduce_seconds(ctx: Context, elements: Floats, members: traffic.Group) -> F
     state = ctx.stack.state
     messages = np.ceil(state.reduce * elements / ctx.stack.bucket_bytes)
     whole = traffic.all_reduce_seconds(state.reduce * elements, members, ctx.cluster, messages=messages)
-    scatter = gather_seconds(state.reduce * elements, members, ctx.cluster, messages=messages)
-    gather = gather_seconds(state.gather * elements, members, ctx.cluster, messages=messages)
+    by_tree = ctx.stack.gathers_by_tree
+    scatter, gather = (
+        gather_seconds(width * elements, members, ctx.cluster, messages=messages, by_tree=by_tree)
+        for width in (state.reduce, state.gather)
+    )
     return np.where(ctx.at.zero == 0, whole, scatter + gather)
 
 

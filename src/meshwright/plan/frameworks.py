@@ -93,6 +93,8 @@ class Framework:
     """Gradients are reduced in messages of this size, so that a large group pays its latency for each."""
     adapters_per_group: float = 8.0
     """Network adapters of a node that one group's gathers use; the first ZeRO-3 filled only one."""
+    gathers_by_tree: bool = False
+    """Gathers and reduce-scatters with one rank per node have log n hops: NCCL from 2.23 on."""
     balances_stages: bool = False
     """The pipeline is cut so that the head counts as the layers it costs."""
     interleaves: bool = False
@@ -126,6 +128,7 @@ _PLAIN: tuple[Framework, ...] = (
         # ops/loss.py: chunks of logits, read twice and written once (the second read mostly in the cache).
         loss_chunk_bytes=2.0**30,
         logits_traffic=6.0,
+        gathers_by_tree=True,
         balances_stages=True,
         # Measured on one H200: bench/results/runtime_h200_2026-11-15.json.
         elementwise_passes=3.5,

@@ -260,8 +260,12 @@ def _fsdp_layer_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
     state, groups = ctx.stack.state, ctx.groups
     trained = 1.0 if ctx.work.adapters is None else 0.0
     adapters = ctx.stack.adapters_per_group
-    gather = gather_seconds(state.gather * dense, groups.shard, ctx.cluster, adapters=adapters)
-    reduce = trained * gather_seconds(state.reduce * dense, groups.shard, ctx.cluster, adapters=adapters)
+    gather, reduce = (
+        gather_seconds(
+            width * dense, groups.shard, ctx.cluster, adapters=adapters, by_tree=ctx.stack.gathers_by_tree
+        )
+        for width in (state.gather, trained * state.reduce)
+    )
     if moe:
         gather = gather + gather_seconds(state.gather * experts, groups.expert_data, ctx.cluster)
         reduce = reduce + gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)

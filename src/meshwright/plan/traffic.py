@@ -18,6 +18,8 @@ from meshwright.plan.layouts import Floats, Ints, Layouts
 PEER_EFFICIENCY = 0.78
 NETWORK_EFFICIENCY = 0.80
 LAUNCH_SECONDS = 8e-6
+# Bandwidth of trees against rings.
+TREE_EFFICIENCY = 0.9
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,18 @@ def gather_seconds(
     *,
     messages: Floats | float = 1.0,
     adapters: float = math.inf,
+    by_tree: bool = False,
 ) -> Floats:
-    """All-gather or reduce-scatter of `num_bytes` in this many messages; nothing for a group of one."""
-    moved = (members.ranks - 1) / members.ranks * num_bytes
-    seconds = messages * ring_latency(members, cluster) + moved / bandwidth(members, cluster, adapters)
+    """All-gather or reduce-scatter of `num_bytes` in this many messages; nothing for a group of one.
+
+    `by_tree`: one rank per node may send along binomial trees, log n hops, where that is faster than a ring.
+    """
+    moved = (members.ranks - 1) / members.ranks * num_bytes / bandwidth(members, cluster, adapters)
+    seconds = messages * ring_latency(members, cluster) + moved
+    if by_tree:
+        hops = np.log2(np.maximum(members.nodes, 2.0)) * cluster.network.latency_seconds
+        tree = messages * (LAUNCH_SECONDS + hops) + moved / TREE_EFFICIENCY
+        seconds = np.where(members.inside == 1, np.minimum(seconds, tree), seconds)
     return np.where(members.ranks > 1, seconds, 0.0)
 
 
@@ -114,7 +124,7 @@ def all_reduce_seconds(
     hops = 2.0 * np.log2(np.maximum(members.nodes, 2.0)) * cluster.network.latency_seconds
     near = 2.0 * (members.inside - 1) * cluster.peer.latency_seconds
     latency = messages * (LAUNCH_SECONDS + hops + near)
-    tree = latency + 2.0 * num_bytes / (0.9 * bandwidth(members, cluster))
+    tree = latency + 2.0 * num_bytes / (TREE_EFFICIENCY * bandwidth(members, cluster))
     return np.where(members.ranks > 1, np.minimum(ring, np.where(members.nodes > 1, tree, ring)), 0.0)
 
 
