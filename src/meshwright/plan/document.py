@@ -33,6 +33,8 @@ def layout_words(run: RunSpec) -> str:
     if run.memory.recompute != "none":
         every = f"/{run.memory.recompute_every}" if run.memory.recompute_every > 1 else ""
         parts.append(f"recompute={run.memory.recompute}{every}")
+    if run.memory.offload:
+        parts.append(f"offload={'+'.join(run.memory.offload)}")
     return " ".join(parts) if run.parallel.num_ranks > 1 else f"one device {' '.join(parts)}"
 
 
@@ -60,6 +62,7 @@ def choice_document(choice: Choice, tokens: int) -> dict[str, Any]:
         "accumulation": run.accumulation,
         "recompute": run.memory.recompute,
         "recompute_every": run.memory.recompute_every,
+        "offload": list(run.memory.offload),
         "num_ranks": choice.num_ranks,
         "step_seconds": choice.step_seconds,
         "step_seconds_interval": [low, high],

@@ -34,6 +34,7 @@ def explain(plan: Plan) -> list[str]:
         *_technique(plan, "cp", _cp_words(best)),
         *_technique(plan, "ep", _ep_words(best)),
         *_recompute(plan),
+        *_offload(plan),
         *_formats(plan),
         *_idle(plan),
     ]
@@ -60,7 +61,8 @@ def _state(best: Choice) -> Iterator[str]:
     device = f"{question.cluster.device.title}, {show_bytes(room)}"
     if best.num_ranks == 1:
         need = f"with activations {show_bytes(best.device_bytes)}"
-        yield f"{state}, and {need}: it fits on one device ({device})."
+        moved = "with host memory " if best.run.memory.offload else ""
+        yield f"{state}, and {moved}{need}: it fits on one device ({device})."
     else:
         fits = "fits on" if whole < room else "does not fit on"
         yield f"{state}, which {fits} one device ({device})."
@@ -137,7 +139,8 @@ def _without(plan: Plan, axis: str) -> _Without:
 
 
 def least_bytes(question: Question) -> float:
-    """What the leanest layout of a question reserves; infinite when it has none."""
+    """What the leanest layout of a question reserves, with host memory; infinite when it has none."""
+    question = replace(question, offloads=question.may_offload)
     table = meshes(question.space, range(1, question.cluster.num_devices + 1))
     if len(table["tp"]) == 0:
         return float("inf")
@@ -208,6 +211,21 @@ def _recompute(plan: Plan) -> Iterator[str]:
         without += f" and take {show_seconds(kept.step_seconds)} per step"
     again = f"{word}{where} is computed again in the backward pass"
     yield f"Recompute: {again}, {share:.1%} of the step; {without}."
+
+
+def _offload(plan: Plan) -> Iterator[str]:
+    best = plan.best
+    moved = best.run.memory.offload
+    if not moved:
+        return
+    kept = Choice(plan.question, replace(best.at, offload=best.at.offload * 0))
+    share = best.seconds_items.get("offload", 0.0) / best.step_seconds
+    host = sum(best.host_items[best.fullest_stage].values())
+    yield (
+        f"Offload of {' and '.join(moved)}: {show_bytes(host)} per rank in host memory; the copies show for "
+        f"{share:.1%} of the step. On the device this layout would need {show_bytes(kept.device_bytes)}"
+        + (f" and take {show_seconds(kept.step_seconds)}." if kept.fits else ".")
+    )
 
 
 def _formats(plan: Plan) -> Iterator[str]:

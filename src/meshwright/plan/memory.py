@@ -102,8 +102,11 @@ class Memory:
         """Whether the fullest rank stays inside the device with a margin for what the estimate misses, and
         the ranks of a node inside its host memory."""
         here = self.peak_device_bytes <= FIT_SHARE * cluster.device.memory_bytes
-        node = self.peak_host_bytes * cluster.devices_per_node
-        return here & (node <= HOST_SHARE * cluster.host_memory_bytes)
+        return here & self.fits_host(cluster)
+
+    def fits_host(self, cluster: Cluster) -> NDArray[np.bool_]:
+        """Whether what the ranks of a node offload stays inside its host memory."""
+        return self.peak_host_bytes * cluster.devices_per_node <= HOST_SHARE * cluster.host_memory_bytes
 
     @property
     def fullest_stage(self) -> NDArray[np.intp]:

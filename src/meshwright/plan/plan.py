@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.allow import Allowance
-from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts, one_layout
+from meshwright.plan.layouts import OFFLOAD_BITS, RECOMPUTE_BITS, Layouts, one_layout
 from meshwright.plan.memory import STAGES
 from meshwright.plan.pipeline import simulated_items
 from meshwright.plan.search import (
@@ -104,7 +104,9 @@ class Choice:
     @property
     def fits(self) -> bool:
         """Whether the fullest rank stays inside what a plan may use."""
-        return self.device_bytes <= self.question.memory_budget_bytes
+        needed = price_memory(self.question, self.at)
+        on_host = bool(needed.fits_host(self.question.cluster)[0])
+        return on_host and self.device_bytes <= self.question.memory_budget_bytes
 
     @property
     def may_fit(self) -> bool:
@@ -146,7 +148,9 @@ def with_layout(run: RunSpec, at: Layouts) -> RunSpec:
     """The run with the first layout of a table."""
     bits = int(at.recompute[0])
     recompute = run.memory.with_(
-        recompute=RECOMPUTE_WORDS[bits], recompute_every=int(at.recompute_every[0]) if bits else 1
+        recompute=RECOMPUTE_WORDS[bits],
+        recompute_every=int(at.recompute_every[0]) if bits else 1,
+        offload=[word for word, bit in OFFLOAD_BITS.items() if int(at.offload[0]) & bit],
     )
     return run.with_(
         parallel=at.parallel(0),

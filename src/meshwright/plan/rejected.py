@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from meshwright.plan.layouts import RECOMPUTE_BITS, Layouts, layouts
+from meshwright.plan.layouts import OFFLOAD_BITS, RECOMPUTE_BITS, Layouts, layouts
 from meshwright.plan.plan import RECOMPUTE_WORDS, Choice
 from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.search import SAME_FRACTION
@@ -68,6 +68,8 @@ def _neighbours(row: Row, best: Choice) -> Iterator[tuple[str, Row]]:
         if bits != row["recompute"]:
             name = RECOMPUTE_WORDS[row["recompute"]]
             yield f"recompute={name} -> {word}", {**row, "recompute": bits, "recompute_every": 1}
+    if best.question.may_offload:
+        yield from _offloads(row)
     yield from _microbatches(row)
     yield from _pipelines(row)
 
@@ -101,6 +103,18 @@ def _shardings(row: Row) -> Iterator[tuple[str, Row]]:
             yield f"zero={row['zero']} -> {zero}", changed
 
 
+def _offloads(row: Row) -> Iterator[tuple[str, Row]]:
+    """Nothing on the host, or one thing more or less."""
+    now = row["offload"]
+    for bits in dict.fromkeys([0, *(now ^ bit for bit in OFFLOAD_BITS.values())]):
+        if bits != now:
+            yield f"offload={_offload_words(now)} -> {_offload_words(bits)}", {**row, "offload": bits}
+
+
+def _offload_words(bits: int) -> str:
+    return "+".join(word for word, bit in OFFLOAD_BITS.items() if bits & bit) or "none"
+
+
 def _microbatches(row: Row) -> Iterator[tuple[str, Row]]:
     size, count = row["microbatch_sequences"], row["num_microbatches"]
     if count % 2 == 0:
@@ -128,6 +142,9 @@ def _judge(best: Choice, change: str, row: Row) -> Rejected:
         return Rejected(change, f"not allowed: {violations[0].fact}", None, None)
     if not choice.fits:
         need, over = choice.device_bytes, choice.device_bytes - best.question.memory_budget_bytes
+        if over <= 0:
+            host = sum(choice.host_items[choice.fullest_stage].values())
+            return Rejected(change, f"{show_bytes(host)} per rank do not fit in host memory", need, None)
         reason = f"does not fit: {show_bytes(need)}, {show_bytes(over)} too much"
         return Rejected(change, reason, need, None)
     return Rejected(change, _slower(best, choice), choice.device_bytes, choice.step_seconds)

@@ -10,7 +10,7 @@ from meshwright.hardware.catalogue import Cluster, built_in_devices, generic_clu
 from meshwright.plan.allow import Variant, parse_allow, single_changes, variants
 from meshwright.plan.explain import least_bytes
 from meshwright.plan.layouts import CP_KINDS
-from meshwright.plan.pins import KEY_OF_COLUMN
+from meshwright.plan.pins import KEY_OF_COLUMN, Pins
 from meshwright.plan.plan import RECOMPUTE_WORDS, Choice, Plan, choose, no_fit_error
 from meshwright.plan.schedules import SCHEDULES, V_SHAPED
 from meshwright.plan.search import Question, search
@@ -95,7 +95,13 @@ def _broken_rule(question: Question) -> str:
 
 def _hint(question: Question) -> str:
     """Everything that would make it fit, the least intrusive first."""
-    ways = [*_unpinned(question), *_more_devices(question), *_shorter(question), *_formats(question)]
+    ways = [
+        *_unpinned(question),
+        *_offload(question),
+        *_more_devices(question),
+        *_shorter(question),
+        *_formats(question),
+    ]
     ways += _other_device(question)
     if not ways:
         return "no single change makes it fit: use a smaller model"
@@ -103,13 +109,15 @@ def _hint(question: Question) -> str:
 
 
 def _fit_words(question: Question) -> str | None:
-    """`61.2 GiB per device with zero=3, recompute=full` when something fits."""
+    """`61.2 GiB per device, 1.3 s per step` when something fits."""
     found = search(question, ranks=_upper_half(question))
     if len(found.fitting) == 0:
         return None
     row = int(found.fitting.step_seconds.argmin())
     choice = Choice(question, found.fitting.layouts.take([row]))
-    return f"{show_bytes(choice.device_bytes)} per device, {show_seconds(choice.step_seconds)} per step"
+    moved = choice.run.memory.offload
+    host = f" with {' and '.join(moved)} on the host" if moved else ""
+    return f"{show_bytes(choice.device_bytes)} per device, {show_seconds(choice.step_seconds)} per step{host}"
 
 
 def _unpinned(question: Question) -> Iterator[str]:
@@ -118,6 +126,19 @@ def _unpinned(question: Question) -> Iterator[str]:
         words = _fit_words(relaxed)
         if words is not None:
             yield f"drop {question.pins.said[column]} ({words})"
+
+
+def _offload(question: Question) -> Iterator[str]:
+    """Host memory, where the user has said what lives there."""
+    if question.may_offload or question.cluster.device.name == "cpu":
+        return
+    said = [word for word in question.pins.overrides if word.partition("=")[0].strip() == "memory.offload"]
+    overrides = tuple(word for word in question.pins.overrides if word not in said)
+    pins = Pins(question.pins.allowed, question.pins.said, overrides)
+    run = question.run.with_(memory=question.run.memory.with_(offload=()))
+    words = _fit_words(replace(question, pins=pins, run=run))
+    if words is not None:
+        yield f"drop {said[0] if said else 'memory.offload'} ({words})"
 
 
 def _more_devices(question: Question) -> Iterator[str]:

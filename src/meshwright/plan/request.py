@@ -213,7 +213,9 @@ def _compiles(request: Request) -> bool:
     """On accelerators, but for schedules that split the backward pass."""
     pinned = request.pins.allowed.get("schedule", ())
     splits = bool(pinned) and all(SCHEDULES[kind] in SPLIT_BACKWARD for kind in pinned)
-    is_said = any(word.partition("=")[0].strip() == "compile" for word in request.pins.overrides)
+    # Regathering decides what is kept for the backward pass, and so would the compiler.
+    keys = [word.partition("=")[0].strip() for word in request.pins.overrides]
+    is_said = "compile" in keys or "memory.regather" in keys
     return request.cluster.device.name != "cpu" and not splits and not is_said
 
 

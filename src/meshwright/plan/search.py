@@ -17,7 +17,16 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.cost import StepCost, step_cost
 from meshwright.plan.formats import runtime_of, workload_of
 from meshwright.plan.frameworks import Framework
-from meshwright.plan.layouts import CP_KINDS, FULL, Floats, Ints, Layouts
+from meshwright.plan.layouts import (
+    CP_KINDS,
+    FULL,
+    OFFLOAD_BITS,
+    RECOMPUTE_NONE,
+    RECOMPUTE_SELECTIVE,
+    Floats,
+    Ints,
+    Layouts,
+)
 from meshwright.plan.memory import Memory, memory
 from meshwright.plan.pins import Pins
 from meshwright.plan.space import (
@@ -38,9 +47,22 @@ PLANNED_SHARE = 0.95
 """Predicted memory errs by a few per cent, and a plan that runs out of memory is worth nothing."""
 SAME_FRACTION = 0.05
 """Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
+LEAST_OFFLOAD_GAIN = 0.1
+"""How much faster offload must be where something fits without: no published run tells how copies hide."""
 BLOCK_MESHES = 128
 MAX_KEPT = 20_000
-GROUP_COLUMNS = ("dp_replicate", "dp_shard", "zero", "cp", "tp", "pp", "ep", "recompute", "schedule")
+GROUP_COLUMNS = (
+    "dp_replicate",
+    "dp_shard",
+    "zero",
+    "cp",
+    "tp",
+    "pp",
+    "ep",
+    "recompute",
+    "schedule",
+    "offload",
+)
 
 
 @dataclass(frozen=True)
@@ -53,13 +75,15 @@ class Question:
     objective: Objective = "speed"
     shortest_part: int = SHORTEST_PART
     """Positions of a sequence that a rank of cp keeps at least."""
+    offloads: bool = False
+    """Something lives in host memory."""
     allow: tuple[str, ...] = ()
     """Changes of formats and optimizer that a plan may make, by the words of `--allow`."""
 
     @property
     def space(self) -> Space:
         """What bounds the enumeration."""
-        return Space(self.run, self.cluster, self.pins, self.shortest_part)
+        return Space(self.run, self.cluster, self.pins, self.shortest_part, self.offloads)
 
     @cached_property
     def work(self) -> Workload:
@@ -75,6 +99,12 @@ class Question:
     def memory_budget_bytes(self) -> float:
         """What a plan may put on a device: a little less than what might just fit."""
         return PLANNED_SHARE * self.cluster.device.memory_bytes
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether there is a device apart from the host, and the user has not said what lives where."""
+        said = any(word.partition("=")[0].strip() == "memory.offload" for word in self.pins.overrides)
+        return self.cluster.device.name != "cpu" and not said and not self.run.memory.offload
 
 
 @dataclass(frozen=True)
@@ -125,6 +155,12 @@ def price_memory(question: Question, at: Layouts) -> Memory:
     return memory(question.work, at, question.cluster, question.stack)
 
 
+def fitting_rows(question: Question, at: Layouts) -> NDArray[np.bool_]:
+    """Whether a plan may use these layouts: on the devices and in the memory of their hosts."""
+    needed = price_memory(question, at)
+    return (needed.peak_device_bytes <= question.memory_budget_bytes) & needed.fits_host(question.cluster)
+
+
 def price_time(question: Question, at: Layouts) -> StepCost:
     """Seconds of these layouts on our runtime."""
     return step_cost(question.work, at, question.cluster, question.stack)
@@ -143,9 +179,43 @@ def search(question: Question, *, ranks: range | None = None, within_seconds: fl
     """
     sizes = ranks or range(1, question.cluster.num_devices + 1)
     found = _search(question, sizes, within_seconds)
-    if len(found.fitting) or question.shortest_part <= SHORTEST_PART_IN_NEED:
+    if len(found.fitting) == 0 and question.shortest_part > SHORTEST_PART_IN_NEED:
+        question = replace(question, shortest_part=SHORTEST_PART_IN_NEED)
+        found = _search(question, sizes, within_seconds)
+    if not question.may_offload:
         return found
-    return _search(replace(question, shortest_part=SHORTEST_PART_IN_NEED), sizes, within_seconds)
+    if len(found.fitting) == 0:
+        return _with_offload(question, found, sizes, within_seconds)
+    return _faster_with_offload(question, found, sizes)
+
+
+def _with_offload(question: Question, found: Found, ranks: range, within_seconds: float | None) -> Found:
+    """Nothing fits on the devices alone: with host memory, from little to much of it."""
+    if found.leanest is None and found.num_considered == 0:
+        return found
+    moved = _search(replace(question, offloads=True), ranks, within_seconds)
+    return moved if len(moved.fitting) or moved.leanest is not None else found
+
+
+def _faster_with_offload(question: Question, found: Found, ranks: range) -> Found:
+    """Where the fastest plan recomputes: what host memory makes clearly faster."""
+    best = int(found.fitting.step_seconds.argmin())
+    recomputes = int(found.fitting.layouts.recompute[best]) != RECOMPUTE_NONE
+    if question.objective != "speed" or not recomputes or "recompute" in question.pins.allowed:
+        return found
+    seconds = float(found.fitting.step_seconds[best]) * (1.0 - LEAST_OFFLOAD_GAIN)
+    allowed = {**question.pins.allowed, "recompute": (RECOMPUTE_NONE, RECOMPUTE_SELECTIVE)}
+    pins = Pins({**allowed, "recompute_every": (1,)}, question.pins.said, question.pins.overrides)
+    same_or_more = range(max(ranks.start, int(found.fitting.layouts.num_ranks[best])), ranks.stop)
+    moved = _search(replace(question, offloads=True, pins=pins), same_or_more, seconds)
+    if len(moved.fitting) == 0:
+        return found
+    return replace(
+        found,
+        fitting=concatenate([moved.fitting, found.fitting]),
+        num_considered=found.num_considered + moved.num_considered,
+        num_fitting=found.num_fitting + moved.num_fitting,
+    )
 
 
 def search_meshes(question: Question, table: Table) -> Found:
@@ -264,8 +334,9 @@ class _Kept:
         self._some_possible = self._some_possible or bool(possible.any())
         if len(at) == 0:
             return
-        reserved = price_memory(question, at).peak_device_bytes
-        fits = reserved <= question.memory_budget_bytes
+        needed = price_memory(question, at)
+        reserved = needed.peak_device_bytes
+        fits = (reserved <= question.memory_budget_bytes) & needed.fits_host(question.cluster)
         self.num_fitting += int(fits.sum())
         if not fits.any():
             self._leanest = self._leaner(self._leanest, at.take(np.atleast_1d(reserved.argmin())))
@@ -335,4 +406,6 @@ def complexity(at: Layouts) -> Ints:
         + 5 * (at.pp > 1)
         + (at.virtual_stages > 1)
         + (at.ep > 1)
+        + 6 * (at.offload > 0)
+        + 2 * ((at.offload & OFFLOAD_BITS["parameters"]) > 0)
     ).astype(np.int64)

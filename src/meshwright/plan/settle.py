@@ -10,7 +10,16 @@ import numpy as np
 
 from meshwright.plan.allow import Allowance, Variant, corners, variants
 from meshwright.plan.layouts import Layouts
-from meshwright.plan.search import SAME_FRACTION, Found, Priced, Question, concatenate, price, search
+from meshwright.plan.search import (
+    SAME_FRACTION,
+    Found,
+    Priced,
+    Question,
+    concatenate,
+    fitting_rows,
+    price,
+    search,
+)
 
 MOST_ROWS_BETWEEN = 4000
 """Of each corner, the best of its layouts on which the variants between are priced."""
@@ -79,7 +88,7 @@ def _reaches(question: Question, variant: Variant, found: Found | None, rows: La
         return _score(found, question)
     asked = with_run(question, variant)
     priced: Priced = price(asked, rows)
-    fits = priced.device_bytes <= asked.memory_budget_bytes
+    fits = fitting_rows(asked, rows)
     return float(priced.score(question.objective)[fits].min()) if fits.any() else np.inf
 
 

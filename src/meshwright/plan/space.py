@@ -18,6 +18,7 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.layouts import (
     CP_KINDS,
     FULL,
+    OFFLOAD_BITS,
     RECOMPUTE_NONE,
     RECOMPUTE_SELECTIVE,
     Ints,
@@ -56,6 +57,8 @@ class Space:
     pins: Pins
     shortest_part: int = SHORTEST_PART
     """Positions of a sequence that a rank of cp keeps at least."""
+    offloads: bool = False
+    """Something lives in host memory: every sensible choice of what, where the run does not say it."""
 
     @property
     def batch_sequences(self) -> int:
@@ -168,7 +171,34 @@ def expand(space: Space, table: Table) -> Layouts:
     table = _expand(table, key, ("schedule", "virtual_stages"), lambda *key: _pipelines(space, *key))
     table["dp_replicate"] = table.pop("dp") // table["dp_shard"]
     table = where(table, _pinned(space.pins, table, "dp_replicate"))
-    return Layouts(**table, **said_by_the_run(space.run, table["tp"]))
+    said = said_by_the_run(space.run, table["tp"])
+    if not space.offloads:
+        return Layouts(**table, **said)
+    said.pop("offload")
+    key = ("zero", "pp", "schedule")
+    return Layouts(**_expand({**table, **said}, key, ("offload",), lambda *key: _offloads(space.run, *key)))
+
+
+def _offloads(run: RunSpec, zero: int, pp: int, schedule: int) -> list[tuple[int]]:
+    """What may live on the host, from little to much; spec/rules_memory says what goes together."""
+    optimizer = 0 if run.optim.keeps_nothing else OFFLOAD_BITS["optimizer"]
+    activations, parameters = OFFLOAD_BITS["activations"], OFFLOAD_BITS["parameters"]
+    if pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD:
+        return [(optimizer,)] if optimizer else []
+    choices = [optimizer, activations, optimizer | activations]
+    alone = zero == 0 and run.optim.ema_decay is None
+    if alone or (zero == 3 and pp == 1 and optimizer):
+        choices += [optimizer | parameters, optimizer | parameters | activations]
+    return [(bits,) for bits in dict.fromkeys(choices) if bits]
+
+
+def _most_offloaded(space: Space, zero: Ints, pp: Ints) -> Ints:
+    """All that may leave the device, for each of these layouts."""
+    one_f_one_b = SCHEDULES.index("1f1b")
+    return np.array(
+        [_offloads(space.run, int(z), int(p), one_f_one_b)[-1][0] for z, p in zip(zero, pp, strict=True)],
+        dtype=np.int64,
+    )
 
 
 def said_by_the_run(run: RunSpec, like: Ints) -> Table:
@@ -190,18 +220,22 @@ def leanest(space: Space, table: Table) -> Layouts:
     one = np.ones_like(dp)
     enough = num_microbatches >= repeated["pp"]
     schedule = np.where(enough, SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe"))
+    zero = np.where(shared, np.tile([1, 2, 3], len(dp) // 3), 0)
+    said = said_by_the_run(space.run, one)
+    if space.offloads:
+        said["offload"] = _most_offloaded(space, zero, repeated["pp"])
     return Layouts(
         **repeated,
         dp_replicate=one,
         dp_shard=dp,
-        zero=np.where(shared, np.tile([1, 2, 3], len(dp) // 3), 0),
+        zero=zero,
         microbatch_sequences=one,
         num_microbatches=num_microbatches,
         recompute=one * FULL,
         recompute_every=one,
         schedule=schedule,
         virtual_stages=one,
-        **said_by_the_run(space.run, one),
+        **said,
     )
 
 
