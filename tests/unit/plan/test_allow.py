@@ -33,6 +33,8 @@ from meshwright.spec.check import check
 from meshwright.spec.run import RunSpec
 
 H100 = parse_cluster("h100:8").device
+HERE = "memory.offload=[]"
+"""Nothing on the host."""
 
 
 def question(model: str, on: str, allow: str, *pins: str, seq: int = 4096, batch: int = 2**18) -> Question:
@@ -120,11 +122,11 @@ def test_fp8_is_taken_when_it_is_faster_and_told() -> None:
 
 def test_the_least_change_that_fits_is_taken() -> None:
     """8B on one H200: weights, gradients and moments of 16 bytes do not fit, some of them in bf16 do."""
-    plan = make_plan(question("llama-3.1-8b", "h200:1", "bf16_weights,bf16_gradients,bf16_moments"))
+    plan = make_plan(question("llama-3.1-8b", "h200:1", "bf16_weights,bf16_gradients,bf16_moments", HERE))
     assert 0 < len(plan.changes) <= 3
     for change in plan.changes:
         fewer = ",".join(each.word for each in plan.changes if each != change)
-        found = settle(question("llama-3.1-8b", "h200:1", fewer)).found
+        found = settle(question("llama-3.1-8b", "h200:1", fewer, HERE)).found
         seconds = found.fitting.step_seconds.min() if len(found.fitting) else np.inf
         assert (
             seconds > (1 + SAME_FRACTION) * plan.found.fitting.step_seconds.min() or len(found.fitting) == 0
@@ -139,10 +141,10 @@ def test_what_is_not_needed_is_not_taken() -> None:
 
 def test_nothing_fits_names_the_formats_that_would() -> None:
     with pytest.raises(PlanError) as error:
-        plan_or_relax(question("llama-3.1-8b", "h100:1", ""))
+        plan_or_relax(question("llama-3.1-8b", "h100:1", "", HERE))
     assert "--allow " in error.value.hint
     words = error.value.hint.split("--allow ")[1].split(" (")[0].split(":")[0]
-    assert make_plan(question("llama-3.1-8b", "h100:1", words)).best.fits
+    assert make_plan(question("llama-3.1-8b", "h100:1", words, HERE)).best.fits
 
 
 def test_a_deadline_is_met_with_fewer_devices_in_narrower_formats() -> None:
@@ -164,8 +166,10 @@ def test_a_deadline_is_met_with_fewer_devices_in_narrower_formats() -> None:
 def test_what_is_allowed_more_never_makes_the_best_plan_slower(
     model: str, on: str, words: set[str], more: set[str]
 ) -> None:
+    """On the devices alone: offload is a preference, not only a matter of time."""
+
     def found(allow: set[str]) -> tuple[float, Plan | None]:
-        settled = settle(question(model, on, ",".join(sorted(allow)), seq=2048))
+        settled = settle(question(model, on, ",".join(sorted(allow)), HERE, seq=2048))
         fits = len(settled.found.fitting) > 0
         return settled.best_score, choose(settled, top=1, search_seconds=0.0) if fits else None
 

@@ -65,9 +65,12 @@ def test_large_models_are_cut_inside_a_node() -> None:
 
 
 def test_hundreds_of_billions_take_everything() -> None:
-    """The layout Meta published for this model on 16,384 H100: tp 8, pp 16, dp 128."""
+    """Meta published tp 8, pp 16, dp 128 for this model on 16,384 H100; half the stages are as good here."""
     parallel = planned("llama-3.1-405b", "h100:8x2048", batch_tokens=2**24).best.run.parallel
-    assert (parallel.tp, parallel.pp, parallel.dp) == (8, 16, 128)
+    assert parallel.tp == 8
+    assert (parallel.pp, parallel.dp) in ((16, 128), (8, 256))
+    # Sharing the moments costs no more than summing whole gradients, and frees what fewer stages need.
+    assert parallel.zero >= 1
 
 
 def test_tensor_parallel_stays_inside_the_node() -> None:
@@ -114,7 +117,10 @@ def test_the_explanation_speaks_the_ladder() -> None:
 def test_every_technique_in_use_is_justified_with_a_number() -> None:
     words = explain(planned("llama-3.1-405b", "h100:8x2048", batch_tokens=2**24))
     assert any(sentence.startswith("tp=8") and "Without it" in sentence for sentence in words)
-    assert any(sentence.startswith("pp=16 across nodes") and "bubble" in sentence for sentence in words)
+    assert any(
+        sentence.startswith("pp=") and "across nodes" in sentence and "bubble" in sentence
+        for sentence in words
+    )
 
 
 def test_neighbours_are_rejected_for_reasons() -> None:
@@ -169,13 +175,15 @@ def test_compute_optimal_spends_the_budget_at_20_tokens_per_parameter() -> None:
 
 def test_nothing_fits_says_what_would() -> None:
     with pytest.raises(PlanError, match="does not fit on 1 x NVIDIA H100") as caught:
-        plan_or_relax(asked("llama-3.1-8b", "h100:1").question)
+        plan_or_relax(asked("llama-3.1-8b", "h100:1", "memory.offload=[]").question)
     assert caught.value.exit_code == 3
     assert "devices instead of 1 (" in caught.value.hint
+    assert "drop memory.offload=[] (" in caught.value.hint
+    assert "on the host)" in caught.value.hint
 
 
 def test_a_pin_that_stands_in_the_way_is_named() -> None:
-    question = asked("llama-3.1-8b", "h100:8", "zero=0", "tp=1", "pp=1").question
+    question = asked("llama-3.1-8b", "h100:8", "zero=0", "tp=1", "pp=1", "memory.offload=[]").question
     with pytest.raises(PlanError) as caught:
         plan_or_relax(question)
     assert "drop zero=0" in caught.value.hint

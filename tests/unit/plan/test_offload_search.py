@@ -1,0 +1,76 @@
+"""Host memory is the last rung: searched where nothing fits without it, or where it is clearly faster."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.questions import asked, planned
+
+from meshwright.errors import PlanError
+from meshwright.plan.explain import explain
+from meshwright.plan.plan import make_plan, with_layout
+from meshwright.plan.predict import predict_run
+from meshwright.plan.rejected import rejected
+from meshwright.plan.relax import plan_or_relax
+from meshwright.plan.search import LEAST_OFFLOAD_GAIN, search
+from meshwright.spec.check import check
+
+
+def test_what_does_not_fit_on_the_device_fits_with_the_host() -> None:
+    plan = planned("llama-3.1-8b", "h100:1", seq=4096)
+    assert plan.best.run.memory.offload
+    assert check(plan.best.run) == []
+    assert predict_run(plan.best.run, plan.question.cluster).fits
+    (sentence,) = [each for each in explain(plan) if each.startswith("Offload of")]
+    assert "in host memory" in sentence
+    against = {each.change: each.reason for each in rejected(plan.best)}
+    back = next(change for change in against if change.endswith("-> none") and change.startswith("offload="))
+    assert "does not fit" in against[back]
+
+
+def test_nothing_moves_while_everything_fits_without_recompute() -> None:
+    plan = planned("llama-3.1-8b", "h100:8x8")
+    assert plan.best.run.memory.recompute == "none"
+    assert (plan.found.fitting.layouts.offload == 0).all()
+
+
+def test_it_is_kept_only_where_it_is_clearly_faster_than_recompute() -> None:
+    fitting = search(asked("llama-3.1-70b", "dgx-h100:4", seq=8192, batch_tokens=2**20).question).fitting
+    here, moved = fitting.layouts.offload == 0, fitting.layouts.offload > 0
+    assert here.any()
+    if moved.any():
+        least = fitting.step_seconds[here].min()
+        assert fitting.step_seconds[moved].max() <= (1 - LEAST_OFFLOAD_GAIN) * least
+
+
+def test_a_host_that_is_too_small_does_not_help() -> None:
+    question = asked("llama-3.1-8b", "h100:1", seq=4096, batch_tokens=2**18).question
+    small = replace(question, cluster=replace(question.cluster, host_memory_bytes=16 * 2**30))
+    with pytest.raises(PlanError, match="does not fit"):
+        plan_or_relax(small)
+    assert make_plan(question).best.fits
+
+
+def test_a_pin_decides() -> None:
+    pinned = asked(
+        "llama-3.1-8b", "h100:8", "memory.offload=optimizer", seq=4096, batch_tokens=2**18
+    ).question
+    best = make_plan(pinned).best
+    assert best.run.memory.offload == ("optimizer",)
+    assert not pinned.may_offload
+    assert not [each for each in rejected(best) if each.change.startswith("offload=")]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    model=st.sampled_from(["llama-3.2-1b", "llama-3.1-8b", "mixtral-8x7b"]),
+    on=st.sampled_from(["rtx4090:1", "rtx4090:4", "h100:1", "a100:2"]),
+    pins=st.sampled_from([(), ("optim.ema_decay=0.99",), ("optim.kind=sgd", "optim.beta1=0")]),
+    row=st.integers(0, 10**6),
+)
+def test_every_kept_layout_passes_the_rules(model: str, on: str, pins: tuple[str, ...], row: int) -> None:
+    question = asked(model, on, *pins, seq=2048, batch_tokens=2**17).question
+    fitting = search(question).fitting
+    if len(fitting):
+        assert check(with_layout(question.run, fitting.layouts.take([row % len(fitting)]))) == []
