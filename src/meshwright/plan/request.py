@@ -220,17 +220,12 @@ def _compiles(request: Request) -> bool:
 
 
 def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
-<<<<<<< HEAD
     if request.precision in ("fp8", "mxfp8"):
-        return {"compute": "bf16", "fp8": "mxfp8" if request.precision == "mxfp8" else "current"}
-=======
-    if request.precision == "fp8":
         device = request.cluster.device
         if "fp8" not in device.peak_flops_per_second:
             fact = f"{device.title} has no fp8 rate"
             raise SpecError(fact, where="--precision", hint="use bf16, or a device from Hopper or Ada on")
-        return {"compute": "bf16", "fp8": "current"}
->>>>>>> e780218 (plan searches formats and optimizer where --allow names them; compiles on accelerators; --precision fp8)
+        return {"compute": "bf16", "fp8": "mxfp8" if request.precision == "mxfp8" else "current"}
     if request.precision is not None:
         compute = request.precision
     else:

@@ -186,8 +186,9 @@ def _offloads(run: RunSpec, zero: int, pp: int, schedule: int) -> list[tuple[int
     if pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD:
         return [(optimizer,)] if optimizer else []
     choices = [optimizer, activations, optimizer | activations]
+    stays = run.precision.fp8 is not None and run.precision.fp8.recipe == "delayed"
     alone = zero == 0 and run.optim.ema_decay is None
-    if alone or (zero == 3 and pp == 1 and optimizer):
+    if not stays and (alone or (zero == 3 and pp == 1 and optimizer)):
         choices += [optimizer | parameters, optimizer | parameters | activations]
     return [(bits,) for bits in dict.fromkeys(choices) if bits]
 
