@@ -7,10 +7,14 @@ them only from what the user allows, and of plans that are equally good the one 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from meshwright.errors import SpecError
 from meshwright.hardware.catalogue import Device
+from meshwright.spec.base import Spec
 from meshwright.spec.check import check
+from meshwright.spec.optim import OptimSpec
+from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.run import RunSpec
 from meshwright.spec.violations import nearest
 
@@ -45,6 +49,7 @@ ALLOWANCES = (
 """From narrow to wide within a key, the later ones need less memory."""
 BY_NAME_ONLY = ("adafactor", "sgd")
 """Other update rules want other settings, so `all` leaves them out."""
+SECTIONS: dict[str, type[Spec]] = {"precision": PrecisionSpec, "optim": OptimSpec}
 KEYS = tuple(dict.fromkeys(each.key for each in ALLOWANCES))
 WORDS = tuple(each.word for each in ALLOWANCES)
 
@@ -130,8 +135,14 @@ def _may(
 def _is_set(allowance: Allowance, run: RunSpec) -> bool:
     """The run says it already, or has said something that is no default."""
     section, name = allowance.key.split(".")
-    spec = getattr(run, section)
-    return getattr(spec, name) != type(spec).model_fields[name].default
+    return bool(getattr(getattr(run, section), name) != default_of(allowance))
+
+
+def default_of(allowance: Allowance) -> Any:
+    """The value of its key in a run that says nothing."""
+    section, name = allowance.key.split(".")
+    spec: type[Spec] = SECTIONS[section]
+    return spec.model_fields[name].default
 
 
 def _variant(run: RunSpec, changes: tuple[Allowance, ...]) -> Variant | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.plan.allow import default_of
 from meshwright.plan.layouts import FULL, Layouts, layouts
 from meshwright.plan.pins import Pins
 from meshwright.plan.plan import Choice, Plan
@@ -234,7 +235,7 @@ def _formats(plan: Plan) -> Iterator[str]:
     for change in plan.changes:
         section, name = change.key.split(".")
         spec = getattr(best.question.run, section)
-        plain = spec.model_copy(update={name: type(spec).model_fields[name].default})
+        plain = spec.model_copy(update={name: default_of(change)})
         question = replace(best.question, run=best.question.run.model_copy(update={section: plain}))
         without = Choice(question, best.at)
         seconds, need = show_seconds(without.step_seconds), show_bytes(without.device_bytes)

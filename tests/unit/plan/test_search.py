@@ -134,7 +134,7 @@ def test_objectives_differ_as_they_should() -> None:
 
 
 def test_what_does_not_fit_keeps_its_number() -> None:
-    found = search(question("llama-3.1-8b", "a100:1", batch_sequences=64))
+    found = search(question("llama-3.1-8b", "a100:1", "memory.offload=[]", batch_sequences=64))
     assert len(found.fitting) == 0
     assert found.leanest is not None
     assert found.leanest.device_bytes[0] > parse_cluster("a100:1").device.memory_bytes
