@@ -55,7 +55,7 @@ def test_report_is_written(tmp_path: Path) -> None:
         (["plan", "llama-3.1-8b"], 2, "no cluster is given"),
         (["plan", "llama-3.1-8b", "--on", "h1000:8"], 2, "did you mean"),
         (["plan", "lama-3.1-8b", "--on", "h100:8"], 2, "llama-3.1-8b"),
-        (["plan", "llama-3.1-8b", "--on", "h100:1"], 3, "devices instead of 1"),
+        (["plan", "llama-3.1-8b", "--on", "h100:1", "memory.offload=[]"], 3, "devices instead of 1"),
         (["plan", "llama-3.1-8b", "--on", "h100:8", "tp=3"], 2, "does not divide num_heads"),
         (["plan", "llama-3.1-8b", "--on", "h100:8", "parallel.tpp=3"], 2, "tpp"),
         (["plan", "llama-3.1-8b", "--on", "h100:8", "--tokens", "many"], 2, "--tokens"),
