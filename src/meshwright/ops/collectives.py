@@ -9,6 +9,11 @@ Each one is the transpose of its partner, so its backward is that partner (n ran
     exchange_rows         rows to their owners  exchange_rows back
     all_reduce_forward    x{n} -> x          identity
     all_reduce_backward   x -> x             all_reduce
+    gather_alike          x[S_n] -> x[S]     this rank's part
+    part_alike            x[S] -> x[S_n]     all_gather
+
+The last two are for a whole that every rank then uses alike, so that its gradient is whole and the same on
+every rank already; after `all_gather` each rank uses it differently, and gradients are terms of a sum.
 
 S_n is a dim cut over the group; x{n} is a sum whose terms still lie on the n ranks. Ranks of the group
 call in the same order with equal shapes. Bytes are per rank and count what it sends.
@@ -56,6 +61,17 @@ def all_reduce_forward(x: Tensor, group: ProcessGroup) -> Tensor:
 def all_reduce_backward(x: Tensor, group: ProcessGroup) -> Tensor:
     """x itself; its gradient is summed over ranks, for an input that each rank uses differently."""
     return _AllReduceBackward.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+def gather_alike(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """As `all_gather`, for a result that every rank then uses alike; (n - 1) x bytes of x."""
+    return _GatherAlike.apply(x, dim, group)  # pyright: ignore[reportReturnType]
+
+
+def part_alike(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's part along `dim` of what every rank holds alike; sends nothing before backward."""
+    _even_parts(x, dim, group)
+    return _PartAlike.apply(x, dim, group)  # pyright: ignore[reportReturnType]
 
 
 def _even_parts(x: Tensor, dim: int, group: ProcessGroup) -> int:
@@ -175,3 +191,25 @@ class _AllReduceBackward(torch.autograd.Function):
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gather_whole(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
+
+
+class _PartAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gather_whole(grad, ctx.dim, ctx.group), None, None

@@ -162,10 +162,13 @@ def _reduction_groups(
 
 
 def _is_partial_over_tp(one: OwnedParameter, mesh: Mesh) -> bool:
-    """A parameter that tp does not cut gets a part of its gradient on each tp rank."""
-    if mesh.parallel.tp == 1:
-        return False
+    """A parameter that tp does not cut gets a part of its gradient on each tp rank.
+
+    One that does not lie on the tp axis at all (in modules that are not ours) has its whole gradient there.
+    """
     names = one.mesh.mesh_dim_names or ()
+    if mesh.parallel.tp == 1 or "tp" not in names:
+        return False
     return one.placements[names.index("tp")].is_replicate()
 
 
