@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from tests.harness import make_whole, this_world
 from tests.ranks import rank_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from meshwright.data.dealt import Portion
 from meshwright.mesh import build_mesh
@@ -78,6 +80,33 @@ def bert() -> nn.Module:
     return BertForMaskedLM(config)
 
 
+def decoder(family: str, **changes: Any) -> nn.Module:
+    """A causal language model from transformers, of a family that is not ours."""
+    import transformers
+
+    prefix = "Gemma3Text" if family == "Gemma3" else family
+    sizes = {
+        "vocab_size": 38,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+        "pad_token_id": 3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "use_cache": False,
+    }
+    config = getattr(transformers, f"{prefix}Config")(**sizes | changes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    # In every part, because recompute and pipelines call parts by themselves.
+    for module in [model, *model.base_model.children(), *model.base_model.layers]:
+        module.forward = in_double(module.forward)
+    return model
+
+
 def sequential() -> nn.Module:
     """Parts that run one after the other: what a pipeline can cut as it stands."""
     torch.manual_seed(0)
@@ -144,6 +173,28 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets >= 0).sum()
 
 
+class InDouble(TorchFunctionMode):
+    """Reads float32 as float64: decoders of transformers norm in float32, whatever their weights are."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+        kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward under `InDouble`."""
+
+    @wraps(forward)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        with InDouble():
+            return forward(*args, **kwargs)
+
+    return doubled
+
+
 @dataclasses.dataclass(frozen=True)
 class Foreign:
     """A module with its data."""
@@ -158,6 +209,31 @@ MODULES = {
     "vit": Foreign(vit, image_batch, image_loss),
     "bert": Foreign(bert, token_batch, token_loss),
 }
+GEMMA = {"head_dim": 4, "query_pre_attn_scalar": 4, "attn_implementation": "sdpa"}
+DECODERS = {
+    # Queries and keys are normed over all heads, so its plan gathers them.
+    "olmo2": Foreign(partial(decoder, "Olmo2", tie_word_embeddings=False), token_batch, token_loss),
+    # Norms of heads inside a cut pair; a scaled table tied to the head; windows.
+    "gemma3": Foreign(partial(decoder, "Gemma3", sliding_window=4, **GEMMA), token_batch, token_loss),
+    # Biases everywhere.
+    "starcoder2": Foreign(
+        partial(
+            decoder, "Starcoder2", residual_dropout=0.0, embedding_dropout=0.0, tie_word_embeddings=False
+        ),
+        token_batch,
+        token_loss,
+    ),
+}
+MORE_DECODERS = {
+    "gemma2": Foreign(
+        partial(decoder, "Gemma2", head_dim=4, query_pre_attn_scalar=4), token_batch, token_loss
+    ),
+    "phi3": Foreign(partial(decoder, "Phi3"), token_batch, token_loss),
+    "cohere": Foreign(partial(decoder, "Cohere"), token_batch, token_loss),
+    "glm4": Foreign(partial(decoder, "Glm4", head_dim=4), token_batch, token_loss),
+    "granite": Foreign(partial(decoder, "Granite"), token_batch, token_loss),
+    "olmo": Foreign(partial(decoder, "Olmo"), token_batch, token_loss),
+}
 # Without a library that a machine may lack.
 PLAIN = {
     "sequential": Foreign(sequential, token_batch, plain_token_loss),
@@ -167,7 +243,7 @@ PLAIN = {
 
 
 def foreign_named(name: str) -> Foreign:
-    return (MODULES | PLAIN)[name]
+    return (MODULES | DECODERS | MORE_DECODERS | PLAIN)[name]
 
 
 def fit_spec(optim: str | OptimSpec = "sgd", *, microbatch_samples: int = 1, **changes: Any) -> FitSpec:

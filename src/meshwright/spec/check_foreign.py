@@ -41,7 +41,6 @@ SHARED_FIT_RULES = [schedule_fits_steps, wsd_has_a_decay, averages_forget, offlo
 # Their conditions read the model or the tokens of a run; they are refused elsewhere.
 _OF_A_RUN = ("parallel.etp", "precision.gradients", "memory.on_oom")
 _REASONS = {
-    "tp": "nobody has said how its matrices are cut",
     "cp": "nobody has said where its attention is",
     "ep": "nobody has said where its experts are",
 }
@@ -73,6 +72,18 @@ def offload_knows_its_blocks(spec: ModuleSpec) -> Violations:
     if "parameters" in spec.memory.offload:
         fact = "parameters are offloaded from blocks of our own models only"
         yield SpecError(fact, where="memory.offload", hint="offload optimizer or activations, or use zero=3")
+
+
+def tp_is_plain(spec: ModuleSpec) -> Violations:
+    """What tp can do besides, in models of ours, is not in the plan that a module publishes."""
+    if spec.parallel.tp > 1 and spec.memory.regather:
+        fact = "memory.regather for a module that is not ours: its activations are whole on every tp rank"
+        yield SpecError(fact, where="memory.regather", hint="leave it out")
+    if spec.parallel.tp > 1 and spec.compile:
+        fact = (
+            f"compile with tp={spec.parallel.tp} for a module that is not ours: its layers see other weights"
+        )
+        yield SpecError(fact, where="compile", hint="use compile=False, or tp=1")
 
 
 def weights_are_fp32(spec: ModuleSpec) -> Violations:
@@ -147,7 +158,13 @@ def limits_are_said_once(spec: LoopSpec) -> Violations:
             yield SpecError(fact, where=name, hint=f"set optim.{name}")
 
 
-MODULE_RULES = [axes_are_known, weights_are_fp32, offload_knows_its_blocks, module_settings_have_effect]
+MODULE_RULES = [
+    axes_are_known,
+    weights_are_fp32,
+    offload_knows_its_blocks,
+    tp_is_plain,
+    module_settings_have_effect,
+]
 FIT_RULES = [samples_are_cut_evenly, samples_fill_schedule, noise_scale_weighs_tokens]
 LOOP_RULES = [loop_has_one_pass, offloaded_optimizer_is_ours, limits_are_said_once]
 

@@ -56,7 +56,7 @@ def build_loop_training(
     assert optimizer is not None
     shards = {one.name: one.shard for one in program.owned}
     shard_of = {parameter: shards[name] for parameter, name in names.items()}
-    adopt(optimizer, shard_of, is_cut=spec.parallel.zero > 0)
+    adopt(optimizer, shard_of, is_cut=spec.parallel.zero > 0 or spec.parallel.tp > 1)
     return _training(program, optimizer, spec, mesh, weights)
 
 

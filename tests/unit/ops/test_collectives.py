@@ -87,3 +87,22 @@ def _refused() -> str:
 
 def test_uneven_parts_are_refused(ranks):
     assert ranks.run(_refused, 2)[0] == "dim 0 of shape (3, 4) does not divide into 2 equal parts"
+
+
+def _there_and_back(dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A whole that ranks hold alike, cut and joined again, weighted alike by every rank."""
+    whole = _input(0).requires_grad_()
+    part = collectives.part_alike(whole, dim, dist.group.WORLD)
+    again = collectives.gather_alike(part * 2, dim, dist.group.WORLD)
+    weights = torch.arange(again.numel()).reshape(again.shape).double()
+    (again * weights).sum().backward()
+    return part.detach(), again.detach(), whole.grad, weights
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_wholes_that_ranks_use_alike(ranks, dim):
+    """Gradients are whole on every rank already: nothing may be summed."""
+    for rank, (part, again, grad, weights) in enumerate(ranks.run(_there_and_back, NUM_RANKS, dim)):
+        assert torch.equal(part, _input(0).chunk(NUM_RANKS, dim)[rank])
+        assert torch.equal(again, _input(0) * 2)
+        assert torch.equal(grad, weights * 2)

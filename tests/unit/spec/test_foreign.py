@@ -9,7 +9,8 @@ from meshwright.spec.settings import read_settings, spread
 
 FIT = {"num_steps": 4, "batch_samples": 8}
 BROKEN = {
-    "tp": ({"tp": 2}, "parallel.tp"),
+    "tp and compile": ({"tp": 2, "compile": True}, "compile"),
+    "tp and regather": ({"tp": 2, "regather": True}, "memory.regather"),
     "cp": ({"cp": 2}, "parallel.cp"),
     "ep": ({"parallel": {"ep": 2, "dp_shard": 2, "zero": 1}}, "parallel.ep"),
     "bf16 weights": ({"weights": "bf16_exact", "compute": "bf16"}, "precision.weights"),
@@ -42,6 +43,7 @@ KEPT = [
     {},
     {"zero": 3, "dp_shard": 4, "recompute": "selective", "recompute_every": 2},
     {"pp": 2, "microbatch_samples": 4},
+    {"tp": 2},
     {"compute": "fp16", "loss_scale": {}},
 ]
 

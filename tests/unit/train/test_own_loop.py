@@ -183,7 +183,10 @@ class Whole(torch.optim.SGD):
 BAD = {
     "a setting that is not there": ({"zeroo": 1}, "there is no setting 'zeroo'"),
     "a wrong value": ({"zero": 7}, "parallel.zero is 7"),
-    "tensor parallel": ({"parallel": {"tp": 2}}, "tp=2 for a module that is not ours"),
+    "expert parallel": (
+        {"parallel": {"ep": 2, "dp_shard": 2, "zero": 1}},
+        "ep=2 for a module that is not ours",
+    ),
     "a pipeline": ({"parallel": {"pp": 2}}, "pp=2 in a loop of your own"),
     "a pattern of nothing": ({"blocks": "layers.*"}, "'layers.*' matches none"),
     "fp16 without a scale": ({"compute": "fp16"}, "compute=fp16 without loss_scale"),

@@ -1,12 +1,13 @@
 """From any `nn.Module` to the program of this rank, in place: the user's object is the one that trains.
 
 1. agree      one dtype; all ranks take the first one's weights and buffers
-2. batch norm statistics over all ranks, where asked
-3. precision  the forward enters autocast itself and gives its outputs back in the weights' dtype
-4. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
-5. compile    block by block
-6. offload    of activations, around the compiled block: copies to the host are no part of its graph
-7. ZeRO-3     last, because it takes over the parameters
+2. tp         by the plan that a Hugging Face decoder publishes: everything after sees the cut layers
+3. batch norm statistics over all ranks, where asked
+4. precision  the forward enters autocast itself and gives its outputs back in the weights' dtype
+5. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
+6. compile    block by block
+7. offload    of activations, around the compiled block: copies to the host are no part of its graph
+8. ZeRO-3     last, because it takes over the parameters
 """
 
 import warnings
@@ -31,7 +32,9 @@ from meshwright.parallel.foreign.buffers import SharedBuffers, persistent_buffer
 from meshwright.parallel.foreign.chain import Chain, ChainStage, cut, require_chain
 from meshwright.parallel.foreign.pipeline import ChainProgram
 from meshwright.parallel.foreign.program import Loss, ModuleProgram
+from meshwright.parallel.foreign.published import read_plan
 from meshwright.parallel.foreign.refuse import require_trainable
+from meshwright.parallel.foreign.tp import apply_plan
 from meshwright.parallel.owned import own
 from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype
 from meshwright.spec.foreign import FitSpec, ModuleSpec
@@ -44,8 +47,10 @@ def build_module_program(
     """The module on this rank, ready to accumulate gradients; all ranks call it."""
     blocks = find_blocks(model, spec.blocks)
     require_trainable(model, blocks, spec)
+    styles = read_plan(model, spec.parallel.tp) if spec.parallel.tp > 1 else {}
     start_alike(model, spec)
     model.to(mesh.device)
+    apply_plan(model, styles, mesh)
     transform(model, blocks, spec, mesh, link)
     owned = [own(name, parameter, mesh) for name, parameter in model.named_parameters()]
     reducer = build_reducer(owned, mesh, roots=[model])
@@ -60,8 +65,10 @@ def build_chain_program(
     """This rank's stages of a module; `batch` is a micro-batch, on which the chain is tried first."""
     blocks = find_blocks(chain.model, spec.blocks)
     require_trainable(chain.model, blocks, spec)
+    styles = read_plan(chain.model, spec.parallel.tp) if spec.parallel.tp > 1 else {}
     start_alike(chain.model, spec)
     borders = require_chain(chain, loss, batch)
+    apply_plan(chain.model, styles, mesh)
     cuts = cut(chain.parts(), spec.parallel.num_stages)
     ends = [0, *accumulate(len(parts) for parts in cuts)]
     stages: dict[int, nn.Module] = {}
@@ -101,7 +108,7 @@ def start_alike(model: nn.Module, spec: ModuleSpec) -> None:
 
 
 def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, link: HostLink) -> None:
-    """Steps 2 to 7."""
+    """Steps 3 to 8."""
     norms = batch_norms(model)
     if spec.sync_batch_norm:
         for norm in norms:
@@ -123,7 +130,7 @@ def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, li
 
 
 def compute_in(model: nn.Module, spec: ModuleSpec, mesh: Mesh) -> None:
-    """Step 3; a loss in 16 bits would lose what the weights keep, so outputs leave in the weights' dtype."""
+    """Step 4; a loss in 16 bits would lose what the weights keep, so outputs leave in the weights' dtype."""
     context = compute_context(spec.precision, mesh.device)
     if context is not None:
         model.forward = _raised(context(model.forward), weight_dtype(spec.precision))

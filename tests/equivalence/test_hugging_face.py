@@ -1,0 +1,53 @@
+"""Decoders of transformers, unmodified and of families that are not ours: every cut equals one device."""
+
+import pytest
+from tests.own_modules import (
+    DECODERS,
+    MORE_DECODERS,
+    differences,
+    fit_spec,
+    parallel,
+    recompute,
+    reference,
+    train_cases,
+)
+
+RTOL = 1e-9
+
+
+def assert_equal(ranks, name: str, num_ranks: int, cases: dict[tuple[str, str], dict]) -> None:
+    """Every case (optimizer, words) with its changes of the spec, on all ranks."""
+    specs = [fit_spec(optim, microbatch_samples=2, **changes) for (optim, _), changes in cases.items()]
+    expected = {optim: reference(name, optim) for optim, _ in cases}
+    for by_rank in ranks.run(train_cases, num_ranks, name, specs):
+        for (optim, case), course in zip(cases, by_rank, strict=True):
+            errors = differences(course, expected[optim])
+            wrong = {what: error for what, error in errors.items() if not error <= RTOL}
+            assert not wrong, (case, optim, sorted(wrong.items(), key=lambda item: -item[1])[:8])
+
+
+TP = {
+    ("sgd", "tp2"): {"parallel": parallel(tp=2)},
+    ("adamw", "tp2 recompute"): {"parallel": parallel(tp=2), "memory": recompute("full")},
+}
+TP_WITH_ZERO = {
+    ("adamw", "zero_1 tp2"): {"parallel": parallel(tp=2, dp_shard=2, zero=1)},
+    ("sgd", "zero_3 tp2"): {"parallel": parallel(tp=2, dp_shard=2, zero=3)},
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tp_by_the_published_plan(ranks, name):
+    assert_equal(ranks, name, 2, TP)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tp_with_zero(ranks, name):
+    assert_equal(ranks, name, 4, TP_WITH_ZERO)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MORE_DECODERS)
+def test_tp_of_more_families(ranks, name):
+    assert_equal(ranks, name, 2, TP)
+    assert_equal(ranks, name, 4, TP_WITH_ZERO)
