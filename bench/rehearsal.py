@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -161,6 +162,7 @@ def traced(index: int, device: str, *, is_tiny: bool) -> dict:
         row["traced_allocated"], row["traced_reserved"] = report.allocated_bytes, report.reserved_bytes
         row["traced_seconds"], row["items"], row["moment"] = report.seconds, report.items, report.moment
     except Exception as error:  # a row with its error is a result too
+        traceback.print_exc()
         row["trace_error"] = _words(error)
     return row
 
@@ -177,6 +179,7 @@ def measure(begin: int, device: str, rows: Path, *, is_tiny: bool) -> None:
             row |= {"allocated": found.allocated_bytes, "reserved": found.reserved_bytes}
             row |= {"step_seconds": found.step_seconds, "microbatch_seconds": found.microbatch_seconds}
         except Exception as error:
+            traceback.print_exc()
             row["measure_error"] = _words(error)
         row["wall_seconds"] = time.perf_counter() - started_at
         with rows.open("a") as file:

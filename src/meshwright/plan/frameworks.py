@@ -121,9 +121,8 @@ _PLAIN: tuple[Framework, ...] = (
         casts_weights=True,
         eager_activation=True,
         keeps_matmul_outputs=True,
-        # Uncompiled norms keep their input in fp32, and rotations stay in the fp32 of their tables.
+        # Uncompiled norms keep their input in fp32; rotations keep only their tables.
         residual_bytes=4.0,
-        rotation_bytes=4.0,
         gradients_after_activations=True,
         # ops/loss.py: chunks of logits, read twice and written once (the second read mostly in the cache).
         loss_chunk_bytes=2.0**30,

@@ -25,6 +25,7 @@ from meshwright.plan.layouts import (
     Floats,
     Layouts,
 )
+from meshwright.plan.moments import Rank, covered_layouts, fullest_items, is_covered
 from meshwright.plan.offload import (
     HOST_SHARE,
     Movable,
@@ -374,11 +375,14 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
     items["logits"] = _logit_bytes(work, at, stack)
     items["exchange"] = _exchange_bytes(work, at)
     items["workspace"] = np.full((len(at), 3), WORKSPACE_BYTES)
+    if is_covered(work, stack):
+        items = _at_the_fullest_moment(work, at, stack, rank, items)
     host["activations"] = moved_activations(at, movable)
     move_activations(items, at, movable)
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
     if stack.gradients_after_activations and "gradients" in items:
-        items["gradients"] = _gradients_at_the_peak(at, items)
+        late = covered_layouts(at) if is_covered(work, stack) else np.zeros((len(at), 1), dtype=bool)
+        items["gradients"] = np.where(late, items["gradients"], _gradients_at_the_peak(at, items))
     return Memory(items, FRAGMENTATION * short_lived, outside_bytes(at), host)
 
 
@@ -421,6 +425,31 @@ def movable_activation_bytes(work: Workload, at: Layouts, stack: Framework) -> F
             again = (kept["inputs"] / 2.0 - everything) / at.recompute_every
             moved = moved + part * (everything + np.where(at.recompute > 0, again, 0.0))
     return moved
+
+
+def _at_the_fullest_moment(work: Workload, at: Layouts, stack: Framework, rank: _Rank, items: Items) -> Items:
+    """The items of our own runtime, moment by moment, where its sums are known; the others as they were."""
+    whole = sum(_kept_parts(work, at, stack, moe=False).values()) + _kept_over_cp(work, at)
+    facts = Rank(rank.layers, in_flight(at), _column(whole))
+    state = {name: items[name] for name in ("weights", "gradients", "master", "optimizer")}
+    fullest = fullest_items(work, at, stack, facts, state)
+    fullest["workspace"] = items["workspace"]
+    covered, nothing = covered_layouts(at), np.zeros((len(at), 3))
+    return {
+        name: np.where(covered, fullest.get(name, nothing), items.get(name, nothing))
+        for name in {**items, **fullest}
+    }
+
+
+def _kept_over_cp(work: Workload, at: Layouts) -> Floats:
+    """What a kind of cp keeps beside its own rows: all keys and values, or the output in both layouts."""
+    attention = work.model.attention
+    tokens = at.microbatch_tokens(work.sequence_length) * work.working_bytes / at.tp
+    keys = tokens * attention.num_kv_heads * (attention.head_width + attention.value_width)
+    output = tokens * attention.num_heads * attention.value_width
+    kind = np.asarray(CP_KINDS)[at.cp_kind]
+    exchanged = np.where(np.isin(kind, ("ulysses", "hierarchical")), output, 0.0)
+    return np.where(at.cp > 1, np.where(kind == "gather", (at.cp - 1) * keys, exchanged), 0.0)
 
 
 def _gradients_at_the_peak(at: Layouts, items: Items) -> Floats:

@@ -18,6 +18,16 @@ from meshwright.rehearse.ledger import Ledger
 from meshwright.rehearse.world import axis_of
 
 _aten = torch.ops.aten
+_ATTENTION = (
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+)
+_ATTENTION_BACKWARD = (
+    _aten._scaled_dot_product_cudnn_attention_backward,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
+)
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 # Communication by the name of its operator; everything else of c10d is bookkeeping.
 COLLECTIVES = {
@@ -108,7 +118,16 @@ class Observer(TorchDispatchMode):
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """torch's own count; products also come in forms with an output dtype, which its formulas do not take."""
+    """torch's own count; products also come in forms with an output dtype, which its formulas do not take.
+
+    Of attention too its formulas know only some: two products forward and five backward, causal or not.
+    """
+    if packet in _ATTENTION:
+        q, k, v = args[:3]
+        return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    if packet in _ATTENTION_BACKWARD:
+        q, k, v = args[1:4]
+        return 2 * q.shape[:-1].numel() * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
     if packet in _PRODUCTS:
         return flop_registry[packet](*(x for x in args if isinstance(x, Tensor)), out_val=out)
     return flop_registry[packet](*args, **kwargs, out_val=out)

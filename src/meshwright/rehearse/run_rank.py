@@ -5,6 +5,7 @@ compute time are those of the rank. Only what the other ranks would keep it wait
 """
 
 import dataclasses
+import gc
 import os
 import statistics
 import time
@@ -43,6 +44,7 @@ class Measured:
 def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Measured:
     """Peak bytes and compute time of a rank on the GPU of this machine; the first step only warms up."""
     device = _device(run)
+    before = _clean(device)
     with fake_world(run.parallel, rank, device) as mesh, routed_evenly(imbalance):
         training = build_training(run, mesh, fill=fill_any)
         batch = any_batch(run, device)
@@ -50,8 +52,8 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
         found = Measured(
             rank=rank,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            allocated_bytes=_statistic(device, "allocated_bytes.all.peak"),
-            reserved_bytes=_statistic(device, "reserved_bytes.all.peak"),
+            allocated_bytes=_statistic(device, "allocated_bytes.all.peak") - before,
+            reserved_bytes=_statistic(device, "reserved_bytes.all.peak") - before,
             step_seconds=seconds,
             microbatch_seconds=seconds / run.accumulation,
             is_expandable="expandable_segments:True" in _allocator_settings(),
@@ -83,6 +85,18 @@ def keep_pair(run: RunSpec, measured: Sequence[Measured]) -> str | None:
     )
     store_pair(pair)
     return pair.line
+
+
+def _clean(device: torch.device) -> int:
+    """Bytes that earlier work of this process still holds; cuBLAS's workspaces are given back first."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
 
 
 def _device(run: RunSpec) -> torch.device:
