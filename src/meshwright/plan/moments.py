@@ -7,6 +7,8 @@ tp also the gathered gradient of the block's output. Either may win, so both are
 returned, item by item. The rehearsal traces the same step and a test holds the two together.
 
 Covered: 16-bit compute without compiler and fp8, dense layers, ZeRO 0 to 2, schedules with whole backwards.
+Not in the sums: gradients copied into a bucket to be reduced. They win where little else is left at the
+end of a backward: full recompute of a small model, or ZeRO-2 of one.
 """
 
 from dataclasses import dataclass
@@ -101,9 +103,7 @@ class Sums:
         ends = 2.0 * flight + 2.0  # the norm's fp32 input; of the present micro-batch its output and x
         whole = 2.0 * self.tokens * model.vocab_size / self.tp
         chunk = np.minimum(whole, self.stack.loss_chunk_bytes or whole)
-        dx = 2.0 * self.tokens * model.width
-        dw = 4.0 * model.vocab_size * model.width / self.tp
-        gathered = np.where(self.tp > 1, dx, 0.0)
+        gathered = np.where(self.tp > 1, 2.0 * self.tokens * model.width, 0.0)
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.
         recomputed = self.full | self.selective
         remembered = np.where(recomputed, np.where(self.tp == 1, 1.0, 0.0), flight)
@@ -112,7 +112,7 @@ class Sums:
             "gradients": np.where(self.microbatches > flight, state["gradients"], 0.0),
             "activations": self.activations(flight) + ends * self.stream,
             "cast weights": remembered * rank.layers * self.layer_cast + self.head_cast,
-            "logits": flight * (dx + dw) + chunk + gathered,
+            "logits": flight * self._head_gradients() + chunk + gathered,
             "exchange": self._exchange(flight),
         }
 
@@ -141,6 +141,7 @@ class Sums:
             "gradients": np.where(has, state["gradients"], head),
             "activations": self.activations(flight) - np.where(self.selective, self._consumed(), 0.0),
             "working set": inner + weight + incoming + gathered + again,
+            "logits": np.where(self.is_last, (flight - 1.0) * self._head_gradients(), 0.0),
             "cast weights": casts,
             "exchange": self._exchange(flight),
         }
@@ -153,6 +154,11 @@ class Sums:
             "cast weights": casts - cast,
         }
         return [early, late]
+
+    def _head_gradients(self) -> Floats:
+        """Of one micro-batch: the loss makes them in its forward and keeps them for its backward."""
+        model = self.work.model
+        return 2.0 * self.tokens * model.width + 4.0 * model.vocab_size * model.width / self.tp
 
     def _inner(self) -> Floats:
         """One inner tensor of the MLP."""
