@@ -124,9 +124,10 @@ def check_seed(seed: int, count: int) -> None:
         said = run.parallel.model_dump(exclude_defaults=True) | run.memory.model_dump(exclude_defaults=True)
         if abs(ratio - 1.0) > RTOL:
             wrong.append(f"{ratio:.4f} {said} {closed} {traced}")
-        # Shards are cut by rows and blocks rounded up to 512 B: the state is exact but for that.
+        # The state is exact but for blocks of 512 B: three tensors for each parameter, of 9 a layer and 3.
+        slack = 3 * 512 * (9 * run.model.num_layers + 3)
         for name in ("weights", "optimizer"):
-            assert closed[name] == pytest.approx(traced[name], rel=2e-3), (said, name)
+            assert closed[name] == pytest.approx(traced[name], rel=0, abs=slack), (said, name)
     assert not wrong, "\n".join(wrong)
 
 
