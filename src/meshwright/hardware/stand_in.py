@@ -4,7 +4,7 @@ A rehearsal follows a step on the CPU with tensors that have no numbers. Its byt
 choice between kernels falls as it would on the device that is meant, so each of them asks here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 # Hopper: what a rehearsal takes for granted of the device it stands in for.
@@ -25,7 +25,7 @@ def is_stand_in() -> bool:
 
 
 @contextmanager
-def standing_for(device_type: str) -> Iterator[None]:
+def standing_for(device_type: str) -> Generator[None]:
     """Inside, tensors stand in for tensors of this type of device."""
     _stands_for.append(device_type)
     try:

@@ -154,7 +154,9 @@ def _is_engine_sum(left: Tensor) -> bool:
     For tensors that are not plain torch makes a new one; for those of a device it adds in place.
     """
     caller = sys._getframe(2)
-    return caller.f_code.co_name == "_engine_run_backward" and left._use_count() <= ENGINE_REFERENCES
+    if caller.f_code.co_name != "_engine_run_backward":
+        return False
+    return left._use_count() <= ENGINE_REFERENCES  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # The engine's own, and the one of the argument here.
