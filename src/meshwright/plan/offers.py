@@ -31,7 +31,7 @@ def offers(plan: Plan) -> list[Offer]:
 
 
 def _offers(plan: Plan) -> Iterator[Offer]:
-    question, best = plan.question, plan.best
+    question, fastest = plan.question, float(plan.found.fitting.step_seconds.min())
     table = _meshes(plan)
     device, pinned = question.cluster.device, question.pins.overrides
     for variant in single_changes(question.run, question.allow, pinned, device):
@@ -40,14 +40,14 @@ def _offers(plan: Plan) -> Iterator[Offer]:
             continue
         row = int(fitting.step_seconds.argmin())
         seconds, need = float(fitting.step_seconds[row]), float(fitting.device_bytes[row])
-        if seconds < (1.0 - SAME_FRACTION) * best.step_seconds:
-            yield _offer(variant.changes[0], seconds, need, best.step_seconds)
+        if seconds < (1.0 - SAME_FRACTION) * fastest:
+            yield _offer(variant.changes[0], seconds, need, fastest)
 
 
 def _offer(change: Allowance, seconds: float, need: float, now: float) -> Offer:
     text = (
-        f"with --allow {change.word} ({change.meaning}) it would take {show_seconds(seconds)} instead of "
-        f"{show_seconds(now)}, at {show_bytes(need)} per device"
+        f"with --allow {change.word} ({change.meaning}) the fastest layout would take "
+        f"{show_seconds(seconds)} instead of {show_seconds(now)}, at {show_bytes(need)} per device"
     )
     return Offer(change.word, change.said(), change.meaning, seconds, need, text)
 

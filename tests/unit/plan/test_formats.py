@@ -1,11 +1,16 @@
 """Formats of weights, gradients, moments and linears are priced as the runtime keeps them."""
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.questions import asked
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.explain import STATE_ITEMS
 from meshwright.plan.formats import runtime_of, workload_of
+from meshwright.plan.layouts import layouts
+from meshwright.plan.memory import memory
 from meshwright.plan.predict import Prediction, predict_run
 from meshwright.spec.run import RunSpec
 
@@ -74,3 +79,24 @@ def test_routed_experts_stay_wide() -> None:
     wide, narrow = (predicted("mixtral-8x7b", f"precision.fp8={fp8}") for fp8 in ("null", "current"))
     # Nearly all products are of experts, which stay in bf16.
     assert narrow.seconds_by_item["matmul"] > 0.9 * wide.seconds_by_item["matmul"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    weights=st.sampled_from(["fp32", "bf16_exact", "bf16_stochastic"]),
+    gradients=st.sampled_from(["fp32", "bf16"]),
+    moments=st.sampled_from(["fp32", "bf16"]),
+    shards=st.sampled_from([2, 8, 64]),
+)
+def test_state_falls_with_the_zero_stage_in_every_format(
+    weights: str, gradients: str, moments: str, shards: int
+) -> None:
+    pins = [f"precision.weights={weights}", f"optim.state={moments}"]
+    pins += [f"precision.gradients={gradients}"] if weights != "fp32" else []
+    run = run_of("llama-3.2-1b", *pins)
+    stages = np.arange(1, 4)
+    found = memory(
+        workload_of(run), layouts(zero=stages, dp_shard=shards, num_microbatches=2), H200, runtime_of(run)
+    ).items
+    state = sum(found[name][:, 0] for name in STATE_ITEMS)
+    assert (np.diff(state) < 0).all()
