@@ -22,7 +22,6 @@ from meshwright.plan.layouts import (
     FULL,
     OFFLOAD_BITS,
     RECOMPUTE_NONE,
-    RECOMPUTE_SELECTIVE,
     Floats,
     Ints,
     Layouts,
@@ -198,21 +197,22 @@ def _with_offload(question: Question, found: Found, ranks: range, within_seconds
 
 
 def _faster_with_offload(question: Question, found: Found, ranks: range) -> Found:
-    """Where the fastest plan recomputes: what host memory makes clearly faster."""
-    best = int(found.fitting.step_seconds.argmin())
+    """Where the best plan recomputes: what host memory makes clearly faster, or cheaper."""
+    score = found.fitting.score(question.objective)
+    best = int(score.argmin())
     recomputes = int(found.fitting.layouts.recompute[best]) != RECOMPUTE_NONE
-    if question.objective != "speed" or not recomputes or "recompute" in question.pins.allowed:
+    if question.objective == "memory" or not recomputes:
         return found
-    seconds = float(found.fitting.step_seconds[best]) * (1.0 - LEAST_OFFLOAD_GAIN)
-    allowed = {**question.pins.allowed, "recompute": (RECOMPUTE_NONE, RECOMPUTE_SELECTIVE)}
-    pins = Pins({**allowed, "recompute_every": (1,)}, question.pins.said, question.pins.overrides)
-    same_or_more = range(max(ranks.start, int(found.fitting.layouts.num_ranks[best])), ranks.stop)
-    moved = _search(replace(question, offloads=True, pins=pins), same_or_more, seconds)
-    if len(moved.fitting) == 0:
+    limit, within = float(score[best]) * (1.0 - LEAST_OFFLOAD_GAIN), None
+    if question.objective == "speed":
+        ranks, within = range(max(ranks.start, int(found.fitting.layouts.num_ranks[best])), ranks.stop), limit
+    moved = _search(replace(question, offloads=True), ranks, within)
+    better = moved.fitting.take(moved.fitting.score(question.objective) <= limit)
+    if len(better) == 0:
         return found
     return replace(
         found,
-        fitting=concatenate([moved.fitting, found.fitting]),
+        fitting=concatenate([better, found.fitting]),
         num_considered=found.num_considered + moved.num_considered,
         num_fitting=found.num_fitting + moved.num_fitting,
     )
