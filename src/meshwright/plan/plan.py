@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.allow import Allowance
-from meshwright.plan.layouts import OFFLOAD_BITS, RECOMPUTE_BITS, Layouts, one_layout
+from meshwright.plan.layouts import (
+    CP_KINDS,
+    FULL,
+    OFFLOAD_BITS,
+    RECOMPUTE_BITS,
+    Ints,
+    Layouts,
+    one_layout,
+)
 from meshwright.plan.memory import STAGES
 from meshwright.plan.pipeline import simulated_items
 from meshwright.plan.search import (
@@ -19,7 +27,6 @@ from meshwright.plan.search import (
     Objective,
     Priced,
     Question,
-    complexity,
     price_memory,
     price_time,
 )
@@ -239,6 +246,25 @@ def _one_per_mesh(choices: list[Choice]) -> list[Choice]:
 
 def _mesh_columns(at: Layouts) -> tuple[NDArray[np.int64], ...]:
     return (at.dp_replicate, at.dp_shard, (at.zero > 0).astype(np.int64), at.cp, at.tp, at.pp, at.ep)
+
+
+def complexity(at: Layouts) -> Ints:
+    """How many things a layout adds to plain data parallelism: equals are decided for the simpler."""
+    return (
+        at.zero
+        + 2 * ((at.dp_replicate > 1) & (at.dp_shard > 1))
+        + 2 * (at.recompute > 0)
+        + (at.recompute == FULL)
+        + (at.recompute_every > 1)
+        + 3 * (at.tp > 1)
+        + 4 * (at.cp > 1)
+        + (at.cp_kind == CP_KINDS.index("hierarchical"))
+        + 5 * (at.pp > 1)
+        + (at.virtual_stages > 1)
+        + (at.ep > 1)
+        + 6 * (at.offload > 0)
+        + 2 * ((at.offload & OFFLOAD_BITS["parameters"]) > 0)
+    ).astype(np.int64)
 
 
 def ranking(priced: Priced, objective: Objective, best: float = np.inf) -> NDArray[np.intp]:

@@ -18,9 +18,6 @@ from meshwright.plan.cost import StepCost, step_cost
 from meshwright.plan.formats import runtime_of, workload_of
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import (
-    CP_KINDS,
-    FULL,
-    OFFLOAD_BITS,
     RECOMPUTE_NONE,
     Floats,
     Ints,
@@ -390,22 +387,3 @@ def best_of_groups(priced: Priced, objective: Objective) -> Priced:
         _, first = np.unique(inverse.ravel()[order], return_index=True)
         rows.append(order[first])
     return priced.take(np.unique(np.concatenate(rows)))
-
-
-def complexity(at: Layouts) -> Ints:
-    """How many things a layout adds to plain data parallelism: equals are decided for the simpler."""
-    return (
-        at.zero
-        + 2 * ((at.dp_replicate > 1) & (at.dp_shard > 1))
-        + 2 * (at.recompute > 0)
-        + (at.recompute == FULL)
-        + (at.recompute_every > 1)
-        + 3 * (at.tp > 1)
-        + 4 * (at.cp > 1)
-        + (at.cp_kind == CP_KINDS.index("hierarchical"))
-        + 5 * (at.pp > 1)
-        + (at.virtual_stages > 1)
-        + (at.ep > 1)
-        + 6 * (at.offload > 0)
-        + 2 * ((at.offload & OFFLOAD_BITS["parameters"]) > 0)
-    ).astype(np.int64)
