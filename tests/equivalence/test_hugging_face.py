@@ -46,6 +46,30 @@ def test_tp_with_zero(ranks, name):
     assert_equal(ranks, name, 4, TP_WITH_ZERO)
 
 
+CP = {
+    ("sgd", "cp2"): {"parallel": parallel(cp=2)},
+    ("adamw", "cp2 ring recompute"): {
+        "parallel": parallel(cp=2, cp_kind="ring"),
+        "memory": recompute("full"),
+    },
+    ("sgd", "cp2 ulysses zero_3"): {"parallel": parallel(cp=2, cp_kind="ulysses", zero=3)},
+}
+CP_WITH_OTHERS = {
+    ("adamw", "zero_1 cp2"): {"parallel": parallel(cp=2, dp_shard=2, zero=1)},
+    ("sgd", "zero_3 cp2"): {"parallel": parallel(cp=2, dp_shard=2, zero=3, cp_kind="ring")},
+    ("sgd", "cp2 tp2"): {"parallel": parallel(cp=2, tp=2)},
+}
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gemma3"])
+def test_cp_through_the_attention_interface(ranks, name):
+    assert_equal(ranks, name, 2, CP)
+
+
+def test_cp_with_zero_and_tp(ranks):
+    assert_equal(ranks, "gemma3", 4, CP_WITH_OTHERS)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MORE_DECODERS)
 def test_tp_of_more_families(ranks, name):

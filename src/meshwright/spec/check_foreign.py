@@ -40,20 +40,18 @@ SHARED_RULES = [
 SHARED_FIT_RULES = [schedule_fits_steps, wsd_has_a_decay, averages_forget, offloaded_states_exist]
 # Their conditions read the model or the tokens of a run; they are refused elsewhere.
 _OF_A_RUN = ("parallel.etp", "precision.gradients", "memory.on_oom")
-_REASONS = {
-    "cp": "nobody has said where its attention is",
-    "ep": "nobody has said where its experts are",
-}
 
 
 def axes_are_known(spec: ModuleSpec) -> Violations:
-    """A module that is not ours is cut over samples and, where it says how, over layers; never inside one."""
-    for axis, reason in _REASONS.items():
-        degree = getattr(spec.parallel, axis)
-        if degree > 1:
-            fact = f"{axis}={degree} for a module that is not ours: {reason}"
-            hint = f"use {axis}=1, with dp_shard and zero=3 for large modules"
-            yield SpecError(fact, where=f"parallel.{axis}", hint=hint)
+    """No module says where its experts are; whether tp, cp and pp can cut it is seen on the module itself."""
+    parallel = spec.parallel
+    if parallel.ep > 1:
+        fact = f"ep={parallel.ep} for a module that is not ours: nobody has said where its experts are"
+        hint = "use ep=1, with dp_shard and zero=3 for large modules"
+        yield SpecError(fact, where="parallel.ep", hint=hint)
+    if parallel.pp > 1 and parallel.cp > 1:
+        fact = f"pp={parallel.pp} with cp={parallel.cp} for a module that is not ours"
+        yield SpecError(fact, where="parallel.cp", hint="use cp=1, or cp with tp and zero=3")
 
 
 def module_settings_have_effect(spec: ModuleSpec) -> Violations:
@@ -74,16 +72,16 @@ def offload_knows_its_blocks(spec: ModuleSpec) -> Violations:
         yield SpecError(fact, where="memory.offload", hint="offload optimizer or activations, or use zero=3")
 
 
-def tp_is_plain(spec: ModuleSpec) -> Violations:
-    """What tp can do besides, in models of ours, is not in the plan that a module publishes."""
+def cuts_are_plain(spec: ModuleSpec) -> Violations:
+    """What tp and cp can do besides, in models of ours, they do not where layers are not ours."""
     if spec.parallel.tp > 1 and spec.memory.regather:
         fact = "memory.regather for a module that is not ours: its activations are whole on every tp rank"
         yield SpecError(fact, where="memory.regather", hint="leave it out")
-    if spec.parallel.tp > 1 and spec.compile:
-        fact = (
-            f"compile with tp={spec.parallel.tp} for a module that is not ours: its layers see other weights"
-        )
-        yield SpecError(fact, where="compile", hint="use compile=False, or tp=1")
+    for axis in ("tp", "cp"):
+        degree = getattr(spec.parallel, axis)
+        if degree > 1 and spec.compile:
+            fact = f"compile with {axis}={degree} for a module that is not ours, whose layers are changed"
+            yield SpecError(fact, where="compile", hint=f"use compile=False, or {axis}=1")
 
 
 def weights_are_fp32(spec: ModuleSpec) -> Violations:
@@ -139,6 +137,9 @@ def loop_has_one_pass(spec: LoopSpec) -> Violations:
     if spec.parallel.pp > 1:
         fact = f"pp={spec.parallel.pp} in a loop of your own, which calls the whole module"
         yield SpecError(fact, where="parallel.pp", hint="use meshwright.fit, which runs the schedule")
+    if spec.parallel.cp > 1:
+        fact = f"cp={spec.parallel.cp} in a loop of your own, which calls the module on whole sequences"
+        yield SpecError(fact, where="parallel.cp", hint="use meshwright.fit, which cuts batches")
 
 
 def offloaded_optimizer_is_ours(spec: LoopSpec) -> Violations:
@@ -162,7 +163,7 @@ MODULE_RULES = [
     axes_are_known,
     weights_are_fp32,
     offload_knows_its_blocks,
-    tp_is_plain,
+    cuts_are_plain,
     module_settings_have_effect,
 ]
 FIT_RULES = [samples_are_cut_evenly, samples_fill_schedule, noise_scale_weighs_tokens]

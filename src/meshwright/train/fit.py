@@ -88,7 +88,7 @@ class _Data:
 
     def first(self, spec: FitSpec) -> Any:
         """A micro-batch on the CPU, to try things on; None where nothing is tried."""
-        if spec.parallel.num_stages == 1:
+        if spec.parallel.num_stages == 1 and spec.parallel.cp == 1:
             return None
         numbers = list(range(min(spec.microbatch_samples, len(self.training))))
         return next(iter(load_pieces(self.training, [numbers], LoaderOptions(self.collate))))

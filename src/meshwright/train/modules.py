@@ -31,7 +31,7 @@ def build_module_training(
 ) -> Training:
     """The module, changed in place, and what belongs to it; all ranks call it.
 
-    `batch` is a micro-batch on the CPU, needed where a pipeline cuts the module.
+    `batch` is a micro-batch on the CPU, needed where pp cuts the module or cp its sequences.
     """
     chain, weights = model if isinstance(model, Chain) else Chain(model), _host(spec, mesh)
     _require_groups(chain.model, spec.optim)
@@ -39,7 +39,7 @@ def build_module_training(
         prepare_device(spec.precision, mesh.device, deterministic=spec.deterministic)
         program: Program = build_chain_program(chain, loss, spec, mesh, batch, weights.link)
     else:
-        program = _build_program(chain.model, loss, spec, mesh, weights)
+        program = _build_program(chain.model, loss, spec, mesh, weights, batch)
     return _training(program, _own_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
 
 
@@ -49,7 +49,7 @@ def build_loop_training(
     """The same for a loop that calls the module itself and may bring its optimizer; all ranks call it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     weights = _host(spec, mesh)
-    program = _build_program(model, _no_loss, spec, mesh, weights)
+    program = _build_program(model, _no_loss, spec, mesh, weights, None)
     if spec.optim is not None:
         _require_groups(model, spec.optim)
         return _training(program, _own_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
@@ -66,10 +66,10 @@ def _host(spec: ModuleSpec, mesh: Mesh) -> HostedWeights:
 
 
 def _build_program(
-    model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh, weights: HostedWeights
+    model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh, weights: HostedWeights, batch: Any
 ) -> Program:
     prepare_device(spec.precision, mesh.device, deterministic=spec.deterministic)
-    return build_module_program(model, loss, spec, mesh, weights.link)
+    return build_module_program(model, loss, spec, mesh, weights.link, batch)
 
 
 def _no_loss(model: Any, batch: Any) -> Any:

@@ -11,7 +11,8 @@ FIT = {"num_steps": 4, "batch_samples": 8}
 BROKEN = {
     "tp and compile": ({"tp": 2, "compile": True}, "compile"),
     "tp and regather": ({"tp": 2, "regather": True}, "memory.regather"),
-    "cp": ({"cp": 2}, "parallel.cp"),
+    "cp and pp": ({"cp": 2, "pp": 2, "microbatch_samples": 4}, "parallel.cp"),
+    "cp and compile": ({"cp": 2, "compile": True}, "compile"),
     "ep": ({"parallel": {"ep": 2, "dp_shard": 2, "zero": 1}}, "parallel.ep"),
     "bf16 weights": ({"weights": "bf16_exact", "compute": "bf16"}, "precision.weights"),
     "bf16 gradients": ({"gradients": "bf16"}, "precision.gradients"),
@@ -44,6 +45,7 @@ KEPT = [
     {"zero": 3, "dp_shard": 4, "recompute": "selective", "recompute_every": 2},
     {"pp": 2, "microbatch_samples": 4},
     {"tp": 2},
+    {"cp": 2, "parallel": {"cp_kind": "ring"}},
     {"compute": "fp16", "loss_scale": {}},
 ]
 

@@ -1,13 +1,14 @@
 """From any `nn.Module` to the program of this rank, in place: the user's object is the one that trains.
 
 1. agree      one dtype; all ranks take the first one's weights and buffers
-2. tp         by the plan that a Hugging Face decoder publishes: everything after sees the cut layers
-3. batch norm statistics over all ranks, where asked
-4. precision  the forward enters autocast itself and gives its outputs back in the weights' dtype
-5. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
-6. compile    block by block
-7. offload    of activations, around the compiled block: copies to the host are no part of its graph
-8. ZeRO-3     last, because it takes over the parameters
+2. cp         replaces the attention of a Hugging Face decoder; tried on the module while it is whole
+3. tp         by the plan that such a decoder publishes: everything after sees the cut layers
+4. batch norm statistics over all ranks, where asked
+5. precision  the forward enters autocast itself and gives its outputs back in the weights' dtype
+6. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
+7. compile    block by block
+8. offload    of activations, around the compiled block: copies to the host are no part of its graph
+9. ZeRO-3     last, because it takes over the parameters
 """
 
 import warnings
@@ -30,6 +31,7 @@ from meshwright.ops.trees import map_tensors
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.foreign.buffers import SharedBuffers, persistent_buffers
 from meshwright.parallel.foreign.chain import Chain, ChainStage, cut, require_chain
+from meshwright.parallel.foreign.cp import apply_attention, keep_whole
 from meshwright.parallel.foreign.pipeline import ChainProgram
 from meshwright.parallel.foreign.program import Loss, ModuleProgram
 from meshwright.parallel.foreign.published import read_plan
@@ -42,20 +44,29 @@ from meshwright.spec.stages import stages_of_rank
 
 
 def build_module_program(
-    model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh, link: HostLink
+    model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh, link: HostLink, batch: Any = None
 ) -> ModuleProgram:
-    """The module on this rank, ready to accumulate gradients; all ranks call it."""
+    """The module on this rank, ready to accumulate gradients; all ranks call it.
+
+    `batch` is a micro-batch, on which cp is tried.
+    """
     blocks = find_blocks(model, spec.blocks)
     require_trainable(model, blocks, spec)
     styles = read_plan(model, spec.parallel.tp) if spec.parallel.tp > 1 else {}
     start_alike(model, spec)
     model.to(mesh.device)
+    localise = apply_attention(model, loss, batch, mesh) if spec.parallel.cp > 1 else keep_whole
     apply_plan(model, styles, mesh)
     transform(model, blocks, spec, mesh, link)
     owned = [own(name, parameter, mesh) for name, parameter in model.named_parameters()]
     reducer = build_reducer(owned, mesh, roots=[model])
     return ModuleProgram(
-        model, mesh=mesh, owned=owned, reducer=reducer, buffers=SharedBuffers([model], mesh), loss=loss
+        model,
+        mesh=mesh,
+        owned=owned,
+        reducer=reducer,
+        buffers=SharedBuffers([model], mesh),
+        loss=lambda model, content: loss(model, localise(content)),
     )
 
 
@@ -108,7 +119,7 @@ def start_alike(model: nn.Module, spec: ModuleSpec) -> None:
 
 
 def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, link: HostLink) -> None:
-    """Steps 3 to 8."""
+    """Steps 4 to 9."""
     norms = batch_norms(model)
     if spec.sync_batch_norm:
         for norm in norms:
@@ -130,7 +141,7 @@ def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, li
 
 
 def compute_in(model: nn.Module, spec: ModuleSpec, mesh: Mesh) -> None:
-    """Step 4; a loss in 16 bits would lose what the weights keep, so outputs leave in the weights' dtype."""
+    """Step 5; a loss in 16 bits would lose what the weights keep, so outputs leave in the weights' dtype."""
     context = compute_context(spec.precision, mesh.device)
     if context is not None:
         model.forward = _raised(context(model.forward), weight_dtype(spec.precision))
