@@ -5,8 +5,8 @@ from functools import cache
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.pins import parse_pins
 from meshwright.plan.plan import Plan, make_plan
+from meshwright.plan.question import Objective
 from meshwright.plan.request import Asked, Request, ask
-from meshwright.plan.search import Objective
 
 
 @cache

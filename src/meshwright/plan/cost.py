@@ -13,9 +13,9 @@ import numpy as np
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan import traffic
 from meshwright.plan import work as operators
+from meshwright.plan.activations import movable_activation_bytes
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import Floats, Layouts
-from meshwright.plan.memory import movable_activation_bytes
 from meshwright.plan.offload import host_rate
 from meshwright.plan.passes import (
     Context,

@@ -12,7 +12,8 @@ from meshwright.plan.allow import default_of
 from meshwright.plan.layouts import FULL, Layouts, layouts
 from meshwright.plan.pins import Pins
 from meshwright.plan.plan import Choice, Plan
-from meshwright.plan.search import SAME_FRACTION, Question, price_memory, search
+from meshwright.plan.question import Question, price_memory
+from meshwright.plan.search import SAME_FRACTION, search
 from meshwright.plan.space import leanest, meshes
 from meshwright.units import show_bytes, show_count, show_seconds
 

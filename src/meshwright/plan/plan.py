@@ -21,15 +21,8 @@ from meshwright.plan.layouts import (
 )
 from meshwright.plan.memory import STAGES
 from meshwright.plan.pipeline import simulated_items
-from meshwright.plan.search import (
-    SAME_FRACTION,
-    Found,
-    Objective,
-    Priced,
-    Question,
-    price_memory,
-    price_time,
-)
+from meshwright.plan.question import Objective, Priced, Question, price_memory, price_time
+from meshwright.plan.search import SAME_FRACTION, Found
 from meshwright.plan.settle import Settled, settle
 from meshwright.spec.check import check
 from meshwright.spec.run import RunSpec

@@ -12,8 +12,9 @@ from meshwright.plan.explain import least_bytes
 from meshwright.plan.layouts import CP_KINDS
 from meshwright.plan.pins import KEY_OF_COLUMN, Pins
 from meshwright.plan.plan import RECOMPUTE_WORDS, Choice, Plan, choose, no_fit_error
+from meshwright.plan.question import Question
 from meshwright.plan.schedules import SCHEDULES, V_SHAPED
-from meshwright.plan.search import Question, search
+from meshwright.plan.search import search
 from meshwright.plan.settle import settle, with_run
 from meshwright.spec.check import check
 from meshwright.units import show_bytes, show_seconds

@@ -12,8 +12,8 @@ from meshwright.errors import SpecError, SpecErrors
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.allow import parse_allow, refuse_pinned
 from meshwright.plan.pins import Pins
+from meshwright.plan.question import Objective, Question
 from meshwright.plan.schedules import SCHEDULES, SPLIT_BACKWARD
-from meshwright.plan.search import Objective, Question
 from meshwright.spec.huggingface import load_model
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import num_parameters

@@ -10,16 +10,8 @@ import numpy as np
 
 from meshwright.plan.allow import Allowance, Variant, corners, variants
 from meshwright.plan.layouts import Layouts
-from meshwright.plan.search import (
-    SAME_FRACTION,
-    Found,
-    Priced,
-    Question,
-    concatenate,
-    fitting_rows,
-    price,
-    search,
-)
+from meshwright.plan.question import Priced, Question, fitting_rows, price
+from meshwright.plan.search import SAME_FRACTION, Found, concatenate, search
 
 MOST_ROWS_BETWEEN = 4000
 """Of each corner, the best of its layouts on which the variants between are priced."""

@@ -8,7 +8,8 @@ import numpy as np
 from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.plan import Plan
-from meshwright.plan.search import Question, perfect_seconds, search
+from meshwright.plan.question import Question
+from meshwright.plan.search import perfect_seconds, search
 from meshwright.plan.settle import corner_questions
 from meshwright.units import show_seconds
 

@@ -24,9 +24,10 @@ from meshwright.plan.explain import explain
 from meshwright.plan.offers import offers
 from meshwright.plan.pins import parse_pins
 from meshwright.plan.plan import Plan, choose, make_plan
+from meshwright.plan.question import Question
 from meshwright.plan.relax import plan_or_relax
 from meshwright.plan.request import Request, ask
-from meshwright.plan.search import SAME_FRACTION, Question
+from meshwright.plan.search import SAME_FRACTION
 from meshwright.plan.settle import settle
 from meshwright.plan.sizing import size_for_deadline
 from meshwright.spec.check import check

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.hardware import parse_cluster
+from meshwright.plan.activations import layer_activation_bytes
 from meshwright.plan.frameworks import Framework, framework, meshwright
 from meshwright.plan.layouts import FULL, NORMS, OFFLOAD_BITS, RECOMPUTE_SELECTIVE, Layouts, layouts
-from meshwright.plan.memory import Memory, in_flight, layer_activation_bytes, memory
+from meshwright.plan.memory import Memory, in_flight, memory
 from meshwright.plan.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
 from meshwright.plan.workload import Adapters, Workload
 from meshwright.spec.families import family

@@ -23,10 +23,10 @@ from meshwright.plan.layouts import layouts
 from meshwright.plan.pins import parse_pins
 from meshwright.plan.plan import Plan, make_plan, pareto_rows, ranking
 from meshwright.plan.predict import predict_run
+from meshwright.plan.question import Priced
 from meshwright.plan.rejected import rejected
 from meshwright.plan.relax import plan_or_relax
 from meshwright.plan.request import Request, ask
-from meshwright.plan.search import Priced
 from meshwright.plan.sizing import seconds_allowed, size_for_deadline
 from meshwright.spec.check import check
 from meshwright.spec.parallel import ParallelSpec

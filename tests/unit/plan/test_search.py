@@ -14,7 +14,8 @@ from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.layouts import CP_KINDS, RECOMPUTE_NONE
 from meshwright.plan.pins import parse_pins
 from meshwright.plan.plan import Choice, with_layout
-from meshwright.plan.search import Question, price, search
+from meshwright.plan.question import Question, price
+from meshwright.plan.search import search
 from meshwright.plan.space import divisors, expand, meshes
 from meshwright.spec.check import check
 
