@@ -225,6 +225,11 @@ DECODERS = {
     ),
 }
 MORE_DECODERS = {
+    "gemma3_untied": Foreign(
+        partial(decoder, "Gemma3", sliding_window=4, tie_word_embeddings=False, **GEMMA),
+        token_batch,
+        token_loss,
+    ),
     "gemma2": Foreign(
         partial(decoder, "Gemma2", head_dim=4, query_pre_attn_scalar=4), token_batch, token_loss
     ),

@@ -9,8 +9,11 @@ from tests.own_modules import (
     parallel,
     recompute,
     reference,
+    together,
     train_cases,
 )
+
+from meshwright.spec.foreign import FitSpec
 
 RTOL = 1e-9
 
@@ -68,6 +71,36 @@ def test_cp_through_the_attention_interface(ranks, name):
 
 def test_cp_with_zero_and_tp(ranks):
     assert_equal(ranks, "gemma3", 4, CP_WITH_OTHERS)
+
+
+PP = {
+    "1f1b": parallel(pp=2),
+    "interleaved": parallel(pp=2, virtual_stages=2, schedule="interleaved_1f1b"),
+    "zero bubble": parallel(pp=2, virtual_stages=2, schedule="zbv"),
+}
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gemma3_untied"])
+def test_pp_by_the_published_parts(ranks, name):
+    specs = {case: fit_spec("adamw", microbatch_samples=2, parallel=axes) for case, axes in PP.items()}
+    specs["recompute"] = specs["1f1b"].with_(memory=recompute("full"))
+    assert_stages_equal(ranks, name, 2, specs)
+
+
+def test_pp_with_tp_and_zero(ranks):
+    specs = {
+        "tp2": fit_spec("adamw", microbatch_samples=2, parallel=parallel(pp=2, tp=2)),
+        "zero_3": fit_spec("adamw", microbatch_samples=2, parallel=parallel(pp=2, dp_shard=2, zero=3)),
+    }
+    assert_stages_equal(ranks, "gemma3_untied", 4, specs)
+
+
+def assert_stages_equal(ranks, name: str, num_ranks: int, specs: dict[str, FitSpec]) -> None:
+    expected = reference(name, "adamw")
+    by_rank = ranks.run(train_cases, num_ranks, name, list(specs.values()))
+    for index, case in enumerate(specs):
+        errors = differences(together([courses[index] for courses in by_rank]), expected)
+        assert max(errors.values()) <= RTOL, (case, max(errors, key=errors.get), max(errors.values()))
 
 
 @pytest.mark.soak

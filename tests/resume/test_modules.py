@@ -1,5 +1,7 @@
 """Modules from elsewhere, stopped and resumed, go exactly the way of an uninterrupted run."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.own_modules import BATCH, OPTIMIZERS, foreign_named
@@ -26,7 +28,7 @@ class Rows:
         return self._rows[index]
 
 
-def _train(name: str, directory: str, *, stop_after: int | None = None, zero: int = 3) -> dict[str, Tensor]:
+def _train(name: str, directory: str, *, stop_after: int | None = None, **settings: Any) -> dict[str, Tensor]:
     foreign = foreign_named(name)
     model = foreign.build()
     meshwright.fit(
@@ -39,9 +41,9 @@ def _train(name: str, directory: str, *, stop_after: int | None = None, zero: in
         compute="fp64",
         num_steps=4,
         batch_samples=BATCH,
-        zero=zero,
         recompute="full",
         optim=OPTIMIZERS["adamw"].with_(ema_decay=0.9),
+        **{"zero": 3} | settings,
     )
     return {
         key: one.full_tensor() if hasattr(one, "full_tensor") else one
@@ -79,4 +81,20 @@ def test_on_another_mesh(ranks, tmp_path, name):
     ranks.run(_begin, 2, name, str(tmp_path / "parts"))
     found = ranks.run(_elsewhere, 4, name, str(tmp_path / "parts"), 1)[0]
     for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-11)
+
+
+def _part(name: str, directory: str, stop_after: int | None, settings: dict[str, Any]) -> dict[str, Tensor]:
+    return _train(name, directory, stop_after=stop_after, **settings)
+
+
+def test_a_decoder_from_tp_to_another_mesh(ranks, tmp_path):
+    """Cut tables, summed norms and plain parameters of a Hugging Face decoder, saved and cut otherwise."""
+    name, whole, parts = "gemma3", str(tmp_path / "whole"), str(tmp_path / "parts")
+    expected = ranks.run(_part, 2, name, whole, None, {"zero": 0})[0]
+    ranks.run(_part, 4, name, parts, 2, {"tp": 2, "zero": 3})
+    ranks.run(_part, 2, name, parts, 3, {"zero": 0, "cp": 2})
+    found = ranks.run(_part, 4, name, parts, None, {"tp": 2, "zero": 1})[0]
+    for key, tensor in expected.items():
+        # Another order of sums, in float64.
         torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-11)

@@ -44,8 +44,8 @@ def read_settings(kind: type[AnySpec], run: str | Path | None, settings: Mapping
 def spread(spec: AnySpec, num_ranks: int) -> AnySpec:
     """The spec for this many ranks: those that no axis takes are data-parallel. Its rules are then asked."""
     parallel = spec.parallel
-    if parallel.dp == 1 and num_ranks > 1 and num_ranks % parallel.pp == 0:
-        dp = num_ranks // parallel.pp
+    if parallel.dp == 1 and num_ranks > parallel.num_ranks and num_ranks % parallel.num_ranks == 0:
+        dp = num_ranks // parallel.num_ranks
         axis = {"dp_shard": dp} if parallel.zero else {"dp_replicate": dp}
         spec = spec.with_(parallel=parallel.with_(**axis))
     elif parallel.zero and num_ranks == 1 and parallel.dp == 1:

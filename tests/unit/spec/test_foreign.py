@@ -104,6 +104,7 @@ def test_ranks_that_no_axis_takes_are_data_parallel():
     assert spread(_spec({}), 4).parallel.dp_replicate == 4
     assert spread(_spec({"zero": 3}), 4).parallel.dp_shard == 4
     assert spread(_spec({"pp": 2, "microbatch_samples": 1}), 4).parallel.dp_replicate == 2
+    assert spread(_spec({"tp": 2, "cp": 2}), 8).parallel.dp_replicate == 2
     assert spread(_spec({"zero": 3}), 1).parallel.zero == 0
     assert spread(_spec({"dp_replicate": 2}), 4).parallel.dp == 2  # the mesh then tells what is missing
 

@@ -36,6 +36,7 @@ from meshwright.parallel.foreign.pipeline import ChainProgram
 from meshwright.parallel.foreign.program import Loss, ModuleProgram
 from meshwright.parallel.foreign.published import read_plan
 from meshwright.parallel.foreign.refuse import require_trainable
+from meshwright.parallel.foreign.replay import as_logits, is_published, replay_calls
 from meshwright.parallel.foreign.tp import apply_plan
 from meshwright.parallel.owned import own
 from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype
@@ -78,6 +79,9 @@ def build_chain_program(
     require_trainable(chain.model, blocks, spec)
     styles = read_plan(chain.model, spec.parallel.tp) if spec.parallel.tp > 1 else {}
     start_alike(chain.model, spec)
+    if is_published(chain.model):
+        replay_calls(chain.model, chain.parts().items(), chain.inputs(batch))
+        loss = as_logits(loss)
     borders = require_chain(chain, loss, batch)
     apply_plan(chain.model, styles, mesh)
     cuts = cut(chain.parts(), spec.parallel.num_stages)

@@ -6,7 +6,7 @@ chain as it stands. The claim is tried on a batch before anything is cut: the ch
 the whole module gives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.errors import SpecError
 from meshwright.models.blocks import find_blocks
 from meshwright.parallel.foreign.program import Loss
+from meshwright.parallel.foreign.replay import is_published, published_order
 from meshwright.spec.stages import balanced_cuts
 
 _WHERE = "model"
@@ -25,7 +26,9 @@ _SAME_LOSS = 1e-4
 
 
 def first_of(batch: Any) -> Tensor:
-    """What a module is called with, by habit: the batch, or its first member."""
+    """What a module is called with, by habit: the batch, its first member, or its `input_ids`."""
+    if isinstance(batch, Mapping):
+        return batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
     return batch if isinstance(batch, Tensor) else batch[0]
 
 
@@ -35,13 +38,17 @@ class Chain:
 
     model: nn.Module
     order: Sequence[str] | None = None
-    """Names of submodules, or patterns such as `blocks.*`; absent: the children of an nn.Sequential."""
+    """Names of submodules, or patterns such as `blocks.*`; absent: the children of an nn.Sequential,
+    or what a Hugging Face decoder publishes."""
     inputs: Callable[[Any], Tensor] = first_of
     """From a batch to the tensor that the module is called with."""
 
     def parts(self) -> dict[str, nn.Module]:
         """The parts by name, in order."""
-        if self.order is None:
+        order = self.order
+        if order is None and is_published(self.model):
+            order = published_order(self.model)
+        if order is None:
             if not isinstance(self.model, nn.Sequential):
                 raise SpecError(
                     f"nothing says in which order {type(self.model).__name__} runs its parts, so pp cannot "
@@ -50,7 +57,7 @@ class Chain:
                     hint="meshwright.Chain(model, ['embedding', 'blocks.*', 'head']), or use pp=1",
                 )
             return dict(self.model.named_children())
-        found = [one for pattern in self.order for one in find_blocks(self.model, pattern).items()]
+        found = [one for pattern in order for one in find_blocks(self.model, pattern).items()]
         names = [name for name, _ in found]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
