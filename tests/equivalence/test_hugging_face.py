@@ -16,6 +16,7 @@ from tests.own_modules import (
 from meshwright.spec.foreign import FitSpec
 
 RTOL = 1e-9
+SOAK = pytest.mark.soak
 
 
 def assert_equal(ranks, name: str, num_ranks: int, cases: dict[tuple[str, str], dict]) -> None:
@@ -44,7 +45,9 @@ def test_tp_by_the_published_plan(ranks, name):
     assert_equal(ranks, name, 2, TP)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "name", ["gemma3", *(pytest.param(name, marks=SOAK) for name in ("olmo2", "starcoder2"))]
+)
 def test_tp_with_zero(ranks, name):
     assert_equal(ranks, name, 4, TP_WITH_ZERO)
 

@@ -247,20 +247,6 @@ BUGS = [
         "tests/equivalence/test_hugging_face.py::test_tp_by_the_published_plan[gemma3]",
     ),
     Bug(
-        "bias after a row cut of a foreign decoder added by every rank",
-        "parallel/foreign/tp.py",
-        '{**_local_parameters(module), "bias": None}',
-        "_local_parameters(module)",
-        "tests/equivalence/test_hugging_face.py::test_tp_by_the_published_plan[starcoder2]",
-    ),
-    Bug(
-        "rows of a foreign decoder under cp numbered from zero",
-        "parallel/foreign/cp.py",
-        "    _give_positions(model, group.rank(), cp)\n",
-        "",
-        "tests/equivalence/test_hugging_face.py::test_cp_through_the_attention_interface[olmo2]",
-    ),
-    Bug(
         "statistics of batch norm of one rank only",
         "ops/batch_norm.py",
         "    dist.all_gather(everyone, mine, group=group)\n",
