@@ -255,8 +255,9 @@ class FullyShardedReducer:
     def microbatch(self, *, is_last: bool, can_overlap: bool = True) -> Iterator[None]:
         """Scattered gradients are added up; replicas are summed once, after the last micro-batch."""
         for root in self._roots:
-            root.set_requires_all_reduce(is_last)
+            # In this order: the first of the two also says yes or no to the all-reduce.
             root.set_requires_gradient_sync(is_last or self._every_microbatch)
+            root.set_requires_all_reduce(is_last)
         yield
         for one in self._trainable:
             _take_gradient(one)

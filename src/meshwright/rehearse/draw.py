@@ -9,7 +9,7 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.charts import PALETTE
 from meshwright.rehearse.rank import RankReport
 from meshwright.rehearse.run_rank import Measured
-from meshwright.units import show_bytes, show_count, show_seconds
+from meshwright.units import show_bytes, show_seconds
 
 BAR_WIDTH = 32
 
@@ -41,7 +41,7 @@ def moment_lines(reports: Sequence[RankReport]) -> Iterator[str]:
         how = "traced whole" if report.num_traces == 1 else f"from {report.num_traces} shorter traces"
         yield (
             f"rank {report.rank}{f' ({place})' if place else ''}: fullest in the {report.moment}; "
-            f"{show_count(report.flops)}FLOP a step ({how}, {show_seconds(report.seconds)})"
+            f"{report.flops:.3g} FLOP a step ({how}, {show_seconds(report.seconds)})"
         )
 
 
