@@ -14,10 +14,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def _turn(source, target, num_rows, num_columns, TILE: tl.constexpr):  # pyright: ignore[reportGeneralTypeIssues]
     rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    tile = tl.load(source + rows[:, None] * num_columns + columns[None, :], mask=is_inside)
+    is_row, is_column = rows < num_rows, columns < num_columns
+    tile = tl.load(
+        source + rows[:, None] * num_columns + columns[None, :], mask=is_row[:, None] & is_column[None, :]
+    )
     turned = target + columns.to(tl.int64)[:, None] * num_rows + rows[None, :]
-    tl.store(turned, tl.trans(tile), mask=tl.trans(is_inside))
+    tl.store(turned, tl.trans(tile), mask=is_column[:, None] & is_row[None, :])
 
 
 def turn_tiles(x_MK: Tensor) -> Tensor:
