@@ -4,6 +4,9 @@ blocks     found or named: what is recomputed, compiled and gathered one at a ti
 apply      the order of transforms on the module, in place
 chain      the parts of a module in the order in which they run: what a pipeline cuts
 pipeline   a step of such a chain under a schedule
+published  the tp plan of a Hugging Face decoder, read; tp applies it
+cp         its attention over ranks, by the name under which the library calls it
+replay     its layers as parts of a chain
 program    a step whose loss is (sum, count), divided by the count of all micro-batches and ranks
 buffers    running statistics and the like, kept alike on all data-parallel ranks
 """
