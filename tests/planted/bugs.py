@@ -214,7 +214,7 @@ BUGS = [
     Bug(
         "lower bits of weights not loaded",
         "train/saved.py",
-        "        take_masters(self.training, tensors)\n",
+        "            take_masters(self.training, tensors)\n",
         "",
         "tests/resume/test_formats.py::test_stopped_and_resumed_equals_uninterrupted[zero_1-exact]",
     ),
@@ -300,7 +300,7 @@ BUGS = [
         "precision/fp8/quantise.py",
         "x.clamp(-largest, largest).to(dtype)",
         "x.to(dtype)",
-        "tests/unit/precision/test_fp8.py::test_stale_units_saturate[dtype0-448.0]",
+        "tests/unit/precision/test_fp8.py::test_stale_units_saturate[dtype1-57344.0]",
     ),
     Bug(
         "history of fp8 scales forgotten by a resume",
