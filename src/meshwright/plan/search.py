@@ -30,6 +30,8 @@ SAME_FRACTION = 0.05
 """Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
 LEAST_OFFLOAD_GAIN = 0.1
 """How much faster offload must be where something fits without: no published run tells how copies hide."""
+FAST_HOST_BYTES_PER_SECOND = 200e9
+"""Of a superchip's link to its CPU, where that is worth asking; over PCIe host memory is for need alone."""
 BLOCK_MESHES = 128
 MAX_KEPT = 20_000
 GROUP_COLUMNS = (
@@ -87,7 +89,8 @@ def _faster_with_offload(question: Question, found: Found, ranks: range) -> Foun
     score = found.fitting.score(question.objective)
     best = int(score.argmin())
     recomputes = int(found.fitting.layouts.recompute[best]) != RECOMPUTE_NONE
-    if question.objective == "memory" or not recomputes:
+    is_fast = question.cluster.host.bytes_per_second >= FAST_HOST_BYTES_PER_SECOND
+    if question.objective == "memory" or not recomputes or not is_fast:
         return found
     limit, within = float(score[best]) * (1.0 - LEAST_OFFLOAD_GAIN), None
     if question.objective == "speed":

@@ -35,8 +35,13 @@ def test_nothing_moves_while_everything_fits_without_recompute() -> None:
     assert (plan.found.fitting.layouts.offload == 0).all()
 
 
-def test_it_is_kept_only_where_it_is_clearly_faster_than_recompute() -> None:
+def test_over_pcie_it_is_for_need_alone() -> None:
     fitting = search(asked("llama-3.1-70b", "dgx-h100:4", seq=8192, batch_tokens=2**20).question).fitting
+    assert len(fitting) and (fitting.layouts.offload == 0).all()
+
+
+def test_it_is_kept_only_where_it_is_clearly_faster_than_recompute() -> None:
+    fitting = search(asked("llama-3.1-70b", "gh200:1x32", seq=8192, batch_tokens=2**20).question).fitting
     here, moved = fitting.layouts.offload == 0, fitting.layouts.offload > 0
     assert here.any()
     if moved.any():
