@@ -115,5 +115,6 @@ def show_seconds(seconds: float) -> str:
     for size, suffix in ((2 * 31557600.0, "years"), (2 * 86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             unit = {"years": 31557600.0, "days": 86400.0}.get(suffix, size)
-            return f"{seconds / unit:.1f} {suffix}"
+            digits = 2 if seconds < 600 else 1  # steps of a minute or two are still told apart
+            return f"{seconds / unit:.{digits}f} {suffix}"
     return f"{seconds:.2f} s"

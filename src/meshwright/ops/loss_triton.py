@@ -3,7 +3,8 @@
 The compiler's form of the same took 5.9 ms of a 63 ms step of a 124M model on an H200 (two reads of the
 logits at a third of the bandwidth, one write); statistics and gradient of a row in one program read the row
 a second time while it is still in the cache. Rows are read to the end of their padding: a bound that is
-not a multiple of a vector would split every load and store into single elements (4 times slower).
+not a multiple of a vector splits every load and store into single elements (measured: 1.1 TB/s for 50,257
+columns, where 128,256 ran at 2.4).
 """
 
 import torch

@@ -78,7 +78,7 @@ def _cards(best: Choice, tokens: int) -> list[dict[str, str]]:
         ("tokens per second", show_count(best.tokens_per_second), f"{per_device:,.0f} per device"),
         ("MFU", f"{best.mfu:.1%}", "of the dense data-sheet peak"),
         ("memory", show_bytes(best.device_bytes), f"of {show_bytes(memory)} per device"),
-        ("duration", f"{best.days(tokens):,.3g} days", "without interruptions"),
+        ("duration", f"{_days(best.days(tokens))} days", "without interruptions"),
         ("device-hours", show_count(best.device_hours(tokens)), f"on {best.num_ranks:,} devices"),
     )
     return [{"name": name, "value": value, "note": note} for name, value, note in values]
@@ -187,7 +187,7 @@ def _budgets(best: Choice, tokens: int, price: float | None) -> list[dict[str, A
             {
                 "tokens": show_count(count),
                 "asked": factor == 1.0,
-                "days": f"{best.days(count):,.3g}",
+                "days": _days(best.days(count)),
                 "hours": f"{hours:,.0f}",
                 "costs": [f"{hours * each:,.0f}" for each in _prices(price)],
             }
@@ -212,5 +212,10 @@ def _row(choice: Choice, tokens: int) -> dict[str, str]:
         "step": show_seconds(choice.step_seconds),
         "mfu": f"{choice.mfu:.1%}",
         "memory": show_bytes(choice.device_bytes),
-        "days": f"{choice.days(tokens):,.3g}",
+        "days": _days(choice.days(tokens)),
     }
+
+
+def _days(days: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"

@@ -1,7 +1,7 @@
 """Python's garbage collector kept out of the steps.
 
-A full collection walks every object of the process, some hundred milliseconds in a program with torch and a
-compiler in it, at a moment of its own choosing and another one on every rank: all the others wait.
+A full collection walks every object of the process, and there are many in one with torch and a compiler in
+it; it comes at a moment of its own choosing, another one on every rank, and all the others wait.
 """
 
 import gc
