@@ -25,10 +25,13 @@ check: $(STAMP)
 env: $(STAMP)
 
 # torch first and by exact pin: a range would pull the CUDA build and gigabytes with it.
+# timm and torchvision apart: torchvision is built for CUDA, and transformers stumbles over it beside a CPU build.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade \
+		--target $(VENV)/vision timm torchvision
 	touch $@
 
 clean:

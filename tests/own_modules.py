@@ -8,6 +8,13 @@ from typing import Any
 import torch
 from tests.harness import make_whole, this_world
 from tests.ranks import rank_device
+from tests.vision_modules import (
+    timm_convnext,
+    timm_resnet,
+    timm_vit,
+    torchvision_mobilenet,
+    torchvision_resnet,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
@@ -245,10 +252,17 @@ PLAIN = {
     "mlp": Foreign(mlp, token_batch, plain_token_loss),
     "cnn": Foreign(cnn, image_batch, plain_image_loss),
 }
+VISION = {
+    "timm resnet": Foreign(timm_resnet, image_batch, plain_image_loss),
+    "timm convnext": Foreign(timm_convnext, image_batch, plain_image_loss),
+    "timm vit": Foreign(timm_vit, image_batch, plain_image_loss),
+    "torchvision mobilenet": Foreign(torchvision_mobilenet, image_batch, plain_image_loss),
+    "torchvision resnet": Foreign(torchvision_resnet, image_batch, plain_image_loss),
+}
 
 
 def foreign_named(name: str) -> Foreign:
-    return (MODULES | DECODERS | MORE_DECODERS | PLAIN)[name]
+    return (MODULES | DECODERS | MORE_DECODERS | PLAIN | VISION)[name]
 
 
 def fit_spec(optim: str | OptimSpec = "sgd", *, microbatch_samples: int = 1, **changes: Any) -> FitSpec:

@@ -254,6 +254,13 @@ BUGS = [
         "tests/unit/ops/test_batch_norm.py::test_equals_one_process[even]",
     ),
     Bug(
+        "what a batch norm does besides is lost when it is synchronised",
+        "ops/batch_norm.py",
+        "isinstance(norm, nn.SyncBatchNorm) else norm.forward",
+        "isinstance(norm, nn.Module) else norm.forward",
+        "tests/unit/ops/test_batch_norm.py::test_the_own_forward_of_a_norm_runs_on[more]",
+    ),
+    Bug(
         "running statistics moved again by recompute",
         "memory/recompute.py",
         "        setattr(norm, name, buffer.clone())\n",

@@ -8,12 +8,17 @@ less and nothing is lost to the difference of two large sums. One all-gather of 
 all-reduce of 2C backward. Gradients of weight and bias are this rank's part of the sum.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm  # what all batch norms are; torch's own conversion asks it
+from torch.overrides import TorchFunctionMode
+
+from meshwright.errors import SpecError
 
 
 class _Normalise(torch.autograd.Function):
@@ -75,31 +80,66 @@ def _along(value_C: Tensor, x: Tensor) -> Tensor:
     return value_C.view(1, -1, *[1] * (x.ndim - 2))
 
 
+class _OverGroup(TorchFunctionMode):
+    """While it is on, torch's batch norm of a batch takes its statistics over the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group, self.num_calls = group, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.num_calls += 1
+        return _joint_batch_norm(self._group, *args, **(kwargs or {}))
+
+
+def _joint_batch_norm(  # noqa: PLR0913  the parameters of torch's function
+    group: dist.ProcessGroup,
+    x: Tensor,
+    running_mean_C: Tensor | None,
+    running_var_C: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,  # noqa: FBT001, FBT002
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` over the group; the running statistics follow as they do there."""
+    assert training, "a batch norm that trains was asked to use its running statistics"
+    y, mean_C, var_C, count = _Normalise.apply(x, weight, bias, eps, group)
+    with torch.no_grad():
+        if running_mean_C is not None:
+            running_mean_C += momentum * (mean_C - running_mean_C)
+        if running_var_C is not None:
+            unbiased_C = var_C * (count / (count - 1).clamp(min=1))
+            running_var_C += momentum * (unbiased_C - running_var_C)
+    return y
+
+
 def synchronise(norm: _BatchNorm, group: dist.ProcessGroup) -> None:
-    """Make a batch norm take its statistics over the group while it trains; names and buffers stay."""
-    alone = norm.forward
+    """Make a batch norm take its statistics over the group while it trains; names and buffers stay.
+
+    Its own forward runs on: batch norms of some libraries apply an activation as well.
+    """
+    # Torch's own over ranks refuses the CPU before it comes to the plain function.
+    alone = partial(_BatchNorm.forward, norm) if isinstance(norm, nn.SyncBatchNorm) else norm.forward
 
     def forward(x: Tensor) -> Tensor:
         if not norm.training:
             return alone(x)
-        y, mean_C, var_C, count = _Normalise.apply(x, norm.weight, norm.bias, norm.eps, group)
-        if norm.track_running_stats:
-            _follow(norm, mean_C, var_C * (count / (count - 1).clamp(min=1)))
+        with _OverGroup(group) as over_group:
+            y = alone(x)
+        if not over_group.num_calls:
+            raise SpecError(
+                f"the forward of {type(norm).__name__} does not call torch's batch_norm",
+                where="sync_batch_norm",
+                hint="leave sync_batch_norm out, or use nn.BatchNorm2d",
+            )
         return y
 
     together: Any = torch.compiler.disable(forward)  # the collectives are no part of a compiled graph
     norm.forward = together
-
-
-@torch.no_grad()
-def _follow(norm: _BatchNorm, mean_C: Tensor, unbiased_var_C: Tensor) -> None:
-    """Move the running statistics towards those of a batch, as torch's batch norm does."""
-    assert norm.num_batches_tracked is not None and norm.running_mean is not None
-    assert norm.running_var is not None
-    norm.num_batches_tracked += 1
-    share: Any = 1.0 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
-    norm.running_mean += share * (mean_C - norm.running_mean)
-    norm.running_var += share * (unbiased_var_C - norm.running_var)
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

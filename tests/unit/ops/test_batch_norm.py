@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import RankPool, rank_device
 from torch import Tensor, nn
 
+from meshwright.errors import SpecError
 from meshwright.ops.batch_norm import synchronise
 
 # Sums in another order cost float64 a few of its 16 digits.
@@ -13,6 +15,8 @@ KINDS = {
     "2d": (nn.BatchNorm2d, (5, 4, 3)),
     "1d": (nn.BatchNorm1d, (5,)),
     "3d": (nn.BatchNorm3d, (5, 2, 2, 2)),
+    "more": (lambda *args, **options: _Squared(*args, **options), (5, 4, 3)),
+    "torch_sync": (nn.SyncBatchNorm, (5, 4, 3)),
 }
 SPLITS = {"even": (4, 4), "uneven": (7, 1), "four": (1, 3, 2, 2), "one_empty": (8, 0)}
 
@@ -46,8 +50,6 @@ def _two_steps(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def _rank(kind: str, sizes: tuple[int, ...], options: dict) -> dict[str, Tensor]:
-    from torch import distributed as dist
-
     norm = _norm(kind, **options)
     synchronise(norm, dist.group.WORLD)
     x = _samples(KINDS[kind][1]).to(rank_device()).split(sizes)[dist.get_rank()]
@@ -55,7 +57,8 @@ def _rank(kind: str, sizes: tuple[int, ...], options: dict) -> dict[str, Tensor]
 
 
 def check(pool: RankPool, kind: str, sizes: tuple[int, ...], **options) -> None:
-    expected = _two_steps(_norm(kind, **options), _samples(KINDS[kind][1]).to(rank_device()))
+    plain = "2d" if kind == "torch_sync" else kind  # which cannot run in one process on a CPU
+    expected = _two_steps(_norm(plain, **options), _samples(KINDS[kind][1]).to(rank_device()))
     results = pool.run(_rank, len(sizes), kind, sizes, options)
     for name, whole in expected.items():
         parts = [result[name] for result in results]
@@ -87,9 +90,37 @@ def test_without_running_statistics(ranks):
     check(ranks, "2d", (6, 2), track_running_stats=False)
 
 
-def _evaluated() -> bool:
-    from torch import distributed as dist
+class _Squared(nn.BatchNorm2d):
+    """A batch norm that does more, as timm's do."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square_()
+
+
+class _Other(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean((0, 2, 3), keepdim=True)
+
+
+@pytest.mark.parametrize("kind", ["more", "torch_sync"])
+def test_the_own_forward_of_a_norm_runs_on(ranks, kind):
+    check(ranks, kind, (6, 2))
+
+
+def _unreached() -> str:
+    norm = _Other(5)
+    synchronise(norm, dist.group.WORLD)
+    with pytest.raises(SpecError) as caught:
+        norm(torch.randn(2, 5, 4, 3))
+    return caught.value.fact
+
+
+def test_a_norm_of_its_own_arithmetic_is_refused(ranks):
+    (fact,) = ranks.run(_unreached, 1)
+    assert fact == "the forward of _Other does not call torch's batch_norm"
+
+
+def _evaluated() -> bool:
     norm, plain = _norm("2d"), _norm("2d")
     synchronise(norm, dist.group.WORLD)
     x = _samples((5, 4, 3))
