@@ -6,7 +6,8 @@ block that is large enough is taken, and cut when enough is left over. Freed blo
 neighbours and are kept: reserved bytes never fall. Every stream has pools of its own.
 
 With expandable segments a pool is one segment that grows at its end, in pages of 2 MiB (small) or 20 MiB
-(large), so free bytes before the end are found again whatever the requests were.
+(large), so free bytes before the end are found again whatever the requests were. A free end counts as the
+whole space it could grow into: it is taken last.
 """
 
 import bisect
@@ -54,8 +55,10 @@ class _Pool:
         del self.by_start[block.start]
 
     def best(self, size: int) -> _Block | None:
+        """The smallest that is large enough; the end of an expandable segment if there is no other."""
         index = bisect.bisect_left(self.free, (size, -1))
-        return self.by_start[self.free[index][1]] if index < len(self.free) else None
+        found = [self.by_start[start] for _, start in self.free[index : index + 2]]
+        return found[-1] if found and found[0] is self.tail else next(iter(found), None)
 
 
 class CachingAllocator:

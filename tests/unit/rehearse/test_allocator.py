@@ -63,6 +63,14 @@ def test_fixed_segments_do_not_grow_and_expandable_ones_do():
     assert replay(requests, is_expandable=True).reserved_bytes == 60 * MIB
 
 
+def test_the_free_end_of_an_expandable_segment_is_taken_last():
+    """40 MiB fit into the 60 of the end and into the 80 before it: torch takes the 80, then all fit."""
+    come = [Request(1, 80 * MIB), Request(2, 20 * MIB), Request(3, 60 * MIB)]
+    gone = [Request(1, -1), Request(3, -1)]
+    again = [Request(4, 40 * MIB), Request(5, 60 * MIB), Request(6, 40 * MIB)]
+    assert replay(come + gone + again, is_expandable=True).reserved_bytes == 160 * MIB
+
+
 def test_an_expandable_segment_finds_free_bytes_between():
     requests = [Request(0, 40 * MIB), Request(1, 40 * MIB), Request(0, -40 * MIB), Request(2, 30 * MIB)]
     allocator = replay(requests, is_expandable=True)
