@@ -72,6 +72,8 @@ class Framework:
     """Without accumulation a gradient is made where activations were freed, so only the larger counts."""
     keeps_matmul_outputs: bool = False
     """Selective recompute keeps every product's output, also whole partial sums before a reduce-scatter."""
+    stops_recompute_early: bool = False
+    """Full recompute ends before a dense block's last product, whose output no backward pass reads."""
     logits_bytes: float = 12.0
     """Bytes per logit alive at the peak of the loss."""
     loss_chunk_bytes: float | None = None
@@ -121,6 +123,7 @@ _PLAIN: tuple[Framework, ...] = (
         casts_weights=True,
         eager_activation=True,
         keeps_matmul_outputs=True,
+        stops_recompute_early=True,
         # Uncompiled norms keep their input in fp32; rotations keep only their tables.
         residual_bytes=4.0,
         gradients_after_activations=True,

@@ -163,6 +163,20 @@ def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
     return (adapters.base_bits / 8.0 + ctx.work.working_bytes) * (dense + experts)
 
 
+def _weight_bytes(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
+    """Bytes to cast a layer's weights for the forward pass, and to cast and add up its gradients behind it."""
+    state, work = ctx.stack.state, ctx.work
+    if not ctx.stack.casts_weights or work.adapters is not None:
+        return np.zeros(len(ctx.at)), np.zeros(len(ctx.at))
+    dense, experts = layer_elements(ctx, moe=moe)
+    narrow = work.working_bytes
+    cast = narrow + state.weight if state.weight > narrow else 0.0
+    widened = narrow + state.gradient if state.gradient > narrow else 0.0
+    # All micro-batches but the first read the sum and write it back.
+    added = 3.0 * state.gradient * (1.0 - 1.0 / ctx.at.num_microbatches)
+    return cast * (dense + experts), (widened + added) * (dense + experts)
+
+
 def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     """Kernel seconds of one layer forward and backward, recompute as its own item."""
     matmuls = _layer_matmuls(ctx, moe=moe)
@@ -171,7 +185,8 @@ def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     bytes_forward, bytes_backward = operators.elementwise_bytes(ctx.work, ctx.at, ctx.stack, moe=moe)
     cast_forward, cast_backward = operators.quantise_bytes(ctx.work, ctx.stack, matmuls)
     widened = _dequantise_bytes(ctx, moe=moe)
-    cheap_forward = ctx.moved(bytes_forward + cast_forward + widened)
+    weights_forward, weights_backward = _weight_bytes(ctx, moe=moe)
+    cheap_forward = ctx.moved(bytes_forward + cast_forward + widened + weights_forward)
     forward = {
         "matmul": sum((pair[0] for pair in by_part.values()), np.zeros(len(ctx.at))),
         "attention": core_forward,
@@ -180,10 +195,12 @@ def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     again = ctx.has(CORE_ATTENTION) * core_forward + ctx.has(NORMS | ACTIVATION) * 0.6 * cheap_forward
     again = again + ctx.has(MLP) * by_part["mlp"][0] + ctx.has(EXPERTS) * by_part["experts"][0]
     again = again + ctx.has(FULL) * (by_part["projection"][0] + 0.4 * cheap_forward)
+    if ctx.stack.stops_recompute_early and not moe:
+        again = again - ctx.has(FULL) * _matmuls_seconds(ctx, matmuls[-1:])[0]
     backward = {
         "matmul": sum((pair[1] for pair in by_part.values()), np.zeros(len(ctx.at))),
         "attention": core_backward,
-        "elementwise": ctx.moved(bytes_backward + cast_backward + widened),
+        "elementwise": ctx.moved(bytes_backward + cast_backward + widened + weights_backward),
         "recompute": again,
     }
     slowdown = ctx.stack.kernel_slowdown
