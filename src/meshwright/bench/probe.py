@@ -8,13 +8,18 @@ import torch
 
 from meshwright.bench.attention import SEQUENCES, chosen_backend, time_attention
 from meshwright.bench.copy import copy_rows
-from meshwright.bench.gemm import TOKENS, layer_shapes, precisions_of, squares, time_product
+from meshwright.bench.gemm import TOKENS, layer_shapes, precisions_of, product, squares, time_product
 from meshwright.bench.machine_facts import machine_facts
+from meshwright.bench.timing import hold
 from meshwright.errors import SpecError
 from meshwright.hardware import find_device
 from meshwright.spec.families import family
 
 PROFILE_VERSION = 1
+SUSTAINED_PRECISIONS = ("bf16", "fp8")
+SUSTAINED_SIZE = 8192
+# Clocks settle within one; the last third is timed.
+SUSTAINED_SECONDS = 3.0
 
 
 def probe(device: torch.device, *, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
@@ -24,6 +29,7 @@ def probe(device: torch.device, *, seconds: float, say: Callable[[str], None]) -
     """
     say("matrix products")
     products = list(squares(device, seconds=seconds)) + _layer_products(device, seconds)
+    sustained = _sustained(device, say)
     say("attention")
     attention = _attention(device, seconds)
     say("copies")
@@ -35,6 +41,7 @@ def probe(device: torch.device, *, seconds: float, say: Callable[[str], None]) -
         "measured": facts,
         "machine": _machine(device),
         "gemm": [{key: row[key] for key in ("m", "n", "k", "precision", "seconds")} for row in products],
+        **({"sustained_flops_per_second": sustained} if sustained else {}),
         "attention": attention,
         "copy_bytes_per_second": copies["copy"]["gigabytes_per_second"] * 1e9,
     }
@@ -72,6 +79,19 @@ def _layer_products(device: torch.device, seconds: float) -> list[dict[str, Any]
     precision = "bf16" if "bf16" in precisions_of(device) else "fp32"
     shapes = layer_shapes(family(name)).values()
     return [time_product(TOKENS[device.type], n, k, precision, device, seconds=seconds) for n, k in shapes]
+
+
+def _sustained(device: torch.device, say: Callable[[str], None]) -> dict[str, float]:
+    """FLOP/s that a card holds at its power limit, by precision; nothing for CPUs."""
+    if device.type != "cuda":
+        return {}
+    say("sustained products")
+    wanted = [name for name in SUSTAINED_PRECISIONS if name in precisions_of(device)]
+    calls = {name: product(SUSTAINED_SIZE, SUSTAINED_SIZE, SUSTAINED_SIZE, name, device) for name in wanted}
+    return {
+        name: 2.0 * SUSTAINED_SIZE**3 / hold(call, device, seconds=SUSTAINED_SECONDS)
+        for name, call in calls.items()
+    }
 
 
 def _attention(device: torch.device, seconds: float) -> list[dict[str, Any]]:

@@ -53,6 +53,20 @@ def measure(call: Callable[[], object], device: torch.device, *, seconds: float 
     return timing_of(timed(call, num_calls))
 
 
+def hold(call: Callable[[], object], device: torch.device, *, seconds: float) -> float:
+    """Mean seconds of one call in the last third of this many seconds of calls without a pause."""
+    once = measure(call, device, seconds=0.1).median
+    num_calls = max(3, int(seconds / once))
+    for _ in range(num_calls - num_calls // 3):
+        call()
+    wait_for(device)
+    started_at = time.perf_counter()
+    for _ in range(num_calls // 3):
+        call()
+    wait_for(device)
+    return (time.perf_counter() - started_at) / (num_calls // 3)
+
+
 def wait_for(device: torch.device) -> None:
     """Until the device has done all it was told; nothing to wait for on the CPU."""
     if device.type == "cuda":

@@ -6,13 +6,16 @@ A profile is one JSON document:
      "measured": {"date": "2026-11-15", "torch": "2.11.0", "device": "NVIDIA H200", ...},
      "machine": {"num_devices": 8, "num_sms": 132, "memory_bytes": 150109106995},
      "gemm": [{"m": 8192, "n": 8192, "k": 8192, "precision": "bf16", "seconds": 1.5e-3}, ...],
+     "sustained_flops_per_second": {"bf16": 6.9e14, "fp8": 1.3e15},
      "attention": [{"batch": 1, "sequence": 4096, "heads": 32, "head_width": 128,
                     "precision": "bf16", "seconds": 1.1e-3, "backward": false}, ...],
      "copy_bytes_per_second": 4.1e12,
      "host_bytes_per_second": 5.0e10,
      "collectives": [{"kind": "all_reduce", "ranks": 8, "nodes": 1, "bytes": 268435456, "seconds": 1e-3}]}
 
-Every part but `device` may be missing; what is there replaces the figure it measures. A device that the
+Every part but `device` may be missing; what is there replaces the figure it measures. A short product runs
+at clocks that a card at its power limit does not hold: `sustained_flops_per_second` is what was left after
+seconds without a pause, and the planner slows products and attention by that share. A device that the
 catalogue does not know is described by its `machine` and by what was measured.
 """
 
@@ -96,6 +99,8 @@ class Profile:
     gemm: tuple[MatmulTiming, ...] = ()
     attention: tuple[AttentionTiming, ...] = ()
     collectives: tuple[CollectiveTiming, ...] = ()
+    sustained_flops_per_second: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of a large product after seconds without a pause, by precision."""
     copy_bytes_per_second: float | None = None
     host_bytes_per_second: float | None = None
     num_devices: int | None = None
@@ -126,10 +131,7 @@ class Profile:
                 where="--on",
                 hint="a profile of an unknown device needs gemm, copy_bytes_per_second and machine",
             )
-        best = {
-            precision: max(t.flops_per_second for t in self.gemm if t.precision == precision)
-            for precision in {timing.precision for timing in self.gemm}
-        }
+        best = self._best_products()
         host = Link("host", self.host_bytes_per_second or ASSUMED_HOST_BYTES_PER_SECOND, PEER_LATENCY_SECONDS)
         return Device(
             name=self.device,
@@ -139,6 +141,7 @@ class Profile:
             num_sms=self.num_sms,
             peak_flops_per_second=best,
             best_matmul_flops_per_second=best,
+            sustained_share=self._sustained_share(),
             peer=replace(host, name="peer"),
             host=host,
             devices_per_node=self.num_devices or 1,
@@ -162,22 +165,37 @@ class Profile:
         )
 
     def _device(self, device: Device) -> Device:
-        best = dict(device.best_matmul_flops_per_second)
-        for precision in {timing.precision for timing in self.gemm}:
-            best[precision] = max(t.flops_per_second for t in self.gemm if t.precision == precision)
+        best = {**device.best_matmul_flops_per_second, **self._best_products()}
+        share = {**device.sustained_share, **self._sustained_share()}
         attention = best_attention(self.attention)
+        if attention is not None:
+            attention *= self._sustained_share().get("bf16", 1.0)
         host = device.host
         if self.host_bytes_per_second is not None:
             host = replace(host, bytes_per_second=self.host_bytes_per_second)
         return replace(
             device,
             best_matmul_flops_per_second=best,
+            sustained_share=share,
             copy_bytes_per_second=self.copy_bytes_per_second or device.copy_bytes_per_second,
             best_attention_flops_per_second=attention or device.best_attention_flops_per_second,
             num_sms=self.num_sms or device.num_sms,
             memory_bytes=self.memory_bytes or device.memory_bytes,
             host=host,
         )
+
+    def _best_products(self) -> dict[str, float]:
+        precisions = {timing.precision for timing in self.gemm}
+        return {
+            precision: max(t.flops_per_second for t in self.gemm if t.precision == precision)
+            for precision in precisions
+        }
+
+    def _sustained_share(self) -> dict[str, float]:
+        """Sustained over best; fp16 runs on the same units as bf16."""
+        best, sustained = self._best_products(), self.sustained_flops_per_second
+        share = {name: min(1.0, rate / best[name]) for name, rate in sustained.items() if name in best}
+        return share | {"fp16": share["bf16"]} if "bf16" in share and "fp16" not in share else share
 
     def _link(self, link: Link, *, across_nodes: bool) -> Link:
         timings = [t for t in self.collectives if (t.nodes > 1) is across_nodes and t.ranks > 1]
@@ -274,10 +292,16 @@ def profile_from(document: Mapping[str, Any], *, where: str) -> Profile:
         gemm,
         attention,
         collectives,
+        _rates(document, "sustained_flops_per_second", where),
         **copies,
         **_machine(document, where),
         measured={str(key): str(value) for key, value in _object(document, "measured", where).items()},
     )
+
+
+def _rates(document: Mapping[str, Any], key: str, where: str) -> dict[str, float]:
+    rates = _object(document, key, where)
+    return {name: _number(rates, name, f"{where}: {key}") for name in rates}
 
 
 def _object(document: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

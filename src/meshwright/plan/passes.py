@@ -164,7 +164,7 @@ def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
 
 
 def _weight_bytes(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
-    """Bytes to cast a layer's weights for the forward pass, and to cast and add up its gradients behind it."""
+    """Bytes to cast a layer's weights for the forward pass, and to cast and add up its gradients."""
     state, work = ctx.stack.state, ctx.work
     if not ctx.stack.casts_weights or work.adapters is not None:
         return np.zeros(len(ctx.at)), np.zeros(len(ctx.at))

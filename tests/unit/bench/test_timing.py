@@ -6,7 +6,7 @@ import torch
 from meshwright.bench.kernel_time import budget_of, class_of, show_budget
 from meshwright.bench.machine_facts import machine_facts, read_samples, sampled_clock
 from meshwright.bench.step_clock import FEWEST_STEPS, StepClock
-from meshwright.bench.timing import measure, timing_of
+from meshwright.bench.timing import hold, measure, timing_of
 
 CPU = torch.device("cpu")
 
@@ -21,6 +21,19 @@ def test_a_call_is_warmed_up_before_it_is_timed() -> None:
     calls: list[int] = []
     found = measure(lambda: calls.append(1), CPU, seconds=1e-6)
     assert found.num_calls == 5 and len(calls) == 3 + 1 + 5
+
+
+def test_only_the_last_third_of_a_long_hold_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine calls are timed alone and take 2 s each, so nine fit into 18 s: six of them are not timed."""
+    now, calls = [0.0], []
+
+    def call() -> None:
+        calls.append(1)
+        now[0] += 2.0 if len(calls) <= 15 else 1.0
+
+    monkeypatch.setattr("meshwright.bench.timing.time.perf_counter", lambda: now[0])
+    assert hold(call, CPU, seconds=18.0) == 1.0
+    assert len(calls) == 18
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,24 @@ def test_measured_figures_replace_the_data_sheet(tmp_path: Path) -> None:
     assert cluster.network == plain.network
 
 
+def test_a_card_that_slows_down_under_load_is_reckoned_slower(tmp_path: Path) -> None:
+    """Products and attention at the share of the best rate that lasts."""
+    best = 2 * 4096**3 / 2.0e-4
+    lasting = {**MEASURED, "sustained_flops_per_second": {"bf16": 0.8 * best}}
+    plain = parse_cluster("h200:8")
+    short = read_profile(_write(tmp_path / "short.json", MEASURED)).applied_to(plain).device
+    found = read_profile(_write(tmp_path / "long.json", lasting)).applied_to(plain).device
+    assert found.matmul_ceiling("bf16") == pytest.approx(0.8 * best)
+    assert found.sustained_share["fp16"] == pytest.approx(0.8)
+    assert found.matmul_ceiling("fp8") == plain.device.matmul_ceiling("fp8")
+    assert short.best_attention_flops_per_second is not None
+    assert found.best_attention_flops_per_second == pytest.approx(0.8 * short.best_attention_flops_per_second)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"sustained_flops_per_second": {"bf16": "fast"}}, "sustained_flops_per_second"),
         ({"gemm": [{"m": 0, "n": 1, "k": 1, "seconds": 1}]}, "gemm[0]"),
         ({"gemm": "fast"}, "not a list"),
         ({"collectives": [{"kind": "hug", "ranks": 2, "bytes": 1, "seconds": 1}]}, "hug"),
