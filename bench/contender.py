@@ -2,10 +2,10 @@
 
 A contender is a module with a function `contend` of a Job. It builds the model with the weights that everyone
 gets, and then makes steps (fetch, copy, forward, backward, clip, update) until the clock has seen enough.
+One that compiles block by block may have a function `compile_ahead`, which does so without the whole model.
 """
 
 import contextlib
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.bench.step import drawn
-from meshwright.bench.step_clock import StepClock
 from meshwright.data.sources import TokenFile
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import parameters
@@ -39,6 +38,10 @@ class Job:
     run: RunSpec
     device: torch.device
     settings: dict[str, Any] = field(default_factory=dict)
+    refills: list[Callable[[], None]] = field(default_factory=list)
+    """Draw the weights again, into the memory that they had."""
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
+    """What holds the weights, and its bytes."""
 
     @property
     def keeps_bf16(self) -> bool:
@@ -52,14 +55,23 @@ class Job:
     def setting(self, name: str, default: Any) -> Any:
         return self.settings.get(name, default)
 
+    def fold(self) -> None:
+        """Give the memory of the weights back; the tensors stay."""
+        for storage, _ in self.storages.values():
+            storage.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def unfold(self) -> None:
+        """Undo `fold`."""
+        for storage, num_bytes in self.storages.values():
+            storage.resize_(num_bytes)
+        for refill in self.refills:
+            refill()
+
 
 def missing_packages(name: str) -> list[str]:
     return [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
-
-
-def contend(name: str, job: Job, clock: StepClock) -> None:
-    """Run a contender until the clock has seen enough; its packages are imported here and only here."""
-    importlib.import_module(f"bench.contender_{name}").contend(job, clock)
 
 
 class TokenRows(Dataset):
@@ -110,9 +122,17 @@ def autocast_of(job: Job) -> contextlib.AbstractContextManager:
     return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=is_wanted)
 
 
-@torch.no_grad()
 def fill(job: Job, places: Callable[[str], Tensor]) -> None:
     """Give every tensor the value that our model starts from; `places` finds it by our name."""
     spec = job.run.model
+
+    @torch.no_grad()
+    def draw() -> None:
+        for parameter in parameters(spec):
+            places(parameter.name).copy_(drawn(spec, parameter, job.run.seed, job.device))
+
+    draw()
+    job.refills.append(draw)
     for parameter in parameters(spec):
-        places(parameter.name).copy_(drawn(spec, parameter, job.run.seed, job.device))
+        storage = places(parameter.name).untyped_storage()
+        job.storages[storage.data_ptr()] = (storage, storage.nbytes())

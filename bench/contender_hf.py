@@ -7,9 +7,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from bench.contender import Job, endless, loader_of, optimizer_of
 from bench.hf_model import hf_model
+from bench.turn_clock import TurnClock
 from torch import Tensor, nn
-
-from meshwright.bench.step_clock import StepClock
 
 
 class LossOnly(nn.Module):
@@ -30,14 +29,21 @@ class FullOutput(LossOnly):
         return self.model(input_ids=tokens, labels=targets, shift_labels=targets)
 
 
-def contend(job: Job, clock: StepClock) -> None:
+def dynamo_of(job: Job) -> TorchDynamoPlugin | None:
+    """Accelerate's compiling: of the whole model, or of each of its repeated blocks (`regional`)."""
+    kind = job.setting("compile", True)
+    if not kind:
+        return None
+    return TorchDynamoPlugin(backend="inductor", use_regional_compilation=kind == "regional")
+
+
+def contend(job: Job, clock: TurnClock) -> None:
     """See bench/contender.py."""
     is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
-    is_compiled = job.setting("compile", True)
     accelerator = Accelerator(
         mixed_precision="bf16" if is_mixed else "no",
         cpu=job.device.type == "cpu",
-        dynamo_plugin=TorchDynamoPlugin(backend="inductor") if is_compiled else None,
+        dynamo_plugin=dynamo_of(job),
         dataloader_config=DataLoaderConfiguration(non_blocking=job.device.type == "cuda"),
         gradient_accumulation_steps=job.run.accumulation,
     )

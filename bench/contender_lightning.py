@@ -7,9 +7,8 @@ import pytorch_lightning as pl
 import torch
 from bench.contender import Job, loader_of, optimizer_of
 from bench.contender_plain import plain_model
+from bench.turn_clock import TurnClock
 from torch import Tensor
-
-from meshwright.bench.step_clock import StepClock
 
 
 class Module(pl.LightningModule):
@@ -22,12 +21,18 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Tensor, _index: int) -> Tensor:
         return self.forward_(batch[:, :-1], batch[:, 1:])
 
+    def on_before_optimizer_step(self, _optimizer: torch.optim.Optimizer) -> None:
+        """`clip` own: Lightning refuses to clip for a fused AdamW, so the module does it itself."""
+        if self.job.setting("clip", "trainer") == "own":
+            limit = self.job.run.optim.max_grad_norm or 1e9
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimizer_of(self.model, self.job)
 
 
 class Told(pl.Callback):
-    def __init__(self, clock: StepClock, accumulation: int) -> None:
+    def __init__(self, clock: TurnClock, accumulation: int) -> None:
         self.clock, self.accumulation = clock, accumulation
         self.parts: list[Tensor] = []
 
@@ -35,13 +40,13 @@ class Told(pl.Callback):
         self.parts.append(outputs["loss"].detach())
         if len(self.parts) < self.accumulation:
             return
-        loss = torch.stack(self.parts).mean()
+        loss = torch.stack(self.parts).sum()  # Lightning has divided each by their number
         self.parts.clear()
         if not self.clock.after_step(loss):
             trainer.should_stop = True
 
 
-def contend(job: Job, clock: StepClock) -> None:
+def contend(job: Job, clock: TurnClock) -> None:
     """See bench/contender.py."""
     is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
     trainer = pl.Trainer(
@@ -49,7 +54,7 @@ def contend(job: Job, clock: StepClock) -> None:
         devices=1,
         precision="bf16-mixed" if is_mixed else ("bf16-true" if job.keeps_bf16 else "32-true"),
         accumulate_grad_batches=job.run.accumulation,
-        gradient_clip_val=job.run.optim.max_grad_norm,
+        gradient_clip_val=None if job.setting("clip", "trainer") == "own" else job.run.optim.max_grad_norm,
         max_epochs=-1,
         logger=False,
         callbacks=[Told(clock, job.run.accumulation)],

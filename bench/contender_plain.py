@@ -1,11 +1,18 @@
 """Plain torch: one torch.compile around the model, autocast, fused AdamW, a loop of ten lines."""
 
 import torch
-from bench.contender import Job, autocast_of, endless, fill, loader_of, optimizer_of
+from bench.contender import (
+    Job,
+    autocast_of,
+    endless,
+    fill,
+    loader_of,
+    optimizer_of,
+)
 from bench.plain_torch import PlainDecoder
+from bench.turn_clock import TurnClock
 from torch import Tensor
 
-from meshwright.bench.step_clock import StepClock
 from meshwright.spec import ModelSpec
 
 _PLAIN_TOP = {
@@ -41,7 +48,7 @@ def _qkv_rows(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return {"query": (0, q), "key": (q, kv), "value": (q + kv, kv)}
 
 
-def contend(job: Job, clock: StepClock) -> None:
+def contend(job: Job, clock: TurnClock) -> None:
     """See bench/contender.py."""
     model = plain_model(job)
     optimizer = optimizer_of(model, job)

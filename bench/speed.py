@@ -43,26 +43,39 @@ def page(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def _step_table(steps: dict[str, dict[str, Any]]) -> list[str]:
-    labels = list(dict.fromkeys(row["label"] for found in steps.values() for row in merged(found["rows"])))
-    labels.sort(key=lambda label: label != "ours")
-    lines = ["| case | device | " + " | ".join(labels) + " | ours over the best other |"]
-    lines.append("|" + "---|" * (3 + len(labels)))
+    """A line for each file; the best of each peer, and ours in fp8 where it was measured."""
+    rates = {stem: _best_rates(found["rows"]) for stem, found in steps.items()}
+    names = list(dict.fromkeys(name for best in rates.values() for name in best))
+    names.sort(key=lambda name: not name.startswith("ours"))
+    lines = ["| case | device | " + " | ".join(names) + " | ours over the best other |"]
+    lines.append("|" + "---|" * (3 + len(names)))
     for stem, found in steps.items():
-        rates = {row["label"]: row["teraflops"] for row in merged(found["rows"]) if "teraflops" in row}
-        others = [rate for label, rate in rates.items() if label != "ours"]
-        ratio = f"{rates['ours'] / max(others):.2f}x" if others and "ours" in rates else "-"
-        cells = [f"{rates[label]:.4g}" if label in rates else "-" for label in labels]
+        best = rates[stem]
+        others = [rate for name, rate in best.items() if not name.startswith("ours")]
+        ratio = f"{best['ours'] / max(others):.2f}x" if others and "ours" in best else "-"
+        cells = [f"{best[name]:.4g}" if name in best else "-" for name in names]
         device = next((row["device"] for row in found["rows"] if "device" in row), "-")
         case = f"[{_named(found)}](../../bench/results/{stem}.md)"
         lines.append(f"| {case} | {device} | " + " | ".join(cells) + f" | {ratio} |")
     return lines
 
 
+def _best_rates(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """TFLOP/s by peer, of its best setting; steps of more micro-batches than everyone's do not count."""
+    found: dict[str, float] = {}
+    for row in merged([row for row in rows if row.get("kind") != "times"]):
+        if "teraflops" in row:
+            name = row.get("peer", row["label"])
+            found[name] = max(found.get(name, 0.0), row["teraflops"])
+    return found
+
+
 def _named(found: dict[str, Any]) -> str:
     run, precision = found["run"], found["options"]["precision"]
     weights = run["precision"].get("weights", "fp32")
     length, batch = run["data"]["sequence_length"], run["data"]["microbatch_sequences"]
-    return f"{run['model']['family']}, {precision}, weights {weights}, {batch} x {length}"
+    kind = "bf16" if precision == "all" else precision
+    return f"{run['model']['family']}, {kind}, weights {weights}, {batch} x {length}"
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
 """What a measurement was made on: the device, versions, and its clock and power while it worked."""
 
 import datetime
+import importlib.metadata
 import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +27,27 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if is_cuda else None,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "driver": _driver() if is_cuda else None,
     }
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Versions of installed packages; None for one that is not there."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _driver() -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    asked = [program, "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def _processor() -> str:

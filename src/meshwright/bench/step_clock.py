@@ -22,87 +22,49 @@ PROFILED_STEPS = 2
 LOSS_EVERY_STEPS = 10
 
 
-class StepClock:
-    """Where a measurement of steps stands. `seconds` is the length of the timed window."""
+class TimedWindow:
+    """Steps one after the other, each told when it was launched: their times, the clock and the power."""
 
-    def __init__(self, device: torch.device, *, seconds: float, warmup_steps: int) -> None:
-        self._device, self._seconds, self._warmup_steps = device, seconds, max(1, warmup_steps)
-        self._num_steps = 0
-        self._num_timed = 0
-        self._started_at = time.perf_counter()
-        self._first_seconds = self._warm_seconds = self._window_seconds = 0.0
-        self._marks: list[Any] = []
+    def __init__(self, device: torch.device, *, num_steps: int) -> None:
+        self._device, self._num_steps = device, num_steps
+        self._graphs_before = num_compiled_graphs()
+        self._sampling = sampled_clock(device)
+        self._clock = self._sampling.__enter__()
         self._losses: list[float] = []
-        self._sampling: Any = None
-        self._clock: dict[str, float] = {}
-        self._profile: profile | None = None
-        self._memory: dict[str, int] = {}
-        self._graphs_before = self._graphs_after = 0
-        self.budget: KernelBudget | None = None
+        self._started_at = time.perf_counter()
+        self._marks: list[Any] = []
+        self._mark()
 
     def after_step(self, loss: Tensor) -> bool:
-        """Tell that a step was launched; False when there is nothing more to measure."""
-        self._num_steps += 1
-        warm_until = 1 + self._warmup_steps
-        if self._num_steps <= warm_until + 1:
-            return self._warm(loss, is_last=self._num_steps == warm_until + 1)
-        timed = self._num_steps - warm_until - 1
-        if timed <= self._num_timed:
-            return self._time(loss, timed)
-        return self._profiled()
-
-    def _warm(self, loss: Tensor, *, is_last: bool) -> bool:
-        wait_for(self._device)
-        if self._num_steps == 1:
-            self._first_seconds = time.perf_counter() - self._started_at
-            self._losses.append(float(loss.detach()))
-        else:
-            self._warm_seconds = time.perf_counter() - self._step_started_at
-        if self._num_steps == 2 and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # the peak of the first step may be a compiler's
-        self._step_started_at = time.perf_counter()
-        if is_last:
-            self._open_window()
-        return True
-
-    def _open_window(self) -> None:
-        wanted = round(self._seconds / max(self._warm_seconds, 1e-6))
-        self._num_timed = max(FEWEST_STEPS, min(MOST_STEPS, wanted))
-        self._graphs_before = num_compiled_graphs()
-        self._sampling = sampled_clock(self._device)
-        self._clock = self._sampling.__enter__()
-        self._window_started_at = time.perf_counter()
+        """Tell that a step was launched; False when the window is full."""
         self._mark()
-
-    def _time(self, loss: Tensor, timed: int) -> bool:
-        self._mark()
-        if timed % LOSS_EVERY_STEPS == 0 or timed == self._num_timed:
+        timed = len(self._marks) - 1
+        if timed % LOSS_EVERY_STEPS == 0 or timed == self._num_steps:
             self._losses.append(float(loss.detach()))
-        if timed < self._num_timed:
+        if timed < self._num_steps:
             return True
         wait_for(self._device)
-        self._window_seconds = time.perf_counter() - self._window_started_at
+        self._seconds = time.perf_counter() - self._started_at
         self._sampling.__exit__(None, None, None)
-        self._graphs_after = num_compiled_graphs()
-        if self._device.type != "cuda":
-            return False
-        self._memory = {
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
-        }
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
-        self._profile.__enter__()
-        self._profiled_until = self._num_steps + PROFILED_STEPS
-        return True
-
-    def _profiled(self) -> bool:
-        if self._num_steps < self._profiled_until:
-            return True
-        assert self._profile is not None
-        wait_for(self._device)
-        self._profile.__exit__(None, None, None)
-        self.budget = budget_of(kernels_of(self._profile), num_steps=PROFILED_STEPS)
         return False
+
+    def result(self) -> dict[str, Any]:
+        """What a full window measured, as plain values."""
+        steps = timing_of(self._step_seconds())
+        found = {
+            "last_loss": self._losses[-1],
+            "step_seconds": steps.median,
+            "p10_seconds": steps.p10,
+            "p90_seconds": steps.p90,
+            "mean_seconds": self._seconds / self._num_steps,
+            "num_steps": self._num_steps,
+            "graphs_compiled_in_window": num_compiled_graphs() - self._graphs_before,
+            **self._clock,
+        }
+        if self._device.type == "cuda":
+            found["allocated_bytes"] = torch.cuda.max_memory_allocated()
+            found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        return found
 
     def _mark(self) -> None:
         if self._device.type != "cuda":
@@ -118,25 +80,94 @@ class StepClock:
             return [start.elapsed_time(end) / 1e3 for start, end in pairs]
         return [end - start for start, end in pairs]
 
+
+def steps_in(seconds: float, step_seconds: float, *, fewest: int = FEWEST_STEPS) -> int:
+    """How many steps a window of so many seconds has."""
+    return max(fewest, min(MOST_STEPS, round(seconds / max(step_seconds, 1e-6))))
+
+
+class StepClock:
+    """Where a measurement of steps stands. `seconds` is the length of the timed window."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        seconds: float,
+        warmup_steps: int,
+        fewest_steps: int = FEWEST_STEPS,
+        is_profiled: bool = True,
+    ) -> None:
+        self._device, self._seconds, self._warmup_steps = device, seconds, max(1, warmup_steps)
+        self._fewest_steps, self._is_profiled = fewest_steps, is_profiled and device.type == "cuda"
+        self._num_steps = 0
+        self._started_at = time.perf_counter()
+        self._first_loss = self._first_seconds = self._warm_seconds = 0.0
+        self._window: TimedWindow | None = None
+        self._result: dict[str, Any] | None = None
+        self._profile: profile | None = None
+        self.budget: KernelBudget | None = None
+
+    def after_step(self, loss: Tensor) -> bool:
+        """Tell that a step was launched; False when there is nothing more to measure."""
+        self._num_steps += 1
+        if self._window is None:
+            return self._warm(loss)
+        if self._result is None:
+            return self._window.after_step(loss) or self._close_window(self._window)
+        return self._profiled()
+
+    def _warm(self, loss: Tensor) -> bool:
+        wait_for(self._device)
+        if self._num_steps == 1:
+            self._first_seconds = time.perf_counter() - self._started_at
+            self._first_loss = float(loss.detach())
+        else:
+            self._warm_seconds = time.perf_counter() - self._step_started_at
+        if self._num_steps == 2 and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # the peak of the first step may be a compiler's
+        self._step_started_at = time.perf_counter()
+        if self._num_steps == 2 + self._warmup_steps:
+            num_steps = steps_in(self._seconds, self._warm_seconds, fewest=self._fewest_steps)
+            self._window = TimedWindow(self._device, num_steps=num_steps)
+        return True
+
+    def _close_window(self, window: TimedWindow) -> bool:
+        self._result = window.result()
+        if not self._is_profiled:
+            return False
+        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._profile.__enter__()
+        self._profiled_until = self._num_steps + PROFILED_STEPS
+        return True
+
+    def _profiled(self) -> bool:
+        if self._num_steps < self._profiled_until:
+            return True
+        assert self._profile is not None
+        wait_for(self._device)
+        self._profile.__exit__(None, None, None)
+        self.budget = budget_of(kernels_of(self._profile), num_steps=PROFILED_STEPS)
+        return False
+
     def result(self) -> dict[str, Any]:
         """Everything that was measured, as plain values."""
-        steps = timing_of(self._step_seconds())
+        assert self._result is not None
         return {
-            "first_loss": self._losses[0],
-            "last_loss": self._losses[-1],
-            "step_seconds": steps.median,
-            "p10_seconds": steps.p10,
-            "p90_seconds": steps.p90,
-            "mean_seconds": self._window_seconds / self._num_timed,
-            "num_steps": self._num_timed,
-            "compile_seconds": max(0.0, self._first_seconds - steps.median),
-            "graphs_compiled_in_window": self._graphs_after - self._graphs_before,
-            **self._memory,
-            **self._clock,
-            "attention_kernels": self.budget.attention_kernels if self.budget else [],
-            "kernel_seconds": self.budget.seconds_by_class if self.budget else {},
-            "largest_kernels": self.budget.largest if self.budget else [],
+            "first_loss": self._first_loss,
+            "compile_seconds": max(0.0, self._first_seconds - self._result["step_seconds"]),
+            **self._result,
+            **kernel_rows(self.budget),
         }
+
+
+def kernel_rows(budget: KernelBudget | None) -> dict[str, Any]:
+    """A profile as plain values; without one they are empty."""
+    return {
+        "attention_kernels": budget.attention_kernels if budget else [],
+        "kernel_seconds": budget.seconds_by_class if budget else {},
+        "largest_kernels": budget.largest if budget else [],
+    }
 
 
 def num_compiled_graphs() -> int:

@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import bench.step as program
 import pytest
 import torch
-from bench.contender import Job, missing_packages
+from bench.cases import CASES, contenders_of, entries_of, notes_of, with_microbatch
+from bench.contender import Job
 from bench.contender_plain import plain_model
 from bench.hf_model import hf_model
-from bench.ladder import rungs_of, without_rungs
+from bench.ladder import climb, rungs_of, without_rungs
+from bench.ladder import measure as measure_ladder
+from bench.ladder import parse as ladder_options
 from bench.step_results import merged, picture, write_results
 from tests.tiny_runs import tiny_run
 
@@ -30,9 +34,11 @@ RTOL = 1e-5
 @pytest.fixture
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> RunSpec:
     name = getattr(request, "param", "tiny")
-    case = program.CASES[name]
+    case = CASES[name]
     write_random_tokens(tmp_path / "tokens", vocab_size=case.model.vocab_size, num_tokens=1 << 12)
-    options = program.parse(["--case", name, "--precision", "fp32", "--device", "cpu", "--eager"])
+    options = program.parse(
+        ["--case", name, "--precision", "fp32", "--device", "cpu", "--eager", "--accumulation", "1"]
+    )
     return program.build_run(case, options, tmp_path / "tokens")
 
 
@@ -85,32 +91,65 @@ def test_a_measured_step_has_rates_and_a_first_loss() -> None:
     assert 0 < found["first_loss"] < 20
 
 
-def test_rounds_alternate_and_absent_peers_are_left_out(
-    run: RunSpec, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = program.parse(["--case", "tiny", "--rounds", "2", "--documented"])
-    labels = [
-        request["label"]
-        for request in program.requests_of(options, ["ours", "hf"], run, program.CASES["tiny"])
+def test_every_setting_of_a_peer_makes_steps_of_the_same_tokens(tmp_path: Path) -> None:
+    options = program.parse(["--case", "1b", "--only", "ours,plain"])
+    found = entries_of("1b", options, tmp_path)
+    assert [entry.label for entry in found] == [
+        "ours",
+        "plain: compiled, fused AdamW, 2 x 8",
+        "plain: compiled, fused AdamW, 4 x 4",
+        "ours, fp8, end blocks in bf16",
+        "ours, fp8, head alone in bf16",
     ]
-    assert labels == ["ours", "hf", "ours", "hf", "hf, documented"]
-    names = program.contenders_of(program.parse(["--case", "tiny", "--precision", "fp8"]))
-    assert names == ["ours"]
-    assert "skipped" in capsys.readouterr().out
-    assert missing_packages("ours") == []
+    assert {entry.run["data"]["batch_sequences"] for entry in found} == {16}
+    assert [entry.times for entry in found] == [4, None, None, None, None]
+    ends = [entry.run["precision"]["fp8"]["bf16_ends"] for entry in found[3:]]
+    assert ends == [1, 0]
+    # 2 x 8 sequences of a 1B model do not share the card with a second of the kind running.
+    assert found[0].peak_bytes > 60 * 2**30 > found[0].rest_bytes > found[1].built_bytes
+
+
+def test_a_micro_batch_that_does_not_divide_the_step_is_not_tried(run: RunSpec) -> None:
+    assert with_microbatch(run, 3) is None and with_microbatch(run, 0) is None
+    other = with_microbatch(run, 1)
+    assert other is not None and other.accumulation == 2
+
+
+def test_absent_peers_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = program.parse(["--case", "tiny", "--only", "ours,lightning", "--precision", "bf16"])
+    with patch("importlib.util.find_spec", return_value=None):
+        assert [entry.label for entry in entries_of("tiny", options, tmp_path)] == ["ours"]
+        assert "Lightning did not take part: pytorch_lightning not installed." in notes_of(options)
+    assert "lightning: skipped" in capsys.readouterr().out
 
 
 def test_the_ladder_climbs_one_rung_at_a_time(run: RunSpec) -> None:
-    climbed = program.ladder(run.with_(compile=True))
-    gone = [len(settings["without"]) for _, settings in climbed]
+    climbed = climb(run.with_(compile=True))
+    gone = [len(missing) for _, missing in climbed]
     assert gone == list(range(len(rungs_of(run.with_(compile=True))), -1, -1))
     small = run.with_(precision=run.precision.with_(compute="bf16", weights="bf16_exact"))
     assert "optimizer" not in rungs_of(small) and "compile" not in rungs_of(small)
 
 
+def test_a_ladder_is_measured_in_one_process(tmp_path: Path) -> None:
+    words = ["--case", "tiny", "--device", "cpu", "--eager", "--seconds", "0.001", "--tokens", "4096"]
+    options = ladder_options([*words, "--out", str(tmp_path)])
+    assert measure_ladder(options) == 0
+    rows = json.loads(next(tmp_path.glob("ladder_tiny_*.json")).read_text())["rows"]
+    assert [row["label"].split(":")[0] for row in rows] == [
+        "ground",
+        "+ attention",
+        "+ loss",
+        "+ optimizer",
+        "+ fp8",
+    ]
+    # The same weights and tokens; fp8 has three bits of fraction.
+    assert all(row["first_loss"] == pytest.approx(rows[0]["first_loss"], rel=5e-3) for row in rows)
+
+
 def test_an_8b_run_keeps_ten_bytes_per_parameter(tmp_path: Path) -> None:
-    options = program.parse(["--case", "8b", "--precision", "fp8"])
-    made = program.build_run(program.CASES["8b"], options, tmp_path)
+    options = program.parse(["--case", "8b", "--precision", "fp8", "--only", "ours"])
+    made = RunSpec.model_validate(entries_of("8b", options, tmp_path)[0].run)
     assert (made.precision.weights, made.precision.gradients, made.optim.state) == (
         "bf16_exact",
         "bf16",
@@ -124,49 +163,53 @@ def test_an_8b_run_keeps_ten_bytes_per_parameter(tmp_path: Path) -> None:
 )
 def test_an_unknown_name_is_told_with_those_that_exist(words: list[str], says: str) -> None:
     with pytest.raises(SpecError) as caught:
-        program.contenders_of(program.parse(["--case", "tiny", *words]))
+        contenders_of(program.parse(["--case", "tiny", *words]))
     assert says in caught.value.hint
 
 
 def test_losses_that_differ_are_found() -> None:
     rows = [
-        {"first_loss": 10.0, "settings": {}},
-        {"first_loss": 10.005, "settings": {}},
-        {"error": "x", "settings": {}},
+        {"first_loss": 10.0, "precision": "bf16"},
+        {"first_loss": 10.005, "precision": "bf16"},
+        {"first_loss": 10.04, "precision": "fp8"},
+        {"error": "x"},
     ]
-    assert program.losses_agree(rows, "bf16")
-    assert not program.losses_agree([*rows, {"first_loss": 10.02, "settings": {}}], "bf16")
+    assert program.losses_agree(rows)
+    assert not program.losses_agree([*rows, {"first_loss": 10.02, "precision": "bf16"}])
 
 
-def _row(label: str, teraflops: float) -> dict:
+def _row(label: str, teraflops: float, kind: str = "round") -> dict:
     return {
-        "label": label, "contender": label, "settings": {}, "teraflops": teraflops, "tokens_per_second": 1.0,
+        "label": label, "peer": label.split(":")[0], "contender": label, "settings": {}, "kind": kind,
+        "teraflops": teraflops, "tokens_per_second": 1.0,
         "step_seconds": 1.0, "p10_seconds": 0.9, "p90_seconds": 1.1, "attention_kernels": ["flash_fwd"],
         "compile_seconds": 1.0, "first_loss": 10.0, "kernel_seconds": {"GEMM": 0.5}, "device": "NVIDIA H200",
-        "date": "2026-11-15", "torch": "2.11", "cuda": "13.0", "cudnn": 91900,
+        "date": "2026-11-15", "torch": "2.11", "cuda": "13.0", "cudnn": 91900, "driver": "580.1",
     }  # fmt: skip
 
 
 def test_rounds_become_one_row_and_a_page(tmp_path: Path, run: RunSpec) -> None:
-    rows = [
-        _row("ours", 500.0),
-        _row("hf", 400.0),
-        _row("ours", 510.0),
-        {"label": "plain", "settings": {}, "error": "gone"},
-    ]
+    gone = {"label": "plain: eager", "peer": "plain", "settings": {}, "kind": "error", "error": "gone"}
+    rows = [_row("ours", 500.0), _row("hf: compiled", 400.0), _row("ours", 510.0), gone]
     ours, theirs, failed = merged(rows)
     assert ours["teraflops"] == 505.0 and ours["rounds_apart"] == pytest.approx(10 / 505)
     assert theirs["rounds"] == 1 and failed["error"] == "gone"
-    assert picture(merged(rows)).count("<rect") >= 2
+    assert picture(merged(rows)).count("<rect") == 3
     summary = {
-        "options": {"case": "1b", "precision": "bf16", "ladder": False},
+        "options": {"case": "1b", "precision": "all"},
         "run": run.model_dump(mode="json"),
+        "versions": {"transformers": "5.0", "accelerate": None},
+        "notes": ["Liger is absent."],
+        "seconds": 3,
         "first_losses_agree": True,
         "rows": rows,
-        "sweep": [_row("hf", 390.0)],
+        "sweep": [_row("hf: compiled", 390.0, "sweep"), _row("hf: eager", 200.0, "sweep")],
     }
     write_results(summary, tmp_path)
-    stem = tmp_path / "step_1b_bf16_h200_2026-11-15"
+    stem = tmp_path / "step_1b_h200_2026-11-15"
     page = stem.with_suffix(".md").read_text()
-    assert "First losses agree: yes" in page and "| ours | 505 |" in page and "What was tried" in page
+    assert "First losses agree: yes" in page and "| ours | 505 |" in page and "transformers 5.0" in page
+    assert "Ours is 1.262 times the best other, hf." in page and "driver 580.1" in page
+    assert page.index("| hf: compiled | 390 |") < page.index("| hf: eager | 200 |")
+    assert "| plain: eager | gone |" in page
     assert json.loads(stem.with_suffix(".json").read_text())["rows"][0]["teraflops"] == 500.0

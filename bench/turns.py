@@ -1,0 +1,246 @@
+"""Who is on the card, and whose turn it is: the order of everything that `bench/step.py` measures.
+
+Many processes start at once, import, build and compile side by side, and then wait without their weights.
+Those that fit the card together (all at rest, the largest of them running) form a group: they warm up; each
+setting of a peer that has several is timed once and only its best stays; then turns go round, A-B-C-A-B-C,
+while nobody else computes. Then the next group, until everyone was heard. What fits beside nobody is timed
+alone.
+"""
+
+import dataclasses
+import selectors
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.residents import CONTEXT_BYTES, Entry, Resident
+
+# More at once would only wait for one another's cores, and fill the host's memory.
+MOST_BUILDING, MOST_ALIVE = 14, 24
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long everything takes."""
+
+    rounds: int = 2
+    seconds: float = 2.0
+    """Of a timed window."""
+    fewest_steps: int = 3
+    """Of a window, however long they take."""
+    warmup_steps: int = 2
+    timeout_seconds: float = 240.0
+    """Of one state of one contender."""
+    is_swept: bool = True
+
+
+def taken_bytes(residents: Iterable[Resident]) -> int:
+    """What they hold on the card at this moment, at most."""
+    return sum(map(_held_bytes, residents))
+
+
+def _held_bytes(one: Resident) -> int:
+    if one.state in ("new", "importing", "imported", "gone"):
+        return 0
+    if one.state == "building":
+        return one.entry.built_bytes + CONTEXT_BYTES
+    if one.state == "compiled":
+        return CONTEXT_BYTES
+    return one.rest_bytes if one.state == "resting" else one.peak_bytes
+
+
+def group_bytes(group: Sequence[Resident], waiting: int = 0) -> int:
+    """What a group needs: all at rest, the largest running; `waiting` others hold a context and no more."""
+    extra = max((one.peak_bytes - one.rest_bytes for one in group), default=0)
+    return sum(one.rest_bytes for one in group) + extra + waiting * CONTEXT_BYTES
+
+
+class Turns:
+    """The driver. `tell` gets each resident after each thing that was measured of it, or after its end."""
+
+    def __init__(
+        self, budget_bytes: int, pace: Pace, folder: Path, tell: Callable[[str, Resident], None]
+    ) -> None:
+        self._budget_bytes, self._pace, self._folder, self._tell = budget_bytes, pace, folder, tell
+        self._selector = selectors.DefaultSelector()
+        self._residents: list[Resident] = []
+        self._crowded: list[Entry] = []
+        """Ran out of memory beside others: they get another chance, alone."""
+
+    def run(self, entries: Sequence[Entry], make: Callable[[Entry], Resident] = Resident) -> None:
+        """Measure all of them; an entry that fails is told and the others go on."""
+        self._residents = [make(entry) for entry in entries]
+        try:
+            while waiting := [one for one in self._residents if not one.timings and one.state != "gone"]:
+                self._run_group(waiting)
+                self._residents += [make(entry) for entry in self._crowded]
+                self._crowded.clear()
+        finally:
+            for one in self._residents:
+                if one.state not in ("new", "gone"):
+                    self._end(one)
+
+    def _run_group(self, waiting: list[Resident]) -> None:
+        """One group from its warm-up to its end; `waiting` has everyone who was not timed yet."""
+        group: list[Resident] = []
+        while new := self._admitted(group, waiting):
+            waiting = [one for one in waiting if one not in new]
+            self._warm(group, new, waiting)
+            group = [one for one in [*group, *new] if one.state != "gone"]
+            if len(group) > 1 or (group and self._admitted(group, waiting)):
+                group = self._swept(group)
+        self._rounds(group)
+        for one in group:
+            if one.state != "gone":
+                self._end(one)
+
+    def _admitted(self, group: list[Resident], waiting: list[Resident]) -> list[Resident]:
+        """The next ones that fit beside the group, of the same case; the first of a group always does."""
+        new: list[Resident] = []
+        for one in waiting:
+            if one.state == "gone" or one.entry.case != (group or new or [one])[0].entry.case:
+                continue
+            joined = [*group, *new, one]
+            if len(joined) == 1 or self._fits(joined, waiting):
+                new.append(one)
+        return new
+
+    def _fits(self, group: list[Resident], waiting: list[Resident], *, besides: int = 0) -> bool:
+        """Whether all of a group can take turns while others of the case, and those already built, wait."""
+        case = group[0].entry.case
+        others = [
+            one
+            for one in waiting
+            if one not in group and (one.entry.case == case or one.state in ("building", "compiled"))
+        ]
+        return group_bytes(group, len(others) + besides) <= self._budget_bytes
+
+    # ---- warm-up: many at once, as the card's memory allows -------------------------------------
+
+    def _warm(self, group: list[Resident], new: list[Resident], later: list[Resident]) -> None:
+        """Bring the new ones to rest; later ones compile meanwhile, and nobody computes at the end."""
+        case = new[0].entry.case
+        while True:
+            together = [one for one in [*group, *new] if one.state != "gone"] or new
+            self._build([*new, *(one for one in later if one.entry.case == case)])
+            if self._fits(together, later, besides=1):
+                self._build(later)
+            self._lend(new)
+            busy = [one for one in self._residents if one.state in ("importing", "building", "warming")]
+            pending = [one for one in new if one.state not in ("resting", "gone")]
+            if not busy and not pending:
+                return
+            self._listen()
+
+    def _build(self, queue: list[Resident]) -> None:
+        alive = sum(one.state not in ("new", "gone") for one in self._residents)
+        for one in [one for one in queue if one.state == "new"][: max(0, MOST_ALIVE - alive)]:
+            one.start(self._folder, warmup_steps=self._pace.warmup_steps)
+            self._selector.register(one, selectors.EVENT_READ)
+        building = sum(one.state == "building" for one in self._residents)
+        for one in queue:
+            needed = taken_bytes(self._residents) + one.entry.built_bytes + CONTEXT_BYTES
+            is_free = needed <= self._budget_bytes or not taken_bytes(self._residents)
+            if one.state == "imported" and building < MOST_BUILDING and is_free:
+                one.order("building", order="build")
+                building += 1
+
+    def _lend(self, new: list[Resident]) -> None:
+        """Let those run that fit beside what is on the card now; one always may when nobody else does."""
+        for one in new:
+            if one.state != "compiled":
+                continue
+            needed = taken_bytes(self._residents) - CONTEXT_BYTES + one.peak_bytes
+            is_busy = any(other.state in ("building", "warming") for other in self._residents)
+            if needed <= self._budget_bytes or not is_busy:
+                one.order("warming", order="go")
+
+    # ---- turns: one at a time ------------------------------------------------------------------
+
+    def _swept(self, group: list[Resident]) -> list[Resident]:
+        """Time each setting of a peer that has several once, and keep the best; the others end."""
+        if not self._pace.is_swept:
+            return group
+        peers = [one.entry.peer for one in self._residents if one.entry.case == group[0].entry.case]
+        for one in group:
+            if peers.count(one.entry.peer) > 1 and not one.timings:
+                self._turn(one, "sweep")
+        kept: list[Resident] = []
+        for peer in dict.fromkeys(one.entry.peer for one in group):
+            same = [one for one in group if one.entry.peer == peer and one.state != "gone"]
+            same.sort(key=_seconds)
+            kept += same[:1]
+            for one in same[1:]:
+                self._end(one)
+        return [one for one in group if one in kept]
+
+    def _rounds(self, group: list[Resident]) -> None:
+        is_alone = len(group) == 1
+        for number in range(self._pace.rounds):
+            for one in group:
+                if one.state != "gone":
+                    is_last = number == self._pace.rounds - 1  # a profiler may leave something behind
+                    lead_steps = 0 if is_alone and number else 1
+                    self._turn(one, "round", is_profiled=is_last, is_kept=is_alone, lead_steps=lead_steps)
+        for one in group:
+            if one.entry.times and one.state != "gone":
+                self._turn(one, "times", times=one.entry.times, fewest_steps=2)
+
+    def _turn(self, one: Resident, kind: str, **changed: Any) -> None:
+        """One window of one contender, while all others wait; after its last word it is told."""
+        order: dict[str, Any] = {
+            "seconds": self._pace.seconds,
+            "fewest_steps": self._pace.fewest_steps,
+            "lead_steps": 1,  # takes the memory again that went back to the card
+            "times": 1,
+            "is_profiled": False,
+            "is_kept": False,
+        }
+        before = len(one.timings)
+        one.order("timing", order="turn", **{**order, **changed})
+        while one.state == "timing":
+            self._listen()
+        if len(one.timings) > before:
+            one.timings[-1] |= {"kind": kind, "times": changed.get("times", 1)}
+            self._tell(kind, one)
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Take in what contenders say, or find those that have been silent for too long."""
+        heard = self._selector.select(timeout=1.0)
+        for key, _ in heard:
+            one = key.fileobj
+            assert isinstance(one, Resident)
+            others = taken_bytes(other for other in self._residents if other is not one)
+            self._selector.unregister(one)
+            one.hear()
+            if one.state != "gone":
+                self._selector.register(one, selectors.EVENT_READ)
+            elif self._is_crowded(one, others):
+                self._crowded.append(dataclasses.replace(one.entry, peak_bytes=self._budget_bytes))
+            else:
+                self._tell("error", one)
+        limit = self._pace.timeout_seconds
+        for one in self._residents:
+            is_working = one.state in ("importing", "building", "warming", "timing")
+            if is_working and time.monotonic() - one.since > limit:
+                state = one.state
+                self._end(one, f"{state} took more than {limit:.0f} s")
+                self._tell("error", one)
+
+    def _is_crowded(self, one: Resident, others_bytes: int) -> bool:
+        """Whether it ran out of memory that others held, for the first time."""
+        is_second = one.entry.peak_bytes >= self._budget_bytes
+        is_out = "out of memory" in (one.error or "")
+        return is_out and not is_second and others_bytes > self._budget_bytes / 20
+
+    def _end(self, one: Resident, error: str | None = None) -> None:
+        self._selector.unregister(one)
+        one.end(error)
+
+
+def _seconds(one: Resident) -> float:
+    return min(timing["step_seconds"] for timing in one.timings) if one.timings else float("inf")

@@ -1,0 +1,234 @@
+"""The driver of bench/step.py: who is on the card together, whose turn it is, what an end does to others."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import bench.step as program
+import pytest
+import torch
+from bench.cases import CASES, entries_of
+from bench.contender import Job
+from bench.contender_plain import plain_model
+from bench.residents import CONTEXT_BYTES, GIB, Entry, Resident, last_words
+from bench.turns import Pace, Turns, group_bytes
+
+
+def entry(peer: str, label: str = "", *, gib: tuple[float, float] = (1.0, 2.0), case: str = "1b") -> Entry:
+    rest, peak = (int(size * GIB) for size in gib)
+    return Entry(case, peer, label or peer, peer, {}, {}, rest // 2, rest, peak)
+
+
+class Actor(Resident):
+    """A resident without a process: every order is answered at once, by what its label says.
+
+    The number of a label is the seconds of its step; `dies` ends at its warm-up, `dies later` at its first
+    turn, `thirsty` runs out of memory while anyone else is warm.
+    """
+
+    log: list[str]
+    others: list["Actor"]
+
+    def start(self, _folder: Path, *, warmup_steps: int) -> None:
+        self._ends = os.pipe()
+        self._say("imported")
+
+    def _say(self, word: str) -> None:
+        self._word = word
+        self.enter("importing") if self.state == "new" else None
+        os.write(self._ends[1], b".")
+
+    def fileno(self) -> int:
+        return self._ends[0]
+
+    def order(self, state: Any, **message: Any) -> None:
+        self.enter(state)
+        self.log.append(f"{message['order']} {self.entry.label}")
+        label = self.entry.label
+        crowd = [one for one in self.others if one is not self and one.state in ("warming", "resting")]
+        answer = {"build": "compiled", "go": "ready", "turn": "timed"}[message["order"]]
+        if (answer == "ready" and label == "dies") or (answer == "timed" and label == "dies later"):
+            answer = "died"
+        if answer == "ready" and label == "thirsty" and crowd:
+            answer = "thirst"
+        self._say(answer)
+
+    def hear(self) -> None:
+        os.read(self._ends[0], 1)
+        if self._word in ("died", "thirst"):
+            self.end("out of memory: 1 GiB" if self._word == "thirst" else "it broke")
+            return
+        steps = {"imported": "imported", "compiled": "compiled", "ready": "resting", "timed": "resting"}
+        self.enter(steps[self._word])  # type: ignore[arg-type]
+        if self._word == "timed":
+            seconds = [word for word in self.entry.label.split() if word.isdigit()]
+            self.timings.append({"step_seconds": float(seconds[0]) if seconds else 1.0})
+
+    def end(self, error: str | None = None) -> None:
+        self.error = error
+        self.log.append(f"end {self.entry.label}")
+        self.enter("gone")
+        for number in self._ends:
+            os.close(number)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Callable[..., tuple[list[str], list[tuple[str, str]]]]:
+    """Run entries on a card of so many GiB; what was ordered, and what was told."""
+
+    def run(entries: list[Entry], gib: float = 100.0, **pace: Any) -> tuple[list[str], list[tuple[str, str]]]:
+        log: list[str] = []
+        told: list[tuple[str, str]] = []
+        actors: list[Actor] = []
+
+        def make(one: Entry) -> Actor:
+            actor = Actor(one)
+            actor.log, actor.others = log, actors
+            actors.append(actor)
+            return actor
+
+        turns = Turns(
+            int(gib * GIB), Pace(**pace), tmp_path, lambda kind, one: told.append((kind, one.entry.label))
+        )
+        turns.run(entries, make)
+        assert all(actor.state == "gone" for actor in actors)
+        return log, told
+
+    return run
+
+
+def turns_of(log: list[str]) -> list[str]:
+    return [line.removeprefix("turn ") for line in log if line.startswith("turn ")]
+
+
+def test_turns_go_round_when_all_are_warm(drive: Any) -> None:
+    log, _ = drive([entry("a"), entry("b"), entry("c")])
+    assert turns_of(log) == ["a", "b", "c", "a", "b", "c"]
+    assert max(log.index(f"go {name}") for name in "abc") < log.index("turn a")
+
+
+def test_the_best_setting_of_a_peer_takes_part_in_the_rounds(drive: Any) -> None:
+    log, told = drive([entry("ours"), entry("hf", "hf 3"), entry("hf", "hf 2"), entry("hf", "hf 4")])
+    assert turns_of(log) == ["hf 3", "hf 2", "hf 4", "ours", "hf 2", "ours", "hf 2"]
+    assert [kind for kind, label in told if label == "hf 2"] == ["sweep", "round", "round"]
+
+
+@pytest.mark.parametrize("how", ["dies", "dies later"])
+def test_a_contender_that_dies_is_told_and_the_others_go_on(drive: Any, how: str) -> None:
+    log, told = drive([entry("a"), entry("b", how), entry("c")])
+    assert ("error", how) in told
+    assert [name for name in turns_of(log) if name != how] == ["a", "c", "a", "c"]
+
+
+def test_what_does_not_fit_together_is_timed_one_after_the_other(drive: Any) -> None:
+    large = (60.0, 90.0)
+    log, _ = drive([entry("a", gib=large), entry("b", gib=large)])
+    assert turns_of(log) == ["a", "a", "b", "b"]
+    assert log.index("end a") < log.index("go b")
+    assert log.index("build b") < log.index("go a")  # it compiles while the other warms up
+
+
+def test_a_group_holds_all_at_rest_and_the_largest_running(drive: Any) -> None:
+    pair = [Resident(entry("a", gib=(10.0, 50.0))), Resident(entry("b", gib=(20.0, 40.0)))]
+    assert group_bytes(pair, waiting=3) == 70 * GIB + 5 * CONTEXT_BYTES
+    # 10 + 10 + 40 of the larger one, and a context each: with 61 GiB they go one by one.
+    assert turns_of(drive([entry("a", gib=(10, 50)), entry("b", gib=(10, 50))], 62.0)[0]) == ["a", "b"] * 2
+    log = drive([entry("a", gib=(10, 50)), entry("b", gib=(10, 50))], 61.0)[0]
+    assert turns_of(log) == ["a", "a", "b", "b"]
+
+
+def test_losers_of_a_sweep_make_room_for_the_next(drive: Any) -> None:
+    """Three at rest do not fit, so the third waits until the worse of the first two is gone."""
+    size = (20.0, 50.0)
+    log, _ = drive([entry("hf", f"hf {n}", gib=size) for n in (3, 2, 1)], 75.0)
+    assert turns_of(log) == ["hf 3", "hf 2", "hf 1", "hf 1", "hf 1"]
+    assert log.index("end hf 3") < log.index("go hf 1")
+
+
+def test_who_ran_out_of_memory_beside_others_is_tried_again_alone(drive: Any) -> None:
+    entries = [entry("a", gib=(20.0, 30.0)), entry("b", "thirsty", gib=(20.0, 30.0))]
+    log, told = drive(entries)
+    assert turns_of(log) == ["a", "a", "thirsty", "thirsty"]
+    assert "error" not in [kind for kind, _ in told]
+
+
+def test_cases_are_not_mixed_in_a_group(drive: Any) -> None:
+    log, _ = drive([entry("a"), entry("b", case="8b"), entry("c")])
+    assert turns_of(log) == ["a", "c", "a", "c", "b", "b"]
+
+
+def test_more_micro_batches_are_timed_after_the_rounds(drive: Any) -> None:
+    _, told = drive([dataclasses.replace(entry("a"), times=4), entry("b")], rounds=1)
+    assert told == [("round", "a"), ("round", "b"), ("times", "a")]
+
+
+def test_real_processes_take_turns_and_one_that_breaks_leaves_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--case",
+        "tiny",
+        "--only",
+        "plain",
+        "--eager",
+        "--no-sweep",
+        "--precision",
+        "fp32",
+        "--rounds",
+        "1",
+    ]
+    options = program.parse([*words, "--device", "cpu", "--seconds", "0.01", "--out", str(tmp_path / "out")])
+    broken = {"contender": "nobody", "label": "nobody", "peer": "nobody"}
+
+    def with_one_more(*arguments: Any) -> list[Entry]:
+        (plain,) = entries_of(*arguments)
+        return [plain, dataclasses.replace(plain, **broken)]
+
+    with patch.object(program, "entries_of", with_one_more):
+        assert program.measure(options) == 0
+    (path,) = (tmp_path / "out").glob("step_tiny_fp32_*.json")
+    plain, failed = sorted(json.loads(path.read_text())["rows"], key=lambda row: "error" in row)
+    assert plain["kind"] == "round" and plain["num_steps"] >= 3
+    assert "No module named 'bench.contender_nobody'" in failed["error"]
+    assert "No module named" in capsys.readouterr().out
+
+
+def test_last_words_are_the_error() -> None:
+    assert last_words(["Traceback", "ValueError: no", "  note"]) == "ValueError: no"
+    assert last_words([]) == "the process ended without a word"
+
+
+# torch imports its own deprecated parts when its compiler is imported.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_the_gate_waits_once_between_compiling_and_running() -> None:
+    from bench.compile_gate import compile_fx, functorch_config, gate_after_compiling
+
+    seen: list[str] = []
+
+    def compile_it(word: str) -> Callable[[], str]:
+        seen.append(f"compile {word}")
+        assert functorch_config.force_non_lazy_backward_lowering
+        return lambda: seen.append(f"run {word}") or word
+
+    with (
+        patch.object(compile_fx, "compile_fx", compile_it),
+        gate_after_compiling(lambda: seen.append("wait")),
+    ):
+        first = compile_fx.compile_fx("a")
+        assert [first(), first(), compile_fx.compile_fx("b")()] == ["a", "a", "b"]
+    assert seen == ["compile a", "wait", "run a", "run a", "compile b", "run b"]
+
+
+def test_folded_weights_take_no_memory_and_come_back_as_they_were(tmp_path: Path) -> None:
+    options = program.parse(["--case", "tiny", "--precision", "fp32", "--device", "cpu", "--eager"])
+    job = Job(program.build_run(CASES["tiny"], options, tmp_path), torch.device("cpu"))
+    model = plain_model(job)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    job.fold()
+    assert sum(one.untyped_storage().nbytes() for one in model.parameters()) == 0
+    job.unfold()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
