@@ -20,7 +20,7 @@ def gate_after_compiling(wait: Callable[[], None]) -> Iterator[None]:
     original, is_open = compile_fx.compile_fx, False
 
     def compile_and_hold(*arguments: Any, **named: Any) -> Callable[..., Any]:
-        compiled = original(*arguments, **named)
+        compiled: Any = original(*arguments, **named)
         if is_open:
             return compiled
 
