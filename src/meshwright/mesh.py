@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import os
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,11 +110,33 @@ def abandon_world(world: World) -> None:
 
 def end_device_collectives(world: World) -> None:
     """Let every collective on a card end as it is; what gloo does on the host goes on. From any thread."""
-    if world.device.type == "cuda":
-        # Private: there is no public list of all groups, nor of the parts of a group by device.
-        for group in list(dist.distributed_c10d._world.pg_map):
-            with contextlib.suppress(RuntimeError):  # a group of the hosts has no part on the card
-                group._get_backend(world.device).abort()
+    for _, on_card in _device_groups(world):
+        with contextlib.suppress(RuntimeError):  # one that was ended already
+            on_card.abort()
+
+
+def connect_device_groups(world: World) -> None:
+    """Let all groups on a card find their partners now; all ranks call it.
+
+    NCCL does that in a group's first collective. A partner that never comes is then waited for by the host,
+    inside NCCL, where nothing can end it.
+    """
+    for group, _ in _device_groups(world):
+        dist.all_reduce(torch.zeros(1, device=world.device), group=group)
+
+
+def _device_groups(world: World) -> list[tuple[dist.ProcessGroup, Any]]:
+    """Groups with a part on the card, and that part, in the order in which they were made.
+
+    Private: there is no public list of all groups, nor of the parts of a group by device.
+    """
+    found: list[tuple[dist.ProcessGroup, Any]] = []
+    if world.device.type != "cuda":
+        return found
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # a group of the hosts has no part on the card
+            found.append((group, group._get_backend(world.device)))
+    return found
 
 
 def leave_world() -> None:

@@ -82,7 +82,8 @@ def _train(run: RunSpec) -> dict[str, object]:
             torch.cuda.reset_peak_memory_stats()
         seed_step(run.seed, step)
         losses.append(float(train_step(training, next(batches), learning_rate=1e-3).loss))
-    peak_bytes = torch.cuda.max_memory_allocated()
+    # As asked for: the allocator leaves up to 1 MiB behind a tensor that it cannot use otherwise.
+    peak_bytes = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     batches.close()
     with training.weights.at_hand():
         weights = b"".join(one.shard.detach().cpu().numpy().tobytes() for one in training.program.owned)
@@ -128,7 +129,7 @@ def test_the_peak_falls_by_the_optimizer_states(nccl_ranks):
     plain, moved = _pair(nccl_ranks, "optimizer")
     expected = 8 * num_parameters(MODEL)
     assert _predicted("optimizer")["optimizer"] == moved["host_bytes"] == expected
-    # The allocator rounds each tensor up to 512 bytes; the rest of the peak is the same.
+    # Counts of updates stay; the rest of the peak is the same.
     assert plain["peak_bytes"] - moved["peak_bytes"] == pytest.approx(expected, rel=0.005)
 
 

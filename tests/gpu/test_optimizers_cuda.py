@@ -11,6 +11,7 @@ from meshwright.spec import OptimSpec
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler of torch's own past
 ]
 
 # Several shapes, a vector, a stack, one whose last dim is no multiple of a block, one row.

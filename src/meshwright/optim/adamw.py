@@ -41,10 +41,10 @@ class AdamW(ShardedOptimizer):
     def update(self, parts: list[Part]) -> None:
         """One pass per parameter."""
         numbers = UpdateNumbers(self._betas, self._eps, self.num_updates)
-        one_pass = fused(adamw_pass, parts)
-        for part in parts:
-            if part.shard.numel():
-                one_pass(*_as_rows(part), numbers.of(part), self.grid(part), numbers.key(part))
+        with fused(adamw_pass, parts) as one_pass:
+            for part in parts:
+                if part.shard.numel():
+                    one_pass(*_as_rows(part), numbers.of(part), self.grid(part), numbers.key(part))
 
 
 def adamw_pass(

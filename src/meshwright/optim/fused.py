@@ -4,7 +4,8 @@ A pass is plain torch on [rows, columns] tensors. On CUDA it is compiled once fo
 change from step to step are scalars on the device, so that nothing is compiled anew.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from meshwright.hardware.stand_in import is_stand_in
 from meshwright.optim.noise import step_key
 from meshwright.optim.sharded import Part
+
+# Torch gives up at 8, which two formats in one process exceed.
+MOST_KINDS = 64
 
 
 class Numbers(NamedTuple):
@@ -85,13 +89,19 @@ def moved_weight(weight: Tensor, first: Tensor, second: Tensor, numbers: Numbers
     return weight * numbers.keep - numbers.rate * (first / (second.sqrt() / numbers.root + numbers.eps))
 
 
-def fused(one_pass: Callable[..., None], parts: Sequence[Part]) -> Callable[..., None]:
+@contextmanager
+def fused(one_pass: Callable[..., None], parts: Sequence[Part]) -> Iterator[Callable[..., None]]:
     """The pass as one kernel where the parts lie on CUDA, else as it is."""
     if is_stand_in():
-        return lambda *_: None  # the compiled pass allocates nothing
-    return _compiled(one_pass) if any(part.shard.is_cuda for part in parts) else one_pass
+        yield lambda *_: None  # the compiled pass allocates nothing
+    elif any(part.shard.is_cuda for part in parts):
+        with torch.compiler.config.patch(recompile_limit=MOST_KINDS):  # pyright: ignore[reportAttributeAccessIssue]
+            yield _compiled(one_pass)
+    else:
+        yield one_pass
 
 
 @cache
 def _compiled(one_pass: Callable[..., None]) -> Callable[..., None]:
+    """A kernel for each kind of tensors (formats, number of dims, a single row), not for each size."""
     return torch.compile(one_pass, dynamic=True, fullgraph=True)

@@ -39,8 +39,14 @@ def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe
         outputs = 2.0 * work.working_bytes * at.microbatch_tokens(work.sequence_length) * work.model.width
         partial = partial + np.where((bits & NORMS) > 0, outputs - kept["inputs"] / 2.0, 0.0)
     none = sum(kept.values())
-    with_policy = np.where((bits & FULL) > 0, kept["inputs"] / 2.0, partial)
+    with_policy = np.where((bits & FULL) > 0, block_input_bytes(work, at, stack), partial)
     return none + (with_policy - none) / at.recompute_every  # pyright: ignore[reportReturnType]
+
+
+def block_input_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """What a layer is given of one micro-batch, and all that full recompute keeps of it."""
+    tokens = at.microbatch_tokens(work.sequence_length)
+    return work.working_bytes * tokens * work.model.width / (at.tp if stack.sequence_parallel else 1)
 
 
 def kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> Items:
@@ -56,7 +62,7 @@ def kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> I
     tokens = at.microbatch_tokens(work.sequence_length)
     width = work.working_bytes
     residual_tokens = tokens / tp if stack.sequence_parallel else tokens
-    residual = width * residual_tokens * model.width
+    residual = block_input_bytes(work, at, stack)
     gathered = width * tokens * model.width if stack.saves_gathered_input else residual
     gathered = np.where(at.regather == 1, residual, gathered)
     stream = residual if work.compiled else np.maximum(stack.residual_bytes, width) / width * residual
@@ -126,7 +132,7 @@ def movable_activation_bytes(work: Workload, at: Layouts, stack: Framework) -> F
         if part:
             kept = kept_parts(work, at, stack, moe=moe)
             everything = np.asarray(sum(kept.values()))
-            again = (kept["inputs"] / 2.0 - everything) / at.recompute_every
+            again = (block_input_bytes(work, at, stack) - everything) / at.recompute_every
             moved = moved + part * (everything + np.where(at.recompute > 0, again, 0.0))
     return moved
 

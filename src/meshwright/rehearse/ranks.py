@@ -5,16 +5,21 @@ server imports torch, the ranks are forked from it and stay. Each job forms a fr
 the size it asks for (tens of milliseconds) and leaves none behind.
 """
 
+import contextlib
 import datetime
+import faulthandler
 import io
 import logging
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -24,6 +29,8 @@ from meshwright.mesh import World
 
 # A collective that waits this long has lost a partner: no job computes for a minute.
 JOB_TIMEOUT_SECONDS = 120.0
+# What is left of a job after its collectives have given up.
+GRACE_SECONDS = 30.0
 # gloo keeps the threads of a destroyed group while anything in torch remembers it (a mesh leaves about 20
 # groups), and torch's caches may name a group of an earlier world; fresh forks are cheap beside both.
 JOBS_PER_FORK = 5
@@ -78,8 +85,9 @@ def this_world() -> World:
     return World(rank=rank, local_rank=rank, num_ranks=size, device=rank_device(), store=store)
 
 
-def _serve(rank: int, connection: Connection, device: str) -> None:
-    """Run jobs until the pipe closes."""
+def _serve(rank: int, connection: Connection, device: str, job_seconds: float, trace: Path) -> None:
+    """Run jobs until the pipe closes; asked by a signal, say in `trace` where this rank stands."""
+    faulthandler.register(signal.SIGUSR1, file=trace.open("w"), all_threads=True)
     backend = _take_device(rank, device)
     while True:
         try:
@@ -90,7 +98,7 @@ def _serve(rank: int, connection: Connection, device: str) -> None:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             os.environ[_STORE_VARIABLE] = store_path
             store = dist.FileStore(store_path, world_size)
-            timeout = datetime.timedelta(seconds=JOB_TIMEOUT_SECONDS)
+            timeout = datetime.timedelta(seconds=job_seconds)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             torch.manual_seed(0)
             result = _pack(function(*args))
@@ -104,10 +112,15 @@ def _serve(rank: int, connection: Connection, device: str) -> None:
 
 
 class RankPool:
-    """Forked ranks that run `function(*args)` together in a process group of any size up to `max_ranks`."""
+    """Forked ranks that run `function(*args)` together in a process group of any size up to `max_ranks`.
 
-    def __init__(self, max_ranks: int = 8, *, device: str = "cpu") -> None:
-        self.max_ranks, self.device = max_ranks, device
+    Ranks that give no answer in time are killed, and the failure tells where they stood.
+    """
+
+    def __init__(
+        self, max_ranks: int = 8, *, device: str = "cpu", job_seconds: float = JOB_TIMEOUT_SECONDS
+    ) -> None:
+        self.max_ranks, self.device, self._job_seconds = max_ranks, device, job_seconds
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[Any, Any]] = []  # processes and our ends of their pipes
@@ -117,8 +130,11 @@ class RankPool:
     def _grow(self, num_ranks: int) -> None:
         while len(self._workers) < num_ranks:
             ours, theirs = self._context.Pipe()
+            rank = len(self._workers)
             process = self._context.Process(
-                target=_serve, args=(len(self._workers), theirs, self.device), daemon=True
+                target=_serve,
+                args=(rank, theirs, self.device, self._job_seconds, self._trace_of(rank)),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -142,13 +158,24 @@ class RankPool:
             connection.send((function, world_size, store_path, args))
         return self._collect(connections)
 
+    def _trace_of(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}.trace"
+
+    def _standing(self, ranks: list[int]) -> str:
+        """Where these ranks hang: what each of their threads runs."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process_ids[rank], signal.SIGUSR1)
+        time.sleep(1.0)  # they write by themselves
+        return "".join(f"\nrank {rank} stands at:\n{self._trace_of(rank).read_text()}" for rank in ranks)
+
     def _collect(self, connections: list[Any]) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
             # After a first failure the others hang in a collective: give them a moment to report too.
-            ready = wait(list(waiting), timeout=2.0 if failures else JOB_TIMEOUT_SECONDS + 30)
+            ready = wait(list(waiting), timeout=2.0 if failures else self._job_seconds + GRACE_SECONDS)
             if not ready:
                 break
             for connection in [one for one in connections if one in ready]:
@@ -159,8 +186,10 @@ class RankPool:
                     succeeded, value = False, "the process died"
                 (results if succeeded else failures)[rank] = value
         if failures or waiting:
-            self.restart()
             silent = f"\nno answer from ranks {sorted(waiting.values())}" if waiting else ""
+            if not failures:
+                silent += self._standing(sorted(waiting.values()))
+            self.restart()
             raise RankFailure(
                 "".join(f"\nrank {r}:\n{text}" for r, text in sorted(failures.items())) + silent
             )

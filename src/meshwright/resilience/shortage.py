@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.mesh import World, end_device_collectives
+from meshwright.mesh import World, connect_device_groups, end_device_collectives
 from meshwright.parallel.program import Program
 
 _POLL_SECONDS = 1.0
@@ -35,6 +35,8 @@ class Lookout:
         self._world, self._key = world, f"shortage-{attempt}"
         # A group of its own: in any other a partner may wait for the step's own data.
         self._group = dist.new_group(backend="gloo") if goes_on else None
+        if goes_on:
+            connect_device_groups(world)
         self.goes_on = goes_on
         """Whether training goes on after a shortage: only then do ranks agree after every step."""
 
@@ -76,6 +78,9 @@ class Lookout:
         if own is None and bool(is_short):
             own = self.announced()
         if own is not None:
+            # This rank's host may be past collectives that its card still waits in, and with it all that
+            # the card is given from now on.
+            end_device_collectives(self._world)
             raise own
 
     @contextmanager

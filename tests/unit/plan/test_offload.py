@@ -81,6 +81,10 @@ class TestBytes:
         left = kept - moved.host["activations"][0, 0] + two
         assert moved.items["activations"][0, 0] == pytest.approx(left)
 
+    def test_of_a_recomputed_block_its_input_moves_as_the_stream_is(self) -> None:
+        moved = _memory(layouts(offload=ACTIVATIONS, recompute=FULL))
+        assert moved.host["activations"][0, 0] == 2 * 4096 * MODEL.width * MODEL.num_layers
+
     def test_regather_keeps_a_part_of_two_inputs(self) -> None:
         kept, dropped = (
             layer_activation_bytes(WORK, layouts(tp=8, regather=value), meshwright(), moe=False)[0]

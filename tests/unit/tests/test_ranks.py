@@ -1,9 +1,13 @@
 """The pool that every distributed test stands on."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import RankFailure
+from tests.ranks import RankFailure, RankPool
+
+from meshwright.rehearse import ranks as ranks_module
 
 
 def _sum_of_ranks(offset: int) -> torch.Tensor:
@@ -27,3 +31,16 @@ def test_a_failing_rank_is_named_and_the_pool_recovers(ranks) -> None:
     with pytest.raises(RankFailure, match=r"rank 1:[\s\S]*planted"):
         ranks.run(_fails_on_rank_one, 2)
     assert len(ranks.run(_sum_of_ranks, 2, 0)) == 2
+
+
+def _sleep_for_long():
+    time.sleep(100)
+
+
+def test_silent_ranks_are_killed_and_tell_where_they_stood(monkeypatch):
+    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 1.0)
+    with RankPool(max_ranks=1, job_seconds=3.0) as pool:
+        with pytest.raises(RankFailure, match="no answer from ranks") as caught:
+            pool.run(_sleep_for_long, 1)
+        assert "_sleep_for_long" in str(caught.value)
+        assert pool.process_ids == []
