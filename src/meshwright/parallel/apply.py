@@ -31,6 +31,7 @@ from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
+from meshwright.parallel.fp8_weights import NarrowWeights
 from meshwright.parallel.owned import OwnedParameter, own, set_gradient_dtype
 from meshwright.parallel.place import place_parameters
 from meshwright.parallel.pp import Border, PipelineProgram, StageModule, build_stages
@@ -59,8 +60,10 @@ def build_program(
     weights.move_in()
     reducer = build_reducer(owned, mesh, roots=[stage.module for stage in stages])
     localise = localiser(mesh)
+    narrow = NarrowWeights([stage.module for stage in stages], mesh)
+    narrow.write()
     if run.parallel.num_stages == 1:
-        return SingleProgram(stages[0].module, owned=owned, reducer=reducer, localise=localise)
+        return SingleProgram(stages[0].module, owned=owned, reducer=reducer, narrow=narrow, localise=localise)
     return PipelineProgram(
         stages,
         mesh=mesh,
@@ -68,6 +71,7 @@ def build_program(
         owned=owned,
         tied=tie(run.model, mesh, owned),
         reducer=reducer,
+        narrow=narrow,
         localise=localise,
     )
 

@@ -8,24 +8,28 @@ that hold its parts (n scalars in one all-reduce of a few bytes):
 
 dp ranks hold other micro-batches, which are other tensors. Under ZeRO-3 the product sees the gathered
 weight. Scales of blocks need no agreement: a block lies on one rank.
+
+Linears that multiply the same input (q, k, v; gate, up) become one product.
 """
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers.linear import Linear, Product
-from meshwright.precision.fp8.delayed import DelayedProduct
+from meshwright.models.layers.linear import Linear, Product, Together
+from meshwright.ops.sharded import local
+from meshwright.precision.fp8.delayed import ScaleHistory
+from meshwright.precision.fp8.kept import KeptWeight
 from meshwright.precision.fp8.linear import UNCUT, Cuts, Fp8Product
 from meshwright.precision.fp8.matmul import is_native
 from meshwright.precision.fp8.recipes import RECIPES
 from meshwright.precision.policy import lower_dtype, weight_dtype
-from meshwright.spec import Fp8Spec, RunSpec
+from meshwright.spec import RunSpec
 from meshwright.spec.fp8 import fp8_layers, fp8_weights
 from meshwright.spec.placement import tp_dim
 
@@ -34,21 +38,34 @@ def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
     """Replace the products that the table names."""
     if run.precision.fp8 is None:
         return
-    recipe = RECIPES[run.precision.fp8.recipe]
-    dtype = lower_dtype(run.precision) or weight_dtype(run.precision)
-    native = is_native(recipe, mesh.device) and lower_dtype(run.precision) is not None
     chosen = {weight.name for layer in fp8_layers(run) for weight in fp8_weights(run, layer)}
-    for name, linear in model.named_modules():
-        if isinstance(linear, Linear) and f"{name}.weight" in chosen:
-            cuts = _cuts(f"{name}.weight", mesh) if recipe.token_block is None else UNCUT
-            linear.product = _product(run.precision.fp8, dtype=dtype, native=native, cuts=cuts)
+    names = {
+        linear: name
+        for name, linear in model.named_modules()
+        if isinstance(linear, Linear) and f"{name}.weight" in chosen
+    }
+    joined = [one for one in model.modules() if isinstance(one, Together) and names.keys() >= {*one.linears}]
+    alone = names.keys() - {linear for one in joined for linear in one.linears}
+    for linear in alone:
+        linear.product = _product(run, mesh, names[linear], [linear])
+    for one in joined:
+        one.product = _product(run, mesh, names[one.linears[0]], one.linears)
 
 
-def _product(fp8: Fp8Spec, *, dtype: torch.dtype, native: bool, cuts: Cuts) -> nn.Module:
-    if RECIPES[fp8.recipe].is_delayed:
-        steps = fp8.history_steps
-        return DelayedProduct(fp8.recipe, dtype=dtype, native=native, cuts=cuts, history_steps=steps)
-    return Fp8Product(fp8.recipe, dtype=dtype, native=native, cuts=cuts)
+def _product(run: RunSpec, mesh: Mesh, name: str, linears: Collection[Linear]) -> Fp8Product:
+    """For linears that are cut alike; `name` is that of one of them."""
+    fp8 = run.precision.fp8
+    assert fp8 is not None
+    recipe, shapes = RECIPES[fp8.recipe], [local(linear.weight).shape for linear in linears]
+    is_kept = fp8.weights == "kept"
+    return Fp8Product(
+        fp8.recipe,
+        dtype=lower_dtype(run.precision) or weight_dtype(run.precision),
+        native=is_native(recipe, mesh.device) and lower_dtype(run.precision) is not None,
+        cuts=_cuts(f"{name}.weight", mesh) if recipe.token_block is None else UNCUT,
+        kept=KeptWeight(fp8.recipe, sum(rows for rows, _ in shapes), shapes[0][1]) if is_kept else None,
+        history=ScaleHistory(fp8.recipe, fp8.history_steps) if recipe.is_delayed else None,
+    )
 
 
 def _cuts(weight: str, mesh: Mesh) -> Cuts:
@@ -67,29 +84,42 @@ def fp8_blocks(run: RunSpec) -> list[int]:
     return [layer for layer in fp8_layers(run) if fp8_weights(run, layer)]
 
 
+class NarrowProduct(NamedTuple):
+    """A product in fp8 where it stands."""
+
+    name: str
+    place: Linear | Together
+    product: Fp8Product
+    linears: tuple[Linear, ...]
+
+    def replace(self, product: Fp8Product | None) -> None:
+        """Put another product there; None: plain ones."""
+        self.place.product = Product() if product is None and isinstance(self.place, Linear) else product
+
+
+def narrow_products(stages: Iterable[nn.Module]) -> list[NarrowProduct]:
+    """All products in fp8, in the order of the model."""
+    return [
+        NarrowProduct(name, place, place.product, place.linears if isinstance(place, Together) else (place,))
+        for stage in stages
+        for name, place in stage.named_modules()
+        if isinstance(place, (Linear, Together)) and isinstance(place.product, Fp8Product)
+    ]
+
+
 def fall_back(stages: Iterable[nn.Module], layers: Collection[int]) -> None:
     """Give the linears of these blocks, where a stage has them, plain products again."""
-    for linear in _narrow_linears(stages, layers):
-        linear.product = Product()
+    for narrow in narrow_products(stages):
+        if int(narrow.name.split(".")[1]) in layers:
+            narrow.replace(None)
 
 
 @contextmanager
 def in_bf16(stages: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, every linear has a plain product."""
-    linears = _narrow_linears(stages, None)
-    products = [linear.product for linear in linears]
-    for linear in linears:
-        linear.product = Product()
+    found = narrow_products(stages)
+    for narrow in found:
+        narrow.replace(None)
     yield
-    for linear, product in zip(linears, products, strict=True):
-        linear.product = product
-
-
-def _narrow_linears(stages: Iterable[nn.Module], layers: Collection[int] | None) -> list[Linear]:
-    return [
-        module
-        for stage in stages
-        for name, module in stage.named_modules()
-        if isinstance(module, Linear) and isinstance(module.product, (Fp8Product, DelayedProduct))
-        if layers is None or int(name.split(".")[1]) in layers
-    ]
+    for narrow in found:
+        narrow.replace(narrow.product)

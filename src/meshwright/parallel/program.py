@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from meshwright.data.batches import Microbatch
 from meshwright.parallel.dp import Reducer
+from meshwright.parallel.fp8_weights import NarrowWeights
 from meshwright.parallel.owned import OwnedParameter
 
 Localise = Callable[[Microbatch, float], Microbatch]
@@ -57,10 +58,16 @@ class SingleProgram:
     """All layers on this rank: micro-batches one after the other."""
 
     def __init__(
-        self, model: nn.Module, *, owned: list[OwnedParameter], reducer: Reducer, localise: Localise
+        self,
+        model: nn.Module,
+        *,
+        owned: list[OwnedParameter],
+        reducer: Reducer,
+        narrow: NarrowWeights,
+        localise: Localise,
     ) -> None:
         self.stages, self.owned = [model], owned
-        self._model, self._reducer, self._localise = model, reducer, localise
+        self._model, self._reducer, self._narrow, self._localise = model, reducer, narrow, localise
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """See Program."""
@@ -83,6 +90,7 @@ class SingleProgram:
     def gather_parameters(self) -> None:
         """See Program."""
         self._reducer.gather_parameters()
+        self._narrow.write()
 
     def _loss(self, microbatch: Microbatch, scale: float) -> Tensor:
         local = self._localise(microbatch, scale)

@@ -102,6 +102,18 @@ def delayed_scales_see_the_weights(run: RunSpec) -> Violations:
         yield SpecError(fact, where="precision.fp8.recipe", hint="use precision.fp8.recipe=current or blocks")
 
 
+def kept_fp8_weights_are_wholes(run: RunSpec) -> Violations:
+    """An fp8 copy of the weights beside them would undo ZeRO-3 and offload."""
+    fp8, hint = run.precision.fp8, "use precision.fp8.weights=anew"
+    if fp8 is None or fp8.weights != "kept":
+        return
+    if run.parallel.zero == 3:
+        yield SpecError("fp8.weights=kept with zero=3", where="precision.fp8.weights", hint=hint)
+    if "parameters" in run.memory.offload:
+        fact = "fp8.weights=kept with memory.offload=parameters"
+        yield SpecError(fact, where="precision.fp8.weights", hint=hint)
+
+
 def one_source_of_data(run: RunSpec) -> Violations:
     """Exactly one of `data.path` and `data.synthetic` is given."""
     data = run.data
@@ -333,6 +345,7 @@ RUN_RULES = [
     fp8_has_linears,
     fp8_divides_tokens,
     delayed_scales_see_the_weights,
+    kept_fp8_weights_are_wholes,
     one_source_of_data,
     ramp_leads_to_the_batch,
     evaluation_has_data,

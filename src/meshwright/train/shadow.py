@@ -129,8 +129,11 @@ def _ratio(_: float, square_a: float, square_b: float) -> float:
 
 @contextmanager
 def _unchanged_buffers(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Loads of experts, magnitudes seen: what a forward notes is forgotten."""
-    buffers = [buffer for stage in stages for buffer in stage.buffers()]
+    """Loads of experts, magnitudes seen: what a forward notes is forgotten.
+
+    Weights kept in fp8 are not written to by a forward, and large.
+    """
+    buffers = [buffer for stage in stages for buffer in stage.buffers() if buffer.itemsize > 1]
     before = [buffer.clone() for buffer in buffers]
     yield
     for buffer, value in zip(buffers, before, strict=True):

@@ -10,8 +10,7 @@ from tests.harness import this_world
 from tests.ranks import RankPool
 
 from meshwright.mesh import Mesh, build_mesh
-from meshwright.models.layers.linear import Linear
-from meshwright.precision.fp8.delayed import DelayedProduct
+from meshwright.precision.fp8.delayed import ScaleHistory
 from meshwright.precision.fp8.recipes import E5M2, RECIPES
 from meshwright.spec import Fp8Spec, PrecisionSpec, RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
@@ -49,9 +48,10 @@ def _scale_gate_and_up(training: Training) -> None:
 def _stale_scales(training: Training) -> None:
     """Scales of another time, in which everything was thousands of times larger."""
     for module in training.program.stages[0].modules():
-        if isinstance(module, Linear) and isinstance(module.product, DelayedProduct):
-            module.product.has_history = True
-            module.product.units_3.fill_(2.0**10)
+        if isinstance(module, ScaleHistory):
+            module.is_known = True
+            for unit in (module.unit_x, module.unit_weight, module.unit_gradient):
+                unit.fill_(2.0**10)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])

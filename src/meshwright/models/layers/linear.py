@@ -1,4 +1,4 @@
-"""A matrix, with or without a bias."""
+"""A matrix, with or without a bias, and several that multiply the same vector."""
 
 import torch
 from torch import Tensor, nn
@@ -33,3 +33,23 @@ class Linear(nn.Module):
             return self.product(x, local(self.weight), bias)
         y = self.collect(self.product(x, local(self.weight)))
         return y if bias is None else y + bias
+
+
+class Together(nn.Module):
+    """Linears of one input. Parameters stay with the linears; `product`, where set, multiplies them all."""
+
+    def __init__(self, *linears: Linear) -> None:
+        super().__init__()
+        self.linears = linears  # in a tuple, which registers nothing
+        # Set where one product for all is faster: has a method `together(x, weights)`.
+        self.product: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each of them makes of x."""
+        if self.product is None:
+            return tuple(linear(x) for linear in self.linears)
+        products = self.product.together(x, tuple(local(linear.weight) for linear in self.linears))
+        return tuple(
+            y if linear.bias is None else y + local(linear.bias).to(y.dtype)
+            for y, linear in zip(products, self.linears, strict=True)
+        )

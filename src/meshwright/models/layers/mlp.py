@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.models.layers.linear import Linear
+from meshwright.models.layers.linear import Linear, Together
 from meshwright.spec import MlpSpec
 
 
@@ -14,11 +14,13 @@ class SwiGlu(nn.Module):
         super().__init__()
         self.gate = Linear(width, inner_width, bias=bias)
         self.up = Linear(width, inner_width, bias=bias)
+        self.projections = Together(self.gate, self.up)
         self.down = Linear(inner_width, width, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """What the MLP adds to the residual stream."""
-        return self.down(functional.silu(self.gate(x_BSD)) * self.up(x_BSD))
+        gate_BSF, up_BSF = self.projections(x_BSD)
+        return self.down(functional.silu(gate_BSF) * up_BSF)
 
 
 class Gelu(nn.Module):

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.microbatch import sum_reducer
 from meshwright.data.batches import Microbatch
 from meshwright.mesh import Mesh
 from meshwright.parallel.dp import Reducer
+from meshwright.parallel.fp8_weights import NarrowWeights
 from meshwright.parallel.owned import OwnedParameter
 from meshwright.parallel.pp.forward import forward_losses
 from meshwright.parallel.pp.stages import StageModule
@@ -61,12 +62,14 @@ class PipelineProgram:
         owned: list[OwnedParameter],
         tied: TiedTable,
         reducer: Reducer,
+        narrow: NarrowWeights,
         localise: Callable[[Microbatch, float], Microbatch],
     ) -> None:
         self.stages: list[nn.Module] = [stage.module for stage in stages]
         self._numbered = stages
         self.owned = [one for one in owned if not any(one is other for other in tied.followers)]
         self._mesh, self._tied, self._reducer, self._localise = mesh, tied, reducer, localise
+        self._narrow = narrow
         self._has_first = any(stage.index == 0 for stage in stages)
         self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
         self._border = border
@@ -99,6 +102,7 @@ class PipelineProgram:
         """See Program."""
         self._tied.follow()
         self._reducer.gather_parameters()
+        self._narrow.write()
 
     def _run_schedule(self, whole: Microbatch, losses: list[Tensor], *, num_microbatches: int) -> None:
         """One call of the schedule, which cuts the joined micro-batches apart again along B."""

@@ -8,80 +8,57 @@ and a recomputed forward round alike, and noting the largest magnitude twice cha
 its history saturates for one step. A layer without a history yet takes its scales from the tensors at hand.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from meshwright.precision.fp8.linear import Cuts, scaled_linear
 from meshwright.precision.fp8.quantise import unit_of
 from meshwright.precision.fp8.recipes import RECIPES
 
-X, GRADIENT = 0, 1
 
-
-class DelayedProduct(nn.Module):
-    """In the place of a plain product, like Fp8Product. Between steps somebody calls `advance`."""
+class ScaleHistory(nn.Module):
+    """Magnitudes that one product has seen, and the scales that follow. Between steps call `advance`."""
 
     history_2H: Tensor
-    seen_2: Tensor
-    units_3: Tensor
+    seen_x: Tensor
+    seen_gradient: Tensor
+    unit_x: Tensor
+    unit_weight: Tensor
+    unit_gradient: Tensor
 
-    def __init__(
-        self, recipe: str, *, dtype: torch.dtype, native: bool, cuts: Cuts, history_steps: int
-    ) -> None:
+    def __init__(self, recipe: str, num_steps: int) -> None:
         super().__init__()
-        self.recipe, self.dtype, self.native, self.cuts = recipe, dtype, native, cuts
-        self.has_history = False
+        self.recipe = recipe
+        self.is_known = False
         # Not part of the model: a checkpoint without them is complete.
-        for name, shape in {"history_2H": (2, history_steps), "seen_2": (2,), "units_3": (3,)}.items():
-            self.register_buffer(name, torch.zeros(shape, device="meta"), persistent=False)
+        self.register_buffer("history_2H", torch.zeros(2, num_steps, device="meta"), persistent=False)
+        # Each a tensor of its own: torch's compiler takes no part of a tensor for a scale, and cannot split a
+        # graph whose forward and backward write to one tensor.
+        for name in ("seen_x", "seen_gradient", "unit_x", "unit_weight", "unit_gradient"):
+            self.register_buffer(name, torch.zeros((), device="meta"), persistent=False)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + b over the last dim of x, in the dtype of the other matmuls."""
-        x_TK = x.flatten(0, -2).to(self.dtype)
-        if self.training:  # held-out data leaves no trace
-            _note(self.seen_2, X, x_TK)
-        y_TN = scaled_linear(
-            x_TK,
-            weight,
-            self.recipe,
-            native=self.native,
-            cuts=self.cuts,
-            units_3=self.units_3 if self.has_history else None,
-        )
-        noted: Tensor = _NoteGradient.apply(y_TN, self.seen_2)  # pyright: ignore[reportAssignmentType]
-        y = noted.unflatten(0, x.shape[:-1])
-        return y if bias is None else y + bias.to(y.dtype)
+    def units(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of x, W and dy; none while there is no history."""
+        return (self.unit_x, self.unit_weight, self.unit_gradient) if self.is_known else (None, None, None)
 
     @torch.no_grad()
     def advance(self, seen_2: Tensor, weight_amax: Tensor) -> None:
         """Enter what the step has seen (agreed by all ranks) and set the scales of the next one."""
         self.history_2H.copy_(torch.cat((seen_2.unsqueeze(1), self.history_2H[:, :-1]), dim=1))
-        self.seen_2.zero_()
+        self.seen_x.zero_()
+        self.seen_gradient.zero_()
         self.set_units(weight_amax)
 
     @torch.no_grad()
     def set_units(self, weight_amax: Tensor) -> None:
         """The scales that follow from the history and the weight. Host sync only before the first step."""
-        self.has_history = self.has_history or bool(self.history_2H.any())
+        self.is_known = self.is_known or bool(self.history_2H.any())
         rule, (x_amax, gradient_amax) = RECIPES[self.recipe], self.history_2H.amax(1)
-        units = [unit_of(x_amax, rule.operand), unit_of(weight_amax, rule.operand)]
-        self.units_3.copy_(torch.stack([*units, unit_of(gradient_amax, rule.gradient)]))
+        self.unit_x.copy_(unit_of(x_amax, rule.operand))
+        self.unit_weight.copy_(unit_of(weight_amax, rule.operand))
+        self.unit_gradient.copy_(unit_of(gradient_amax, rule.gradient))
 
 
 @torch.no_grad()
-def _note(seen_2: Tensor, index: int, x: Tensor) -> None:
-    seen_2[index].copy_(torch.maximum(seen_2[index], x.detach().abs().amax().float()))
-
-
-class _NoteGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, seen_2: Tensor) -> Tensor:
-        ctx.seen_2 = seen_2  # not saved: that would forbid to change it
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _note(ctx.seen_2, GRADIENT, grad)
-        return grad, None
+def note(seen: Tensor, magnitudes: Tensor) -> None:
+    """Remember the largest of these."""
+    seen.copy_(torch.maximum(seen, magnitudes.amax()))

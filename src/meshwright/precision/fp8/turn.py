@@ -23,3 +23,19 @@ def turned(x_MK: Tensor) -> Tensor:
 @turned.register_fake
 def _(x_MK: Tensor) -> Tensor:
     return x_MK.new_empty((x_MK.shape[1], x_MK.shape[0]))
+
+
+@torch.library.custom_op("meshwright::turned_late", mutates_args=())
+def turned_late(parts: list[Tensor], after: Tensor) -> Tensor:
+    """x^T of parts of x one below the other, not before `after` is there.
+
+    What backward makes from a weight alone the compiler would make in forward and keep, for every layer.
+    """
+    del after
+    return torch.cat([turned(part) for part in parts], dim=1)
+
+
+@turned_late.register_fake
+def _(parts: list[Tensor], after: Tensor) -> Tensor:
+    del after
+    return parts[0].new_empty((parts[0].shape[1], sum(len(part) for part in parts)))
