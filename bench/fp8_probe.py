@@ -53,7 +53,7 @@ class Variant:
 CURRENT = ("precision.fp8.recipe=current", "precision.fp8.bf16_ends=0")
 DELAYED = ("precision.fp8.recipe=delayed", "precision.fp8.bf16_ends=0")
 BLOCKS = ("precision.fp8.recipe=blocks", "precision.fp8.bf16_ends=0")
-KEPT = ("precision.fp8.weights=kept",)
+KEPT = ("precision.fp8.cast_weights=per_step",)
 ENDS = ("precision.fp8.recipe=current", "precision.fp8.bf16_ends=1")
 VARIANTS = (
     Variant("kept", (*SMALL_STATE, *CURRENT, *KEPT)),
@@ -97,7 +97,7 @@ def without(what: str) -> Iterator[None]:
         with patch.object(linear, "matmul", partial(matmul.matmul, fast=True)):
             yield
     elif what == "joint products":
-        with patch.object(apply, "Together", type("Nothing", (), {})):
+        with patch.object(apply, "sharing", lambda _: ()):
             yield
     else:
         yield

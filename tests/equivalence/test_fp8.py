@@ -111,6 +111,16 @@ def test_fp8_equals_one_process(ranks: RankPool, alone, layout: str, recipe: str
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("layout", ["tp2", "zero1", pytest.param("pp2", marks=pytest.mark.soak)])
+def test_kept_weights_equal_one_process_that_casts_anew(ranks: RankPool, alone, layout: str) -> None:
+    """They follow every update: a stale copy would show from the second step on."""
+    precision = PrecisionSpec(compute="fp64", fp8=Fp8Spec(bf16_ends=0, cast_weights="per_step"))
+    run = fp8_run(precision=precision, parallel=ParallelSpec(**LAYOUTS[layout]))
+    errors = _errors(run_case(ranks, run), alone["current"])
+    wrong = {name: error for name, error in errors.items() if not error <= RTOL}
+    assert not wrong, wrong
+
+
 def test_fp8_is_really_at_work(ranks: RankPool, alone) -> None:
     plain = run_case(ranks, fp8_run(precision=PrecisionSpec(compute="fp64")))
     errors = _errors(alone["current"], plain)

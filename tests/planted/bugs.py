@@ -303,6 +303,13 @@ BUGS = [
         "tests/equivalence/test_fp8.py::test_fp8_equals_one_process[tp2-current]",
     ),
     Bug(
+        "weights kept in fp8 not cast again after an update",
+        "parallel/program.py",
+        "        self._narrow.write()\n",
+        "",
+        "tests/equivalence/test_fp8.py::test_kept_weights_equal_one_process_that_casts_anew[tp2]",
+    ),
+    Bug(
         "fp8 casts do not saturate",
         "precision/fp8/quantise.py",
         "x.clamp(-largest, largest).to(dtype)",

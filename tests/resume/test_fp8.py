@@ -24,7 +24,9 @@ def _run(fp8: Fp8Spec | None, **changes: object) -> RunSpec:
 
 @pytest.mark.parametrize("layout", [{}, {"dp_shard": 2, "zero": 3}])
 def test_delayed_scales_go_on(ranks: RankPool, tmp_path, layout) -> None:
-    run = _run(Fp8Spec(recipe="delayed", bf16_ends=0, history_steps=3), parallel=ParallelSpec(**layout))
+    cast_weights = "per_microbatch" if layout else "per_step"
+    fp8 = Fp8Spec(recipe="delayed", bf16_ends=0, history_steps=3, cast_weights=cast_weights)
+    run = _run(fp8, parallel=ParallelSpec(**layout))
     attempt(ranks, run, tmp_path / "whole")
     attempt(ranks, run, tmp_path / "parts", stop_after=2)
     attempt(ranks, run, tmp_path / "parts")

@@ -12,7 +12,7 @@ weight. Scales of blocks need no agreement: a block lies on one rank.
 Linears that multiply the same input (q, k, v; gate, up) become one product.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -21,7 +21,10 @@ from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
-from meshwright.models.layers.linear import Linear, Product, Together
+from meshwright.models.layers.attention import Attention
+from meshwright.models.layers.linear import Linear, Product, Projections
+from meshwright.models.layers.mlp import Gated, SwiGlu
+from meshwright.models.layers.narrow import NarrowGated, NarrowProjections
 from meshwright.ops.sharded import local
 from meshwright.precision.fp8.delayed import ScaleHistory
 from meshwright.precision.fp8.kept import KeptWeight
@@ -44,20 +47,33 @@ def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
         for name, linear in model.named_modules()
         if isinstance(linear, Linear) and f"{name}.weight" in chosen
     }
-    joined = [one for one in model.modules() if isinstance(one, Together) and names.keys() >= {*one.linears}]
-    alone = names.keys() - {linear for one in joined for linear in one.linears}
+    alone = set(names)
+    for module in model.modules():
+        linears = sharing(module)
+        if linears and alone.issuperset(linears):
+            product = _product(run, mesh, names[linears[0]], linears)
+            if isinstance(module, Attention):
+                module.project = NarrowProjections(product)
+            elif isinstance(module, SwiGlu):
+                module.inner = NarrowGated(product)
+            alone.difference_update(linears)
     for linear in alone:
         linear.product = _product(run, mesh, names[linear], [linear])
-    for one in joined:
-        one.product = _product(run, mesh, names[one.linears[0]], one.linears)
 
 
-def _product(run: RunSpec, mesh: Mesh, name: str, linears: Collection[Linear]) -> Fp8Product:
+def sharing(module: nn.Module) -> tuple[Linear, ...]:
+    """The linears of a module that multiply the same input."""
+    if isinstance(module, Attention):
+        return module.query, module.key, module.value
+    return (module.gate, module.up) if isinstance(module, SwiGlu) else ()
+
+
+def _product(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear]) -> Fp8Product:
     """For linears that are cut alike; `name` is that of one of them."""
     fp8 = run.precision.fp8
     assert fp8 is not None
     recipe, shapes = RECIPES[fp8.recipe], [local(linear.weight).shape for linear in linears]
-    is_kept = fp8.weights == "kept"
+    is_kept = fp8.cast_weights == "per_step"
     return Fp8Product(
         fp8.recipe,
         dtype=lower_dtype(run.precision) or weight_dtype(run.precision),
@@ -84,27 +100,51 @@ def fp8_blocks(run: RunSpec) -> list[int]:
     return [layer for layer in fp8_layers(run) if fp8_weights(run, layer)]
 
 
+_PLAIN = {"project": Projections, "inner": Gated, "product": Product}
+
+
 class NarrowProduct(NamedTuple):
-    """A product in fp8 where it stands."""
+    """A product in fp8 where it stands: as an attribute of a module, by itself or inside a joint one."""
 
     name: str
-    place: Linear | Together
-    product: Fp8Product
+    module: nn.Module
+    attribute: str
     linears: tuple[Linear, ...]
 
-    def replace(self, product: Fp8Product | None) -> None:
-        """Put another product there; None: plain ones."""
-        self.place.product = Product() if product is None and isinstance(self.place, Linear) else product
+    @property
+    def place(self) -> nn.Module:
+        """What stands there."""
+        return getattr(self.module, self.attribute)
+
+    @property
+    def product(self) -> Fp8Product:
+        """The product itself."""
+        place = self.place
+        return place if isinstance(place, Fp8Product) else place.product  # pyright: ignore[reportReturnType]
+
+    def replace(self, place: nn.Module | None) -> None:
+        """Put something else there; None: what computes plainly."""
+        setattr(self.module, self.attribute, place or _PLAIN[self.attribute]())
 
 
 def narrow_products(stages: Iterable[nn.Module]) -> list[NarrowProduct]:
     """All products in fp8, in the order of the model."""
+    found = [named for stage in stages for named in stage.named_modules()]
     return [
-        NarrowProduct(name, place, place.product, place.linears if isinstance(place, Together) else (place,))
-        for stage in stages
-        for name, place in stage.named_modules()
-        if isinstance(place, (Linear, Together)) and isinstance(place.product, Fp8Product)
+        NarrowProduct(f"{name}.{attribute}", module, attribute, linears)
+        for name, module in found
+        for attribute, linears in _places(module)
     ]
+
+
+def _places(module: nn.Module) -> list[tuple[str, tuple[Linear, ...]]]:
+    if isinstance(module, Attention) and isinstance(module.project, NarrowProjections):
+        return [("project", sharing(module))]
+    if isinstance(module, SwiGlu) and isinstance(module.inner, NarrowGated):
+        return [("inner", sharing(module))]
+    if isinstance(module, Linear) and isinstance(module.product, Fp8Product):
+        return [("product", (module,))]
+    return []
 
 
 def fall_back(stages: Iterable[nn.Module], layers: Collection[int]) -> None:
@@ -117,9 +157,9 @@ def fall_back(stages: Iterable[nn.Module], layers: Collection[int]) -> None:
 @contextmanager
 def in_bf16(stages: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, every linear has a plain product."""
-    found = narrow_products(stages)
-    for narrow in found:
+    found = [(narrow, narrow.place) for narrow in narrow_products(stages)]
+    for narrow, _ in found:
         narrow.replace(None)
     yield
-    for narrow in found:
-        narrow.replace(narrow.product)
+    for narrow, place in found:
+        narrow.replace(place)

@@ -29,10 +29,10 @@ class Fp8Spec(Spec):
     and gradients and per 128x128 of weights, E4M3. mxfp8: one scale per 32, E4M3."""
     bf16_ends: NonNegative = 1
     """Blocks at each end of the model that stay in bf16."""
-    weights: Literal["anew", "kept"] = "anew"
-    """anew: weights are cast in every micro-batch. kept: once per update, which is faster and takes two bytes
-    per weight more; needs weights that stay on the device as wholes, so not ZeRO-3 and not offloaded. The
-    numbers are the same."""
+    cast_weights: Literal["per_microbatch", "per_step"] = "per_microbatch"
+    """per_microbatch: weights are cast when they are used. per_step: once per update and kept, which is faster
+    and takes two bytes per weight more; needs weights that stay on the device as wholes, so not ZeRO-3 and
+    not offloaded. The numbers are the same."""
     history_steps: Positive = 16
     """delayed: steps whose largest magnitudes count."""
     shadow_every: Positive | None = None

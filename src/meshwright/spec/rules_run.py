@@ -104,14 +104,16 @@ def delayed_scales_see_the_weights(run: RunSpec) -> Violations:
 
 def kept_fp8_weights_are_wholes(run: RunSpec) -> Violations:
     """An fp8 copy of the weights beside them would undo ZeRO-3 and offload."""
-    fp8, hint = run.precision.fp8, "use precision.fp8.weights=anew"
-    if fp8 is None or fp8.weights != "kept":
+    fp8, hint = run.precision.fp8, "use precision.fp8.cast_weights=per_microbatch"
+    if fp8 is None or fp8.cast_weights != "per_step":
         return
     if run.parallel.zero == 3:
-        yield SpecError("fp8.weights=kept with zero=3", where="precision.fp8.weights", hint=hint)
+        yield SpecError(
+            "fp8.cast_weights=per_step with zero=3", where="precision.fp8.cast_weights", hint=hint
+        )
     if "parameters" in run.memory.offload:
-        fact = "fp8.weights=kept with memory.offload=parameters"
-        yield SpecError(fact, where="precision.fp8.weights", hint=hint)
+        fact = "fp8.cast_weights=per_step with memory.offload=parameters"
+        yield SpecError(fact, where="precision.fp8.cast_weights", hint=hint)
 
 
 def one_source_of_data(run: RunSpec) -> Violations:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from meshwright.precision.fp8.linear import scaled_linear
+from meshwright.precision.fp8.kept import KeptWeight
+from meshwright.precision.fp8.linear import scaled_linear, scaled_linears
 from meshwright.precision.fp8.matmul import tiled_scales
 from meshwright.precision.fp8.quantise import block_amax, decode, encode, quantise, unit_of
 from meshwright.precision.fp8.recipes import E4M3, E5M2, RECIPES
@@ -168,3 +169,34 @@ def test_compiled_without_a_break_equals_eager_bit_by_bit(recipe):
         results.append((y.detach(), x.grad, weight.grad))
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
+
+
+def _joint_products(weights, recipe, kept=None):
+    """Outputs of each, gradient of x, gradients of each."""
+    x = _normal(T, K, seed=0).requires_grad_()
+    weights = [weight.clone().requires_grad_() for weight in weights]
+    ys, _ = scaled_linears(x, weights, recipe, native=False, kept=kept)
+    torch.cat(ys, dim=1).backward(_normal(T, sum(map(len, weights)), seed=2))
+    return [*(y.detach() for y in ys), x.grad, *(weight.grad for weight in weights)]
+
+
+WEIGHTS = [_normal(rows, K, seed=rows) for rows in (N, 2 * N)]
+
+
+@pytest.mark.parametrize("recipe", BANDS)
+def test_several_matrices_are_one_with_all_their_rows(recipe):
+    y1, y2, dx, dw1, dw2 = _joint_products(WEIGHTS, recipe)
+    y, dx_stacked, dw = _joint_products([torch.cat(WEIGHTS)], recipe)
+    assert torch.equal(torch.cat((y1, y2), 1), y)
+    assert torch.equal(dx, dx_stacked)
+    assert torch.equal(torch.cat((dw1, dw2)), dw)
+
+
+@pytest.mark.parametrize("recipe", BANDS)
+def test_kept_weights_are_those_cast_anew(recipe):
+    kept = KeptWeight(recipe, 3 * N, K).to_empty(device="cpu")
+    kept.write(WEIGHTS, unit_of(torch.cat(WEIGHTS).abs().amax(), E4M3))
+    for ours, anew in zip(
+        _joint_products(WEIGHTS, recipe, kept), _joint_products(WEIGHTS, recipe), strict=True
+    ):
+        assert torch.equal(ours, anew)

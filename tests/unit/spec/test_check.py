@@ -244,6 +244,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["precision.compute=bf16", "precision.fp8=delayed"],
         [["precision.compute=bf16", "precision.fp8=delayed", "memory.offload=[parameters]"]],
     ),
+    "kept_fp8_weights_are_wholes": (
+        "dense",
+        ["precision.compute=bf16", "precision.fp8.cast_weights=per_step"],
+        [
+            ["precision.compute=bf16", "precision.fp8.cast_weights=per_step", "parallel.zero=3"],
+            ["precision.compute=bf16", "precision.fp8.cast_weights=per_step", "memory.offload=[parameters]"],
+        ],
+    ),
     "one_source_of_data": (
         "dense",
         ["data.path=some/folder", "data.synthetic=null"],

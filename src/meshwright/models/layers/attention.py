@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from meshwright.models.layers.attend import Attend
-from meshwright.models.layers.linear import Linear, Together
+from meshwright.models.layers.linear import Linear, Projections
 from meshwright.models.layers.norm import RMSNorm
 from meshwright.models.layers.rope import Rotation, rotate
 from meshwright.spec import ModelSpec
@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.query = Linear(spec.width, query_width, bias=attention.qkv_bias)
         self.key = Linear(spec.width, kv_width, bias=attention.qkv_bias)
         self.value = Linear(spec.width, kv_width, bias=attention.qkv_bias)
-        self.projections = Together(self.query, self.key, self.value)
+        self.project: nn.Module = Projections()
         self.query_norm = RMSNorm(self.head_width, spec.norm_eps) if attention.qk_norm else None
         self.key_norm = RMSNorm(self.head_width, spec.norm_eps) if attention.qk_norm else None
         self.attend = Attend(dropout=attention.dropout)
@@ -35,7 +35,10 @@ class Attention(nn.Module):
         self, x_BSD: Tensor, *, turn: Rotation | None, positions_BS: Tensor, documents_BS: Tensor | None
     ) -> Tensor:
         """What attention adds to the residual stream."""
-        q_BSHK, k_BSGK, v_BSGK = (y.unflatten(-1, (-1, self.head_width)) for y in self.projections(x_BSD))
+        q_BSHK, k_BSGK, v_BSGK = (
+            heads.unflatten(-1, (-1, self.head_width))
+            for heads in self.project(x_BSD, (self.query, self.key, self.value))
+        )
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if turn is not None:
@@ -43,7 +46,7 @@ class Attention(nn.Module):
         out_BSHK = self.attend(
             q_BSHK,
             k_BSGK,
-            v_BSGK.contiguous(),  # as a part of one product for q, k and v it would keep all of that alive
+            v_BSGK,
             documents_BS=documents_BS,
             positions_BS=positions_BS,
             window=self.window,

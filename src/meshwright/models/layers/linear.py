@@ -1,4 +1,6 @@
-"""A matrix, with or without a bias, and several that multiply the same vector."""
+"""A matrix, with or without a bias, and several of them on the same input."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,21 +37,9 @@ class Linear(nn.Module):
         return y if bias is None else y + bias
 
 
-class Together(nn.Module):
-    """Linears of one input. Parameters stay with the linears; `product`, where set, multiplies them all."""
+class Projections(nn.Module):
+    """Several linears on the same input, one after the other; replaced where they are one product."""
 
-    def __init__(self, *linears: Linear) -> None:
-        super().__init__()
-        self.linears = linears  # in a tuple, which registers nothing
-        # Set where one product for all is faster: has a method `together(x, weights)`.
-        self.product: nn.Module | None = None
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What each of them makes of x."""
-        if self.product is None:
-            return tuple(linear(x) for linear in self.linears)
-        products = self.product.together(x, tuple(local(linear.weight) for linear in self.linears))
-        return tuple(
-            y if linear.bias is None else y + local(linear.bias).to(y.dtype)
-            for y, linear in zip(products, self.linears, strict=True)
-        )
+    def forward(self, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+        """The product of each."""
+        return [linear(x) for linear in linears]

@@ -1,0 +1,99 @@
+"""Numbers in fp8 as they lie and turned, plain and in Triton's interpreter."""
+
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from meshwright.precision.fp8.cast import _cast_and_turn, cast_and_turn, turned_cast_late, write_cast
+from meshwright.precision.fp8.quantise import encode
+from meshwright.precision.fp8.recipes import E4M3, E5M2
+
+# The interpreter is chosen when a kernel is defined, so it has a process of its own: this file.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+UNIT = torch.tensor(2.0**-4)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_parts_stand_side_by_side(dtype: torch.dtype, source: torch.dtype) -> None:
+    parts = [torch.randn(70, width).to(source) for width in (5, 130)]
+    cast = cast_and_turn(parts, UNIT, dtype)
+    expected = encode(torch.cat(parts, 1), UNIT, dtype, None).values_MK
+    assert torch.equal(_bits(cast.values_MK), _bits(expected))
+    assert cast.turned_KM.is_contiguous() and torch.equal(_bits(cast.turned_KM), _bits(expected.t()))
+    assert cast.largest.amax() == torch.cat(parts, 1).abs().amax().float()
+
+
+def test_magnitudes_hide_no_nan() -> None:
+    x = torch.randn(6, 4)
+    x[2, 3] = math.nan
+    assert cast_and_turn([x], UNIT, E4M3).largest.amax() == math.inf
+
+
+def test_late_is_the_same_and_stands_one_below_the_other() -> None:
+    parts = [torch.randn(rows, 20) for rows in (3, 8)]
+    expected = encode(torch.cat(parts), UNIT, E4M3, None).values_MK.t()
+    assert torch.equal(_bits(turned_cast_late(parts, UNIT, E4M3, torch.zeros(1))), _bits(expected))
+
+
+def test_into_columns_of_a_wider_matrix() -> None:
+    x, values, turned = torch.randn(6, 4), torch.zeros(6, 9).to(E4M3), torch.zeros(9, 6).to(E4M3)
+    write_cast(x, UNIT, values[:, 3:7], turned[3:7])
+    expected = encode(x, UNIT, E4M3, None).values_MK
+    assert torch.equal(_bits(values[:, 3:7]), _bits(expected))
+    assert torch.equal(_bits(turned[3:7]), _bits(expected.t()))
+    assert not values[:, :3].float().any() and not turned[7:].float().any()
+
+
+def test_tracing_knows_the_shapes() -> None:
+    parts = [torch.randn(130, 5), torch.randn(130, 260)]
+    torch.library.opcheck(_cast_and_turn, (parts, UNIT, E5M2))
+    torch.library.opcheck(turned_cast_late, (parts[:1], UNIT, E5M2, torch.zeros(1)))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+def test_interpreted_tiles_equal_the_plain_cast() -> None:
+    command = [sys.executable, "-m", "tests.unit.precision.test_cast"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["float8_e4m3fn", "float8_e5m2"]
+
+
+def compare(dtype: torch.dtype) -> None:
+    """Of sizes that fill no tile, out of and into columns of wider matrices.
+
+    Numbers are those of the format, some beyond it: the interpreter does not round, nor cast what is not a
+    number, as the hardware does; that is compared on the hardware.
+    """
+    from meshwright.precision.fp8.cast_triton import cast_tiles
+
+    finite = torch.arange(256).to(torch.uint8).view(dtype).float()
+    finite = finite[finite.isfinite() & (finite.abs() >= torch.finfo(dtype).smallest_normal)]
+    x = (finite[torch.randint(len(finite), (200, 150))] * UNIT)[:, 7:143]
+    x[3, 5], x[199, 135], x[0, 0] = 1e9, -1e9, math.nan
+    values, turned = torch.zeros(200, 300).to(dtype), torch.zeros(300, 200).to(dtype)
+    largest = torch.zeros(4)
+    cast_tiles(x, UNIT, values[:, 100:236], turned[100:236], largest, tile=128)
+    values[0, 100] = turned[100, 0] = math.nan
+    expected = encode(x, UNIT, dtype, None).values_MK
+    assert torch.equal(_bits(values[:, 100:236]), _bits(expected))
+    assert torch.equal(_bits(turned[100:236]), _bits(expected.t()))
+    assert not values[:, :100].float().any() and not turned[236:].float().any()
+    assert largest[0] == math.inf and largest[3] == 1e9
+    print(str(dtype).removeprefix("torch."))
+
+
+if __name__ == "__main__" and IS_INTERPRETED:
+    compare(E4M3)
+    compare(E5M2)
