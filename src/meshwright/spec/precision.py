@@ -30,7 +30,7 @@ class Fp8Spec(Spec):
     bf16_ends: NonNegative = 1
     """Blocks at each end of the model that stay in bf16."""
     cast_weights: Literal["per_microbatch", "per_step"] = "per_microbatch"
-    """per_microbatch: weights are cast when they are used. per_step: once per update and kept, which is faster
+    """per_microbatch: weights are cast when they are used. per_step: once per update, kept; that is faster
     and takes two bytes per weight more; needs weights that stay on the device as wholes, so not ZeRO-3 and
     not offloaded. The numbers are the same."""
     history_steps: Positive = 16
