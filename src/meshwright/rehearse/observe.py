@@ -82,8 +82,10 @@ class Observer(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             self.flops += _flops(packet, args, kwargs, out)
-        if func is _aten.add.Tensor and _is_engine_sum(args[0]):
-            self.ledger.take_over(args[0], out)
+        if func is _aten.add.Tensor and _is_engine_sum():
+            target = _unshared(args)
+            if target is not None:
+                self.ledger.take_over(target, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.ledger.see(tensor, str(packet), _kind(func, args, self.ledger))
@@ -148,16 +150,27 @@ def _kind(func: Any, args: Any, ledger: Ledger) -> str | None:
     return "cast weights" if source is not None and source.kind in ("weights", "gathered") else None
 
 
-def _is_engine_sum(left: Tensor) -> bool:
-    """Whether autograd adds up two gradients of one tensor and nobody else holds the first.
+def _is_engine_sum() -> bool:
+    """Whether autograd adds up two gradients of one tensor.
 
     For tensors that are not plain torch makes a new one; for those of a device it adds in place.
     """
-    caller = sys._getframe(2)
-    if caller.f_code.co_name != "_engine_run_backward":
-        return False
-    return left._use_count() <= ENGINE_REFERENCES  # pyright: ignore[reportAttributeAccessIssue]
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in DISPATCH_WRAPPERS:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"
 
 
-# The engine's own, and the one of the argument here.
-ENGINE_REFERENCES = 2
+# Torch calls a dispatch mode through these.
+DISPATCH_WRAPPERS = ("_fn", "inner")
+
+
+def _unshared(gradients: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Which of two gradients the engine adds the other to: the first that nobody else holds."""
+    if sys.getrefcount(gradients[0]) <= ENGINE_REFERENCES:
+        return gradients[0]
+    return gradients[1] if sys.getrefcount(gradients[1]) <= ENGINE_REFERENCES else None
+
+
+# The engine's own, the one of the pair and the one of the count.
+ENGINE_REFERENCES = 3
