@@ -3,17 +3,19 @@
     python -m bench.offload --out bench/results/offload_<hardware>_<date>.md
 
 Each row is a fresh training of random weights on random tokens, as in bench/runtime.py: warm-up steps, then
-median and spread of timed ones. What the planner expects on this device stands beside it.
+median and spread of timed ones. What the planner expects on this device stands beside it. The page is written
+after every row, and after `--seconds` no further row is begun.
 """
 
 import argparse
 import datetime
 import gc
 import platform
+import time
 from pathlib import Path
 
 import torch
-from bench.runtime import TIMED_STEPS, WARMUP_STEPS, measure, run_of
+from bench.runtime import measure, run_of
 
 from meshwright.hardware import parse_cluster
 from meshwright.mesh import leave_world
@@ -21,18 +23,12 @@ from meshwright.plan.predict import host_bytes, predict_run
 from meshwright.spec import MemorySpec, RunSpec
 
 FAMILY, LENGTH = "llama-3.2-1b", 4096
-BATCHES = (1, 2, 4, 8)
+WARMUP_STEPS, TIMED_STEPS = 2, 4
 # recompute, offload
-CHOICES = [
-    ("none", ""),
-    ("none", "optimizer"),
-    ("none", "activations"),
-    ("none", "optimizer,activations"),
-    ("full", ""),
-    ("full", "activations"),
-    ("full", "parameters"),
-    ("full", "optimizer,parameters,activations"),
-]
+ALONE = [("none", ""), ("none", "optimizer"), ("none", "activations")]
+WITH_RECOMPUTE = [("full", ""), ("full", "activations"), ("full", "optimizer,parameters,activations")]
+# By micro-batch. All activations of eight sequences are 50 GB, and the host pins a few GB a second.
+CHOICES = {4: [*ALONE, *WITH_RECOMPUTE], 1: [*ALONE, *WITH_RECOMPUTE], 8: [*ALONE[:2], *WITH_RECOMPUTE]}
 HEADER = (
     "| micro-batch | recompute | offload | step ms | spread ms | against none | allocated GiB | "
     "host GiB | predicted ms | predicted GiB |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -51,7 +47,7 @@ def row(run: RunSpec, plain_seconds: float | None, on: str) -> tuple[str, float 
     words = f"| {run.data.microbatch_sequences} | {memory.recompute} | {offload} "
     told = f"| {1e3 * expected.step_seconds:.0f} | {expected.fullest.allocated_bytes / 2**30:.1f} |"
     try:
-        found = measure(run)
+        found = measure(run, warmup_steps=WARMUP_STEPS, timed_steps=TIMED_STEPS)
     except torch.OutOfMemoryError:
         return f"{words}| out of memory | | | | {told}", plain_seconds
     seconds = found["step_seconds"]
@@ -67,20 +63,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--on", default="h200:1", help="What the planner is asked about.")
+    parser.add_argument("--seconds", type=float, default=90.0)
     options = parser.parse_args()
-    lines = [
-        f"# Offload on one {torch.cuda.get_device_name()}",
-        "",
-        f"`bench/offload.py`, {datetime.date.today()}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}. {FAMILY}, sequences of {LENGTH}, one micro-batch a step, bf16 "
-        f"compute, fp32 weights, gradients and AdamW states; {WARMUP_STEPS} warm-up steps, median and spread "
-        f"(largest less smallest) of {TIMED_STEPS}. Host GiB are predicted.",
-        "",
-        HEADER,
-    ]
-    for batch in BATCHES:
+    lines = [*title(), HEADER]
+    started_at = time.monotonic()
+    for batch, choices in CHOICES.items():
         plain_seconds: float | None = None
-        for recompute, offload in CHOICES:
+        for recompute, offload in choices:
+            if time.monotonic() - started_at > options.seconds:
+                print(f"no time left for {batch} {recompute} {offload}", flush=True)
+                continue
             line, plain_seconds = row(case(batch, recompute, offload), plain_seconds, options.on)
             print(line, flush=True)
             lines.append(line)
@@ -88,6 +80,18 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
     leave_world()
+
+
+def title() -> list[str]:
+    return [
+        f"# Offload on one {torch.cuda.get_device_name()}",
+        "",
+        f"`bench/offload.py`, {datetime.date.today()}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}. {FAMILY}, sequences of {LENGTH}, one micro-batch a step, bf16 "
+        f"compute, fp32 weights, gradients and AdamW states; {WARMUP_STEPS} warm-up steps, median and spread "
+        f"(largest less smallest) of {TIMED_STEPS}. Host GiB are predicted.",
+        "",
+    ]
 
 
 if __name__ == "__main__":

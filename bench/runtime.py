@@ -89,13 +89,13 @@ def drawn_on_device(spec, parameter, seed):
     return torch.randn(parameter.shape, device="cuda") * initial_std(spec, parameter)
 
 
-def measure(run: RunSpec) -> dict:
+def measure(run: RunSpec, *, warmup_steps: int = WARMUP_STEPS, timed_steps: int = TIMED_STEPS) -> dict:
     mesh = build_mesh(run.parallel, join_world("cuda"))
     with patch.object(sys.modules[initial_std.__module__], "initial_value", drawn_on_device):
         training = build_training(run, mesh)
     batch = random_batch(run)
     seconds = []
-    for step in range(WARMUP_STEPS + TIMED_STEPS):
+    for step in range(warmup_steps + timed_steps):
         if step == 1:  # the peak of the first step may be a compiler's
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def measure(run: RunSpec) -> dict:
         outcome = train_step(training, batch, learning_rate=1e-5)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started_at)
-    timed = seconds[WARMUP_STEPS:]
+    timed = seconds[warmup_steps:]
     return {
         "step_seconds": statistics.median(timed),
         "spread_seconds": max(timed) - min(timed),
