@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from meshwright.ops.batch_norm import batch_norms
 from meshwright.precision.fp8.matmul import OPERATORS
@@ -34,6 +39,17 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_attention_math.default,
 }
+
+# Marks for a profiler compute nothing. FSDP makes more of them in the second pass than in the first where it
+# wraps a part of a block (routed experts), which torch 2.13 would take for another computation.
+SAC_IGNORED_OPS.update(
+    (
+        torch.ops.profiler._record_function_enter.default,
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
 
 
 def apply_recompute(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:

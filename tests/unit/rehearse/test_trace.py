@@ -18,6 +18,7 @@ from meshwright.spec import (
     MemorySpec,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     OptimSpec,
     ParallelSpec,
     PrecisionSpec,
@@ -119,6 +120,15 @@ def test_state_is_exact():
     assert items["weights"] == 4 * num_parameters // 4 + slack
     # Two moments, and one count of steps for each of 39 parameters.
     assert items["optimizer"] == 2 * (4 * num_parameters // 4 + slack) + 39 * 512
+
+
+def test_routed_experts_of_zero_3_are_recomputed_selectively():
+    """FSDP wraps the experts inside a block, and marks its work for profilers once more the second time."""
+    run = small_run({"dp_shard": 4, "zero": 3, "ep": 4}, recompute="selective", compute="bf16")
+    routed = MODEL.with_(moe=MoeSpec(num_experts=8, top_k=2, width=64))
+    kept = peak_of(trace_rank(run.with_(model=routed), 0)).items["activations"]
+    whole = run.with_(model=routed, memory=MemorySpec(recompute="none"))
+    assert 0 < kept < peak_of(trace_rank(whole, 0)).items["activations"]
 
 
 def test_recompute_keeps_less():
