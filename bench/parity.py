@@ -1,31 +1,42 @@
 """Loss parity: the 124M shape in fp32, bf16 and fp8 on the same data, three seeds each, and a bad recipe.
 
-    python bench/parity.py                         on the card: about four minutes, compile included
-    python bench/parity.py --tiny --device cpu     the same program in half a minute, for a look
-    python bench/parity.py --kinds bf16 current blocks --seeds 0
+    python bench/parity.py                         on the card: three to four minutes
+    python bench/parity.py --tiny --device cpu     the same program in a minute or two, for a look
+    python bench/parity.py --kinds bf16 current blocks --seeds 0 1
 
-A number format may cost nothing that training with another seed does not cost as well: the loss of the last
-fifth of the steps and on held-out data, minus that of bf16 with the same seed, stays inside the spread of
-bf16 over seeds. The control (E5M2 everywhere, the ends too, with scales of another time) must not.
-`fp32` multiplies in TF32 where the device has it; everything else of it is fp32.
+A number format may cost nothing that training with another seed does not cost as well. A seed is initial
+weights and the order of the samples; the text (bench/parity_task.py) and its held-out part are the same for
+all. For each kind the gap to bf16 of the same seed is averaged over the seeds: of the loss over the last
+fifth of the steps, and of the loss on held-out data. Both have to stay within the spread of bf16, its largest
+loss over five seeds minus its smallest. The control (E5M2 everywhere, the ends too, with scales of another
+time) must not. `fp32` multiplies in TF32 where the device has it; everything else of it is fp32.
+
+Each kind has a process of its own, which compiles once for all its seeds; they share the card, since nothing
+is timed here: one such run cannot fill it.
 """
 
 import argparse
 import dataclasses
 import gc
-import statistics
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from unittest.mock import patch
 
 import torch
-from bench.parity_results import Curve, write_results
+from bench.parity_results import Curve, verdict_lines, write_results
+from bench.parity_task import write_library
 
 from meshwright.bench.machine_facts import machine_facts
-from meshwright.errors import EXIT_RUN_FAILED
-from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
+from meshwright.errors import EXIT_INPUT, EXIT_RUN_FAILED
+from meshwright.mesh import Mesh, build_mesh, choose_device, join_world, leave_world
 from meshwright.models.layers.linear import Linear
 from meshwright.optim.schedule import learning_rate
 from meshwright.precision.fp8.delayed import DelayedProduct
@@ -39,7 +50,6 @@ from meshwright.spec import (
     PrecisionSpec,
     RunSpec,
     ScheduleSpec,
-    SyntheticSpec,
 )
 from meshwright.spec.check import require_valid
 from meshwright.spec.families import family
@@ -47,10 +57,13 @@ from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate
 from meshwright.train.step import Training, train_step
 
+ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("fp32", "bf16", "current", "delayed", "blocks", "mxfp8", "control")
 # Of E5M2's range this leaves the largest numbers a handful of steps, and the rest nothing.
 STALE_BY = 2.0**30
-DEFAULT_KINDS = ("bf16", "current", "blocks", "fp32", "control")
+DEFAULT_KINDS = ("bf16", "fp32", "current", "control")
+# Batches on which a model is judged in the end.
+HELD_OUT_BATCHES = 16
 
 
 def the_model(*, is_tiny: bool) -> ModelSpec:
@@ -74,7 +87,7 @@ def precision_of(kind: str, device: str) -> PrecisionSpec:
 
 
 def the_run(kind: str, seed: int, options: argparse.Namespace) -> RunSpec:
-    """One seed of one kind; weights, order of samples and data depend on the seed alone."""
+    """One seed of one kind: the seed decides initial weights and the order of samples."""
     return RunSpec(
         name=f"{kind}-{seed}",
         seed=seed,
@@ -85,12 +98,12 @@ def the_run(kind: str, seed: int, options: argparse.Namespace) -> RunSpec:
         optim=OptimSpec(lr=options.lr, max_grad_norm=1.0, weight_decay=0.1, beta2=0.95),
         schedule=ScheduleSpec(num_steps=options.steps, warmup_steps=options.steps // 10, kind="cosine"),
         data=DataSpec(
-            synthetic=SyntheticSpec(num_documents=options.documents),
+            path=str(options.data),
             sequence_length=options.sequence,
             batch_sequences=options.batch,
             microbatch_sequences=options.batch,
             documents="joined",
-            holdout_sequences=8 * options.batch,
+            holdout_sequences=HELD_OUT_BATCHES * options.batch,
         ),
     )
 
@@ -146,49 +159,115 @@ def delayed_products(training: Training) -> list[DelayedProduct]:
     ]
 
 
-def parse() -> argparse.Namespace:
+# ---- processes ----------------------------------------------------------------------------------
+
+
+def train_kind(kind: str, options: argparse.Namespace) -> None:
+    """What runs in the process of one kind: a line of JSON for each seed."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    mesh = build_mesh(ParallelSpec(), join_world(options.device))
+    for seed in seeds_of(kind, options):
+        curve = train_curve(kind, require_valid(the_run(kind, seed, options)), mesh)
+        lines.write(json.dumps(dataclasses.asdict(curve)) + "\n")
+        lines.flush()
+        gc.collect()
+    leave_world()
+
+
+def seeds_of(kind: str, options: argparse.Namespace) -> list[int]:
+    """bf16 has more of them: three would hardly tell how far seeds lie apart."""
+    return options.base_seeds if kind == "bf16" else options.seeds
+
+
+def follow(kind: str, data: Path, curves: SimpleQueue[Curve | str]) -> None:
+    """Start the process of a kind and pass its curves on as they come, or its last words."""
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
+    command = [sys.executable, __file__, *sys.argv[1:], "--kind", kind, "--data", str(data)]
+    with tempfile.TemporaryFile("w+") as words:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, env=environment)
+        assert child.stdout is not None
+        for line in child.stdout:
+            curves.put(Curve(**json.loads(line)))
+        if child.wait() != 0:
+            words.seek(0)
+            curves.put(f"{kind}: {(words.read().strip().splitlines() or ['ended without a word'])[-1][:300]}")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; sizes depend on --tiny."""
     parser = argparse.ArgumentParser(description="Loss parity of number formats on the 124M shape.")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(DEFAULT_KINDS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--control-seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--base-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="of bf16")
+    parser.add_argument("--at-once", type=int, default=4, help="kinds that train at the same time")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
-    for name in ("steps", "batch", "sequence", "documents"):
+    for name in ("steps", "batch", "sequence"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--lr", type=float)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    sizes = {"steps": 40, "batch": 4, "sequence": 128, "documents": 200}
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    sizes = {"steps": 100, "batch": 4, "sequence": 128, "lr": 2e-3}
     if not options.tiny:
-        sizes = {"steps": 500, "batch": 8, "sequence": 1024, "documents": 6000}
+        sizes = {"steps": 500, "batch": 6, "sequence": 1024, "lr": 6e-4}
     for name, size in sizes.items():
         setattr(options, name, getattr(options, name) or size)
     return options
 
 
-def main() -> None:
-    """Run every kind and seed one after the other in this process, then judge."""
-    options = parse()
-    mesh = build_mesh(ParallelSpec(), join_world(options.device))
-    facts = machine_facts(mesh.device) | {"run": the_run("bf16", 0, options).model_dump(mode="json")}
+def train_all(options: argparse.Namespace, text: dict[str, float]) -> bool:
+    """Every kind and seed; after each the page is written anew, so that a run cut short leaves one."""
+    facts = machine_facts(choose_device(options.device, 0))
+    facts |= {"run": the_run("bf16", 0, options).model_dump(mode="json"), **text}
+    name = "parity_tiny" if options.tiny else "parity"
+    missing = {kind: len(seeds_of(kind, options)) for kind in options.kinds}
     curves: list[Curve] = []
-    is_sound = False
-    for kind in options.kinds:  # after each the page is written anew, so that a run cut short leaves one
-        for seed in options.control_seeds if kind == "control" else options.seeds:
-            run = require_valid(the_run(kind, seed, options))
-            curves.append(train_curve(kind, run, mesh))
-            gc.collect()
-            last = statistics.fmean(curves[-1].losses[-max(1, options.steps // 5) :])
+    arriving: SimpleQueue[Curve | str] = SimpleQueue()
+    is_sound, is_whole = False, True
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for kind in options.kinds:
+            pool.submit(follow, kind, options.data, arriving)
+        while any(missing.values()):
+            curve = arriving.get()
+            if isinstance(curve, str):  # the others go on
+                sys.stderr.write(f"error: {curve}\n")
+                missing[curve.split(":")[0]], is_whole = 0, False
+                continue
+            curves.append(curve)
+            missing[curve.kind] -= 1
             sys.stderr.write(
-                f"{kind:8} seed {seed}: loss {last:.4f}, held out {curves[-1].held_out:.4f}, "
-                f"{curves[-1].seconds:.1f} s\n"
+                f"{curve.kind:8} seed {curve.seed}: loss {curve.last:.4f}, held out {curve.held_out:.4f}, "
+                f"{curve.seconds:.1f} s\n"
             )
-        torch._dynamo.reset()  # the next kind compiles other code; its variants count from zero
-        is_sound = write_results(curves, facts, options.out, name="parity_tiny" if options.tiny else "parity")
-    leave_world()
-    sys.exit(0 if is_sound else EXIT_RUN_FAILED)
+            is_sound = write_results(curves, facts, options.out, name=name)
+    if any(curve.kind == "bf16" for curve in curves):
+        print("\n".join(verdict_lines(curves)))
+    return is_sound and is_whole
+
+
+def main() -> int:
+    """Write the text down, and train."""
+    options = parse()
+    if options.kind:
+        train_kind(options.kind, options)
+        return 0
+    if "bf16" not in options.kinds:
+        print("error: --kinds: everything is compared with bf16, which is missing", file=sys.stderr)
+        return EXIT_INPUT
+    started_at = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder:
+        options.data = Path(folder) / "tokens"
+        num_tokens = (options.steps + HELD_OUT_BATCHES + 1) * options.batch * (options.sequence + 1)
+        vocab_size = the_model(is_tiny=options.tiny).vocab_size
+        is_sound = train_all(
+            options, write_library(options.data, vocab_size=vocab_size, num_tokens=num_tokens)
+        )
+    sys.stderr.write(f"{time.perf_counter() - started_at:.0f} s\n")
+    return 0 if is_sound else EXIT_RUN_FAILED
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
