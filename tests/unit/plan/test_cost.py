@@ -76,8 +76,9 @@ class TestDirections:
         each = (0, RECOMPUTE_SELECTIVE, FULL)
         none, some, full = (_seconds(layouts(recompute=bits, num_microbatches=32)) for bits in each)
         assert none < some < full
-        # Full recompute is one more forward pass of three passes.
-        assert full / none == pytest.approx(4 / 3, rel=0.06)
+        # One more forward pass of three passes, but for the last product of each block.
+        last = LLAMA.model.mlp.width * LLAMA.model.width / LLAMA.counts.dense_layer
+        assert full / none == pytest.approx(1 + (1 - last) / 3, rel=0.03)
 
     def test_tp_past_the_node_is_a_cliff(self) -> None:
         work = Workload(family("llama-3.1-70b"), 4096)
@@ -115,8 +116,8 @@ class TestDirections:
     def test_adapters_skip_the_weight_gradient(self) -> None:
         work = Workload(family("llama-3.1-8b"), 4096, adapters=Adapters())
         at = layouts(num_microbatches=32)
-        # Two of three matmul passes; attention and element-wise work stay whole.
-        assert 2 / 3 < _seconds(at, work) / _seconds(at) < 0.85
+        # Two of three matmul passes, no casts of weights, no sums of gradients; the rest stays whole.
+        assert 0.6 < _seconds(at, work) / _seconds(at) < 0.8
 
     def test_compiled_blocks_move_fewer_bytes_and_launch_less(self) -> None:
         small = Workload(family("llama-3.2-1b"), 1024)

@@ -111,7 +111,8 @@ class TestSeconds:
         once, twice = (
             _seconds(layouts(offload=ACTIVATIONS, num_microbatches=count), "offload") for count in (1, 2)
         )
-        assert twice == pytest.approx(2 * once) and once > 0
+        # The second one also hides behind the sum of gradients.
+        assert 1.9 * once < twice < 2 * once and once > 0
         inputs = layouts(offload=ACTIVATIONS, recompute=FULL)
         assert _seconds(inputs, "offload") == 0
 
