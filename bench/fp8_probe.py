@@ -61,6 +61,7 @@ VARIANTS = (
     Variant("fast", (*SMALL_STATE, *CURRENT, *KEPT), undone="precise sums of gradients"),
     Variant("anew", (*SMALL_STATE, *CURRENT)),
     Variant("whole", (*SMALL_STATE, *CURRENT, *KEPT), num_layers=None),
+    Variant("whole-long", (*SMALL_STATE, *CURRENT, *KEPT), num_layers=None, microbatches=8),
     Variant("apart", (*SMALL_STATE, *CURRENT, *KEPT), undone="joint products"),
     Variant("bf16", SMALL_STATE),
     Variant("blocks", (*SMALL_STATE, *BLOCKS, *KEPT)),

@@ -26,7 +26,7 @@ from meshwright.models.layers.linear import Linear, Product, Projections
 from meshwright.models.layers.mlp import Gated, SwiGlu
 from meshwright.models.layers.narrow import NarrowGated, NarrowProjections
 from meshwright.ops.sharded import local
-from meshwright.precision.fp8.delayed import ScaleHistory
+from meshwright.precision.fp8.delayed import KnownScales
 from meshwright.precision.fp8.kept import KeptWeight
 from meshwright.precision.fp8.linear import UNCUT, Cuts, Fp8Product
 from meshwright.precision.fp8.matmul import is_native
@@ -80,7 +80,7 @@ def _product(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear]) -> 
         native=is_native(recipe, mesh.device) and lower_dtype(run.precision) is not None,
         cuts=_cuts(f"{name}.weight", mesh) if recipe.token_block is None else UNCUT,
         kept=KeptWeight(fp8.recipe, sum(rows for rows, _ in shapes), shapes[0][1]) if is_kept else None,
-        history=ScaleHistory(fp8.recipe, fp8.history_steps) if recipe.is_delayed else None,
+        scales=KnownScales() if recipe.is_delayed else None,
     )
 
 

@@ -50,7 +50,8 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
         if weights.blocks or ("optimizer" in offload and not run.has_shards_on_host)
         else build_optimizer(shards, run.optim, wholes, weights=run.precision.weights)
     )
-    is_delayed = run.precision.fp8 is not None and run.precision.fp8.recipe == "delayed"
+    fp8 = run.precision.fp8
+    is_delayed = fp8 is not None and fp8.recipe == "delayed"
     return Training(
         program=program,
         optimizer=optimizer,
@@ -60,7 +61,9 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
         ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,
         experts=ExpertBalance(run.model, program.stages, mesh) if run.model.moe else None,
-        fp8_scales=DelayedScales(program.stages, mesh) if is_delayed else None,
+        fp8_scales=(
+            DelayedScales(program.stages, mesh, history_steps=fp8.history_steps) if is_delayed else None
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from tests.harness import this_world
 from tests.ranks import RankPool
 
 from meshwright.mesh import Mesh, build_mesh
-from meshwright.precision.fp8.delayed import ScaleHistory
+from meshwright.precision.fp8.delayed import KnownScales
 from meshwright.precision.fp8.recipes import E5M2, RECIPES
 from meshwright.spec import Fp8Spec, PrecisionSpec, RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
@@ -48,7 +48,7 @@ def _scale_gate_and_up(training: Training) -> None:
 def _stale_scales(training: Training) -> None:
     """Scales of another time, in which everything was thousands of times larger."""
     for module in training.program.stages[0].modules():
-        if isinstance(module, ScaleHistory):
+        if isinstance(module, KnownScales):
             module.is_known = True
             for unit in (module.unit_x, module.unit_weight, module.unit_gradient):
                 unit.fill_(2.0**10)

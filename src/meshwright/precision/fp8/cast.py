@@ -17,7 +17,7 @@ if find_spec("triton") is not None:  # comes with torch for CUDA
     from meshwright.precision.fp8.cast_triton import cast_tiles
 
 TILE = 128
-"""Rows and columns of a tile."""
+"""Rows and columns of the parts whose largest magnitudes are told."""
 
 
 class Cast(NamedTuple):
@@ -26,27 +26,37 @@ class Cast(NamedTuple):
     values_MK: Tensor
     turned_KM: Tensor
     largest: Tensor
-    """The largest magnitudes of parts of x, fp32: their maximum is that of x, inf where x holds a nan."""
+    """Magnitudes, fp32, whose maximum is that of x, nan where x holds one; none where not asked for."""
 
 
-def cast_and_turn(parts: Sequence[Tensor], unit: Tensor, dtype: torch.dtype) -> Cast:
-    """Matrices that stand side by side, as one."""
-    return Cast(*_cast_and_turn(list(parts), unit, dtype))
+def cast_and_turn(parts: Sequence[Tensor], unit: Tensor, dtype: torch.dtype, *, noting: bool = False) -> Cast:
+    """Matrices that stand side by side, as one; `noting`: how large they are as well."""
+    return Cast(*_cast_and_turn(list(parts), unit, dtype, noting))
 
 
 @torch.library.custom_op("meshwright::cast_and_turn", mutates_args=())
-def _cast_and_turn(parts: list[Tensor], unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    cast, widths = _room(parts, unit, dtype), [part.shape[1] for part in parts]
+def _cast_and_turn(
+    parts: list[Tensor],
+    unit: Tensor,
+    dtype: torch.dtype,
+    noting: bool,  # noqa: FBT001 - an operator's schema
+) -> tuple[Tensor, Tensor, Tensor]:
+    cast, widths = _room(parts, unit, dtype, noting=noting), [part.shape[1] for part in parts]
     columns = cast.values_MK.split(widths, 1), cast.turned_KM.split(widths)
-    tiles = cast.largest.split([_num_tiles(part) for part in parts])
+    tiles = cast.largest.split([_num_tiles(part) if noting else 0 for part in parts])
     for part, values, turned, largest in zip(parts, *columns, tiles, strict=True):
-        write_cast(part, unit, values, turned, largest)
+        write_cast(part, unit, values, turned, largest if noting else None)
     return cast
 
 
 @_cast_and_turn.register_fake
-def _(parts: list[Tensor], unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return _room(parts, unit, dtype)
+def _(
+    parts: list[Tensor],
+    unit: Tensor,
+    dtype: torch.dtype,
+    noting: bool,  # noqa: FBT001
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _room(parts, unit, dtype, noting=noting)
 
 
 @torch.library.custom_op("meshwright::turned_cast_late", mutates_args=())
@@ -73,22 +83,21 @@ def write_cast(
     x_MK: Tensor, unit: Tensor, values_MK: Tensor, turned_KM: Tensor, largest: Tensor | None = None
 ) -> None:
     """The same into memory that is there, which may be columns of wider matrices."""
-    if largest is None:
-        largest = unit.new_empty(_num_tiles(x_MK))
-    if x_MK.is_cuda:
-        cast_tiles(x_MK, unit, values_MK, turned_KM, largest, tile=TILE)
+    if x_MK.is_cuda and x_MK.dtype != torch.float64:
+        cast_tiles(x_MK, unit, values_MK, turned_KM, largest)
         return
     values_MK.copy_(encode(x_MK, unit, values_MK.dtype, None).values_MK)
     turned_KM.copy_(values_MK.t())
-    largest.copy_(x_MK.abs().amax().nan_to_num(torch.inf))
+    if largest is not None:
+        largest.copy_(x_MK.abs().amax())
 
 
-def _room(parts: Sequence[Tensor], unit: Tensor, dtype: torch.dtype) -> Cast:
+def _room(parts: Sequence[Tensor], unit: Tensor, dtype: torch.dtype, *, noting: bool) -> Cast:
     num_rows, num_columns = parts[0].shape[0], sum(part.shape[1] for part in parts)
     return Cast(
         parts[0].new_empty((num_rows, num_columns), dtype=dtype),
         parts[0].new_empty((num_columns, num_rows), dtype=dtype),
-        unit.new_empty(sum(_num_tiles(part) for part in parts)),
+        unit.new_empty(sum(_num_tiles(part) for part in parts) if noting else 0),
     )
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.precision.fp8.cast import cast_and_turn, turned_cast_late
-from meshwright.precision.fp8.delayed import ScaleHistory, note
+from meshwright.precision.fp8.delayed import KnownScales, note
 from meshwright.precision.fp8.kept import KeptWeight
 from meshwright.precision.fp8.matmul import matmul
 from meshwright.precision.fp8.quantise import Quantised, agreed, block_amax, encode, quantise, unit_of
-from meshwright.precision.fp8.recipes import RECIPES, Block
+from meshwright.precision.fp8.recipes import RECIPES, Block, Recipe
 from meshwright.precision.fp8.turn import turned, turned_late
 
 Groups = tuple[ProcessGroup, ...]
@@ -60,11 +60,11 @@ class Fp8Product(nn.Module):
         native: bool,
         cuts: Cuts = UNCUT,
         kept: KeptWeight | None = None,
-        history: ScaleHistory | None = None,
+        scales: KnownScales | None = None,
     ) -> None:
         super().__init__()
         self.recipe, self.dtype, self.native, self.cuts = recipe, dtype, native, cuts
-        self.kept, self.history = kept, history
+        self.kept, self.scales = kept, scales
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b over the last dim of x, in the dtype of the other matmuls."""
@@ -73,7 +73,7 @@ class Fp8Product(nn.Module):
 
     def together(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """x W^T of each W, over the last dim of x."""
-        x_TK, history = x.flatten(0, -2).to(self.dtype), self.history
+        x_TK, scales = x.flatten(0, -2).to(self.dtype), self.scales
         ys_TN, largest = scaled_linears(
             x_TK,
             weights,
@@ -81,10 +81,10 @@ class Fp8Product(nn.Module):
             native=self.native,
             cuts=self.cuts,
             kept=self.kept,
-            history=history,
+            scales=scales,
         )
-        if history is not None and self.training:  # held-out data leaves no trace
-            note(history.seen_x, largest)
+        if scales is not None and self.training:  # held-out data leaves no trace
+            note(scales.seen_x, largest)
         return tuple(y_TN.unflatten(0, x.shape[:-1]) for y_TN in ys_TN)
 
 
@@ -103,11 +103,11 @@ def scaled_linears(
     native: bool,
     cuts: Cuts = UNCUT,
     kept: KeptWeight | None = None,
-    history: ScaleHistory | None = None,
+    scales: KnownScales | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """x W^T of each W, and the largest magnitudes of parts of x."""
-    known = history.units() if history is not None else (None, None, None)
-    seen = history.seen_gradient if history is not None else None
+    """x W^T of each W, and for delayed scaling the largest magnitudes of parts of x."""
+    known = scales.units() if scales is not None else (None, None, None)
+    seen = scales.seen_gradient if scales is not None else None
     held = (None,) * 4 if kept is None else (kept.values_NK, kept.unit, kept.turned_KN, kept.turned_unit)
     if not torch.is_grad_enabled():
         return _without_gradient(x_TK, weights, known, held[:2], recipe, native=native, cuts=cuts)
@@ -152,7 +152,7 @@ class _ScaledLinears(torch.autograd.Function):
         unit_x, unit_weight, unit_gradient, seen, *rest = tensors
         values_NK, held_unit, turned_KN, turned_unit, *weights = rest
         rule = RECIPES[recipe]
-        x, x_turned, largest = _both([x_TK], unit_x, rule.operand, rule.token_block, cuts.x)
+        x, x_turned, largest = _both([x_TK], unit_x, rule.operand, rule, cuts.x)
         weight = _weight(weights, unit_weight, (values_NK, held_unit), recipe, cuts)
         known = (turned_KN, turned_unit) if turned_KN is not None else (None, weight.unit)
         ctx.save_for_backward(*x_turned, *known, unit_gradient, *weights)
@@ -167,9 +167,7 @@ class _ScaledLinears(torch.autograd.Function):
         rule, native = RECIPES[ctx.recipe], ctx.native
         x_values_KT, x_unit, turned_KN, turned_unit, unit_gradient, *weights = ctx.saved_tensors
         grads_TN, dtype = grads[:-1], grads[0].dtype  # the last is of the magnitudes
-        grad, grad_turned, largest = _both(
-            grads_TN, unit_gradient, rule.gradient, rule.token_block, ctx.cut_gradient
-        )
+        grad, grad_turned, largest = _both(grads_TN, unit_gradient, rule.gradient, rule, ctx.cut_gradient)
         if ctx.seen is not None:
             note(ctx.seen, largest)
         weight_turned = (
@@ -191,21 +189,22 @@ def _quantised(
 
 
 def _both(
-    parts: Sequence[Tensor], unit: Tensor | None, dtype: torch.dtype, block: Block, groups: Groups
+    parts: Sequence[Tensor], unit: Tensor | None, dtype: torch.dtype, rule: Recipe, groups: Groups
 ) -> tuple[Quantised, Quantised, Tensor]:
-    """x[T, K] of parts side by side, as it is and turned, and the largest magnitudes of parts of it.
+    """x[T, K] of parts side by side, as it is and turned, and for delayed scaling its magnitudes.
 
     Turned it has the same scale, or scales of its own where they follow the contracted dim.
     """
+    block = rule.token_block
     if block is not None:
         x_TK = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
         x, x_turned = quantise(x_TK, dtype, block), quantise(turned(x_TK), dtype, block)
-        return x, x_turned, x.unit.new_zeros(1)
+        return x, x_turned, x.unit.new_empty(0)
     if unit is None:
         magnitudes = [block_amax(part, None) for part in parts]
         amax = magnitudes[0] if len(parts) == 1 else torch.stack(magnitudes).amax()
         unit = unit_of(agreed(amax, groups), dtype)
-    cast = cast_and_turn(parts, unit, dtype)
+    cast = cast_and_turn(parts, unit, dtype, noting=rule.is_delayed)
     return Quantised(cast.values_MK, unit), Quantised(cast.turned_KM, unit), cast.largest
 
 
