@@ -6,7 +6,8 @@
     bf16_stochastic  2        -               4 or 2      as above
 
 so that AdamW's state is 16 bytes per parameter at most, 10 with everything in bf16 and exact weights, 8 with
-weights rounded at random, and 6 with 8-bit moments on top.
+weights rounded at random, and 6 with 8-bit moments on top. Weights of fp8 linears that are cast once per step
+are kept in two bytes more.
 """
 
 from dataclasses import replace
@@ -61,6 +62,7 @@ def workload_of(run: RunSpec) -> Workload:
         compiled=run.compile,
         narrow_layers=_narrow_layers(run.model.num_layers, fp8),
         narrow_experts=False,
+        keeps_narrow_weights=fp8 is not None and fp8.cast_weights == "per_step",
     )
 
 

@@ -244,6 +244,9 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank
         each = work.working_bytes * (rank.dense + rank.experts)
         dropped = (at.zero == 3) | ((at.recompute & FULL) > 0)
         items["cast weights"] = np.where(dropped[:, None], 0.0, flight * each)
+    if work.is_narrow and work.keeps_narrow_weights:
+        matrices = (1.0 - share) * counts.dense_layer + share * counts.moe_layer
+        items["fp8 weights"] = 2.0 * work.narrow_layers * rank.layers * _column(matrices / at.tp)
     return items
 
 

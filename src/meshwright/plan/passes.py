@@ -183,7 +183,7 @@ def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     by_part = {part: _matmuls_seconds(ctx, matmuls, part) for part in ("projection", "mlp", "experts")}
     core_forward, core_backward = _attention_core(ctx)
     bytes_forward, bytes_backward = operators.elementwise_bytes(ctx.work, ctx.at, ctx.stack, moe=moe)
-    cast_forward, cast_backward = operators.quantise_bytes(ctx.work, ctx.stack, matmuls)
+    cast_forward, cast_backward = operators.quantise_bytes(ctx.work, ctx.at, ctx.stack, matmuls)
     widened = _dequantise_bytes(ctx, moe=moe)
     weights_forward, weights_backward = _weight_bytes(ctx, moe=moe)
     cheap_forward = ctx.moved(bytes_forward + cast_forward + widened + weights_forward)

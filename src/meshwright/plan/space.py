@@ -126,7 +126,7 @@ def cut_violations(run: RunSpec, cut: Cut) -> list[str]:
     dp_shard = cut.ep // gcd(cut.ep, cut.cp)
     parallel = ParallelSpec(
         dp_shard=dp_shard,
-        zero=3 if dp_shard * cut.cp > 1 else 0,
+        zero=_most_zero(run) if dp_shard * cut.cp > 1 else 0,
         cp=cut.cp,
         cp_kind=CP_KINDS[cut.cp_kind],
         cp_inner=cut.cp_inner,
@@ -186,7 +186,8 @@ def _offloads(run: RunSpec, zero: int, pp: int, schedule: int) -> list[tuple[int
     if pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD:
         return [(optimizer,)] if optimizer else []
     choices = [optimizer, activations, optimizer | activations]
-    stays = run.precision.fp8 is not None and run.precision.fp8.recipe == "delayed"
+    fp8 = run.precision.fp8
+    stays = fp8 is not None and (fp8.recipe == "delayed" or fp8.cast_weights == "per_step")
     alone = zero == 0 and run.optim.ema_decay is None
     if not stays and (alone or (zero == 3 and pp == 1 and optimizer)):
         choices += [optimizer | parameters, optimizer | parameters | activations]
@@ -221,7 +222,7 @@ def leanest(space: Space, table: Table) -> Layouts:
     one = np.ones_like(dp)
     enough = num_microbatches >= repeated["pp"]
     schedule = np.where(enough, SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe"))
-    zero = np.where(shared, np.tile([1, 2, 3], len(dp) // 3), 0)
+    zero = np.where(shared, np.minimum(np.tile([1, 2, 3], len(dp) // 3), _most_zero(space.run)), 0)
     said = said_by_the_run(space.run, one)
     if space.offloads:
         said["offload"] = _most_offloaded(space, zero, repeated["pp"])
@@ -285,7 +286,14 @@ def _shardings(space: Space, dp: int, cp: int, tp: int, ep: int) -> list[tuple[i
         (size, zero)
         for size, zero in dict.fromkeys(proposed)
         if dp % size == 0 and _sharding_is_whole(size, zero, cp, ep) and pins.permits(zero=zero)
+        if zero <= _most_zero(space.run)
     ]
+
+
+def _most_zero(run: RunSpec) -> int:
+    """Weights that are kept in fp8 beside themselves are whole on every rank."""
+    fp8 = run.precision.fp8
+    return 2 if fp8 is not None and fp8.cast_weights == "per_step" else 3
 
 
 def _sharding_is_whole(dp_shard: int, zero: int, cp: int, ep: int) -> bool:

@@ -15,6 +15,8 @@ from meshwright.spec.model import LatentSpec
 
 # Bytes moved per element by softmax and dropout of attention that materialises its scores.
 CAST_BYTES = 6.0
+# Of a weight that is cast once per update: read for its largest value, read again, written twice.
+KEPT_CAST_BYTES = 6.0
 # Permuting routed tokens there and back, in units of an inner activation's traffic.
 DISPATCH_COPIES = 0.8
 SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 9.0, 13.0
@@ -180,18 +182,21 @@ def is_narrow(matmul: Matmul, work: Workload) -> bool:
     return work.is_narrow and matmul.narrow and (work.narrow_experts or matmul.part != "experts")
 
 
-def quantise_bytes(work: Workload, stack: Framework, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
+def quantise_bytes(
+    work: Workload, at: Layouts, stack: Framework, matmuls: list[Matmul]
+) -> tuple[Floats, Floats]:
     """Bytes a narrow recipe moves to cast the inputs of its matmuls, forward and backward.
 
     A cast reads 16 bits twice (maximum, then values) and writes a narrow copy and its transpose. The
-    backward pass casts the output gradient; weights are cast for both.
+    backward pass casts the output gradient; weights are cast for both, or once for all micro-batches.
     """
     zero = np.zeros_like(matmuls[0].m)
     narrow = [matmul for matmul in matmuls if is_narrow(matmul, work)]
     inputs = sum((matmul.groups * matmul.m * matmul.k for matmul in narrow), zero)
     outputs = sum((matmul.groups * matmul.m * matmul.n for matmul in narrow), zero)
     weights = sum((matmul.groups * matmul.k * matmul.n for matmul in narrow), zero)
-    each = 0.5 * stack.weight_cast_bytes * weights
+    kept = KEPT_CAST_BYTES / at.num_microbatches
+    each = 0.5 * weights * (kept if work.keeps_narrow_weights else stack.weight_cast_bytes)
     share = work.narrow_layers
     return share * (CAST_BYTES * inputs + each), share * (CAST_BYTES * outputs + each)
 

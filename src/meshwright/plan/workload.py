@@ -109,6 +109,8 @@ class Workload:
     """Part of the layers whose linears a narrow recipe takes."""
     narrow_experts: bool = True
     """Routed experts are narrow too."""
+    keeps_narrow_weights: bool = False
+    """Weights are made narrow once per update and kept so beside themselves, as they lie and turned."""
     imbalance: float = 1.0
     """Most loaded expert rank over the mean; 1 is forced or perfect balance."""
 

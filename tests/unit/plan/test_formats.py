@@ -11,6 +11,7 @@ from meshwright.plan.explain import STATE_ITEMS
 from meshwright.plan.formats import runtime_of, workload_of
 from meshwright.plan.layouts import layouts
 from meshwright.plan.memory import memory
+from meshwright.plan.plan import make_plan
 from meshwright.plan.predict import Prediction, predict_run
 from meshwright.spec.run import RunSpec
 
@@ -73,6 +74,24 @@ def test_ends_in_bf16_cost_time() -> None:
         ).step_seconds
 
     assert seconds(0) < seconds(1) < seconds(8)
+
+
+def test_weights_cast_once_per_step_take_memory_and_save_time() -> None:
+    anew, kept = (
+        predicted("llama-3.1-8b", *BF16, f"precision.fp8.cast_weights={when}", "precision.fp8.bf16_ends=0")
+        for when in ("per_microbatch", "per_step")
+    )
+    linears = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert kept.fullest.items["fp8 weights"] == pytest.approx(2 * linears, rel=1e-12)
+    assert "fp8 weights" not in anew.fullest.items
+    assert kept.seconds_by_item["elementwise"] < anew.seconds_by_item["elementwise"]
+
+
+def test_weights_kept_in_fp8_are_never_planned_with_zero3() -> None:
+    question = asked(
+        "llama-3.1-8b", "h200:8", "precision.fp8.cast_weights=per_step", seq=4096, batch_tokens=2**18
+    ).question
+    assert make_plan(question).found.fitting.layouts.zero.max() < 3
 
 
 def test_routed_experts_stay_wide() -> None:
