@@ -8,13 +8,16 @@ import torch.distributed as dist
 from tests.equivalence.test_fp8 import fp8_run
 
 from meshwright.mesh import World, build_mesh
-from meshwright.precision.fp8.linear import scaled_linear
+from meshwright.ops.sharded import local
+from meshwright.parallel.fp8 import narrow_products
+from meshwright.precision.fp8.cast import cast_and_turn, turned_cast_late
+from meshwright.precision.fp8.linear import scaled_linear, scaled_linears
 from meshwright.precision.fp8.matmul import emulated_matmul, is_native, matmul
-from meshwright.precision.fp8.quantise import quantise, unit_of
+from meshwright.precision.fp8.quantise import encode, quantise, unit_of
 from meshwright.precision.fp8.recipes import E4M3, E5M2, RECIPES
 from meshwright.spec import DataSpec, Fp8Spec, MemorySpec, ParallelSpec, PrecisionSpec, SyntheticSpec
 from meshwright.train.build import build_data, build_training
-from meshwright.train.step import StepOutcome, train_step
+from meshwright.train.step import StepOutcome, Training, train_step
 
 CUDA = torch.cuda.is_available()
 pytestmark = [
@@ -51,6 +54,57 @@ def test_quantisation_has_the_bits_of_the_cpu(dtype, block, is_compiled):
     here, there = quantise(x, dtype, block), function(x.cuda(), dtype, block)
     assert torch.equal(here.values_MK.view(torch.uint8), there.values_MK.view(torch.uint8).cpu())
     assert torch.equal(here.unit, there.unit.cpu())
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().contiguous().view(torch.uint8)
+
+
+def _awkward(rows: int, columns: int, source: torch.dtype) -> torch.Tensor:
+    """Numbers of all sizes, some beyond the formats and below them, some that are none."""
+    x = _normal(rows, columns, seed=0) * torch.exp2(_normal(rows, columns, seed=1, std=8.0))
+    x[3, 5], x[7, 2], x[8, 2], x[9, 0] = torch.inf, -torch.inf, 1e30, 1e-30
+    return x.to(source)
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("exponent", [-20, 0, 6])
+def test_cast_and_turned_cast_have_the_bits_of_the_cpu(dtype, source, exponent):
+    """Of parts that fill no tile and are columns of wider matrices."""
+    unit, parts = (
+        torch.tensor(2.0**exponent),
+        [_awkward(200, 150, source)[:, 7:143], _awkward(200, 40, source)],
+    )
+    expected = encode(torch.cat(parts, 1), unit, dtype, None).values_MK
+    cast = cast_and_turn([part.cuda() for part in parts], unit.cuda(), dtype, noting=True)
+    assert torch.equal(_bits(cast.values_MK), _bits(expected))
+    assert torch.equal(_bits(cast.turned_KM), _bits(expected.t()))
+    assert cast.largest.amax() == torch.inf
+    rows = [part.cuda().t().contiguous() for part in parts]
+    late = turned_cast_late(rows, unit.cuda(), dtype, cast.largest)
+    assert torch.equal(_bits(late), _bits(expected))
+
+
+def test_cast_keeps_what_is_not_a_number_and_tells_it():
+    x = _normal(130, 140, seed=0).bfloat16()
+    x[129, 139] = torch.nan
+    cast = cast_and_turn([x.cuda()], torch.tensor(1.0, device=DEVICE), E4M3, noting=True)
+    assert cast.values_MK.float().isnan().nonzero().tolist() == [[129, 139]]
+    assert cast.turned_KM.float().isnan().nonzero().tolist() == [[139, 129]]
+    assert cast.largest.isnan().sum() == 1
+    largest = cast_and_turn([x[:128].cuda()], torch.tensor(1.0, device=DEVICE), E4M3, noting=True).largest
+    assert largest.amax() == x[:128].abs().amax().float()
+
+
+@pytest.mark.parametrize("recipe", ["current", "blocks"])
+def test_several_matrices_are_one_with_all_their_rows(recipe):
+    weights = [_normal(rows, K, seed=rows, std=0.02).cuda().bfloat16() for rows in (256, 512)]
+    x = _normal(T, K, seed=0).cuda().bfloat16().requires_grad_()
+    native = is_native(RECIPES[recipe], DEVICE)
+    (first, second), _ = scaled_linears(x, weights, recipe, native=native)
+    whole = scaled_linear(x, torch.cat(weights), recipe, native=native)
+    assert torch.equal(torch.cat((first, second), 1), whole)
 
 
 def test_units_have_the_bits_of_the_cpu():
@@ -109,12 +163,17 @@ def test_compiled_in_one_graph(recipe):
         assert _error(compiled, eager) < NATIVE
 
 
-def _steps(recipe: str, recompute: str, *, is_compiled: bool) -> list[StepOutcome]:
+def _trained(
+    recipe: str, recompute: str = "none", cast_weights: str = "per_microbatch", *, is_compiled: bool
+) -> tuple[Training, list[StepOutcome]]:
+    """After four steps."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     run = fp8_run(
-        precision=PrecisionSpec(compute="bf16", fp8=Fp8Spec(recipe=recipe, bf16_ends=1)),
+        precision=PrecisionSpec(
+            compute="bf16", fp8=Fp8Spec(recipe=recipe, bf16_ends=1, cast_weights=cast_weights)
+        ),
         memory=MemorySpec(recompute=recompute),
         compile=is_compiled,
         device="cuda",
@@ -130,18 +189,35 @@ def _steps(recipe: str, recompute: str, *, is_compiled: bool) -> list[StepOutcom
     training, batches = build_training(run, mesh), build_data(run, mesh)
     outcomes = [train_step(training, next(batches), learning_rate=1e-3) for _ in range(4)]
     batches.close()
-    return outcomes
+    return training, outcomes
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blocks", "mxfp8"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_model_trains_compiled_as_it_does_eagerly(recipe, recompute):
-    """Compared in the first step only: AdamW's first update is the sign of each gradient, and signs of
-    gradients that are rounding alone fall as they like (1.5% of the second loss, in plain bf16 as well)."""
-    eager = _steps(recipe, recompute, is_compiled=False)
-    compiled = _steps(recipe, recompute, is_compiled=True)
+    """Weights are cast per micro-batch in the one and once per step in the other.
+
+    Compared in the first step only: AdamW's first update is the sign of each gradient, and signs of gradients
+    that are rounding alone fall as they like (1.5% of the second loss, in plain bf16 as well).
+    """
+    _, eager = _trained(recipe, recompute, is_compiled=False)
+    _, compiled = _trained(recipe, recompute, "per_step", is_compiled=True)
     assert float(eager[0].loss) == pytest.approx(float(compiled[0].loss), rel=1e-3)
     # Gradients of bf16 are within 0.7% of those of fp32, compiled or not; fp8 may round apart by 2^-4.
     assert float(eager[0].grad_norm) == pytest.approx(float(compiled[0].grad_norm), rel=2e-2)
     for outcomes in (eager, compiled):
         assert float(outcomes[-1].loss) < float(outcomes[0].loss)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blocks"])
+def test_kept_weights_follow_the_updates(recipe):
+    training, _ = _trained(recipe, cast_weights="per_step", is_compiled=False)
+    rule, found = RECIPES[recipe], narrow_products(training.program.stages)
+    assert len(found) == 2 * 4
+    for narrow in found:
+        kept, weight = narrow.product.kept, torch.cat([local(linear.weight) for linear in narrow.linears])
+        expected = quantise(weight.detach(), rule.operand, rule.weight_block)
+        assert torch.equal(_bits(kept.values_NK), _bits(expected.values_MK)), narrow.name
+        assert torch.equal(kept.unit, expected.unit)
+        turned = quantise(weight.detach().t().contiguous(), rule.operand, rule.weight_block)
+        assert torch.equal(_bits(kept.turned_KN), _bits(turned.values_MK)), narrow.name

@@ -17,6 +17,7 @@ from meshwright.optim.ema import Ema
 from meshwright.parallel.apply import Fill, build_program
 from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.owned import whole_of
+from meshwright.parallel.program import Program
 from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device, wide_dtype
 from meshwright.spec import RunSpec
@@ -50,8 +51,6 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
         if weights.blocks or ("optimizer" in offload and not run.has_shards_on_host)
         else build_optimizer(shards, run.optim, wholes, weights=run.precision.weights)
     )
-    fp8 = run.precision.fp8
-    is_delayed = fp8 is not None and fp8.recipe == "delayed"
     return Training(
         program=program,
         optimizer=optimizer,
@@ -61,10 +60,15 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
         ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,
         experts=ExpertBalance(run.model, program.stages, mesh) if run.model.moe else None,
-        fp8_scales=(
-            DelayedScales(program.stages, mesh, history_steps=fp8.history_steps) if is_delayed else None
-        ),
+        fp8_scales=_delayed_scales(run, mesh, program),
     )
+
+
+def _delayed_scales(run: RunSpec, mesh: Mesh, program: Program) -> DelayedScales | None:
+    fp8 = run.precision.fp8
+    if fp8 is None or fp8.recipe != "delayed":
+        return None
+    return DelayedScales(program.stages, mesh, history_steps=fp8.history_steps)
 
 
 def build_data(run: RunSpec, mesh: Mesh) -> Batches:

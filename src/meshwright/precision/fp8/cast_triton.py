@@ -28,7 +28,8 @@ def _cast(  # noqa: PLR0913  # pyright: ignore[reportGeneralTypeIssues]
     x = tl.load(at, mask=is_inside, other=0.0)
     if WITHOUT_SIGN > 0:
         # As integers, magnitudes have the order of the numbers, and what is not a number is the largest.
-        bits = tl.max(tl.max(x.to(BITS, bitcast=True) & WITHOUT_SIGN, axis=1), axis=0).to(BITS)
+        bits = tl.max(tl.max(x.to(BITS, bitcast=True) & WITHOUT_SIGN, axis=1), axis=0)
+        bits = bits.to(BITS)  # pyright: ignore[reportAttributeAccessIssue]  (one maximum, no place of it)
         place = largest + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         tl.store(place, bits.to(x.dtype, bitcast=True).to(tl.float32))
     inverse = tl.div_rn(1.0, tl.load(unit)).to(x.dtype)
