@@ -99,6 +99,7 @@ def tiny(model):
 
 FP8 = {"compute": "bf16", "fp8": "current"}
 B1, B3, B8, MOE = "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-30b-a3b"
+GPT2 = "gpt2-124m"
 INTERLEAVED = {"pp": 4, "schedule": "interleaved_1f1b", "virtual_stages": 2}
 CASES = [
     Case("1B alone", B1, 16, microbatch_sequences=2, microbatches=2),
@@ -133,6 +134,19 @@ CASES = [
     Case("8B FSDP 8, fp8", B8, 12, {"dp_shard": 8, "zero": 3}, precision=FP8),
     Case("1B compiled", B1, 16, microbatch_sequences=2, is_compiled=True),
     Case("8B FSDP 8, compiled", B8, 12, {"dp_shard": 8, "zero": 3}, is_compiled=True),
+    Case("1B, selective, compiled", B1, 16, microbatch_sequences=2, recompute="selective", is_compiled=True),
+    Case("1B, 8 sequences, compiled", B1, 16, microbatch_sequences=8, is_compiled=True),
+    Case(
+        "1B, 8 sequences, selective, compiled",
+        B1,
+        16,
+        microbatch_sequences=8,
+        recompute="selective",
+        is_compiled=True,
+    ),
+    Case("124M, compiled", GPT2, 12, sequence_length=1024, microbatch_sequences=64, is_compiled=True),
+    Case("1B fp8, compiled", B1, 16, precision=FP8, microbatch_sequences=2, is_compiled=True),
+    Case("8B, full, compiled", B8, 12, microbatch_sequences=2, recompute="full", is_compiled=True),
 ]
 
 
@@ -161,6 +175,7 @@ def traced(index: int, device: str, *, is_tiny: bool) -> dict:
         report = rehearse_rank(run, case.rank, is_whole=True)
         row["traced_allocated"], row["traced_reserved"] = report.allocated_bytes, report.reserved_bytes
         row["traced_seconds"], row["items"], row["moment"] = report.seconds, report.items, report.moment
+        row["form"] = report.form
     except Exception as error:  # a row with its error is a result too
         traceback.print_exc()
         row["trace_error"] = _words(error)
@@ -262,15 +277,19 @@ def summary(rows: list[dict]) -> str:
         worst = max(values, key=abs)
         return f"mean {mean:.2%}, worst {worst:+.2%} over {len(values)} rows"
 
-    eager = [row for row in rows if not row["is_compiled"]]
-    compiled = [row for row in rows if row["is_compiled"]]
+    def figures(kind: str, chosen: list[dict]) -> list[str]:
+        return [
+            f"- {kind}, traced against measured allocated: {errors('traced_allocated', 'allocated', chosen)}",
+            f"- {kind}, traced against measured reserved: {errors('traced_reserved', 'reserved', chosen)}",
+            f"- {kind}, closed form against measured: {errors('closed_allocated', 'allocated', chosen)}",
+            f"- {kind}, closed form against traced: {errors('closed_allocated', 'traced_allocated', chosen)}",
+        ]
+
     return "\n".join(
         [
-            f"- traced against measured allocated: {errors('traced_allocated', 'allocated', eager)}; "
-            f"compiled: {errors('traced_allocated', 'allocated', compiled)}",
-            f"- traced against measured reserved: {errors('traced_reserved', 'reserved', eager)}",
-            f"- closed form against measured allocated: {errors('closed_allocated', 'allocated', eager)}",
-            f"- closed form against traced: {errors('closed_allocated', 'traced_allocated', eager)}",
+            *figures("uncompiled", [row for row in rows if not row["is_compiled"]]),
+            *figures("compiled", [row for row in rows if row["is_compiled"]]),
+            *(f"- {row['name']}: {row['form']}" for row in rows if "as if" in row.get("form", "")),
         ]
     )
 

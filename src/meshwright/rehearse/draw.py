@@ -41,7 +41,7 @@ def moment_lines(reports: Sequence[RankReport]) -> Iterator[str]:
         how = "traced whole" if report.num_traces == 1 else f"from {report.num_traces} shorter traces"
         yield (
             f"rank {report.rank}{f' ({place})' if place else ''}: fullest in the {report.moment}; "
-            f"{report.flops:.3g} FLOP a step ({how}, {show_seconds(report.seconds)})"
+            f"{report.flops:.3g} FLOP a step ({how}, {show_seconds(report.seconds)}, {report.form})"
         )
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright.mesh import Mesh
 from meshwright.rehearse.ledger import Ledger
-from meshwright.rehearse.world import axis_of
+from meshwright.rehearse.world import axis_of, group_named
 
 _aten = torch.ops.aten
 _ATTENTION = (
@@ -44,6 +44,11 @@ COLLECTIVES = {
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "receive",
+    # As the compiler writes them: they return what they made.
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all",
 }
 
 
@@ -67,6 +72,11 @@ class Observer(TorchDispatchMode):
         self.num_operators = 0
         self.is_paused = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A torch compiler that finds this mode does its work without it, instead of giving up."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operator's own result."""
         kwargs = kwargs or {}
@@ -78,6 +88,10 @@ class Observer(TorchDispatchMode):
         self.num_operators += 1
         if func.namespace == "c10d":
             self._note_collective(func, args)
+            return out
+        if func.namespace == "_c10d_functional":
+            self.ledger.see(out, str(func._overloadpacket))
+            self._note_collective(func, (*args, out))
             return out
         packet = func._overloadpacket
         if packet in flop_registry:
@@ -107,16 +121,21 @@ class Observer(TorchDispatchMode):
                 record.kind = _kind_of_message(name, axis)
 
     def _axis(self, args: Any) -> str:
-        for arg in args:
-            if isinstance(arg, torch.ScriptObject):
-                try:
-                    group = dist.ProcessGroup.unbox(arg)
-                except RuntimeError:  # the ScriptObject is a reduction, not a group
-                    continue
-                if group.group_name not in self._axes:
-                    self._axes[group.group_name] = axis_of(group, self._mesh)
-                return self._axes[group.group_name]
+        for group in filter(None, map(_group, args)):
+            if group.group_name not in self._axes:
+                self._axes[group.group_name] = axis_of(group, self._mesh)
+            return self._axes[group.group_name]
         return "one rank"
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an argument of a collective is or names, if it does."""
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(argument)
+        except RuntimeError:  # the ScriptObject is a reduction, not a group
+            return None
+    return group_named(argument) if isinstance(argument, str) else None
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -25,6 +25,7 @@ from meshwright.memory.offload.host import HostBuffer, HostPool
 from meshwright.ops.routed_rows import routed_evenly
 from meshwright.precision.policy import wide_dtype
 from meshwright.rehearse.as_cuda import as_on_cuda
+from meshwright.rehearse.compiled import compiling
 from meshwright.rehearse.ledger import Event, Held, Ledger
 from meshwright.rehearse.moments import Moment, Moments
 from meshwright.rehearse.observe import Observer, Traffic
@@ -53,6 +54,8 @@ class Trace:
     flops: int
     num_operators: int
     seconds: float
+    num_graphs: int = 0
+    """That were compiled; 0: the trace is one of an uncompiled run."""
 
 
 def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Trace:
@@ -63,6 +66,7 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         fake_world(run.parallel, rank, torch.device("cpu")) as mesh,
         standing_for("cuda"),
         routed_evenly(imbalance),
+        compiling(is_wanted=run.compile) as compiler,
     ):
         ledger = Ledger()
         moments, observer = Moments(ledger), Observer(ledger, mesh)
@@ -90,6 +94,7 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         flops=observer.flops,
         num_operators=observer.num_operators,
         seconds=time.perf_counter() - started_at,
+        num_graphs=compiler.num_graphs,
     )
 
 
@@ -103,7 +108,7 @@ def traceable(run: RunSpec) -> RunSpec:
         )
     if run.precision.compute == "tf32":
         run = run.with_(precision=run.precision.with_(compute="fp32"))
-    return run.with_(compile=False, deterministic=False)
+    return run.with_(deterministic=False)
 
 
 @contextlib.contextmanager
@@ -132,6 +137,7 @@ def _step(training: Training, batch: Batch, moments: Moments) -> None:
 
 
 def _untraceable(error: Exception) -> SpecError:
+    error = getattr(error, "inner_exception", error)  # the compiler tells of another's failure
     operator = next((str(part) for part in error.args if isinstance(part, torch._ops.OpOverload)), "")
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     return SpecError(

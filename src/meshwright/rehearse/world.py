@@ -1,8 +1,8 @@
 """One rank of a world whose other ranks do not exist.
 
 torch's `fake` process group answers every collective at once and moves nothing, so a single process can be
-rank k of N. It lives in torch's testing package and the first step of its pipelines asks the other stages to
-vote; both are touched in this file only.
+rank k of N. It lives in torch's testing package, the first step of its pipelines asks the other stages to
+vote, and groups are known by name only to itself; all three are touched in this file only.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -72,6 +73,12 @@ def _no_vote() -> Iterator[None]:
 
     with patch.object(schedule, "_warmup_p2p", agree):
         yield
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """The group of this name, as operators in compiled graphs have it; None for other words."""
+    known = distributed_c10d._world.pg_names.items()
+    return next((group for group, its_name in known if its_name == name), None)
 
 
 def axis_of(group: dist.ProcessGroup, mesh: Mesh) -> str:
