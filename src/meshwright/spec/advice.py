@@ -115,6 +115,17 @@ def fp8_is_fast(run: RunSpec) -> Iterator[Advice]:
         yield Advice(f"{fact} {FP8_MULTIPLE[fp8.recipe]}", "precision.fp8", hint)
 
 
+def fp8_weights_are_cast_once(run: RunSpec) -> Iterator[Advice]:
+    """Where weights stay on the device as wholes, one cast serves all micro-batches of a step."""
+    fp8, is_whole = run.precision.fp8, run.parallel.zero < 3 and "parameters" not in run.memory.offload
+    if fp8 is None or run.device == "cpu" or not is_whole or run.accumulation == 1:
+        return
+    if fp8.cast_weights == "per_microbatch":
+        fact = f"fp8 weights are cast again in each of {run.accumulation} micro-batches of a step"
+        hint = "per_step casts them once, for two bytes per weight of memory"
+        yield Advice(fact, "precision.fp8.cast_weights", hint)
+
+
 def _part(name: str) -> str:
     """`blocks.3.mlp.up.weight` as `mlp.up`."""
     return name.split(".", 2)[2].removesuffix(".weight")
@@ -127,6 +138,7 @@ ADVISORS: list[Advisor] = [
     microbatch_fills_device,
     pipeline_is_filled,
     fp8_is_fast,
+    fp8_weights_are_cast_once,
 ]
 
 

@@ -30,6 +30,12 @@ CASES = {
         [*GPU, "precision.fp8=current"],
         "compile=true",
     ),
+    "fp8_weights_are_cast_once": (
+        "dense",
+        [*GPU, "precision.fp8.cast_weights=per_step"],
+        [*GPU, "precision.fp8=current"],
+        "per_step casts them once",
+    ),
 }
 BY_NAME = {advisor.__name__: advisor for advisor in ADVISORS}
 
