@@ -26,7 +26,7 @@ class Cast(NamedTuple):
     values_MK: Tensor
     turned_KM: Tensor
     largest: Tensor
-    """Magnitudes, fp32, whose maximum is that of x, nan where x holds one; none where not asked for."""
+    """Magnitudes, fp32, whose maximum is that of x, inf where x holds a nan; none if not asked for."""
 
 
 def cast_and_turn(parts: Sequence[Tensor], unit: Tensor, dtype: torch.dtype, *, noting: bool = False) -> Cast:
@@ -89,7 +89,7 @@ def write_cast(
     values_MK.copy_(encode(x_MK, unit, values_MK.dtype, None).values_MK)
     turned_KM.copy_(values_MK.t())
     if largest is not None:
-        largest.copy_(x_MK.abs().amax())
+        largest.copy_(x_MK.abs().amax().nan_to_num(torch.inf))
 
 
 def _room(parts: Sequence[Tensor], unit: Tensor, dtype: torch.dtype, *, noting: bool) -> Cast:
