@@ -210,7 +210,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    sizes = {"steps": 100, "batch": 4, "sequence": 128, "lr": 2e-3}
+    sizes = {"steps": 100, "batch": 4, "sequence": 128, "lr": 1e-3}
     if not options.tiny:
         sizes = {"steps": 500, "batch": 6, "sequence": 1024, "lr": 6e-4}
     for name, size in sizes.items():

@@ -128,7 +128,6 @@ def measure(options: argparse.Namespace) -> int:
         fewest_steps=options.fewest_steps,
         warmup_steps=options.warmup_steps,
         timeout_seconds=options.timeout,
-        is_swept=options.sweep,
     )
     with tempfile.TemporaryDirectory(prefix="bench-step-") as parent:
         folder, entries, results = Path(parent), [], {}
@@ -172,9 +171,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="print the time of a step by kernel class")
     parser.add_argument("--no-sweep", dest="sweep", action="store_false", help="peers with one setting each")
     parser.add_argument("--rounds", type=int, default=2, help="2 is A-B-A-B")
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a timed window")
-    parser.add_argument("--fewest-steps", type=int, default=3, help="of a window, however long they take")
-    parser.add_argument("--warmup-steps", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=2.5, help="length of a timed window")
+    parser.add_argument("--fewest-steps", type=int, default=2, help="of a window, however long they take")
+    parser.add_argument("--warmup-steps", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one phase of one contender")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--budget-gib", type=float, help="memory that contenders share; the card's by itself")

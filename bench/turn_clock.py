@@ -56,7 +56,8 @@ class TurnClock:
             started_at = time.perf_counter()
             yield
             wait_for(self._device)
-            step_seconds = time.perf_counter() - started_at
+            # Others may warm up at the same time: corrected when the turn comes.
+            step_seconds = self._step_seconds = time.perf_counter() - started_at
         self._channel.send(
             state="ready",
             first_loss=first_loss,
@@ -65,18 +66,22 @@ class TurnClock:
             **self._memory(),
         )
         while (order := self._channel.receive())["order"] == "turn":
-            yield from self._turn(order, step_seconds)
+            yield from self._turn(order)
 
-    def _turn(self, order: dict[str, Any], step_seconds: float) -> Generator[None, Tensor, None]:
+    def _turn(self, order: dict[str, Any]) -> Generator[None, Tensor, None]:
         for _ in range(order["lead_steps"]):
+            started_at = time.perf_counter()
             yield
+            wait_for(self._device)
+            self._step_seconds = min(self._step_seconds, time.perf_counter() - started_at)
         self.times = order["times"]
-        wait_for(self._device)
-        num_steps = steps_in(order["seconds"], step_seconds * self.times, fewest=order["fewest_steps"])
+        step_seconds = self._step_seconds * self.times
+        num_steps = steps_in(order["seconds"], step_seconds, fewest=order["fewest_steps"])
         window = TimedWindow(self._device, num_steps=num_steps)
         while window.after_step((yield)):
             pass
         row = window.result()
+        self._step_seconds = row["step_seconds"] / self.times
         if order["is_profiled"] and self._device.type == "cuda":
             row |= yield from self._profiled()
         self.times = 1

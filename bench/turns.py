@@ -26,14 +26,13 @@ class Pace:
     """How long everything takes."""
 
     rounds: int = 2
-    seconds: float = 2.0
+    seconds: float = 2.5
     """Of a timed window."""
-    fewest_steps: int = 3
+    fewest_steps: int = 2
     """Of a window, however long they take."""
-    warmup_steps: int = 2
+    warmup_steps: int = 1
     timeout_seconds: float = 240.0
     """Of one state of one contender."""
-    is_swept: bool = True
 
 
 def taken_bytes(residents: Iterable[Resident]) -> int:
@@ -142,7 +141,7 @@ class Turns:
         building = sum(one.state == "building" for one in self._residents)
         for one in queue:
             needed = taken_bytes(self._residents) + one.entry.built_bytes + CONTEXT_BYTES
-            is_free = needed <= self._budget_bytes or not taken_bytes(self._residents)
+            is_free = needed <= self._budget_bytes or not self._is_computing()
             if one.state == "imported" and building < MOST_BUILDING and is_free:
                 one.order("building", order="build")
                 building += 1
@@ -153,19 +152,19 @@ class Turns:
             if one.state != "compiled":
                 continue
             needed = taken_bytes(self._residents) - CONTEXT_BYTES + one.peak_bytes
-            is_busy = any(other.state in ("building", "warming") for other in self._residents)
-            if needed <= self._budget_bytes or not is_busy:
+            if needed <= self._budget_bytes or not self._is_computing():
                 one.order("warming", order="go")
+
+    def _is_computing(self) -> bool:
+        return any(one.state in ("building", "warming") for one in self._residents)
 
     # ---- turns: one at a time ------------------------------------------------------------------
 
     def _swept(self, group: list[Resident]) -> list[Resident]:
         """Time each setting of a peer that has several once, and keep the best; the others end."""
-        if not self._pace.is_swept:
-            return group
-        peers = [one.entry.peer for one in self._residents if one.entry.case == group[0].entry.case]
+        sides = [_side(one) for one in self._residents]
         for one in group:
-            if peers.count(one.entry.peer) > 1 and not one.timings:
+            if sides.count(_side(one)) > 1 and not one.timings:
                 self._turn(one, "sweep")
         kept: list[Resident] = []
         for peer in dict.fromkeys(one.entry.peer for one in group):
@@ -178,6 +177,8 @@ class Turns:
 
     def _rounds(self, group: list[Resident]) -> None:
         is_alone = len(group) == 1
+        if is_alone and self._is_beaten(group[0]):
+            return
         for number in range(self._pace.rounds):
             for one in group:
                 if one.state != "gone":
@@ -187,6 +188,15 @@ class Turns:
         for one in group:
             if one.entry.times and one.state != "gone":
                 self._turn(one, "times", times=one.entry.times, fewest_steps=2)
+
+    def _is_beaten(self, one: Resident) -> bool:
+        """Whether another setting of the peer was faster, by one window; the first setting cannot be."""
+        rivals = [other for other in self._residents if other is not one and other.timings]
+        same = [other for other in rivals if _side(other) == _side(one)]
+        if not same or one.timings:  # nobody to beat, or the best of a sweep already
+            return False
+        self._turn(one, "sweep", is_kept=True)
+        return one.state == "gone" or _seconds(one) > min(map(_seconds, same))
 
     def _turn(self, one: Resident, kind: str, **changed: Any) -> None:
         """One window of one contender, while all others wait; after its last word it is told."""
@@ -243,4 +253,9 @@ class Turns:
 
 
 def _seconds(one: Resident) -> float:
-    return min(timing["step_seconds"] for timing in one.timings) if one.timings else float("inf")
+    found = [timing["step_seconds"] for timing in one.timings if timing["times"] == 1]
+    return min(found, default=float("inf"))
+
+
+def _side(one: Resident) -> tuple[str, str]:
+    return one.entry.case, one.entry.peer
