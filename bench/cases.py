@@ -149,7 +149,7 @@ def build_run(case: Case, options: Namespace, data: Path, overrides: tuple[str, 
     """The run file that ours trains from; peers read model, batch and optimizer out of it."""
     microbatch = options.microbatch or case.microbatch
     run = RunSpec(
-        name=f"bench-{options.case}",
+        name="bench",
         device=options.device,
         compile=not options.eager,
         model=case.model,
@@ -187,8 +187,16 @@ def entries_of(name: str, options: Namespace, data: Path) -> list[Entry]:
             found += _our_entries(name, case, options, data)
         elif options.precision in ("all", "bf16", "fp32"):
             found += _peer_entries(name, case, contender, options, data)
-    # fp8 is a class of its own, after those that it is not compared with.
-    return sorted(found, key=lambda entry: entry.run["precision"]["fp8"] is not None)
+    return sorted(found, key=lambda entry: _place(entry, case))
+
+
+def _place(entry: Entry, case: Case) -> int:
+    """fp8 is a class of its own and comes last. Peers are swept before ours takes room on the card, where
+    several fit it at all."""
+    if entry.run["precision"]["fp8"] is not None:
+        return 2
+    is_crowded = case.peer_weights == "bf16"
+    return int((entry.contender == "ours") != is_crowded)
 
 
 def contenders_of(options: Namespace) -> list[str]:

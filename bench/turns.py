@@ -19,6 +19,8 @@ from bench.residents import CONTEXT_BYTES, Entry, Resident
 
 # More at once would only wait for one another's cores, and fill the host's memory.
 MOST_BUILDING, MOST_ALIVE = 14, 24
+# Who needs more than this of the card can only be alone.
+ALONE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,14 @@ class Turns:
 
     def run(self, entries: Sequence[Entry], make: Callable[[Entry], Resident] = Resident) -> None:
         """Measure all of them; an entry that fails is told and the others go on."""
-        self._residents = [make(entry) for entry in entries]
+        cases = list(dict.fromkeys(entry.case for entry in entries))
+        hopeless = ALONE_SHARE * self._budget_bytes  # last of their case: nobody can stay beside them
+        self._residents = [
+            make(entry)
+            for entry in sorted(
+                entries, key=lambda entry: (cases.index(entry.case), entry.peak_bytes > hopeless)
+            )
+        ]
         try:
             while waiting := [one for one in self._residents if not one.timings and one.state != "gone"]:
                 self._run_group(waiting)

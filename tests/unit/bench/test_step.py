@@ -92,21 +92,23 @@ def test_a_measured_step_has_rates_and_a_first_loss() -> None:
 
 
 def test_every_setting_of_a_peer_makes_steps_of_the_same_tokens(tmp_path: Path) -> None:
-    options = program.parse(["--case", "1b", "--only", "ours,plain"])
+    options = program.parse(["--case", "124m,1b", "--only", "ours,plain"])
     found = entries_of("1b", options, tmp_path)
     assert [entry.label for entry in found] == [
-        "ours",
         "plain: compiled, fused AdamW, 2 x 8",
         "plain: compiled, fused AdamW, 4 x 4",
+        "ours",
         "ours, fp8, end blocks in bf16",
         "ours, fp8, head alone in bf16",
     ]
     assert {entry.run["data"]["batch_sequences"] for entry in found} == {16}
-    assert [entry.times for entry in found] == [4, None, None, None, None]
+    assert [entry.times for entry in found] == [None, None, 4, None, None]
     ends = [entry.run["precision"]["fp8"]["bf16_ends"] for entry in found[3:]]
     assert ends == [1, 0]
     # 2 x 8 sequences of a 1B model do not share the card with a second of the kind running.
-    assert found[0].peak_bytes > 60 * 2**30 > found[0].rest_bytes > found[1].built_bytes
+    assert found[2].peak_bytes > 60 * 2**30 > found[2].rest_bytes > found[0].built_bytes
+    crowded = [entry.peer for entry in entries_of("8b", options, tmp_path)]
+    assert crowded[:2] == ["ours", "plain"]  # one after the other in any case
 
 
 def test_a_micro_batch_that_does_not_divide_the_step_is_not_tried(run: RunSpec) -> None:

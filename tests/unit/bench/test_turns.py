@@ -164,6 +164,11 @@ def test_a_setting_that_must_be_alone_is_timed_once_unless_it_is_the_best(drive:
     assert turns_of(log) == ["hf 2", "hf 2", "hf 3", "hf 1", "hf 1", "hf 1"]
 
 
+def test_what_can_only_be_alone_comes_last(drive: Any) -> None:
+    log, _ = drive([entry("a", gib=(10.0, 95.0)), entry("b"), entry("c")])
+    assert turns_of(log) == ["b", "c", "b", "c", "a", "a"]
+
+
 def test_cases_are_not_mixed_in_a_group(drive: Any) -> None:
     log, _ = drive([entry("a"), entry("b", case="8b"), entry("c")])
     assert turns_of(log) == ["a", "c", "a", "c", "b", "b"]
