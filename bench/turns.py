@@ -175,14 +175,15 @@ class Turns:
         for one in group:
             if sides.count(_side(one)) > 1 and not one.timings:
                 self._turn(one, "sweep")
-        kept: list[Resident] = []
-        for peer in dict.fromkeys(one.entry.peer for one in group):
-            same = [one for one in group if one.entry.peer == peer and one.state != "gone"]
-            same.sort(key=_seconds)
-            kept += same[:1]
-            for one in same[1:]:
+        for one in group:
+            if one.state != "gone" and any(_seconds(other) < _seconds(one) for other in self._rivals(one)):
                 self._end(one)
-        return [one for one in group if one in kept]
+        return [one for one in group if one.state != "gone"]
+
+    def _rivals(self, one: Resident) -> list[Resident]:
+        """Other settings of the peer that were timed, here or in an earlier group."""
+        same = [other for other in self._residents if _side(other) == _side(one)]
+        return [other for other in same if other is not one and other.timings]
 
     def _rounds(self, group: list[Resident]) -> None:
         is_alone = len(group) == 1
@@ -200,12 +201,11 @@ class Turns:
 
     def _is_beaten(self, one: Resident) -> bool:
         """Whether another setting of the peer was faster, by one window; the first setting cannot be."""
-        rivals = [other for other in self._residents if other is not one and other.timings]
-        same = [other for other in rivals if _side(other) == _side(one)]
-        if not same or one.timings:  # nobody to beat, or the best of a sweep already
+        rivals = self._rivals(one)
+        if not rivals or one.timings:  # nobody to beat, or the best of a sweep already
             return False
         self._turn(one, "sweep", is_kept=True)
-        return one.state == "gone" or _seconds(one) > min(map(_seconds, same))
+        return one.state == "gone" or _seconds(one) > min(map(_seconds, rivals))
 
     def _turn(self, one: Resident, kind: str, **changed: Any) -> None:
         """One window of one contender, while all others wait; after its last word it is told."""

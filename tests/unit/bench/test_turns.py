@@ -165,7 +165,7 @@ def test_a_setting_that_must_be_alone_is_timed_once_unless_it_is_the_best(drive:
 
 
 def test_what_can_only_be_alone_comes_last(drive: Any) -> None:
-    log, _ = drive([entry("a", gib=(10.0, 95.0)), entry("b"), entry("c")])
+    log, _ = drive([entry("a", gib=(10.0, 99.0)), entry("b"), entry("c")])
     assert turns_of(log) == ["b", "c", "b", "c", "a", "a"]
 
 
