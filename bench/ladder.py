@@ -21,7 +21,8 @@ from unittest.mock import patch
 
 import torch
 from bench.cases import CASES, FP8, build_run
-from bench.step_results import print_row, write_results
+from bench.ladder_results import write_ladder
+from bench.step_results import losses_agree, print_row
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional
@@ -122,6 +123,11 @@ def measure_rung(run: RunSpec, missing: Collection[str], mesh: Mesh, *, seconds:
     return {**machine_facts(mesh.device), **clock.result(), **rates(asked, clock.result())}
 
 
+def precision_of(run: RunSpec, missing: Collection[str]) -> str:
+    """By which the tolerance of a first loss is chosen."""
+    return "fp8" if run_without(run, missing).precision.fp8 else "bf16"
+
+
 def forget() -> None:
     """Give back what the last rung held; what was compiled for it may not fit the next."""
     torch._dynamo.reset()  # the choice of an attention kernel is no guard of its cache
@@ -143,7 +149,8 @@ def measure(options: argparse.Namespace) -> int:
         run = build_run(case, options, data, overrides)
         rows: list[dict[str, Any]] = []
         for label, missing in climb(run):
-            row: dict[str, Any] = {"kind": "rung", "peer": f"ours, {label}", "label": label, "settings": {}}
+            row: dict[str, Any] = {"kind": "rung", "peer": "ours", "label": label}
+            row["precision"] = precision_of(run, missing)
             try:
                 row |= measure_rung(run, missing, mesh, seconds=options.seconds)
             except torch.OutOfMemoryError as error:
@@ -155,13 +162,11 @@ def measure(options: argparse.Namespace) -> int:
                 "options": {"case": options.case, "precision": "all"},
                 "run": run.model_dump(mode="json"),
                 "versions": {},
-                "notes": [],
                 "seconds": round(time.perf_counter() - started_at),
-                "first_losses_agree": True,
+                "first_losses_agree": losses_agree(rows),
                 "rows": rows,
-                "sweep": [],
             }
-            write_results(summary, options.out, kind="ladder")
+            write_ladder(summary, options.out)
     leave_world()
     return 0
 

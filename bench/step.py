@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.cases import CASES, build_run, entries_of, notes_of
 from bench.residents import GIB, Resident
-from bench.step_results import print_row, write_results
+from bench.step_results import losses_agree, print_row, write_results
 from bench.turns import Pace, Turns
 
 from meshwright.bench.kernel_time import KernelBudget, show_budget
@@ -33,8 +33,6 @@ from meshwright.mesh import choose_device
 from meshwright.spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-# bf16 rounds each of some hundred operations differently per implementation; fp8 has three bits of fraction.
-LOSS_TOLERANCE = {"bf16": 1e-3, "fp8": 5e-3, "fp32": 1e-5}
 DATA_TOKENS = 1 << 22
 # What a card keeps for itself, and what an estimate may be wrong by.
 SPARE_GIB = 2.5
@@ -89,16 +87,6 @@ def row_of(kind: str, one: Resident) -> dict[str, Any]:
         row["label"] += f", {timing['times'] * run.accumulation} micro-batches a step"
     data = run.data.with_(batch_sequences=run.data.batch_sequences * timing["times"])
     return {**row, **one.told, **timing, **rates(run.with_(data=data), timing)}
-
-
-def losses_agree(rows: list[dict[str, Any]]) -> bool:
-    """Whether all first losses are within the tolerance of their precision of the first row's."""
-    known = [row for row in rows if "first_loss" in row]
-    return all(
-        abs(row["first_loss"] - known[0]["first_loss"])
-        <= LOSS_TOLERANCE[row["precision"]] * abs(known[0]["first_loss"])
-        for row in known
-    )
 
 
 def print_profile(row: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from meshwright.plan.charts import PALETTE
 STYLE = "text{font:13px sans-serif;fill:#333}.strong{font-weight:600}"
 WIDTH, LABEL_WIDTH, VALUE_WIDTH, BAR, GAP = 940, 400, 240, 22, 8
 GIB = 2**30
+# bf16 rounds each of some hundred operations differently per implementation; fp8 has three bits of fraction.
+LOSS_TOLERANCE = {"bf16": 1e-3, "fp8": 5e-3, "fp32": 1e-5}
 Row = dict[str, Any]
 
 
@@ -47,6 +49,16 @@ def shorten(kernel: str) -> str:
     return (match.group(1) if match else kernel)[:48]
 
 
+def losses_agree(rows: list[Row]) -> bool:
+    """Whether all first losses are within the tolerance of their precision of the first row's."""
+    known = [row for row in rows if "first_loss" in row]
+    return all(
+        abs(row["first_loss"] - known[0]["first_loss"])
+        <= LOSS_TOLERANCE[row["precision"]] * abs(known[0]["first_loss"])
+        for row in known
+    )
+
+
 def merged(rows: list[Row]) -> list[Row]:
     """One row per label: the median over its rounds, and how far the rounds lie apart."""
     found = []
@@ -66,20 +78,29 @@ def merged(rows: list[Row]) -> list[Row]:
     return found
 
 
-def write_results(summary: dict[str, Any], folder: Path, *, kind: str = "step") -> None:
-    """The JSON of everything, the page and the picture, if anything was measured at all."""
+def stem_of(kind: str, case: str, facts: Row) -> str:
+    """How the files of a measurement are called: kind, case, device and date."""
+    device = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower().replace("nvidia ", "")).strip("-")
+    return f"{kind}_{case}_{device}_{facts['date']}"
+
+
+def write_files(folder: Path, stem: str, summary: dict[str, Any], page_text: str, rows: list[Row]) -> None:
+    """The JSON of everything, the page and the picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stem}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (folder / f"{stem}.svg").write_text(picture(rows))
+    (folder / f"{stem}.md").write_text(page_text)
+
+
+def write_results(summary: dict[str, Any], folder: Path) -> None:
+    """All files of a case, if anything was measured at all."""
     facts = next((row for row in [*summary["rows"], *summary["sweep"]] if "device" in row), None)
     if facts is None:
         return
     options = summary["options"]
-    device = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower().replace("nvidia ", "")).strip("-")
     precision = "" if options["precision"] == "all" else f"_{options['precision']}"
-    stem = f"{kind}_{options['case']}{precision}_{device}_{facts['date']}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (folder / f"{stem}.svg").write_text(picture(merged(summary["rows"])))
-    title = "What each technique adds to a step of" if kind == "ladder" else "One training step of"
-    (folder / f"{stem}.md").write_text(page(summary, facts, stem, title=title))
+    stem = stem_of("step", options["case"] + precision, facts)
+    write_files(folder, stem, summary, page(summary, facts, stem), merged(summary["rows"]))
 
 
 # ---- the picture --------------------------------------------------------------------------------
@@ -117,13 +138,15 @@ def _peer(row: Row) -> str:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def page(summary: dict[str, Any], facts: Row, stem: str, *, title: str) -> str:
+def page(summary: dict[str, Any], facts: Row, stem: str) -> str:
     """Everything that a reader needs to believe it, or not."""
     run, rows = summary["run"], compared(summary)
     lines = [
-        f"# {title} {run['model']['family'] or 'a small model'} on {facts['device']}",
+        f"# One training step of {run['model']['family']} on {facts['device']}",
         "",
         provenance(summary, facts),
+        "Contenders stay on the card together and take turns; a figure is the median over the rounds, each "
+        "the median of its steps.",
         "",
         f"First losses agree: {'yes' if summary['first_losses_agree'] else 'NO'} (to 0.1% between "
         "implementations in bf16, which round some hundred operations differently; to 0.5% in fp8, which has "
@@ -148,18 +171,16 @@ def page(summary: dict[str, Any], facts: Row, stem: str, *, title: str) -> str:
 def provenance(summary: dict[str, Any], facts: Row) -> str:
     """Where, with what, and what a step is."""
     data = summary["run"]["data"]
-    versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items() if version)
+    versions = "".join(f", {name} {version}" for name, version in summary["versions"].items() if version)
     micro = data["microbatch_sequences"]
     return (
         f"{facts['date']}, torch {facts['torch']}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, driver "
-        f"{facts.get('driver')}, {versions}. A step has {data['batch_sequences']} sequences of "
-        f"{data['sequence_length']} tokens, the same for everyone ({data['batch_sequences'] // micro} x "
-        f"{micro} of ours: micro-batches x sequences); random tokens, frequent ones more often; the same "
-        "weights for everyone. Model TFLOP/s by the strict count: 6 x parameters in matmuls + 6 x layers x "
-        "width x sequence, per token; recomputed work never counts. A step is data fetch, copy to the "
-        "device, forward, backward, clipping and update. Contenders stay on the card together and take "
-        "turns; a figure is the median over the rounds, each the median of its steps. All of it took "
-        f"{summary['seconds']} s."
+        f"{facts.get('driver')}{versions}. A step has {data['batch_sequences']} sequences of "
+        f"{data['sequence_length']} tokens ({data['batch_sequences'] // micro} x {micro} of ours: "
+        "micro-batches x sequences); random tokens, frequent ones more often; the same weights for "
+        "everyone. Model TFLOP/s by the strict count: 6 x parameters in matmuls + 6 x layers x width x "
+        "sequence, per token; recomputed work never counts. A step is data fetch, copy to the device, "
+        f"forward, backward, clipping and update. All of it took {summary['seconds']} s."
     )
 
 

@@ -1,7 +1,17 @@
 """Measurements on a CUDA device: fp8 products, the attention kernel, the kernels of a step."""
 
+import io
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from bench.cases import CASES, build_run
+from bench.channel import Channel
+from bench.contender import Job
+from bench.contender_plain import plain_model
+from bench.step import parse
+from bench.turn_clock import TurnClock
 from tests.tiny_runs import tiny_run
 
 from meshwright.bench.attention import chosen_backend, kernel_seen, time_attention
@@ -55,3 +65,30 @@ def test_a_step_tells_its_memory_and_its_attention_kernel() -> None:
     assert found["kernel_seconds"] and all(
         class_of(name) == "attention" for name in found["attention_kernels"]
     )
+
+
+def test_a_contender_at_rest_gives_back_what_a_step_needs() -> None:
+    turn = {"order": "turn", "seconds": 0.0, "fewest_steps": 2, "lead_steps": 1, "times": 1}
+    orders = [turn | {"is_profiled": True, "is_kept": False}, {"order": "stop"}]
+    answers = io.StringIO()
+    channel = Channel(io.StringIO("".join(json.dumps(order) + "\n" for order in orders)), answers)
+    clock = TurnClock(CUDA, channel, warmup_steps=1)
+    weight = torch.randn(1024, 1024, device=CUDA)
+    is_wanted = True
+    while is_wanted:
+        is_wanted = clock.after_step((weight @ torch.randn(1024, 1 << 15, device=CUDA)).sum())
+    ready, timed = map(json.loads, answers.getvalue().splitlines())
+    assert ready["rest_bytes"] < ready["peak_bytes"] - (100 << 20) and timed["row"]["num_steps"] == 2
+    assert timed["row"]["kernel_seconds"]["GEMM"] > 0
+
+
+def test_folded_weights_leave_the_card(tmp_path: Path) -> None:
+    options = parse(["--case", "tiny", "--device", "cuda", "--precision", "bf16"])
+    job = Job(build_run(CASES["tiny"], options, tmp_path), CUDA)
+    before = torch.cuda.memory_allocated()
+    model = plain_model(job)
+    held, first = torch.cuda.memory_allocated() - before, model.tokens.weight.clone()
+    job.fold()
+    assert torch.cuda.memory_allocated() - before < held / 4
+    job.unfold()
+    assert torch.equal(model.tokens.weight, first)

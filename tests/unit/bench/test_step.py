@@ -14,7 +14,7 @@ from bench.hf_model import hf_model
 from bench.ladder import climb, rungs_of, without_rungs
 from bench.ladder import measure as measure_ladder
 from bench.ladder import parse as ladder_options
-from bench.step_results import merged, picture, write_results
+from bench.step_results import losses_agree, merged, picture, write_results
 from tests.tiny_runs import tiny_run
 
 from meshwright.bench.random_tokens import write_random_tokens
@@ -146,6 +146,7 @@ def test_a_ladder_is_measured_in_one_process(tmp_path: Path) -> None:
         "+ fp8",
     ]
     # The same weights and tokens; fp8 has three bits of fraction.
+    assert "| times the rung before |" in next(tmp_path.glob("ladder_tiny_*.md")).read_text()
     assert all(row["first_loss"] == pytest.approx(rows[0]["first_loss"], rel=5e-3) for row in rows)
 
 
@@ -176,8 +177,8 @@ def test_losses_that_differ_are_found() -> None:
         {"first_loss": 10.04, "precision": "fp8"},
         {"error": "x"},
     ]
-    assert program.losses_agree(rows)
-    assert not program.losses_agree([*rows, {"first_loss": 10.02, "precision": "bf16"}])
+    assert losses_agree(rows)
+    assert not losses_agree([*rows, {"first_loss": 10.02, "precision": "bf16"}])
 
 
 def _row(label: str, teraflops: float, kind: str = "round") -> dict:

@@ -1,6 +1,7 @@
 """The driver of bench/step.py: who is on the card together, whose turn it is, what an end does to others."""
 
 import dataclasses
+import io
 import json
 import os
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import bench.step as program
 import pytest
 import torch
 from bench.cases import CASES, entries_of
+from bench.channel import Channel
 from bench.contender import Job
 from bench.contender_plain import plain_model
 from bench.residents import CONTEXT_BYTES, GIB, Entry, Resident, last_words
+from bench.turn_clock import TurnClock
 from bench.turns import Pace, Turns, group_bytes
 
 
@@ -208,6 +211,23 @@ def test_real_processes_take_turns_and_one_that_breaks_leaves_its_words(
     assert plain["kind"] == "round" and plain["num_steps"] >= 2
     assert "No module named 'bench.contender_nobody'" in failed["error"]
     assert "No module named" in capsys.readouterr().out
+
+
+def test_a_clock_answers_each_order_and_multiplies_micro_batches_when_told() -> None:
+    turn = {"order": "turn", "seconds": 0.0, "fewest_steps": 2, "is_profiled": True, "is_kept": False}
+    orders = [turn | {"lead_steps": 1, "times": 1}, turn | {"lead_steps": 0, "times": 4}, {"order": "stop"}]
+    answers = io.StringIO()
+    channel = Channel(io.StringIO("".join(json.dumps(order) + "\n" for order in orders)), answers)
+    clock = TurnClock(torch.device("cpu"), channel, warmup_steps=1)
+    times, is_wanted = [], True
+    while is_wanted:
+        times.append(clock.times)
+        is_wanted = clock.after_step(torch.tensor(7.0))
+    # The first step, warm-up; lead and two timed ones; two timed ones of four times the size.
+    assert times == [1, 1, 1, 1, 1, 4, 4]
+    told = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert [message["state"] for message in told] == ["ready", "timed", "timed"]
+    assert told[0]["first_loss"] == 7.0 and told[1]["row"]["num_steps"] == 2
 
 
 def test_last_words_are_the_error() -> None:
