@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from meshwright.ops.batch_norm import batch_norms
+from meshwright.ops.joint import JOINT_OPERATORS
 from meshwright.precision.fp8.matmul import OPERATORS
 from meshwright.spec import MemorySpec
 
@@ -33,6 +34,7 @@ _KEPT = {
     _aten.convolution.default,
     _aten._grouped_mm.default,
     *OPERATORS,
+    *JOINT_OPERATORS,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,

@@ -2,10 +2,14 @@
 
     logits[t, V] = x[t, D] W[V, D]^T           for a chunk of t tokens, in the dtype of compute
     loss        += sum_t weight[t] (lse[t] - logits[t, target[t]])
-    logits      <- weight[t] (softmax(logits) - onehot(target))       in place: now the gradient
-    dx[t, D]     = logits W        dW[V, D] += logits^T x             in float32 (float64 for float64)
+    logits      <- softmax(logits) - onehot(target)                   in place: now the gradient
+    dx[t, D]     = weight[t] logits W
+    dW[V, D]    += logits^T (weight[t] x)                             in float32 (float64 for float64)
 
-The gradients are made in the forward pass, while the logits are there: making these anew in the backward
+One pass over the logits finds their sum of exponentials and overwrites them; the factor 1 / sum, known
+afterwards, joins the weight beside x and dx, which are small. fp16 has no room for numbers without that
+factor, and a cut vocabulary needs the sums of all ranks first: there the logits get factor and weight. The
+gradients are made in the forward pass, while the logits are there: making these anew in the backward
 pass would cost a third more matmul. The vocabulary may be cut over ranks: rank r of n then holds rows
 r V/n ... of W, and three numbers per token (highest, sum of exponentials, target's logit) are reduced.
 """
@@ -92,11 +96,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in _chunks(x_TD.shape[0], weight.shape[0] * weight.element_size(), how.chunk_bytes):
             padded_TV = x_TD[part] @ weight.T
             logits_TV = padded_TV[:, :num_rows]
-            losses_T = _losses_and_gradient(logits_TV, own_T[part], weights_T[part], how)
+            losses_T, scales_T = _losses_and_gradient(logits_TV, own_T[part], weights_T[part], how)
             loss += (losses_T * weights_T[part]).sum()
             if how.wants_gradient:
                 torch.mm(padded_TV, weight, out=dx_TD[part])
-                _add_product(dw_VD, padded_TV.T, x_TD[part], is_first=part.start == 0)
+                scaled_TD = _scaled(x_TD[part], scales_T)
+                _add_product(dw_VD, padded_TV.T, scaled_TD, is_first=part.start == 0)
+                dx_TD[part] = _scaled(dx_TD[part], scales_T)
         if how.wants_gradient:
             ctx.save_for_backward(dx_TD.view(x_BSD.shape), dw_VD[:num_rows])
             ctx.dtypes = x_BSD.dtype, weight_VD.dtype
@@ -123,22 +129,28 @@ def _chunks(num_tokens: int, row_bytes: int, chunk_bytes: int) -> Iterator[slice
     return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
 
-def _losses_and_gradient(logits_TV: Tensor, own_T: Tensor, weights_T: Tensor, how: _Settings) -> Tensor:
-    """The loss of each token; the logits are the gradient afterwards, if one is wanted."""
-    if how.group is None:
-        if how.wants_gradient:
-            found = how.kernels.statistics_and_gradient(logits_TV, own_T, weights_T)
-        else:
-            found = how.kernels.statistics(logits_TV, own_T)
-        return found.sums_T.log() + found.highest_T - found.chosen_T
+def _losses_and_gradient(
+    logits_TV: Tensor, own_T: Tensor, weights_T: Tensor, how: _Settings
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each token; the logits are the gradient afterwards, if one is wanted, but for a factor."""
+    if how.wants_gradient and how.group is None and how.dtype != torch.float16:
+        found = how.kernels.unscaled_gradient(logits_TV, own_T)
+        return found.sums_T.log() + found.highest_T - found.chosen_T, weights_T / found.sums_T
     normalisers_T, chosen_T = _over_ranks(how.kernels.statistics(logits_TV, own_T), how.group)
     if how.wants_gradient:
         how.kernels.to_gradient(logits_TV, normalisers_T, own_T, weights_T)
-    return normalisers_T - chosen_T
+    return normalisers_T - chosen_T, None
 
 
-def _over_ranks(found: Statistics, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def _scaled(x_TD: Tensor, scales_T: Tensor | None) -> Tensor:
+    """Each row times its factor, rounded once."""
+    return x_TD if scales_T is None else (x_TD * scales_T[:, None]).to(x_TD.dtype)
+
+
+def _over_ranks(found: Statistics, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and target's logit of each token over the whole vocabulary; one rank has the target."""
+    if group is None:
+        return found.sums_T.log() + found.highest_T, found.chosen_T
     highest_T = found.highest_T.clone()
     dist.all_reduce(highest_T, op=dist.ReduceOp.MAX, group=group)
     both = torch.stack((found.sums_T * (found.highest_T - highest_T).exp(), found.chosen_T))

@@ -3,6 +3,10 @@
     lse[t]      = log sum_v exp(logits[t, v])
     logits[t,v] <- weight[t] (exp(logits[t, v] - lse[t]) - [v == target[t]])
 
+or, with one pass instead of two and a factor weight[t] / sum[t] left to the caller,
+
+    logits[t,v] <- exp(logits[t, v] - highest[t]) - sum[t] [v == target[t]]
+
 A target outside the columns at hand belongs to another rank: its row has no onehot here.
 """
 
@@ -14,7 +18,10 @@ from torch import Tensor
 
 
 class Statistics(NamedTuple):
-    """Of each row the highest logit, the sum of exp(logit - highest), and the target's logit (else 0)."""
+    """Of each row the highest logit, the sum of exp(logit - highest), and the target's logit (else 0).
+
+    With `unscaled_gradient` a logit near the highest may stand in its place.
+    """
 
     highest_T: Tensor
     sums_T: Tensor
@@ -22,11 +29,14 @@ class Statistics(NamedTuple):
 
 
 class RowKernels(NamedTuple):
-    """The passes over a chunk of logits. `statistics_and_gradient` is both, where no other rank is asked."""
+    """The passes over a chunk of logits; the last is the other two where no other rank is asked.
+
+    Its numbers are as large as the vocabulary: too large for fp16.
+    """
 
     statistics: Callable[[Tensor, Tensor], Statistics]
     to_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    statistics_and_gradient: Callable[[Tensor, Tensor, Tensor], Statistics]
+    unscaled_gradient: Callable[[Tensor, Tensor], Statistics]
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -52,14 +62,17 @@ def to_gradient(logits_TV: Tensor, normalisers_T: Tensor, targets_T: Tensor, wei
     logits_TV.copy_(chances_TV.sub_(is_target_TV).mul_(weights_T[:, None]))
 
 
-def statistics_and_gradient(logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor) -> Statistics:
-    """Both, one after the other."""
+def unscaled_gradient(logits_TV: Tensor, targets_T: Tensor) -> Statistics:
+    """The logits are overwritten by the gradient of sum x loss: the caller multiplies by weight / sum."""
     found = statistics(logits_TV, targets_T)
-    to_gradient(logits_TV, found.sums_T.log() + found.highest_T, targets_T, weights_T)
+    columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
+    at_target_TV = torch.where(columns_V == targets_T[:, None], found.sums_T[:, None], 0.0)
+    exponentials_TV = (logits_TV.to(found.sums_T.dtype) - found.highest_T[:, None]).exp_()
+    logits_TV.copy_(exponentials_TV.sub_(at_target_TV))
     return found
 
 
-PLAIN = RowKernels(statistics, to_gradient, statistics_and_gradient)
+PLAIN = RowKernels(statistics, to_gradient, unscaled_gradient)
 
 
 def _only_statistics(logits_TV: Tensor, *_: Tensor) -> Statistics:

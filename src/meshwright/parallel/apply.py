@@ -4,12 +4,13 @@
 2. tp, ep     parameters are cut first: everything after sees the local layer
 3. cp         replaces the attention core; touches no parameter
 4. fp8        replaces the products of linears; after tp, whose cuts say over whom a scale is agreed
-5. precision  the forward enters autocast itself, so a pipeline's backward runs outside it
-6. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
-7. compile    block by block: one graph serves all layers, and the collectives of ZeRO-3 stay outside
-8. offload    around the compiled block: copies to the host are no part of its graph
-9. ZeRO-3     last, because it takes over the parameters as what tp and ep left of them
-10. memory    allocate and fill: every tensor has its own seed, so the layout does not matter
+5. joint      linears that share their input become one product, unless tp or fp8 made them another
+6. precision  the forward enters autocast itself, so a pipeline's backward runs outside it
+7. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
+8. compile    block by block: one graph serves all layers, and the collectives of ZeRO-3 stay outside
+9. offload    around the compiled block: copies to the host are no part of its graph
+10. ZeRO-3    last, because it takes over the parameters as what tp and ep left of them
+11. memory    allocate and fill: every tensor has its own seed, so the layout does not matter
 """
 
 from collections.abc import Callable
@@ -32,11 +33,13 @@ from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
 from meshwright.parallel.fp8_weights import NarrowWeights
+from meshwright.parallel.joint import join_products, lay_joint_weights
 from meshwright.parallel.owned import OwnedParameter, own, set_gradient_dtype
 from meshwright.parallel.place import place_parameters
 from meshwright.parallel.pp import Border, PipelineProgram, StageModule, build_stages
 from meshwright.parallel.pp.tied import TIED_NAME, tie
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
+from meshwright.parallel.summed import summed_gradients
 from meshwright.parallel.tp import apply_tp
 from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype, wide_dtype
 from meshwright.spec import PrecisionSpec, RunSpec
@@ -55,6 +58,7 @@ def build_program(
     for stage in stages:
         transform(stage.module, run, mesh, weights)
         give_memory(stage.module, run, mesh, fill)
+        lay_joint_weights(stage.module)
     owned = own_parameters(stages, run, mesh)
     set_gradient_dtype(owned, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
     weights.move_in()
@@ -63,7 +67,11 @@ def build_program(
     narrow = NarrowWeights([stage.module for stage in stages], mesh)
     narrow.write()
     if run.parallel.num_stages == 1:
-        return SingleProgram(stages[0].module, owned=owned, reducer=reducer, narrow=narrow, localise=localise)
+        model = stages[0].module
+        summed = summed_gradients(model, run, reducer)
+        return SingleProgram(
+            model, owned=owned, reducer=reducer, summed=summed, narrow=narrow, localise=localise
+        )
     return PipelineProgram(
         stages,
         mesh=mesh,
@@ -77,7 +85,7 @@ def build_program(
 
 
 def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) -> None:
-    """Steps 2 to 9 on one stage."""
+    """Steps 2 to 10 on one stage."""
     parallel = mesh.parallel
     if parallel.tp > 1 or parallel.ep > 1:
         place_parameters(model, mesh)
@@ -87,6 +95,7 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) 
     if parallel.cp > 1:
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
     apply_fp8(model, run, mesh)
+    join_products(model, run)
     compute_in(model, run.precision, mesh.device)
     apply_recompute(model.blocks.values(), run.memory)
     if run.compile:
@@ -109,7 +118,7 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) 
 
 
 def give_memory(model: Decoder, run: RunSpec, mesh: Mesh, fill: Fill) -> None:
-    """Step 10 on one stage: shards that live in host memory begin there; buffers are on the device."""
+    """Step 11 on one stage: shards that live in host memory begin there; buffers are on the device."""
     if not run.has_shards_on_host:
         fill(model, run.seed, device=mesh.device)
         return

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
+from meshwright.models.layers.joint import sharing
 from meshwright.models.layers.linear import Linear, Product, Projections
 from meshwright.models.layers.mlp import Gated, SwiGlu
 from meshwright.models.layers.narrow import NarrowGated, NarrowProjections
@@ -59,13 +60,6 @@ def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
             alone.difference_update(linears)
     for linear in alone:
         linear.product = _product(run, mesh, names[linear], [linear])
-
-
-def sharing(module: nn.Module) -> tuple[Linear, ...]:
-    """The linears of a module that multiply the same input."""
-    if isinstance(module, Attention):
-        return module.query, module.key, module.value
-    return (module.gate, module.up) if isinstance(module, SwiGlu) else ()
 
 
 def _product(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear]) -> Fp8Product:

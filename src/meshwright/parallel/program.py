@@ -10,6 +10,7 @@ from meshwright.data.batches import Microbatch
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.fp8_weights import NarrowWeights
 from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.summed import SummedGradients
 
 Localise = Callable[[Microbatch, float], Microbatch]
 """This rank's part of a micro-batch, with its loss weights multiplied by a scale."""
@@ -63,17 +64,20 @@ class SingleProgram:
         *,
         owned: list[OwnedParameter],
         reducer: Reducer,
+        summed: SummedGradients,
         narrow: NarrowWeights,
         localise: Localise,
     ) -> None:
         self.stages, self.owned = [model], owned
-        self._model, self._reducer, self._narrow, self._localise = model, reducer, narrow, localise
+        self._model, self._reducer, self._localise = model, reducer, localise
+        self._summed, self._narrow = summed, narrow
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """See Program."""
         parts = []
         for index, microbatch in enumerate(microbatches):
-            with self._reducer.microbatch(is_last=index == len(microbatches) - 1):
+            is_last = index == len(microbatches) - 1
+            with self._reducer.microbatch(is_last=is_last), self._summed.microbatch():
                 part = self._loss(microbatch, scale)
                 part.backward()
             parts.append(part.detach())

@@ -78,7 +78,7 @@ def test_without_gradients_no_gradient_is_made() -> None:
         raise AssertionError
 
     plain = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS)
-    kernels = PLAIN._replace(to_gradient=must_not_run, statistics_and_gradient=must_not_run)
+    kernels = PLAIN._replace(to_gradient=must_not_run, unscaled_gradient=must_not_run)
     with torch.no_grad():
         seen = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=kernels)
     assert seen == plain
@@ -97,10 +97,10 @@ def test_logits_exist_for_one_chunk_at_a_time() -> None:
     x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
     seen = []
 
-    def statistics(logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor) -> Statistics:
+    def unscaled(logits_TV: Tensor, targets_T: Tensor) -> Statistics:
         seen.append(tuple(logits_TV.shape))
-        return PLAIN.statistics_and_gradient(logits_TV, targets_T, weights_T)
+        return PLAIN.unscaled_gradient(logits_TV, targets_T)
 
-    kernels = PLAIN._replace(statistics_and_gradient=statistics)
+    kernels = PLAIN._replace(unscaled_gradient=unscaled)
     linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS, kernels=kernels, chunk_bytes=5 * 64 * 8)
     assert seen == [(5, VOCABULARY), (5, VOCABULARY), (4, VOCABULARY)]

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwright.ops.joint import joint_linear
+from meshwright.ops.loss import compute_dtype
 from meshwright.ops.sharded import local
 
 
@@ -27,9 +29,13 @@ class Linear(nn.Module):
         self.product: nn.Module = Product()
         # Set where the input dim is cut: sums the partial products before the bias joins, once.
         self.collect: nn.Module | None = None
+        # Set while backward is to add the weight's gradient to what is there already: to this one tensor.
+        self.totals: Sequence[Tensor] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         """The product over the last dim."""
+        if self.totals:
+            return joint_linear(x, [self.weight], compute_dtype(x), self.totals)
         bias = None if self.bias is None else local(self.bias)
         if self.collect is None:
             return self.product(x, local(self.weight), bias)

@@ -1,9 +1,12 @@
 """The dense feed-forward part."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.models.layers.linear import Linear
+from meshwright.ops.gelu import biased_gelu, gelu
+from meshwright.ops.sharded import local
 from meshwright.spec import MlpSpec
 
 
@@ -41,7 +44,11 @@ class Gelu(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """What the MLP adds to the residual stream."""
-        return self.down(functional.gelu(self.up(x_BSD), approximate=self.approximate))
+        if self.up.bias is None or self.approximate != "tanh" or not torch.compiler.is_compiling():
+            return self.down(gelu(self.up(x_BSD), approximate=self.approximate))
+        bias = local(self.up.bias)
+        y_BSF = self.up.product(x_BSD, local(self.up.weight), bias.detach())
+        return self.down(biased_gelu(y_BSF, bias))
 
 
 def build_mlp(mlp: MlpSpec, width: int) -> SwiGlu | Gelu:

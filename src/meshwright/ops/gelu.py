@@ -1,0 +1,76 @@
+"""GELU in forms that take no longer than memory does, for compiled blocks.
+
+    gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u)          u = sqrt(2 / pi) (x + 0.044715 x^3)
+
+The compiler's tanh is a function of many instructions; a sigmoid is one exponential and one division. On an
+H200 the forward pass over 65,536 x 3072 numbers takes 0.20 ms instead of 0.28. After a linear with a bias the
+backward pass also gives the gradient of the bias, sums over tokens of what it writes anyway; by itself that
+would be one more read.
+"""
+
+import math
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.ops.loss_rows import wide_dtype
+
+if find_spec("triton") is not None:  # comes with torch for CUDA
+    from meshwright.ops.gelu_triton import write_gelu_gradient
+
+_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+_CUBIC = 0.044715
+
+
+def gelu(x: Tensor, *, approximate: str) -> Tensor:
+    """As torch's; outside a compiler it is torch's, whose one kernel is the faster there."""
+    if approximate == "tanh" and torch.compiler.is_compiling():
+        return gelu_by_sigmoid(x)
+    return functional.gelu(x, approximate=approximate)
+
+
+def gelu_by_sigmoid(x: Tensor) -> Tensor:
+    """The tanh form, computed in float32 (float64 for float64)."""
+    wide = x.to(wide_dtype(x))
+    twice_u = _SLOPE * (wide + _CUBIC * wide * wide * wide)
+    return (wide * twice_u.sigmoid()).to(x.dtype)
+
+
+def biased_gelu(y: Tensor, bias: Tensor) -> Tensor:
+    """The tanh form of y, into which the bias was added without a gradient: it gets its gradient here."""
+    h_TF: Tensor = _BiasedGelu.apply(y.flatten(0, -2), bias)  # pyright: ignore[reportAssignmentType]
+    return h_TF.unflatten(0, y.shape[:-1])
+
+
+class _BiasedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_TF: Tensor, bias_F: Tensor) -> Tensor:
+        ctx.save_for_backward(y_TF)
+        ctx.bias_dtype = bias_F.dtype
+        return gelu_by_sigmoid(y_TF)
+
+    @staticmethod
+    def backward(ctx: Any, dh_TF: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (y_TF,) = ctx.saved_tensors
+        dy_TF, dbias_F = gelu_gradient(dh_TF.contiguous(), y_TF.contiguous())
+        return dy_TF, dbias_F.to(ctx.bias_dtype)
+
+
+@torch.library.custom_op("meshwright::gelu_gradient", mutates_args=())
+def gelu_gradient(dh_TF: Tensor, y_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """dy, and its sum over tokens in float32 (float64 for float64)."""
+    if y_TF.is_cuda and y_TF.dtype != torch.float64:
+        return write_gelu_gradient(dh_TF, y_TF)
+    y = y_TF.to(wide_dtype(y_TF))
+    chance = (_SLOPE * (y + _CUBIC * y * y * y)).sigmoid()
+    slope = chance + y * chance * (1 - chance) * _SLOPE * (1 + 3 * _CUBIC * y * y)
+    dy = dh_TF.to(y.dtype) * slope
+    return dy.to(y_TF.dtype), dy.sum(0)
+
+
+@gelu_gradient.register_fake
+def _(dh_TF: Tensor, y_TF: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y_TF), y_TF.new_empty(y_TF.shape[1], dtype=wide_dtype(y_TF))

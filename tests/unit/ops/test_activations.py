@@ -1,0 +1,87 @@
+"""GELU and SwiGLU as compiled blocks have them, against torch's own; their Triton kernels, interpreted."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.nn import functional
+
+from meshwright.ops.gelu import biased_gelu, gelu_by_sigmoid, gelu_gradient
+from meshwright.ops.swiglu import swiglu, swiglu_gradient
+
+# The interpreter is chosen when a kernel is defined, so it has a process of its own: this file.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def test_silu_of_halves_equals_the_plain_form() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate_up = torch.randn(2, 3, 10, generator=generator, dtype=torch.float64, requires_grad=True)
+    plain = functional.silu(gate_up[..., :5]) * gate_up[..., 5:]
+    (wanted,) = torch.autograd.grad(plain.square().sum(), gate_up)
+    ours = swiglu(gate_up)
+    assert torch.equal(ours, plain)
+    (grad,) = torch.autograd.grad(ours.square().sum(), gate_up)
+    torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=1e-15)
+
+
+def test_gelu_by_sigmoid_is_the_tanh_form() -> None:
+    x = torch.linspace(-9, 9, 501, dtype=torch.float64, requires_grad=True)
+    plain, ours = functional.gelu(x, approximate="tanh"), gelu_by_sigmoid(x)
+    # 1 + tanh cancels far below zero, where the sigmoid does not.
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-15)
+    wanted, grad = (torch.autograd.grad(y.sum(), x)[0] for y in (plain, ours))
+    torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-14)
+
+
+def test_a_bias_gets_its_gradient_from_the_activation_behind_it() -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((2, 3, 5), (4, 5), (4,))
+    x_BSK, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes
+    )
+    plain = functional.gelu(functional.linear(x_BSK, weight, bias), approximate="tanh")
+    ours = biased_gelu(functional.linear(x_BSK, weight, bias.detach()), bias)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-15)
+    wanted, found = (torch.autograd.grad(y.square().sum(), (x_BSK, weight, bias)) for y in (plain, ours))
+    for grad, true in zip(found, wanted, strict=True):
+        torch.testing.assert_close(grad, true, rtol=1e-11, atol=1e-14)
+
+
+def test_tracing_knows_the_shapes() -> None:
+    torch.library.opcheck(swiglu_gradient, (torch.randn(3, 4), torch.randn(3, 8)))
+    torch.library.opcheck(gelu_gradient, (torch.randn(3, 4), torch.randn(3, 4)))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+def test_interpreted_passes_equal_the_plain_ones() -> None:
+    command = [sys.executable, "-m", "tests.unit.ops.test_activations"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["float32", "bfloat16"]
+
+
+def compare(dtype: torch.dtype) -> None:
+    """Of widths and numbers of rows that fill no block."""
+    from meshwright.ops.gelu_triton import write_gelu_gradient
+    from meshwright.ops.swiglu_triton import write_gradient
+
+    generator = torch.Generator().manual_seed(2)
+    dh_TF, gate_up_T2F = (torch.randn(3, width, generator=generator).to(dtype) for width in (1100, 2200))
+    rounding = 2e-6 if dtype == torch.float32 else 1e-2  # of the last bit; bf16 has 8
+    wanted = swiglu_gradient(dh_TF, gate_up_T2F)
+    torch.testing.assert_close(write_gradient(dh_TF, gate_up_T2F), wanted, rtol=rounding, atol=1e-6)
+    dh_TF, y_TF = (torch.randn(300, 270, generator=generator).to(dtype) for _ in range(2))
+    (dy_TF, sums_F), (true_TF, true_F) = write_gelu_gradient(dh_TF, y_TF), gelu_gradient(dh_TF, y_TF)
+    torch.testing.assert_close(dy_TF, true_TF, rtol=rounding, atol=1e-6)
+    torch.testing.assert_close(sums_F, true_F, rtol=1e-5, atol=1e-4)  # of 300 numbers in another order
+    print(str(dtype).removeprefix("torch."))
+
+
+if __name__ == "__main__" and IS_INTERPRETED:
+    compare(torch.float32)
+    compare(torch.bfloat16)
