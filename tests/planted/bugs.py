@@ -5,6 +5,7 @@ from tests.planted.plant import Bug
 DP = "tests/equivalence/test_dp.py::"
 AXIS = "tests/equivalence/test_layouts.py::test_each_axis"
 RESUME = "tests/resume/test_resume.py::"
+JOINT = "tests/unit/parallel/test_joint.py::"
 
 BUGS = [
     Bug(
@@ -322,5 +323,26 @@ BUGS = [
         'if not name.startswith("fp8.") or saved.get(name) == tuple(tensor.shape)',
         'if not name.startswith("fp8.")',
         "tests/resume/test_fp8.py::test_delayed_scales_go_on[layout0]",
+    ),
+    Bug(
+        "a later micro-batch overwrites the gradient",
+        "ops/joint.py",
+        "total.addmm_(a, b)",
+        "total.copy_(a @ b)",
+        JOINT + "test_three_steps_of_several_micro_batches_equal_those_of_products_apart[gqa]",
+    ),
+    Bug(
+        "matrices taken for adjacent that are not",
+        "ops/joint.py",
+        "if weights[0].dtype == dtype and lies_behind(weights):",
+        "if weights[0].dtype == dtype:",
+        "tests/unit/ops/test_joint.py::test_matrices_that_moved_apart_again_are_still_multiplied_right",
+    ),
+    Bug(
+        "the factor of a row of the loss forgotten beside x",
+        "ops/loss.py",
+        "scaled_TD = _scaled(x_TD[part], scales_T)",
+        "scaled_TD = _scaled(x_TD[part], None)",
+        "tests/unit/ops/test_loss.py::test_equals_the_plain_sum[1]",
     ),
 ]

@@ -94,8 +94,9 @@ def _exponentials(
         x = tl.load(base + columns, mask=is_inside, other=0.0).to(tl.float32)
         x = tl.where(columns < num_columns, x, -float("inf"))
         higher = tl.max(x, 0)
-        if higher > highest + MARGIN:  # hardly ever: what is written already becomes relative to this one
-            smaller = tl.exp(highest - higher)
+        # Hardly ever: what is written already becomes relative to this one.
+        if higher > highest + MARGIN:  # pyright: ignore[reportOperatorIssue]
+            smaller = tl.exp(highest - higher)  # pyright: ignore[reportOperatorIssue]
             for past in range(0, start, BLOCK):
                 written = base + past + tl.arange(0, BLOCK)
                 tl.store(written, (tl.load(written).to(tl.float32) * smaller).to(logits.dtype.element_ty))

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.joint import is_joint, join, sharing
+from meshwright.models.layers.joint import join, joint_maker, sharing
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.ops.joint import lay_behind
 from meshwright.spec import RunSpec
@@ -28,7 +28,6 @@ def join_products(model: Decoder, run: RunSpec) -> None:
 def lay_joint_weights(model: Decoder) -> None:
     """Matrices of joint products one behind the other, where they are computed with as they are (bf16)."""
     for module in model.modules():
-        if isinstance(module, Attention | SwiGlu) and is_joint(module):
-            weights = [linear.weight for linear in sharing(module)]
-            if weights[0].dtype == torch.bfloat16:
-                lay_behind(weights)
+        weights = [linear.weight for linear in sharing(module)]
+        if joint_maker(module) is not None and weights[0].dtype == torch.bfloat16:
+            lay_behind(weights)

@@ -10,19 +10,19 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.joint import is_joint, joint_part, sharing
+from meshwright.models.layers.joint import JointGated, JointProjections, joint_maker, sharing
 from meshwright.models.layers.linear import Linear, Product
-from meshwright.models.layers.mlp import SwiGlu
 from meshwright.ops.joint import lies_behind, seen_as_one
 from meshwright.parallel.dp import GradientReducer, Reducer
 from meshwright.spec import RunSpec
+
+Maker = Linear | JointProjections | JointGated
 
 
 class SummedGradients:
     """What makes products that may add, with the linears whose weights they are of."""
 
-    def __init__(self, makers: Iterable[tuple[nn.Module, Sequence[Linear]]] = ()) -> None:
+    def __init__(self, makers: Iterable[tuple[Maker, Sequence[Linear]]] = ()) -> None:
         self._makers = list(makers)
 
     @contextmanager
@@ -53,8 +53,8 @@ def summed_gradients(model: nn.Module, run: RunSpec, reducer: Reducer) -> Summed
     is_alone = isinstance(reducer, GradientReducer) and not reducer.buckets
     if not run.compile or not is_alone or run.memory.offload:
         return SummedGradients()
-    joint = [module for module in model.modules() if isinstance(module, Attention | SwiGlu)]
-    groups = {joint_part(module): sharing(module) for module in joint if is_joint(module)}
+    found = ((joint_maker(module), sharing(module)) for module in model.modules())
+    groups = {maker: linears for maker, linears in found if maker is not None}
     taken = {linear for linears in groups.values() for linear in linears}
     alone = (module for module in model.modules() if isinstance(module, Linear) and module not in taken)
     return SummedGradients(

@@ -40,7 +40,7 @@ class JointGated(Gated):
 
 def _joint(x: Tensor, linears: Sequence[Linear], totals: Sequence[Tensor]) -> Tensor:
     y = joint_linear(x, [linear.weight for linear in linears], compute_dtype(x), totals)
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return y + torch.cat(biases).to(y.dtype) if biases else y
 
 
@@ -53,7 +53,8 @@ def sharing(module: nn.Module) -> tuple[Linear, ...]:
 
 def join(module: Attention | SwiGlu) -> None:
     """Make the linears that share their input one product, unless something else makes their products."""
-    is_plain = type(joint_part(module)) in (Projections, Gated)
+    maker = module.project if isinstance(module, Attention) else module.inner
+    is_plain = type(maker) in (Projections, Gated)
     if not is_plain or any(type(one.product) is not Product or one.collect for one in sharing(module)):
         return
     if isinstance(module, Attention):
@@ -62,11 +63,10 @@ def join(module: Attention | SwiGlu) -> None:
         module.inner = JointGated()
 
 
-def joint_part(module: Attention | SwiGlu) -> nn.Module:
-    """What makes the products."""
-    return module.project if isinstance(module, Attention) else module.inner
-
-
-def is_joint(module: Attention | SwiGlu) -> bool:
-    """Whether `join` did."""
-    return isinstance(joint_part(module), JointProjections | JointGated)
+def joint_maker(module: nn.Module) -> JointProjections | JointGated | None:
+    """What makes the joint product of a module, where `join` put it."""
+    if isinstance(module, Attention) and isinstance(module.project, JointProjections):
+        return module.project
+    if isinstance(module, SwiGlu) and isinstance(module.inner, JointGated):
+        return module.inner
+    return None
