@@ -96,13 +96,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in _chunks(x_TD.shape[0], weight.shape[0] * weight.element_size(), how.chunk_bytes):
             padded_TV = x_TD[part] @ weight.T
             logits_TV = padded_TV[:, :num_rows]
-            losses_T, scales_T = _losses_and_gradient(logits_TV, own_T[part], weights_T[part], how)
+            losses_T, scales_T1 = _losses_and_gradient(logits_TV, own_T[part], weights_T[part], how)
             loss += (losses_T * weights_T[part]).sum()
             if how.wants_gradient:
-                torch.mm(padded_TV, weight, out=dx_TD[part])
-                scaled_TD = _scaled(x_TD[part], scales_T)
+                # x with its factors lies where dx will: no memory of its own.
+                scaled_TD = x_TD[part]
+                if scales_T1 is not None:
+                    scaled_TD = torch.mul(scaled_TD, scales_T1, out=dx_TD[part])
                 _add_product(dw_VD, padded_TV.T, scaled_TD, is_first=part.start == 0)
-                dx_TD[part] = _scaled(dx_TD[part], scales_T)
+                torch.mm(padded_TV, weight, out=dx_TD[part])
+                if scales_T1 is not None:
+                    dx_TD[part].mul_(scales_T1)
         if how.wants_gradient:
             ctx.save_for_backward(dx_TD.view(x_BSD.shape), dw_VD[:num_rows])
             ctx.dtypes = x_BSD.dtype, weight_VD.dtype
@@ -113,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_BSD, dw_VD = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         # Not in place: a schedule that splits the backward pass runs this node twice.
-        return (dx_BSD * grad).to(x_dtype), (dw_VD * grad).to(weight_dtype), None, None, None
+        return _times(dx_BSD, grad, x_dtype), _times(dw_VD, grad, weight_dtype), None, None, None
 
 
 def _aligned(weight_VD: Tensor) -> Tensor:
@@ -135,16 +139,17 @@ def _losses_and_gradient(
     """The loss of each token; the logits are the gradient afterwards, if one is wanted, but for a factor."""
     if how.wants_gradient and how.group is None and how.dtype != torch.float16:
         found = how.kernels.unscaled_gradient(logits_TV, own_T)
-        return found.sums_T.log() + found.highest_T - found.chosen_T, weights_T / found.sums_T
+        losses_T = found.sums_T.log() + found.highest_T - found.chosen_T
+        return losses_T, (weights_T / found.sums_T)[:, None]
     normalisers_T, chosen_T = _over_ranks(how.kernels.statistics(logits_TV, own_T), how.group)
     if how.wants_gradient:
         how.kernels.to_gradient(logits_TV, normalisers_T, own_T, weights_T)
     return normalisers_T - chosen_T, None
 
 
-def _scaled(x_TD: Tensor, scales_T: Tensor | None) -> Tensor:
-    """Each row times its factor, rounded once."""
-    return x_TD if scales_T is None else (x_TD * scales_T[:, None]).to(x_TD.dtype)
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a factor, rounded once to `dtype`; nothing wider is written in between."""
+    return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
 def _over_ranks(found: Statistics, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
