@@ -9,6 +9,7 @@ from tests.tiny_runs import MODELS, tiny_run
 
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.check import check
+from meshwright.spec.rules_parallel import SPLIT_BACKWARD
 
 DENSE = ("gqa", "tied", "gpt", "mla", "window")
 ROUTED = ("moe", "moe_shared", "moe_capacity")
@@ -68,6 +69,8 @@ def _merged(parts: tuple[dict[str, object], ...]) -> ParallelSpec:
         said |= part
     if said.get("ep") and "dp_shard" not in said and "cp" not in said:
         said |= {"dp_shard": 2, "zero": 1}  # ep borrows its ranks
+    if said.get("schedule") in SPLIT_BACKWARD and said.get("zero", 0) in (2, 3):
+        said |= {"reduce": "last"}
     return ParallelSpec.model_validate(said)
 
 
@@ -138,7 +141,10 @@ def named_mixes() -> list[Layout]:
     return [
         Layout(ParallelSpec(dp_replicate=2, tp=2, pp=2), "tied"),
         Layout(ParallelSpec(dp_shard=2, zero=1, tp=2, pp=2), "gpt"),
-        Layout(ParallelSpec(dp_shard=2, zero=3, tp=2, pp=2, schedule="zbv", virtual_stages=2), "tied"),
+        Layout(
+            ParallelSpec(dp_shard=2, zero=3, reduce="last", tp=2, pp=2, schedule="zbv", virtual_stages=2),
+            "tied",
+        ),
         Layout(ParallelSpec(cp=2, tp=2, pp=2), "gqa"),
         Layout(ParallelSpec(cp=2, cp_kind="ring", tp=2, pp=2, zero=3), "mla"),
         Layout(ParallelSpec(dp_shard=2, zero=1, ep=2, pp=2), "moe_shared"),
@@ -166,7 +172,15 @@ def all_axes_on_16() -> list[Layout]:
         Layout(ParallelSpec(dp_replicate=2, dp_shard=2, zero=2, tp=2, pp=2), "gpt"),
         Layout(
             ParallelSpec(
-                dp_shard=2, zero=3, cp=2, cp_kind="ulysses", tp=2, pp=2, schedule="zbv", virtual_stages=2
+                dp_shard=2,
+                zero=3,
+                reduce="last",
+                cp=2,
+                cp_kind="ulysses",
+                tp=2,
+                pp=2,
+                schedule="zbv",
+                virtual_stages=2,
             ),
             "tied",
         ),
@@ -193,6 +207,7 @@ def _draw(generator: random.Random) -> Layout:
         dp_replicate=generator.choice(degree),
         dp_shard=generator.choice(degree),
         zero=generator.randrange(4),
+        reduce=generator.choice(("each", "last")),
         cp=cp,
         cp_kind=generator.choice(CP_KINDS) if cp > 1 else "gather",
         tp=generator.choice(degree),

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 
 from tests.communication import Named
 
@@ -105,8 +106,11 @@ def _bucketed(run: RunSpec, shapes: Shapes) -> Named:
     total: Named = Counter()
     shard, shards = ("dp_shard", "cp"), _shards(run, "")
     num_scatters = _num_scatters(run) if run.parallel.zero == 2 else 1
-    for partial in (False, True):
-        members = [name for name in shapes if _is_partial(run, name) == partial]
+    is_apart = run.parallel.zero == 2 and run.parallel.reduce == "each"  # a stage has buckets of its own
+    stages = {name.split(":")[0] for name in shapes} if is_apart else {""}
+    for partial, stage in product((False, True), sorted(stages)):
+        here = [name for name in shapes if not is_apart or name.split(":")[0] == stage]
+        members = [name for name in here if _is_partial(run, name) == partial]
         chunk = ELEMENT * sum(padded_elements(run, name, shapes[name]) for name in members)
         if not members:
             continue
@@ -123,7 +127,7 @@ def _bucketed(run: RunSpec, shapes: Shapes) -> Named:
 
 def _num_scatters(run: RunSpec) -> int:
     """Of gradients in a step, with stages 2 and 3."""
-    return run.accumulation if run.parallel.pp == 1 and run.parallel.reduce == "each" else 1
+    return run.accumulation if run.parallel.reduce == "each" else 1
 
 
 def _fully_sharded(run: RunSpec, shapes: Shapes) -> Named:

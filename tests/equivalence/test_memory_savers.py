@@ -19,7 +19,7 @@ from tests.harness import (
 from tests.oracle import reference
 from tests.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
 from tests.traffic import ELEMENT, held_shapes, padded_elements
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh
 from meshwright.spec import MemorySpec, ParallelSpec, RunSpec
@@ -185,12 +185,43 @@ REDUCE = {
     "zero_3_tp": ParallelSpec(dp_shard=2, zero=3, tp=2, reduce="last"),
     "hybrid_zero_3": ParallelSpec(dp_replicate=2, dp_shard=2, zero=3, reduce="last"),
     "zero_2_cp": ParallelSpec(cp=2, zero=2, reduce="last"),
+    "zero_2_pp": ParallelSpec(pp=2, dp_shard=2, zero=2, reduce="last"),
+    "zero_3_pp": ParallelSpec(pp=2, dp_shard=2, zero=3, reduce="last"),
+}
+INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+EACH = {
+    "zero_2_pp": ParallelSpec(pp=2, dp_shard=2, zero=2),
+    "zero_3_pp": ParallelSpec(pp=2, dp_shard=2, zero=3),
+    "zero_2_interleaved": ParallelSpec(pp=2, dp_shard=2, zero=2, **INTERLEAVED),
+    "zero_3_interleaved": ParallelSpec(pp=2, dp_shard=2, zero=3, **INTERLEAVED),
+}
+WIDE_EACH = {
+    "zero_3_gpipe": ParallelSpec(pp=2, dp_shard=2, zero=3, schedule="gpipe"),
+    "zero_2_looped": ParallelSpec(pp=2, dp_shard=2, zero=2, schedule="looped_bfs", virtual_stages=2),
+    "zero_3_tp": ParallelSpec(pp=2, dp_shard=2, zero=3, tp=2),
+    "hybrid_zero_2": ParallelSpec(pp=2, dp_replicate=2, dp_shard=2, zero=2),
+    "hybrid_zero_3": ParallelSpec(pp=2, dp_replicate=2, dp_shard=2, zero=3, **INTERLEAVED),
 }
 
 
 @pytest.mark.parametrize("layout", REDUCE)
 def test_reducing_last_equals_one_device(ranks, layout):
     run = tiny_run("tied", parallel=REDUCE[layout])
+    results = run_case(ranks, run)
+    assert_same_training(results, reference(run))
+    assert_traffic(results, run)
+
+
+def _with_layers(parallel: ParallelSpec) -> RunSpec:
+    """One layer more than stages."""
+    return tiny_run(MODELS["tied"].with_(num_layers=parallel.num_stages + 1), parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    "layout", [*EACH, *(pytest.param(name, marks=pytest.mark.soak) for name in WIDE_EACH)]
+)
+def test_a_pipeline_that_reduces_each_equals_one_device(ranks, layout):
+    run = _with_layers((EACH | WIDE_EACH)[layout])
     results = run_case(ranks, run)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
@@ -239,6 +270,38 @@ def test_reducing_last_keeps_whole_gradients(ranks, zero):
     assert last - each == ELEMENT * (whole - shard)
 
 
+def _held_in_a_pipeline(runs: list[RunSpec]) -> list[int]:
+    """Bytes of tensors where the last micro-batch's backward begins on this rank's stage."""
+    found = []
+    for run in runs:
+        mesh = build_mesh(run.parallel, this_world())
+        training, batches = build_training(run, mesh), build_data(run, mesh)
+        held: list[int] = []
+
+        def look(_module: nn.Module, _inputs: object, output: Tensor, held: list[int] = held) -> None:
+            output.register_hook(lambda _: held.append(_bytes_with_gradients()))
+
+        training.program.stages[0].register_forward_hook(look)
+        before = _bytes_with_gradients()
+        training.program.accumulate(next(batches).microbatches)
+        batches.close()
+        found.append(held[-1] - before)
+    return found
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_pipeline_that_reduces_each_keeps_shards(ranks, zero):
+    """The first stage, whose later micro-batches are still in flight."""
+    parallel = ParallelSpec(pp=2, dp_shard=2, zero=zero)
+    run = tiny_run("gqa", parallel=parallel)
+    runs = [run, run.with_(parallel=parallel.with_(reduce="last"))]
+    each, last = ranks.run(_held_in_a_pipeline, 4, runs)[0]
+    shapes = held_shapes(run, 0)
+    whole = sum(torch.Size(shape).numel() for shape in shapes.values())
+    shard = sum(padded_elements(run, name, shape) for name, shape in shapes.items())
+    assert last - each == ELEMENT * (whole - shard)
+
+
 def test_the_layouts_here_are_valid():
-    for parallel in REDUCE.values():
-        assert not check(tiny_run("tied", parallel=parallel))
+    for parallel in (REDUCE | EACH | WIDE_EACH).values():
+        assert not check(_with_layers(parallel))

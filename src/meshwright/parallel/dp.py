@@ -13,7 +13,7 @@ Stages 0 to 2 are one mechanism: gradients are laid into flat buckets of [shards
 reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -54,11 +54,6 @@ class Bucket:
     def is_alone(self) -> bool:
         """Whether no other rank has a part of these gradients: then they are used where they are."""
         return self.scatter is None and not self.sums
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether a reduction of this bucket is under way."""
-        return self._flat is not None
 
     def launch(self) -> None:
         """Lay the gradients into the flat buffer, free them, and start the first reduction."""
@@ -175,42 +170,81 @@ def _is_partial_over_tp(one: OwnedParameter, mesh: Mesh) -> bool:
 class GradientReducer:
     """Stages 0 to 2: sums gradients over the mesh, overlapping the last backward where it can."""
 
-    def __init__(self, owned: list[OwnedParameter], mesh: Mesh) -> None:
-        self._every_microbatch = mesh.parallel.zero == 2 and mesh.parallel.reduce == "each"
+    def __init__(self, owned: list[OwnedParameter], mesh: Mesh, roots: Sequence[nn.Module]) -> None:
+        self.reduces_each = mesh.parallel.zero == 2 and mesh.parallel.reduce == "each"
+        root_of = {id(one): number for number, root in enumerate(roots) for one in root.parameters()}
         trainable = [one for one in owned if one.parameter.requires_grad]
         # Backward finds the last layers first, so buckets are filled and launched from the end.
-        buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh)]
+        # A stage that is reduced by itself has buckets of its own.
+        apart = root_of if self.reduces_each else dict.fromkeys(root_of, 0)
+        buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh, apart)]
         self.buckets = [bucket for bucket in buckets if not bucket.is_alone]
         self._alone = [one for bucket in buckets if bucket.is_alone for one in bucket.owned]
         self._bucket_of = {id(one.parameter): bucket for bucket in self.buckets for one in bucket.owned}
-        self._next = len(self.buckets)
+        self._by_root = {
+            id(root): [one for one in self.buckets if apart[id(one.owned[0].parameter)] == number]
+            for number, root in enumerate(roots)
+        }
+        self._due: list[Bucket] = []
+        """Of the backward that runs: launched in this order, each as soon as it is full."""
+        self._next = 0
+        self._is_last = True
+        self._left: list[Bucket] = []
+        """Not yet reduced for the last time in this step."""
         for bucket in self.buckets:
             for one in bucket.owned:
                 one.parameter.register_post_accumulate_grad_hook(self._gradient_ready)
 
     @contextmanager
-    def microbatch(self, *, is_last: bool, can_overlap: bool = True) -> Iterator[None]:
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Entered around the backward of one micro-batch; on leaving, what is due has been reduced."""
-        is_due = is_last or self._every_microbatch
-        self._next = 0 if is_due and can_overlap else len(self.buckets)
-        for bucket in self.buckets:
-            bucket.waiting = {id(one.parameter) for one in bucket.owned}
+        is_due = is_last or self.reduces_each
+        self._begin(self.buckets if is_due else [], is_last=is_last)
         yield
-        if is_due:
-            for bucket in self.buckets:
-                if not bucket.is_launched:
-                    bucket.launch()
-            for bucket in self.buckets:
-                bucket.finish(is_last=is_last)
+        self._end()
         if is_last:
-            for one in self._alone:
-                one.shard.grad, one.parameter.grad = _local_gradient(one), None
+            self._serve_alone()
+
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        """Entered around a pipeline's schedule, which runs all micro-batches of a step."""
+        self._left = list(self.buckets)
+        self._begin([], is_last=False)
+        yield
+        self._end()
+        self._begin(self._left, is_last=True)
+        self._end()
+        self._serve_alone()
+
+    def begin_backward(self, root: nn.Module, *, is_last: bool) -> None:
+        """Inside a schedule: a micro-batch's backward begins on a stage. Only where `reduces_each`."""
+        self._end()
+        self._begin(self._by_root[id(root)], is_last=is_last)
+
+    def _begin(self, due: list[Bucket], *, is_last: bool) -> None:
+        self._due, self._next, self._is_last = list(due), 0, is_last
+        for bucket in self._due:
+            bucket.waiting = {id(one.parameter) for one in bucket.owned}
+
+    def _end(self) -> None:
+        """Launch what never became full, and wait for all."""
+        for bucket in self._due[self._next :]:
+            bucket.launch()
+        for bucket in self._due:
+            bucket.finish(is_last=self._is_last)
+        if self._is_last:
+            self._left = [bucket for bucket in self._left if bucket not in self._due]
+        self._due = []
+
+    def _serve_alone(self) -> None:
+        for one in self._alone:
+            one.shard.grad, one.parameter.grad = _local_gradient(one), None
 
     def _gradient_ready(self, parameter: Tensor) -> None:
         """Launch every bucket that is full, in the one order that all ranks share."""
         self._bucket_of[id(parameter)].waiting.discard(id(parameter))
-        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
-            self.buckets[self._next].launch()
+        while self._next < len(self._due) and not self._due[self._next].waiting:
+            self._due[self._next].launch()
             self._next += 1
 
     def gather_parameters(self) -> None:
@@ -219,11 +253,14 @@ class GradientReducer:
             bucket.gather_parameters()
 
 
-def _bucketed(owned: list[OwnedParameter], mesh: Mesh) -> Iterator[list[OwnedParameter]]:
-    """Runs of parameters with the same reduction and dtype, cut at BUCKET_ELEMENTS."""
+def _bucketed(
+    owned: list[OwnedParameter], mesh: Mesh, apart: Mapping[int, int]
+) -> Iterator[list[OwnedParameter]]:
+    """Runs of parameters with the same reduction, dtype and number in `apart`, cut at BUCKET_ELEMENTS."""
 
-    def kind(one: OwnedParameter) -> tuple[bool, bool, bool, torch.dtype]:
+    def kind(one: OwnedParameter) -> tuple[int, bool, bool, bool, torch.dtype]:
         return (
+            apart[id(one.parameter)],
             one.shard.ndim == 0,
             is_routed_expert(one.name) and mesh.parallel.ep > 1,
             _is_partial_over_tp(one, mesh),
@@ -247,18 +284,35 @@ class FullyShardedReducer:
     def __init__(
         self, owned: list[OwnedParameter], roots: Sequence[nn.Module], *, every_microbatch: bool
     ) -> None:
-        self._every_microbatch = every_microbatch
+        self.reduces_each = every_microbatch
         self._trainable = [one for one in owned if one.parameter.requires_grad]
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
 
     @contextmanager
-    def microbatch(self, *, is_last: bool, can_overlap: bool = True) -> Iterator[None]:
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Scattered gradients are added up; replicas are summed once, after the last micro-batch."""
         for root in self._roots:
-            # In this order: the first of the two also says yes or no to the all-reduce.
-            root.set_requires_gradient_sync(is_last or self._every_microbatch)
-            root.set_requires_all_reduce(is_last)
+            _synchronise(root, now=is_last or self.reduces_each, replicas=is_last)
         yield
+        self._take(is_last=is_last)
+
+    @contextmanager
+    def schedule(self) -> Iterator[None]:
+        """Entered around a pipeline's schedule, whose last act lets FSDP2 reduce what is still whole."""
+        yield
+        self._take(is_last=True)
+
+    def begin_backward(self, root: nn.Module, *, is_last: bool) -> None:
+        """Inside a schedule: a micro-batch's backward begins on a stage. Only where `reduces_each`.
+
+        Torch's stages have just told FSDP2 to keep gradients whole, and not to wait for anything.
+        """
+        assert isinstance(root, FSDPModule)
+        self._take(is_last=False)  # of the micro-batch before, in which FSDP2 would go on adding in 16 bits
+        root.set_is_last_backward(True)
+        _synchronise(root, now=True, replicas=is_last)
+
+    def _take(self, *, is_last: bool) -> None:
         for one in self._trainable:
             _take_gradient(one)
             if is_last and one.shard.grad is None:
@@ -266,6 +320,12 @@ class FullyShardedReducer:
 
     def gather_parameters(self) -> None:
         """Nothing: the next forward gathers."""
+
+
+def _synchronise(root: FSDPModule, *, now: bool, replicas: bool) -> None:
+    """Whether the next backward scatters gradients, and sums those of replicas."""
+    root.set_requires_gradient_sync(now)  # first: it also says yes or no to the all-reduce
+    root.set_requires_all_reduce(replicas)
 
 
 def _take_gradient(one: OwnedParameter) -> None:
@@ -283,7 +343,7 @@ def build_reducer(owned: list[OwnedParameter], mesh: Mesh, *, roots: Sequence[nn
     """The reducer of the mesh's ZeRO stage; `roots` are the models of this rank."""
     if mesh.parallel.zero == 3:
         return FullyShardedReducer(owned, roots, every_microbatch=mesh.parallel.reduce == "each")
-    return GradientReducer(owned, mesh)
+    return GradientReducer(owned, mesh, roots)
 
 
 def shard_fully(

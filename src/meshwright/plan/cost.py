@@ -179,8 +179,12 @@ def _step_end(ctx: Context, one_microbatch: Floats) -> Items:
         stack.state.reduce * dense / np.where(at.zero >= 2, at.shards, 1), ctx.groups.replicate, ctx.cluster
     )
     # ZeRO-3 gathers in the passes: what is left for the end is the scatter, where it waits so long.
-    scatter = np.where((at.zero == 3) & (at.pp == 1), _scatter_seconds(ctx, dense, experts), reduce)
-    shown = np.where(at.scatters_each, replicas, scatter)
+    scatter = np.where(
+        (at.zero == 3) & (at.pp == 1), _once_seconds(ctx, stack.state.reduce, dense, experts), reduce
+    )
+    each = at.scatters_each(in_pipelines=stack.scatters_in_pipelines)
+    gathered = np.where(at.pp > 1, _once_seconds(ctx, stack.state.gather, dense, experts), 0.0)
+    shown = np.where(each, replicas + gathered, scatter)
     # Gradients hide behind the last backward pass, gathered weights behind the next forward pass.
     exposed = stack.exposed_communication * hidden(shown, one_microbatch, stack.dp_overlap)
     owned = (dense + experts) / np.where(at.zero >= 1, at.shards, 1)
@@ -199,9 +203,8 @@ def _step_end(ctx: Context, one_microbatch: Floats) -> Items:
     }
 
 
-def _scatter_seconds(ctx: Context, dense: Floats, experts: Floats) -> Floats:
-    """One reduce-scatter of all gradients of a rank."""
-    width = ctx.stack.state.reduce
+def _once_seconds(ctx: Context, width: float, dense: Floats, experts: Floats) -> Floats:
+    """One all-gather of all weights of a rank, or one reduce-scatter of their gradients."""
     return gather_seconds(width * dense, ctx.groups.shard, ctx.cluster) + gather_seconds(
         width * experts, ctx.groups.expert_data, ctx.cluster
     )

@@ -68,6 +68,8 @@ class Framework:
     """Bytes per element of queries and keys that stay beside the rotated ones."""
     residual_bytes: float = 2.0
     """Bytes per element that norms keep of the residual stream in mixed precision, uncompiled."""
+    scatters_in_pipelines: bool = False
+    """ZeRO-2 and 3 can reduce-scatter gradients after every micro-batch in a pipeline too."""
     gradients_after_activations: bool = False
     """Without accumulation a gradient is made where activations were freed, so only the larger counts."""
     keeps_matmul_outputs: bool = False
@@ -126,6 +128,7 @@ _PLAIN: tuple[Framework, ...] = (
         stops_recompute_early=True,
         # Uncompiled norms keep their input in fp32; rotations keep only their tables.
         residual_bytes=4.0,
+        scatters_in_pipelines=True,
         gradients_after_activations=True,
         # ops/loss.py: chunks of logits, read twice and written once (the second read mostly in the cache).
         loss_chunk_bytes=2.0**30,

@@ -94,10 +94,9 @@ class Layouts:
         """1.0 where this lives in host memory, else 0.0."""
         return ((self.offload & OFFLOAD_BITS[what]) > 0).astype(np.float64)
 
-    @property
-    def scatters_each(self) -> NDArray[np.bool_]:
+    def scatters_each(self, *, in_pipelines: bool) -> NDArray[np.bool_]:
         """Whether gradients are reduced after every micro-batch, so that only a shard is kept."""
-        return (self.zero >= 2) & (self.pp == 1) & (self.reduce_last == 0)
+        return (self.zero >= 2) & (self.reduce_last == 0) & ((self.pp == 1) | in_pipelines)
 
     def microbatch_tokens(self, sequence_length: int) -> Floats:
         """Tokens of one micro-batch on one rank of cp."""

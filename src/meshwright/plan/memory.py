@@ -188,7 +188,8 @@ def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> 
     shards = _column(at.shards.astype(np.float64))
     experts = _column(expert_shards(at))
     zero = at.zero[:, None]
-    whole = ((at.reduce_last == 1) & (at.pp == 1))[:, None]
+    # ZeRO-3 in a pipeline keeps them beside the gathered weights: there they are counted.
+    whole = ((at.reduce_last == 1) & ((at.pp == 1) | (at.zero == 2)))[:, None]
 
     def held(bytes_each: float, from_stage: int) -> Floats:
         divided = (zero >= from_stage) & ~(whole & (from_stage == 2))
@@ -219,9 +220,11 @@ def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: _Rank) 
     unit = rank.largest_unit
     trained = 0.0 if work.adapters else 1.0
     moment = unit * (2.0 * stack.state.gather + trained * (stack.state.gather + stack.state.reduce))
-    all_of_it = (rank.dense + rank.experts) * (stack.state.gather + trained * stack.state.reduce)
-    sharded = np.where((at.pp > 1)[:, None], all_of_it, moment)
     scatter = trained * unit * (stack.state.gather + stack.state.reduce)
+    each = at.scatters_each(in_pipelines=stack.scatters_in_pipelines)[:, None]
+    everything = rank.dense + rank.experts
+    gradients = np.where(each, scatter, everything * trained * stack.state.reduce)
+    sharded = np.where((at.pp > 1)[:, None], everything * stack.state.gather + gradients, moment)
     shards = (at.shards > 1)[:, None]
     zero = at.zero[:, None]
     return np.where(shards & (zero == 3), sharded, np.where(shards & (zero == 2), scatter, 0.0))

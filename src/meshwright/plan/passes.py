@@ -271,7 +271,7 @@ def layer_elements(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
 def _fsdp_layer_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
     """ZeRO-3 gathers a layer's weights for every pass; ZeRO-2 and 3 reduce-scatter every micro-batch.
 
-    With a pipeline the weights stay gathered for the step and gradients are summed at its end.
+    With a pipeline the weights stay gathered for the step.
     """
     dense, experts = layer_elements(ctx, moe=moe)
     state, groups = ctx.stack.state, ctx.groups
@@ -288,7 +288,7 @@ def _fsdp_layer_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
         reduce = reduce + gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)
     return (
         np.where((ctx.at.zero == 3) & (ctx.at.pp == 1), gather, 0.0),
-        np.where(ctx.at.scatters_each, reduce, 0.0),
+        np.where(ctx.at.scatters_each(in_pipelines=ctx.stack.scatters_in_pipelines), reduce, 0.0),
     )
 
 

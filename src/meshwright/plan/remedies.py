@@ -89,6 +89,8 @@ def _changes(run: RunSpec) -> Iterator[Change]:
         size //= 2
         yield {"data.microbatch_sequences": size}
     yield from _zero_changes(run)
+    if run.parallel.zero >= 2 and run.parallel.reduce == "last":
+        yield {"parallel.reduce": "each"}
     if run.optim.kind == "adamw":
         yield {"optim.kind": "adamw_8bit"}
 

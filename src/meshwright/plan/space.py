@@ -171,12 +171,28 @@ def expand(space: Space, table: Table) -> Layouts:
     table = _expand(table, key, ("schedule", "virtual_stages"), lambda *key: _pipelines(space, *key))
     table["dp_replicate"] = table.pop("dp") // table["dp_shard"]
     table = where(table, _pinned(space.pins, table, "dp_replicate"))
+    key = ("zero", "pp", "schedule", "num_microbatches")
+    table = _expand(table, key, ("reduce_last",), lambda *key: _reductions(space.run, *key))
     said = said_by_the_run(space.run, table["tp"])
+    said.pop("reduce_last")
     if not space.offloads:
         return Layouts(**table, **said)
     said.pop("offload")
     key = ("zero", "pp", "schedule")
     return Layouts(**_expand({**table, **said}, key, ("offload",), lambda *key: _offloads(space.run, *key)))
+
+
+def _reductions(run: RunSpec, zero: int, pp: int, schedule: int, num_microbatches: int) -> list[tuple[int]]:
+    """(reduce_last,): as the run says; in a pipeline ZeRO-3 is priced both ways, unless the run says last.
+
+    ZeRO-2 that reduces last would be ZeRO-1.
+    """
+    said = int(run.parallel.reduce == "last")
+    if pp == 1 or zero < 2 or num_microbatches == 1:
+        return [(said,)]
+    if said or SCHEDULES[schedule] in SPLIT_BACKWARD:
+        return [(1,)]
+    return [(0,)] if zero == 2 else [(1,), (0,)]
 
 
 def _offloads(run: RunSpec, zero: int, pp: int, schedule: int) -> list[tuple[int]]:

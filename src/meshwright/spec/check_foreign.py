@@ -11,6 +11,7 @@ from meshwright.spec.foreign import FitSpec, LoopSpec, ModuleSpec
 from meshwright.spec.rules_memory import offloaded_states_exist, saved_tensors_are_used_once
 from meshwright.spec.rules_parallel import (
     schedule_fits_virtual_stages,
+    split_backward_reduces_last,
     split_backward_runs_once,
     zero_has_ranks_to_share,
 )
@@ -37,7 +38,13 @@ SHARED_RULES = [
     loss_scale_moves_the_right_way,
     tf32_needs_cuda,
 ]
-SHARED_FIT_RULES = [schedule_fits_steps, wsd_has_a_decay, averages_forget, offloaded_states_exist]
+SHARED_FIT_RULES = [
+    split_backward_reduces_last,
+    schedule_fits_steps,
+    wsd_has_a_decay,
+    averages_forget,
+    offloaded_states_exist,
+]
 # Their conditions read the model or the tokens of a run; they are refused elsewhere.
 _OF_A_RUN = ("parallel.etp", "precision.gradients", "memory.on_oom")
 

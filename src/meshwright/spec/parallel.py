@@ -27,7 +27,7 @@ class ParallelSpec(Spec):
     """What dp_shard x cp divides: 1 optimizer states, 2 gradients too, 3 parameters too."""
     reduce: Literal["each", "last"] = "each"
     """zero 2 and 3: after each micro-batch gradients are reduced and a shard of them is kept, or once after
-    the last one, which sends less and keeps whole gradients. zero 0 and 1, and pipelines, keep them whole."""
+    the last one, which sends less and keeps whole gradients, as zero 0 and 1 do. Pipelines too."""
     cp: Positive = 1
     """Context parallel: each rank holds a part of every sequence."""
     cp_kind: CpKind = "gather"

@@ -205,6 +205,16 @@ def split_backward_runs_once(run: RunSpec) -> Violations:
         yield SpecError(fact, where="compile", hint=f"set compile=false, {advice}")
 
 
+def split_backward_reduces_last(run: RunSpec) -> Violations:
+    """Split-backward schedules come to weights without autograd's hooks, so they reduce gradients last."""
+    parallel = run.parallel
+    is_each = parallel.zero >= 2 and parallel.reduce == "each" and run.accumulation > 1
+    if parallel.pp > 1 and parallel.schedule in SPLIT_BACKWARD and is_each:
+        fact = f"schedule={parallel.schedule} splits the backward, and cannot reduce gradients within it"
+        hint = "set parallel.reduce=last, or use parallel.schedule=interleaved_1f1b or 1f1b"
+        yield SpecError(fact, where="parallel.reduce", hint=hint)
+
+
 def batch_is_cut_evenly(run: RunSpec) -> Violations:
     """The global batch is a whole number of micro-batches on every data-parallel rank."""
     data, parallel = run.data, run.parallel
@@ -235,5 +245,6 @@ PARALLEL_RULES = [
     schedule_fits_virtual_stages,
     microbatches_fill_schedule,
     split_backward_runs_once,
+    split_backward_reduces_last,
     batch_is_cut_evenly,
 ]

@@ -250,7 +250,7 @@ def _has_groups(run: RunSpec) -> bool:
 
 
 def _accumulates_shards(run: RunSpec) -> bool:
-    return run.parallel.zero >= 2 and run.parallel.pp == 1 and run.accumulation > 1
+    return run.parallel.zero >= 2 and run.accumulation > 1
 
 
 CONDITIONS: list[Condition] = [
@@ -260,7 +260,7 @@ CONDITIONS: list[Condition] = [
     ),
     Condition("parallel.schedule", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition("parallel.virtual_stages", lambda run: run.parallel.pp > 1, "pp > 1"),
-    Condition("parallel.reduce", _accumulates_shards, "zero is 2 or 3, without pp, and micro-batches add up"),
+    Condition("parallel.reduce", _accumulates_shards, "zero is 2 or 3, and micro-batches add up"),
     Condition("parallel.etp", lambda run: run.model.moe is not None, "the model has experts"),
     Condition("memory.regather", lambda run: run.parallel.tp > 1, "tp > 1"),
     Condition("memory.on_oom", lambda run: run.data.microbatch_sequences > 1, "microbatch_sequences > 1"),

@@ -145,14 +145,16 @@ def test_data_parallel_holds_and_sends_what_the_page_says(ranks: RankPool, zero:
     assert results[0].held.optimizer == p * FLOAT64 * evaluate(bytes_held[3], {"n": n}) / 4
 
 
-@pytest.mark.parametrize("zero", (2, 3))
-def test_a_pipeline_reduces_once(ranks: RankPool, zero: int):
-    """`2 with pp` and `3 with pp` of the page: one reduce-scatter and one all-gather of everything."""
+@pytest.mark.parametrize("reduce", ("each", "last"))
+def test_a_pipeline_gathers_once(ranks: RankPool, reduce: str):
+    """`3 with pp` of the page, with and without `reduce: last`."""
     model = MODELS["gqa"].with_(num_layers=3)
-    run = tiny_run(model, parallel=ParallelSpec(pp=2, dp_shard=2, zero=zero), optim="adamw")
+    parallel = ParallelSpec(pp=2, dp_shard=2, zero=3, reduce=reduce)
+    run = tiny_run(model, parallel=parallel, optim="adamw")
     results = run_case(ranks, run, num_steps=NUM_STEPS)
     held = sum(weight.numel() for weight in results[0].weights.values())
-    assert elements(results, "reduce_scatter", "dp_shard") == held
+    scatters = run.accumulation if reduce == "each" else 1
+    assert elements(results, "reduce_scatter", "dp_shard") == scatters * held
     assert elements(results, "all_gather", "dp_shard") == held
 
 

@@ -56,6 +56,9 @@ def runs(draw: st.DrawFn) -> RunSpec:
     )
     microbatch = pick((1, 2, 4))
     rounds = pick((1, 2, 5)) if pp == 1 else pick((1, pp, pp * chunks, 2 * pp * chunks))
+    if parallel.zero >= 2 and rounds > 1:
+        is_split = schedule in ("interleaved_zero_bubble", *V_SHAPED)
+        parallel = parallel.with_(reduce="last" if is_split else pick(("each", "last")))
     length = pick((512, 1024)) // (2 * cp * tp) * 2 * cp * tp
     recompute = "none" if schedule in ("interleaved_zero_bubble", *V_SHAPED) else pick(("none", "full"))
     return RunSpec(
@@ -133,8 +136,8 @@ def test_most_draws_are_valid() -> None:
             {"cp": 4, "cp_kind": "hierarchical", "cp_inner": 2},
         ),
         (
-            {"pp": 8, "schedule": "zbv", "virtual_stages": 2, "dp_shard": 8, "zero": 2},
-            {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "dp_shard": 2, "zero": 2},
+            {"pp": 8, "schedule": "zbv", "virtual_stages": 2, "dp_shard": 8, "zero": 2, "reduce": "last"},
+            {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "dp_shard": 2, "zero": 2, "reduce": "last"},
         ),
         ({"dp_shard": 64, "zero": 3, "ep": 8}, {"dp_shard": 4, "zero": 3, "ep": 2}),
         ({"dp_shard": 64, "zero": 3, "ep": 64}, {"dp_shard": 2, "zero": 3, "ep": 2}),

@@ -12,6 +12,7 @@ from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.text import parse_run
 
 PP4 = ["parallel.pp=4"]
+SHARDED = ["parallel.dp_shard=2", "parallel.zero=3"]
 # rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
 CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "depth_is_countable": ("dense", ["model.num_layers=10000"], [["model.num_layers=10001"]]),
@@ -155,6 +156,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             [*PP4, "parallel.schedule=interleaved_zero_bubble", "memory.recompute=full"],
             [*PP4, "parallel.schedule=interleaved_zero_bubble", "compile=true"],
+        ],
+    ),
+    "split_backward_reduces_last": (
+        "dense",
+        [*PP4, "parallel.schedule=interleaved_zero_bubble", *SHARDED, "parallel.reduce=last"],
+        [
+            [*PP4, "parallel.schedule=interleaved_zero_bubble", *SHARDED],
+            [*PP4, "parallel.schedule=zbv", "parallel.virtual_stages=2", *SHARDED],
         ],
     ),
     "batch_is_cut_evenly": (

@@ -17,6 +17,7 @@ from meshwright.parallel.foreign.buffers import SharedBuffers
 from meshwright.parallel.foreign.chain import Chain
 from meshwright.parallel.foreign.program import Loss, LossTotals, counted
 from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.pp.each import StepReduction
 from meshwright.parallel.pp.forward import ranks_of_stages, receive, send
 from meshwright.parallel.pp.program import ONE_STAGE_SCHEDULES, SCHEDULES
 
@@ -42,18 +43,19 @@ class ChainProgram:
         self.stages, self.owned = list(stages.values()), owned
         self._chain, self._numbered, self._mesh, self._loss = chain, stages, mesh, loss
         self._borders, self._reducer = borders, reducer
+        self._reduction = StepReduction(self.stages, reducer)
         self._buffers, self._totals = SharedBuffers(self.stages, mesh), LossTotals(mesh)
         self._last = mesh.parallel.num_stages - 1
         self._step: tuple[Sequence[Portion], float] = ((), 1.0)
         self._schedule = self._build_schedule(num_microbatches)
 
     def accumulate(self, microbatches: Sequence[Portion], *, scale: float = 1.0) -> Tensor:
-        """See Program. Overlap is left to the schedule: split backwards bypass autograd's hooks."""
+        """See Program."""
         self._step = microbatches, scale
         inputs = self._inputs(microbatches) if 0 in self._numbered else ()
         # A schedule hands each micro-batch its part of the target: here, its number.
         target = torch.arange(len(microbatches)) if self._last in self._numbered else None
-        with self._reducer.microbatch(is_last=True, can_overlap=False):
+        with self._reduction.of_step(len(microbatches)):
             self._schedule.step(*inputs, target=target, losses=[])
         return self._totals.divide(self.owned)
 

@@ -22,6 +22,7 @@ from meshwright.mesh import Mesh
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.fp8_weights import NarrowWeights
 from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.pp.each import StepReduction
 from meshwright.parallel.pp.forward import forward_losses
 from meshwright.parallel.pp.stages import StageModule
 from meshwright.parallel.pp.tied import TiedTable
@@ -68,7 +69,7 @@ class PipelineProgram:
         self.stages: list[nn.Module] = [stage.module for stage in stages]
         self._numbered = stages
         self.owned = [one for one in owned if not any(one is other for other in tied.followers)]
-        self._mesh, self._tied, self._reducer, self._localise = mesh, tied, reducer, localise
+        self._mesh, self._tied, self._localise = mesh, tied, localise
         self._narrow = narrow
         self._has_first = any(stage.index == 0 for stage in stages)
         self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
@@ -76,12 +77,13 @@ class PipelineProgram:
         self._schedules: dict[int, Any] = {}
         if self._has_last:
             self.stages[-1].register_forward_hook(_keep_graph)
+        self._reducer, self._reduction = reducer, StepReduction(self.stages, reducer)
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
-        """See Program. Overlap is left to the schedule: split backwards bypass autograd's hooks."""
+        """See Program."""
         whole = joined([self._localise(microbatch, scale) for microbatch in microbatches])
         losses: list[Tensor] = []
-        with self._reducer.microbatch(is_last=True, can_overlap=False):
+        with self._reduction.of_step(len(microbatches)):
             self._run_schedule(whole, losses, num_microbatches=len(microbatches))
         self._tied.sum_gradients()
         parts = losses if self._has_last else [torch.zeros((), device=self._mesh.device)]
