@@ -37,9 +37,8 @@ from bench.parity_task import write_library
 from meshwright.bench.machine_facts import machine_facts
 from meshwright.errors import EXIT_INPUT, EXIT_RUN_FAILED
 from meshwright.mesh import Mesh, build_mesh, choose_device, join_world, leave_world
-from meshwright.models.layers.linear import Linear
 from meshwright.optim.schedule import learning_rate
-from meshwright.precision.fp8.delayed import DelayedProduct
+from meshwright.parallel.fp8 import narrow_products
 from meshwright.precision.fp8.recipes import E5M2, RECIPES
 from meshwright.spec import (
     DataSpec,
@@ -62,6 +61,8 @@ KINDS = ("fp32", "bf16", "current", "delayed", "blocks", "mxfp8", "control")
 # Of E5M2's range this leaves the largest numbers a handful of steps, and the rest nothing.
 STALE_BY = 2.0**30
 DEFAULT_KINDS = ("bf16", "fp32", "current", "control")
+# Of one compiled block: a model for each seed, training and judged. Above torch's limit it would not compile.
+MOST_VARIANTS = 64
 # Batches on which a model is judged in the end.
 HELD_OUT_BATCHES = 16
 
@@ -138,25 +139,18 @@ def train_curve(kind: str, run: RunSpec, mesh: Mesh) -> Curve:
 
 def emulate(training: Training) -> None:
     """No tensor core multiplies E5M2 by E5M2."""
-    for product in delayed_products(training):
-        product.native = False
+    for narrow in narrow_products(training.program.stages):
+        narrow.product.native = False
 
 
 def freeze_scales(training: Training) -> None:
     """From now on the scales of a time when everything was STALE_BY times larger."""
     training.fp8_scales = None
-    for product in delayed_products(training):
-        product.units_3.mul_(STALE_BY)
-
-
-def delayed_products(training: Training) -> list[DelayedProduct]:
-    """Of every linear in fp8."""
-    modules = [module for stage in training.program.stages for module in stage.modules()]
-    return [
-        module.product
-        for module in modules
-        if isinstance(module, Linear) and isinstance(module.product, DelayedProduct)
-    ]
+    for narrow in narrow_products(training.program.stages):
+        scales = narrow.product.scales
+        assert scales is not None and scales.is_known
+        for unit in (scales.unit_x, scales.unit_weight, scales.unit_gradient):
+            unit.mul_(STALE_BY)
 
 
 # ---- processes ----------------------------------------------------------------------------------
@@ -167,6 +161,7 @@ def train_kind(kind: str, options: argparse.Namespace) -> None:
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     mesh = build_mesh(ParallelSpec(), join_world(options.device))
+    torch._dynamo.config.recompile_limit = MOST_VARIANTS
     for seed in seeds_of(kind, options):
         curve = train_curve(kind, require_valid(the_run(kind, seed, options)), mesh)
         lines.write(json.dumps(dataclasses.asdict(curve)) + "\n")

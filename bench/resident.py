@@ -30,6 +30,9 @@ def reside(request: dict[str, Any], channel: Channel) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = (
+        64  # several kinds of blocks, of a small model and of the whole one
+    )
     torch.manual_seed(run.seed)
     job = Job(run, device, request["settings"])
     clock = TurnClock(device, channel, warmup_steps=request["warmup_steps"])
