@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.own_modules import BATCH, NUM_STEPS, OPTIMIZERS, foreign_named, reference
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -260,3 +261,45 @@ def test_importing_the_package_loads_no_torch():
     program = "import sys, meshwright; assert 'torch' not in sys.modules; assert 'fit' in dir(meshwright)"
     subprocess.run([sys.executable, "-c", program], check=True)
     assert Path(meshwright.__file__).name == "__init__.py"
+
+
+def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Three batches in order through a decoder of transformers, as `own_modules.reference` takes them."""
+    foreign, said = foreign_named(name), OPTIMIZERS["adamw"]
+    torch.manual_seed(dist.get_rank())
+    model = foreign.build()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=said.lr,
+        betas=(said.beta1, said.beta2),
+        eps=said.eps,
+        weight_decay=said.weight_decay,
+    )
+    parts = zip(*(foreign.batch(step) for step in range(NUM_STEPS)), strict=True)
+    loader = DataLoader(TensorDataset(*map(torch.cat, parts)), batch_size=BATCH)
+    run = meshwright.prepare(
+        model,
+        optimizer,
+        loader,
+        device="cpu",
+        compute="fp64",
+        max_grad_norm=said.max_grad_norm,
+        **settings,
+    )
+    steps = []
+    for batch in run.loader:
+        run.backward(*foreign.loss(model, batch))
+        steps.append(run.step())
+    run.end()
+    weights = {one.name: one.as_global(one.shard).full_tensor().clone() for one in run._program.owned}
+    return [float(one.loss) for one in steps], [float(one.grad_norm) for one in steps], weights
+
+
+@pytest.mark.parametrize("name", ["starcoder2"])
+def test_tp_in_a_loop_equals_the_plain_loop(ranks, name):
+    """The plan is what the decoder publishes; the module is called as before."""
+    expected = reference(name, "adamw")
+    for losses, norms, weights in ranks.run(_decoder_loop, 2, name, {"tp": 2}):
+        torch.testing.assert_close(losses, expected.losses, rtol=RTOL, atol=0.0)
+        torch.testing.assert_close(norms, expected.grad_norms, rtol=RTOL, atol=0.0)
+        torch.testing.assert_close(weights, expected.weights, rtol=RTOL, atol=1e-10)
