@@ -31,6 +31,7 @@ from meshwright.bench.machine_facts import machine_facts
 from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step import drawn_on, make_steps, rates
 from meshwright.bench.step_clock import StepClock
+from meshwright.errors import MeshwrightError
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models import decoder
 from meshwright.spec import ParallelSpec, RunSpec
@@ -189,5 +190,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     # AOTAutograd's cached graphs do not know for which attention kernel they were made. A private setting:
     # the public one is an environment variable, which torch has read by now.
-    with functorch_config.patch(enable_autograd_cache=False):
-        sys.exit(measure(parse()))
+    try:
+        with functorch_config.patch(enable_autograd_cache=False):
+            sys.exit(measure(parse()))
+    except MeshwrightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -20,14 +20,16 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Thread
 from unittest.mock import patch
 
 import torch
@@ -35,7 +37,7 @@ from bench.parity_results import Curve, verdict_lines, write_results
 from bench.parity_task import write_library
 
 from meshwright.bench.machine_facts import machine_facts
-from meshwright.errors import EXIT_INPUT, EXIT_RUN_FAILED
+from meshwright.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, MeshwrightError, SpecError
 from meshwright.mesh import Mesh, build_mesh, choose_device, join_world, leave_world
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.fp8 import narrow_products
@@ -175,18 +177,28 @@ def seeds_of(kind: str, options: argparse.Namespace) -> list[int]:
     return options.base_seeds if kind == "bf16" else options.seeds
 
 
-def follow(kind: str, data: Path, curves: SimpleQueue[Curve | str]) -> None:
-    """Start the process of a kind and pass its curves on as they come, or its last words."""
+def start(kind: str, data: Path) -> subprocess.Popen[str]:
+    """The process of a kind; it writes lines of JSON and keeps its words in a file."""
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
     command = [sys.executable, __file__, *sys.argv[1:], "--kind", kind, "--data", str(data)]
-    with tempfile.TemporaryFile("w+") as words:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, env=environment)
-        assert child.stdout is not None
-        for line in child.stdout:
-            curves.put(Curve(**json.loads(line)))
-        if child.wait() != 0:
-            words.seek(0)
-            curves.put(f"{kind}: {(words.read().strip().splitlines() or ['ended without a word'])[-1][:300]}")
+    with words_of(kind, data).open("w") as words:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, env=environment)
+
+
+def words_of(kind: str, data: Path) -> Path:
+    """Where a kind's process leaves its words."""
+    return data.parent / f"{kind}.log"
+
+
+def follow(kind: str, data: Path, child: subprocess.Popen[str], curves: SimpleQueue[Curve | str]) -> None:
+    """Pass the curves of a kind on as they come, or its last words."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        curves.put(Curve(**json.loads(line)))
+    if child.wait() != 0:
+        log = words_of(kind, data)
+        words = log.read_text().strip().splitlines() if log.exists() else []
+        curves.put(f"{kind}: {(words or ['ended without a word'])[-1][:300]}")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -213,45 +225,62 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def arriving_curves(options: argparse.Namespace) -> Iterator[Curve | str]:
+    """The curves of all kinds in the order in which they are ready; words of a kind that ended early."""
+    missing = {kind: len(seeds_of(kind, options)) for kind in options.kinds}
+    arriving: SimpleQueue[Curve | str] = SimpleQueue()
+    waiting, children = list(options.kinds), {}
+    try:
+        while any(missing.values()):
+            busy = [kind for kind in children if missing[kind]]
+            for kind in waiting[: options.at_once - len(busy)]:
+                waiting.remove(kind)
+                children[kind] = start(kind, options.data)
+                told = (kind, options.data, children[kind], arriving)
+                Thread(target=follow, args=told, daemon=True).start()
+            curve = arriving.get()
+            if isinstance(curve, str):
+                missing[curve.split(":")[0]] = 0
+            else:
+                missing[curve.kind] -= 1
+            yield curve
+    finally:
+        for child in children.values():
+            child.kill()
+
+
 def train_all(options: argparse.Namespace, text: dict[str, float]) -> bool:
     """Every kind and seed; after each the page is written anew, so that a run cut short leaves one."""
     facts = machine_facts(choose_device(options.device, 0))
     facts |= {"run": the_run("bf16", 0, options).model_dump(mode="json"), **text}
     name = "parity_tiny" if options.tiny else "parity"
-    missing = {kind: len(seeds_of(kind, options)) for kind in options.kinds}
     curves: list[Curve] = []
-    arriving: SimpleQueue[Curve | str] = SimpleQueue()
     is_sound, is_whole = False, True
-    with ThreadPoolExecutor(options.at_once) as pool:
-        for kind in options.kinds:
-            pool.submit(follow, kind, options.data, arriving)
-        while any(missing.values()):
-            curve = arriving.get()
-            if isinstance(curve, str):  # the others go on
-                sys.stderr.write(f"error: {curve}\n")
-                missing[curve.split(":")[0]], is_whole = 0, False
-                continue
-            curves.append(curve)
-            missing[curve.kind] -= 1
-            sys.stderr.write(
-                f"{curve.kind:8} seed {curve.seed}: loss {curve.last:.4f}, held out {curve.held_out:.4f}, "
-                f"{curve.seconds:.1f} s\n"
-            )
-            is_sound = write_results(curves, facts, options.out, name=name)
+    for curve in arriving_curves(options):
+        if isinstance(curve, str):  # the others go on
+            sys.stderr.write(f"error: {curve}\n")
+            is_whole = False
+            continue
+        curves.append(curve)
+        sys.stderr.write(
+            f"{curve.kind:8} seed {curve.seed}: loss {curve.last:.4f}, held out {curve.held_out:.4f}, "
+            f"{curve.seconds:.1f} s\n"
+        )
+        is_sound = write_results(curves, facts, options.out, name=name)
     if any(curve.kind == "bf16" for curve in curves):
         print("\n".join(verdict_lines(curves)))
     return is_sound and is_whole
 
 
 def main() -> int:
-    """Write the text down, and train."""
+    """Write the text down, and train; who ends this program ends what it started as well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))
     options = parse()
     if options.kind:
         train_kind(options.kind, options)
         return 0
     if "bf16" not in options.kinds:
-        print("error: --kinds: everything is compared with bf16, which is missing", file=sys.stderr)
-        return EXIT_INPUT
+        raise SpecError("bf16 is missing", where="--kinds", hint="everything is compared with it")
     started_at = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder:
         options.data = Path(folder) / "tokens"
@@ -265,4 +294,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except MeshwrightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -101,7 +101,7 @@ class Resident:
                 cwd=ROOT,
                 text=True,
                 bufsize=1,
-                start_new_session=True,  # so that its workers end with it
+                process_group=0,  # so that its workers end with it
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._channel = Channel(self._process.stdout, self._process.stdin)

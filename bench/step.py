@@ -12,6 +12,7 @@ every turn. What each technique adds is told by bench/ladder.py.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from meshwright.bench.kernel_time import KernelBudget, show_budget
 from meshwright.bench.machine_facts import package_versions
 from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step import rates
-from meshwright.errors import EXIT_RUN_FAILED, MeshwrightError, SpecError
+from meshwright.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, MeshwrightError, SpecError
 from meshwright.mesh import choose_device
 from meshwright.spec import RunSpec
 
@@ -176,7 +177,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Errors of the user are told in a line."""
+    """Errors of the user are told in a line; who ends this program ends the contenders as well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))
     try:
         return measure(parse())
     except MeshwrightError as error:
