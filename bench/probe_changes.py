@@ -15,7 +15,6 @@ from torch.nn import functional
 from meshwright.models import decoder
 from meshwright.models.layers import mlp
 from meshwright.models.layers.joint import join
-from meshwright.ops import loss, loss_triton
 from meshwright.ops.gelu import gelu_by_sigmoid
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.parallel import apply
@@ -35,13 +34,6 @@ class Change:
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     filled: Callable[..., None] = _fill
     adjust: Callable[[Training], None] = lambda _: None
-
-
-def two_passes(logits_TV: Tensor, own_T: Tensor, weights_T: Tensor, how: Any) -> tuple[Tensor, Tensor | None]:
-    """Statistics and gradient of a row in one launch, which reads the row twice."""
-    del how
-    found = loss_triton._launch(logits_TV, own_T, weights_T, None)
-    return found.sums_T.log() + found.highest_T - found.chosen_T, None
 
 
 def join_only(kind: type[nn.Module], model: nn.Module, run: RunSpec) -> None:
@@ -84,7 +76,6 @@ CHANGES: dict[str, Callable[[], Change]] = {
     "unsummed": lambda: Change(
         inside=lambda: patch.object(apply, "summed_gradients", lambda *_: SummedGradients())
     ),
-    "twopass": lambda: Change(inside=lambda: patch.object(loss, "_losses_and_gradient", two_passes)),
     "tanh": lambda: Change(inside=lambda: patch.object(mlp.Gelu, "forward", _gelu_forward)),
     "onlysigmoid": lambda: Change(inside=lambda: patch.object(mlp.Gelu, "forward", _sigmoid_forward)),
     "chunk2": lambda: Change(inside=lambda: _chunks(2)),

@@ -234,14 +234,12 @@ def rows_table(case: str, device: torch.device) -> Iterator[str]:
     v = HEADS[case][0]
     num_rows = 2**30 // (2 * v)
     targets_T = torch.randint(v, (num_rows,), device=device)
-    weights_T = torch.rand(num_rows, device=device)
 
     def timed(call: Callable[[Tensor], Any]) -> str:
         logits_TV = torch.randn(num_rows, v, device=device, dtype=torch.bfloat16)
         seconds = measure(partial(call, logits_TV), device, seconds=0.1).median
         return f"{seconds * 1e3:>7.3f} ms {2 * logits_TV.nbytes / seconds / 1e12:>6.2f} TB/s"
 
-    yield f"two reads    {timed(lambda one: loss_triton._launch(one, targets_T, weights_T, None))}"
     for block, warps in (
         (2048, 4),
         (2048, 8),

@@ -15,8 +15,11 @@ CLASSES = (
     ("attention", r"sdpa|fmha|flash|attention|attend|_attn"),
     ("optimizer", r"multi_tensor_apply|adam|stochastic_round|sgd"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|s16816|wgmma|triton_tem|splitk|matmul|scaled_mm|gemv"),
-    ("reductions", r"triton_(red|per|split_scan)|reduce|softmax|norm|cross_entropy|\bloss"),
-    ("pointwise", r"triton_poi|triton_|elementwise|vectorized|index|gather|scatter|embedding|fill|cat|copy"),
+    ("reductions", r"triton_(red|per|split_scan)|reduce|softmax|norm|cross_entropy|loss"),
+    (
+        "pointwise",
+        r"triton_|_(gelu|swiglu)_|elementwise|vectorized|index|gather|scatter|embedding|fill|cat|copy",
+    ),
 )
 # Named stretches of the program that the profiler draws on the device's line as well; no kernels.
 _RANGES = ("Optimizer.", "ProfilerStep", "## Call", "Torch-Compiled")

@@ -13,7 +13,7 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def _gradient(  # noqa: PLR0913  (a kernel takes its pointers one by one)
+def _gelu_backward(  # noqa: PLR0913  (a kernel takes its pointers one by one)
     dh,
     y,
     dy,
@@ -49,7 +49,7 @@ def write_gelu_gradient(dh_TF: Tensor, y_TF: Tensor) -> tuple[Tensor, Tensor]:
     grid = (triton.cdiv(num_rows, ROWS_OF_A_PROGRAM), triton.cdiv(width, TILE_COLUMNS))
     dy_TF = torch.empty_like(y_TF)
     sums = torch.empty((grid[0], width), dtype=torch.float32, device=y_TF.device)
-    _gradient[grid](
+    _gelu_backward[grid](
         dh_TF,
         y_TF,
         dy_TF,

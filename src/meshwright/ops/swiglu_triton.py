@@ -10,7 +10,7 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def _gradient(dh, gate_up, out, width, BLOCK: tl.constexpr):  # pyright: ignore[reportGeneralTypeIssues]
+def _swiglu_backward(dh, gate_up, out, width, BLOCK: tl.constexpr):  # pyright: ignore[reportGeneralTypeIssues]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
@@ -28,7 +28,7 @@ def write_gradient(dh_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
     """dgate | dup. Both inputs are contiguous."""
     num_rows, width = dh_TF.shape
     out_T2F = torch.empty_like(gate_up_T2F)
-    _gradient[(num_rows, triton.cdiv(width, BLOCK_COLUMNS))](
+    _swiglu_backward[(num_rows, triton.cdiv(width, BLOCK_COLUMNS))](
         dh_TF,
         gate_up_T2F,
         out_T2F,
