@@ -1,8 +1,8 @@
 """Numbers to fp8, as they lie and turned, tile by tile in one pass: read once, written in whole lines.
 
 A tile is written as it lies, read back (from the cache) as bytes, and written turned. Turned in registers,
-single bytes are taken out of pairs that the hardware's cast has made, and for that ptxas of CUDA 12.8 makes
-wrong code on Hopper: bytes of registers that were not written yet. The cast itself saturates.
+single bytes are taken out of pairs that the hardware's cast has made, and for that the ptxas of Triton 3.6
+makes wrong code on Hopper: bytes of registers that were not written yet. The cast itself saturates.
 """
 
 import torch
