@@ -43,6 +43,8 @@ class Shortening:
     layer_step: int = 1
     num_microbatches: int = 0
     microbatch_step: int = 1
+    microbatch_border: int = 1
+    """Micro-batches at either end of a step that are unlike those between."""
 
     def cuts(self) -> list[tuple[Cut, float]]:
         """Traces to make and the weight of each: f(0) = f(r) + r (f(r - 1) - f(r)) along both."""
@@ -73,12 +75,15 @@ def shortening_of(run: RunSpec, pp_rank: int) -> Shortening:
     mine = [layers[index] for index in stages_of_rank(parallel, pp_rank)]
     period = run.memory.recompute_every if run.memory.recompute != "none" else 1
     removable = min(_tail(run.model, held) for held in mine) - max(LEAST_LAYERS, period)
-    # With a pipeline the ranks are full after one round of micro-batches and repeat themselves in the second.
-    round_ = parallel.pp if parallel.pp > 1 else 1
-    spare = run.accumulation - (2 * round_ if parallel.pp > 1 else 2)
+    # A pipeline fills with one round of micro-batches, or two where stages take turns, and empties likewise.
+    round_ = parallel.pp
+    border = round_ * min(2, parallel.virtual_stages)
+    spare = run.accumulation - 2 * border
     if sum(map(len, mine)) * run.accumulation < WORTH_CUTTING:
         return Shortening()
-    return Shortening(max(0, removable) // period * period, period, max(0, spare) // round_ * round_, round_)
+    return Shortening(
+        max(0, removable) // period * period, period, max(0, spare) // round_ * round_, round_, border
+    )
 
 
 def _tail(model: ModelSpec, layers: range) -> int:
@@ -118,9 +123,10 @@ class Whole:
     flops: float
 
 
-def extended(traces: list[tuple[Trace, float]], cut: Cut) -> Whole:
-    """Weighted sums of the traces' figures; `cut` is what the last of them leaves out."""
-    tables = [_by_key(trace) for trace, _ in traces]
+def extended(traces: list[tuple[Trace, float]], shortening: Shortening) -> Whole:
+    """Weighted sums of the traces' figures."""
+    cut, _ = shortening.cuts()[-1]
+    tables = [_by_key(trace, shortening.microbatch_border) for trace, _ in traces]
     weights = [weight for _, weight in traces]
     common = set.intersection(*(set(table) for table in tables))
     totals = {key: _sum(weights, [table[key][0] for table in tables]) for key in common}
@@ -158,7 +164,7 @@ def _sum(weights: list[float], values: list[int]) -> float:
     return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
 
-def _by_key(trace: Trace) -> dict[Key, tuple[int, int]]:
+def _by_key(trace: Trace, border: int) -> dict[Key, tuple[int, int]]:
     """Largest bytes of each moment, under every name it has."""
     found: dict[Key, tuple[int, int]] = {}
     last = max((moment.microbatch or 0 for moment in trace.moments), default=0)
@@ -166,7 +172,7 @@ def _by_key(trace: Trace) -> dict[Key, tuple[int, int]]:
     for number, value in fullest_by_moment(trace).items():
         moment = trace.moments[number]
         for part, microbatch in itertools.product(
-            _part_names(moment.part, blocks), _microbatch_names(moment.microbatch, last)
+            _part_names(moment.part, blocks), _microbatch_names(moment.microbatch, last, border)
         ):
             key = (moment.phase, part, microbatch)
             found[key] = max(found.get(key, (0, 0)), value)
@@ -200,16 +206,16 @@ def _runs(numbers: list[int]) -> list[range]:
     return found
 
 
-def _microbatch_names(microbatch: int | None, last: int) -> list[str]:
-    return [""] if microbatch is None else _places(microbatch, last + 1)
+def _microbatch_names(microbatch: int | None, last: int, border: int) -> list[str]:
+    return [""] if microbatch is None else _places(microbatch, last + 1, border)
 
 
-def _places(index: int, count: int) -> list[str]:
-    """From both ends; the first has no place from the end and the last none from the beginning.
+def _places(index: int, count: int, border: int = 1) -> list[str]:
+    """From both ends; the first ones have no place from the end and the last none from the beginning.
 
-    Those two are like no others (no gradients before the first micro-batch, a reduction in the last), and
-    in a short step one that lies between them would share its name with one of them.
+    Those are like no others (no gradients before the first micro-batch, a reduction in the last, a pipeline
+    that fills and empties), and in a short step one between them would share its name with one of them.
     """
-    from_begin = [str(index)] if index < count - 1 or count == 1 else []
-    from_end = [str(index - count)] if index > 0 or count == 1 else []
+    from_begin = [str(index)] if index < count - border or count == 1 else []
+    from_end = [str(index - count)] if index >= border or count == 1 else []
     return from_begin + from_end

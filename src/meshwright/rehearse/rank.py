@@ -111,8 +111,7 @@ def _report(
     shortening: Shortening,
     form: str,
 ) -> RankReport:
-    cuts = shortening.cuts()
-    whole = extended(traces, cuts[-1][0])
+    whole = extended(traces, shortening)
     return RankReport(
         rank=rank,
         coordinates=coordinates,

@@ -12,7 +12,12 @@ from meshwright.spec import ParallelSpec
 
 @pytest.mark.parametrize(
     ("parallel", "layers", "microbatches"),
-    [({"dp_shard": 4, "zero": 3}, 7, 5), ({"pp": 2, "tp": 2}, 14, 4)],
+    [
+        ({"dp_shard": 4, "zero": 3}, 7, 5),
+        ({"pp": 2, "tp": 2}, 14, 4),
+        # Micro-batches between those that fill the pipeline and those that empty it.
+        ({"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 4, 12),
+    ],
 )
 def test_shorter_traces_give_the_whole_step_exactly(parallel, layers, microbatches):
     run = small_run(parallel, microbatches=microbatches, compute="bf16")
