@@ -107,9 +107,9 @@ def behind_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def lies_behind(weights: Sequence[Tensor]) -> bool:
     """Whether each matrix begins where the one before it ends."""
     return all(weight.is_contiguous() for weight in weights) and all(
-        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        first.untyped_storage() is second.untyped_storage()
         and first.dtype == second.dtype
-        and first.data_ptr() + first.nbytes == second.data_ptr()
+        and first.storage_offset() + first.numel() == second.storage_offset()
         for first, second in pairwise(weights)
     )
 
