@@ -142,7 +142,9 @@ def test_the_peak_falls_by_the_weights_of_all_but_two_blocks(nccl_ranks):
     assert blocks * (1 - 2.1 / NUM_LAYERS) <= fall <= blocks
 
 
-@pytest.mark.parametrize(("recompute", "compute"), [("none", "fp32"), ("none", "bf16"), ("full", "bf16")])
+@pytest.mark.parametrize(
+    ("recompute", "compute"), [("none", "fp32"), ("none", "bf16"), ("selective", "bf16"), ("full", "bf16")]
+)
 def test_the_peak_falls_by_the_activations_of_all_but_two_blocks(nccl_ranks, recompute, compute):
     choices = {"recompute": recompute, "compute": compute}
     plain, moved = _pair(nccl_ranks, "activations", **choices)

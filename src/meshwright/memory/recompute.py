@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from meshwright.memory.kept import Keeper, keeping_contexts
 from meshwright.ops.batch_norm import batch_norms
 from meshwright.ops.joint import JOINT_OPERATORS
 from meshwright.precision.fp8.matmul import OPERATORS
@@ -54,17 +55,23 @@ SAC_IGNORED_OPS.update(
 )
 
 
-def apply_recompute(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
-    """Every k-th block forgets; names and parameters of the blocks do not change."""
+def apply_recompute(blocks: Iterable[nn.Module], memory: MemorySpec, *, keeper: Keeper | None = None) -> None:
+    """Every k-th block forgets; names and parameters of the blocks do not change.
+
+    What selective recompute keeps is left to a keeper, where there is one; not for blocks to be compiled.
+    """
     if memory.recompute == "none":
         return
     for index, block in enumerate(blocks):
         if index % memory.recompute_every == 0:
-            block.forward = recomputed(block.forward, memory, batch_norms(block))
+            block.forward = recomputed(block.forward, memory, batch_norms(block), keeper)
 
 
 def recomputed(
-    forward: Callable[..., Any], memory: MemorySpec, norms: Sequence[nn.Module] = ()
+    forward: Callable[..., Any],
+    memory: MemorySpec,
+    norms: Sequence[nn.Module] = (),
+    keeper: Keeper | None = None,
 ) -> Callable[..., Any]:
     """The same function; random numbers are drawn alike the second time, and `norms` take no notice of it.
 
@@ -78,15 +85,18 @@ def recomputed(
     def selective(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
-    def with_norms(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts_with_norms, **kwargs)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=eager_contexts, **kwargs)
 
-    def contexts_with_norms() -> Any:
-        first, second = (nullcontext(), nullcontext()) if memory.recompute == "full" else _contexts()
+    def eager_contexts() -> Any:
+        if memory.recompute == "full":
+            first, second = nullcontext(), nullcontext()
+        else:
+            first, second = _contexts() if keeper is None else keeping_contexts(_KEPT, keeper)
         return first, _both(_statistics_held(norms), second)
 
-    if norms:
-        return with_norms
+    if norms or (keeper is not None and memory.recompute == "selective"):
+        return eager
     return full if memory.recompute == "full" else selective
 
 

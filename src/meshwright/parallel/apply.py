@@ -20,7 +20,7 @@ from torch import nn
 
 from meshwright.data.batches import Microbatch
 from meshwright.memory.compiled import compile_blocks
-from meshwright.memory.offload.activations import apply_activation_offload
+from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.weights import HostedWeights
 from meshwright.memory.recompute import apply_recompute
@@ -97,11 +97,12 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) 
     apply_fp8(model, run, mesh)
     join_products(model, run)
     compute_in(model, run.precision, mesh.device)
-    apply_recompute(model.blocks.values(), run.memory)
+    offload = ActivationOffload(weights.link) if "activations" in run.memory.offload else None
+    apply_recompute(model.blocks.values(), run.memory, keeper=None if run.compile else offload)
     if run.compile:
         compile_blocks(model.blocks.values(), run.memory)
-    if "activations" in run.memory.offload:
-        apply_activation_offload(model.blocks.values(), weights.link)
+    if offload is not None:
+        apply_activation_offload(model.blocks.values(), offload)
     if "parameters" in run.memory.offload and parallel.zero == 0:
         weights.apply(dict(model.blocks.items()))
     if parallel.zero == 3:

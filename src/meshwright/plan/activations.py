@@ -122,18 +122,12 @@ def _inner_bytes(work: Workload, at: Layouts, stack: Framework, *, moe: bool) ->
 
 
 def movable_activation_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
-    """Bytes of the mean layer and one micro-batch that offload of activations moves.
-
-    Of a recomputed block that is its input: what selective recompute keeps is not autograd's to hand out.
-    """
+    """Bytes of the mean layer and one micro-batch that offload of activations moves: all that it keeps."""
     share = work.counts.num_moe_layers / work.model.num_layers
     moved = np.zeros(len(at))
     for moe, part in ((False, 1.0 - share), (True, share)):
         if part:
-            kept = kept_parts(work, at, stack, moe=moe)
-            everything = np.asarray(sum(kept.values()))
-            again = (block_input_bytes(work, at, stack) - everything) / at.recompute_every
-            moved = moved + part * (everything + np.where(at.recompute > 0, again, 0.0))
+            moved = moved + part * layer_activation_bytes(work, at, stack, moe=moe)
     return moved
 
 

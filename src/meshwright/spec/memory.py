@@ -32,7 +32,8 @@ class MemorySpec(Spec):
     """Recompute every k-th layer (1: all of them)."""
     offload: Annotated[tuple[Offloaded, ...], BeforeValidator(_listed), AfterValidator(_in_order)] = ()
     """What lives in host memory and comes to the device only while it is used: optimizer states during the
-    update, parameters of a block and activations of a block while it computes. In any order."""
+    update, parameters of a block and activations of a block while it computes. Of activations that is all
+    that recompute leaves to keep. In any order."""
     regather: bool = False
     """tp: gather the inputs of column-cut layers again in backward instead of keeping them gathered."""
     on_oom: Literal["stop", "halve_microbatch"] = "stop"

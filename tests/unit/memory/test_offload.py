@@ -7,12 +7,12 @@ from mmap import PAGESIZE
 import pytest
 import torch
 from tests.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.errors import PlanError, RunError
+from meshwright.errors import PlanError, RunError, SpecError
 from meshwright.memory.offload import activations, budget, host
-from meshwright.memory.offload.activations import apply_activation_offload
+from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import StreamedOptimizer, bucketed, build_streamed_optimizer
 from meshwright.memory.offload.weights import HostedWeights
@@ -135,9 +135,10 @@ def test_two_buckets_at_most_are_on_the_device() -> None:
 def test_activations_are_the_same_with_dropout(recompute: str, every: int) -> None:
     expected = _gradients(_model())
     model, link = _model(), HostLink(CPU)
-    if recompute != "none":
-        apply_recompute(model.blocks.values(), MemorySpec(recompute=recompute, recompute_every=every))
-    apply_activation_offload(model.blocks.values(), link)
+    offload = ActivationOffload(link)
+    memory = MemorySpec(recompute=recompute, recompute_every=1 if recompute == "none" else every)
+    apply_recompute(model.blocks.values(), memory, keeper=offload)
+    apply_activation_offload(model.blocks.values(), offload)
     found = _gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert link.account.sent_bytes > 0
@@ -147,12 +148,62 @@ def test_activations_are_the_same_with_dropout(recompute: str, every: int) -> No
 def test_a_recomputed_block_moves_its_input_only() -> None:
     model, link = _model(dropout=0.0), HostLink(CPU)
     apply_recompute(model.blocks.values(), MemorySpec(recompute="full"))
-    apply_activation_offload(model.blocks.values(), link)
+    apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     input_bytes = 2 * 16 * model.spec.width * 8
     _gradients(model)
     assert link.account.sent_bytes == NUM_LAYERS * input_bytes
     # The last block's never left before they were wanted.
     assert link.account.fetched_bytes == (NUM_LAYERS - 1) * input_bytes
+
+
+def test_what_selective_recompute_keeps_moves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product's output, attention's with its statistics, and the input; nothing of it stays here."""
+    storages: list[StorageWeakRef] = []
+    parcel = activations.Bundle.parcel
+
+    def recorded(self: activations.Bundle, tensor: Tensor, link: HostLink) -> activations.Parcel:
+        storages.append(StorageWeakRef(tensor.untyped_storage()))
+        return parcel(self, tensor, link)
+
+    monkeypatch.setattr(activations.Bundle, "parcel", recorded)
+    model, link = _model(dropout=0.0), HostLink(CPU)
+    offload = ActivationOffload(link)
+    apply_recompute(model.blocks.values(), MemorySpec(recompute="selective"), keeper=offload)
+    apply_activation_offload(model.blocks.values(), offload)
+    loss = _loss(model)
+    spec, tokens = model.spec, 2 * 16
+    heads = spec.attention.num_heads * spec.attention.head_width
+    groups = spec.attention.num_kv_heads * spec.attention.head_width
+    elements = (
+        3 * spec.width + 2 * heads + 2 * groups + 2 * spec.mlp.width
+    )  # input and two outputs of width D
+    statistics = tokens * spec.attention.num_heads * 4
+    each = tokens * elements * 8
+    assert NUM_LAYERS * each <= link.account.sent_bytes <= NUM_LAYERS * (each + 2 * statistics)
+    gc.collect()
+    per_block = len(storages) // NUM_LAYERS
+    assert all(one.expired() for one in storages[:-per_block]), "a storage is still on the device"
+    loss.backward()
+    assert link.account.fetched_bytes > 0
+    assert (link.account.host_bytes, link.account.device_bytes) == (0, 0)
+
+
+class _InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu_()
+
+
+def test_a_kept_output_that_is_changed_in_place_is_told() -> None:
+    block, offload = _InPlace(), ActivationOffload(HostLink(CPU))
+    apply_recompute([block], MemorySpec(recompute="selective"), keeper=offload)
+    apply_activation_offload([block], offload)
+    with pytest.raises(SpecError, match="in place") as caught:
+        block(torch.randn(32, 16, requires_grad=True))
+    assert caught.value.where == "memory.recompute"
 
 
 def test_storages_are_freed_and_two_blocks_come_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +218,7 @@ def test_storages_are_freed_and_two_blocks_come_back_at_once(monkeypatch: pytest
 
     monkeypatch.setattr(activations.Bundle, "parcel", recorded)
     model, link = _model(), HostLink(CPU)
-    apply_activation_offload(model.blocks.values(), link)
+    apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     loss = _loss(model)
     gc.collect()
     bundles = list(dict.fromkeys(bundle for bundle, _, _ in storages))
@@ -196,7 +247,7 @@ def test_parameters_and_what_blocks_share_stay(monkeypatch: pytest.MonkeyPatch) 
     model, link = build_decoder(MODELS["gqa"].with_(num_layers=1)), HostLink(CPU)
     initialise(model, 0)
     shapes = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim == 2}
-    apply_activation_offload(model.blocks.values(), link)
+    apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     with torch.autocast("cpu", torch.bfloat16):
         _loss(model, num_sequences=5).backward()  # no activation has the shape of a weight
     assert moved
@@ -205,7 +256,7 @@ def test_parameters_and_what_blocks_share_stay(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_second_pass_needs_no_new_host_memory() -> None:
     model, link = _model(), HostLink(CPU)
-    apply_activation_offload(model.blocks.values(), link)
+    apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     _gradients(model)
     once = link.account.pool_bytes
     _gradients(model)
@@ -214,25 +265,28 @@ def test_a_second_pass_needs_no_new_host_memory() -> None:
 
 def test_nothing_moves_without_gradients() -> None:
     model, link = _model(), HostLink(CPU)
-    apply_activation_offload(model.blocks.values(), link)
+    apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     with torch.no_grad():
         _loss(model)
     assert link.account.sent_bytes == 0
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_a_compiled_block_saves_moves_too() -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_what_a_compiled_block_saves_moves_too(recompute: str) -> None:
     torch._dynamo.reset()
     expected = _gradients(_model(dropout=0.0))
     model, link = _model(dropout=0.0), HostLink(CPU)
+    apply_recompute(model.blocks.values(), MemorySpec(recompute=recompute))
     for block in model.blocks.values():
         block.forward = torch.compile(block.forward, backend="aot_eager")
-    apply_activation_offload(model.blocks.values(), link)
+    apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     found = _gradients(model)
     # The compiler may fuse differently, so not bit by bit.
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-    assert link.account.sent_bytes > 0
+    input_bytes = 2 * 16 * model.spec.width * 8
+    assert link.account.sent_bytes > 5 * NUM_LAYERS * input_bytes
     assert link.account.host_bytes == 0
 
 

@@ -6,7 +6,8 @@ brings the whole block, and starts to bring the block before it. So two blocks o
 device, wherever a schedule stands. What a block shares with others stays: its parameters, also those that
 autocast has narrowed, and its keyword inputs (rotary tables, document numbers). So does what is tiny.
 
-Under recompute autograd saves a block's input only, and that is what moves.
+Under recompute autograd saves a block's input only; what selective recompute keeps besides is handed over by
+its own contexts.
 """
 
 import weakref
@@ -23,9 +24,8 @@ from meshwright.memory.offload.host import Copied, HostLink
 SMALLEST_BYTES = 1024
 
 
-def apply_activation_offload(blocks: Iterable[nn.Module], link: HostLink) -> None:
+def apply_activation_offload(blocks: Iterable[nn.Module], offload: "ActivationOffload") -> None:
     """Let every block keep what its backward needs on the host; names and parameters do not change."""
-    offload = ActivationOffload(link)
     for index, block in enumerate(blocks):
         block.forward = offload.around(block, block.forward, is_first=index == 0)
 
@@ -144,6 +144,15 @@ class ActivationOffload:
             return result
 
         return offloaded
+
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """See Keeper: of the block whose forward runs."""
+        assert self._last is not None
+        packed = self._pack(tensor, self._last)
+        if isinstance(packed, Saved):
+            return packed.back
+        stays = packed.detach()
+        return lambda: stays
 
     def _pack(self, tensor: Tensor, bundle: Bundle) -> Tensor | Saved:
         is_plain = not isinstance(tensor, DTensor) and tensor.device == self._link.device

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.memory.compiled import compile_blocks
-from meshwright.memory.offload.activations import apply_activation_offload
+from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.recompute import apply_recompute
 from meshwright.mesh import Mesh
@@ -129,11 +129,12 @@ def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, li
         for norm in norms:
             synchronise(norm, mesh.data.get_group("data"))
     compute_in(model, spec, mesh)
-    apply_recompute(blocks.values(), spec.memory)
+    offload = ActivationOffload(link) if "activations" in spec.memory.offload else None
+    apply_recompute(blocks.values(), spec.memory, keeper=None if spec.compile else offload)
     if spec.compile:
         compile_blocks(blocks.values(), spec.memory)
-    if "activations" in spec.memory.offload:
-        apply_activation_offload(blocks.values(), link)
+    if offload is not None:
+        apply_activation_offload(blocks.values(), offload)
     if spec.parallel.zero == 3:
         _make_contiguous(model)
         # Batch norm wants its weights in the format of its statistics; autocast lowers all other weights.
