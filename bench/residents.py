@@ -55,6 +55,11 @@ class Entry:
     """Besides the usual turns one with so many times the micro-batches."""
 
     @property
+    def is_class_of_its_own(self) -> bool:
+        """fp8: nobody here is compared with it."""
+        return self.run.get("precision", {}).get("fp8") is not None
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What every row of it carries."""
         return {
@@ -80,6 +85,8 @@ class Resident:
     words: list[str] = field(default_factory=list)
     timings: list[dict[str, Any]] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)
+    is_beside_others: bool = False
+    """Whether anyone else held memory of the card when it first ran."""
 
     def __post_init__(self) -> None:
         self.rest_bytes = self.entry.rest_bytes + CONTEXT_BYTES

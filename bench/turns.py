@@ -1,10 +1,10 @@
 """Who is on the card, and whose turn it is: the order of everything that `bench/step.py` measures.
 
-Many processes start at once, import, build and compile side by side, and then wait without their weights.
-Those that fit the card together (all at rest, the largest of them running) form a group: they warm up; each
-setting of a peer that has several is timed once and only its best stays; then turns go round, A-B-C-A-B-C,
-while nobody else computes. Then the next group, until everyone was heard. What fits beside nobody is timed
-alone.
+Many processes start at once, import, build and compile side by side, and then wait without their weights. The
+settings of a peer that has several are timed once each, and its best goes on. Those that fit the card
+together (all at rest, the largest of them running) form a group: they warm up, and turns go round,
+A-B-C-A-B-C, while nobody else computes. Then the next group, until everyone was heard. What fits beside
+nobody is timed alone.
 """
 
 import dataclasses
@@ -21,6 +21,8 @@ from bench.residents import CONTEXT_BYTES, Entry, Resident
 MOST_BUILDING, MOST_ALIVE = 14, 24
 # Who needs more than this of the card can only be alone.
 ALONE_SHARE = 0.9
+# Several warm up at once as long as their estimates leave some room: an estimate may be wrong.
+BESIDE_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -71,38 +73,94 @@ class Turns:
         """Ran out of memory beside others: they get another chance, alone."""
 
     def run(self, entries: Sequence[Entry], make: Callable[[Entry], Resident] = Resident) -> None:
-        """Measure all of them; an entry that fails is told and the others go on."""
-        cases = list(dict.fromkeys(entry.case for entry in entries))
-        hopeless = ALONE_SHARE * self._budget_bytes  # last of their case: nobody can stay beside them
-        self._residents = [
-            make(entry)
-            for entry in sorted(
-                entries, key=lambda entry: (cases.index(entry.case), entry.peak_bytes > hopeless)
-            )
-        ]
+        """Measure all of them, case by case; an entry that fails is told and the others go on."""
+        self._make = make
+        self._residents = [make(entry) for entry in entries]
         try:
-            while waiting := [one for one in self._residents if not one.timings and one.state != "gone"]:
-                self._run_group(waiting)
-                self._residents += [make(entry) for entry in self._crowded]
-                self._crowded.clear()
+            for case in dict.fromkeys(entry.case for entry in entries):
+                self._run_case(case)
         finally:
             for one in self._residents:
                 if one.state not in ("new", "gone"):
                     self._end(one)
 
-    def _run_group(self, waiting: list[Resident]) -> None:
-        """One group from its warm-up to its end; `waiting` has everyone who was not timed yet."""
-        group: list[Resident] = []
-        while new := self._admitted(group, waiting):
+    def _run_case(self, case: str) -> None:
+        mine = [one for one in self._residents if one.entry.case == case]
+        hopeless = [one for one in mine if one.entry.peak_bytes > ALONE_SHARE * self._budget_bytes]
+        others = [one for one in mine if one not in hopeless]
+        if self._can_share(others):
+            others = self._swept(others)
+        self._run_groups(others)
+        self._run_groups(hopeless)
+        again = [self._make(entry) for entry in self._crowded]
+        self._crowded.clear()
+        self._residents += again
+        self._run_groups(again)
+
+    def _can_share(self, mine: list[Resident]) -> bool:
+        """Whether a setting of everyone could be on the card at the same time; else a sweep helps nobody."""
+        sides = dict.fromkeys(_side(one) for one in mine if not one.entry.is_class_of_its_own)
+        smallest = [
+            min((one for one in mine if _side(one) == side), key=lambda one: one.peak_bytes) for side in sides
+        ]
+        return group_bytes(smallest) <= self._budget_bytes
+
+    # ---- the sweep: every setting once ----------------------------------------------------------
+
+    def _swept(self, mine: list[Resident]) -> list[Resident]:
+        """Time each setting of a peer that has several; the best of each, and those that have but one.
+
+        The largest come first, while nobody rests on the card. A best one stays there if everyone who is
+        still to come fits beside it; else it ends, and is made again with all in the compiler's cache.
+        """
+        sides = [_side(one) for one in mine]
+        several = [one for one in mine if sides.count(_side(one)) > 1]
+        single = [one for one in mine if one not in several]
+        waiting = sorted(several, key=lambda one: -one.peak_bytes)
+        kept: list[Resident] = []
+        while new := self._admitted(kept, waiting):
             waiting = [one for one in waiting if one not in new]
-            self._warm(group, new, waiting)
-            group = [one for one in [*group, *new] if one.state != "gone"]
-            if len(group) > 1 or (group and self._admitted(group, waiting)):
-                group = self._swept(group)
-        self._rounds(group)
-        for one in group:
-            if one.state != "gone":
-                self._end(one)
+            self._warm(kept, new, [*waiting, *single])
+            for one in new:
+                if one.state != "gone":
+                    self._turn(one, "sweep")
+            kept = [one for one in [*kept, *new] if one.state != "gone"]
+            for one in kept:
+                is_beaten = any(_seconds(other) < _seconds(one) for other in self._rivals(one))
+                if is_beaten or not all(self._fits([*kept, later], waiting) for later in waiting):
+                    self._end(one)
+            kept = [one for one in kept if one.state != "gone"]
+        return [*map(self._present, self._best(several)), *single]
+
+    def _best(self, several: list[Resident]) -> list[Resident]:
+        timed = [one for one in several if one.timings]
+        return [
+            min((one for one in timed if _side(one) == side), key=_seconds)
+            for side in dict.fromkeys(map(_side, timed))
+        ]
+
+    def _present(self, one: Resident) -> Resident:
+        """The resident itself, or if it had to make room, another of the same entry."""
+        if one.state != "gone":
+            return one
+        again = self._make(one.entry)
+        again.timings = list(one.timings)
+        again.peak_bytes, again.rest_bytes = one.peak_bytes, one.rest_bytes
+        self._residents.append(again)
+        return again
+
+    # ---- groups ---------------------------------------------------------------------------------
+
+    def _run_groups(self, waiting: list[Resident]) -> None:
+        while waiting := [one for one in waiting if one.state != "gone"]:
+            resting = [one for one in waiting if one.state == "resting"]
+            group = [*resting, *self._admitted(resting, [one for one in waiting if one not in resting])]
+            waiting = [one for one in waiting if one not in group]
+            self._warm(resting, [one for one in group if one not in resting], waiting)
+            self._rounds([one for one in group if one.state != "gone"])
+            for one in group:
+                if one.state != "gone":
+                    self._end(one)
 
     def _admitted(self, group: list[Resident], waiting: list[Resident]) -> list[Resident]:
         """The next ones that fit beside the group, of the same case; the first of a group always does."""
@@ -129,7 +187,10 @@ class Turns:
 
     def _warm(self, group: list[Resident], new: list[Resident], later: list[Resident]) -> None:
         """Bring the new ones to rest; later ones compile meanwhile, and nobody computes at the end."""
+        if not new:
+            return
         case = new[0].entry.case
+        later = [*later, *(one for one in self._residents if one.state != "gone" and one.entry.case != case)]
         while True:
             together = [one for one in [*group, *new] if one.state != "gone"] or new
             self._build([*new, *(one for one in later if one.entry.case == case)])
@@ -160,8 +221,14 @@ class Turns:
         for one in new:
             if one.state != "compiled":
                 continue
-            needed = taken_bytes(self._residents) - CONTEXT_BYTES + one.peak_bytes
-            if needed <= self._budget_bytes or not self._is_computing():
+            others = [other for other in self._residents if other is not one]
+            warming = [other for other in others if other.state == "warming"]
+            limit = self._budget_bytes * (BESIDE_SHARE if warming else 1.0)
+            if taken_bytes(others) + one.peak_bytes <= limit or not self._is_computing():
+                for each in warming:
+                    each.is_beside_others = True
+                is_held = taken_bytes(others) > self._budget_bytes / 20
+                one.is_beside_others = bool(warming) or is_held
                 one.order("warming", order="go")
 
     def _is_computing(self) -> bool:
@@ -169,26 +236,9 @@ class Turns:
 
     # ---- turns: one at a time ------------------------------------------------------------------
 
-    def _swept(self, group: list[Resident]) -> list[Resident]:
-        """Time each setting of a peer that has several once, and keep the best; the others end."""
-        sides = [_side(one) for one in self._residents]
-        for one in group:
-            if sides.count(_side(one)) > 1 and not one.timings:
-                self._turn(one, "sweep")
-        for one in group:
-            if one.state != "gone" and any(_seconds(other) < _seconds(one) for other in self._rivals(one)):
-                self._end(one)
-        return [one for one in group if one.state != "gone"]
-
-    def _rivals(self, one: Resident) -> list[Resident]:
-        """Other settings of the peer that were timed, here or in an earlier group."""
-        same = [other for other in self._residents if _side(other) == _side(one)]
-        return [other for other in same if other is not one and other.timings]
-
     def _rounds(self, group: list[Resident]) -> None:
         is_alone = len(group) == 1
-        if is_alone and self._is_beaten(group[0]):
-            return
+        group = [one for one in group if not self._is_beaten(one)]
         for number in range(self._pace.rounds):
             for one in group:
                 if one.state != "gone":
@@ -204,8 +254,13 @@ class Turns:
         rivals = self._rivals(one)
         if not rivals or one.timings:  # nobody to beat, or the best of a sweep already
             return False
-        self._turn(one, "sweep", is_kept=True)
+        self._turn(one, "sweep")
         return one.state == "gone" or _seconds(one) > min(map(_seconds, rivals))
+
+    def _rivals(self, one: Resident) -> list[Resident]:
+        """Other settings of the peer that were timed."""
+        same = [other for other in self._residents if _side(other) == _side(one)]
+        return [other for other in same if other.entry.label != one.entry.label and other.timings]
 
     def _turn(self, one: Resident, kind: str, **changed: Any) -> None:
         """One window of one contender, while all others wait; after its last word it is told."""
@@ -233,12 +288,11 @@ class Turns:
         for key, _ in heard:
             one = key.fileobj
             assert isinstance(one, Resident)
-            others = taken_bytes(other for other in self._residents if other is not one)
             self._selector.unregister(one)
             one.hear()
             if one.state != "gone":
                 self._selector.register(one, selectors.EVENT_READ)
-            elif self._is_crowded(one, others):
+            elif self._is_crowded(one):
                 self._crowded.append(dataclasses.replace(one.entry, peak_bytes=self._budget_bytes))
             else:
                 self._tell("error", one)
@@ -250,11 +304,11 @@ class Turns:
                 self._end(one, f"{state} took more than {limit:.0f} s")
                 self._tell("error", one)
 
-    def _is_crowded(self, one: Resident, others_bytes: int) -> bool:
+    def _is_crowded(self, one: Resident) -> bool:
         """Whether it ran out of memory that others held, for the first time."""
         is_second = one.entry.peak_bytes >= self._budget_bytes
         is_out = "out of memory" in (one.error or "")
-        return is_out and not is_second and others_bytes > self._budget_bytes / 20
+        return is_out and one.is_beside_others and not is_second
 
     def _end(self, one: Resident, error: str | None = None) -> None:
         self._selector.unregister(one)
