@@ -177,7 +177,9 @@ def _adopt_state(training: Training, ledger: Ledger) -> None:
             ledger.see(_plain(average), "build", "optimizer")
 
 
-def _adopt_gradient(ledger: Ledger, gradient: torch.Tensor) -> None:
+def _adopt_gradient(ledger: Ledger, gradient: torch.Tensor | None) -> None:
+    if gradient is None:  # a product has added it to the sum by itself
+        return
     ledger.see(_plain(gradient), "backward", "gradients")
 
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwright.memory.recompute import apply_recompute
 from meshwright.models.decoder import build_decoder
 from meshwright.models.layers.rope import rotation
+from meshwright.parallel import apply
 from meshwright.rehearse import compiled as compiling
 from meshwright.rehearse.compiled import Compiler
 from meshwright.rehearse.rank import AS_IF_UNCOMPILED, rehearse_rank
@@ -80,7 +81,10 @@ def test_a_block_saves_what_torch_saves(recompute):
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_compiled_runs_hold_what_an_h200_measured(name):
+def test_compiled_runs_hold_what_an_h200_measured(name, monkeypatch):
+    # They were measured before linears of one input had one product.
+    monkeypatch.setattr(apply, "join_products", lambda *_: None)
+    monkeypatch.setattr(apply, "lay_joint_weights", lambda *_: None)
     family, sequences, recompute = MEASURED[name]
     rows = json.loads((Path(RESULTS) / "runtime_h200_2026-11-15.json").read_text())
     (row,) = (
