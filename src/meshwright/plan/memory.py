@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan import work as operators
 from meshwright.plan.activations import (
-    kept_over_cp,
     kept_parts,
     layer_activation_bytes,
     movable_activation_bytes,
@@ -47,6 +46,8 @@ WORKSPACE_BYTES = 0.1 * GIB
 HEAD_GRADIENT_BYTES = 4.0
 # Part of the short-lived bytes (activations, gathered weights, logits) that the allocator holds beyond need.
 FRAGMENTATION = 0.06
+# The same where need is known to the byte: 2 to 4% in bench/results/rehearsal_h200_2026-11-15.md.
+EXACT_FRAGMENTATION = 0.03
 FIT_SHARE = 0.98
 STAGES = ("first", "middle", "last")
 
@@ -292,10 +293,11 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
     host["activations"] = moved_activations(at, movable)
     move_activations(items, at, movable)
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
+    exact = covered_layouts(at) if is_covered(work, stack) else np.zeros((len(at), 1), dtype=bool)
     if stack.gradients_after_activations and "gradients" in items:
-        late = covered_layouts(at) if is_covered(work, stack) else np.zeros((len(at), 1), dtype=bool)
-        items["gradients"] = np.where(late, items["gradients"], _gradients_at_the_peak(at, items))
-    return Memory(items, FRAGMENTATION * short_lived, outside_bytes(at), host)
+        items["gradients"] = np.where(exact, items["gradients"], _gradients_at_the_peak(at, items))
+    unused = np.where(exact, EXACT_FRAGMENTATION, FRAGMENTATION) * short_lived
+    return Memory(items, unused, outside_bytes(at), host)
 
 
 def host_items(work: Workload, at: Layouts, stack: Framework) -> Items:
@@ -325,8 +327,7 @@ def _movable(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> Mova
 
 def _at_the_fullest_moment(work: Workload, at: Layouts, stack: Framework, rank: _Rank, items: Items) -> Items:
     """The items of our own runtime, moment by moment, where its sums are known; the others as they were."""
-    whole = sum(kept_parts(work, at, stack, moe=False).values()) + kept_over_cp(work, at)
-    facts = Rank(rank.layers, in_flight(at), _column(whole))
+    facts = Rank(rank.layers, in_flight(at), rank.dense + rank.experts)
     state = {name: items[name] for name in ("weights", "gradients", "master", "optimizer")}
     fullest = fullest_items(work, at, stack, facts, state)
     fullest["workspace"] = items["workspace"]

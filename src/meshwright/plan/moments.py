@@ -1,39 +1,36 @@
 """The fullest moment of a step of our own runtime, to the byte where it is covered.
 
-Two moments compete. In the forward of the head everything kept for backward exists, and the loss makes the
-head's gradient beside its chunk of logits. In the backward of a stage's last block the gradient of the MLP's
-product, a weight's gradient and, under recompute, the inner tensors of that block are there as well; with
-tp also the gathered gradient of the block's output. Either may win, so both are added up and the larger is
-returned, item by item. The rehearsal traces the same step and a test holds the two together.
+Some moments compete, and every rank is at the fullest of its own:
 
-Covered: 16-bit compute without compiler and fp8, dense layers, ZeRO 0 to 2, schedules with whole backwards.
-Not in the sums: gradients copied into a bucket to be reduced. They win where little else is left at the
-end of a backward: full recompute of a small model, or ZeRO-2 of one.
+    head, forward      everything kept for backward exists, and a chunk of logits beside the head's gradient
+    head, backward     the head's gradient is there twice
+    last block, back   of the first micro-batch to come back, of a later one, and of the last one, which
+                       sends gradients off in flat buffers
+    first block, back  little is kept any more, and all gradients are there
+    end of backward    the embedding's gradient, and the last gradients on their way
+    update             ZeRO-1 and 2 gather what others updated
+
+The blocks are written down on a tape (block_tape.py). The rehearsal traces the same step and a test holds
+the two together.
+
+Covered: 16-bit compute without compiler, dense layers, schedules with whole backwards.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
+from meshwright.plan.buckets import Stage
 from meshwright.plan.frameworks import Framework
-from meshwright.plan.layouts import FULL, NORMS, Floats, Layouts
+from meshwright.plan.layouts import Floats, Layouts
+from meshwright.plan.moment_facts import Facts, Mask, Rank, Turn
 from meshwright.plan.schedules import SCHEDULES
+from meshwright.plan.tape import Items
 from meshwright.plan.workload import Workload
 
-Items = dict[str, Floats]
 COVERED_SCHEDULES = ("gpipe", "1f1b")
 # Tokens, targets and positions are int64, the loss weights fp32.
 BATCH_BYTES_PER_TOKEN = 28.0
-
-
-@dataclass(frozen=True)
-class Rank:
-    """Facts of the three ranks, shape (N, 3), that the planner has worked out already."""
-
-    layers: Floats
-    in_flight: Floats
-    whole_per_layer: Floats
-    """Bytes one layer keeps of one micro-batch without recompute."""
 
 
 def is_covered(work: Workload, stack: Framework) -> bool:
@@ -48,162 +45,257 @@ def is_covered(work: Workload, stack: Framework) -> bool:
     )
 
 
-def covered_layouts(at: Layouts) -> Floats:
+def covered_layouts(at: Layouts) -> Mask:
     """Of those, the layouts; shape (N, 1)."""
     whole = np.isin(np.asarray(SCHEDULES)[at.schedule], COVERED_SCHEDULES) | (at.pp == 1)
     here = (at.offloads("parameters") == 0) & (at.offloads("activations") == 0)
-    return ((at.zero < 3) & (at.regather == 0) & whole & here)[:, None]
+    return ((at.regather == 0) & whole & here)[:, None]
 
 
-class Sums:
-    """The two moments of every layout; all arrays have shape (N, 3) or (N, 1)."""
+class Sums(Facts):
+    """The moments of every layout; all arrays have shape (N, 3) or (N, 1)."""
 
-    def __init__(self, work: Workload, at: Layouts, stack: Framework, rank: Rank) -> None:
-        self.work, self.at, self.stack, self.rank = work, at, stack, rank
-        model = work.model
-        self.tp = at.tp[:, None].astype(np.float64)
-        self.tokens = at.microbatch_tokens(work.sequence_length)[:, None]
-        self.row_tokens = self.tokens / self.tp
-        self.stream = 2.0 * self.row_tokens * model.width
-        self.full = ((at.recompute & FULL) > 0)[:, None]
-        self.selective = ((at.recompute & NORMS) > 0)[:, None]
-        self.pp = at.pp[:, None]
-        is_last = np.array([[False, False, True]])
-        self.is_last = is_last | (self.pp == 1)
-        self.is_first = np.array([[True, False, False]]) | (self.pp == 1)
-        self.microbatches = at.num_microbatches[:, None].astype(np.float64)
-        casts = 2.0 if stack.casts_weights and stack.state.weight > 2.0 else 0.0
-        self.layer_cast = casts * work.counts.dense_layer / self.tp
-        self.head_cast = casts * model.vocab_size * model.width / self.tp
+    # The head.
 
-    def tables(self) -> Floats:
-        """Cosines and sines of one micro-batch, fp32."""
-        attention = self.work.model.attention
-        width = attention.head_width if self.work.model.positions == "rope" else 0
-        return 4.0 * self.tokens * width
-
-    def kept_per_layer(self) -> Floats:
-        """Bytes a layer keeps of one micro-batch, after recompute."""
-        model, rank = self.work.model, self.rank
-        core = rank.whole_per_layer - self._made_of_norms() - self._inner() * 4.0
-        # Every product's output: queries, keys, values, whole partial sums before a scatter, the MLP's two.
-        products = core + 2.0 * 2.0 * self.tokens * model.width + 2.0 * self._inner() + self.stream
-        kept = np.where(self.full, self.stream, np.where(self.selective, products, rank.whole_per_layer))
-        every = self.at.recompute_every[:, None]
-        return rank.whole_per_layer + (kept - rank.whole_per_layer) / every
-
-    def activations(self, flight: Floats) -> Floats:
-        """What the blocks of a stage and the tables keep; a received input lies in its receive buffer."""
-        received = np.where(~self.is_first & (self.full | self.selective), self.stream, 0.0)
-        return flight * (self.rank.layers * self.kept_per_layer() + self.tables() - received)
-
-    def at_the_head(self, state: Items) -> Items:
-        """Forward of the head in the last micro-batch; zero where a rank has none."""
-        model, rank, flight = self.work.model, self.rank, self.rank.in_flight
+    def at_the_head(self) -> Items:
+        """Forward of the head in the last micro-batch."""
+        flight = self.rank.in_flight
         ends = 2.0 * flight + 2.0  # the norm's fp32 input; of the present micro-batch its output and x
-        whole = 2.0 * self.tokens * model.vocab_size / self.tp
-        chunk = np.minimum(whole, self.stack.loss_chunk_bytes or whole)
-        gathered = np.where(self.tp > 1, 2.0 * self.tokens * model.width, 0.0)
+        whole = 2.0 * self.tokens * self.work.model.vocab_size / self.tp
+        count = np.ceil(whole / (self.stack.loss_chunk_bytes or np.inf)).clip(1.0)
+        # The logits of one chunk are let go of when those of the next are there.
+        chunks = whole / count * np.minimum(count, 2.0)
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.
-        recomputed = self.full | self.selective
-        remembered = np.where(recomputed, np.where(self.tp == 1, 1.0, 0.0), flight)
+        cast = self.casts * self.blocks.elements
+        remembered = np.where(self.recomputes & (self.tp == 1), self.rank.layers * cast, 0.0)
+        block = 2.0 * self.blocks.elements
+        table = 2.0 * self.table
         return {
-            **state,
-            "gradients": np.where(self.microbatches > flight, state["gradients"], 0.0),
-            "activations": self.activations(flight) + ends * self.stream,
-            "cast weights": remembered * rank.layers * self.layer_cast + self.head_cast,
-            "logits": flight * self._head_gradients() + chunk + gathered,
-            "exchange": self._exchange(flight),
+            **self.state,
+            "gradients": self._before_the_head(),
+            "gathered": self.gathered(table + (block if self.is_tied else table)),
+            "activations": self.activations(flight * self.rank.layers, flight) + ends * self.stream,
+            "cast weights": flight * self.rank.layers * self.blocks.casts
+            + remembered
+            + self.casts * self.table,
+            "logits": flight * self.head_gradients() + chunks + self.gathered_stream,
+            "exchange": self.exchange(flight),
         }
 
-    def in_the_last_block(self, state: Items, *, is_first_back: bool) -> list[Items]:
-        """Backward of the stage's last block, of the first micro-batch to come back or of a later one.
+    def behind_the_head(self) -> Items:
+        """Backward of the head: its gradients are multiplied, so they are there twice."""
+        flight = self.rank.in_flight
+        narrow = np.where(self.is_sharded | (self.stack.state.weight == 2.0), 2.0 * self.table, 0.0)
+        return {
+            **self.state,
+            "gradients": self._before_the_head(),
+            "gathered": self.gathered(2.0 * self.table + 2.0 * self.blocks.elements),
+            "activations": self.activations(flight * self.rank.layers, flight) + 2.0 * flight * self.stream,
+            "cast weights": flight * self.rank.layers * self.blocks.casts,
+            "logits": (flight + 1.0) * self.head_gradients() + narrow,
+            "exchange": self.exchange(flight),
+        }
 
-        Two points of it: the product with the MLP's last matrix, and after it the activation's gradient,
-        when one inner tensor and one weight's cast are gone and that weight's gradient is there.
-        """
-        rank, model = self.rank, self.work.model
+    def _before_the_head(self) -> Floats:
+        return np.where(self.microbatches > self.rank.in_flight, self.left_gradients, 0.0)
+
+    # The blocks.
+
+    def in_the_last_block(self, turn: Turn) -> Items:
+        """Backward of the stage's last block."""
+        rank = self.rank
         flight = rank.in_flight
-        if not is_first_back:
+        if turn == "later":
             flight = np.where(self.microbatches > flight, flight, np.maximum(flight - 1.0, 1.0))
-        inner = self._inner()
-        weight = 2.0 * model.mlp.width * model.width / self.tp
-        incoming = np.where(self.is_last, self.stream, 0.0)
-        gathered = np.where(self.tp > 1, 2.0 * self.tokens * model.width, 0.0)
-        again = np.where(self.full, rank.whole_per_layer, np.where(self.selective, self._made_again(), 0.0))
-        recomputed = self.full | self.selective
-        casts = np.where(recomputed, self.layer_cast, flight * rank.layers * self.layer_cast)
-        head = np.where(self.is_last, 4.0 * model.vocab_size * model.width / self.tp, 0.0)
-        has = (self.microbatches > 1) & (not is_first_back)
-        begun = np.where(is_first_back | (self.microbatches == 1), 2.0 * weight, 0.0)
-        early = {
-            **state,
-            "gradients": np.where(has, state["gradients"], head),
-            "activations": self.activations(flight) - np.where(self.selective, self._consumed(), 0.0),
-            "working set": inner + weight + incoming + gathered + again,
-            "logits": np.where(self.is_last, (flight - 1.0) * self._head_gradients(), 0.0),
-            "cast weights": casts,
-            "exchange": self._exchange(flight),
+        elif turn == "last":
+            flight = np.ones_like(flight)
+        others = flight * rank.layers - 1.0
+        block = self.blocks.back[turn]
+        return {
+            **self.state,
+            "gradients": self._before_the_block(turn) + block["gradients"],
+            "gathered": self._gathered_for_the_block(turn) + block.get("gathered", 0.0),
+            "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
+            "working set": block["working set"] + np.where(self.is_last, self.stream, 0.0),
+            "logits": np.where(self.is_last, (flight - 1.0) * self.head_gradients(), 0.0),
+            "cast weights": others * self.blocks.casts + block["cast weights"],
+            "exchange": self.exchange(flight),
         }
-        cast = np.where(self.layer_cast > 0, weight, 0.0)
-        late = {
-            **early,
-            "gradients": early["gradients"] + begun,
-            "activations": early["activations"] - np.where(recomputed, 0.0, inner),
-            "working set": 3.0 * inner + incoming + again - np.where(recomputed, inner, 0.0),
-            "cast weights": casts - cast,
+
+    def _before_the_block(self, turn: Turn) -> Floats:
+        """Gradients when the backward of the last block begins: of earlier micro-batches, and the head's.
+
+        A tied head's waits for the embedding's, so that it is beside the sum of earlier ones.
+        """
+        left = np.where(turn == "first", 0.0, self.left_gradients)
+        is_new = (left == 0.0) | self.scatters
+        reduced = 0.0 if self.is_tied else 1.0 / self.shards
+        head = self.head_gradient * np.where(self.is_sharded & (self.pp == 1), reduced, 1.0)
+        tied = np.where(self.is_sharded, 0.0, self.stack.state.gradient * self.tied_table())
+        waits = self.is_tied & self.is_first & ~self.is_sharded
+        # What is sent off with the last micro-batch, or with each, is whole no longer.
+        is_sent = (
+            self.is_due() & (self.pp == 1) & (self.scatters | (turn == "last") | (self.microbatches == 1))
+        )
+        sent = self.stack.state.gradient * self.flats["ends"] * (1.0 - 1.0 / self.rows())
+        return left + np.where(waits, tied, np.where(is_new, head, 0.0)) - np.where(is_sent, sent, 0.0)
+
+    def _gathered_for_the_block(self, turn: Turn) -> Floats:
+        """This block, the next one to come in a flat buffer, and the head's gradient on its way."""
+        del turn
+        return self.gathered(4.0 * self.blocks.elements + self.head_gradient)
+
+    def in_an_early_block(self, before: int, turn: Turn) -> Items:
+        """Backward of a block with so many before it, when most gradients of the micro-batch are there."""
+        rank = self.rank
+        block = self.blocks.back[turn]
+        flight = rank.in_flight if turn == "first" else np.ones_like(rank.layers)
+        others = (flight - 1.0) * rank.layers + before
+        embedding = np.where(self.is_first & (not self.is_tied), self.table, 0.0)
+        following = self.blocks.elements if before else embedding
+        moving = 2.0 * following + (2.0 + self.stack.state.gradient) * self.blocks.elements
+        return {
+            **self.state,
+            "gradients": self._before_an_early_block(before) + block["gradients"],
+            "gathered": self.gathered(moving + 4.0 * self.tied_table()) + block.get("gathered", 0.0),
+            "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
+            "working set": block["working set"] + self.stream,
+            "logits": np.where(self.is_last, (flight - 1.0) * self.head_gradients(), 0.0),
+            "cast weights": others * self.blocks.casts + block["cast weights"],
+            "exchange": self.exchange(flight),
         }
-        return [early, late]
 
-    def _head_gradients(self) -> Floats:
-        """Of one micro-batch: the loss makes them in its forward and keeps them for its backward."""
-        model = self.work.model
-        return 2.0 * self.tokens * model.width + 4.0 * model.vocab_size * model.width / self.tp
+    def at_a_launch(self) -> Items:
+        """A flat buffer is sent off in a block before the last: small blocks fill one together."""
+        each, zero = self.stack.state.gradient, 0.0 * self.rank.layers
+        found = {"gradients": zero, "gathered": zero, "activations": zero, "working set": zero}
+        for is_cut in (False, True):
+            rows = self.is_due() & (self.pp == 1) & ((self.tp > 1) == is_cut)
+            if not rows.any():
+                continue
+            num_layers = self.work.model.num_layers
+            stage = Stage(num_layers, has_embedding=True, has_head=True, is_cut=is_cut)
+            found_launches = self.work.buckets.launches(stage)
+            inner = [one for one in found_launches if one.block < num_layers - 1]
+            if not inner:
+                continue
+            first, tp = inner[0], self.tp
+            sent = each * first.sent / tp / self.rows()
+            is_new = (self.left_gradients == 0.0) | self.scatters
+            unsent = each * first.elements / tp
+            whole = np.where(is_new, unsent, self.left_gradients - each * first.sent / tp)
+            left = np.where(self.scatters, self.left_gradients, 0.0)
+            part = np.where(self.at.zero[:, None] > 0, 1.0 / self.shards, 0.0)
+            tied = each * self.tied_table()
+            items = {
+                "gradients": left + whole + sent + tied,
+                "gathered": unsent * (1.0 + part),
+                "activations": self.activations(zero + first.block, zero + 1.0),
+                "working set": self.blocks.after[first.name] + self.stream,
+            }
+            found = {name: np.where(rows, items[name], values) for name, values in found.items()}
+        return {**self.state, **found}
 
-    def _inner(self) -> Floats:
-        """One inner tensor of the MLP."""
-        return 2.0 * self.tokens * self.work.model.mlp.width / self.tp
+    def _before_an_early_block(self, before: int) -> Floats:
+        """Gradients of the last micro-batch, which is new, or sends off what earlier ones have left."""
+        each, tied = self.stack.state.gradient, self.tied_table()
+        table = np.where(self.is_first, self.table, 0.0)
+        done = self.rank.parameters - (1 + before) * self.blocks.elements
+        left_over = np.maximum(self.flats["last"] - table - (1 + before) * self.blocks.elements, 0.0)
+        unsent = np.where(self.is_due() & (self.pp == 1), left_over + tied, done - table + tied)
+        made = unsent + np.maximum(done - table + tied - unsent, 0.0) / self.rows()
+        made = np.where(self.is_sharded & (self.pp == 1), (done - table) / self.shards, made)
+        is_new = (self.left_gradients == 0.0) | self.scatters
+        return np.where(self.scatters, self.left_gradients, 0.0) + each * np.where(
+            is_new, made, tied + unsent
+        )
 
-    def _made_of_norms(self) -> Floats:
-        """The norms' fp32 inputs, and their outputs, gathered under tp."""
-        return 2.0 * 2.0 * self.stream + 2.0 * 2.0 * self.tokens * self.work.model.width
+    # The ends.
 
-    def _consumed(self) -> Floats:
-        """Kept products that the recomputed forward has used up: attention's output and what is rotated."""
-        attention = self.work.model.attention
-        rotated = 2.0 * self.tokens * (attention.num_heads + attention.num_kv_heads) * attention.head_width
-        return 2.0 * self.tokens * self.work.model.width + rotated / self.tp
+    def at_the_end(self) -> Items:
+        """The embedding's gradient of a micro-batch that sends nothing off, beside a tied head's."""
+        each, tied = self.stack.state.gradient, self.tied_table()
+        table = np.where(self.is_first, self.table, 0.0)
+        first = self.whole_gradients + each * tied
+        middle = self.left_gradients + each * (table + tied)
+        whole = np.where(self.microbatches > self.is_due() + 1.0, middle, first)
+        reduced = self.left_gradients + self.sharded_gradients
+        whole_table = 4.0 * self.table + 2.0 * tied
+        is_whole = ~(self.is_due() & (self.scatters | (self.microbatches == 1)))
+        return {
+            **self.state,
+            "gradients": np.where(self.is_sharded & (self.pp == 1), reduced, np.where(is_whole, whole, 0.0)),
+            "gathered": self.gathered(
+                np.maximum(whole_table + each * self.blocks.elements, (2.0 + each) * self.table)
+            ),
+            "exchange": self.exchange(0.0 * self.rank.in_flight),
+        }
 
-    def _made_again(self) -> Floats:
-        """What selective recompute makes of one block: norms, rotations, the activation and the product."""
-        model = self.work.model
-        attention = model.attention
-        rotated = 2.0 * self.tokens * (attention.num_heads + attention.num_kv_heads) * attention.head_width
-        return self._made_of_norms() + rotated / self.tp + 2.0 * 2.0 * self.tokens * model.mlp.width / self.tp
+    def on_the_way(self) -> Items:
+        """Gradients sent off after the backward."""
+        return {
+            **self.state,
+            "gradients": self._reduction(),
+            "exchange": self.exchange(0.0 * self.rank.in_flight),
+        }
 
-    def _exchange(self, flight: Floats) -> Floats:
-        """Receive buffers of every micro-batch, and what was sent on and waits for its gradient."""
-        neighbours = (~self.is_first).astype(np.float64) + (~self.is_last).astype(np.float64)
-        sent = np.where(self.is_last, 0.0, flight)
-        # The last gradient that was sent back, once one was.
-        back = (~self.is_first & (self.microbatches > flight)).astype(np.float64)
-        return np.where(self.pp > 1, (neighbours * self.microbatches + sent + back) * self.stream, 0.0)
+    def _reduction(self) -> Floats:
+        """Gradients in all forms while flat buffers are sent off after the backward."""
+        each = self.stack.state.gradient
+        last, fullest = self.flats["last"], self.flats["reduction"]
+        sent = (self.whole_gradients - each * last) / self.rows()
+        part = np.where(self.at.zero[:, None] > 0, 1.0 / self.shards, 0.0)
+        overlapped = each * last * (2.0 + part) + sent + np.where(self.scatters, self.left_gradients, 0.0)
+        return np.where(self.is_due(), np.where(self.pp > 1, each * fullest, overlapped), 0.0)
+
+    def in_the_update(self) -> Items:
+        """ZeRO-1 and 2: the rows of the others come into a flat buffer, and are copied out of it."""
+        weight = self.stack.state.weight
+        largest, parameter = self.flats["largest"], self.flats["largest_parameter"]
+        gathers = np.isin(self.at.zero, (1, 2))[:, None]
+        flat = weight * (largest * (1.0 + 1.0 / self.shards) + parameter)
+        return {
+            **self.state,
+            "gradients": self.sharded_gradients,
+            "gathered": np.where(gathers, flat, 0.0),
+            "exchange": self.exchange(0.0 * self.rank.in_flight),
+        }
 
 
 def fullest_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:
     """Items of the fullest moment of every rank."""
-    sums = Sums(work, at, stack, rank)
-    head = sums.at_the_head(state)
-    moments = [
-        {name: np.where(sums.is_last, values, 0.0) for name, values in head.items()},
-        *sums.in_the_last_block(state, is_first_back=True),
-        *sums.in_the_last_block(state, is_first_back=False),
-    ]
+    moments = [items for _, items in moments_of(work, at, stack, rank, state)]
     names = dict.fromkeys(name for moment in moments for name in moment)
     zero = np.zeros((len(at), 3))
     tables = [{name: zero + moment.get(name, 0.0) for name in names} for moment in moments]
     totals = np.stack([sum(table.values()) for table in tables])  # pyright: ignore[reportCallIssue, reportArgumentType]
     best = totals.argmax(axis=0)
     chosen = {name: np.choose(best, [table[name] for table in tables]) for name in names}
-    chosen["batch"] = zero + (BATCH_BYTES_PER_TOKEN * sums.microbatches * sums.tokens * at.cp[:, None])
+    # A pipeline joins the micro-batches of a step, of which it has cut its part of the sequence.
+    copies = 1.0 + (at.pp > 1) / at.cp
+    sequences = at.num_microbatches * at.microbatch_sequences * copies
+    chosen["batch"] = zero + (BATCH_BYTES_PER_TOKEN * work.sequence_length * sequences)[:, None]
     return chosen
+
+
+def moments_of(
+    work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items
+) -> Iterator[tuple[str, Items]]:
+    """The moments that compete, by name."""
+    sums = Sums(work, at, stack, rank, state)
+    yield "head, forward", _where(sums.is_last, sums.at_the_head())
+    yield "head, backward", _where(sums.is_last, sums.behind_the_head())
+    yield "last block, first", sums.in_the_last_block("first")
+    yield "last block, later", _where(sums.has_middle(), sums.in_the_last_block("later"))
+    yield "last block, last", sums.in_the_last_block("last")
+    yield "first block, first", sums.in_an_early_block(0, "first")
+    yield "first block, last", sums.in_an_early_block(0, "last")
+    yield "second block, last", _where(sums.rank.layers > 2, sums.in_an_early_block(1, "last"))
+    yield "launch", sums.at_a_launch()
+    yield "end of backward", sums.at_the_end()
+    yield "reduction", sums.on_the_way()
+    yield "update", sums.in_the_update()
+
+
+def _where(mask: Mask, items: Items) -> Items:
+    return {name: np.where(mask, values, 0.0) for name, values in items.items()}

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from meshwright.plan import flops
+from meshwright.plan.buckets import Buckets
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, layer_parameters, parameters
 
@@ -118,6 +119,11 @@ class Workload:
     def counts(self) -> ParameterCounts:
         """Parameters by placement."""
         return count_parameters(self.model)
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """The flat buffers in which gradients are reduced."""
+        return Buckets(self.model)
 
     @property
     def matmul_rate(self) -> str:

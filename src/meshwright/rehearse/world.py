@@ -2,7 +2,8 @@
 
 torch's `fake` process group answers every collective at once and moves nothing, so a single process can be
 rank k of N. It lives in torch's testing package, the first step of its pipelines asks the other stages to
-vote, and groups are known by name only to itself; all three are touched in this file only.
+vote, groups are known by name only to itself, and DTensor remembers results on meshes of worlds that are
+gone; all are touched in this file only.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.errors import MeshError
@@ -39,6 +41,8 @@ def fake_world(parallel: ParallelSpec, rank: int, device: torch.device) -> Itera
             yield mesh
     finally:
         leave_world()
+        # A mesh of the next world may equal one of this world, whose groups are gone.
+        _clear_sharding_prop_cache()
 
 
 def require_rank(parallel: ParallelSpec, rank: int) -> None:

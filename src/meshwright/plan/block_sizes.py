@@ -1,0 +1,102 @@
+"""Bytes of the tensors of one block and one micro-batch on one rank, for block_tape.py."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.frameworks import Framework
+from meshwright.plan.layouts import CP_KINDS, Floats, Layouts
+from meshwright.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the tensors of one block and one micro-batch; every array has shape (M,)."""
+
+    x: Floats
+    X: Floats
+    q: Floats
+    k: Floats
+    f: Floats
+    lse: Floats
+    weights: dict[str, Floats]
+    """Elements of each matrix on this rank, in the order of the module."""
+    is_cut: Floats
+    """1 where tp gathers and scatters."""
+    is_spread: Floats
+    """1 where the parts of tp do not lie one after the other, so that collectives copy."""
+    gathers: Floats
+    """cp where it gathers keys and values, else 0."""
+    swaps: Floats
+    """1 where cp trades rows for heads, at least among neighbours."""
+    rings: Floats
+    """Ranks of the ring that keys travel, else 0."""
+    is_gated: bool
+    has_head_norms: bool
+    accumulates: Floats
+    """1 where gradients are there already: new ones are added to them and let go of."""
+    flats: dict[str, Floats]
+    """Bytes of the flat buffer that the gradient of a matrix completes."""
+    work: Workload
+    at: Layouts
+    stack: Framework
+
+    @property
+    def elements(self) -> Floats:
+        """Of all matrices."""
+        return sum(self.weights.values())  # pyright: ignore[reportReturnType]
+
+
+def sizes_of(
+    work: Workload, at: Layouts, stack: Framework, accumulates: Floats, flats: dict[str, Floats]
+) -> Sizes:
+    """Of a dense block."""
+    model, tp = work.model, at.tp.astype(np.float64)
+    attention = model.attention
+    tokens = at.microbatch_tokens(work.sequence_length)
+    wide = tokens * model.width * work.working_bytes
+    heads, groups = (
+        tokens * count * attention.head_width * work.working_bytes / tp
+        for count in (attention.num_heads, attention.num_kv_heads)
+    )
+    kind = np.asarray(CP_KINDS)[at.cp_kind]
+    across = np.where(kind == "hierarchical", at.cp / np.maximum(at.cp_inner, 1), 0.0)
+    return Sizes(
+        x=wide / tp,
+        X=wide,
+        q=heads,
+        k=groups,
+        f=tokens * model.mlp.width * work.working_bytes / tp,
+        lse=4.0 * tokens * attention.num_heads / tp,
+        weights=_matrices(work, tp),
+        is_cut=(at.tp > 1).astype(np.float64),
+        is_spread=((at.tp > 1) & (at.microbatch_sequences > 1)).astype(np.float64),
+        gathers=np.where((at.cp > 1) & (kind == "gather"), at.cp, 0.0),
+        swaps=((at.cp > 1) & np.isin(kind, ("ulysses", "hierarchical"))).astype(np.float64),
+        rings=np.where(at.cp > 1, np.where(kind == "ring", at.cp, across), 0.0),
+        is_gated=model.mlp.num_matrices == 3,
+        has_head_norms=attention.qk_norm,
+        accumulates=accumulates,
+        flats=flats,
+        work=work,
+        at=at,
+        stack=stack,
+    )
+
+
+def _matrices(work: Workload, tp: Floats) -> dict[str, Floats]:
+    model = work.model
+    attention = model.attention
+    queries = attention.num_heads * attention.head_width * model.width / tp
+    keys = attention.num_kv_heads * attention.head_width * model.width / tp
+    inner = model.mlp.width * model.width / tp
+    gated = {"gate": inner} if model.mlp.num_matrices == 3 else {}
+    return {
+        "query": queries,
+        "key": keys,
+        "value": keys,
+        "output": queries,
+        **gated,
+        "up": inner,
+        "down": inner,
+    }

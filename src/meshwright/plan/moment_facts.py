@@ -1,0 +1,204 @@
+"""What the moments of a step are added up from: bytes of one rank, and what a block's tape says."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.plan import block_tape
+from meshwright.plan.block_sizes import sizes_of
+from meshwright.plan.buckets import Stage
+from meshwright.plan.frameworks import Framework
+from meshwright.plan.layouts import FULL, NORMS, Floats, Layouts
+from meshwright.plan.tape import Items
+from meshwright.plan.workload import Workload
+
+Mask = NDArray[np.bool_]
+Turn = Literal["first", "later", "last"]
+"""Of the micro-batches that come back: the first finds no gradients, the last sends them off."""
+TURNS: tuple[Turn, ...] = ("first", "later", "last")
+FLAT_FACTS = ("last", "ends", "largest", "largest_parameter", "reduction")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Facts of the three ranks, shape (N, 3), that the planner has worked out already."""
+
+    layers: Floats
+    in_flight: Floats
+    parameters: Floats
+    """On this rank before ZeRO divides anything."""
+
+
+class Blocks:
+    """What the tape says of one block of every layout, as columns of shape (N, 1)."""
+
+    def __init__(self, work: Workload, at: Layouts, stack: Framework) -> None:
+        rows, self._inverse = _distinct(at)
+        count = len(rows)
+        tiled = rows.take(np.tile(np.arange(count), len(TURNS)))
+        turn = np.repeat(np.arange(len(TURNS)), count)
+        # At ZeRO-2 nothing is left of earlier whole gradients, and each micro-batch sends its own off.
+        scatters = tiled.scatters_each & (tiled.zero == 2)
+        accumulates = (turn > 0) & ~scatters & (tiled.num_microbatches > 1)
+        is_due = ((turn == 2) | scatters) & (tiled.zero < 3) & (tiled.pp == 1) & (tiled.dp * tiled.cp > 1)
+        sizes = sizes_of(
+            work, tiled, stack, accumulates.astype(np.float64), _flats(work, tiled, stack, is_due)
+        )
+        kept, casts = block_tape.kept_bytes(sizes)
+        self.kept, self.casts = self._column(kept[:count]), self._column(casts[:count])
+        self.elements = self._column(sizes.elements[:count])
+        tape = block_tape.run_backward(sizes)
+        peak = tape.peak
+        self.after = {name: self._column(values[-count:]) for name, values in tape.after.items()}
+        """Bytes of a block when one of its gradients has come, in the last micro-batch."""
+        self.back = {
+            name: {
+                item: self._column(values[index * count : (index + 1) * count])
+                for item, values in peak.items()
+            }
+            for index, name in enumerate(TURNS)
+        }
+
+    def _column(self, values: Floats) -> Floats:
+        return values[self._inverse][:, None]
+
+
+def _flats(work: Workload, at: Layouts, stack: Framework, is_due: Mask) -> dict[str, Floats]:
+    """Bytes of the buffers that a gradient of the last block completes."""
+    found: dict[str, Floats] = {}
+    for is_cut in (False, True):
+        rows = is_due & ((at.tp > 1) == is_cut)
+        stage = Stage(work.model.num_layers, has_embedding=True, has_head=True, is_cut=is_cut)
+        for launch in work.buckets.launches(stage) if rows.any() else ():
+            if launch.block == work.model.num_layers - 1:
+                held = stack.state.gradient * launch.elements / at.tp
+                found[launch.name] = found.get(launch.name, np.zeros(len(at))) + np.where(rows, held, 0.0)
+    return found
+
+
+def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
+    """Layouts that differ in what a block sees, and which of them each layout is."""
+    seen = [
+        *(getattr(at, name) for name in ("microbatch_sequences", "cp", "cp_kind", "cp_inner", "tp")),
+        *(getattr(at, name) for name in ("recompute", "zero", "reduce_last")),
+        at.pp > 1,
+        at.num_microbatches > 1,
+        at.dp * at.cp > 1,
+    ]
+    code = np.zeros(len(at), dtype=np.int64)
+    for column in seen:
+        code = code * (int(column.max(initial=0)) + 1) + column
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    return at.take(first), inverse.reshape(-1)
+
+
+class Facts:
+    """Bytes and elements of every layout; all arrays have shape (N, 3) or (N, 1)."""
+
+    def __init__(self, work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> None:
+        self.work, self.at, self.stack, self.rank = work, at, stack, rank
+        model = work.model
+        self.state = {name: values for name, values in state.items() if name != "gradients"}
+        self.blocks = Blocks(work, at, stack)
+        self.tp = at.tp[:, None].astype(np.float64)
+        self.tokens = at.microbatch_tokens(work.sequence_length)[:, None]
+        self.whole_stream = work.working_bytes * self.tokens * model.width
+        self.stream = self.whole_stream / self.tp
+        self.gathered_stream = np.where(self.tp > 1, self.whole_stream, 0.0)
+        self.recomputes = ((at.recompute & (FULL | NORMS)) > 0)[:, None]
+        self.pp = at.pp[:, None]
+        self.is_last = np.array([[False, False, True]]) | (self.pp == 1)
+        self.is_first = np.array([[True, False, False]]) | (self.pp == 1)
+        self.microbatches = at.num_microbatches[:, None].astype(np.float64)
+        self.shards = at.shards[:, None].astype(np.float64)
+        self.is_sharded = (at.zero == 3)[:, None]
+        self.is_gathered_once = self.is_sharded & (self.pp > 1)
+        self.casts = np.where(self.is_sharded, 0.0, 2.0 * float(stack.state.weight > work.working_bytes))
+        self.table = model.vocab_size * model.width / self.tp
+        """Elements of the head, or of the embedding."""
+        self.is_tied = model.tied_head
+        self._set_gradients()
+
+    def _set_gradients(self) -> None:
+        """Bytes of gradients as they are during the micro-batches of a step."""
+        at, each = self.at, self.stack.state.gradient
+        self.whole_gradients = each * self.rank.parameters
+        self.sharded_gradients = self.whole_gradients / np.where(at.zero[:, None] > 0, self.shards, 1.0)
+        self.scatters = at.scatters_each[:, None]
+        left = np.where(self.scatters, self.sharded_gradients, self.whole_gradients)
+        self.left_gradients = np.where(self.microbatches > 1, left, 0.0)
+        """What earlier micro-batches have left when the last one comes."""
+        self.head_gradient = np.where(self.is_last, each * self.table, 0.0)
+
+    def tables(self) -> Floats:
+        """Cosines and sines of one micro-batch, fp32."""
+        attention = self.work.model.attention
+        width = attention.head_width if self.work.model.positions == "rope" else 0
+        return 4.0 * self.tokens * width
+
+    def activations(self, blocks: Floats, flight: Floats) -> Floats:
+        """What so many blocks and the tables keep; a received input lies in its receive buffer."""
+        received = np.where(~self.is_first & self.recomputes, self.stream, 0.0)
+        return blocks * self.blocks.kept + flight * (self.tables() - received)
+
+    def head_gradients(self) -> Floats:
+        """Of one micro-batch: the loss makes them in its forward and keeps them for its backward."""
+        return self.whole_stream + 4.0 * self.table
+
+    def gathered(self, now: Floats) -> Floats:
+        """ZeRO-3: what is gathered at this moment; a pipeline gathers everything once and for all."""
+        return np.where(self.is_sharded, np.where(self.pp > 1, 2.0 * self.rank.parameters, now), 0.0)
+
+    def rows(self) -> Floats:
+        """Ranks that divide a flat buffer."""
+        return np.where(self.at.zero[:, None] > 0, self.shards, 1.0)
+
+    def normed(self, flight: Floats) -> Floats:
+        """The fp32 input of the norm before the head, of the other micro-batches."""
+        return np.where(self.is_last, 2.0 * (flight - 1.0) * self.stream, 0.0)
+
+    def has_middle(self) -> Mask:
+        """Whether a micro-batch finds gradients and sends none off."""
+        sends = self.is_due() & (self.pp == 1)
+        return (self.microbatches > 1.0 + sends) | self.scatters
+
+    def tied_table(self) -> Floats:
+        """Elements of a table whose gradient waits from the head's backward to the embedding's.
+
+        ZeRO-3 gathers it for a whole pass, as it belongs to the root.
+        """
+        return np.where(self.is_last & self.is_first & self.is_tied, self.table, 0.0)
+
+    def is_due(self) -> Mask:
+        """Whether our reducer sends gradients off; FSDP2 does it by itself."""
+        return (~self.is_sharded) & (self.at.dp * self.at.cp > 1)[:, None]
+
+    @cached_property
+    def flats(self) -> Items:
+        """Elements on this rank of facts of its flat buffers."""
+        layers = self.rank.layers.astype(np.int64)
+        ends = 2 * (self.is_first + 0 * layers) + (self.is_last + 0 * layers)
+        shards = np.where(self.at.zero[:, None] > 0, self.at.shards[:, None], 0) + 0 * layers
+        code = ((shards * (int(layers.max(initial=0)) + 1) + layers) * 4 + ends) * 2 + (self.tp > 1)
+        distinct, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        known = self.work.buckets
+        facts = np.zeros((len(distinct), len(FLAT_FACTS)))
+        for row, at in enumerate(first):
+            end, is_cut = int(ends.reshape(-1)[at]), bool(distinct[row] % 2)
+            stage = Stage(int(layers.reshape(-1)[at]), end >= 2, end % 2 == 1, is_cut)
+            found = known.flats(stage)
+            reduction = found.fullest_reduction(float(shards.reshape(-1)[at]))
+            facts[row] = (found.last, found.ends, found.largest, found.largest_parameter, reduction)
+        table = facts[inverse.reshape(layers.shape)] / self.tp[..., None]
+        return {name: table[..., index] for index, name in enumerate(FLAT_FACTS)}
+
+    def exchange(self, flight: Floats) -> Floats:
+        """Receive buffers of every micro-batch, and what was sent on and waits for its gradient."""
+        neighbours = (~self.is_first).astype(np.float64) + (~self.is_last).astype(np.float64)
+        sent = np.where(self.is_last, 0.0, flight)
+        # The last gradient that was sent back, once one was.
+        back = (~self.is_first & (self.microbatches > flight)).astype(np.float64)
+        return np.where(self.pp > 1, (neighbours * self.microbatches + sent + back) * self.stream, 0.0)
