@@ -41,9 +41,9 @@ class Blocks:
         tiled = rows.take(np.tile(np.arange(count), len(TURNS)))
         turn = np.repeat(np.arange(len(TURNS)), count)
         # At ZeRO-2 nothing is left of earlier whole gradients, and each micro-batch sends its own off.
-        scatters = tiled.scatters_each & (tiled.zero == 2)
+        scatters = tiled.scatters_each(in_pipelines=stack.scatters_in_pipelines) & (tiled.zero == 2)
         accumulates = (turn > 0) & ~scatters & (tiled.num_microbatches > 1)
-        is_due = ((turn == 2) | scatters) & (tiled.zero < 3) & (tiled.pp == 1) & (tiled.dp * tiled.cp > 1)
+        is_due = (((turn == 2) & (tiled.pp == 1)) | scatters) & (tiled.zero < 3) & (tiled.dp * tiled.cp > 1)
         sizes = sizes_of(
             work, tiled, stack, accumulates.astype(np.float64), _flats(work, tiled, stack, is_due)
         )
@@ -115,7 +115,6 @@ class Facts:
         self.microbatches = at.num_microbatches[:, None].astype(np.float64)
         self.shards = at.shards[:, None].astype(np.float64)
         self.is_sharded = (at.zero == 3)[:, None]
-        self.is_gathered_once = self.is_sharded & (self.pp > 1)
         self.casts = np.where(self.is_sharded, 0.0, 2.0 * float(stack.state.weight > work.working_bytes))
         self.table = model.vocab_size * model.width / self.tp
         """Elements of the head, or of the embedding."""
@@ -127,7 +126,9 @@ class Facts:
         at, each = self.at, self.stack.state.gradient
         self.whole_gradients = each * self.rank.parameters
         self.sharded_gradients = self.whole_gradients / np.where(at.zero[:, None] > 0, self.shards, 1.0)
-        self.scatters = at.scatters_each[:, None]
+        self.scatters = at.scatters_each(in_pipelines=self.stack.scatters_in_pipelines)[:, None]
+        self.overlaps = self.scatters | (self.pp == 1)
+        """Gradients are sent off within a backward."""
         left = np.where(self.scatters, self.sharded_gradients, self.whole_gradients)
         self.left_gradients = np.where(self.microbatches > 1, left, 0.0)
         """What earlier micro-batches have left when the last one comes."""
@@ -148,9 +149,13 @@ class Facts:
         """Of one micro-batch: the loss makes them in its forward and keeps them for its backward."""
         return self.whole_stream + 4.0 * self.table
 
-    def gathered(self, now: Floats) -> Floats:
-        """ZeRO-3: what is gathered at this moment; a pipeline gathers everything once and for all."""
-        return np.where(self.is_sharded, np.where(self.pp > 1, 2.0 * self.rank.parameters, now), 0.0)
+    def gathered(self, now: Floats, on_the_way: Floats | float = 0.0) -> Floats:
+        """ZeRO-3: weights gathered at this moment, and gradients that are being reduced.
+
+        A pipeline gathers all weights once; where it reduces once, too, nothing is on its way before the end.
+        """
+        weights = np.where(self.pp > 1, 2.0 * self.rank.parameters, now)
+        return np.where(self.is_sharded, weights + np.where(self.overlaps, on_the_way, 0.0), 0.0)
 
     def rows(self) -> Floats:
         """Ranks that divide a flat buffer."""
@@ -162,7 +167,7 @@ class Facts:
 
     def has_middle(self) -> Mask:
         """Whether a micro-batch finds gradients and sends none off."""
-        sends = self.is_due() & (self.pp == 1)
+        sends = self.is_due() & self.overlaps
         return (self.microbatches > 1.0 + sends) | self.scatters
 
     def tied_table(self) -> Floats:

@@ -22,7 +22,7 @@ import numpy as np
 
 from meshwright.plan.buckets import Stage
 from meshwright.plan.frameworks import Framework
-from meshwright.plan.layouts import Floats, Layouts
+from meshwright.plan.layouts import FULL, Floats, Layouts
 from meshwright.plan.moment_facts import Facts, Mask, Rank, Turn
 from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.tape import Items
@@ -72,7 +72,7 @@ class Sums(Facts):
         table = 2.0 * self.table
         return {
             **self.state,
-            "gradients": self._before_the_head(),
+            "gradients": self._before_a_forward(),
             "gathered": self.gathered(table + (block if self.is_tied else table)),
             "activations": self.activations(flight * self.rank.layers, flight) + ends * self.stream,
             "cast weights": flight * self.rank.layers * self.blocks.casts
@@ -85,19 +85,47 @@ class Sums(Facts):
     def behind_the_head(self) -> Items:
         """Backward of the head: its gradients are multiplied, so they are there twice."""
         flight = self.rank.in_flight
-        narrow = np.where(self.is_sharded | (self.stack.state.weight == 2.0), 2.0 * self.table, 0.0)
+        again = self.whole_stream + np.where(self.is_sharded, 2.0, self.stack.state.weight) * self.table
         return {
             **self.state,
             "gradients": self._before_the_head(),
             "gathered": self.gathered(2.0 * self.table + 2.0 * self.blocks.elements),
             "activations": self.activations(flight * self.rank.layers, flight) + 2.0 * flight * self.stream,
             "cast weights": flight * self.rank.layers * self.blocks.casts,
-            "logits": (flight + 1.0) * self.head_gradients() + narrow,
+            "logits": flight * self.head_gradients() + again,
             "exchange": self.exchange(flight),
         }
 
     def _before_the_head(self) -> Floats:
         return np.where(self.microbatches > self.rank.in_flight, self.left_gradients, 0.0)
+
+    def _before_a_forward(self) -> Floats:
+        """In a pipeline the scattered gradients of one micro-batch are added when the next comes back."""
+        waits = self.scatters & (self.pp > 1) & (self.microbatches > self.rank.in_flight + 1.0)
+        return self._before_the_head() * np.where(waits, 2.0, 1.0)
+
+    def through_the_last_block(self) -> Items:
+        """Forward of the stage's last block in the last micro-batch that comes before a backward."""
+        flight, model = self.rank.in_flight, self.work.model
+        # Its input, the sum after attention with what was added, and the same of the MLP.
+        is_spread = (self.tp > 1) & (self.at.microbatch_sequences > 1)[:, None]
+        streams = 4.0 * self.stream + self.whole_stream * (1.0 + is_spread)
+        inner = 3.0 * self.work.working_bytes * self.tokens * model.mlp.width / self.tp
+        full = ((self.at.recompute & FULL) > 0)[:, None]
+        cast = np.where(self.recomputes, self.casts * self.blocks.elements, 0.0)
+        remembered = np.where(self.tp == 1, self.rank.layers * cast, 0.0)
+        return {
+            **self.state,
+            "gradients": self._before_a_forward(),
+            "gathered": self.gathered(4.0 * self.blocks.elements),
+            "activations": self.activations(flight * self.rank.layers, flight) + self.normed(flight),
+            "working set": np.where(
+                full, np.maximum(inner + 3.0 * self.stream + self.whole_stream, streams), streams
+            ),
+            "logits": np.where(self.is_last, (flight - 1.0) * self.head_gradients(), 0.0),
+            "cast weights": flight * self.rank.layers * self.blocks.casts + remembered,
+            "exchange": self.exchange(flight - 1.0),
+        }
 
     # The blocks.
 
@@ -114,7 +142,9 @@ class Sums(Facts):
         return {
             **self.state,
             "gradients": self._before_the_block(turn) + block["gradients"],
-            "gathered": self._gathered_for_the_block(turn) + block.get("gathered", 0.0),
+            # This block, the next one to come in a flat buffer, and the head's gradient on its way.
+            "gathered": self.gathered(4.0 * self.blocks.elements + 2.0 * self.tied_table(), self._heads_way())
+            + block.get("gathered", 0.0),
             "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
             "working set": block["working set"] + np.where(self.is_last, self.stream, 0.0),
             "logits": np.where(self.is_last, (flight - 1.0) * self.head_gradients(), 0.0),
@@ -130,20 +160,19 @@ class Sums(Facts):
         left = np.where(turn == "first", 0.0, self.left_gradients)
         is_new = (left == 0.0) | self.scatters
         reduced = 0.0 if self.is_tied else 1.0 / self.shards
-        head = self.head_gradient * np.where(self.is_sharded & (self.pp == 1), reduced, 1.0)
+        head = self.head_gradient * np.where(self.is_sharded & self.overlaps, reduced, 1.0)
         tied = np.where(self.is_sharded, 0.0, self.stack.state.gradient * self.tied_table())
         waits = self.is_tied & self.is_first & ~self.is_sharded
         # What is sent off with the last micro-batch, or with each, is whole no longer.
         is_sent = (
-            self.is_due() & (self.pp == 1) & (self.scatters | (turn == "last") | (self.microbatches == 1))
+            self.is_due() & self.overlaps & (self.scatters | (turn == "last") | (self.microbatches == 1))
         )
         sent = self.stack.state.gradient * self.flats["ends"] * (1.0 - 1.0 / self.rows())
         return left + np.where(waits, tied, np.where(is_new, head, 0.0)) - np.where(is_sent, sent, 0.0)
 
-    def _gathered_for_the_block(self, turn: Turn) -> Floats:
-        """This block, the next one to come in a flat buffer, and the head's gradient on its way."""
-        del turn
-        return self.gathered(4.0 * self.blocks.elements + self.head_gradient)
+    def _heads_way(self) -> Floats:
+        """ZeRO-3: the head's gradient as it is reduced; a tied one stays whole until the root's turn."""
+        return np.where(self.is_last, 2.0 * self.table, 0.0) if self.is_tied else self.head_gradient
 
     def in_an_early_block(self, before: int, turn: Turn) -> Items:
         """Backward of a block with so many before it, when most gradients of the micro-batch are there."""
@@ -153,11 +182,12 @@ class Sums(Facts):
         others = (flight - 1.0) * rank.layers + before
         embedding = np.where(self.is_first & (not self.is_tied), self.table, 0.0)
         following = self.blocks.elements if before else embedding
-        moving = 2.0 * following + (2.0 + self.stack.state.gradient) * self.blocks.elements
+        weights = 2.0 * (following + self.blocks.elements) + 4.0 * self.tied_table()
+        on_the_way = np.where(rank.layers > 1, self.stack.state.gradient * self.blocks.elements, 0.0)
         return {
             **self.state,
-            "gradients": self._before_an_early_block(before) + block["gradients"],
-            "gathered": self.gathered(moving + 4.0 * self.tied_table()) + block.get("gathered", 0.0),
+            "gradients": self._before_an_early_block(before, turn) + block["gradients"],
+            "gathered": self.gathered(weights, on_the_way) + block.get("gathered", 0.0),
             "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
             "working set": block["working set"] + self.stream,
             "logits": np.where(self.is_last, (flight - 1.0) * self.head_gradients(), 0.0),
@@ -196,19 +226,18 @@ class Sums(Facts):
             found = {name: np.where(rows, items[name], values) for name, values in found.items()}
         return {**self.state, **found}
 
-    def _before_an_early_block(self, before: int) -> Floats:
-        """Gradients of the last micro-batch, which is new, or sends off what earlier ones have left."""
+    def _before_an_early_block(self, before: int, turn: Turn) -> Floats:
+        """Gradients of the first micro-batch, or of the last one, which sends off what earlier ones left."""
+        left = np.where(turn == "first", 0.0, self.left_gradients)
         each, tied = self.stack.state.gradient, self.tied_table()
         table = np.where(self.is_first, self.table, 0.0)
         done = self.rank.parameters - (1 + before) * self.blocks.elements
         left_over = np.maximum(self.flats["last"] - table - (1 + before) * self.blocks.elements, 0.0)
-        unsent = np.where(self.is_due() & (self.pp == 1), left_over + tied, done - table + tied)
+        unsent = np.where(self.is_due() & self.overlaps, left_over + tied, done - table + tied)
         made = unsent + np.maximum(done - table + tied - unsent, 0.0) / self.rows()
-        made = np.where(self.is_sharded & (self.pp == 1), (done - table) / self.shards, made)
-        is_new = (self.left_gradients == 0.0) | self.scatters
-        return np.where(self.scatters, self.left_gradients, 0.0) + each * np.where(
-            is_new, made, tied + unsent
-        )
+        made = np.where(self.is_sharded & self.overlaps, (done - table) / self.shards, made)
+        is_new = (left == 0.0) | self.scatters
+        return np.where(self.scatters, left, 0.0) + each * np.where(is_new, made, tied + unsent)
 
     # The ends.
 
@@ -224,7 +253,7 @@ class Sums(Facts):
         is_whole = ~(self.is_due() & (self.scatters | (self.microbatches == 1)))
         return {
             **self.state,
-            "gradients": np.where(self.is_sharded & (self.pp == 1), reduced, np.where(is_whole, whole, 0.0)),
+            "gradients": np.where(self.is_sharded & self.overlaps, reduced, np.where(is_whole, whole, 0.0)),
             "gathered": self.gathered(
                 np.maximum(whole_table + each * self.blocks.elements, (2.0 + each) * self.table)
             ),
@@ -232,11 +261,18 @@ class Sums(Facts):
         }
 
     def on_the_way(self) -> Items:
-        """Gradients sent off after the backward."""
+        """Gradients sent off after the backward; of each micro-batch in a pipeline, beside the others."""
+        rank = self.rank
+        others = np.where(self.scatters, rank.in_flight - 1.0, 0.0)
         return {
             **self.state,
             "gradients": self._reduction(),
-            "exchange": self.exchange(0.0 * self.rank.in_flight),
+            "gathered": self.gathered(np.zeros_like(rank.layers)),
+            "activations": self.activations(others * rank.layers, others) + self.normed(others + 1.0),
+            "working set": np.where(self.scatters & (self.pp > 1), self.whole_stream + self.stream, 0.0),
+            "logits": np.where(self.is_last, others * self.head_gradients(), 0.0),
+            "cast weights": others * rank.layers * self.blocks.casts,
+            "exchange": self.exchange(others),
         }
 
     def _reduction(self) -> Floats:
@@ -245,8 +281,8 @@ class Sums(Facts):
         last, fullest = self.flats["last"], self.flats["reduction"]
         sent = (self.whole_gradients - each * last) / self.rows()
         part = np.where(self.at.zero[:, None] > 0, 1.0 / self.shards, 0.0)
-        overlapped = each * last * (2.0 + part) + sent + np.where(self.scatters, self.left_gradients, 0.0)
-        return np.where(self.is_due(), np.where(self.pp > 1, each * fullest, overlapped), 0.0)
+        overlapped = each * last * (2.0 + part) + sent + np.where(self.scatters, self._before_the_head(), 0.0)
+        return np.where(self.is_due(), np.where(self.overlaps, overlapped, each * fullest), 0.0)
 
     def in_the_update(self) -> Items:
         """ZeRO-1 and 2: the rows of the others come into a flat buffer, and are copied out of it."""
@@ -285,12 +321,13 @@ def moments_of(
     sums = Sums(work, at, stack, rank, state)
     yield "head, forward", _where(sums.is_last, sums.at_the_head())
     yield "head, backward", _where(sums.is_last, sums.behind_the_head())
+    yield "last block, forward", sums.through_the_last_block()
     yield "last block, first", sums.in_the_last_block("first")
     yield "last block, later", _where(sums.has_middle(), sums.in_the_last_block("later"))
     yield "last block, last", sums.in_the_last_block("last")
-    yield "first block, first", sums.in_an_early_block(0, "first")
-    yield "first block, last", sums.in_an_early_block(0, "last")
-    yield "second block, last", _where(sums.rank.layers > 2, sums.in_an_early_block(1, "last"))
+    for turn in ("first", "last"):
+        yield f"first block, {turn}", sums.in_an_early_block(0, turn)
+        yield f"second block, {turn}", _where(sums.rank.layers > 2, sums.in_an_early_block(1, turn))
     yield "launch", sums.at_a_launch()
     yield "end of backward", sums.at_the_end()
     yield "reduction", sums.on_the_way()
