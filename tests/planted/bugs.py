@@ -359,4 +359,32 @@ BUGS = [
         "pass",
         "tests/unit/ops/test_loss.py::test_equals_the_plain_sum[1]",
     ),
+    Bug(
+        "a kernel writes over what another part of it reads",
+        "rehearse/fusion.py",
+        "is_free = waiting[root] <= before and _is_ours(root, operations)",
+        "is_free = waiting[root] <= set(group.operations) and _is_ours(root, operations)",
+        "tests/unit/rehearse/test_compiled.py::test_compiled_runs_hold_what_an_h200_measured[1b_full]",
+    ),
+    Bug(
+        "the largest of a tensor read in the kernel that finds it",
+        "rehearse/fusion.py",
+        'one.kind == "reduction" and not one.is_row_wise',
+        'one.kind == "reduction" and not one.outputs',
+        "tests/unit/rehearse/test_fusion.py::test_the_largest_of_all_is_known_only_after_its_kernel",
+    ),
+    Bug(
+        "every elementwise value of a compiled graph written",
+        "rehearse/operations.py",
+        "and not _is_mutable(node) and not _must_be_written(node, value)",
+        "and not _is_mutable(node) and not value.reads",
+        "tests/unit/rehearse/test_fusion.py::test_elementwise_values_between_products_are_written_once",
+    ),
+    Bug(
+        "full recompute of compiled blocks keeps what autograd functions put out",
+        "memory/recompute.py",
+        "        if torch.compiler.is_compiling():",
+        "        if torch.compiler.is_exporting():",
+        "tests/unit/rehearse/test_compiled.py::test_full_recompute_of_a_compiled_block_keeps_its_input_alone",
+    ),
 ]

@@ -80,6 +80,9 @@ def recomputed(
     """
 
     def full(*args: Any, **kwargs: Any) -> Any:
+        # The compiler knows what it may compute again only outside of autograd functions; a policy tells it.
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=_nothing_kept, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     def selective(*args: Any, **kwargs: Any) -> Any:
@@ -126,6 +129,14 @@ def _statistics_held(norms: Sequence[nn.Module]) -> Generator[None]:
 
 def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)
+
+
+def _nothing_kept() -> Any:
+    return create_selective_checkpoint_contexts(_always_again)
+
+
+def _always_again(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

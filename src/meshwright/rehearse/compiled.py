@@ -75,12 +75,11 @@ def compiling(*, is_wanted: bool) -> Iterator[Compiler]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What torch's compiler says of our code belongs to a run of it, not to a rehearsal."""
-    log = logging.getLogger("torch._dynamo")
-    level = log.level
+    disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.")
-        log.setLevel(logging.ERROR)
+        logging.disable(logging.WARNING)
         try:
             yield
         finally:
-            log.setLevel(level)
+            logging.disable(disabled)
