@@ -380,11 +380,4 @@ BUGS = [
         "and not _is_mutable(node) and not value.reads",
         "tests/unit/rehearse/test_fusion.py::test_elementwise_values_between_products_are_written_once",
     ),
-    Bug(
-        "full recompute of compiled blocks keeps what autograd functions put out",
-        "memory/recompute.py",
-        "        if torch.compiler.is_compiling():",
-        "        if torch.compiler.is_exporting():",
-        "tests/unit/rehearse/test_compiled.py::test_full_recompute_of_a_compiled_block_keeps_its_input_alone",
-    ),
 ]

@@ -80,7 +80,7 @@ def recomputed(
     """
 
     def full(*args: Any, **kwargs: Any) -> Any:
-        # The compiler knows what it may compute again only outside of autograd functions; a policy tells it.
+        # torch 2.11 keeps what autograd functions put out, unless a policy says that it may compute it again.
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=_nothing_kept, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

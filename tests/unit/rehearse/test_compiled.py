@@ -123,7 +123,7 @@ def test_collectives_inside_a_compiled_block_are_counted():
 
 
 def test_full_recompute_of_a_compiled_block_keeps_its_input_alone():
-    """Also what products and activations of our own put out, which the compiler would rather keep."""
+    """Also what products and activations of our own put out, which torch 2.11 would rather keep."""
     run = compiled_run({}, recompute="full")
     run = run.with_(data=run.data.with_(batch_sequences=32, microbatch_sequences=32))
     compiled, plain = (rehearse_rank(one, 0).items["activations"] for one in (run, run.with_(compile=False)))
