@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 
 def joint_linear(
@@ -125,6 +126,16 @@ def lay_behind(parameters: Sequence[nn.Parameter]) -> None:
     whole_NK = torch.cat([one.detach() for one in parameters])
     for one, part in zip(parameters, whole_NK.split([len(one) for one in parameters]), strict=True):
         one.data = part
+
+
+@register_flop_formula([torch.ops.meshwright.joint_product, torch.ops.meshwright.joint_input_gradient])
+def _(rows: torch.Size, weights: Sequence[torch.Size], **_: Any) -> int:
+    return 2 * rows[0] * sum(weight.numel() for weight in weights)
+
+
+@register_flop_formula(torch.ops.meshwright.add_product)
+def _(totals: Sequence[torch.Size], dy_TN: torch.Size, x_TK: torch.Size, **_: Any) -> int:
+    return 2 * dy_TN[0] * dy_TN[1] * x_TK[1]
 
 
 # What recompute keeps of a block's forward pass.

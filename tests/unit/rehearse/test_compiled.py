@@ -122,6 +122,11 @@ def test_collectives_inside_a_compiled_block_are_counted():
     assert compiled.allocated_bytes < plain.allocated_bytes
 
 
+def test_joint_products_are_counted_as_the_products_they_stand_for():
+    run = compiled_run({}, microbatches=2)
+    assert rehearse_rank(run, 0).flops == rehearse_rank(run.with_(compile=False), 0).flops
+
+
 def test_full_recompute_of_a_compiled_block_keeps_its_input_alone():
     """Also what products and activations of our own put out, which torch 2.11 would rather keep."""
     run = compiled_run({}, recompute="full")
