@@ -13,7 +13,8 @@ Stages 0 to 2 are one mechanism: gradients are laid into flat buckets of [shards
 reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -191,9 +192,11 @@ class GradientReducer:
         self._is_last = True
         self._left: list[Bucket] = []
         """Not yet reduced for the last time in this step."""
+        # A parameter must not keep the reducer, which has it: autograd's part of that ring is not Python's to see.
+        ready = partial(_tell, weakref.WeakMethod(self._gradient_ready))
         for bucket in self.buckets:
             for one in bucket.owned:
-                one.parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                one.parameter.register_post_accumulate_grad_hook(ready)
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -251,6 +254,13 @@ class GradientReducer:
         """After the optimizer's update."""
         for bucket in self.buckets:
             bucket.gather_parameters()
+
+
+def _tell(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+    """Call a method of something that may be gone."""
+    found = method()
+    if found is not None:
+        found(parameter)
 
 
 def _bucketed(

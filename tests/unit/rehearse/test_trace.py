@@ -1,6 +1,8 @@
 """The trace against what really happens: torch's own CPU allocator, and a second step."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -168,3 +170,26 @@ def test_what_comes_and_goes_in_a_pass_is_not_traced(what):
     run = small_run({})
     with pytest.raises(SpecError, match=f"loses sight of what goes to the host and comes back: {what}"):
         trace_rank(run.with_(memory=run.memory.with_(offload=what)), 0)
+
+
+@pytest.mark.parametrize("name", ["one", "zero_1", "zero_3", "pp_zero_3"])
+def test_a_finished_training_lets_go_of_its_parameters(name):
+    parallel, microbatches = LAYOUTS[name]
+    run = small_run(parallel, microbatches=microbatches)
+    with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
+        training = build_training(run, mesh, fill=fill_any)
+        train_step(training, blank_batch(run), learning_rate=1e-3)
+        held = [weakref.ref(one.parameter) for one in training.program.owned]
+        del training
+    gc.collect()
+    assert held
+    assert not [one for one in held if one() is not None]
+
+
+def test_rows_of_experts_travel_over_ep():
+    routed = MODEL.with_(moe=MoeSpec(num_experts=8, top_k=2, width=64))
+    run = small_run({"dp_shard": 4, "zero": 1, "ep": 2}, compute="bf16").with_(model=routed)
+    traffic = trace_rank(run, 0).traffic
+    # Counts, rows there and rows back in forward, rows twice in backward; 4 layers, 2 micro-batches.
+    assert traffic["ep", "all-to-all"].count == 4 * 2 * 5
+    assert ("dp_shard", "all-to-all") not in traffic
