@@ -86,7 +86,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 def axis_of(group: dist.ProcessGroup, mesh: Mesh) -> str:
-    """The axes along which the ranks of a group differ: `tp`, `dp_shard x cp`; or `ep`, which borrows them."""
+    """The axes along which the ranks of a group differ: `tp`, `dp_shard x cp`; `ep`, which borrows them."""
     if mesh.parallel.ep > 1 and group.group_name == mesh.expert.get_group("ep").group_name:
         return "ep"
     coordinates = [mesh_coordinates(rank, mesh.parallel) for rank in dist.get_process_group_ranks(group)]
