@@ -192,7 +192,7 @@ class GradientReducer:
         self._is_last = True
         self._left: list[Bucket] = []
         """Not yet reduced for the last time in this step."""
-        # A parameter must not keep the reducer, which has it: Python does not see autograd's part of that ring.
+        # A parameter must not keep the reducer that has it: Python does not see autograd's half of that ring.
         ready = partial(_tell, weakref.WeakMethod(self._gradient_ready))
         for bucket in self.buckets:
             for one in bucket.owned:

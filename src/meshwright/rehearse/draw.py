@@ -31,6 +31,8 @@ def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None) -> Table
     table.add_row("reserved", *map(show_bytes, reserved), f"{largest / scale:.0%}", style="bold")
     plain = [report.reserved_default_bytes for report in reports]
     table.add_row("  without expandable segments", *map(show_bytes, plain), f"{max(plain) / scale:.0%}")
+    if any(report.host_bytes for report in reports):
+        table.add_row("host memory, pinned", *(show_bytes(report.host_bytes) for report in reports))
     return table
 
 

@@ -121,6 +121,7 @@ class Whole:
     traffic: dict[tuple[str, str], tuple[float, float]]
     """Count and bytes by axis and kind."""
     flops: float
+    host_bytes: float
 
 
 def extended(traces: list[tuple[Trace, float]], shortening: Shortening) -> Whole:
@@ -146,6 +147,7 @@ def extended(traces: list[tuple[Trace, float]], shortening: Shortening) -> Whole
             for kind in kinds
         },
         flops=_sum(weights, [trace.flops for trace, _ in traces]),
+        host_bytes=_sum(weights, [trace.host_bytes for trace, _ in traces]),
     )
 
 

@@ -127,7 +127,7 @@ class Ledger:
             record = self._by_pointer.get(storage._cdata)
             if record is not None:
                 record.moment = self.moment
-                record.kind = "gathered"
+                record.kind = record.kind or "gathered"
                 self._resize(record, storage.nbytes())
             return result
 

@@ -48,6 +48,8 @@ class RankReport:
     num_traces: int
     """1: the whole step was traced; more: it was put together from shorter ones."""
     seconds: float
+    host_bytes: float = 0.0
+    """Pinned host memory that `memory.offload` needs."""
     form: str = "uncompiled"
     """Of the blocks that were traced: compiled, uncompiled, or as if uncompiled and why."""
 
@@ -126,6 +128,7 @@ def _report(
         flops=whole.flops,
         num_traces=len(traces),
         seconds=sum(trace.seconds for trace, _ in traces),
+        host_bytes=whole.host_bytes,
         form=form,
     )
 

@@ -56,6 +56,8 @@ class Trace:
     seconds: float
     num_graphs: int = 0
     """That were compiled; 0: the trace is one of an uncompiled run."""
+    host_bytes: int = 0
+    """Pinned buffers of host memory that offload needs."""
 
 
 def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Trace:
@@ -72,7 +74,7 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         moments, observer = Moments(ledger), Observer(ledger, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
-        with _host_apart(observer), contextlib.ExitStack() as stack:
+        with _host_apart(observer, fake), contextlib.ExitStack() as stack:
             training = build_training(run, mesh, fill=_Empty(fake))
             _adopt_state(training, ledger)
             stack.enter_context(_watching(training, moments, observer, fake, ledger))
@@ -95,16 +97,17 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         num_operators=observer.num_operators,
         seconds=time.perf_counter() - started_at,
         num_graphs=compiler.num_graphs,
+        host_bytes=training.weights.link.account.pool_bytes,
     )
 
 
 def traceable(run: RunSpec) -> RunSpec:
     """The same bytes without what a trace cannot follow: TF32 is a switch of kernels, not of bytes."""
-    if not {"activations", "parameters"}.isdisjoint(run.memory.offload):
+    if run.has_shards_on_host:
         raise SpecError(
-            f"a trace loses sight of what goes to the host and comes back: {', '.join(run.memory.offload)}",
+            "a trace cannot tell shards that FSDP2 keeps on the host from those on the device",
             where="memory.offload",
-            hint="rehearse with optimizer alone, or without; `meshwright predict` prices what moves",
+            hint="rehearse without parameters; `meshwright predict` prices what moves",
         )
     if run.precision.compute == "tf32":
         run = run.with_(precision=run.precision.with_(compute="fp32"))
@@ -215,14 +218,15 @@ def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
 
 
 @contextlib.contextmanager
-def _host_apart(observer: Observer) -> Iterator[None]:
+def _host_apart(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
     """Buffers of offload are no bytes of the device; and the host that matters is not this one."""
     take: Any = HostPool.take
 
     def apart(pool: HostPool, num_bytes: int) -> HostBuffer:
         was_paused, observer.is_paused = observer.is_paused, True
         try:
-            buffer = take(pool, num_bytes)
+            with fake:
+                buffer = take(pool, num_bytes)
         finally:
             observer.is_paused = was_paused
         observer.ledger.elsewhere.add(storage_key(buffer.bytes))

@@ -166,10 +166,30 @@ def test_what_is_offloaded_is_not_on_the_device():
 
 
 @pytest.mark.parametrize("what", ["activations", "parameters"])
-def test_what_comes_and_goes_in_a_pass_is_not_traced(what):
+def test_what_comes_and_goes_in_a_pass_is_on_the_host(what, monkeypatch):
     run = small_run({})
-    with pytest.raises(SpecError, match=f"loses sight of what goes to the host and comes back: {what}"):
-        trace_rank(run.with_(memory=run.memory.with_(offload=what)), 0)
+    moved = run.with_(memory=run.memory.with_(offload=what))
+    # As on the CPU itself, so that the very program can be asked for its buffers.
+    monkeypatch.setattr(tracing, "as_on_cuda", contextlib.nullcontext)
+    monkeypatch.setattr(tracing, "standing_for", lambda _: contextlib.nullcontext())
+    plain, without = (trace_rank(one, 0) for one in (run, moved))
+    with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
+        training = build_training(moved, mesh, fill=fill_any)
+        train_step(training, blank_batch(moved), learning_rate=1e-3)
+        held = training.weights.link.account.pool_bytes
+    assert plain.host_bytes == 0
+    assert without.host_bytes == held > 0
+    item = {"activations": "activations", "parameters": "weights"}[what]
+    before, after = (peak_of(one).items.get(item, 0) for one in (plain, without))
+    # Two of the four blocks are on the device at once, and what is no block's own.
+    assert after < 0.75 * before
+
+
+def test_shards_of_zero_3_on_the_host_are_not_traced():
+    run = small_run({"dp_shard": 4, "zero": 3})
+    moved = run.with_(memory=run.memory.with_(offload=("parameters", "optimizer")))
+    with pytest.raises(SpecError, match="cannot tell shards that FSDP2 keeps on the host"):
+        trace_rank(moved, 0)
 
 
 @pytest.mark.parametrize("name", ["one", "zero_1", "zero_3", "pp_zero_3"])

@@ -54,12 +54,12 @@ class Parcel:
             self._link.account.hold_on_device(self._num_bytes)
             self._fetched = self._link.fetch(self._home, self._here)
 
-    def storage(self) -> torch.UntypedStorage:
+    def bytes(self) -> Tensor:
         """The bytes on the device, complete for the current stream."""
         self.fetch()
         self._fetched.wait()
         assert self._here is not None
-        return self._here.untyped_storage()
+        return self._here
 
     def __del__(self) -> None:
         """Autograd has dropped the last tensor of it: no copy may still be under way when memory is freed."""
@@ -84,8 +84,7 @@ class Bundle:
         key = storage_key(tensor)
         known = self._parcels[key]() if key in self._parcels else None
         if known is None:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            known = Parcel(whole, self, link)
+            known = Parcel(_all_bytes(tensor), self, link)
             self._parcels[key] = weakref.ref(known)
         return known
 
@@ -111,14 +110,13 @@ class Saved:
     """A tensor that autograd saved: a view of a parcel."""
 
     def __init__(self, tensor: Tensor, parcel: Parcel) -> None:
-        self._parcel, self._dtype, self._device = parcel, tensor.dtype, tensor.device
-        self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._parcel, self._dtype = parcel, tensor.dtype
+        self._geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def back(self) -> Tensor:
         """The tensor as it was, strides and all: other strides could choose other kernels."""
         self._parcel.bundle.come()
-        storage = self._parcel.storage()
-        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._geometry)
+        return self._parcel.bytes().view(self._dtype).as_strided(*self._geometry)
 
 
 class ActivationOffload:
@@ -161,6 +159,12 @@ class ActivationOffload:
         if storage_key(tensor) in bundle.kept or _only_leaf(tensor) in bundle.kept:
             return tensor
         return Saved(tensor, bundle.parcel(tensor, self._link))
+
+
+def _all_bytes(tensor: Tensor) -> Tensor:
+    """The whole storage that a tensor lies in. By `set_` a trace would never free it."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((size,), (1,), 0).view(torch.uint8)
 
 
 def _unpack(saved: Tensor | Saved) -> Tensor:

@@ -71,9 +71,7 @@ class HostedBlock:
 
 def _alias(parameter: Tensor) -> Tensor:
     """Another tensor over a parameter's storage: writing to it is no change that autograd would object to."""
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-    alias = torch.empty(0, dtype=local.dtype, device=local.device)
-    return alias.set_(local.untyped_storage(), local.storage_offset(), local.size(), local.stride())
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().data
 
 
 class HostedWeights:
