@@ -80,7 +80,9 @@ def test_a_block_saves_what_torch_saves(recompute):
     assert (len(real) == 0) == (recompute == "full")
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == "1b")) for name in MEASURED]
+)
 def test_compiled_runs_hold_what_an_h200_measured(name, monkeypatch):
     # They were measured before linears of one input had one product.
     monkeypatch.setattr(apply, "join_products", lambda *_: None)
@@ -105,6 +107,7 @@ def compiled_run(parallel: dict, **how):
     return small_run(parallel, compute="bf16", **how).with_(compile=True)
 
 
+@pytest.mark.soak
 def test_shorter_traces_of_compiled_blocks_give_the_whole_step_exactly():
     run = compiled_run({}, microbatches=2)
     run = run.with_(model=run.model.with_(num_layers=12))
