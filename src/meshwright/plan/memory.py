@@ -35,6 +35,7 @@ from meshwright.plan.offload import (
 )
 from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.workload import OPTIMIZER_BYTES, Workload
+from meshwright.spec.stages import V_SCHEDULES
 
 GIB = float(2**30)
 # CUDA context and lazily loaded kernels; the first collective on a node; each further communicator.
@@ -168,10 +169,17 @@ def _rank_parameters(work: Workload, at: Layouts, stack: Framework) -> _Rank:
     per_layer = _column(matrices / at.tp + counts.replicated_layer + moe_share * counts.router_layer)
     experts = _column(moe_share * counts.experts_layer / (at.ep * at.etp))
     table, head = _column(counts.embedding / at.tp), _column((counts.head or counts.embedding) / at.tp)
-    ends = np.concatenate([table, np.zeros_like(table), head], axis=1)
+    none = np.zeros_like(table)
+    ends = np.where(
+        _is_v(at)[:, None],
+        np.concatenate([table + head, none, none], axis=1),
+        np.concatenate([table, none, head], axis=1),
+    )
     both = _column((counts.embedding + counts.head) / at.tp)
     dense = layers * per_layer + np.where(alone, both, ends)
-    unit = np.maximum(per_layer + experts, np.where(alone, _column(counts.embedding / at.tp), ends))
+    # Experts that lie whole on their rank are never gathered.
+    gathered = np.where(_column(expert_shards(at)) > 1, experts, 0.0)
+    unit = np.maximum(per_layer + gathered, np.where(alone, _column(counts.embedding / at.tp), ends))
     inner = work.model.width * work.model.mlp.width / at.tp
     matrix = np.maximum(_column(inner), experts / 3.0)
     largest = np.maximum(np.where(alone, _column(counts.embedding / at.tp), ends), matrix) + matrix
@@ -223,7 +231,7 @@ def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: _Rank) 
     moment = unit * (2.0 * stack.state.gather + trained * (stack.state.gather + stack.state.reduce))
     scatter = trained * unit * (stack.state.gather + stack.state.reduce)
     each = at.scatters_each(in_pipelines=stack.scatters_in_pipelines)[:, None]
-    everything = rank.dense + rank.experts
+    everything = rank.dense + np.where(_column(expert_shards(at)) > 1, rank.experts, 0.0)
     gradients = np.where(each, scatter, everything * trained * stack.state.reduce)
     sharded = np.where((at.pp > 1)[:, None], everything * stack.state.gather + gradients, moment)
     shards = (at.shards > 1)[:, None]
@@ -245,7 +253,7 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank
         "working set": _column(working) * np.ones((1, 3)),
     }
     if stack.casts_weights and work.working_bytes < stack.state.weight and work.adapters is None:
-        each = work.working_bytes * (rank.dense + rank.experts)
+        each = work.working_bytes * rank.layers * rank.layer
         dropped = (at.zero == 3) | ((at.recompute & FULL) > 0)
         items["cast weights"] = np.where(dropped[:, None], 0.0, flight * each)
     if work.is_narrow and work.keeps_narrow_weights:
@@ -263,8 +271,15 @@ def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
         head = (HEAD_GRADIENT_BYTES + work.working_bytes) * work.model.vocab_size * work.model.width / at.tp
         logits = np.minimum(whole, stack.loss_chunk_bytes) + head
     embedded = work.working_bytes * tokens * work.model.width / np.where(stack.sequence_parallel, at.tp, 1)
-    alone = at.pp == 1
-    return np.stack([np.where(alone, logits, embedded), np.where(alone, logits, 0.0), logits], axis=1)
+    alone, is_v = at.pp == 1, _is_v(at)
+    first = np.where(alone | is_v, logits, embedded)
+    return np.stack([first, np.where(alone, logits, 0.0), np.where(is_v, 0.0, logits)], axis=1)
+
+
+def _is_v(at: Layouts) -> NDArray[np.bool_]:
+    """Where the second half of the stages runs back through the ranks: the first has both ends."""
+    indices = [index for index, name in enumerate(SCHEDULES) if name in V_SCHEDULES]
+    return (at.pp > 1) & np.isin(at.schedule, indices)
 
 
 def _exchange_bytes(work: Workload, at: Layouts) -> Floats:

@@ -5,16 +5,22 @@ tokens of norms and residuals by t; matmuls see all T tokens and divide a weight
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import Floats, Layouts
+from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.workload import Workload
-from meshwright.spec.model import LatentSpec
+from meshwright.spec.model import LatentSpec, ModelSpec
+from meshwright.spec.parallel import ParallelSpec
+from meshwright.spec.stages import stage_layers as runtime_stages
+from meshwright.spec.stages import stages_of_rank
 
 # Bytes moved per element by softmax and dropout of attention that materialises its scores.
 CAST_BYTES = 6.0
+MOST_VIRTUAL_STAGES = 1 << 16
 # Of a weight that is cast once per update: read for its largest value, read again, written twice.
 KEPT_CAST_BYTES = 6.0
 # Permuting routed tokens there and back, in units of an inner activation's traffic.
@@ -213,7 +219,7 @@ class StageLayers:
 def stage_layers(work: Workload, at: Layouts, *, balanced: bool = False) -> StageLayers:
     """An even split; what remains goes to the stages after the first, so that the ends stay light.
 
-    Balanced: the head counts as the layers whose parameters it equals, and the last stage has fewer.
+    Balanced: as our runtime cuts, so that the slowest stage is as fast as can be with the head on the last.
     """
     layers = work.model.num_layers
     base, extra = np.divmod(layers, at.num_stages)
@@ -225,13 +231,28 @@ def stage_layers(work: Workload, at: Layouts, *, balanced: bool = False) -> Stag
     )
     if not balanced:
         return even
-    counts = work.counts
-    per_layer = max(counts.dense_layer, counts.moe_layer, 1)
-    most = np.round((layers + (counts.head or counts.embedding) / per_layer) / at.pp)
-    last = np.maximum(layers - most * (at.pp - 1), 0.0)
-    alone = at.pp == 1
+    kinds = len(SCHEDULES)
+    keys = (at.pp * MOST_VIRTUAL_STAGES + at.virtual_stages) * kinds + at.schedule
+    unique, position = np.unique(keys, return_inverse=True)
+    parts = [(*divmod(int(key) // kinds, MOST_VIRTUAL_STAGES), int(key) % kinds) for key in unique]
+    held = np.array([_held_layers(work.model, *part) for part in parts]).reshape(-1, 3)[position]
+    # What has more stages than layers is refused elsewhere, and priced here as if it were cut evenly.
+    can = at.num_stages <= layers
+    first, most, last = held.T
     return StageLayers(
-        first=np.where(alone, even.first, most),
-        most=np.where(alone, even.most, most),
-        last=np.where(alone, even.last, last),
+        first=np.where(can, first, even.first),
+        most=np.where(can, most, even.most),
+        last=np.where(can, last, even.last),
     )
+
+
+@cache
+def _held_layers(model: ModelSpec, pp: int, virtual_stages: int, schedule: int) -> tuple[float, float, float]:
+    """Layers of the first rank of a pipeline, of the fullest between, and of the last."""
+    num_stages = pp * virtual_stages
+    if num_stages > model.num_layers:
+        return (0.0, 0.0, 0.0)
+    sizes = [len(stage) for stage in runtime_stages(model, num_stages)]
+    parallel = ParallelSpec(pp=pp, schedule=SCHEDULES[schedule], virtual_stages=virtual_stages)  # pyright: ignore[reportArgumentType]
+    ranks = [float(sum(sizes[stage] for stage in stages_of_rank(parallel, rank))) for rank in range(pp)]
+    return ranks[0], max(ranks[1:-1], default=ranks[0]), ranks[-1]

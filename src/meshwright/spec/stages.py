@@ -48,6 +48,8 @@ def balanced_cuts(costs: tuple[int, ...], num_parts: int, *, last_extra: int = 0
 
     best[end] is the least (largest part, sum of squares) of the parts so far over layers 0 .. end.
     """
+    if len(set(costs)) == 1 and num_parts > 1:
+        return _cuts_of_equals(len(costs), costs[0], num_parts, last_extra)
     total = [0, *accumulate(costs)]
     limit = _even_limit(total, num_parts, last_extra)
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
@@ -60,6 +62,21 @@ def balanced_cuts(costs: tuple[int, ...], num_parts: int, *, last_extra: int = 0
             if (found := min(_extended(best, total, end, extra, limit), default=None))
         }
     return best[len(costs)][2]
+
+
+def _cuts_of_equals(num_layers: int, cost: int, num_parts: int, last_extra: int) -> tuple[int, ...]:
+    """The same for layers of one cost: only the size of the last part is open, the others are even."""
+
+    def judged(last: int) -> tuple[int, int, int]:
+        size, num_larger = divmod(num_layers - last, num_parts - 1)
+        loads = ((size + 1) * cost if num_larger else size * cost, last * cost + last_extra)
+        squares = num_larger * ((size + 1) * cost) ** 2 + (num_parts - 1 - num_larger) * (size * cost) ** 2
+        return max(loads), squares + loads[1] ** 2, -last
+
+    last = min(range(1, num_layers - num_parts + 2), key=judged)
+    size, num_larger = divmod(num_layers - last, num_parts - 1)
+    sizes = [size] * (num_parts - 1 - num_larger) + [size + 1] * num_larger + [last]
+    return (0, *accumulate(sizes))
 
 
 def _extended(

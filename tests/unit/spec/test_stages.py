@@ -27,6 +27,19 @@ def test_no_cut_has_a_cheaper_costliest_part(costs, num_parts, last_extra):
     assert max(_loads(costs, bounds, last_extra)) == best
 
 
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 8), st.integers(0, 40))
+def test_layers_of_one_cost_are_cut_as_well_as_any(num_layers, cost, num_parts, last_extra):
+    num_parts = min(num_parts, num_layers)
+    costs = (cost,) * num_layers
+    cuts = [(0, *cut, num_layers) for cut in itertools.combinations(range(1, num_layers), num_parts - 1)]
+
+    def judged(cut):
+        loads = _loads(costs, cut, last_extra)
+        return max(loads), sum(load * load for load in loads), cut
+
+    assert balanced_cuts(costs, num_parts, last_extra=last_extra) == min(cuts, key=judged)
+
+
 def test_the_stage_of_the_head_has_fewer_layers():
     assert [len(layers) for layers in stage_layers(family("llama-3.1-8b"), 4)] == [8, 9, 9, 6]
     assert [len(layers) for layers in stage_layers(family("llama-3.1-8b"), 8)] == [4, 4, 4, 4, 4, 5, 5, 2]
