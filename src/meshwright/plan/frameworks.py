@@ -99,6 +99,8 @@ class Framework:
     """Network adapters of a node that one group's gathers use; the first ZeRO-3 filled only one."""
     gathers_by_tree: bool = False
     """Gathers and reduce-scatters with one rank per node have log n hops: NCCL from 2.23 on."""
+    cuts_by_cost: bool = False
+    """The pipeline is cut as spec/stages.py does."""
     balances_stages: bool = False
     """The pipeline is cut so that the head counts as the layers it costs."""
     interleaves: bool = False
@@ -135,6 +137,7 @@ _PLAIN: tuple[Framework, ...] = (
         logits_traffic=6.0,
         gathers_by_tree=True,
         balances_stages=True,
+        cuts_by_cost=True,
         # Measured on one H200: bench/results/runtime_h200_2026-11-15.json.
         elementwise_passes=3.5,
         compiled_passes=1.5,

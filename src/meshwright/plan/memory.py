@@ -161,7 +161,11 @@ class _Rank:
 
 def _rank_parameters(work: Workload, at: Layouts, stack: Framework) -> _Rank:
     counts = work.counts
-    split = operators.stage_layers(work, at, balanced=stack.balances_stages)
+    split = (
+        operators.runtime_stage_layers(work, at)
+        if stack.cuts_by_cost
+        else operators.stage_layers(work, at, balanced=stack.balances_stages)
+    )
     layers = np.stack([split.first, split.most, split.last], axis=1)
     alone = (at.pp == 1)[:, None]
     moe_share = counts.num_moe_layers / work.model.num_layers

@@ -15,7 +15,7 @@ from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.workload import Workload
 from meshwright.spec.model import LatentSpec, ModelSpec
 from meshwright.spec.parallel import ParallelSpec
-from meshwright.spec.stages import stage_layers as runtime_stages
+from meshwright.spec.stages import stage_layers as cut_layers
 from meshwright.spec.stages import stages_of_rank
 
 # Bytes moved per element by softmax and dropout of attention that materialises its scores.
@@ -219,7 +219,7 @@ class StageLayers:
 def stage_layers(work: Workload, at: Layouts, *, balanced: bool = False) -> StageLayers:
     """An even split; what remains goes to the stages after the first, so that the ends stay light.
 
-    Balanced: as our runtime cuts, so that the slowest stage is as fast as can be with the head on the last.
+    Balanced: the head counts as the layers whose parameters it equals, and the last stage has fewer.
     """
     layers = work.model.num_layers
     base, extra = np.divmod(layers, at.num_stages)
@@ -231,13 +231,27 @@ def stage_layers(work: Workload, at: Layouts, *, balanced: bool = False) -> Stag
     )
     if not balanced:
         return even
+    counts = work.counts
+    per_layer = max(counts.dense_layer, counts.moe_layer, 1)
+    most = np.round((layers + (counts.head or counts.embedding) / per_layer) / at.pp)
+    last = np.maximum(layers - most * (at.pp - 1), 0.0)
+    alone = at.pp == 1
+    return StageLayers(
+        first=np.where(alone, even.first, most),
+        most=np.where(alone, even.most, most),
+        last=np.where(alone, even.last, last),
+    )
+
+
+def runtime_stage_layers(work: Workload, at: Layouts) -> StageLayers:
+    """As our runtime cuts: the slowest stage is as fast as can be, with the head on the last."""
     kinds = len(SCHEDULES)
     keys = (at.pp * MOST_VIRTUAL_STAGES + at.virtual_stages) * kinds + at.schedule
     unique, position = np.unique(keys, return_inverse=True)
     parts = [(*divmod(int(key) // kinds, MOST_VIRTUAL_STAGES), int(key) % kinds) for key in unique]
     held = np.array([_held_layers(work.model, *part) for part in parts]).reshape(-1, 3)[position]
     # What has more stages than layers is refused elsewhere, and priced here as if it were cut evenly.
-    can = at.num_stages <= layers
+    can, even = at.num_stages <= work.model.num_layers, stage_layers(work, at)
     first, most, last = held.T
     return StageLayers(
         first=np.where(can, first, even.first),
@@ -252,7 +266,7 @@ def _held_layers(model: ModelSpec, pp: int, virtual_stages: int, schedule: int) 
     num_stages = pp * virtual_stages
     if num_stages > model.num_layers:
         return (0.0, 0.0, 0.0)
-    sizes = [len(stage) for stage in runtime_stages(model, num_stages)]
+    sizes = [len(stage) for stage in cut_layers(model, num_stages)]
     parallel = ParallelSpec(pp=pp, schedule=SCHEDULES[schedule], virtual_stages=virtual_stages)  # pyright: ignore[reportArgumentType]
     ranks = [float(sum(sizes[stage] for stage in stages_of_rank(parallel, rank))) for rank in range(pp)]
     return ranks[0], max(ranks[1:-1], default=ranks[0]), ranks[-1]

@@ -1,5 +1,7 @@
 """Operators against the one count of FLOPs, and layers against the split."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from meshwright.plan import work as operators
 from meshwright.plan.flops import flops_per_token
 from meshwright.plan.frameworks import framework, meshwright
 from meshwright.plan.layouts import layouts
+from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.workload import Workload, count_parameters
 from meshwright.spec.families import FAMILIES, family
 from meshwright.spec.parameters import num_parameters
@@ -75,6 +78,22 @@ def test_the_fullest_rank_has_its_share_of_layers(pp: int, virtual: int, balance
     assert split.most[0] <= mean + virtual
     assert split.first[0] <= split.most[0]
     assert split.last[0] <= split.most[0]
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        ({"pp": 4}, (8, 9, 6)),
+        ({"pp": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}, (17, 17, 15)),
+        ({"pp": 2, "virtual_stages": 2, "schedule": "zbv"}, (14, 14, 18)),
+        ({"pp": 64}, (0, 1, 0)),  # more stages than layers: refused elsewhere, as if even here
+    ],
+)
+def test_the_planner_knows_how_the_runtime_cuts(at: dict[str, Any], expected: tuple[int, int, int]) -> None:
+    if "schedule" in at:
+        at = {**at, "schedule": SCHEDULES.index(at["schedule"])}
+    split = operators.runtime_stage_layers(Workload(family("llama-3.1-8b"), SEQUENCE), layouts(**at))
+    assert (split.first[0], split.most[0], split.last[0]) == expected
 
 
 def test_our_runtime_is_one_of_the_stacks() -> None:
