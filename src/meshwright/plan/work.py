@@ -249,7 +249,7 @@ def runtime_stage_layers(work: Workload, at: Layouts) -> StageLayers:
     keys = (at.pp * MOST_VIRTUAL_STAGES + at.virtual_stages) * kinds + at.schedule
     unique, position = np.unique(keys, return_inverse=True)
     parts = [(*divmod(int(key) // kinds, MOST_VIRTUAL_STAGES), int(key) % kinds) for key in unique]
-    held = np.array([_held_layers(work.model, *part) for part in parts]).reshape(-1, 3)[position]
+    held = np.array([_held_layers(work.model, *part) for part in parts]).reshape(-1, 3)[position]  # pyright: ignore[reportArgumentType]  (frozen: it has a hash)
     # What has more stages than layers is refused elsewhere, and priced here as if it were cut evenly.
     can, even = at.num_stages <= work.model.num_layers, stage_layers(work, at)
     first, most, last = held.T
