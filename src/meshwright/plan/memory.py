@@ -131,8 +131,9 @@ def in_flight(at: Layouts) -> Floats:
     micro, pp, virtual = at.num_microbatches, at.pp, at.virtual_stages
     ranks = np.stack([np.zeros_like(pp), np.minimum(1, pp - 1), pp - 1], axis=1)
     one_f_one_b = np.minimum(micro[:, None], pp[:, None] - ranks)
+    per_round = micro // np.maximum(micro // pp, 1)
     chunks = np.minimum(
-        (micro * virtual)[:, None], ((virtual - 1) * pp)[:, None] + 2 * (pp[:, None] - ranks - 1) + 1
+        (micro * virtual)[:, None], ((virtual - 1) * per_round)[:, None] + 2 * (pp[:, None] - ranks - 1) + 1
     )
     interleaved = chunks / virtual[:, None]
     # Weight gradients that lag behind keep every rank of a zero-bubble order equally full.

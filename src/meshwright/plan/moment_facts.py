@@ -12,6 +12,7 @@ from meshwright.plan.block_sizes import sizes_of
 from meshwright.plan.buckets import Stage
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import FULL, NORMS, Floats, Layouts
+from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.tape import Items
 from meshwright.plan.workload import Workload
 
@@ -74,7 +75,8 @@ def _flats(work: Workload, at: Layouts, stack: Framework, is_due: Mask) -> dict[
         stage = Stage(work.model.num_layers, has_embedding=True, has_head=True, is_cut=is_cut)
         for launch in work.buckets.launches(stage) if rows.any() else ():
             if launch.block == work.model.num_layers - 1:
-                held = stack.state.gradient * launch.elements / at.tp
+                part = np.where(at.zero > 0, 1.0 / at.shards, 0.0)
+                held = stack.state.gradient * launch.elements / at.tp * (1.0 + part)
                 found[launch.name] = found.get(launch.name, np.zeros(len(at))) + np.where(rows, held, 0.0)
     return found
 
@@ -85,6 +87,7 @@ def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
         *(getattr(at, name) for name in ("microbatch_sequences", "cp", "cp_kind", "cp_inner", "tp")),
         *(getattr(at, name) for name in ("recompute", "zero", "reduce_last")),
         at.pp > 1,
+        at.shards,
         at.num_microbatches > 1,
         at.dp * at.cp > 1,
     ]
@@ -113,6 +116,8 @@ class Facts:
         self.is_last = np.array([[False, False, True]]) | (self.pp == 1)
         self.is_first = np.array([[True, False, False]]) | (self.pp == 1)
         self.microbatches = at.num_microbatches[:, None].astype(np.float64)
+        self.chunks = at.virtual_stages[:, None].astype(np.float64)
+        self.takes_turns = (at.schedule == SCHEDULES.index("interleaved_1f1b"))[:, None] & (self.chunks > 1)
         self.shards = at.shards[:, None].astype(np.float64)
         self.is_sharded = (at.zero == 3)[:, None]
         self.casts = np.where(self.is_sharded, 0.0, 2.0 * float(stack.state.weight > work.working_bytes))
@@ -142,8 +147,13 @@ class Facts:
 
     def activations(self, blocks: Floats, flight: Floats) -> Floats:
         """What so many blocks and the tables keep; a received input lies in its receive buffer."""
-        received = np.where(~self.is_first & self.recomputes, self.stream, 0.0)
-        return blocks * self.blocks.kept + flight * (self.tables() - received)
+        inner = self.chunks - np.where(self.is_first, 1.0, 0.0)  # the first stage receives no input
+        received = np.where(self.recomputes, inner * self.stream, 0.0)
+        return blocks * self.blocks.kept + flight * (self.chunks * self.tables() - received)
+
+    def at_the_last_stage(self, flight: Floats) -> Floats:
+        """Micro-batches in flight that are in the last stage; where stages take turns, one."""
+        return np.where(self.takes_turns, np.minimum(flight, 1.0), flight)
 
     def head_gradients(self) -> Floats:
         """Of one micro-batch: the loss makes them in its forward and keeps them for its backward."""
@@ -163,7 +173,12 @@ class Facts:
 
     def normed(self, flight: Floats) -> Floats:
         """The fp32 input of the norm before the head, of the other micro-batches."""
-        return np.where(self.is_last, 2.0 * (flight - 1.0) * self.stream, 0.0)
+        return np.where(self.is_last, 2.0 * (self.at_the_last_stage(flight) - 1.0) * self.stream, 0.0)
+
+    def waiting_head_gradients(self, flight: Floats) -> Floats:
+        """What the loss has made of the other micro-batches."""
+        others = np.maximum(self.at_the_last_stage(flight) - 1.0, 0.0)
+        return np.where(self.is_last, others * self.head_gradients(), 0.0)
 
     def has_middle(self) -> Mask:
         """Whether a micro-batch finds gradients and sends none off."""
@@ -176,6 +191,10 @@ class Facts:
         ZeRO-3 gathers it for a whole pass, as it belongs to the root.
         """
         return np.where(self.is_last & self.is_first & self.is_tied, self.table, 0.0)
+
+    def scattered(self) -> float:
+        """Bytes of a gradient that FSDP2 has scattered, in units of what sums of gradients have."""
+        return min(self.stack.state.weight / self.stack.state.gradient, 1.0)
 
     def is_due(self) -> Mask:
         """Whether our reducer sends gradients off; FSDP2 does it by itself."""
@@ -202,8 +221,10 @@ class Facts:
 
     def exchange(self, flight: Floats) -> Floats:
         """Receive buffers of every micro-batch, and what was sent on and waits for its gradient."""
-        neighbours = (~self.is_first).astype(np.float64) + (~self.is_last).astype(np.float64)
-        sent = np.where(self.is_last, 0.0, flight)
+        ends = self.is_first.astype(np.float64) + self.is_last.astype(np.float64)
+        neighbours = 2.0 * self.chunks - ends
+        sent = self.chunks * flight - np.where(self.is_last, self.at_the_last_stage(flight), 0.0)
         # The last gradient that was sent back, once one was.
-        back = (~self.is_first & (self.microbatches > flight)).astype(np.float64)
+        goes_back = ~self.is_first | (self.chunks > 1)
+        back = (goes_back & (self.microbatches > flight)).astype(np.float64)
         return np.where(self.pp > 1, (neighbours * self.microbatches + sent + back) * self.stream, 0.0)

@@ -13,7 +13,7 @@ Some moments compete, and every rank is at the fullest of its own:
 The blocks are written down on a tape (block_tape.py). The rehearsal traces the same step and a test holds
 the two together.
 
-Covered: 16-bit compute without compiler, dense layers, schedules with whole backwards.
+Covered: 16-bit compute without compiler, dense layers, gpipe, 1f1b and interleaved 1f1b.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.tape import Items
 from meshwright.plan.workload import Workload
 
-COVERED_SCHEDULES = ("gpipe", "1f1b")
+COVERED_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 # Tokens, targets and positions are int64, the loss weights fp32.
 BATCH_BYTES_PER_TOKEN = 28.0
 
@@ -49,7 +49,11 @@ def covered_layouts(at: Layouts) -> Mask:
     """Of those, the layouts; shape (N, 1)."""
     whole = np.isin(np.asarray(SCHEDULES)[at.schedule], COVERED_SCHEDULES) | (at.pp == 1)
     here = (at.offloads("parameters") == 0) & (at.offloads("activations") == 0)
-    return ((at.regather == 0) & whole & here)[:, None]
+    # Stages of one rank that are reduced one by one have buffers of their own, unknown here.
+    apart = (at.zero >= 2) & (at.reduce_last == 0) & (at.virtual_stages > 1)
+    # In a single round of turns the first stages have no gradients yet when a rank is fullest.
+    apart = apart | ((at.virtual_stages > 1) & (at.num_microbatches < 2 * at.pp))
+    return ((at.regather == 0) & whole & here & ~apart)[:, None]
 
 
 class Sums(Facts):
@@ -60,7 +64,8 @@ class Sums(Facts):
     def at_the_head(self) -> Items:
         """Forward of the head in the last micro-batch."""
         flight = self.rank.in_flight
-        ends = 2.0 * flight + 2.0  # the norm's fp32 input; of the present micro-batch its output and x
+        here = self.at_the_last_stage(flight)
+        ends = 2.0 * here + 2.0  # the norm's fp32 input; of the present micro-batch its output and x
         whole = 2.0 * self.tokens * self.work.model.vocab_size / self.tp
         count = np.ceil(whole / (self.stack.loss_chunk_bytes or np.inf)).clip(1.0)
         # The logits of one chunk are let go of when those of the next are there.
@@ -70,29 +75,40 @@ class Sums(Facts):
         remembered = np.where(self.recomputes & (self.tp == 1), self.rank.layers * cast, 0.0)
         block = 2.0 * self.blocks.elements
         table = 2.0 * self.table
+        flat = block if self.is_tied else table
+        # A pipeline's first micro-batch finds no gradients, but the flat buffer of what was gathered last.
+        first = np.where(
+            self.is_sharded & (self.pp > 1), np.maximum(flat - self._before_a_forward(), 0.0), 0.0
+        )
         return {
             **self.state,
             "gradients": self._before_a_forward(),
-            "gathered": self.gathered(table + (block if self.is_tied else table)),
+            "gathered": self.gathered(table + flat) + first,
             "activations": self.activations(flight * self.rank.layers, flight) + ends * self.stream,
             "cast weights": flight * self.rank.layers * self.blocks.casts
             + remembered
             + self.casts * self.table,
-            "logits": flight * self.head_gradients() + chunks + self.gathered_stream,
+            "logits": here * self.head_gradients() + chunks + self.gathered_stream,
             "exchange": self.exchange(flight),
         }
 
     def behind_the_head(self) -> Items:
         """Backward of the head: its gradients are multiplied, so they are there twice."""
         flight = self.rank.in_flight
+        here = self.at_the_last_stage(flight)
+        # Then they are let go of, and FSDP2 reduces what was made of the weight's.
+        each = self.stack.state.gradient
+        shard = (1.0 + self.scattered() * (self.stack.state.weight < each)) / self.shards
+        on_the_way = np.where(self.is_sharded & self.overlaps & (not self.is_tied), each * self.table, 0.0)
+        made = np.maximum(self.head_gradients(), on_the_way * (1.0 + shard))
         again = self.whole_stream + np.where(self.is_sharded, 2.0, self.stack.state.weight) * self.table
         return {
             **self.state,
             "gradients": self._before_the_head(),
             "gathered": self.gathered(2.0 * self.table + 2.0 * self.blocks.elements),
-            "activations": self.activations(flight * self.rank.layers, flight) + 2.0 * flight * self.stream,
+            "activations": self.activations(flight * self.rank.layers, flight) + 2.0 * here * self.stream,
             "cast weights": flight * self.rank.layers * self.blocks.casts,
-            "logits": flight * self.head_gradients() + again,
+            "logits": (here - 1.0) * self.head_gradients() + made + again,
             "exchange": self.exchange(flight),
         }
 
@@ -100,9 +116,10 @@ class Sums(Facts):
         return np.where(self.microbatches > self.rank.in_flight, self.left_gradients, 0.0)
 
     def _before_a_forward(self) -> Floats:
-        """In a pipeline the scattered gradients of one micro-batch are added when the next comes back."""
+        """In a pipeline the scattered gradients of a stage are added when the next backward begins."""
         waits = self.scatters & (self.pp > 1) & (self.microbatches > self.rank.in_flight + 1.0)
-        return self._before_the_head() * np.where(waits, 2.0, 1.0)
+        added = np.where(self.is_sharded, self.scattered(), 1.0) / self.chunks
+        return self._before_the_head() * np.where(waits, 1.0 + added, 1.0)
 
     def through_the_last_block(self) -> Items:
         """Forward of the stage's last block in the last micro-batch that comes before a backward."""
@@ -122,7 +139,7 @@ class Sums(Facts):
             "working set": np.where(
                 full, np.maximum(inner + 3.0 * self.stream + self.whole_stream, streams), streams
             ),
-            "logits": np.where(self.is_last, (flight - 1.0) * self.head_gradients(), 0.0),
+            "logits": self.waiting_head_gradients(flight),
             "cast weights": flight * self.rank.layers * self.blocks.casts + remembered,
             "exchange": self.exchange(flight - 1.0),
         }
@@ -147,7 +164,7 @@ class Sums(Facts):
             + block.get("gathered", 0.0),
             "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
             "working set": block["working set"] + np.where(self.is_last, self.stream, 0.0),
-            "logits": np.where(self.is_last, (flight - 1.0) * self.head_gradients(), 0.0),
+            "logits": self.waiting_head_gradients(flight),
             "cast weights": others * self.blocks.casts + block["cast weights"],
             "exchange": self.exchange(flight),
         }
@@ -159,7 +176,7 @@ class Sums(Facts):
         """
         left = np.where(turn == "first", 0.0, self.left_gradients)
         is_new = (left == 0.0) | self.scatters
-        reduced = 0.0 if self.is_tied else 1.0 / self.shards
+        reduced = 0.0 if self.is_tied else self.scattered() / self.shards
         head = self.head_gradient * np.where(self.is_sharded & self.overlaps, reduced, 1.0)
         tied = np.where(self.is_sharded, 0.0, self.stack.state.gradient * self.tied_table())
         waits = self.is_tied & self.is_first & ~self.is_sharded
@@ -178,7 +195,10 @@ class Sums(Facts):
         """Backward of a block with so many before it, when most gradients of the micro-batch are there."""
         rank = self.rank
         block = self.blocks.back[turn]
-        flight = rank.in_flight if turn == "first" else np.ones_like(rank.layers)
+        fewer = np.where(
+            self.microbatches > rank.in_flight, rank.in_flight, np.maximum(rank.in_flight - 1.0, 1.0)
+        )
+        flight = {"first": rank.in_flight, "later": fewer, "last": np.ones_like(fewer)}[turn]
         others = (flight - 1.0) * rank.layers + before
         embedding = np.where(self.is_first & (not self.is_tied), self.table, 0.0)
         following = self.blocks.elements if before else embedding
@@ -190,7 +210,7 @@ class Sums(Facts):
             "gathered": self.gathered(weights, on_the_way) + block.get("gathered", 0.0),
             "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
             "working set": block["working set"] + self.stream,
-            "logits": np.where(self.is_last, (flight - 1.0) * self.head_gradients(), 0.0),
+            "logits": self.waiting_head_gradients(flight),
             "cast weights": others * self.blocks.casts + block["cast weights"],
             "exchange": self.exchange(flight),
         }
@@ -235,7 +255,9 @@ class Sums(Facts):
         left_over = np.maximum(self.flats["last"] - table - (1 + before) * self.blocks.elements, 0.0)
         unsent = np.where(self.is_due() & self.overlaps, left_over + tied, done - table + tied)
         made = unsent + np.maximum(done - table + tied - unsent, 0.0) / self.rows()
-        made = np.where(self.is_sharded & self.overlaps, (done - table) / self.shards, made)
+        made = np.where(
+            self.is_sharded & self.overlaps, self.scattered() * (done - table) / self.shards, made
+        )
         is_new = (left == 0.0) | self.scatters
         return np.where(self.scatters, left, 0.0) + each * np.where(is_new, made, tied + unsent)
 
@@ -263,13 +285,13 @@ class Sums(Facts):
     def on_the_way(self) -> Items:
         """Gradients sent off after the backward; of each micro-batch in a pipeline, beside the others."""
         rank = self.rank
-        others = np.where(self.scatters, rank.in_flight - 1.0, 0.0)
+        others = np.where(self.scatters, rank.in_flight - 1.0 / self.chunks, 0.0)
         return {
             **self.state,
             "gradients": self._reduction(),
             "gathered": self.gathered(np.zeros_like(rank.layers)),
             "activations": self.activations(others * rank.layers, others) + self.normed(others + 1.0),
-            "working set": np.where(self.scatters & (self.pp > 1), self.whole_stream + self.stream, 0.0),
+            "working set": np.where(self.scatters & ~self.is_first, self.whole_stream + self.stream, 0.0),
             "logits": np.where(self.is_last, others * self.head_gradients(), 0.0),
             "cast weights": others * rank.layers * self.blocks.casts,
             "exchange": self.exchange(others),
@@ -279,9 +301,16 @@ class Sums(Facts):
         """Gradients in all forms while flat buffers are sent off after the backward."""
         each = self.stack.state.gradient
         last, fullest = self.flats["last"], self.flats["reduction"]
+        # A stage that is reduced by itself has buffers of its own.
+        last = np.where(self.scatters, np.minimum(last, self.rank.parameters / self.chunks), last)
+        # All micro-batches in flight: the second to come back finds gradients, and one fewer beside it.
+        later = np.where(self.microbatches <= self.rank.in_flight, self.left_gradients, 0.0)
+        later = np.maximum(later - self.rank.layers * self.blocks.kept, 0.0) * (self.pp > 1)
         sent = (self.whole_gradients - each * last) / self.rows()
         part = np.where(self.at.zero[:, None] > 0, 1.0 / self.shards, 0.0)
-        overlapped = each * last * (2.0 + part) + sent + np.where(self.scatters, self._before_the_head(), 0.0)
+        overlapped = (
+            each * last * (2.0 + part) + sent + np.where(self.scatters, self._before_the_head() + later, 0.0)
+        )
         return np.where(self.is_due(), np.where(self.overlaps, overlapped, each * fullest), 0.0)
 
     def in_the_update(self) -> Items:
@@ -325,9 +354,13 @@ def moments_of(
     yield "last block, first", sums.in_the_last_block("first")
     yield "last block, later", _where(sums.has_middle(), sums.in_the_last_block("later"))
     yield "last block, last", sums.in_the_last_block("last")
+    has_second = sums.rank.layers > 2
     for turn in ("first", "last"):
         yield f"first block, {turn}", sums.in_an_early_block(0, turn)
-        yield f"second block, {turn}", _where(sums.rank.layers > 2, sums.in_an_early_block(1, turn))
+        yield f"second block, {turn}", _where(has_second, sums.in_an_early_block(1, turn))
+    each = sums.scatters & (sums.pp > 1)
+    yield "first block, later", _where(each, sums.in_an_early_block(0, "later"))
+    yield "second block, later", _where(each & has_second, sums.in_an_early_block(1, "later"))
     yield "launch", sums.at_a_launch()
     yield "end of backward", sums.at_the_end()
     yield "reduction", sums.on_the_way()

@@ -11,6 +11,7 @@ from meshwright.hardware import parse_cluster
 from meshwright.plan.formats import runtime_of, workload_of
 from meshwright.plan.layouts import one_layout
 from meshwright.plan.memory import memory
+from meshwright.plan.moments import covered_layouts
 from meshwright.rehearse.account import peak_of
 from meshwright.rehearse.trace import Trace, trace_rank
 from meshwright.spec import (
@@ -46,6 +47,7 @@ def _draw(generator: random.Random) -> RunSpec:
     pp = generator.choice((1, 1, 2, 4))
     cp = generator.choice((1, 1, 2))
     dp = generator.choice((1, 2, 8))
+    schedule = generator.choice(("1f1b", "gpipe", "interleaved_1f1b")) if pp > 1 else "1f1b"
     parallel = ParallelSpec(
         dp_shard=dp,
         zero=generator.choice((1, 2, 3)) if dp * cp > 1 else 0,
@@ -53,13 +55,17 @@ def _draw(generator: random.Random) -> RunSpec:
         cp_kind=generator.choice(("gather", "ring", "ulysses")) if cp > 1 else "gather",
         tp=generator.choice((1, 2, 4)),
         pp=pp,
-        schedule=generator.choice(("1f1b", "gpipe")) if pp > 1 else "1f1b",
+        schedule=schedule,
+        virtual_stages=2 if schedule == "interleaved_1f1b" else 1,
     )
-    microbatches = generator.choice((1, 2, 3)) if pp == 1 else pp + generator.choice((0, 2))
+    microbatches = generator.choice((1, 2, 3)) if pp == 1 else pp + generator.choice((0, pp))
     sequences = generator.choice((1, 1, 2))
     return RunSpec(
         device="cpu",
-        model=_draw_model(generator, num_layers=pp * generator.choice((2, 3) if pp < 4 else (1, 2))),
+        model=_draw_model(
+            generator,
+            num_layers=parallel.num_stages * generator.choice((2, 3) if parallel.num_stages < 4 else (1, 2)),
+        ),
         parallel=parallel,
         precision=generator.choice(PRECISIONS),
         memory=MemorySpec(recompute=generator.choice(("none", "selective", "full"))),
@@ -107,16 +113,16 @@ def _layout(run: RunSpec):
 
 
 def _is_cut_evenly(run: RunSpec) -> bool:
-    """Whether all stages but the one of the head hold as many layers."""
-    sizes = {len(held) for held in stage_layers(run.model, run.parallel.num_stages)[:-1]}
-    return len(sizes) <= 1
+    """Whether all stages but the one of the head hold as many layers; that one too where they take turns."""
+    sizes = [len(held) for held in stage_layers(run.model, run.parallel.num_stages)]
+    return len(set(sizes[:-1] if run.parallel.virtual_stages == 1 else sizes)) <= 1
 
 
 def drawn(seed: int, count: int) -> list[RunSpec]:
     generator, found = random.Random(seed), []
     while len(found) < count:
         run = _draw(generator)
-        if not check(run) and _is_cut_evenly(run):
+        if not check(run) and _is_cut_evenly(run) and covered_layouts(_layout(run)).all():
             found.append(run)
     return found
 
