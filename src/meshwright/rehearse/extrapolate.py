@@ -27,6 +27,10 @@ WORTH_CUTTING = 24
 Key = tuple[str, str, str]
 
 
+# Layers of a stage beyond which the allocator's holes no longer grow by much: 32 of 80 take seconds.
+DEEP = 30
+
+
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """How much shorter a trace is than the step: layers of every stage, and micro-batches."""
@@ -55,6 +59,11 @@ class Shortening:
                 self.along_layers(), along_microbatches
             )
         ]
+
+    def deep(self) -> Cut:
+        """Few micro-batches but, up to DEEP of them, all layers: how full the allocator's segments lie."""
+        kept_out = max(0, self.num_layers - DEEP)
+        return Cut(-(-kept_out // self.layer_step) * self.layer_step, self.num_microbatches)
 
     def along_layers(self) -> list[tuple[int, float]]:
         """Layers left out and the weight of each choice."""

@@ -5,8 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.errors import SpecError
+from meshwright.rehearse.account import peak_of
 from meshwright.rehearse.allocator import Request, replay
-from meshwright.rehearse.extrapolate import Shortening, extended, shortened, shortening_of, without_layers
+from meshwright.rehearse.extrapolate import (
+    Cut,
+    Shortening,
+    extended,
+    shortened,
+    shortening_of,
+    without_layers,
+)
 from meshwright.rehearse.trace import Trace, trace_rank
 from meshwright.rehearse.world import mesh_coordinates, require_rank
 from meshwright.spec import ParallelSpec, RunSpec
@@ -81,15 +89,17 @@ def rehearse_rank(
     shortening = shortening_of(run, coordinates["pp"])
     if is_whole or len(shortening.cuts()) == 1:
         whole_trace, form = _traced(run, rank, num_steps=num_steps, imbalance=imbalance)
-        return _report(rank, coordinates, [(whole_trace, 1.0)], Shortening(), form)
-    traces, form = [], "uncompiled"
-    for number, (cut, weight) in enumerate(shortening.cuts(), start=1):
-        tell(f"trace {number} of {len(shortening.cuts())}")
+        return _report(rank, coordinates, [(whole_trace, 1.0)], Shortening(), whole_trace, form)
+    cuts = [shortening.deep(), *(cut for cut, _ in shortening.cuts())]
+    traces: dict[Cut, Trace] = {}
+    form = "uncompiled"
+    for number, cut in enumerate(dict.fromkeys(cuts), start=1):
+        tell(f"trace {number} of {len(set(cuts))}")
         with without_layers(cut.layers):
             # The first step is like all others, which a test holds; a second one would cost as much.
-            short, form = _traced(shortened(run, cut), rank, num_steps=1, imbalance=imbalance)
-        traces.append((short, weight))
-    return _report(rank, coordinates, traces, shortening, form)
+            traces[cut], form = _traced(shortened(run, cut), rank, num_steps=1, imbalance=imbalance)
+    weighted = [(traces[cut], weight) for cut, weight in shortening.cuts()]
+    return _report(rank, coordinates, weighted, shortening, traces[shortening.deep()], form)
 
 
 def _traced(run: RunSpec, rank: int, **how: Any) -> tuple[Trace, str]:
@@ -111,37 +121,32 @@ def _report(
     coordinates: dict[str, int],
     traces: list[tuple[Trace, float]],
     shortening: Shortening,
+    deep: Trace,
     form: str,
 ) -> RankReport:
     whole = extended(traces, shortening)
+    seconds = {id(trace): trace.seconds for trace in (deep, *(one for one, _ in traces))}
     return RankReport(
         rank=rank,
         coordinates=coordinates,
         items={**whole.items, "workspace": float(WORKSPACE_BYTES)},
         moment=str(whole.moment),
-        reserved_bytes=_reserved(traces, shortening, whole.allocated_bytes, is_expandable=True),
-        reserved_default_bytes=_reserved(traces, shortening, whole.allocated_bytes, is_expandable=False),
+        reserved_bytes=_reserved(deep, whole.allocated_bytes, is_expandable=True),
+        reserved_default_bytes=_reserved(deep, whole.allocated_bytes, is_expandable=False),
         collectives=[
             Collective(axis, kind, round(count), round(num_bytes))
             for (axis, kind), (count, num_bytes) in sorted(whole.traffic.items())
         ],
         flops=whole.flops,
-        num_traces=len(traces),
-        seconds=sum(trace.seconds for trace, _ in traces),
+        num_traces=len(seconds),
+        seconds=sum(seconds.values()),
         host_bytes=whole.host_bytes,
         form=form,
     )
 
 
-def _reserved(
-    traces: list[tuple[Trace, float]], shortening: Shortening, allocated: float, *, is_expandable: bool
-) -> float:
-    """What the allocator holds: linear in the layers only nearly, and no more for further micro-batches."""
-    weights = shortening.along_layers()
-    step = len(traces) // len(weights)  # traces come by layers first; the last of each has most micro-batches
-    longest = [trace for trace, _ in traces[step - 1 :: step]]
-    total = 0.0
-    for trace, (_, weight) in zip(longest, weights, strict=True):
-        requests = (Request(event.number, event.num_bytes, event.stream) for event in trace.events)
-        total += weight * replay(requests, is_expandable=is_expandable).reserved_bytes
-    return max(total, allocated) + WORKSPACE_BYTES
+def _reserved(deep: Trace, allocated: float, *, is_expandable: bool) -> float:
+    """What the allocator holds: holes do not grow with micro-batches, nor evenly with layers."""
+    requests = (Request(event.number, event.num_bytes, event.stream) for event in deep.events)
+    held = replay(requests, is_expandable=is_expandable).reserved_bytes
+    return allocated + held - peak_of(deep).allocated_bytes + WORKSPACE_BYTES
