@@ -1,6 +1,7 @@
 """What one rank of a run needs, sends and computes in a step: the trace in figures."""
 
 import dataclasses
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +111,7 @@ def _traced(run: RunSpec, rank: int, **how: Any) -> tuple[Trace, str]:
         trace = trace_rank(run, rank, **how)
     except SpecError as error:
         plain = trace_rank(run.with_(compile=False), rank, **how)
-        return plain, f"{AS_IF_UNCOMPILED}: {error.fact}"
+        return plain, f"{AS_IF_UNCOMPILED}: {textwrap.shorten(error.fact, 160, placeholder=' ...')}"
     if trace.num_graphs == 0:
         return trace, "uncompiled, as torch's compiler passed over every block; else it reads up to 16% high"
     return trace, "compiled"
