@@ -28,12 +28,10 @@ def test_shorter_traces_give_the_whole_step_exactly(parallel, layers, microbatch
     assert short.moment == whole.moment
     assert short.collectives == whole.collectives
     assert short.flops == whole.flops
-    # Holes between tensors depend on the order in which all of them come: two segments of the small pool.
+    # Holes between tensors depend on the order in which all of them come: two segments of the small pool;
+    # segments of fixed sizes are never cut smaller, so that one more of them (2 or 20 MiB) may be held.
     assert abs(short.reserved_bytes - whole.reserved_bytes) <= 4 * 2**20
-    assert (
-        abs(short.reserved_default_bytes - whole.reserved_default_bytes)
-        <= 0.02 * whole.reserved_default_bytes
-    )
+    assert abs(short.reserved_default_bytes - whole.reserved_default_bytes) <= 24 * 2**20
 
 
 def test_first_middle_and_last_stage_by_default():
