@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshwright.ops.attention_aten import Rule, choose_kernel
 from meshwright.ops.attention_tasks import Chunk, Cover, Task, Tiling, plan_tasks
+from meshwright.ops.cast import cast
 
 TILING = Tiling()
 
@@ -56,7 +57,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
         running = RunningSoftmax(q, v.shape[-1])
         add_part(running, q, k, v, scope)
-        out = running.out_BSHV.to(q.dtype)
+        out = cast(running.out_BSHV, q.dtype)
         ctx.scope = scope
         ctx.save_for_backward(q, k, v, out, running.lse_BHS)
         return out

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # what all batch norms are; t
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import SpecError
+from meshwright.ops.cast import cast
 
 
 class _Normalise(torch.autograd.Function):
@@ -37,7 +38,7 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean_C, inverse_C, count)
         ctx.group, ctx.has_bias = group, bias is not None
         ctx.mark_non_differentiable(mean_C, var_C, count)
-        return y.to(x.dtype), mean_C, var_C, count
+        return cast(y, x.dtype), mean_C, var_C, count
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

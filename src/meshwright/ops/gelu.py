@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.ops.cast import cast
 from meshwright.ops.loss_rows import wide_dtype
 
 if find_spec("triton") is not None:  # comes with torch for CUDA
@@ -36,7 +37,7 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     """The tanh form, computed in float32 (float64 for float64)."""
     wide = x.to(wide_dtype(x))
     twice_u = _SLOPE * (wide + _CUBIC * wide * wide * wide)
-    return (wide * twice_u.sigmoid()).to(x.dtype)
+    return cast(wide * twice_u.sigmoid(), x.dtype)
 
 
 def biased_gelu(y: Tensor, bias: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.ops.attention import QuerySide, Rows, RunningSoftmax, Scope, add_part, part_backward
+from meshwright.ops.cast import cast
 from meshwright.ops.collectives import all_gather
 from meshwright.parallel.cp.zigzag import chunks_of
 
@@ -115,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
             message = _Message(held, ring.group) if step < last else None
             add_part(running, q, *_unpack(held, k, v), ring.scope(ring.owner_at(step)))
             held = message.receive() if message else held
-        out = running.out_BSHV.to(q.dtype)
+        out = cast(running.out_BSHV, q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, running.lse_BHS)
         return out
