@@ -23,9 +23,8 @@ import torch
 from bench.probe_changes import CHANGES, Change
 from bench.step import CASES
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from meshwright.bench.kernel_time import budget_of, kernels_of, show_budget
+from meshwright.bench.kernel_time import budget_of, kernel_recorder, kernels_of, show_budget
 from meshwright.bench.step import drawn_on
 from meshwright.bench.timing import Timing, measure, timing_of
 from meshwright.data.batches import Batch, Microbatch
@@ -140,7 +139,7 @@ def timed_steps(run: RunSpec, mesh: Mesh, change: Change, seconds: float) -> Ite
             f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB; first loss {loss:.6f}; "
             f"compile {compile_seconds:.0f} s"
         )
-        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        with kernel_recorder() as recorded:
             for _ in range(PROFILED_STEPS):
                 step()
             torch.cuda.synchronize()

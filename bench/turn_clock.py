@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from bench.channel import Channel
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from meshwright.bench.kernel_time import budget_of, kernels_of
+from meshwright.bench.kernel_time import budget_of, kernel_recorder, kernels_of
 from meshwright.bench.machine_facts import machine_facts
 from meshwright.bench.step_clock import TimedWindow, kernel_rows, steps_in
 from meshwright.bench.timing import wait_for
@@ -88,7 +87,7 @@ class TurnClock:
         self._channel.send(state="timed", row=row, **self._memory(is_kept=order["is_kept"]))
 
     def _profiled(self) -> Generator[None, Tensor, dict[str, Any]]:
-        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        with kernel_recorder() as recorded:
             yield
             wait_for(self._device)
         return kernel_rows(budget_of(kernels_of(recorded), num_steps=1))

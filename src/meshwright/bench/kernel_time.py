@@ -65,10 +65,15 @@ def budget_of(kernels: Iterable[tuple[str, float, float]], *, num_steps: int) ->
     )
 
 
+def kernel_recorder() -> profile:
+    """torch's profiler, of kernels alone. Events are kept: torch warns of what it drops, cycle by cycle."""
+    return profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+
+
 def profiled(steps: Callable[[], Any], *, num_steps: int) -> KernelBudget:
     """Run `steps` (which makes `num_steps` of them) under the profiler; CUDA only."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with kernel_recorder() as recorded:
         steps()
         torch.cuda.synchronize()
     return budget_of(kernels_of(recorded), num_steps=num_steps)

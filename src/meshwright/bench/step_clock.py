@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
-from meshwright.bench.kernel_time import KernelBudget, budget_of, kernels_of
+from meshwright.bench.kernel_time import KernelBudget, budget_of, kernel_recorder, kernels_of
 from meshwright.bench.machine_facts import sampled_clock
 from meshwright.bench.timing import timing_of, wait_for
 
@@ -136,7 +136,7 @@ class StepClock:
         self._result = window.result()
         if not self._is_profiled:
             return False
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._profile = kernel_recorder()
         self._profile.__enter__()
         self._profiled_until = self._num_steps + PROFILED_STEPS
         return True

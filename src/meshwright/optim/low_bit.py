@@ -145,6 +145,9 @@ def blockwise_pass(
     key: Tensor,
 ) -> None:
     """Decode, update and code again, block by block, in place; bf16 weights are int16 bits."""
+    # Tells the compiler, which takes sizes for unknown, that a block fits in registers. One of unknown size
+    # it walks over several times, with 6 bytes of every element in memory between.
+    assert gradient.shape[-1] == BLOCK
     noise = [one.view(gradient.shape) for one in draw(grid, key)]
     weight = read(kept, lower)
     known = [

@@ -247,8 +247,6 @@ def test_last_words_are_the_error() -> None:
     assert last_words([]) == "the process ended without a word"
 
 
-# torch imports its own deprecated parts when its compiler is imported.
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_the_gate_waits_once_between_compiling_and_running() -> None:
     from bench.compile_gate import compile_fx, functorch_config, gate_after_compiling
 

@@ -271,7 +271,6 @@ def test_nothing_moves_without_gradients() -> None:
     assert link.account.sent_bytes == 0
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_what_a_compiled_block_saves_moves_too(recompute: str) -> None:
     torch._dynamo.reset()

@@ -67,7 +67,6 @@ def test_selective_keeps_matmuls():
     assert flops["selective"] == flops["none"] < flops["full"]
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_the_compiler_sees_a_recomputed_block(kind):
     dynamo.reset()

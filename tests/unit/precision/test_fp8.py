@@ -153,8 +153,6 @@ def test_block_amax_by_hand():
     assert block_amax(x, (1, 3)).tolist() == [[12, 9], [6, 3], [2, 5], [8, 11]]
 
 
-# torch's own compiler uses what torch has deprecated.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("recipe", BANDS)
 def test_compiled_without_a_break_equals_eager_bit_by_bit(recipe):
     def product(x, weight):

@@ -69,8 +69,6 @@ def _saved_bytes(block: nn.Module, forward: Callable[..., Tensor]) -> list[int]:
     return sorted(size for size in kept.values() if size not in of_generator)
 
 
-# torch's compiler loads a module that torch itself calls outdated.
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_block_saves_what_torch_saves(recompute):
     real = saved_bytes("aot_eager_decomp_partition", recompute, nullcontext())
