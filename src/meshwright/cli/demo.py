@@ -117,7 +117,7 @@ def _train(arguments: list[str], run: "RunSpec", directory: Path) -> None:
     middle = run.schedule.num_steps // 2
     say(f"Training into {directory}, first to step {middle}:")
     _start([*arguments, "--stop-after", str(middle)], run, directory)
-    say("\nStopped in the middle. The same command again goes on from the checkpoint:")
+    say("\nThe same command again:")
     _start(arguments, run, directory)
 
 

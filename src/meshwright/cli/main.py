@@ -57,6 +57,8 @@ NOT_VERBS: set[str] = {"proof"}
 TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "tensorboard")
 # What a path that a person named can do; other errors of the system are told as faults.
 _PLACES = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_PLACE_ERRORS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 # typer carries its own copy of click in some releases; this is the error class that it really raises.
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
@@ -89,12 +91,22 @@ class _Loaded(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
+class _Ended(Exception):
+    """Carries an end past typer, which would turn it into an exit code without a word."""
+
+
 class _Verbs(TyperGroup):
     """The verbs of the table, with help that reads the table only."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands: Any = _Loaded()
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, BrokenPipeError) as error:
+            raise _Ended from error
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -158,6 +170,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def _told(error: BaseException) -> int:
     """Say what happened on stderr and give the exit code."""
+    if isinstance(error, _Ended) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        return EXIT_DONE  # rich has met a reader that is gone
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else EXIT_DONE
     if isinstance(error, KeyboardInterrupt | typer.Abort):
@@ -166,8 +182,8 @@ def _told(error: BaseException) -> int:
         # The reader (`| head`) has gone: nothing is left to say, nor to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    if isinstance(error, _PLACES) and error.filename is not None:
-        return _say(f"error: {error.strerror}\n  where: {error.filename}", EXIT_INPUT)
+    if isinstance(error, OSError) and _is_about_a_place(error):
+        return _say(_show_place(error), EXIT_INPUT)
     if isinstance(error, MeshwrightError):
         return _say(show_error(error), error.exit_code)
     if isinstance(error, UsageError):
@@ -199,6 +215,16 @@ def _show_parts(error: MeshwrightError) -> str:
 def _show_usage_error(error: Any) -> str:
     path = error.ctx.command_path if error.ctx else "meshwright"
     return f"error: {error.format_message()}\n  where: {path}\n  hint:  `{path} --help` shows what it takes"
+
+
+def _is_about_a_place(error: OSError) -> bool:
+    is_named = error.filename is not None and (isinstance(error, _PLACES) or error.errno in _PLACE_ERRORS)
+    return is_named or error.errno in _FULL
+
+
+def _show_place(error: OSError) -> str:
+    hint = "\n  hint:  make room, or write somewhere else" if error.errno in _FULL else ""
+    return f"error: {error.strerror}\n  where: {error.filename or 'standard output'}{hint}"
 
 
 def _package(error: ModuleNotFoundError) -> str:

@@ -7,6 +7,7 @@ import typer
 
 from meshwright.cli.check import Overrides, Run
 from meshwright.cli.proof import tell_proof
+from meshwright.errors import SpecError
 
 
 def rehearse(
@@ -50,6 +51,7 @@ def rehearse(
     loaded = read_run(run, overrides or [])
     loaded.require_valid()
     cluster = parse_cluster(on) if on else None
+    _require_sense(loaded.run, rank, imbalance, measure=measure, proof=proof, full=full)
     reports = _traced(loaded.run, rank, steps, imbalance, is_whole=whole)
     measured = _measured(loaded.run, reports, imbalance) if measure else []
     if not as_json:
@@ -59,6 +61,31 @@ def rehearse(
         typer.echo(json.dumps({**_document(reports, measured, cluster), "proof": proved}))
     if cluster is not None:
         _require_fit(loaded.run, reports, cluster)
+
+
+def _require_sense(
+    run: Any, rank: int | None, imbalance: float, *, measure: bool, proof: bool, full: bool
+) -> None:
+    """What the options ask for is refused before seconds of tracing, not after."""
+    from meshwright.rehearse.run_rank import measuring_device
+    from meshwright.rehearse.world import require_rank
+
+    if rank is not None:
+        require_rank(run.parallel, rank)
+    if measure:
+        measuring_device(run)
+    if imbalance != 1.0 and run.model.moe is None:
+        raise SpecError(
+            f"--imbalance {imbalance:g} has no effect: {run.model.family} has no experts",
+            where="--imbalance",
+            hint="leave it out",
+        )
+    if full and not proof:
+        raise SpecError(
+            "--full has no effect with --no-proof: it is about the worlds of the proof",
+            where="--full",
+            hint="leave one of the two out",
+        )
 
 
 def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whole: bool) -> list[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from meshwright.errors import EXIT_RUN_FAILED
+from meshwright.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED
 from meshwright.hardware.machine import this_machine
 
 _POLL_SECONDS = 0.1
@@ -110,5 +110,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 def _exit_code(returncode: int) -> int:
-    """A rank that a signal ended counts as a failed run."""
+    """A rank that a signal ended counts as a failed run, unless it was Ctrl-C."""
+    if returncode == -signal.SIGINT:
+        return EXIT_INTERRUPTED
     return returncode if returncode >= 0 else EXIT_RUN_FAILED

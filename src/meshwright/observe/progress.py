@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from meshwright.observe.metrics import StepMetrics
 from meshwright.units import show_count, show_seconds
 
-# The ETA follows the median of this many last steps: a slow first step does not mislead for long.
+# The ETA follows the median of this many last steps.
 _ETA_STEPS = 50
 
 
@@ -43,23 +43,29 @@ def open_progress(
 
 
 class _Eta:
-    """Seconds left, from the median duration of the last steps."""
+    """Seconds left, from the median duration of the last steps; the first one compiles and warms up."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._recent: deque[float] | None = None
 
-    def after(self, metrics: StepMetrics) -> float:
+    def after(self, metrics: StepMetrics) -> float | None:
+        """Seconds left; None while nothing is known."""
+        steps_left = max(0, self._total_steps - metrics.step)
+        if self._recent is None:
+            self._recent = deque(maxlen=_ETA_STEPS)
+            return None if steps_left else 0.0
         self._recent.append(metrics.step_seconds)
-        median = sorted(self._recent)[len(self._recent) // 2]
-        return median * max(0, self._total_steps - metrics.step)
+        return sorted(self._recent)[len(self._recent) // 2] * steps_left
 
 
-def _facts(metrics: StepMetrics, eta_seconds: float) -> list[str]:
+def _facts(metrics: StepMetrics, eta_seconds: float | None) -> list[str]:
     rate = metrics.tokens_per_second
     parts = [f"loss {metrics.loss:.4f}" if math.isfinite(metrics.loss) else f"loss {metrics.loss}"]
     parts += [f"{show_count(float(f'{rate:.3g}'))} tokens/s"] if rate else []
     parts += [f"MFU {metrics.mfu:.1%}"] if metrics.mfu is not None else []
+    if eta_seconds is None:
+        return parts
     return [*parts, f"ETA {show_seconds(eta_seconds)}" if eta_seconds else "done"]
 
 
@@ -119,13 +125,15 @@ class PlainProgress:
         self.say(line)
 
     def say(self, text: str) -> None:
-        """One line."""
-        print(text, file=self._stream, flush=True)
+        """One line, after that of the step at which it is said."""
+        step, self._unshown = self._unshown, None
+        print(f"{step}\n{text}" if step else text, file=self._stream, flush=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """The step at which the run stopped is always told."""
-        if self._unshown:
-            self.say(self._unshown)
+        last, self._unshown = self._unshown, None
+        if last:
+            self.say(last)

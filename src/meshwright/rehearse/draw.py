@@ -19,7 +19,7 @@ def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None) -> Table
     largest = max(report.reserved_bytes for report in reports)
     scale = float(cluster.device.memory_bytes) if cluster else largest
     table = _table("", *(f"rank {report.rank}" for report in reports))
-    table.add_column(f"of {show_bytes(scale)}")
+    table.add_column(f"of {show_bytes(scale)}" + ("" if cluster else " reserved"))
     names = dict.fromkeys(name for report in reports for name in report.items)
     for index, name in enumerate(names):
         values = [report.items.get(name, 0.0) for report in reports]
@@ -80,8 +80,9 @@ def _reserved(report: RankReport, measured: Measured) -> float:
 
 
 def _beside(traced: float, measured: float) -> str:
-    off = f"traced {traced / measured - 1.0:+.1%}" if measured else "not counted"
-    return f"{show_bytes(measured)} ({off})"
+    if not measured:
+        return "not counted on a CPU"
+    return f"{show_bytes(measured)} (traced {traced / measured - 1.0:+.1%})"
 
 
 def _table(*columns: str, left: int = 1) -> Table:

@@ -31,7 +31,7 @@ Ranks = Literal["cpu", "cuda"]
 Job = Callable[[list[RunSpec], int], list[Trained]]
 # muon's polynomial lifts small singular values by up to 3.4445 ** 5, and rounding with them.
 MUON_GROWTH = 500.0
-RANK_WORDS = {"cpu": "gloo ranks", "cuda": "NCCL ranks on one card"}
+RANK_WORDS = {"cpu": "gloo rank{s}", "cuda": "NCCL rank{s} on one card"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Verdict:
     def line(self) -> str:
         """In one line."""
         parallel = self.shrunken.run.parallel
-        said = f"{layout_words(parallel)} on {parallel.num_ranks} {RANK_WORDS[self.ranks]}"
+        words = RANK_WORDS[self.ranks].format(s="s" * (parallel.num_ranks > 1))
+        said = f"{layout_words(parallel)} on {parallel.num_ranks} {words}"
         if self.holds:
             return (
                 f"{said}: loss, {self.num_gradients} gradients and weights after {NUM_STEPS} steps of "

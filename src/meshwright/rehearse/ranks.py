@@ -18,6 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -87,7 +88,10 @@ def this_world() -> World:
 
 def _serve(rank: int, connection: Connection, device: str, job_seconds: float, trace: Path) -> None:
     """Run jobs until the pipe closes; asked by a signal, say in `trace` where this rank stands."""
-    faulthandler.register(signal.SIGUSR1, file=trace.open("w"), all_threads=True)
+    try:
+        faulthandler.register(signal.SIGUSR1, file=trace.open("w"), all_threads=True)
+    except FileNotFoundError:
+        return  # the pool was closed, by Ctrl-C, while this rank was forked
     backend = _take_device(rank, device)
     while True:
         try:
@@ -111,6 +115,20 @@ def _serve(rank: int, connection: Connection, device: str, job_seconds: float, t
                 dist.destroy_process_group()
 
 
+def _start_server() -> None:
+    """Start the process that ranks are forked from, deaf to Ctrl-C: a terminal sends that to all of them.
+
+    A mask of signals is inherited. This process hears the signal as soon as the server is started, and
+    ends the ranks itself.
+    """
+    resource_tracker.ensure_running()  # starting it lifts the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class RankPool:
     """Forked ranks that run `function(*args)` together in a process group of any size up to `max_ranks`.
 
@@ -128,6 +146,7 @@ class RankPool:
         self._num_jobs = 0
 
     def _grow(self, num_ranks: int) -> None:
+        _start_server()
         while len(self._workers) < num_ranks:
             ours, theirs = self._context.Pipe()
             rank = len(self._workers)

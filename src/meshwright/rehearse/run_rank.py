@@ -43,7 +43,7 @@ class Measured:
 
 def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Measured:
     """Peak bytes and compute time of a rank on the GPU of this machine; the first step only warms up."""
-    device = _device(run)
+    device = measuring_device(run)
     before = _clean(device)
     with fake_world(run.parallel, rank, device) as mesh, routed_evenly(imbalance):
         training = build_training(run, mesh, fill=fill_any)
@@ -70,7 +70,7 @@ def keep_pair(run: RunSpec, measured: Sequence[Measured]) -> str | None:
     One rank of many has its bytes but not its seconds here, since it never waits for the others; so only
     a run of one rank is kept.
     """
-    device = _device(run)
+    device = measuring_device(run)
     prediction = predict_here(run, device)
     if prediction is None or run.parallel.num_ranks > 1:
         return None
@@ -99,7 +99,8 @@ def _clean(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _device(run: RunSpec) -> torch.device:
+def measuring_device(run: RunSpec) -> torch.device:
+    """Where a rank of this run is measured; MeshError where there is no such device."""
     if run.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -48,10 +48,11 @@ def fake_world(parallel: ParallelSpec, rank: int, device: torch.device) -> Itera
 def require_rank(parallel: ParallelSpec, rank: int) -> None:
     """MeshError when the world has no such rank."""
     if not 0 <= rank < parallel.num_ranks:
+        last = parallel.num_ranks - 1
         raise MeshError(
-            f"rank {rank} is outside a world of {parallel.num_ranks} ranks",
+            f"rank {rank} is outside a world of {parallel.num_ranks} rank{'s' * (last > 0)}",
             where="--rank",
-            hint=f"ranks count from 0 to {parallel.num_ranks - 1}",
+            hint=f"ranks count from 0 to {last}" if last else "its only rank is 0",
         )
 
 

@@ -110,8 +110,7 @@ def drive(
             if _due(run.checkpoint.every_steps, state.step):
                 recorder.attempt_save(checkpoints, state)
             if is_observed and interrupt.agreed():
-                recorder.attempt_save(checkpoints, state)
-                return Outcome("interrupted", recorder.end("interrupted", state))
+                last_step = state.step
 
         batches.close()
         if checkpoints.saved_step != state.step:

@@ -57,7 +57,7 @@ class Recorder:
             self._closing = opening.pop_all()
         if state.step:
             self._events.write("resume", step=state.step)
-            self.say(f"resumed at step {state.step}")
+            self.say(_resumed(state.step, job.run.schedule.num_steps))
         else:
             self._events.write("start", num_ranks=job.mesh.parallel.num_ranks)
         if job.run.compile:
@@ -218,6 +218,9 @@ class Recorder:
         """The last words of a run."""
         self._tell(self._foretold.tell())
         self._events.write("finish" if outcome == "finished" else "interrupt", step=state.step)
+        if outcome == "interrupted":
+            of_all = f"{state.step} of {self._run.schedule.num_steps}"
+            self.say(f"stopped at step {of_all}, which is saved: started again, the run goes on from there")
         self._summarise(outcome, state)
         return state
 
@@ -298,6 +301,12 @@ class Recorder:
             },
         )
         write_summary(self._run_dir, summary)
+
+
+def _resumed(step: int, num_steps: int) -> str:
+    if step < num_steps:
+        return f"resumed at step {step}"
+    return f"finished before: this directory holds all {num_steps} steps, and there is nothing left to do"
 
 
 def _noise_figures(state: TrainState, estimate: NoiseEstimate | None) -> dict[str, Any]:

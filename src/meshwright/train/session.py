@@ -94,10 +94,12 @@ def claim_directory(run: RunSpec | FitSpec, run_dir: Path) -> None:
         draft.write_text(dump_run(run))
         os.replace(draft, kept)
     except OSError as error:
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        why = "a file is in the way" if is_file else error.strerror or error
         raise SpecError(
-            f"the run directory cannot be written: {error.strerror or error}",
+            f"the run directory cannot be written: {why}",
             where=str(run_dir),
-            hint="name another with --dir",
+            hint="name another: --dir, or directory= in Python",
         ) from None
 
 

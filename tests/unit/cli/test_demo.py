@@ -43,7 +43,7 @@ def test_the_whole_demo(here: Path, capfd: Captured):
         "ranks",
         "precision",
         "micro-batch",
-        "The same command again goes on",
+        "The same command again:",
         "runs/demo/report.html",
     ):
         assert part in words

@@ -47,6 +47,8 @@ def failing(monkeypatch: pytest.MonkeyPatch):
         (PermissionError(errno.EACCES, "Permission denied", "/root/x"), 2),
         (FileNotFoundError("of our own making"), 70),
         (OSError(errno.EIO, "disk"), 70),
+        (OSError(errno.ENOSPC, "No space left on device"), 2),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), 2),
         (RecursionError(), 70),
     ],
     ids=repr,
@@ -61,6 +63,15 @@ def test_fact_where_and_hint_are_told_on_stderr(failing, capsys: Captured):
     captured = capsys.readouterr()
     assert captured.err == "error: a fact\n  where: run.yaml:3 a.b\n  hint:  do this\n"
     assert captured.out == ""
+
+
+def test_an_interrupt_and_a_full_disk_are_told(failing, capsys: Captured):
+    failing(KeyboardInterrupt())
+    assert capsys.readouterr().err == "interrupted\n"
+    failing(OSError(errno.ENOSPC, "No space left on device"))
+    told = capsys.readouterr().err.splitlines()
+    assert told[:2] == ["error: No space left on device", "  where: standard output"]
+    assert told[2].startswith("  hint:  ")
 
 
 def test_several_errors_are_counted(capsys: Captured):
@@ -124,8 +135,9 @@ def test_help_imports_neither_verbs_nor_specs():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_has_gone_is_no_error():
-    command = f"{sys.executable} -m meshwright schema | head -c 10"
+@pytest.mark.parametrize("words", ["schema", "plan llama-3.2-1b --on h100:1 2>/dev/null"])
+def test_a_reader_that_has_gone_is_no_error(words: str):
+    command = f"{sys.executable} -m meshwright {words} | head -c 10"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout) == 10

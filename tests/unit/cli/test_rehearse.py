@@ -2,12 +2,13 @@
 
 import json
 
+import pytest
 from tests.small_runs import write_run_file
 from tests.unit.rehearse import test_prove
 from tests.unit.rehearse.test_prove import KeptPool
 
 from meshwright.cli.main import run
-from meshwright.errors import EXIT_DONE, EXIT_RUN_FAILED
+from meshwright.errors import EXIT_DONE, EXIT_INPUT, EXIT_RUN_FAILED
 from meshwright.rehearse import prove as proving
 
 
@@ -34,6 +35,21 @@ def test_a_failed_proof_exits_four_and_names_the_worst(ranks, monkeypatch, tmp_p
     err = capsys.readouterr().err
     assert "the proof failed: dp_replicate2 on 2 gloo ranks" in err
     assert "the worst is " in err and "hint:" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        (["--rank", "1"], "rank 1 is outside a world of 1 rank"),
+        (["--imbalance", "2"], "--imbalance 2 has no effect: custom has no experts"),
+        (["--full", "--no-proof"], "--full has no effect with --no-proof"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_senseless_options_are_refused_before_the_trace(options, fact, tmp_path, capsys):
+    assert run(["rehearse", write_run_file(tmp_path / "run.yaml"), *options]) == EXIT_INPUT
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {fact}") and f"where: {options[0]}" in told and "hint:" in told
 
 
 def test_the_proof_can_be_left_out(monkeypatch, tmp_path, capsys):

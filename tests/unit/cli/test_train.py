@@ -3,14 +3,18 @@
 import hashlib
 import math
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from tests.small_runs import SMALL, train_small, write_run_file
 
 from meshwright.cli.main import run
+from meshwright.errors import CheckpointError
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import read_summary
+from meshwright.train import loop
+from meshwright.train.saved import Checkpoints
 
 Captured = pytest.CaptureFixture[str]
 MODEL = SMALL["model"]
@@ -59,6 +63,43 @@ def test_stop_after_then_the_same_command_gives_the_same_run(trained: Path, tmp_
     assert run(["compare", str(trained), str(tmp_path / "run"), "--assert-equal"]) == 0
 
 
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the second step."""
+    seed_step = loop.seed_step
+
+    def seed_and_press(seed: int, number: int) -> None:
+        seed_step(seed, number)
+        if number == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(loop, "seed_step", seed_and_press)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupt_saves_and_says_so(trained: Path, tmp_path: Path, capsys: Captured):
+    file = write_run_file(tmp_path / "run.yaml")
+    command = ["train", file, "--dir", str(tmp_path / "run")]
+    assert run(command) == 130
+    assert "stopped at step 2 of 4, which is saved" in capsys.readouterr().err
+    assert run(command) == 0
+    assert run(["compare", str(trained), str(tmp_path / "run"), "--assert-equal"]) == 0
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupt_that_cannot_save_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    def refuse(*_: object) -> Path:
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "save", refuse)
+    file = write_run_file(tmp_path / "run.yaml")
+    assert run(["train", file, "--dir", str(tmp_path / "run")]) == 4
+    told = capsys.readouterr().err
+    assert "the last save failed: No space left on device" in told and "which is saved" not in told
+
+
 def test_start_from_takes_weights_only(trained: Path, tmp_path: Path):
     changed = train_small(tmp_path, f"checkpoint.start_from={trained}", "schedule.num_steps=2")
     rows = read_metrics(changed)
@@ -66,12 +107,13 @@ def test_start_from_takes_weights_only(trained: Path, tmp_path: Path):
     assert rows[0]["loss"] < read_metrics(trained)[1]["loss"], "the loaded weights know something already"
 
 
-def test_finished_run_again_does_nothing_new(trained: Path, tmp_path: Path):
+def test_finished_run_again_does_nothing_new(trained: Path, tmp_path: Path, capsys: Captured):
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
     before = (copy / "metrics.jsonl").read_bytes()
     assert run(["train", str(copy / "run.yaml"), "--dir", str(copy)]) == 0
     assert (copy / "metrics.jsonl").read_bytes() == before
+    assert capsys.readouterr().err.startswith("finished before: this directory holds all 4 steps")
 
 
 def test_missing_run_file(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):

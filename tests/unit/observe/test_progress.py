@@ -9,7 +9,7 @@ from meshwright.observe.progress import LiveProgress, PlainProgress, open_progre
 RATE = WorkRate(flops_per_token=6e9, num_ranks=1)
 
 
-def a_step(step: int, loss: float = 2.5) -> StepMetrics:
+def a_step(step: int, loss: float = 2.5, seconds: float = 0.5) -> StepMetrics:
     return RATE.fill(
         StepMetrics(
             step=step,
@@ -18,7 +18,7 @@ def a_step(step: int, loss: float = 2.5) -> StepMetrics:
             lr=1e-3,
             tokens=step * 1000,
             step_tokens=1000,
-            step_seconds=0.5,
+            step_seconds=seconds,
             peak_bytes=None,
         )
     )
@@ -31,7 +31,7 @@ def test_plain_lines_for_first_and_last_step() -> None:
             progress.update(a_step(step))
         progress.say("saved")
     assert stream.getvalue().splitlines() == [
-        "demo: step 1/4, loss 2.5000, 2K tokens/s, ETA 1.50 s",
+        "demo: step 1/4, loss 2.5000, 2K tokens/s",
         "demo: step 4/4, loss 2.5000, 2K tokens/s, done",
         "saved",
     ]
@@ -43,6 +43,18 @@ def test_plain_progress_tells_where_it_stopped() -> None:
         progress.update(a_step(1))
         progress.update(a_step(2, loss=math.nan))
     assert stream.getvalue().splitlines()[-1] == "demo: step 2/9, loss nan, 2K tokens/s, ETA 3.50 s"
+
+
+def test_what_is_said_follows_its_step_and_the_first_step_foretells_nothing() -> None:
+    stream = io.StringIO()
+    with PlainProgress("demo", total_steps=9, every_seconds=3600, stream=stream) as progress:
+        progress.update(a_step(1, seconds=60.0))
+        progress.update(a_step(2))
+        progress.say("saved")
+    assert stream.getvalue().splitlines()[1:] == [
+        "demo: step 2/9, loss 2.5000, 2K tokens/s, ETA 3.50 s",
+        "saved",
+    ]
 
 
 def test_plain_progress_every_zero_seconds_writes_every_step() -> None:
