@@ -15,6 +15,8 @@ Each one is the transpose of its partner, so its backward is that partner (n ran
 The last two are for a whole that every rank then uses alike, so that its gradient is whole and the same on
 every rank already; after `all_gather` each rank uses it differently, and gradients are terms of a sum.
 
+What a Function returns is written through a view of it, for the reason given in `ops.cast`.
+
 S_n is a dim cut over the group; x{n} is a sum whose terms still lie on the n ranks. Ranks of the group
 call in the same order with equal shapes. Bytes are per rank and count what it sends.
 """
@@ -164,7 +166,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 def _deal_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    dist.all_to_all_single(out.view_as(out), x.contiguous(), received, sent, group=group)
     return out
 
 
@@ -172,7 +174,7 @@ class _AllReduceForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total.view_as(total), group=group)
         return total
 
     @staticmethod

@@ -106,3 +106,39 @@ def test_wholes_that_ranks_use_alike(ranks, dim):
         assert torch.equal(part, _input(0).chunk(NUM_RANKS, dim)[rank])
         assert torch.equal(again, _input(0) * 2)
         assert torch.equal(grad, weights * 2)
+
+
+COMPILED = {
+    **{f"{name} {args}": (name, args) for name, args in CASES},
+    "exchange_rows": ("exchange_rows", ([1, 3], [1, 3]), ([3, 1], [3, 1])),
+    "all_reduce_forward": ("all_reduce_forward", ()),
+    "all_reduce_backward": ("all_reduce_backward", ()),
+    "gather_alike": ("gather_alike", (1,)),
+    "part_alike": ("part_alike", (2,)),
+}
+
+
+def _compiled_and_eager(name: str, *args_of_ranks: tuple[object, ...]) -> list[torch.Tensor]:
+    """Gradients of both, and both outputs."""
+    args, group = args_of_ranks[dist.get_rank() % len(args_of_ranks)], dist.group.WORLD
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        """As inside a block: what comes before and after is of the same graph."""
+        return torch.sin(getattr(collectives, name)(2 * x, *args, group))
+
+    found = []
+    for function in (between, torch.compile(between, backend="aot_eager", fullgraph=True)):
+        x = _input(dist.get_rank()).requires_grad_()
+        y = function(x)
+        y.backward(torch.linspace(-1.0, 1.0, y.numel(), dtype=y.dtype).view(y.shape))
+        found += [x.grad, y.detach()]
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_compiled_graph_has_its_gradient(ranks, case):
+    for grad, y, compiled_grad, compiled_y in ranks.run(_compiled_and_eager, NUM_RANKS, *COMPILED[case]):
+        assert grad.abs().sum() > 0
+        torch.testing.assert_close(compiled_grad, grad, rtol=1e-14, atol=0)
+        torch.testing.assert_close(compiled_y, y, rtol=1e-14, atol=0)

@@ -1,0 +1,92 @@
+"""Compiled blocks equal one eager device on every axis: what the compiler traces, splits and saves is right.
+
+Graphs, decompositions and the partition into forward and backward are those of `torch.compile`; their
+operators then run one by one, because making kernels takes minutes and float64 of the CPU's is not complete.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.harness import assert_same_training
+from tests.layouts import DENSE, ROUTED, Layout, all_pairs, all_singles, named_mixes
+from tests.oracle import reference
+from tests.ranks import RankPool, this_world
+
+from meshwright.mesh import build_mesh
+from meshwright.rehearse.steps import Trained, train_steps
+from meshwright.spec import MemorySpec, ParallelSpec, RunSpec
+from meshwright.spec.check import check, require_valid
+
+BACKEND = "aot_eager_decomp_partition"
+RECOMPUTE = ("none", "selective", "full")
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    torch.compiler.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend=BACKEND)):
+        yield
+    torch.compiler.reset()
+
+
+def _train_compiled(run: RunSpec, num_steps: int) -> tuple[Trained, int]:
+    """And the number of graphs that were made."""
+    counters = torch._dynamo.utils.counters
+    with _without_kernels():
+        counters.clear()
+        result = train_steps(run, build_mesh(run.parallel, this_world()), num_steps)
+        return result, counters["stats"]["unique_graphs"]
+
+
+def prove(
+    ranks: RankPool, layout: Layout, *, recompute: str = "none", device: str = "cpu", num_steps: int = 3
+) -> None:
+    run = layout.run().with_(compile=True, memory=MemorySpec(recompute=recompute), device=device)
+    if complaints := check(run):
+        pytest.skip(complaints[0].fact)
+    require_valid(run)
+    answers = ranks.run(_train_compiled, run.parallel.num_ranks, run, num_steps)
+    assert all(num_graphs > 0 for _, num_graphs in answers)
+    expected = reference(layout.run(), num_steps=num_steps)
+    assert_same_training([result for result, _ in answers], expected)
+
+
+def each(layouts: list[Layout]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
+
+
+ONE_DEVICE = [Layout(ParallelSpec(), kind, 2) for kind in (*DENSE, *ROUTED)]
+EACH_AXIS = [
+    Layout(ParallelSpec(dp_replicate=2), "gpt"),
+    Layout(ParallelSpec(dp_shard=2, zero=2), "tied"),
+    Layout(ParallelSpec(dp_shard=2, zero=3), "gqa"),
+    Layout(ParallelSpec(cp=2), "gqa"),
+    Layout(ParallelSpec(cp=2, cp_kind="ring"), "gpt"),
+    Layout(ParallelSpec(cp=2, cp_kind="ulysses"), "tied"),
+    Layout(ParallelSpec(tp=2), "gpt"),
+    Layout(ParallelSpec(pp=2), "gpt"),
+    Layout(ParallelSpec(pp=2, schedule="interleaved_1f1b", virtual_stages=2), "tied"),
+    Layout(ParallelSpec(dp_shard=2, zero=1, ep=2), "moe"),
+    Layout(ParallelSpec(dp_shard=2, zero=3, tp=2), "gqa"),
+]
+
+
+@each(ONE_DEVICE)
+def test_each_kind_of_model(ranks: RankPool, layout: Layout) -> None:
+    prove(ranks, layout)
+
+
+@each(EACH_AXIS)
+def test_each_axis(ranks: RankPool, layout: Layout) -> None:
+    prove(ranks, layout, num_steps=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@each([*ONE_DEVICE, *all_singles(), *all_pairs(), *named_mixes()])
+def test_each_pair_of_axes(ranks: RankPool, layout: Layout, recompute: str) -> None:
+    prove(ranks, layout, recompute=recompute)
