@@ -12,7 +12,10 @@ tp is innermost, so its ranks are neighbours on a node. Building a Mesh communic
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import os
+import threading
+import time
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.errors import LaunchError, MeshError
 from meshwright.spec import ParallelSpec
+
+# A collective on a card ends within milliseconds of being told to; freeing what it used takes up to seconds.
+ENDING_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +109,35 @@ def _form_groups(world: World, prefix: str, timeout: datetime.timedelta) -> None
 
 def abandon_world(world: World) -> None:
     """Leave without waiting for collectives that will never end: a partner has left them."""
-    if dist.is_initialized():
-        end_device_collectives(world)
+    if not dist.is_initialized():
+        return
+    if end_device_collectives(world):
         dist.destroy_process_group()
+    else:  # then the end of the process would wait for them too: a thread that needs nothing ends it
+        faulthandler.dump_traceback_later(ENDING_SECONDS, exit=True)
 
 
-def end_device_collectives(world: World) -> None:
-    """Let every collective on a card end as it is; what gloo does on the host goes on. From any thread."""
-    for _, on_card in _device_groups(world):
-        with contextlib.suppress(RuntimeError):  # one that was ended already
-            on_card.abort()
+def end_device_collectives(world: World) -> bool:
+    """Let every collective on a card end as it is, and tell whether all did; from any thread.
+
+    What gloo does on the host goes on. All groups at once: torch ends a group's collective and then frees its
+    memory, which waits for the whole card, and with it for collectives of groups that were not told yet.
+    """
+    threads = [
+        threading.Thread(target=_end_collectives, args=(on_card,), name="ending", daemon=True)
+        for _, on_card in _device_groups(world)
+    ]
+    for thread in threads:
+        thread.start()
+    latest = time.monotonic() + ENDING_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, latest - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def _end_collectives(on_card: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # ended already
+        on_card.abort()
 
 
 def connect_device_groups(world: World) -> None:
@@ -122,7 +147,8 @@ def connect_device_groups(world: World) -> None:
     inside NCCL, where nothing can end it.
     """
     for group, _ in _device_groups(world):
-        dist.all_reduce(torch.zeros(1, device=world.device), group=group)
+        if group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=world.device), group=group)
 
 
 def _device_groups(world: World) -> list[tuple[dist.ProcessGroup, Any]]:

@@ -5,7 +5,8 @@ import torch
 from tests.ranks import RankPool
 
 # No job on a card computes this long, and minutes on it are dear.
-JOB_SECONDS = 30.0
+JOB_SECONDS = 20.0
+GRACE_SECONDS = 5.0
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +14,6 @@ def nccl_ranks():
     """Like `ranks`, on cuda:0 with NCCL."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    pool = RankPool(max_ranks=4, device="cuda", job_seconds=JOB_SECONDS)
+    pool = RankPool(max_ranks=4, device="cuda", job_seconds=JOB_SECONDS, grace_seconds=GRACE_SECONDS)
     yield pool
     pool.close()

@@ -1,15 +1,12 @@
-"""The proof with NCCL ranks on one card, and a back-off from a shortage of memory between them."""
+"""The proof with NCCL ranks on one card."""
 
 import pytest
 import torch
-from tests.harness import RTOL, worst_errors
-from tests.resume.test_shortage import BACK_OFF, final_tensors, run_of, train
 from tests.unit.rehearse.test_prove import large_run
 
 from meshwright.rehearse.prove import prove
 from meshwright.rehearse.shrink import shrink
 from meshwright.spec import MemorySpec, ParallelSpec
-from meshwright.train.out_of_memory import smaller_microbatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,16 +25,3 @@ def test_nccl_ranks_on_one_card_equal_one_device(case):
     (verdict,) = prove(shrink(LARGE[case], max_ranks=4), ranks=("cuda",))
     print(verdict.line)
     assert verdict.holds, verdict.line
-
-
-@pytest.mark.parametrize("layout", ["replicas", "zero_3", "tp", "pp"])
-def test_a_back_off_between_nccl_ranks(nccl_ranks, tmp_path, layout):
-    """A partner waits on the card for the rank that is short; that collective has to be ended."""
-    run = run_of(layout, memory=BACK_OFF, device="cuda")
-    train(nccl_ranks, run, tmp_path / "short", 1, 2)
-    train(nccl_ranks, smaller_microbatch(run), tmp_path / "small")
-    # fp64; the order of sums inside a kernel may differ from run to run.
-    assert (
-        max(worst_errors(final_tensors(tmp_path / "short"), final_tensors(tmp_path / "small")).values())
-        < RTOL
-    )

@@ -2,8 +2,11 @@
 
 import datetime
 import json
-from contextlib import contextmanager
+import threading
+import weakref
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -11,58 +14,145 @@ import torch.distributed as dist
 from tests.attempts import last_checkpoint, read_tensors
 from tests.harness import RTOL, this_world, worst_errors
 from tests.tiny_runs import tiny_run
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.errors import EXIT_RUN_FAILED, RunError
 from meshwright.mesh import rejoin_world
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Block, Decoder
 from meshwright.observe.metrics import read_metrics
-from meshwright.spec import MemorySpec, ParallelSpec
+from meshwright.resilience.shortage import prepare_device_groups
+from meshwright.spec import MemorySpec, ObserveSpec, ParallelSpec
 from meshwright.train.out_of_memory import smaller_microbatch
 from meshwright.train.session import train_on
+from meshwright.train.state import TrainState
 
 BACK_OFF = MemorySpec(on_oom="halve_microbatch")
 # gloo has no way to end a collective from outside, so the partners of the short rank wait this long.
 WAIT_SECONDS = 5
+# On a card nobody waits so long: a hang must be ended by us, not by torch.
+CARD_WAIT_SECONDS = 600
+
+
+class Strike(NamedTuple):
+    """Which rank runs out of memory, and when: at which of its micro-batches of two sequences, and where."""
+
+    rank: int
+    call: int
+    place: Literal["forward", "block", "backward", "update"] = "forward"
+
+
+class Plan:
+    """Memory runs out where the strike says, as long as micro-batches have two sequences."""
+
+    def __init__(self, strike: Strike | None) -> None:
+        self._strike, self._count = strike, 0
+        self.models = weakref.WeakSet[nn.Module]()
+        """All that a step was made with and that are still there."""
+
+    def before_forward(self, module, inputs):
+        if isinstance(module, Decoder):
+            self.models.add(module)
+        if torch.is_grad_enabled() and inputs and len(inputs[0]) == 2:
+            self._fail_if_due("forward", isinstance(module, Decoder))
+            self._fail_if_due("block", isinstance(module, Block))
+
+    def after_forward(self, module, _inputs, output):
+        if isinstance(module, Block) and output.requires_grad and len(output) == 2:
+            output.register_hook(lambda _: self._fail_if_due("backward", True))
+
+    def before_update(self, *_):
+        self._fail_if_due("update", True)
+
+    def _fail_if_due(self, place: str, is_here: bool) -> None:
+        if self._strike is None or self._strike.place != place or not is_here:
+            return
+        self._count += 1
+        if dist.get_rank() == self._strike.rank and self._count == self._strike.call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 @contextmanager
-def shortage(rank: int, call: int):
-    """The given forward pass of a rank is out of memory, as long as its micro-batches have two sequences."""
-    calls = 0
+def shortage(strike: Strike | None):
+    """Let it happen."""
+    plan = Plan(strike)
+    with ExitStack() as planted:
+        for handle in (
+            register_module_forward_pre_hook(plan.before_forward),
+            register_module_forward_hook(plan.after_forward),
+            register_optimizer_step_pre_hook(plan.before_update),
+        ):
+            planted.callback(handle.remove)
+        yield plan
 
-    def before_forward(module, inputs):
-        nonlocal calls
-        if isinstance(module, Decoder) and torch.is_grad_enabled() and len(inputs[0]) == 2:
-            calls += 1
-            if dist.get_rank() == rank and calls == call:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    usual = dist.distributed_c10d.default_pg_timeout
-    dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=WAIT_SECONDS)
+@contextmanager
+def group_timeout(seconds: float):
+    """Of groups that are made without one of their own."""
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    usual = {name: getattr(dist.distributed_c10d, name) for name in names}
+    for name in names:
+        setattr(dist.distributed_c10d, name, datetime.timedelta(seconds=seconds))
     try:
         yield
     finally:
-        dist.distributed_c10d.default_pg_timeout = usual
-        handle.remove()
+        for name, value in usual.items():
+            setattr(dist.distributed_c10d, name, value)
 
 
-def _train(run, run_dir: Path, rank: int, call: int):
-    with shortage(rank, call):
-        dist.barrier()  # until all have connected, none may leave
-        world = rejoin_world(this_world(), 100, timeout_seconds=WAIT_SECONDS)
+class Census(NamedTuple):
+    """What there is of all attempts at training, before an update."""
+
+    models: int
+    groups: int
+    threads: list[str]
+    device_bytes: int
+
+
+def census(plan: Plan) -> Census:
+    return Census(
+        models=len(plan.models),
+        groups=len(dist.distributed_c10d._world.pg_map),
+        threads=sorted(thread.name for thread in threading.enumerate()),
+        device_bytes=torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
+    )
+
+
+class End(NamedTuple):
+    """How an attempt to train ended on one rank."""
+
+    state: TrainState | None
+    error: RunError | None
+    census: Census | None
+    """Before the last update."""
+
+
+def _train(run, run_dir: Path, strike: Strike | None) -> End:
+    world = this_world()
+    on_card = world.device.type == "cuda"
+    wait_seconds = CARD_WAIT_SECONDS if on_card else WAIT_SECONDS
+    seen: list[Census] = []
+    if on_card:
+        prepare_device_groups()
+        torch._C._set_print_stack_traces_on_fatal_signal(True)  # a hang tells where, natively too
+    with shortage(strike) as plan, group_timeout(wait_seconds):
+        counting = register_optimizer_step_pre_hook(lambda *_: seen.append(census(plan)))
         try:
-            return train_on(run, world, run_dir).state
+            dist.barrier()  # until all have connected, none may leave
+            rejoin_world(world, 100, timeout_seconds=wait_seconds)
+            return End(train_on(run, world, run_dir).state, None, seen[-1])
         except RunError as error:
             rejoin_world(world, 101)  # the pool's last barrier needs groups that are whole
-            return error
+            return End(None, error, None)
+        finally:
+            counting.remove()
 
 
-def train(ranks, run, run_dir: Path, rank: int = -1, call: int = 0):
-    """What every rank came to; without a rank nobody is short."""
+def train(ranks, run, run_dir: Path, strike: Strike | None = None) -> list[End]:
+    """What every rank came to; without a strike nobody is short."""
     try:
-        return ranks.run(_train, run.parallel.num_ranks, run, run_dir, rank, call)
+        return ranks.run(_train, run.parallel.num_ranks, run, run_dir, strike)
     finally:
         ranks.restart()  # gloo keeps the connections of collectives that were left half-way
 
@@ -91,19 +181,20 @@ def run_of(layout: str, optim: str = "adamw", **changes):
     [pytest.param(name, marks=pytest.mark.soak if name in ("replicas", "tp") else ()) for name in LAYOUTS],
 )
 def test_smaller_microbatches_from_the_first_step_on(ranks, tmp_path, layout):
-    """Bitwise the run that had them from the start."""
+    """Bitwise the run that had them from the start, and nothing is left of the first attempt."""
     run = run_of(layout, memory=BACK_OFF)
     size = run.parallel.num_ranks
-    states = train(ranks, run, tmp_path / "short", size - 1, 2)
-    smaller = smaller_microbatch(run)
-    train(ranks, smaller, tmp_path / "small")
-    assert {state.step for state in states} == {run.schedule.num_steps}
+    ends = train(ranks, run, tmp_path / "short", Strike(size - 1, 2))
+    small = train(ranks, smaller_microbatch(run), tmp_path / "small")
+    assert {end.state.step for end in ends} == {run.schedule.num_steps}
     found, expected = final_tensors(tmp_path / "short"), final_tensors(tmp_path / "small")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     events = [json.loads(line) for line in (tmp_path / "short" / "events-0.jsonl").read_text().splitlines()]
     told = [event["text"] for event in events if event["kind"] == "warning"]
     assert told == [f"rank {size - 1} ran out of memory: step 1 again in micro-batches of 1"]
+    assert [end.census for end in ends] == [end.census for end in small]
+    assert {end.census.models for end in ends} == {1}
 
 
 @pytest.mark.parametrize("layout", ["zero_3", "pp"])
@@ -112,7 +203,7 @@ def test_a_shortage_on_the_way_changes_nothing(ranks, tmp_path, layout):
     run = run_of(layout, memory=BACK_OFF)
     run = run.with_(optim=run.optim.with_(ema_decay=0.5))
     calls_of_a_step = 4 // run.parallel.dp
-    train(ranks, run, tmp_path / "short", 0, 3 * calls_of_a_step + 2)
+    train(ranks, run, tmp_path / "short", Strike(0, 3 * calls_of_a_step + 2))
     train(ranks, run.with_(memory=MemorySpec()), tmp_path / "whole")
     assert (
         max(worst_errors(final_tensors(tmp_path / "short"), final_tensors(tmp_path / "whole")).values())
@@ -124,8 +215,7 @@ def test_a_shortage_on_the_way_changes_nothing(ranks, tmp_path, layout):
 
 def test_without_a_back_off_the_run_ends_with_what_to_do(ranks, tmp_path):
     run = run_of("zero_3")
-    errors = train(ranks, run, tmp_path, 1, 3)
-    assert all(isinstance(error, RunError) for error in errors)
+    errors = [end.error for end in train(ranks, run, tmp_path, Strike(1, 3))]
     assert {error.exit_code for error in errors} == {EXIT_RUN_FAILED}
     fact = errors[0].fact
     assert fact.startswith(
@@ -137,6 +227,13 @@ def test_without_a_back_off_the_run_ends_with_what_to_do(ranks, tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["outcome"], summary["final_step"]) == ("failed", 1)
+
+
+def test_a_shortage_in_the_update_ends_the_run_on_every_rank(ranks, tmp_path):
+    """The partner finds out where it waits for that rank: in the next step."""
+    run = run_of("replicas", memory=BACK_OFF, observe=ObserveSpec(every_steps=100))
+    ends = train(ranks, run, tmp_path, Strike(1, 2, "update"))
+    assert all("rank 1 ran out of memory in step" in end.error.fact for end in ends)
 
 
 def test_when_nothing_is_left_to_halve_the_run_ends(ranks, tmp_path):

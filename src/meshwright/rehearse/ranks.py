@@ -17,11 +17,12 @@ import tempfile
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from meshwright.mesh import World
 JOB_TIMEOUT_SECONDS = 120.0
 # What is left of a job after its collectives have given up.
 GRACE_SECONDS = 30.0
+# Before ranks that hang are killed they say where they stand.
+LAST_WORDS_SECONDS = 4.0
 # gloo keeps the threads of a destroyed group while anything in torch remembers it (a mesh leaves about 20
 # groups), and torch's caches may name a group of an earlier world; fresh forks are cheap beside both.
 JOBS_PER_FORK = 5
@@ -44,6 +47,15 @@ _PRELOAD = [
     "meshwright.train.loop",
     "meshwright.rehearse.steps",
 ]
+
+
+class Limits(NamedTuple):
+    """What a job may take."""
+
+    job_seconds: float
+    """Each of its collectives."""
+    silent_seconds: float
+    """Until ranks that have not answered are killed."""
 
 
 class RankFailure(Exception):
@@ -86,12 +98,13 @@ def this_world() -> World:
     return World(rank=rank, local_rank=rank, num_ranks=size, device=rank_device(), store=store)
 
 
-def _serve(rank: int, connection: Connection, device: str, job_seconds: float, trace: Path) -> None:
-    """Run jobs until the pipe closes; asked by a signal, say in `trace` where this rank stands."""
+def _serve(rank: int, connection: Connection, device: str, limits: Limits, trace_path: Path) -> None:
+    """Run jobs until the pipe closes; when asked, or when time runs out, say where this rank stands."""
     try:
-        faulthandler.register(signal.SIGUSR1, file=trace.open("w"), all_threads=True)
+        trace = trace_path.open("w")
     except FileNotFoundError:
         return  # the pool was closed, by Ctrl-C, while this rank was forked
+    faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
     backend = _take_device(rank, device)
     while True:
         try:
@@ -102,7 +115,9 @@ def _serve(rank: int, connection: Connection, device: str, job_seconds: float, t
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             os.environ[_STORE_VARIABLE] = store_path
             store = dist.FileStore(store_path, world_size)
-            timeout = datetime.timedelta(seconds=job_seconds)
+            timeout = datetime.timedelta(seconds=limits.job_seconds)
+            # By itself as well: a thread that a driver holds in the kernel takes no signal.
+            faulthandler.dump_traceback_later(limits.silent_seconds - LAST_WORDS_SECONDS, file=trace)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             torch.manual_seed(0)
             result = _pack(function(*args))
@@ -111,6 +126,7 @@ def _serve(rank: int, connection: Connection, device: str, job_seconds: float, t
         except BaseException:
             connection.send((False, traceback.format_exc()))
         finally:
+            faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -129,6 +145,16 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _threads_of(process_id: int) -> str:
+    """What the system says of a process's threads: name, and R for running, S for waiting, D for held."""
+    found = Counter[str]()
+    for status in Path(f"/proc/{process_id}/task").glob("*/status"):
+        with contextlib.suppress(OSError, IndexError):
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            found[f"{fields.get('Name')} {fields.get('State', '?').split()[0]}"] += 1
+    return ", ".join(f"{name} x{count}" for name, count in sorted(found.items()))
+
+
 class RankPool:
     """Forked ranks that run `function(*args)` together in a process group of any size up to `max_ranks`.
 
@@ -136,9 +162,15 @@ class RankPool:
     """
 
     def __init__(
-        self, max_ranks: int = 8, *, device: str = "cpu", job_seconds: float = JOB_TIMEOUT_SECONDS
+        self,
+        max_ranks: int = 8,
+        *,
+        device: str = "cpu",
+        job_seconds: float = JOB_TIMEOUT_SECONDS,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        self.max_ranks, self.device, self._job_seconds = max_ranks, device, job_seconds
+        self.max_ranks, self.device = max_ranks, device
+        self._limits = Limits(job_seconds, job_seconds + grace_seconds)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[Any, Any]] = []  # processes and our ends of their pipes
@@ -152,7 +184,7 @@ class RankPool:
             rank = len(self._workers)
             process = self._context.Process(
                 target=_serve,
-                args=(rank, theirs, self.device, self._job_seconds, self._trace_of(rank)),
+                args=(rank, theirs, self.device, self._limits, self._trace_of(rank)),
                 daemon=True,
             )
             process.start()
@@ -182,11 +214,22 @@ class RankPool:
 
     def _standing(self, ranks: list[int]) -> str:
         """Where these ranks hang: what each of their threads runs."""
+        self._signal(ranks, signal.SIGUSR1)
+        time.sleep(1.0)  # they write by themselves
+        found = "".join(
+            f"\nrank {rank} stands at:\n{self._trace_of(rank).read_text()}"
+            f"threads: {_threads_of(self.process_ids[rank])}\n"
+            for rank in ranks
+        )
+        if self.device != "cpu":  # their last words, if torch was asked to print stacks on a fatal signal
+            self._signal(ranks, signal.SIGABRT)
+            time.sleep(LAST_WORDS_SECONDS)
+        return found
+
+    def _signal(self, ranks: list[int], number: signal.Signals) -> None:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process_ids[rank], signal.SIGUSR1)
-        time.sleep(1.0)  # they write by themselves
-        return "".join(f"\nrank {rank} stands at:\n{self._trace_of(rank).read_text()}" for rank in ranks)
+                os.kill(self.process_ids[rank], number)
 
     def _collect(self, connections: list[Any]) -> list[Any]:
         results: dict[int, Any] = {}
@@ -194,7 +237,7 @@ class RankPool:
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
             # After a first failure the others hang in a collective: give them a moment to report too.
-            ready = wait(list(waiting), timeout=2.0 if failures else self._job_seconds + GRACE_SECONDS)
+            ready = wait(list(waiting), timeout=2.0 if failures else self._limits.silent_seconds)
             if not ready:
                 break
             for connection in [one for one in connections if one in ready]:

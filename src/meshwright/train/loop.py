@@ -4,12 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from meshwright.mesh import World, build_mesh
 from meshwright.optim.schedule import learning_rate
 from meshwright.resilience.interrupt import listening
-from meshwright.resilience.shortage import GuardedProgram, Lookout, Shortage
+from meshwright.resilience.shortage import GuardedProgram, Lookout, shortage_behind
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.carried import Carried, carry, put_back
@@ -90,8 +88,11 @@ def drive(
                 _compare_with_bf16(job.shadow, recorder, batch, state)
                 seed_step(run.seed, state.num_batches)
                 outcome = train_step(training, batch, learning_rate=rate)
-            except (Shortage, torch.OutOfMemoryError) as error:
-                recorder.run_short(error, state)
+            except Exception as error:
+                shortage = shortage_behind(error, training.program, rank=job.mesh.rank)
+                if shortage is None:
+                    raise
+                recorder.run_short(shortage, state)
                 batches.close()
                 return Outcome("short", state, carry(job, state, position))
 

@@ -26,7 +26,7 @@ from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.summary import RunSummary, write_summary
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.plan.flops import flops_per_token
-from meshwright.resilience.shortage import Shortage, first_words
+from meshwright.resilience.shortage import Shortage
 from meshwright.spec import PrecisionSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.train.evaluate import sum_over_world
@@ -152,14 +152,9 @@ class Recorder:
                 hint="lower optim.lr, or use bf16",
             )
 
-    def run_short(self, error: Shortage | torch.OutOfMemoryError, state: TrainState) -> None:
-        """A rank ran out of memory: raise what everyone must know, unless smaller micro-batches go on.
-
-        An error that did not become a Shortage came from outside of forward and backward: the update may
-        have begun, so there is nothing to go on from.
-        """
-        can_go_on = self._run.memory.on_oom == "halve_microbatch" and isinstance(error, Shortage)
-        shortage = error if isinstance(error, Shortage) else Shortage(self._mesh.rank, first_words(error))
+    def run_short(self, shortage: Shortage, state: TrainState) -> None:
+        """A rank ran out of memory: raise what everyone must know, unless smaller micro-batches go on."""
+        can_go_on = self._run.memory.on_oom == "halve_microbatch" and not shortage.is_final
         smaller = smaller_microbatch(self._run) if can_go_on else None
         if smaller is None:
             raise out_of_memory(

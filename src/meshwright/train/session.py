@@ -17,7 +17,7 @@ from meshwright.errors import (
     SpecError,
 )
 from meshwright.mesh import World, abandon_world, join_world, leave_world, rejoin_world
-from meshwright.resilience.shortage import first_words
+from meshwright.resilience.shortage import first_words, prepare_device_groups
 from meshwright.spec import RunSpec
 from meshwright.spec.foreign import FitSpec
 from meshwright.spec.text import dump_run, load_run
@@ -29,11 +29,14 @@ from meshwright.train.saved import require_same_course
 
 def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:
     """Train as the rank that the environment describes; returns the exit code."""
+    if run.memory.on_oom == "halve_microbatch":
+        prepare_device_groups()
     world = join_world(run.device)
     try:
         on_first_rank(lambda: claim_directory(run, run_dir))
         outcome = train_on(run, world, run_dir, stop_after=stop_after)
         is_as_asked = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
+        leave_world()
         return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
     except torch.OutOfMemoryError as error:
         abandon_world(world)
@@ -45,8 +48,6 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
     except BaseException:
         abandon_world(world)  # other ranks may be anywhere: nothing here may wait for them
         raise
-    finally:
-        leave_world()
 
 
 def train_on(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:

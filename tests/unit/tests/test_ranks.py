@@ -1,13 +1,12 @@
 """The pool that every distributed test stands on."""
 
+import signal
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import RankFailure, RankPool
-
-from meshwright.rehearse import ranks as ranks_module
 
 
 def _sum_of_ranks(offset: int) -> torch.Tensor:
@@ -33,14 +32,18 @@ def test_a_failing_rank_is_named_and_the_pool_recovers(ranks) -> None:
     assert len(ranks.run(_sum_of_ranks, 2, 0)) == 2
 
 
-def _sleep_for_long():
+def _sleep_for_long(takes_signals: bool):
+    if not takes_signals:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     time.sleep(100)
 
 
-def test_silent_ranks_are_killed_and_tell_where_they_stood(monkeypatch):
-    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 1.0)
-    with RankPool(max_ranks=1, job_seconds=3.0) as pool:
+@pytest.mark.parametrize("takes_signals", [True, False])
+def test_silent_ranks_are_killed_and_tell_where_they_stood(takes_signals):
+    """Also when no signal reaches them, as in a driver that holds a thread."""
+    with RankPool(max_ranks=1, job_seconds=3.0, grace_seconds=2.0) as pool:
         with pytest.raises(RankFailure, match="no answer from ranks") as caught:
-            pool.run(_sleep_for_long, 1)
-        assert "_sleep_for_long" in str(caught.value)
+            pool.run(_sleep_for_long, 1, takes_signals)
+        assert "in _sleep_for_long" in str(caught.value)
+        assert "threads: " in str(caught.value)
         assert pool.process_ids == []

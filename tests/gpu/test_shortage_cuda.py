@@ -1,0 +1,128 @@
+"""A shortage of memory between NCCL ranks on one card, wherever it strikes: nobody stays behind."""
+
+import faulthandler
+import tempfile
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.harness import RTOL, worst_errors
+from tests.resume.test_shortage import BACK_OFF, LAYOUTS, Strike, final_tensors, run_of, train
+from tests.tiny_runs import MODELS, tiny_run
+
+from meshwright.models import build_decoder, initialise
+from meshwright.spec import ParallelSpec
+from meshwright.train.out_of_memory import smaller_microbatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# More kernels in one micro-batch than a card's queue takes: the host then waits for the card in a launch.
+DEEP = MODELS["tied"].with_(num_layers=24)
+LAYOUTS_HERE = LAYOUTS | {"tp_pp": ParallelSpec(tp=2, pp=2)}
+# Layout, and where it strikes. Partners then wait in a collective of the card that nobody else joins.
+STRIKES = {
+    "replicas": ("replicas", Strike(1, 2)),
+    "zero_3": ("zero_3", Strike(1, 2)),
+    "tp": ("tp", Strike(1, 2)),
+    "pp": ("pp", Strike(1, 2)),
+    "tp_between_collectives": ("tp", Strike(1, 6, "block")),
+    "tp_backward": ("tp", Strike(0, 3, "backward")),
+    "pp_first_stage": ("pp", Strike(0, 3)),
+    "pp_backward": ("pp", Strike(0, 2, "backward")),
+    "tp_pp": ("tp_pp", Strike(3, 2)),
+}
+
+
+def _run(layout: str, **changes: Any):
+    return run_of("one", memory=BACK_OFF, device="cuda", **changes).with_(parallel=LAYOUTS_HERE[layout])
+
+
+@pytest.fixture(scope="module")
+def expected(nccl_ranks, tmp_path_factory):
+    """One rank, with small micro-batches from the start."""
+    run_dir = tmp_path_factory.mktemp("one")
+    train(nccl_ranks, smaller_microbatch(_run("one")), run_dir)
+    return final_tensors(run_dir)
+
+
+@pytest.mark.parametrize("case", STRIKES)
+def test_a_back_off_between_nccl_ranks(nccl_ranks, expected, tmp_path, case):
+    layout, strike = STRIKES[case]
+    began = time.monotonic()
+    ends = train(nccl_ranks, _run(layout), tmp_path, strike)
+    print(f"{case}: {time.monotonic() - began:.1f} s, {[end.census for end in ends]}")
+    assert max(worst_errors(final_tensors(tmp_path), expected).values()) < RTOL
+    assert {end.census.models for end in ends} == {1}
+    assert not {"shortage", "ending"} & {name for end in ends for name in end.census.threads}
+
+
+def test_hosts_that_wait_in_a_launch_come_out_of_it(nccl_ranks, tmp_path):
+    run = _run("tp").with_(model=DEEP)
+    train(nccl_ranks, run, tmp_path / "short", Strike(1, 2))
+    train(nccl_ranks, smaller_microbatch(run), tmp_path / "small")
+    errors = worst_errors(final_tensors(tmp_path / "short"), final_tensors(tmp_path / "small"))
+    assert max(errors.values()) < RTOL
+
+
+def test_a_shortage_in_the_update_ends_the_run(nccl_ranks, tmp_path):
+    """On the rank that is short; what starts ranks ends the others."""
+    (end,) = train(nccl_ranks, _run("one"), tmp_path, Strike(0, 2, "update"))
+    assert end.error is not None and "rank 0 ran out of memory in step 2" in end.error.fact
+
+
+def _longest_pause_seconds(action) -> tuple[float, str]:
+    """Of another thread, while `action` gives a card that is busy for seconds more than its queue takes."""
+    is_over, pauses = threading.Event(), [0.0]
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not is_over.wait(0.005):
+            now = time.monotonic()
+            pauses[0], last = max(pauses[0], now - last), now
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    with tempfile.TemporaryFile("w+") as standing:
+        ticker.start()
+        torch.cuda._sleep(4_000_000_000)  # cycles: two seconds and a half
+        faulthandler.dump_traceback_later(1.0, file=standing)
+        action()
+        faulthandler.cancel_dump_traceback_later()
+        is_over.set()
+        ticker.join()
+        torch.cuda.synchronize()
+        standing.seek(0)
+        return pauses[0], standing.read()
+
+
+@pytest.mark.parametrize("part", ["plain", "forward", "backward"])
+def test_a_host_that_waits_for_its_card_lets_other_threads_run(part):
+    """What looks out for a shortage is such a thread."""
+    spec = tiny_run(MODELS["tied"].with_(num_layers=40)).model
+    model = build_decoder(spec)
+    initialise(model, 0, device="cuda")
+    model.double()
+    tokens_BS = torch.randint(64, (2, 16), device="cuda")
+    positions_BS = torch.arange(16, device="cuda").expand(2, 16)
+    weights_BS = torch.ones(2, 16, device="cuda", dtype=torch.float64)
+
+    def forward():
+        return model(tokens_BS, positions_BS=positions_BS, targets_BS=tokens_BS, weights_BS=weights_BS)
+
+    def plain():
+        for _ in range(4000):
+            weights_BS.add_(1.0)
+
+    for _ in range(2):  # loads kernels
+        forward().backward()
+    torch.cuda.synchronize()
+    loss = forward()
+    torch.cuda.synchronize()
+    action = {"plain": plain, "forward": forward, "backward": loss.backward}[part]
+    pause_seconds, standing = _longest_pause_seconds(action)
+    print(f"{part}: another thread paused for {pause_seconds:.2f} s")
+    assert pause_seconds < 0.5, standing
