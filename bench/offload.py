@@ -4,7 +4,8 @@
 
 Each row is a fresh training of random weights on random tokens, as in bench/runtime.py: warm-up steps, then
 median and spread of timed ones. What the planner expects on this device stands beside it. The page is written
-after every row, and after `--seconds` no further row is begun.
+after every row. After `--seconds` no further row is begun, and what was left out is named; a row takes about
+10 seconds.
 """
 
 import argparse
@@ -65,13 +66,13 @@ def main() -> None:
     parser.add_argument("--on", default="h200:1", help="What the planner is asked about.")
     parser.add_argument("--seconds", type=float, default=90.0)
     options = parser.parse_args()
-    lines = [*title(), HEADER]
+    lines, late = [*title(), HEADER], []
     started_at = time.monotonic()
     for batch, choices in CHOICES.items():
         plain_seconds: float | None = None
         for recompute, offload in choices:
             if time.monotonic() - started_at > options.seconds:
-                print(f"no time left for {batch} {recompute} {offload}", flush=True)
+                late.append(f"micro-batch {batch}, recompute {recompute}, offload {offload or 'none'}")
                 continue
             line, plain_seconds = row(case(batch, recompute, offload), plain_seconds, options.on)
             print(line, flush=True)
@@ -79,6 +80,10 @@ def main() -> None:
             options.out.write_text("\n".join(lines) + "\n")
             gc.collect()
             torch.cuda.empty_cache()
+    if late:
+        lines += ["", f"No time was left for: {'; '.join(late)}."]
+        print(lines[-1])
+        options.out.write_text("\n".join(lines) + "\n")
     leave_world()
 
 

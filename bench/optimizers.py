@@ -1,20 +1,24 @@
-"""Update rules side by side: seconds of one update, bytes kept per parameter, and what they learn.
+"""Update rules side by side: seconds of one update, bytes per parameter, and what they learn.
 
-    python -m bench.optimizers                    on CUDA: 1.2 B parameters of a Llama's shapes
+    python -m bench.optimizers --output FILE      on CUDA: 1.2 B parameters of a Llama's shapes
     python -m bench.optimizers --quality-steps 0  only time and bytes
     python -m bench.optimizers --layers 1 --vocabulary 512 --width 256 --quality-steps 9   small, on a CPU
 
-torchao's AdamW8bit runs beside ours where torchao is installed, else a line says that it is not.
-Prints one table; `--output FILE` also writes it with the facts of the machine, after every row. After
-`--seconds` no further row is begun; most of a row is the compiler's.
+Bytes kept are those of weights, gradients and states of all parameters; bytes on the way are what an update
+allocates beside them (on CUDA). First the time and the bytes of everyone, the most telling first, then in
+the same order what they learn. `--output FILE` is written after every row, with the facts of the machine.
+After `--seconds` nothing further is begun; a row takes up to 25 s, most of it the compiler's, and what was
+left out is named. torchao's AdamW8bit runs beside ours where torchao is installed; else a line says so.
 """
 
 import argparse
+import gc
 import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.bench.machine_facts import machine_facts
-from meshwright.bench.timing import Timing, measure
+from meshwright.bench.timing import measure
 from meshwright.data.batches import Batch, build_batches
 from meshwright.models.decoder import build_decoder
 from meshwright.models.initialise import initialise
@@ -56,29 +60,29 @@ def ours(name: str, weights: WeightFormat = "fp32", **settings: Any) -> Contende
     return Contender(name, weights, lambda named: build_optimizer(named, optim, weights=weights))
 
 
-CONTENDERS = [
-    ours("adamw (torch, fused)"),
-    ours("adamw, bf16 exact", "bf16_exact"),
+PLAIN = ours("adamw (torch, fused)")
+EIGHT_BITS = [
     ours("adamw_8bit", kind="adamw_8bit"),
     ours("adamw_8bit, bf16 stochastic", "bf16_stochastic", kind="adamw_8bit"),
 ]
-MORE_CONTENDERS = [
-    ours("adamw, bf16 exact, bf16 moments", "bf16_exact", state="bf16"),
+OTHERS = [
+    ours("adamw, bf16 exact", "bf16_exact"),
     ours("adamw, bf16 stochastic, bf16 moments", "bf16_stochastic", state="bf16"),
-    ours("adamw, bf16 moments", state="bf16"),
-    ours("lamb", kind="lamb"),
     ours("adafactor", kind="adafactor"),
     ours("muon", kind="muon"),
+    ours("lamb", kind="lamb"),
+    ours("adamw, bf16 exact, bf16 moments", "bf16_exact", state="bf16"),
+    ours("adamw, bf16 moments", state="bf16"),
 ]
+NO_TORCHAO = "torchao is not installed: its AdamW8bit is left out (pip install torchao)"
 
 
 def torchao_contenders() -> list[Contender]:
-    """torchao's 8-bit AdamW; nothing, and a line, where it is not installed."""
+    """torchao's 8-bit AdamW; nothing where it is not installed."""
     os.environ.setdefault(
         "TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1"
     )  # its compiled parts are not needed here
     if importlib.util.find_spec("torchao") is None:
-        print("torchao is not installed: its AdamW8bit is left out (pip install torchao)")
         return []
     from torchao.optim import AdamW8bit  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  optional
 
@@ -114,8 +118,28 @@ def llama_shapes(layers: int, vocabulary: int, width: int) -> Iterator[tuple[str
         yield block + "mlp.down.weight", (width, 4 * width)
 
 
-def time_update(contender: Contender, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Timing:
-    """Seconds of one update, after the first, which may compile."""
+@dataclass
+class Row:
+    """What is known of a contender so far."""
+
+    contender: Contender
+    seconds: float
+    kept_bytes: float
+    """Of a parameter."""
+    passing_bytes: float | None
+    """Of a parameter, allocated by an update and free again; None where nothing counts them."""
+    seconds_per_parameter: float
+    losses: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        passing = "-" if self.passing_bytes is None else f"{self.passing_bytes:.2f}"
+        losses = " / ".join(f"{loss:.4f}" for loss in self.losses) or "-"
+        times = f"{1e3 * self.seconds:9.2f} | {1e12 * self.seconds_per_parameter:8.1f}"
+        return f"| {self.contender.name:<38} | {self.kept_bytes:7.2f} | {passing:>7} | {times} | {losses} |"
+
+
+def measured(contender: Contender, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Row:
+    """Time and bytes of one update, after the first, which may compile."""
     named = {
         name: nn.Parameter(0.02 * torch.randn(shape, device=device, dtype=contender.dtype))
         for name, shape in shapes.items()
@@ -124,17 +148,23 @@ def time_update(contender: Contender, shapes: dict[str, tuple[int, ...]], device
     for weight in named.values():
         weight.grad = 1e-3 * torch.randn_like(weight)
     optimizer.step()
-    return measure(optimizer.step, device, seconds=1.0)
+    num_parameters = sum(weight.numel() for weight in named.values())
+    seconds = measure(optimizer.step, device, seconds=0.5).median
+    states = (value for weight in named.values() for value in optimizer.state[weight].values())
+    kept = sum(_bytes(value) for value in states if isinstance(value, Tensor))
+    kept += sum(2 * weight.nbytes for weight in named.values())
+    passing = _passing_bytes(optimizer) / num_parameters if device.type == "cuda" else None
+    return Row(contender, seconds, kept / num_parameters, passing, seconds / num_parameters)
 
 
-def bytes_per_parameter(contender: Contender, device: torch.device) -> float:
-    """Weight, gradient and state of a large matrix, after one update."""
-    weight = nn.Parameter(torch.randn(1024, 1024, dtype=contender.dtype, device=device))
-    optimizer = contender.build({"blocks.0.mlp.up.weight": weight})
-    weight.grad = torch.randn_like(weight)
+def _passing_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What an update allocates at most beside what stays; CUDA only."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     optimizer.step()
-    kept = sum(_bytes(value) for value in optimizer.state[weight].values() if isinstance(value, Tensor))
-    return (2 * weight.nbytes + kept) / weight.numel()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _bytes(value: Tensor) -> int:
@@ -193,17 +223,41 @@ def _train_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer
     return loss.detach()
 
 
-def row_of(contender: Contender, args: argparse.Namespace, device: torch.device) -> str:
-    """One line of the table."""
-    shapes = dict(llama_shapes(args.layers, args.vocabulary, args.width))
-    num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
-    kept = bytes_per_parameter(contender, device)
-    timing = time_update(contender, shapes, device)
-    seeds = range(args.seeds if args.quality_steps else 0)
-    losses = [final_loss(contender, args.quality_steps, device, seed) for seed in seeds]
-    quality = " / ".join(f"{loss:.4f}" for loss in losses) or "-"
-    speed = f"{1e3 * timing.median:9.2f} | {1e9 * timing.median / num_parameters * 1e3:8.1f}"
-    return f"| {contender.name:<38} | {kept:7.2f} | {speed} | {quality} |"
+@dataclass
+class Page:
+    """The table as far as it goes; written whenever something is added."""
+
+    device: torch.device
+    output: Path | None
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def say(self, what: Row | str) -> None:
+        """Print a row or a note, and write the page."""
+        print(what, flush=True)
+        if isinstance(what, str):
+            self.notes.append(what)
+        elif what not in self.rows:
+            self.rows.append(what)
+        if self.output:
+            facts = [f"- {key}: {value}" for key, value in machine_facts(self.device).items()]
+            lines = ["# Update rules", "", *facts, "", *HEADER, *map(str, self.rows), "", *self.notes]
+            self.output.write_text("\n".join(lines).rstrip() + "\n")
+
+
+HEADER = [
+    "| update | B/param kept | on the way | ms | ps/param | final loss by seed |",
+    "|---|---|---|---|---|---|",
+]
+
+
+def contenders(page: Page, only: str) -> list[Contender]:
+    """The most telling first: ours and torchao's of one kind beside each other."""
+    theirs = torchao_contenders()
+    if not theirs:
+        page.say(NO_TORCHAO)
+    pairs = [one for pair in zip_longest(EIGHT_BITS, theirs) for one in pair if one is not None]
+    return [one for one in (PLAIN, *pairs, *OTHERS) if only in one.name]
 
 
 def main() -> None:
@@ -221,20 +275,33 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lines = ["| update | B/param | ms | ps/param | final loss by seed |", "|---|---|---|---|---|"]
-    print("\n".join(lines))
-    started_at = time.monotonic()
-    for contender in [*CONTENDERS, *torchao_contenders(), *MORE_CONTENDERS]:
-        if args.only not in contender.name:
+    page, until = Page(device, args.output), time.monotonic() + args.seconds
+    print("\n".join(HEADER))
+    shapes = dict(llama_shapes(args.layers, args.vocabulary, args.width))
+    late: list[str] = []
+    for contender in contenders(page, args.only):
+        if time.monotonic() > until:
+            late.append(contender.name)
             continue
-        if time.monotonic() - started_at > args.seconds:
-            print(f"no time left for {contender.name}", flush=True)
+        page.say(measured(contender, shapes, device))
+        free_memory(device)
+    for row in page.rows if args.quality_steps else ():
+        if time.monotonic() > until:
+            late.append(f"the loss of {row.contender.name}")
             continue
-        lines.append(row_of(contender, args, device))
-        print(lines[-1], flush=True)
-        if args.output:
-            facts = "\n".join(f"- {key}: {value}" for key, value in machine_facts(device).items())
-            args.output.write_text("\n".join(["# Update rules", "", facts, "", *lines, ""]))
+        row.losses = [
+            final_loss(row.contender, args.quality_steps, device, seed) for seed in range(args.seeds)
+        ]
+        page.say(row)
+    if late:
+        page.say(f"No time was left for: {'; '.join(late)}.")
+
+
+def free_memory(device: torch.device) -> None:
+    """So that one contender's tensors do not lie beside the next one's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 For every case: the planner's closed form, the trace on the CPU with the same torch, and the rank itself with
 real tensors on the GPU (all collectives answered by the fake group). Traces run in other processes while the
 GPU measures. A case that fails is a row with its error; a process that dies is started again behind it.
+`--only "8B, full, compiled"` takes the cases whose name holds this.
 `--device cpu` tries the program without a GPU on tiny shapes: it then measures nothing.
 """
 
@@ -182,9 +183,14 @@ def traced(index: int, device: str, *, is_tiny: bool) -> dict:
     return row
 
 
-def measure(begin: int, device: str, rows: Path, *, is_tiny: bool) -> None:
-    """Measure the cases from `begin` on, one JSON line each; flushed, so that a crash loses one."""
-    for index in range(begin, len(CASES)):
+def chosen(only: str) -> list[int]:
+    """Indices of the cases whose name holds this."""
+    return [index for index, case in enumerate(CASES) if only in case.name]
+
+
+def measure(indices: list[int], device: str, rows: Path, *, is_tiny: bool) -> None:
+    """Measure these cases, one JSON line each; flushed, so that a crash loses one."""
+    for index in indices:
         with rows.open("a") as file:
             file.write(json.dumps({"index": index, "started": True}) + "\n")
         row: dict = {"index": index}
@@ -208,13 +214,13 @@ def measure(begin: int, device: str, rows: Path, *, is_tiny: bool) -> None:
             torch.cuda.empty_cache()
 
 
-def measure_all(device: str, rows: Path, *, is_tiny: bool) -> dict[int, dict]:
+def measure_all(only: str, device: str, rows: Path, *, is_tiny: bool) -> dict[int, dict]:
     """Start the measuring process, again behind each case that kills it."""
     begin = 0
     found: dict[int, dict] = {}
     while begin < len(CASES):
         arguments = [sys.executable, __file__, "--measure-from", str(begin), "--rows", str(rows)]
-        arguments += ["--device", device] + (["--tiny"] if is_tiny else [])
+        arguments += ["--device", device, "--only", only] + (["--tiny"] if is_tiny else [])
         code = subprocess.run(arguments, env={**os.environ, "PYTORCH_ALLOC_CONF": SEGMENTS}).returncode
         lines = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
         found = {line["index"]: line for line in lines if "started" not in line}
@@ -319,9 +325,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--measure-from", type=int)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
     options = parser.parse_args()
+    indices = chosen(options.only)
+    assert indices, f"no case's name holds {options.only!r}"
     if options.measure_from is not None:
-        measure(options.measure_from, options.device, options.rows, is_tiny=options.tiny)
+        later = [index for index in indices if index >= options.measure_from]
+        measure(later, options.device, options.rows, is_tiny=options.tiny)
         return
     assert options.out is not None, "--out names the result file"
     started_at = time.perf_counter()
@@ -329,11 +339,12 @@ def main() -> None:
     rows_file.unlink(missing_ok=True)
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         waiting: list[Future] = [
-            pool.submit(traced, index, options.device, is_tiny=options.tiny) for index in range(len(CASES))
+            pool.submit(traced, index, options.device, is_tiny=options.tiny) for index in indices
         ]
-        measured = measure_all(options.device, rows_file, is_tiny=options.tiny)
+        measured = measure_all(options.only, options.device, rows_file, is_tiny=options.tiny)
         rows = []
-        for index, (case, future) in enumerate(zip(CASES, waiting, strict=True)):
+        for index, future in zip(indices, waiting, strict=True):
+            case = CASES[index]
             row = {"name": case.name, "rank": case.rank, "is_compiled": case.is_compiled}
             try:
                 row |= future.result(timeout=300)
