@@ -179,4 +179,8 @@ def require_samples(dataset: Any, *, where: str = "dataset") -> None:
             hint="give it __len__ and __getitem__; a stream goes with meshwright.prepare",
         )
     if len(dataset) == 0:
-        raise DataError(f"{type(dataset).__name__} has no samples", where=where)
+        raise DataError(
+            f"{type(dataset).__name__} has no samples",
+            where=where,
+            hint="look at how it was filtered or read",
+        )

@@ -116,5 +116,7 @@ def _is_numbered(loader: Any) -> bool:
             hint="use shuffle=True or False, or give an iterable of batches that is the same on every rank",
         )
     if len(loader.dataset) == 0:  # pyright: ignore[reportArgumentType]
-        raise DataError("the loader's dataset has no samples", where="loader")
+        raise DataError(
+            "the loader's dataset has no samples", where="loader", hint="look at how it was filtered or read"
+        )
     return True

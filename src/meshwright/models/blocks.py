@@ -35,7 +35,7 @@ def _named(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     ]
     if not found:
         names = [name for name, _ in model.named_modules() if name]
-        lists = ", ".join(f"{name}.*" for name in list_names(model))
+        lists = ", ".join(_joined(name, "*") for name in list_names(model))
         hint = nearest(pattern, [f"{name}.*" for name in names]) or (
             f"its lists are {lists}" if lists else ""
         )

@@ -33,13 +33,20 @@ class ProgressView(Protocol):
 
 
 def open_progress(
-    name: str, *, total_steps: int, every_seconds: float = 10.0, stream: TextIO | None = None
+    name: str,
+    *,
+    total_steps: int,
+    counted: str = "tokens",
+    every_seconds: float = 10.0,
+    stream: TextIO | None = None,
 ) -> ProgressView:
     """A live bar when the stream (stderr) is a terminal, else a plain line every so many seconds."""
     out: TextIO = sys.stderr if stream is None else stream
     if Console(file=out).is_terminal:
-        return LiveProgress(name, total_steps=total_steps, stream=out)
-    return PlainProgress(name, total_steps=total_steps, every_seconds=every_seconds, stream=out)
+        return LiveProgress(name, total_steps=total_steps, counted=counted, stream=out)
+    return PlainProgress(
+        name, total_steps=total_steps, counted=counted, every_seconds=every_seconds, stream=out
+    )
 
 
 class _Eta:
@@ -59,10 +66,10 @@ class _Eta:
         return sorted(self._recent)[len(self._recent) // 2] * steps_left
 
 
-def _facts(metrics: StepMetrics, eta_seconds: float | None) -> list[str]:
+def _facts(metrics: StepMetrics, eta_seconds: float | None, counted: str) -> list[str]:
     rate = metrics.tokens_per_second
     parts = [f"loss {metrics.loss:.4f}" if math.isfinite(metrics.loss) else f"loss {metrics.loss}"]
-    parts += [f"{show_count(float(f'{rate:.3g}'))} tokens/s"] if rate else []
+    parts += [f"{show_count(float(f'{rate:.3g}'))} {counted}/s"] if rate else []
     parts += [f"MFU {metrics.mfu:.1%}"] if metrics.mfu is not None else []
     if eta_seconds is None:
         return parts
@@ -72,8 +79,8 @@ def _facts(metrics: StepMetrics, eta_seconds: float | None) -> list[str]:
 class LiveProgress:
     """A bar that redraws itself."""
 
-    def __init__(self, name: str, *, total_steps: int, stream: TextIO) -> None:
-        self._eta = _Eta(total_steps)
+    def __init__(self, name: str, *, total_steps: int, counted: str = "tokens", stream: TextIO) -> None:
+        self._eta, self._counted = _Eta(total_steps), counted
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -86,7 +93,7 @@ class LiveProgress:
 
     def update(self, metrics: StepMetrics) -> None:
         """Moves the bar to this step."""
-        facts = "  ".join(_facts(metrics, self._eta.after(metrics)))
+        facts = "  ".join(_facts(metrics, self._eta.after(metrics), self._counted))
         self._progress.update(self._task, completed=metrics.step, facts=facts)
 
     def say(self, text: str) -> None:
@@ -104,8 +111,10 @@ class LiveProgress:
 class PlainProgress:
     """Whole lines without control characters: for log files and pipes."""
 
-    def __init__(self, name: str, *, total_steps: int, every_seconds: float, stream: TextIO) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, *, total_steps: int, counted: str = "tokens", every_seconds: float, stream: TextIO
+    ) -> None:
+        self._name, self._counted = name, counted
         self._total_steps = total_steps
         self._every_seconds = every_seconds
         self._stream = stream
@@ -115,7 +124,7 @@ class PlainProgress:
 
     def update(self, metrics: StepMetrics) -> None:
         """Writes a line for the first step, the last one, and when the last line is old enough."""
-        facts = ", ".join(_facts(metrics, self._eta.after(metrics)))
+        facts = ", ".join(_facts(metrics, self._eta.after(metrics), self._counted))
         line = f"{self._name}: step {metrics.step}/{self._total_steps}, {facts}"
         now = time.monotonic()
         if metrics.step < self._total_steps and now - self._last_line_at < self._every_seconds:

@@ -1,5 +1,6 @@
 """An optimizer that somebody brings: it goes on with this rank's shards in place of the parameters."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,23 @@ ELEMENTWISE = (
     optim.Rprop,
 )
 _WHERE = "optimizer"
+
+
+def require_optimizer(optimizer: object) -> None:
+    """Refuse what is no optimizer, or one that asks for the loss several times in a step."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError(
+            f"{optimizer!r} is no torch optimizer",
+            where=_WHERE,
+            hint="give torch.optim.AdamW(model.parameters()), or None and optim={'kind': 'adamw'}",
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise SpecError(
+            f"{type(optimizer).__name__} computes the loss again within a step, and a step here has one pass",
+            where=_WHERE,
+            hint="use one whose step() takes no closure, such as AdamW",
+        )
 
 
 def adopt(

@@ -24,7 +24,9 @@ AnySpec = TypeVar("AnySpec", bound=ModuleSpec)
 
 def read_settings(kind: type[AnySpec], run: str | Path | None, settings: Mapping[str, Any]) -> AnySpec:
     """The spec that a file and keywords describe, before its rules; everything unknown is told at once."""
-    said = _file_layer(Path(run)) if run is not None else Layer()
+    said = layer_of(_required_parts(kind), Origin("default"))
+    if run is not None:
+        said = said.covered_by(_file_layer(Path(run)))
     homes = _homes(kind)
     violations: list[SpecError] = []
     for name, value in settings.items():
@@ -51,6 +53,12 @@ def spread(spec: AnySpec, num_ranks: int) -> AnySpec:
     elif parallel.zero and num_ranks == 1 and parallel.dp == 1:
         spec = spec.with_(parallel=parallel.with_(zero=0))  # one rank alone: nothing to share, same numbers
     return require_valid_module(spec)
+
+
+def _required_parts(kind: type[Spec]) -> dict[str, Any]:
+    """The parts that have no default, empty: what is missing is then told by the name of the keyword."""
+    fields = kind.model_fields.items()
+    return {name: {} for name, field in fields if field.is_required() and spec_of(field) is not None}
 
 
 def _file_layer(file: Path) -> Layer:

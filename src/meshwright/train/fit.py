@@ -23,13 +23,15 @@ from meshwright.parallel.foreign import Chain, ChainProgram, Loss, ModuleProgram
 from meshwright.parallel.program import Program
 from meshwright.spec.foreign import FitSpec
 from meshwright.spec.settings import read_settings, spread
+from meshwright.train.brief import told_briefly
 from meshwright.train.evaluate import sum_over_world
 from meshwright.train.job import Job, Workload
 from meshwright.train.loop import Outcome, drive
-from meshwright.train.modules import build_module_training
+from meshwright.train.modules import build_module_training, require_module
 from meshwright.train.session import claim_directory, on_first_rank
 
 
+@told_briefly
 def fit(
     model: nn.Module | Chain,
     dataset: SampleSet,
@@ -50,6 +52,8 @@ def fit(
     with the same directory it goes on from the last checkpoint.
     """
     spec = read_settings(FitSpec, run, settings)
+    require_module(model.model if isinstance(model, Chain) else model)
+    _require_stop(stop_after)
     was_joined = dist.is_initialized()
     world = join_world(spec.device)
     try:
@@ -62,6 +66,13 @@ def fit(
     finally:
         if not was_joined:
             leave_world()
+
+
+def _require_stop(stop_after: int | None) -> None:
+    if stop_after is not None and stop_after < 1:
+        raise SpecError(
+            f"stop_after is {stop_after}", where="stop_after", hint="use at least 1, or leave it out"
+        )
 
 
 class _Data:
@@ -136,7 +147,12 @@ def _job(model: nn.Module | Chain, data: _Data, loss: Loss, spec: FitSpec, world
         mesh=mesh,
         training=training,
         batches=data.batches(spec, mesh),
-        workload=Workload(num_parameters, None, lambda: None),
+        workload=Workload(
+            num_parameters,
+            None,
+            lambda: None,
+            counted="samples" if spec.data.sample_tokens == 1 else "tokens",
+        ),
         load_initial=lambda: None,
         evaluate=lambda: _evaluate(data, training.program, spec, mesh),
     )

@@ -53,6 +53,8 @@ class Workload:
     flops_per_token: float | None
     entropy: Callable[[], float | None]
     """Nats per token of the data without context."""
+    counted: str = "tokens"
+    """What the positions of a batch are called."""
 
 
 @dataclass(frozen=True)

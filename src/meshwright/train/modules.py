@@ -26,6 +26,14 @@ from meshwright.spec.violations import nearest
 from meshwright.train.step import Training
 
 
+def require_module(model: object) -> None:
+    """Refuse what is no module before anything asks it for parameters."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(
+            f"{type(model).__name__} is no nn.Module", where="model", hint="give the module itself, built"
+        )
+
+
 def build_module_training(
     model: nn.Module | Chain, loss: Loss, spec: FitSpec, mesh: Mesh, batch: Any = None
 ) -> Training:
@@ -35,6 +43,8 @@ def build_module_training(
     """
     chain, weights = model if isinstance(model, Chain) else Chain(model), _host(spec, mesh)
     _require_groups(chain.model, spec.optim)
+    if chain.order is not None:
+        chain.parts()  # names that are wrong are told with one stage too
     if spec.parallel.num_stages > 1:
         prepare_device(spec.precision, mesh.device, deterministic=spec.deterministic)
         program: Program = build_chain_program(chain, loss, spec, mesh, batch, weights.link)

@@ -22,18 +22,20 @@ from torch import Tensor, nn
 from meshwright.data.loop_loader import LoopLoader
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
-from meshwright.optim.adopt import adopted_numbers, allocate, restore_numbers
+from meshwright.optim.adopt import adopted_numbers, allocate, require_optimizer, restore_numbers
 from meshwright.parallel.foreign import ModuleProgram
 from meshwright.parallel.foreign.program import require_pair
 from meshwright.spec.foreign import LoopSpec
 from meshwright.spec.settings import read_settings, spread
+from meshwright.train.brief import told_briefly
 from meshwright.train.build import seed_step
-from meshwright.train.modules import build_loop_training
+from meshwright.train.modules import build_loop_training, require_module
 from meshwright.train.saved import Checkpoints
 from meshwright.train.state import TrainState
 from meshwright.train.step import Training, update
 
 
+@told_briefly
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -53,6 +55,8 @@ def prepare(
     """
     spec = read_settings(LoopSpec, run, settings)
     _require_one_optimizer(optimizer, spec)
+    require_module(model)
+    _require_directory(directory, keep, spec)
     was_joined = dist.is_initialized()
     world = join_world(spec.device)
     try:
@@ -78,6 +82,19 @@ def _require_one_optimizer(optimizer: torch.optim.Optimizer | None, spec: LoopSp
         fact = "there is neither an optimizer nor optim" if optimizer is None else "there are two optimizers"
         hint = "give a torch optimizer, or None and optim={'kind': 'adamw', 'lr': 1e-3}"
         raise SpecError(fact, where="optimizer", hint=hint)
+    if optimizer is not None:
+        require_optimizer(optimizer)
+
+
+def _require_directory(directory: str | Path | None, keep: Mapping[str, Any] | None, spec: LoopSpec) -> None:
+    """What would be saved needs a place."""
+    said = "keep" if keep else "checkpoint" if spec.checkpoint != type(spec.checkpoint)() else None
+    if directory is None and said is not None:
+        raise SpecError(
+            f"{said} has no effect without a directory: nothing is saved",
+            where=said,
+            hint="prepare(..., directory='runs/x'), or leave it out",
+        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,12 @@ class OwnLoop:
 
         Without a rate the optimizer's own counts.
         """
+        if self._num_backwards == 0:
+            raise SpecError(
+                "step() without a backward() before it: there are no gradients",
+                where="step",
+                hint="call run.backward(loss_sum, count) for every batch, in place of loss.backward()",
+            )
         if not self._is_due:
             return None
         self._num_backwards, self._is_due = 0, False
@@ -174,7 +197,9 @@ class _BroughtObjects:
         for name, thing in keep.items():
             if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
                 raise SpecError(
-                    f"{type(thing).__name__} has no state_dict and load_state_dict", where=f"keep.{name}"
+                    f"{type(thing).__name__} has no state_dict and load_state_dict",
+                    where=f"keep.{name}",
+                    hint="give an object that has both, such as a scheduler of torch",
                 )
             _require_plain(name, thing.state_dict())
 

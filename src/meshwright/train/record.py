@@ -74,7 +74,9 @@ class Recorder:
             return
         metrics = MetricsWriter(self._run_dir, self._rate, restored_step=state.step)
         self._metrics = opening.enter_context(metrics)
-        progress = open_progress(self._run.name, total_steps=self._run.schedule.num_steps)
+        progress = open_progress(
+            self._run.name, total_steps=self._run.schedule.num_steps, counted=self._workload.counted
+        )
         self._progress = opening.enter_context(progress)
         if self._run.observe.tensorboard:
             mirror = TensorBoardMirror(self._run_dir, restored_step=state.step)

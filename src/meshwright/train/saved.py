@@ -212,7 +212,9 @@ def require_same_course(run: SavedSpec, saved: Mapping[str, Any], where: Path) -
     raise CheckpointError(
         f"this directory holds another run: {named or 'the specs differ'}",
         where=str(where),
-        hint="train into another directory (--dir), or set checkpoint.start_from to take only its weights",
+        hint="train into another directory (--dir), or set checkpoint.start_from to take only its weights"
+        if isinstance(run, RunSpec)
+        else "name another directory, or take only its weights with meshwright.load_weights",
     )
 
 

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.errors import CheckpointError
 from meshwright.parallel.foreign.buffers import persistent_buffers
+from meshwright.train.brief import told_briefly
 from meshwright.train.locate import is_checkpoint, locate_weights
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@told_briefly
 def load_weights(
     model: Module, directory: str | Path, *, step: int | None = None, ema: bool = False
 ) -> Module:

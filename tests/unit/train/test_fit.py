@@ -175,6 +175,20 @@ BAD = {
     "nothing trains": ({"model": nn.ReLU()}, "ReLU has no parameter that wants a gradient"),
     "a meta module": ({"model": nn.Linear(6, 3, device="meta")}, "have no values (meta device)"),
     "a mean": ({"loss": lambda model, batch: model(batch[0]).mean()}, "where (sum, count) was expected"),
+    "a sum per sample": (
+        {"loss": lambda model, batch: (model(batch[0])[:, 0], 8)},
+        "the loss gave (a tensor of shape (2,), int) where",
+    ),
+    "a sum without a graph": (
+        {"loss": lambda model, batch: (model(batch[0]).detach().sum(), 8)},
+        "the sum that the loss gave depends on no parameter",
+    ),
+    "no module": ({"model": len}, "builtin_function_or_method is no nn.Module"),
+    "parts that are not there": (
+        {"model": meshwright.Chain(network(), ["blocks.*"])},
+        "pattern 'blocks.*' matches none",
+    ),
+    "a stop before the start": ({"stop_after": 0}, "stop_after is 0"),
     "a file that is not there": ({"run": "none.yaml"}, "cannot be read"),
     "nothing to synchronise": (
         {"model": nn.Linear(6, 3), "sync_batch_norm": True},
@@ -204,6 +218,14 @@ def test_bad_input_is_told(tmp_path, case):
         meshwright.fit(**given)
     assert fact in str(caught.value)
     assert not dist.is_initialized()
+
+
+def test_what_was_not_said_is_named_by_its_setting():
+    with pytest.raises(MeshwrightError) as caught:
+        meshwright.fit(network(), samples(0), loss)
+    assert len(caught.traceback) == 2, "this line and one of ours, whatever the depth at which it was found"
+    assert "schedule.num_steps is not given" in str(caught.value)
+    assert "data.batch_samples is not given" in str(caught.value)
 
 
 def _trained(directory: str) -> dict[str, Tensor]:

@@ -254,6 +254,36 @@ def test_a_mean_is_refused():
     run.end()
 
 
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"optimizer": "adamw"}, "'adamw' is no torch optimizer"),
+        ({"optimizer": "lbfgs"}, "LBFGS computes the loss again within a step"),
+        ({"model": len}, "builtin_function_or_method is no nn.Module"),
+        ({"keep": {"rates": object()}}, "keep has no effect without a directory"),
+        ({"checkpoint": {"every_steps": 5}}, "checkpoint has no effect without a directory"),
+    ],
+    ids=["no optimizer", "a closure", "no module", "keep", "checkpoint"],
+)
+def test_bad_input_is_told_before_anything_is_changed(changes, fact):
+    model = net()
+    given = {"model": model, "optimizer": BUILD["adamw"](model), **changes}
+    if given["optimizer"] == "lbfgs":
+        given["optimizer"] = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(SpecError, match=fact) as caught:
+        meshwright.prepare(loader=[], device="cpu", **given)
+    assert caught.value.where and caught.value.hint
+    assert not dist.is_initialized()
+
+
+def test_a_step_without_gradients_is_refused():
+    model = net()
+    run = meshwright.prepare(model, BUILD["adamw"](model), [], device="cpu")
+    with pytest.raises(SpecError, match=r"step\(\) without a backward\(\)"):
+        run.step()
+    run.end()
+
+
 def test_importing_the_package_loads_no_torch():
     import subprocess
     import sys

@@ -49,6 +49,12 @@ class ModuleProgram:
 
     def backward(self, loss_sum: Tensor, count: Tensor | float, *, is_last: bool, scale: float = 1.0) -> None:
         """Gradients of one micro-batch; after the last one they are reduced."""
+        if not loss_sum.requires_grad:
+            raise SpecError(
+                "the sum that the loss gave depends on no parameter: there is nothing to differentiate",
+                where="loss",
+                hint="compute it from what the model returns, without detach(), item() or no_grad()",
+            )
         self._totals.add(loss_sum, count)
         with self._reducer.microbatch(is_last=is_last):
             (loss_sum * scale).backward()
@@ -88,13 +94,17 @@ def require_pair(found: Any) -> tuple[Tensor, Tensor | float]:
     is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)
     if is_pair and found[0].ndim == 0 and isinstance(found[1], Tensor | int | float):
         return found
-    told = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    told = f"({', '.join(map(_kind_words, found))})" if isinstance(found, tuple) else _kind_words(found)
     raise SpecError(
         f"the loss gave {told} where (sum, count) was expected",
         where="loss",
         hint="return the sum of the losses as a scalar tensor and how many were summed, "
         "such as cross_entropy(..., reduction='sum'), len(labels)",
     )
+
+
+def _kind_words(found: Any) -> str:
+    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
 
 
 class LossTotals:
