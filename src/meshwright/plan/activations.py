@@ -32,7 +32,8 @@ def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe
     keeps_cast = work.is_narrow and not stack.recasts_inputs
     norms = kept["norms"] if keeps_cast else unless(NORMS, kept["norms"])
     partial = kept["inputs"] + norms + kept["attention"]
-    partial = partial + unless(CORE_ATTENTION, kept["scores"]) + unless(NORMS, kept["rotations"])
+    partial = partial + unless(CORE_ATTENTION, kept["scores"])
+    partial = partial + unless(NORMS, kept["rotations"] + kept["mask"])
     inner = kept["inner"] + unless(ACTIVATION, kept["activation"])
     partial = partial + unless(EXPERTS if moe else MLP, inner)
     if stack.keeps_matmul_outputs:
@@ -77,6 +78,10 @@ def kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> I
     scores = 0.0 * residual
     if work.attention_kernel == "unfused":
         scores = (2.0 * width + 1.0) * operators.score_elements(work, at)
+    # What a mask adds to scores, where one call of attention sees the whole sequence.
+    is_whole = (at.cp == 1) | (at.cp_kind == CP_KINDS.index("ulysses"))
+    pairs = float(work.sequence_length) ** 2 * (at.microbatch_sequences if work.separate_documents else 1.0)
+    mask = np.where(is_whole & (stack.keeps_masks and work.has_mask), width * pairs, 0.0)
     inner, activation = _inner_bytes(work, at, stack, moe=moe)
     parts = {
         "inputs": 2.0 * stream,
@@ -84,6 +89,7 @@ def kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> I
         "attention": core,
         "rotations": rotations,
         "scores": scores,
+        "mask": mask,
         "inner": inner,
         "activation": activation,
     }

@@ -8,6 +8,21 @@ from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import CP_KINDS, Floats, Layouts
 from meshwright.plan.workload import Workload
 
+MOST_BAND_ROWS = 2048
+"""Queries of one call that reads a mask, over cp."""
+
+
+@dataclass(frozen=True)
+class MaskSizes:
+    """Bytes of what says who sees whom, as one byte a pair; all 0 where attention needs no mask."""
+
+    whole: Floats
+    """Of all rows and keys, where one call sees the whole sequence."""
+    making: Floats
+    """Held at the fullest moment while it is made: distances in int64, and parts of the mask."""
+    band: Floats
+    """Of one call over cp, which sees a chunk of the queries and one of the keys."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -31,6 +46,7 @@ class Sizes:
     """1 where cp trades rows for heads, at least among neighbours."""
     rings: Floats
     """Ranks of the ring that keys travel, else 0."""
+    mask: "MaskSizes"
     is_gated: bool
     has_head_norms: bool
     accumulates: Floats
@@ -74,6 +90,7 @@ def sizes_of(
         gathers=np.where((at.cp > 1) & (kind == "gather"), at.cp, 0.0),
         swaps=((at.cp > 1) & np.isin(kind, ("ulysses", "hierarchical"))).astype(np.float64),
         rings=np.where(at.cp > 1, np.where(kind == "ring", at.cp, across), 0.0),
+        mask=_mask_sizes(work, at),
         is_gated=model.mlp.num_matrices == 3,
         has_head_norms=attention.qk_norm,
         accumulates=accumulates,
@@ -82,6 +99,22 @@ def sizes_of(
         at=at,
         stack=stack,
     )
+
+
+def _mask_sizes(work: Workload, at: Layouts) -> MaskSizes:
+    if not work.has_mask:
+        none = np.zeros(len(at))
+        return MaskSizes(none, none, none)
+    length = float(work.sequence_length)
+    kind = np.asarray(CP_KINDS)[at.cp_kind]
+    is_whole = (at.cp == 1) | (kind == "ulysses")
+    sequences = at.microbatch_sequences.astype(np.float64)
+    pairs = np.where(is_whole, length**2, 0.0)
+    whole = pairs * (sequences if work.separate_documents else 1.0)
+    rings = np.where(kind == "hierarchical", at.cp // np.maximum(at.cp_inner, 1), at.cp)
+    chunk = length / (2.0 * rings)
+    band = sequences * np.minimum(chunk, MOST_BAND_ROWS) * chunk
+    return MaskSizes(whole, 9.0 * pairs + 2.0 * whole, np.where(is_whole, 0.0, band))
 
 
 def _matrices(work: Workload, tp: Floats) -> dict[str, Floats]:

@@ -57,6 +57,8 @@ class BlockTape(Tape):
         own = np.where(s.gathers > 0, 0.0, 1.0)
         self.hold("activations", turned_q=made * s.q, turned_k=made * own * s.k)
         self.hold("activations", v=(made * own + self.selective) * s.k, all_keys=made * s.gathers * 2.0 * s.k)
+        # Attention reads the mask as what is added to scores.
+        self.hold("activations", bias=made * 2.0 * s.mask.whole)
         parts = self._kernel_outputs()
         self.hold("activations", attended=(made * (1.0 + s.swaps) + self.selective * parts) * s.q)
         self.hold("activations", lse=(made + self.selective * parts) * s.lse, summed=self.selective * s.X)
@@ -65,10 +67,28 @@ class BlockTape(Tape):
         """Outputs of the attention kernel in units of the queries, on the rank of cp that calls it most.
 
         With zig-zag halves: gathered keys are seen in full and up to the diagonal by both halves; around
-        a ring every owner's keys are one more call.
+        a ring every owner's keys are one more call. With a mask each half calls once for each half of
+        another's keys that it may see.
         """
         s = self.s
-        return np.where(s.gathers > 0, 2.0, np.where(s.rings > 0, s.rings, 1.0))
+        masked = np.where(s.gathers > 0, s.gathers, s.rings) + 0.5
+        plain = np.where(s.gathers > 0, 2.0, np.where(s.rings > 0, s.rings, 1.0))
+        return np.where(s.mask.band > 0, masked, plain)
+
+    def reach_the_mask(self) -> None:
+        """The forward of a block until attention has its mask."""
+        s, made = self.s, 1.0 - self.again
+        self.hold("activations", input=s.x, wide_1=made * WIDE * s.x, normed_1=s.X)
+        self.hold("activations", ungathered=s.is_cut * s.x)
+        self.hold("activations", raw_q=self.selective * s.q, raw_k=self.selective * s.k)
+        if s.has_head_norms:
+            self.hold("activations", wide_q=made * WIDE * s.q, wide_k=made * WIDE * s.k)
+        self.hold("activations", turned_q=s.q, turned_k=s.k, v=s.k)
+        self.hold("activations", all_keys=s.swaps * (s.q + 2.0 * s.k))
+        for name in ("query", "key", "value"):
+            self.hold("cast weights", **{f"cast_{name}": self.casts * 2.0 * s.weights[name]})
+        self._mask(np.ones(len(s.x)))
+        self.look()
 
     def _keep_mlp(self, made: Floats, every: Floats) -> None:
         s = self.s
@@ -103,6 +123,7 @@ class BlockTape(Tape):
     def _make_attention(self) -> None:
         s, full = self.s, self.full
         self._norm(1)
+        self.hold("working set", ungathered=self.again * s.is_cut * s.x)
         for name, size in (("query", s.q), ("key", s.k), ("value", s.k)):
             self._cast(name)
             self.hold("working set", **{f"{name}_again": full * size})
@@ -112,6 +133,7 @@ class BlockTape(Tape):
             self._turn(name, self.again * size)
         self.free("query_again", "key_again", "raw_q", "raw_k")
         self._attend_again()
+        self.free("ungathered")
         self._cast("output")
         self.hold("working set", summed_again=full * s.X)
         # The sum over tp takes the place of the partial one.
@@ -127,13 +149,23 @@ class BlockTape(Tape):
         packed = s.swaps * (s.q + 2.0 * s.k) + s.gathers * 2.0 * s.k
         self.hold("working set", sent=again * packed, all_keys_again=again * packed)
         self.free("sent")
+        self._mask(again)
         self.hold("working set", merged=again * merges * WIDE * s.q)
         self.hold("working set", attended_again=self.full * s.q + self.selective * merges * s.q)
         self.hold("working set", lse_again=self.full * s.lse, swapped_again=again * s.swaps * s.q)
         # What was packed or merged is needed no more.
         self.hold("working set", let_go=-again * (s.swaps * (s.q + 2.0 * s.k) + (s.gathers > 0) * 2.0 * s.k))
         self.hold("working set", gone=-self.selective * merges * self._kernel_outputs() * s.q)
-        self.free("merged")
+        self.free("merged", "mask")
+
+    def _mask(self, made: Floats) -> None:
+        """Who sees whom, and the same as what is added to scores: minus infinity for pairs that do not."""
+        mask = self.s.mask
+        self.hold("working set", making=made * mask.making)
+        self.free("making")
+        self.hold("working set", mask=made * mask.whole, bias_again=made * 2.0 * mask.whole)
+        self.hold("working set", unseen=made * mask.whole)
+        self.free("unseen")
 
     def _turn(self, name: str, size: Floats) -> None:
         """Rotation in fp32: halves are multiplied, added and joined."""
@@ -216,6 +248,8 @@ class BlockTape(Tape):
         self.hold("working set", left=s.X)
         self.let_go("cast_up")
         self.free("d_up")
+        if not s.is_gated:
+            self.let_go("normed_2", "plain_2")
         self._accumulate("up")
         if s.is_gated:
             self.hold("working set", d_gate=s.f)
@@ -288,7 +322,7 @@ class BlockTape(Tape):
         self.free("parts")
         self.hold("working set", d_q=s.q, d_k=0.5 * keys, d_v=0.5 * keys)
         self.free("d_attended", "sums", "swapped", "let_go", "gone")
-        self.let_go("turned_q", "turned_k", "v", "value", "attended", "lse", "all_keys", "swapped")
+        self.let_go("turned_q", "turned_k", "v", "value", "attended", "lse", "all_keys", "swapped", "bias")
         self.free("d_k", "d_v")
         self.hold("working set", d_k=s.k, d_v=s.k)
 
@@ -310,6 +344,13 @@ def kept_bytes(sizes: Sizes) -> tuple[Floats, Floats]:
     tape.look()
     zero = np.zeros(len(sizes.x))
     return tape.peak.get("activations", zero), tape.peak.get("cast weights", zero)
+
+
+def reach_the_mask(sizes: Sizes) -> Items:
+    """What a block holds at the fullest moment of making its mask in forward."""
+    tape = BlockTape(sizes)
+    tape.reach_the_mask()
+    return tape.peak
 
 
 def run_backward(sizes: Sizes) -> BlockTape:

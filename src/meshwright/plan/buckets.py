@@ -81,6 +81,7 @@ class Buckets:
         self._before = [one for one in listed if one.kind in ("embedding", "position")]
         self._after = [one for one in listed if one.layer is None and one not in self._before]
         self._flats: dict[Stage, Flats] = {}
+        self._launches: dict[Stage, list[Launch]] = {}
 
     def flats(self, stage: Stage) -> Flats:
         """Sizes of the buffers of a stage."""
@@ -90,6 +91,11 @@ class Buckets:
 
     def launches(self, stage: Stage) -> list[Launch]:
         """The buffers that blocks complete, without the one that the embedding does."""
+        if stage not in self._launches:
+            self._launches[stage] = self._launched(stage)
+        return self._launches[stage]
+
+    def _launched(self, stage: Stage) -> list[Launch]:
         found: list[Launch] = []
         sent = 0.0
         for bucket in self._buckets(stage):
@@ -106,7 +112,8 @@ class Buckets:
     def _fill(self, stage: Stage) -> Flats:
         found = self._buckets(stage)
         sizes = [float(sum(one.num_elements for one in bucket)) for bucket in found]
-        first = self._held(stage)[-1]
+        # Where tp is larger than 1 norms have a small buffer of their own, which is sent off after this one.
+        first = [one for one in self._held(stage) if one.kind != "norm" or not stage.is_cut][-1]
         return Flats(
             each=tuple(sizes),
             last=next(size for size, bucket in zip(sizes, found, strict=True) if first in bucket),

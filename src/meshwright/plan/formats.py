@@ -60,6 +60,7 @@ def workload_of(run: RunSpec) -> Workload:
         precision=precision,
         optimizer=_optimizer(run),
         compiled=run.compile,
+        separate_documents=run.data.documents == "separate",
         narrow_layers=_narrow_layers(run.model.num_layers, fp8),
         narrow_experts=False,
         keeps_narrow_weights=fp8 is not None and fp8.cast_weights == "per_step",

@@ -104,6 +104,8 @@ class Framework:
     balances_stages: bool = False
     """The pipeline is cut so that the head counts as the layers it costs."""
     interleaves: bool = False
+    keeps_masks: bool = False
+    """Attention that stays inside documents or a window keeps a mask in every layer."""
     recasts_inputs: bool = False
     """Narrow linears keep their inputs in 8 bits, and a compiled block makes the MLP's product again."""
     weight_cast_bytes: float = 0.0
@@ -130,6 +132,7 @@ _PLAIN: tuple[Framework, ...] = (
         stops_recompute_early=True,
         # Uncompiled norms keep their input in fp32; rotations keep only their tables.
         residual_bytes=4.0,
+        keeps_masks=True,
         scatters_in_pipelines=True,
         gradients_after_activations=True,
         # ops/loss.py: chunks of logits, read twice and written once (the second read mostly in the cache).

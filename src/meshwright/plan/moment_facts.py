@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.plan import block_tape
 from meshwright.plan.block_sizes import sizes_of
-from meshwright.plan.buckets import Stage
+from meshwright.plan.buckets import ARRIVAL, Stage
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import FULL, NORMS, Floats, Layouts
 from meshwright.plan.schedules import SCHEDULES
@@ -33,6 +33,19 @@ class Rank:
     """On this rank before ZeRO divides anything."""
 
 
+class InnerLaunch(NamedTuple):
+    """A flat buffer that is sent off in a block before the stage's last one; shape (N, 3)."""
+
+    block: Floats
+    """Blocks before it."""
+    elements: Floats
+    """On this rank; 0 where there is no such buffer."""
+    sent: Floats
+    """Elements sent off before."""
+    after: Floats
+    """What the block holds at that moment."""
+
+
 class Blocks:
     """What the tape says of one block of every layout, as columns of shape (N, 1)."""
 
@@ -51,6 +64,10 @@ class Blocks:
         kept, casts = block_tape.kept_bytes(sizes)
         self.kept, self.casts = self._column(kept[:count]), self._column(casts[:count])
         self.elements = self._column(sizes.elements[:count])
+        self.last_elements = self._column(sizes.weights["down"][:count])
+        """Of the last matrix of the module."""
+        self.masked = self._columns(block_tape.reach_the_mask(sizes)) if work.has_mask else {}
+        """In the forward of a block, when the mask of attention is made."""
         tape = block_tape.run_backward(sizes)
         peak = tape.peak
         self.after = {name: self._column(values[-count:]) for name, values in tape.after.items()}
@@ -65,6 +82,9 @@ class Blocks:
 
     def _column(self, values: Floats) -> Floats:
         return values[self._inverse][:, None]
+
+    def _columns(self, items: Items) -> Items:
+        return {item: self._column(values) for item, values in items.items()}
 
 
 def _flats(work: Workload, at: Layouts, stack: Framework, is_due: Mask) -> dict[str, Floats]:
@@ -101,10 +121,9 @@ def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
 class Facts:
     """Bytes and elements of every layout; all arrays have shape (N, 3) or (N, 1)."""
 
-    def __init__(self, work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> None:
+    def __init__(self, work: Workload, at: Layouts, stack: Framework, rank: Rank) -> None:
         self.work, self.at, self.stack, self.rank = work, at, stack, rank
         model = work.model
-        self.state = {name: values for name, values in state.items() if name != "gradients"}
         self.blocks = Blocks(work, at, stack)
         self.tp = at.tp[:, None].astype(np.float64)
         self.tokens = at.microbatch_tokens(work.sequence_length)[:, None]
@@ -201,23 +220,49 @@ class Facts:
         return (~self.is_sharded) & (self.at.dp * self.at.cp > 1)[:, None]
 
     @cached_property
-    def flats(self) -> Items:
-        """Elements on this rank of facts of its flat buffers."""
+    def _stages(self) -> tuple[list[tuple[Stage, int]], NDArray[np.intp]]:
+        """Stages that differ in their flat buffers, with the ranks that divide these; which one each is."""
         layers = self.rank.layers.astype(np.int64)
         ends = 2 * (self.is_first + 0 * layers) + (self.is_last + 0 * layers)
         shards = np.where(self.at.zero[:, None] > 0, self.at.shards[:, None], 0) + 0 * layers
         code = ((shards * (int(layers.max(initial=0)) + 1) + layers) * 4 + ends) * 2 + (self.tp > 1)
         distinct, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-        known = self.work.buckets
-        facts = np.zeros((len(distinct), len(FLAT_FACTS)))
-        for row, at in enumerate(first):
-            end, is_cut = int(ends.reshape(-1)[at]), bool(distinct[row] % 2)
-            stage = Stage(int(layers.reshape(-1)[at]), end >= 2, end % 2 == 1, is_cut)
-            found = known.flats(stage)
-            reduction = found.fullest_reduction(float(shards.reshape(-1)[at]))
+        found: list[tuple[Stage, int]] = []
+        for row, at in zip(distinct, first, strict=True):
+            end = int(ends.reshape(-1)[at])
+            stage = Stage(int(layers.reshape(-1)[at]), end >= 2, end % 2 == 1, is_cut=bool(row % 2))
+            found.append((stage, int(shards.reshape(-1)[at])))
+        return found, inverse.reshape(layers.shape)
+
+    @cached_property
+    def flats(self) -> Items:
+        """Elements on this rank of facts of its flat buffers."""
+        stages, inverse = self._stages
+        facts = np.zeros((len(stages), len(FLAT_FACTS)))
+        for row, (stage, shards) in enumerate(stages):
+            found = self.work.buckets.flats(stage)
+            reduction = found.fullest_reduction(float(shards))
             facts[row] = (found.last, found.ends, found.largest, found.largest_parameter, reduction)
-        table = facts[inverse.reshape(layers.shape)] / self.tp[..., None]
+        table = facts[inverse] / self.tp[..., None]
         return {name: table[..., index] for index, name in enumerate(FLAT_FACTS)}
+
+    @cached_property
+    def inner_launch(self) -> InnerLaunch:
+        """The first flat buffer that a block before the stage's last one completes."""
+        stages, inverse = self._stages
+        facts = np.zeros((len(stages), 4))
+        for row, (stage, _) in enumerate(stages):
+            launches = self.work.buckets.launches(stage)
+            before = self.work.model.num_layers - stage.num_layers
+            inner = next((one for one in launches if one.block - before < stage.num_layers - 1), None)
+            if inner:
+                facts[row] = (inner.block - before, inner.elements, inner.sent, ARRIVAL.index(inner.name))
+        block, elements, sent, name = np.moveaxis(facts[inverse], -1, 0)
+        after = np.select(
+            [name == index for index, known in enumerate(ARRIVAL) if known in self.blocks.after],
+            [self.blocks.after[known] + 0.0 * block for known in ARRIVAL if known in self.blocks.after],
+        )
+        return InnerLaunch(block, elements / self.tp, sent / self.tp, after)
 
     def exchange(self, flight: Floats) -> Floats:
         """Receive buffers of every micro-batch, and what was sent on and waits for its gradient."""

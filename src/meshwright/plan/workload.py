@@ -112,6 +112,8 @@ class Workload:
     """Routed experts are narrow too."""
     keeps_narrow_weights: bool = False
     """Weights are made narrow once per update and kept so beside themselves, as they lie and turned."""
+    separate_documents: bool = False
+    """Attention stays inside documents, so that it reads a mask."""
     imbalance: float = 1.0
     """Most loaded expert rank over the mean; 1 is forced or perfect balance."""
 
@@ -144,6 +146,12 @@ class Workload:
     def working_bytes(self) -> float:
         """Bytes of one activation element."""
         return WORKING_BYTES.get(self.precision, 2.0)
+
+    @property
+    def has_mask(self) -> bool:
+        """Attention reads a mask: of documents, or of a window that is shorter than the sequence."""
+        window = self.model.attention.window
+        return self.separate_documents or (window is not None and window < self.sequence_length)
 
     @property
     def keys_seen(self) -> float:

@@ -76,7 +76,7 @@ def _draw(generator: random.Random) -> RunSpec:
             sequence_length=2048,
             batch_sequences=sequences * microbatches * dp,
             microbatch_sequences=sequences,
-            documents="joined",
+            documents=generator.choice(("joined", "separate")),
         ),
     )
 
@@ -94,6 +94,7 @@ def _draw_model(generator: random.Random, num_layers: int) -> ModelSpec:
             num_kv_heads=heads // 2,
             head_width=64,
             qk_norm=generator.choice((False, False, True)),
+            window=generator.choice((None, None, None, 512)),
         ),
         mlp=MlpSpec(
             width=generator.choice((3, 4)) * width, kind=generator.choice(("swiglu", "swiglu", "gelu"))
