@@ -52,6 +52,7 @@ def measured_run(row: dict[str, Any]) -> RunSpec:
             "sequence_length": row["sequence_length"],
             "microbatch_sequences": row["microbatch_sequences"],
             "batch_sequences": sequences,
+            "documents": "joined",  # as they were measured: without a mask
         },
     }
     return parse_run(dump_yaml(tree)).run
