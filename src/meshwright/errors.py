@@ -13,6 +13,8 @@ A message is a fact with its values, then where, then what to do. Anything that 
 MeshwrightError is a fault of ours and exits 70.
 """
 
+import json
+
 EXIT_DONE = 0
 EXIT_INPUT = 2
 EXIT_NO_FIT = 3
@@ -40,6 +42,16 @@ class MeshwrightError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """Errors cross process borders, so they pickle with all three parts."""
         return _rebuild, (type(self), self.fact, self.where, self.hint)
+
+
+def read_trouble(error: Exception) -> str:
+    """Why a file could not be read, without the number and the name that the system's text repeats."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON (line {error.lineno}: {error.msg})"
+    reason = error.strerror if isinstance(error, OSError) else None
+    return reason or str(error)
 
 
 def _rebuild(kind: type[MeshwrightError], fact: str, where: str, hint: str) -> MeshwrightError:

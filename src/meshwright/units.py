@@ -97,7 +97,7 @@ def show_count(count: float) -> str:
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(count) >= size * 0.9995:
             return f"{float(f'{count / size:.3g}'):g}{suffix}"
-    return f"{count:g}"
+    return f"{float(f'{count:.3g}'):g}"
 
 
 def show_bytes(num_bytes: float) -> str:

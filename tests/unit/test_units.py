@@ -57,6 +57,7 @@ def test_a_count_is_whole(text: str):
         (show_count(4_000_000), "4M"),
         (show_count(999_999), "1M"),
         (show_count(12), "12"),
+        (show_count(787.407), "787"),
         (show_bytes(80 * 2**30), "80.0 GiB"),
         (show_bytes(512), "512 B"),
         (show_seconds(0.0123), "12.3 ms"),

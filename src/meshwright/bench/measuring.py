@@ -9,7 +9,7 @@ import torch
 
 from meshwright.bench.machine_facts import machine_facts, sampled_clock
 from meshwright.bench.probe import catalogue_name
-from meshwright.bench.report import KIND_OF, told, write_folder
+from meshwright.bench.report import KIND_OF, make_folder, told, write_folder
 from meshwright.errors import SpecError
 from meshwright.hardware import Device, find_device
 
@@ -29,6 +29,8 @@ class Measuring:
         self.device, self.say = device, say
         self.sections: dict[str, list[dict[str, Any]]] = {}
         self._bench, self._as_json, self._output = bench, as_json, output
+        if output is not None:
+            make_folder(output)
         self._facts = machine_facts(device)
         self._sampling = sampled_clock(device)
 

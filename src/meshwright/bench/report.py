@@ -1,7 +1,9 @@
 """Measured rows for people: a table while they come, pictures, and a folder with everything."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -182,17 +184,30 @@ def write_folder(folder: Path, bench: str, document: Mapping[str, Any], device: 
     texts = {f"{name}.svg": svg for name, svg in drawn.items()}
     texts[f"{bench}.json"] = json.dumps(document, indent=1) + "\n"
     texts[f"{bench}.md"] = page(bench, document, list(drawn))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    with _writing(folder):
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+@contextmanager
+def _writing(folder: Path) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
         raise SpecError(
             f"the results cannot be written: {error.strerror or error}",
             where=str(folder),
-            hint="name another with -o",
+            hint="name another folder with -o",
         ) from None
-    return [folder / name for name in texts]
+
+
+def make_folder(folder: Path) -> None:
+    """The folder for results; one that cannot be written to is refused before minutes of measuring."""
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def page(bench: str, document: Mapping[str, Any], drawn: Sequence[str]) -> str:

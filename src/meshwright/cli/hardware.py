@@ -1,6 +1,7 @@
 """`meshwright hardware`: the devices and clusters that are known. Needs no torch."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,6 +76,7 @@ def probe(
     from meshwright.mesh import choose_device
 
     chosen = choose_device(_device_kind(device), 0)
+    _require_room(output)
     document = measure(chosen, seconds=seconds, say=lambda text: typer.echo(f"measuring {text}", err=True))
     num_ranks = ranks or (torch.cuda.device_count() if chosen.type == "cuda" else 1)
     if num_ranks > 1:
@@ -99,7 +101,7 @@ def compare(
     """
     from meshwright.hardware import parse_cluster, read_profile
 
-    found = read_profile(profile)
+    found = read_profile(profile, where="PROFILE")
     _show_beside(parse_cluster(on) if on else generic_machine(found), found, as_json=as_json)
 
 
@@ -137,16 +139,26 @@ def _collectives(num_ranks: int, device: str, seconds: float) -> list[dict[str, 
 
 
 def _write(path: Path, text: str) -> None:
-    from meshwright.errors import SpecError
-
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SpecError(
-            f"the profile cannot be written: {error.strerror}",
-            where=str(path),
-            hint="name another file with -o",
-        ) from None
+        raise _unwritable(path, str(error.strerror)) from None
+
+
+def _require_room(path: Path) -> None:
+    """Refuse a place that cannot be written before a minute of measuring, not after."""
+    if path.is_dir():
+        raise _unwritable(path, "it is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _unwritable(path, "its folder is not there, or not yours to write to")
+
+
+def _unwritable(path: Path, why: str) -> Exception:
+    from meshwright.errors import SpecError
+
+    return SpecError(
+        f"the profile cannot be written: {why}", where=str(path), hint="name another file with -o"
+    )
 
 
 def _show_beside(plain: Any, found: Any, *, as_json: bool) -> None:

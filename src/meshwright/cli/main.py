@@ -213,6 +213,8 @@ def _show_parts(error: MeshwrightError) -> str:
 
 
 def _show_usage_error(error: Any) -> str:
+    if type(error).__name__ == "NoArgsIsHelpError":  # a group of verbs, and none of them was named
+        return error.format_message()
     path = error.ctx.command_path if error.ctx else "meshwright"
     return f"error: {error.format_message()}\n  where: {path}\n  hint:  `{path} --help` shows what it takes"
 

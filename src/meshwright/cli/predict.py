@@ -137,7 +137,7 @@ def _text(found: Any, device: str) -> str:
         f"{show_seconds(found.high_seconds)}, {width:+.0%})",
         f"tokens/s  {show_count(found.tokens_per_second_per_device)} per device, "
         f"{show_count(found.tokens_per_second_per_device * found.num_devices)} in all",
-        f"TFLOP/s   {found.tflops_per_device:.0f} per device, MFU {found.mfu:.1%} "
+        f"TFLOP/s   {found.tflops_per_device:.3g} per device, MFU {found.mfu:.1%} "
         "(strict: causal attention once)",
         "",
         "where the step goes",

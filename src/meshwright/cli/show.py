@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.check import Overrides
 from meshwright.cli.main import new_app
 
 app = new_app(help="Pictures: pipeline timeline, rank map, memory.")
@@ -20,6 +21,7 @@ def schedule(
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="A run file to take the schedule from.")
     ] = None,
+    overrides: Overrides = None,
     name: Annotated[
         str | None, typer.Option("--schedule", help="gpipe, 1f1b (the default), interleaved_1f1b, ...")
     ] = None,
@@ -45,7 +47,7 @@ def schedule(
         "--virtual-stages": virtual_stages,
         "--microbatches": microbatches,
     }
-    chosen, shape = _from_run(run, options) if run else _from_options(options)
+    chosen, shape = _from_run(run, overrides or [], options) if run else _from_options(options)
     drawn = picture(_possible(chosen, shape), shape)
     if svg is not None:
         _write(svg, draw_svg(drawn))
@@ -59,9 +61,7 @@ def schedule(
 @app.command()
 def memory(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values laid over the file.")
-    ] = None,
+    overrides: Overrides = None,
     on: Annotated[
         str, typer.Option("--on", help="The cluster or device, such as h100:8 or leonardo:16.")
     ] = "",
@@ -99,9 +99,7 @@ def memory(
 @app.command()
 def mesh(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values laid over the file.")
-    ] = None,
+    overrides: Overrides = None,
     per_node: Annotated[int, typer.Option(min=1, max=64, help="Devices on one node.")] = 8,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -146,7 +144,7 @@ def _from_options(options: dict[str, Any]) -> tuple[str, Any]:
     return name, PipelineShape(given.get("--pp", 4), stages, given.get("--microbatches", 8))
 
 
-def _from_run(run: str, options: dict[str, Any]) -> tuple[str, Any]:
+def _from_run(run: str, overrides: list[str], options: dict[str, Any]) -> tuple[str, Any]:
     from meshwright.errors import SpecError
     from meshwright.plan.schedules import PipelineShape
     from meshwright.spec.text import load_run
@@ -155,7 +153,7 @@ def _from_run(run: str, options: dict[str, Any]) -> tuple[str, Any]:
         if value is not None:
             fact = f"{option} has no effect: the schedule is taken from {run}"
             raise SpecError(fact, where=option, hint="give a run file or options, not both")
-    spec = load_run(run)
+    spec = load_run(run, overrides)
     parallel = spec.parallel
     if parallel.pp == 1:
         raise SpecError(
@@ -187,7 +185,8 @@ def _write(path: Path, content: str) -> None:
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise SpecError(f"cannot write {path}: {error.strerror}", where=str(path)) from None
+        fact, hint = f"cannot write {path}: {error.strerror}", "name a file that can be written"
+        raise SpecError(fact, where=str(path), hint=hint) from None
     typer.echo(f"wrote {path}", err=True)
 
 

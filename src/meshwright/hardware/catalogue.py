@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
-from meshwright.errors import SpecError
+from meshwright.errors import SpecError, read_trouble
 
 Table = Mapping[str, Any]
 
@@ -363,7 +363,9 @@ def _from_file(path: Path, nodes: str) -> Cluster:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SpecError(
-            f"cannot read {path}: {error}", where="--on", hint="a TOML file with [clusters.NAME]"
+            f"cannot read {path}: {read_trouble(error)}",
+            where="--on",
+            hint="a TOML file with [clusters.NAME]",
         ) from error
     _refuse_unknown(content, {"devices", "clusters"}, str(path))
     devices = dict(built_in_devices())

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from meshwright.errors import SpecError
+from meshwright.errors import SpecError, read_trouble
 from meshwright.hardware.catalogue import (
     PEER_LATENCY_SECONDS,
     Cluster,
@@ -336,7 +336,9 @@ def read_profile(path: Path, *, where: str = "--profile") -> Profile:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SpecError(
-            f"cannot read {path}: {error}", where=where, hint="`meshwright hardware probe` writes one"
+            f"cannot read {path}: {read_trouble(error)}",
+            where=where,
+            hint="`meshwright hardware probe` writes one",
         ) from error
     if not isinstance(document, dict):
         raise SpecError(

@@ -7,6 +7,7 @@ selective   keeps also what matmuls, convolutions and attention put out; recompu
 Batch norm moves its running statistics in forward; the second forward leaves them alone.
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -65,6 +66,15 @@ def apply_recompute(blocks: Iterable[nn.Module], memory: MemorySpec, *, keeper: 
     for index, block in enumerate(blocks):
         if index % memory.recompute_every == 0:
             block.forward = recomputed(block.forward, memory, batch_norms(block), keeper)
+
+
+def vouch_for_blocks() -> None:
+    """Say that blocks write nothing in place, of which torch's compiler would warn on every rank."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def recomputed(

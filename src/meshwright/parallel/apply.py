@@ -23,7 +23,7 @@ from meshwright.memory.compiled import compile_blocks
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.weights import HostedWeights
-from meshwright.memory.recompute import apply_recompute
+from meshwright.memory.recompute import apply_recompute, vouch_for_blocks
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
@@ -98,6 +98,7 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) 
     join_products(model, run)
     compute_in(model, run.precision, mesh.device)
     offload = ActivationOffload(weights.link) if "activations" in run.memory.offload else None
+    vouch_for_blocks()
     apply_recompute(model.blocks.values(), run.memory, keeper=None if run.compile else offload)
     if run.compile:
         compile_blocks(model.blocks.values(), run.memory)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.errors import MeshwrightError, SpecError
+from meshwright.errors import MeshwrightError, SpecError, read_trouble
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.cost import step_cost
 from meshwright.plan.formats import runtime_of, workload_of
@@ -207,7 +207,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
         lines = [line for line in reader if line]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SpecError(
-            f"cannot read {path}: {error}", where="--table", hint="a CSV file with a header"
+            f"cannot read {path}: {read_trouble(error)}", where="--table", hint="a CSV file with a header"
         ) from error
     if not lines:
         raise SpecError(f"{path} is empty", where="--table", hint="the first line names the columns")

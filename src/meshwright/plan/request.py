@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from meshwright.errors import SpecError, SpecErrors
+from meshwright.errors import SpecError, SpecErrors, read_trouble
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.allow import parse_allow, refuse_pinned
 from meshwright.plan.pins import Pins
@@ -117,7 +117,7 @@ def _model_tree(text: str) -> dict[str, Any]:
         content = parse_yaml(Path(text).read_text(encoding="utf-8"), text).value
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(
-            f"cannot read {text}: {error}", where="MODEL", hint="name a family or a file"
+            f"cannot read {text}: {read_trouble(error)}", where="MODEL", hint="name a family or a file"
         ) from None
     if not isinstance(content, dict):
         raise SpecError("this is not a mapping of keys to values", where=text)
@@ -161,7 +161,7 @@ def _sequence_length(request: Request, model: ModelSpec, assumed: list[str]) -> 
 
 def _within(option: str, number: int, most: int) -> int:
     if not 1 <= number <= most:
-        raise SpecError(f"{option} is {number}", where=option, hint=f"use 1 to {most:.0e}")
+        raise SpecError(f"{option} is {number}", where=option, hint=f"use 1 to {most:,.0f}")
     return number
 
 

@@ -68,6 +68,12 @@ def test_bad_input_is_told_with_its_place(words: list[str], where: str, capsys: 
     assert err.startswith("error: ") and where in err, (out, err)
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(capsys: Captured) -> None:
+    assert run(["bench", "copy", "--device", "cpu", "-o", "/dev/null"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "where: /dev/null" in err
+
+
 def test_a_probe_writes_a_profile_and_shows_it_beside_the_catalogue(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "machine.json"
     assert run(["hardware", "probe", "-o", str(path), "--device", "cpu", "--seconds", "0.001"]) == 0
@@ -80,7 +86,8 @@ def test_a_probe_writes_a_profile_and_shows_it_beside_the_catalogue(tmp_path: Pa
 def test_a_profile_that_cannot_be_written_is_told(tmp_path: Path, capsys: Captured) -> None:
     words = ["hardware", "probe", "-o", str(tmp_path), "--device", "cpu", "--seconds", "0.001"]
     assert run(words) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "cannot be written" in told and "measuring" not in told
 
 
 @pytest.mark.soak

@@ -107,6 +107,11 @@ def test_wrong_words_exit_2_with_the_nearest(arguments: list[str], words: str, c
     assert captured.out == ""
 
 
+def test_a_group_alone_is_help(capsys: Captured):
+    assert main.run(["show"]) == 2
+    assert capsys.readouterr().err.startswith("Usage: meshwright show")
+
+
 def test_nothing_at_all_is_help(capsys: Captured):
     assert main.run([]) == 0
     assert "Verbs:" in capsys.readouterr().out

@@ -70,6 +70,9 @@ def test_report_is_written(tmp_path: Path) -> None:
         (["show", "schedule", "--schedule", "1f1b", "--pp", "8", "--microbatches", "4"], 2, "at least pp=8"),
         (["show", "schedule", "none.yaml", "--pp", "2"], 2, "no effect"),
         (["show", "memory", "none.yaml"], 2, "--on"),
+        (["show", "schedule", "demo", "parallel.pp=2", "parallel.tpp=1"], 2, "did you mean"),
+        (["plan", "./none", "--on", "h100:8"], 2, "there is no folder './none'"),
+        (["plan", "llama-3.2-1b", "--on", "h100:8", "--seq", "0"], 2, "use 1 to 16,777,216"),
     ],
 )
 def test_bad_input_is_told(

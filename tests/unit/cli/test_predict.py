@@ -81,8 +81,9 @@ def test_a_table_gains_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([RECIPE, "--on", "h1000:8"], "did you mean 'h100'"),
         ([RECIPE, "--on", "h100:8", "-o", "x.csv"], "no effect"),
         (["--table", "rows.csv", "--on", "h100:8"], "no effect"),
-        (["--table", "rows.csv"], "cannot read"),
-        ([RECIPE, "--on", "h100:8", "--profile", "none.json"], "cannot read"),
+        (["--table", "rows.csv"], "cannot read rows.csv: No such file or directory\n"),
+        ([RECIPE, "--on", "h100:8", "--profile", "none.json"], "cannot read none.json: No such file"),
+        ([RECIPE, "--on", "h100:8", "--profile", __file__], "it is not JSON (line 1: "),
         ([RECIPE, "parallel.tp=3", "--on", "h100:8"], "tp=3"),
     ],
 )

@@ -88,6 +88,9 @@ def load_model(text: str) -> ModelSpec:
     if path.is_dir():
         path = path / "config.json"
     elif path.suffix != ".json" and not path.exists():
+        if "/" in text:
+            hint = "give a family name, a config.json or a folder that holds one"
+            raise SpecError(f"there is no folder {text!r}", where="model", hint=hint)
         return family(text)
     return from_config(_read_json(path), str(path))
 
