@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from meshwright.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED
+from meshwright.errors import EXIT_INPUT, EXIT_INTERRUPTED, EXIT_NO_FIT, EXIT_RUN_FAILED
 from meshwright.hardware.machine import this_machine
 
 _POLL_SECONDS = 0.1
@@ -43,10 +43,16 @@ def run_local(arguments: Sequence[str], *, num_ranks: int) -> int:
             failed = _wait(processes)
         if failed is None:
             return 0
-        if failed:
+        if failed and not _is_refused_by_all(processes, failed):
             words = (Path(folder) / f"rank-{failed}").read_text(errors="replace").strip()
             print(f"rank {failed} failed first:\n{words[-4000:]}", file=sys.stderr)
         return _exit_code(processes[failed].returncode)
+
+
+def _is_refused_by_all(processes: list[subprocess.Popen[bytes]], failed: int) -> bool:
+    """Wrong input is refused by every rank in the same words, and rank 0 has said them."""
+    code = processes[failed].returncode
+    return code in (EXIT_INPUT, EXIT_NO_FIT) and processes[0].returncode == code
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

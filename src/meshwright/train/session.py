@@ -17,13 +17,14 @@ from meshwright.errors import (
     SpecError,
 )
 from meshwright.mesh import World, abandon_world, join_world, leave_world, rejoin_world
-from meshwright.resilience.shortage import first_words, prepare_device_groups
+from meshwright.resilience.shortage import prepare_device_groups
 from meshwright.spec import RunSpec
 from meshwright.spec.foreign import FitSpec
 from meshwright.spec.text import dump_run, load_run
 from meshwright.spec.yaml_text import parse_yaml
 from meshwright.train.loop import Outcome, train
 from meshwright.train.out_of_memory import smaller_microbatch
+from meshwright.train.room import is_out_of_memory, require_room
 from meshwright.train.saved import require_same_course
 
 
@@ -33,21 +34,22 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
         prepare_device_groups()
     world = join_world(run.device)
     try:
+        on_first_rank(lambda: require_room(run, world.device))
         on_first_rank(lambda: claim_directory(run, run_dir))
         outcome = train_on(run, world, run_dir, stop_after=stop_after)
         is_as_asked = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
         leave_world()
         return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
-    except torch.OutOfMemoryError as error:
-        abandon_world(world)
+    except BaseException as error:
+        abandon_world(world)  # other ranks may be anywhere: nothing here may wait for them
+        if not is_out_of_memory(error):
+            raise
+        words = " ".join(str(error).split())[:200]
         raise RunError(
-            f"rank {world.rank} ran out of memory outside of a step: {first_words(error)}",
+            f"rank {world.rank} ran out of memory outside of a step: {words}",
             where=str(run_dir),
             hint="weights and optimizer states do not fit: use a higher parallel.zero, or more ranks",
         ) from None
-    except BaseException:
-        abandon_world(world)  # other ranks may be anywhere: nothing here may wait for them
-        raise
 
 
 def train_on(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:

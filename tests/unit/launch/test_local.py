@@ -1,0 +1,43 @@
+"""Local ranks: what a failure of one of them tells, and how it ends."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from meshwright.launch import local
+
+GENUINE = subprocess.Popen
+
+
+def _ranks(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Every rank runs this program in place of meshwright."""
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return GENUINE(
+            [sys.executable, "-c", f"import os, sys, time; rank = os.environ['RANK']; {program}"], **options
+        )
+
+    monkeypatch.setattr(local.subprocess, "Popen", start)
+
+
+def test_a_rank_that_fails_alone_is_quoted(monkeypatch, capfd):
+    _ranks(monkeypatch, "print('lost', file=sys.stderr); sys.exit(70 if rank == '1' else 0)")
+    assert local.run_local([], num_ranks=2) == 70
+    assert capfd.readouterr().err.endswith("rank 1 failed first:\nlost\n")
+
+
+def test_a_refusal_by_all_is_told_once(monkeypatch, capfd):
+    """Rank 0 is the last to come to it, long after the others."""
+    program = "time.sleep(1.5 * (rank == '0')); print('refused', file=sys.stderr); sys.exit(2)"
+    _ranks(monkeypatch, program)
+    assert local.run_local([], num_ranks=2) == 2
+    assert capfd.readouterr().err == "refused\n"
+
+
+def test_a_rank_that_ctrl_c_ended_counts_as_interrupted(monkeypatch):
+    _ranks(
+        monkeypatch, "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), 2)"
+    )
+    assert local.run_local([], num_ranks=1) == 130
