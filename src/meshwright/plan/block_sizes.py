@@ -22,6 +22,8 @@ class MaskSizes:
     """Held at the fullest moment while it is made: distances in int64, and parts of the mask."""
     band: Floats
     """Of one call over cp, which sees a chunk of the queries and one of the keys."""
+    calls: Floats
+    """Over cp: such calls, each for half of this rank's queries."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def sizes_of(
 def _mask_sizes(work: Workload, at: Layouts) -> MaskSizes:
     if not work.has_mask:
         none = np.zeros(len(at))
-        return MaskSizes(none, none, none)
+        return MaskSizes(none, none, none, none)
     length = float(work.sequence_length)
     kind = np.asarray(CP_KINDS)[at.cp_kind]
     is_whole = (at.cp == 1) | (kind == "ulysses")
@@ -114,7 +116,10 @@ def _mask_sizes(work: Workload, at: Layouts) -> MaskSizes:
     rings = np.where(kind == "hierarchical", at.cp // np.maximum(at.cp_inner, 1), at.cp)
     chunk = length / (2.0 * rings)
     band = sequences * np.minimum(chunk, MOST_BAND_ROWS) * chunk
-    return MaskSizes(whole, 9.0 * pairs + 2.0 * whole, np.where(is_whole, 0.0, band))
+    window = work.model.attention.window or length
+    reach = np.ceil((window - 1.0) / chunk)  # chunks back that are seen; the last rank has two neighbours
+    calls = np.minimum(rings - 1.0, reach) + np.minimum(rings, reach) + 2.0
+    return MaskSizes(whole, 9.0 * pairs + 2.0 * whole, np.where(is_whole, 0.0, band), calls)
 
 
 def _matrices(work: Workload, tp: Floats) -> dict[str, Floats]:

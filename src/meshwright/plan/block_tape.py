@@ -71,9 +71,8 @@ class BlockTape(Tape):
         another's keys that it may see.
         """
         s = self.s
-        masked = np.where(s.gathers > 0, s.gathers, s.rings) + 0.5
         plain = np.where(s.gathers > 0, 2.0, np.where(s.rings > 0, s.rings, 1.0))
-        return np.where(s.mask.band > 0, masked, plain)
+        return np.where(s.mask.band > 0, 0.5 * s.mask.calls, plain)
 
     def reach_the_mask(self) -> None:
         """The forward of a block until attention has its mask."""

@@ -109,6 +109,16 @@ class Buckets:
             sent += elements
         return found
 
+    def sent_before(self, stage: Stage, block: int) -> float:
+        """Elements of the buffers that are sent off before the backward of a block of the stage begins."""
+        first = self._model.num_layers - stage.num_layers
+        sent = 0.0
+        for bucket in self._buckets(stage):
+            layers = [_layer_of(one) for one in bucket]
+            if all(layer is None or layer > first + block for layer in layers):
+                sent += sum(one.num_elements for one in bucket)
+        return sent
+
     def _fill(self, stage: Stage) -> Flats:
         found = self._buckets(stage)
         sizes = [float(sum(one.num_elements for one in bucket)) for bucket in found]
@@ -149,6 +159,11 @@ def _filled(run: list[Parameter]) -> list[list[Parameter]]:
             found.append(bucket)
             bucket, elements = [], 0
     return [*found, bucket] if bucket else found
+
+
+def _layer_of(one: Parameter) -> int | None:
+    """What stands before the blocks counts as one more block before them."""
+    return -1 if one.kind in ("embedding", "position") else one.layer
 
 
 def _is_end(bucket: list[Parameter]) -> bool:

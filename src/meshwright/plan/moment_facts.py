@@ -1,7 +1,8 @@
 """What the moments of a step are added up from: bytes of one rank, and what a block's tape says."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ Turn = Literal["first", "later", "last"]
 """Of the micro-batches that come back: the first finds no gradients, the last sends them off."""
 TURNS: tuple[Turn, ...] = ("first", "later", "last")
 FLAT_FACTS = ("last", "ends", "largest", "largest_parameter", "reduction")
+EARLY_BLOCKS = ("first block", "second block", "last block but one")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Rank:
 
 
 class InnerLaunch(NamedTuple):
-    """A flat buffer that is sent off in a block before the stage's last one; shape (N, 3)."""
+    """A flat buffer that is sent off within a block; shape (N, 3)."""
 
     block: Floats
     """Blocks before it."""
@@ -58,9 +60,8 @@ class Blocks:
         scatters = tiled.scatters_each(in_pipelines=stack.scatters_in_pipelines) & (tiled.zero == 2)
         accumulates = (turn > 0) & ~scatters & (tiled.num_microbatches > 1)
         is_due = (((turn == 2) & (tiled.pp == 1)) | scatters) & (tiled.zero < 3) & (tiled.dp * tiled.cp > 1)
-        sizes = sizes_of(
-            work, tiled, stack, accumulates.astype(np.float64), _flats(work, tiled, stack, is_due)
-        )
+        flats = partial(_flats, work, tiled, stack)
+        sizes = sizes_of(work, tiled, stack, accumulates.astype(np.float64), flats(is_due, tiled.pp == 1))
         kept, casts = block_tape.kept_bytes(sizes)
         self.kept, self.casts = self._column(kept[:count]), self._column(casts[:count])
         self.elements = self._column(sizes.elements[:count])
@@ -69,15 +70,19 @@ class Blocks:
         self.masked = self._columns(block_tape.reach_the_mask(sizes)) if work.has_mask else {}
         """In the forward of a block, when the mask of attention is made."""
         tape = block_tape.run_backward(sizes)
-        peak = tape.peak
         self.after = {name: self._column(values[-count:]) for name, values in tape.after.items()}
         """Bytes of a block when one of its gradients has come, in the last micro-batch."""
-        self.back = {
-            name: {
-                item: self._column(values[index * count : (index + 1) * count])
-                for item, values in peak.items()
-            }
-            for index, name in enumerate(TURNS)
+        self.back = self._by_turn(tape.peak)
+        """The backward of the last block."""
+        inner = replace(sizes, flats=flats(is_due, np.zeros(len(tiled), dtype=bool)))
+        self.inner_back = self._by_turn(block_tape.run_backward(inner).peak)
+        """Of another one."""
+
+    def _by_turn(self, peak: Items) -> dict[Turn, Items]:
+        parts = {item: np.split(values, len(TURNS)) for item, values in peak.items()}
+        return {
+            turn: self._columns({item: values[index] for item, values in parts.items()})
+            for index, turn in enumerate(TURNS)
         }
 
     def _column(self, values: Floats) -> Floats:
@@ -87,12 +92,12 @@ class Blocks:
         return {item: self._column(values) for item, values in items.items()}
 
 
-def _flats(work: Workload, at: Layouts, stack: Framework, is_due: Mask) -> dict[str, Floats]:
-    """Bytes of the buffers that a gradient of the last block completes."""
+def _flats(work: Workload, at: Layouts, stack: Framework, is_due: Mask, has_ends: Mask) -> dict[str, Floats]:
+    """Bytes of the buffers that a gradient of the last block completes, behind a head or not."""
     found: dict[str, Floats] = {}
-    for is_cut in (False, True):
-        rows = is_due & ((at.tp > 1) == is_cut)
-        stage = Stage(work.model.num_layers, has_embedding=True, has_head=True, is_cut=is_cut)
+    for is_cut, is_whole in product((False, True), repeat=2):
+        rows = is_due & ((at.tp > 1) == is_cut) & (has_ends == is_whole)
+        stage = Stage(work.model.num_layers, has_embedding=is_whole, has_head=is_whole, is_cut=is_cut)
         for launch in work.buckets.launches(stage) if rows.any() else ():
             if launch.block == work.model.num_layers - 1:
                 part = np.where(at.zero > 0, 1.0 / at.shards, 0.0)
@@ -238,23 +243,28 @@ class Facts:
     def flats(self) -> Items:
         """Elements on this rank of facts of its flat buffers."""
         stages, inverse = self._stages
-        facts = np.zeros((len(stages), len(FLAT_FACTS)))
+        known = self.work.buckets
+        facts = np.zeros((len(stages), len(FLAT_FACTS) + len(EARLY_BLOCKS)))
         for row, (stage, shards) in enumerate(stages):
-            found = self.work.buckets.flats(stage)
+            found = known.flats(stage)
             reduction = found.fullest_reduction(float(shards))
-            facts[row] = (found.last, found.ends, found.largest, found.largest_parameter, reduction)
+            sent = [known.sent_before(stage, block) for block in (0, 1, stage.num_layers - 2)]
+            facts[row] = (found.last, found.ends, found.largest, found.largest_parameter, reduction, *sent)
         table = facts[inverse] / self.tp[..., None]
-        return {name: table[..., index] for index, name in enumerate(FLAT_FACTS)}
+        names = (*FLAT_FACTS, *(f"sent before the {name}" for name in EARLY_BLOCKS))
+        return {name: table[..., index] for index, name in enumerate(names)}
 
     @cached_property
     def inner_launch(self) -> InnerLaunch:
-        """The first flat buffer that a block before the stage's last one completes."""
+        """The first flat buffer that a block before the stage's last one completes; in pipelines, any."""
         stages, inverse = self._stages
         facts = np.zeros((len(stages), 4))
         for row, (stage, _) in enumerate(stages):
             launches = self.work.buckets.launches(stage)
             before = self.work.model.num_layers - stage.num_layers
-            inner = next((one for one in launches if one.block - before < stage.num_layers - 1), None)
+            is_whole = stage.has_embedding and stage.has_head
+            last = stage.num_layers - 1 if is_whole else stage.num_layers
+            inner = next((one for one in launches if one.block - before < last), None)
             if inner:
                 facts[row] = (inner.block - before, inner.elements, inner.sent, ARRIVAL.index(inner.name))
         block, elements, sent, name = np.moveaxis(facts[inverse], -1, 0)

@@ -136,7 +136,8 @@ class Sums(Facts):
             "gathered": self.gathered(4.0 * self.blocks.elements + 2.0 * self.tied_table(), self._heads_way())
             + block.get("gathered", 0.0),
             "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
-            "working set": block["working set"] + np.where(self.is_last, self.stream, 0.0),
+            "working set": block["working set"]
+            + np.where(self.is_last & ~self.takes_turns, self.stream, 0.0),
             "logits": self.waiting_head_gradients(flight),
             "cast weights": others * self.blocks.casts + block["cast weights"],
             "exchange": self.exchange(flight),
@@ -164,10 +165,11 @@ class Sums(Facts):
         """ZeRO-3: the head's gradient as it is reduced; a tied one stays whole until the root's turn."""
         return np.where(self.is_last, 2.0 * self.table, 0.0) if self.is_tied else self.head_gradient
 
-    def in_an_early_block(self, before: Floats, turn: Turn) -> Items:
+    def in_an_early_block(self, name: str, turn: Turn) -> Items:
         """Backward of a block with so many before it, when most gradients of the micro-batch are there."""
+        before = self.blocks_before(name)
         rank = self.rank
-        block = self.blocks.back[turn]
+        block = self.blocks.inner_back[turn]
         flight = self._flight(turn)
         others = (flight - 1.0) * rank.layers + before
         embedding = np.where(self.is_first & (not self.is_tied), self.table, 0.0)
@@ -176,7 +178,7 @@ class Sums(Facts):
         on_the_way = np.where(rank.layers > 1, self.stack.state.gradient * self.blocks.elements, 0.0)
         on_the_way = on_the_way + self._waiting_head()
         return {
-            "gradients": self._before_an_early_block(before, turn) + block["gradients"],
+            "gradients": self._before_an_early_block(name, turn) + block["gradients"],
             "gathered": self.gathered(weights, on_the_way) + block.get("gathered", 0.0),
             "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
             "working set": block["working set"] + self.stream,
@@ -195,7 +197,7 @@ class Sums(Facts):
         embedding = np.where(self.is_first & (not self.is_tied), self.table, 0.0)
         others = (flight - 1.0) * self.rank.layers
         return {
-            "gradients": self._before_an_early_block(np.zeros((1, 1)), turn),
+            "gradients": self._before_an_early_block("first block", turn),
             "gathered": self.gathered(2.0 * embedding + 4.0 * self.tied_table(), flat + self._waiting_head()),
             "activations": self.activations(others, flight) + self.normed(flight),
             "working set": self.stream,
@@ -218,11 +220,11 @@ class Sums(Facts):
         unsent = each * one.elements
         whole = np.where(is_new, unsent, left - each * one.sent)
         part = np.where(self.at.zero[:, None] > 0, 1.0 / self.shards, 0.0)
+        # The gradient of a tied head comes first and goes last.
+        waits = np.where(self.is_last & self.is_tied, self.table, 0.0)
         others = (flight - 1.0) * self.rank.layers + one.block
         return {
-            "gradients": np.where(self.scatters, left, 0.0)
-            + whole
-            + each * (one.sent / self.rows() + self.tied_table()),
+            "gradients": np.where(self.scatters, left, 0.0) + whole + each * (one.sent / self.rows() + waits),
             "gathered": unsent * (1.0 + part),
             "activations": self.activations(others, flight) + self.normed(flight),
             "working set": one.after + self.stream,
@@ -231,13 +233,19 @@ class Sums(Facts):
             "exchange": self.exchange(flight),
         }
 
-    def _before_an_early_block(self, before: Floats, turn: Turn) -> Floats:
+    def blocks_before(self, name: str) -> Floats:
+        """Blocks of the stage before one of EARLY_BLOCKS."""
+        layers = self.rank.layers
+        last_but_one = np.maximum(layers - 2.0, 0.0)
+        return {"first block": 0.0 * layers, "second block": 1.0 + 0.0 * layers}.get(name, last_but_one)
+
+    def _before_an_early_block(self, name: str, turn: Turn) -> Floats:
         """Gradients of the first micro-batch, or of the last one, which sends off what earlier ones left."""
         left = np.where(turn == "first", 0.0, self.left_gradients)
         each, tied = self.stack.state.gradient, self.tied_table()
         table = np.where(self.is_first, self.table, 0.0)
-        done = self.rank.parameters - (1 + before) * self.blocks.elements
-        left_over = np.maximum(self.flats["last"] - table - (1 + before) * self.blocks.elements, 0.0)
+        done = self.rank.parameters - (1.0 + self.blocks_before(name)) * self.blocks.elements
+        left_over = np.maximum(done - table - self.flats[f"sent before the {name}"], 0.0)
         unsent = np.where(self.is_due() & self.overlaps, left_over + tied, done - table + tied)
         made = unsent + np.maximum(done - table + tied - unsent, 0.0) / self.rows()
         made = np.where(
@@ -280,6 +288,11 @@ class Sums(Facts):
         sent = (self.whole_gradients - each * self.flats["last"]) / self.rows()
         last = last + sent + np.where(self.scatters, self.left_gradients, 0.0)
         whole = np.where(self.microbatches > self.is_due() + 1.0, middle, first)
+        # One of 16 bits becomes one of 32 beside itself, and what came out of the first block is still there.
+        widens = (self.stack.state.weight < each) & (self.tp == 1)
+        narrow = np.where(widens, self.stack.state.weight * table, 0.0) + np.where(
+            table > 0, self.stream, 0.0
+        )
         # FSDP2 reduces what belongs to the root last: the embedding, or a tied head.
         root = np.where(self.is_first | (self.is_last & self.is_tied), self.table, 0.0)
         shard = each * root / self.shards * (self.scattered() < 1.0)
@@ -287,7 +300,9 @@ class Sums(Facts):
         whole_table = 4.0 * self.table + 2.0 * self.tied_table()
         is_sent = self.is_due() & self.overlaps & (self.scatters | (self.microbatches == 1))
         return {
-            "gradients": np.where(self.is_sharded & self.overlaps, reduced, np.where(is_sent, last, whole)),
+            "gradients": np.where(
+                self.is_sharded & self.overlaps, reduced, np.where(is_sent, last, whole) + narrow
+            ),
             "gathered": self.gathered(
                 np.maximum(whole_table + each * self.blocks.elements, (2.0 + each) * self.table),
                 np.where(self.pp > 1, (2.0 + each) * root, 0.0),

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.plan.frameworks import Framework
-from meshwright.plan.layouts import Floats, Layouts
-from meshwright.plan.moment_facts import TURNS, Mask, Rank
+from meshwright.plan.layouts import Layouts
+from meshwright.plan.moment_facts import EARLY_BLOCKS, TURNS, Mask, Rank
 from meshwright.plan.moment_sums import Sums
 from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.tape import Items
@@ -104,7 +104,10 @@ class Moment(NamedTuple):
 
 
 def moments_of(sums: Sums) -> Iterator[Moment]:
-    """The moments that compete."""
+    """The moments that compete.
+
+    From each block to the one before it what is held grows or falls, so that the ends are enough.
+    """
     in_pipeline = sums.scatters & (sums.pp > 1)
     yield Moment("head, forward", sums.is_last, sums.at_the_head)
     yield Moment("head, backward", sums.is_last, sums.behind_the_head)
@@ -116,9 +119,9 @@ def moments_of(sums: Sums) -> Iterator[Moment]:
         has_turn = in_pipeline | (turn != "later")
         has_middle = sums.has_middle() | (turn != "later")
         yield Moment(f"last block, {turn}", has_middle, partial(sums.in_the_last_block, turn))
-        for name, before, happens in _early_blocks(sums):
-            early = partial(sums.in_an_early_block, before, turn)
-            yield Moment(f"{name}, {turn}", happens & has_turn, early)
+        for name, at_least in zip(EARLY_BLOCKS, (1, 3, 4), strict=True):
+            happens = has_turn & (sums.rank.layers >= at_least)
+            yield Moment(f"{name}, {turn}", happens, partial(sums.in_an_early_block, name, turn))
         yield Moment(f"block reduced, {turn}", is_reduced, partial(sums.after_the_first_block, turn))
         is_sent_now = is_sent & (in_pipeline | (turn == "last"))
         yield Moment(f"launch, {turn}", is_sent_now, partial(sums.at_a_launch, turn))
@@ -126,11 +129,3 @@ def moments_of(sums: Sums) -> Iterator[Moment]:
     yield Moment("end of backward", True, sums.at_the_end)
     yield Moment("reduction", True, sums.on_the_way)
     yield Moment("update", True, sums.in_the_update)
-
-
-def _early_blocks(sums: Sums) -> Iterator[tuple[str, Floats, Mask]]:
-    """Blocks before the last: what is held grows or falls from each to the next, so the ends are enough."""
-    layers = sums.rank.layers
-    yield "first block", np.zeros((1, 1)), np.array(True)
-    yield "second block", np.ones((1, 1)), layers > 2
-    yield "last block but one", np.maximum(layers - 2.0, 0.0), layers > 3
