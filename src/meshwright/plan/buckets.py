@@ -82,6 +82,7 @@ class Buckets:
         self._after = [one for one in listed if one.layer is None and one not in self._before]
         self._flats: dict[Stage, Flats] = {}
         self._launches: dict[Stage, list[Launch]] = {}
+        self._sent: dict[tuple[Stage, int], float] = {}
 
     def flats(self, stage: Stage) -> Flats:
         """Sizes of the buffers of a stage."""
@@ -111,6 +112,11 @@ class Buckets:
 
     def sent_before(self, stage: Stage, block: int) -> float:
         """Elements of the buffers that are sent off before the backward of a block of the stage begins."""
+        if (stage, block) not in self._sent:
+            self._sent[stage, block] = self._sum_before(stage, block)
+        return self._sent[stage, block]
+
+    def _sum_before(self, stage: Stage, block: int) -> float:
         first = self._model.num_layers - stage.num_layers
         sent = 0.0
         for bucket in self._buckets(stage):
