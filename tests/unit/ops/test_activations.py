@@ -1,19 +1,11 @@
 """GELU and SwiGLU as compiled blocks have them, against torch's own; their Triton kernels, interpreted."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
-import pytest
 import torch
+from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
 from torch.nn import functional
 
 from meshwright.ops.gelu import biased_gelu, gelu_by_sigmoid, gelu_gradient
 from meshwright.ops.swiglu import swiglu, swiglu_gradient
-
-# The interpreter is chosen when a kernel is defined, so it has a process of its own: this file.
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def test_silu_of_halves_equals_the_plain_form() -> None:
@@ -55,14 +47,9 @@ def test_tracing_knows_the_shapes() -> None:
     torch.library.opcheck(gelu_gradient, (torch.randn(3, 4), torch.randn(3, 4)))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+@needs_triton
 def test_interpreted_passes_equal_the_plain_ones() -> None:
-    command = [sys.executable, "-m", "tests.unit.ops.test_activations"]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["float32", "bfloat16"]
+    assert words_of(__name__) == ["float32", "bfloat16"]
 
 
 def compare(dtype: torch.dtype) -> None:

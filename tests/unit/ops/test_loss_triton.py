@@ -1,27 +1,14 @@
 """The Triton passes over logits, in Triton's interpreter, against the plain ones."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
-import pytest
 import torch
+from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
 
 from meshwright.ops.loss_rows import PLAIN
 
-# The interpreter is chosen when a kernel is defined, so it has a process of its own: this file.
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+@needs_triton
 def test_interpreted_passes_equal_the_plain_ones() -> None:
-    command = [sys.executable, "-m", "tests.unit.ops.test_loss_triton"]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["float32", "bfloat16"]
+    assert words_of(__name__) == ["float32", "bfloat16"]
 
 
 def compare(dtype: torch.dtype) -> None:

@@ -1,20 +1,15 @@
 """Numbers in fp8 as they lie and turned, plain and in Triton's interpreter."""
 
 import math
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
+from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
 
 from meshwright.precision.fp8.cast import _cast_and_turn, cast_and_turn, turned_cast_late, write_cast
 from meshwright.precision.fp8.quantise import encode
 from meshwright.precision.fp8.recipes import E4M3, E5M2
 
-# The interpreter is chosen when a kernel is defined, so it has a process of its own: this file.
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNIT = torch.tensor(2.0**-4)
 
 
@@ -61,14 +56,9 @@ def test_tracing_knows_the_shapes() -> None:
     torch.library.opcheck(turned_cast_late, (parts[:1], UNIT, E5M2, torch.zeros(1)))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+@needs_triton
 def test_interpreted_tiles_equal_the_plain_cast() -> None:
-    command = [sys.executable, "-m", "tests.unit.precision.test_cast"]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["float8_e4m3fn", "float8_e5m2"]
+    assert words_of(__name__) == ["float8_e4m3fn", "float8_e5m2"]
 
 
 def compare(dtype: torch.dtype, source: torch.dtype) -> None:

@@ -1,17 +1,10 @@
 """A turned copy, plain and in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
 import torch
+from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
 
 from meshwright.precision.fp8.turn import turned
-
-# The interpreter is chosen when a kernel is defined, so it has a process of its own: this file.
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float64])
@@ -26,14 +19,9 @@ def test_tracing_knows_its_shape() -> None:
     torch.library.opcheck(turned, (torch.randn(6, 5),))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed here")
+@needs_triton
 def test_interpreted_tiles_equal_the_plain_copy() -> None:
-    command = [sys.executable, "-m", "tests.unit.precision.test_turn"]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["float8_e4m3fn", "bfloat16"]
+    assert words_of(__name__) == ["float8_e4m3fn", "bfloat16"]
 
 
 def compare(dtype: torch.dtype) -> None:
