@@ -10,6 +10,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Values laid over the file, such as parallel.tp=2."),
 ]
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 def check(
@@ -18,7 +25,7 @@ def check(
     origins: Annotated[
         bool, typer.Option("--origins", help="Show every value and where it was said.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tell everything that is wrong with a run file, and what in it wastes the hardware.
 

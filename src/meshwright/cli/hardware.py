@@ -89,7 +89,9 @@ def probe(
 
 @app.command()
 def compare(
-    profile: Annotated[Path, typer.Argument(help="Measurements that `hardware probe` wrote.")],
+    profile: Annotated[
+        Path, typer.Argument(metavar="PROFILE", help="Measurements that `hardware probe` wrote.")
+    ],
     on: Annotated[
         str, typer.Option("--on", help="The cluster it was measured on; its own device by default.")
     ] = "",

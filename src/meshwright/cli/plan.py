@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.check import AsJson, On
+
 OBJECTIVES = ("speed", "cost", "memory")
 PIPED_WIDTH = 140
 MOST_OFFERS, MOST_REJECTED = 3, 6
@@ -15,19 +17,16 @@ MOST_OFFERS, MOST_REJECTED = 3, 6
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A family (`meshwright models list`), a config.json or its folder, a YAML.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A family (`meshwright models list`), a config.json or its folder, a YAML."
+        ),
     ],
     pins: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="What is decided already: tp=8 recompute=none,full."),
+        typer.Argument(metavar="KEY=VALUE", help="What is decided already: tp=8 recompute=none,full."),
     ] = None,
-    on: Annotated[
-        str,
-        typer.Option(
-            "--on",
-            help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json.",
-        ),
-    ] = "",
+    on: On = "",
     seq: Annotated[str | None, typer.Option(help="Tokens per sequence, such as 8192.")] = None,
     batch_tokens: Annotated[str | None, typer.Option(help="Tokens per optimizer step, such as 4M.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 300B.")] = None,
@@ -51,7 +50,7 @@ def plan(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the run file here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Money per device-hour, for --report.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Decide how to train a model on a cluster, and say why.
 

@@ -6,22 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.check import AsJson, On, Overrides
+
 
 def predict(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run file, or the name of a recipe.")
+        str | None, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values laid over the file, such as parallel.tp=2."),
-    ] = None,
-    on: Annotated[
-        str,
-        typer.Option(
-            "--on",
-            help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json.",
-        ),
-    ] = "",
+    overrides: Overrides = None,
+    on: On = "",
     profile: Annotated[
         Path | None, typer.Option(help="Measurements of the machine, preferred over its data sheet.")
     ] = None,
@@ -31,7 +24,7 @@ def predict(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where the table goes with its predictions.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Memory, step time and MFU of exactly this layout on a cluster.
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.check import Overrides, Run
+from meshwright.cli.check import AsJson, Overrides, Run
 from meshwright.cli.proof import tell_proof
 from meshwright.errors import SpecError
 
@@ -32,7 +32,7 @@ def rehearse(
     full: Annotated[
         bool, typer.Option("--full", help="As many small worlds as it takes to run every two axes together.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Build one rank of the full world on this machine, and prove the numbers on a small one.
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.check import Overrides
+from meshwright.cli.check import AsJson, Overrides
 from meshwright.cli.main import new_app
 
 app = new_app(help="Pictures: pipeline timeline, rank map, memory.")
@@ -19,7 +19,7 @@ def show() -> None:
 @app.command()
 def schedule(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run file to take the schedule from.")
+        str | None, typer.Argument(metavar="RUN", help="A run file to take the schedule from.")
     ] = None,
     overrides: Overrides = None,
     name: Annotated[
@@ -31,7 +31,7 @@ def schedule(
         int | None, typer.Option(help="Stages per rank; by default what the schedule needs.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw the order in which pipeline ranks run forwards and backwards.
 
@@ -66,7 +66,7 @@ def memory(
         str, typer.Option("--on", help="The cluster or device, such as h100:8 or leonardo:16.")
     ] = "",
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw what fills the device of the first, a middle and the last pipeline rank."""
     import json
@@ -102,7 +102,7 @@ def mesh(
     overrides: Overrides = None,
     per_node: Annotated[int, typer.Option(min=1, max=64, help="Devices on one node.")] = 8,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw which rank stands where on every axis, and on which node; tp is innermost."""
     import json
