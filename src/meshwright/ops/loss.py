@@ -14,7 +14,7 @@ pass would cost a third more matmul. The vocabulary may be cut over ranks: rank 
 r V/n ... of W, and three numbers per token (highest, sum of exponentials, target's logit) are reduced.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -28,8 +28,9 @@ from meshwright.hardware.stand_in import is_stand_in
 from meshwright.ops.loss_rows import IN_PLACE, PLAIN, RowKernels, Statistics, wide_dtype
 
 TRITON: RowKernels | None = None
+scaled_copy: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None
 if find_spec("triton") is not None:  # comes with torch for CUDA
-    from meshwright.ops.loss_triton import TRITON
+    from meshwright.ops.loss_triton import TRITON, scaled_copy
 
 # Logits alive at once: large enough that adding up dW is small beside the matmuls, small beside activations.
 CHUNK_BYTES = 2**30
@@ -149,6 +150,8 @@ def _losses_and_gradient(
 
 def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x times a factor, rounded once to `dtype`; nothing wider is written in between."""
+    if x.is_cuda and x.dtype != dtype and x.dtype != torch.float64 and scaled_copy is not None:
+        return scaled_copy(x.contiguous(), factor, dtype)
     return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 

@@ -18,6 +18,7 @@ from meshwright.ops.loss_rows import RowKernels, Statistics
 
 BLOCK_COLUMNS = 8192
 NUM_WARPS = 16
+COPIED_ELEMENTS = 4096
 # A logit may lie this far above the one that exponentials are relative to, before what is written is made
 # smaller: e^40 times any vocabulary stays far below the end of bf16 and float32.
 MARGIN = tl.constexpr(40.0)
@@ -120,6 +121,28 @@ def _loss_exponentials(
     tl.store(highest_out + row, highest)
     tl.store(sums_out + row, total)
     tl.store(chosen_out + row, chosen)
+
+
+@triton.jit
+def _scaled_copy(
+    out,
+    x,
+    factor,
+    num_elements,
+    BLOCK: tl.constexpr,  # pyright: ignore[reportGeneralTypeIssues]
+):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = places < num_elements
+    scaled = tl.load(x + places, mask=is_inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    tl.store(out + places, scaled.to(out.dtype.element_ty), mask=is_inside)
+
+
+def scaled_copy(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a scalar, rounded once to `dtype`. torch's kernel for mixed dtypes has a third of this rate."""
+    out = torch.empty_like(x, dtype=dtype)
+    grid = (triton.cdiv(x.numel(), COPIED_ELEMENTS),)
+    _scaled_copy[grid](out, x, factor, x.numel(), BLOCK=COPIED_ELEMENTS, num_warps=4)
+    return out
 
 
 def statistics(logits_TV: Tensor, targets_T: Tensor) -> Statistics:

@@ -18,6 +18,8 @@ from meshwright.optim.whole import Whole
 class AdamW(ShardedOptimizer):
     """Loshchilov and Hutter 2017, element by element."""
 
+    takes_factor = True
+
     def __init__(
         self,
         shards: Shards,
@@ -40,7 +42,7 @@ class AdamW(ShardedOptimizer):
 
     def update(self, parts: list[Part]) -> None:
         """One pass per parameter."""
-        numbers = UpdateNumbers(self._betas, self._eps, self.num_updates)
+        numbers = UpdateNumbers(self._betas, self._eps, self.num_updates, self.gradient_factor)
         with fused(adamw_pass, parts) as one_pass:
             for part in parts:
                 if part.shard.numel():

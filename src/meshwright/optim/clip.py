@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.optim.joined import part_of
+from meshwright.optim.sharded import ShardedOptimizer
+
 NORM_EPSILON = 1e-6  # as torch's own clipping
 
 
@@ -37,15 +40,38 @@ def clip_gradients(
     device: torch.device,
     *,
     scale: float = 1.0,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Tensor:
-    """Undo the loss scale, then limit the global norm to `max_norm`; returns the norm before clipping."""
+    """Undo the loss scale, then limit the global norm to `max_norm`; returns the norm before clipping.
+
+    Rules of `optimizer` that multiply as they read a gradient do so in the next step: its clipped form is
+    written nowhere.
+    """
     if scale != 1.0:
         torch._foreach_mul_([shard.grad for shard, _ in shards if shard.grad is not None], 1.0 / scale)
     norm = global_norm(shards, device)
     if max_norm is not None:
-        grads = [shard.grad for shard, _ in shards if shard.grad is not None]
-        multiply(grads, (max_norm / (norm + NORM_EPSILON)).clamp(max=1.0))
+        factor = (max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)
+        others = _hand_on([shard for shard, _ in shards], factor, optimizer)
+        multiply([shard.grad for shard in others if shard.grad is not None], factor)
     return norm
+
+
+def _hand_on(
+    shards: list[nn.Parameter], factor: Tensor, optimizer: torch.optim.Optimizer | None
+) -> list[nn.Parameter]:
+    """Tell the rules that take a factor; the shards of all others."""
+    if optimizer is None:
+        return shards
+    rules = [part_of(optimizer, shard) for shard in shards]
+    for rule in rules:
+        if isinstance(rule, ShardedOptimizer) and rule.takes_factor:
+            rule.gradient_factor = factor
+    return [
+        shard
+        for shard, rule in zip(shards, rules, strict=True)
+        if not (isinstance(rule, ShardedOptimizer) and rule.takes_factor)
+    ]
 
 
 def multiply(grads: list[Tensor], factor: Tensor) -> None:

@@ -35,13 +35,17 @@ class Numbers(NamedTuple):
     forget2: float | Tensor
     """1 - beta2."""
     eps: float | Tensor
+    factor: float | Tensor
+    """Of the gradient."""
 
 
 class UpdateNumbers:
     """The numbers of one update, made once for each rate and decay."""
 
-    def __init__(self, betas: tuple[float, float], eps: float, num_updates: int) -> None:
-        self._betas, self._eps, self._num_updates = betas, eps, num_updates
+    def __init__(
+        self, betas: tuple[float, float], eps: float, num_updates: int, factor: float | Tensor
+    ) -> None:
+        self._betas, self._eps, self._num_updates, self._factor = betas, eps, num_updates, factor
         self._known: dict[tuple[float, float], Numbers] = {}
         self._key: Tensor | None = None
 
@@ -69,17 +73,24 @@ class UpdateNumbers:
             beta2=beta2,
             forget2=1.0 - beta2,
             eps=self._eps,
+            factor=self._factor,
         )
 
 
 def _on_device(plain: Numbers, like: Tensor) -> Numbers:
     """Scalars that the device fills by itself: no host sync."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return Numbers(*(torch.full((), float(one), dtype=dtype, device=like.device) for one in plain))
+    return Numbers(
+        *(
+            one.to(dtype) if isinstance(one, Tensor) else torch.full((), one, dtype=dtype, device=like.device)
+            for one in plain
+        )
+    )
 
 
 def moved_moments(first: Tensor, second: Tensor, g: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
     """Both moments after one more gradient."""
+    g = g * numbers.factor
     first = first + numbers.forget1 * (g - first)
     return first, second * numbers.beta2 + numbers.forget2 * g * g
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.optim.clip import multiply
 from meshwright.optim.fused import Numbers, UpdateNumbers, fused, moved_moments, moved_weight
 from meshwright.optim.noise import NOISE_LEVELS, NoiseGrid, draw, step_key
 from meshwright.optim.rounding import bits_of, read, write
@@ -42,6 +43,8 @@ SECOND = (255, 24.0)
 
 class Adam8Bit(ShardedOptimizer):
     """AdamW with one byte per moment for matrices."""
+
+    takes_factor = True
 
     def __init__(
         self,
@@ -68,12 +71,15 @@ class Adam8Bit(ShardedOptimizer):
     def update_all(self, parts: list[Part]) -> None:
         """Matrices whose blocks all lie whole on this rank in one pass each; the others step by step."""
         aligned = [part for part in parts if _has_whole_blocks(part)]
-        numbers = UpdateNumbers(self._betas, self._eps, self.num_updates)
+        numbers = UpdateNumbers(self._betas, self._eps, self.num_updates, self.gradient_factor)
         with fused(blockwise_pass, aligned) as one_pass:
             for part in aligned:
                 if part.shard.numel():
                     one_pass(*_as_blocks(part), numbers.of(part), self.grid(part), numbers.key(part))
-        super().update_all([part for part in parts if not _has_whole_blocks(part)])
+        others = [part for part in parts if not _has_whole_blocks(part)]
+        if isinstance(self.gradient_factor, Tensor):
+            multiply([part.gradient for part in others], self.gradient_factor)
+        super().update_all(others)
 
     def update(self, parts: list[Part]) -> None:
         """Parameter by parameter, so that the moments of only one are ever decoded."""

@@ -6,7 +6,7 @@ opened to fp32 for a bounded number of parameters at a time, updated, and rounde
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Updates shards as the whole parameters would be; its state is allocated at once."""
 
     num_updates: int = 0
+    takes_factor: ClassVar[bool] = False
+    """Whether `update_all` multiplies gradients by `gradient_factor` as it reads them."""
+    gradient_factor: float | Tensor = 1.0
+    """Of the next update alone."""
 
     def __init__(self, shards: Shards) -> None:
         super().__init__(shards.groups, {"lr": shards.lr, "weight_decay": 0.0})
@@ -62,6 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert closure is None, "gradients are accumulated before the step"
         self.num_updates += 1
         self.update_all([part for group in self.param_groups for part in self._parts(group)])
+        self.gradient_factor = 1.0
 
     def _parts(self, group: dict[str, Any]) -> list[Part]:
         return [

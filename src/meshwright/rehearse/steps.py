@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright.memory.offload.host import settle
 from meshwright.mesh import Mesh
 from meshwright.optim.build import state_dims, state_tensors
+from meshwright.optim.joined import part_of
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.owned import OwnedParameter
 from meshwright.spec import RunSpec
@@ -50,12 +51,15 @@ class _Gradients:
         self._owned = {one.name: one for one in training.program.owned if one.parameter.requires_grad}
         self.parts: dict[str, dict[str, Tensor]] = {name: {} for name in self._owned}
         self._num_updates = 0
+        self._optimizer = training.optimizer
         training.optimizer.register_step_pre_hook(self._keep)
 
     def _keep(self, *_: object) -> None:
         for name, one in self._owned.items():
             assert one.shard.grad is not None, f"{name} has no gradient"
-            self.parts[name][f"gradient {self._num_updates}"] = one.shard.grad.clone()
+            # Some rules clip as they read.
+            factor = getattr(part_of(self._optimizer, one.shard), "gradient_factor", 1.0)
+            self.parts[name][f"gradient {self._num_updates}"] = one.shard.grad * factor
         self._num_updates += 1
 
 

@@ -75,7 +75,13 @@ def update(training: Training, *, learning_rate: float | None) -> tuple[Tensor, 
     Without a rate the optimizer keeps its own.
     """
     scale = training.scale
-    grad_norm = clip_gradients(training.shards, training.max_grad_norm, training.device, scale=scale)
+    grad_norm = clip_gradients(
+        training.shards,
+        training.max_grad_norm,
+        training.device,
+        scale=scale,
+        optimizer=training.optimizer,
+    )
     is_sound = training.loss_scale is None or training.loss_scale.update(
         float(grad_norm)
     )  # host sync: fp16 only

@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.optim.build import build_optimizer, master_weights
 from meshwright.optim.clip import clip_gradients, global_norm
+from meshwright.spec import OptimSpec
 
 CPU = torch.device("cpu")
 
@@ -77,3 +79,27 @@ def test_large_fp32_gradients_do_not_overflow_the_norm():
     large = nn.Parameter(torch.zeros(4))
     large.grad = torch.full((4,), 1e30)
     assert float(global_norm([(large, 1.0)], CPU)) == pytest.approx(2e30)
+
+
+def _step_of(kind: str, *, hands_on: bool) -> tuple[bool, list[torch.Tensor]]:
+    """One clipped step: whether the gradients stayed as they were, and the weights after it."""
+    values = {"matrix": gradient(1, 512).view(2, 256), "vector": gradient(2, 5)}
+    shards = {name: nn.Parameter(value.bfloat16()) for name, value in values.items()}
+    for one in shards.values():
+        one.grad = one.detach().clone()
+    optimizer = build_optimizer(shards, OptimSpec(kind=kind, lr=0.1), weights="bf16_exact")
+    pairs = [(one, 1.0) for one in shards.values()]
+    clip_gradients(pairs, 2.0**-3, CPU, optimizer=optimizer if hands_on else None)
+    is_same = all(torch.equal(one.grad, one) for one in shards.values())
+    optimizer.step()
+    assert not isinstance(optimizer.gradient_factor, torch.Tensor)  # of one step alone
+    return is_same, list(master_weights(optimizer, shards).values())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_a_rule_that_clips_as_it_reads_takes_the_same_step(kind):
+    (stays, weights), (stays_not, expected) = (_step_of(kind, hands_on=on) for on in (True, False))
+    assert stays and not stays_not
+    for one, other in zip(weights, expected, strict=True):
+        # A gradient clipped beforehand is rounded to bf16 once more: 2^-9 of a step of 0.1.
+        torch.testing.assert_close(one, other, rtol=0, atol=0.1 * 2.0**-7)
