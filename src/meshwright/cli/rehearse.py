@@ -124,7 +124,7 @@ def _print(reports: list[Any], measured: list[Any], cluster: Any) -> None:
     from meshwright.rehearse.draw import draw_collectives, draw_measured, draw_memory, moment_lines
 
     console = Console()
-    console.print(draw_memory(reports, cluster))
+    console.print(draw_memory(reports, cluster, width=console.width))
     console.print()
     for line in moment_lines(reports):
         console.print(line, highlight=False)

@@ -77,10 +77,12 @@ def _files_at(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in kinds and file.is_file())
         if not found:
-            raise DataError(f"the folder holds no {' or '.join(kinds)} file", where=str(path))
+            fact, hint = f"the folder holds no {' or '.join(kinds)} file", "name the files themselves"
+            raise DataError(fact, where=str(path), hint=hint)
         return found
     if not path.exists():
-        raise DataError("there is no such file or folder", where=str(path))
+        hint = "name files of text, .jsonl files, or folders of them"
+        raise DataError("there is no such file or folder", where=str(path), hint=hint)
     if path.suffix not in kinds:
         hint = f"rename it, or convert it to {JSON_LINES_SUFFIX} with one JSON object per line"
         raise DataError(
@@ -93,7 +95,9 @@ def _require_documents(writer: DatasetWriter, files: Sequence[Path]) -> None:
     if writer.num_documents == 0:
         places = ", ".join(str(file) for file in files[:3])
         raise DataError(
-            f"{len(files)} files hold no text", where=places, hint="look at the files and --field"
+            f"{len(files)} file{'s' * (len(files) > 1)} without any text",
+            where=places,
+            hint="look at the files and --field",
         )
 
 

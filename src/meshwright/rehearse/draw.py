@@ -11,11 +11,15 @@ from meshwright.rehearse.rank import RankReport
 from meshwright.rehearse.run_rank import Measured
 from meshwright.units import show_bytes, show_seconds
 
-BAR_WIDTH = 32
+BAR_WIDTH, SMALLEST_BAR_WIDTH = 32, 8
+# Of the names and of a rank's bytes, each with the space before the next column.
+_NAME_WIDTH, _BYTES_WIDTH = 31, 12
 
 
-def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None) -> Table:
-    """Bytes by item at the fullest moment of each rank, with a bar for the fullest rank."""
+def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None, *, width: int = 80) -> Table:
+    """Bytes by item at the fullest moment of each rank, and a bar for the fullest, in so many columns."""
+    room = width - _NAME_WIDTH - _BYTES_WIDTH * len(reports)
+    bar_width = max(SMALLEST_BAR_WIDTH, min(BAR_WIDTH, room))
     largest = max(report.reserved_bytes for report in reports)
     scale = float(cluster.device.memory_bytes) if cluster else largest
     table = _table("", *(f"rank {report.rank}" for report in reports))
@@ -23,7 +27,7 @@ def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None) -> Table
     names = dict.fromkeys(name for report in reports for name in report.items)
     for index, name in enumerate(names):
         values = [report.items.get(name, 0.0) for report in reports]
-        bar = Text("█" * round(BAR_WIDTH * max(values) / scale) or "▏", style=PALETTE[index % len(PALETTE)])
+        bar = Text("█" * round(bar_width * max(values) / scale) or "▏", style=PALETTE[index % len(PALETTE)])
         table.add_row(name, *map(show_bytes, values), bar)
     totals = [report.allocated_bytes for report in reports]
     table.add_row("allocated", *map(show_bytes, totals), f"{max(totals) / scale:.0%}", style="bold")

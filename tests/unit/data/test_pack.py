@@ -97,7 +97,7 @@ def test_folders_are_searched_in_the_order_of_names(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "\xff"}', "the line is not JSON", "a.jsonl:1"),
         ("a.jsonl", b"[" * 100_000, "the line is not JSON", "a.jsonl:1"),
         ("a.txt", b"fine \xff", "not UTF-8: byte 0xff after 5 bytes", "a.txt"),
-        ("a.txt", b"", "hold no text", "a.txt"),
+        ("a.txt", b"", "1 file without any text", "a.txt"),
     ],
 )
 def test_bad_input_is_a_fact_and_leaves_nothing(
