@@ -11,9 +11,14 @@ import torch
 from tests.harness import RTOL, worst_errors
 from tests.resume.test_shortage import BACK_OFF, LAYOUTS, Strike, final_tensors, run_of, train
 from tests.tiny_runs import MODELS, tiny_run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.mesh import join_world, leave_world
 from meshwright.models import build_decoder, initialise
-from meshwright.spec import ParallelSpec
+from meshwright.resilience.plain_sums import add_plainly
+from meshwright.spec import ParallelSpec, ScheduleSpec
 from meshwright.train.out_of_memory import smaller_microbatch
 
 pytestmark = [
@@ -22,7 +27,10 @@ pytestmark = [
 ]
 
 # More kernels in one micro-batch than a card's queue takes: the host then waits for the card in a launch.
-DEEP = MODELS["tied"].with_(num_layers=24)
+DEEP = MODELS["tied"].with_(num_layers=12)
+# Ranks share one card, and each of tp's collectives waits for its partner's turn on it: milliseconds.
+FEW_STEPS = ScheduleSpec(num_steps=2, kind="linear", warmup_steps=1)
+ONE_STEP = ScheduleSpec(num_steps=1, kind="linear", warmup_steps=0)
 LAYOUTS_HERE = LAYOUTS | {"tp_pp": ParallelSpec(tp=2, pp=2)}
 # Layout, and where it strikes. Partners then wait in a collective of the card that nobody else joins.
 STRIKES = {
@@ -39,7 +47,8 @@ STRIKES = {
 
 
 def _run(layout: str, **changes: Any):
-    return run_of("one", memory=BACK_OFF, device="cuda", **changes).with_(parallel=LAYOUTS_HERE[layout])
+    run = run_of("one", memory=BACK_OFF, device="cuda", schedule=FEW_STEPS)
+    return run.with_(parallel=LAYOUTS_HERE[layout], **changes)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +71,8 @@ def test_a_back_off_between_nccl_ranks(nccl_ranks, expected, tmp_path, case):
 
 
 def test_hosts_that_wait_in_a_launch_come_out_of_it(nccl_ranks, tmp_path):
-    run = _run("tp").with_(model=DEEP)
-    train(nccl_ranks, run, tmp_path / "short", Strike(1, 2))
-    train(nccl_ranks, smaller_microbatch(run), tmp_path / "small")
+    train(nccl_ranks, _run("tp", model=DEEP, schedule=ONE_STEP), tmp_path / "short", Strike(1, 2))
+    train(nccl_ranks, smaller_microbatch(_run("one", model=DEEP, schedule=ONE_STEP)), tmp_path / "small")
     errors = worst_errors(final_tensors(tmp_path / "short"), final_tensors(tmp_path / "small"))
     assert max(errors.values()) < RTOL
 
@@ -126,3 +134,30 @@ def test_a_host_that_waits_for_its_card_lets_other_threads_run(part):
     pause_seconds, standing = _longest_pause_seconds(action)
     print(f"{part}: another thread paused for {pause_seconds:.2f} s")
     assert pause_seconds < 0.5, standing
+
+
+def test_nor_does_a_sum_of_cut_gradients_stop_them():
+    """Autograd's own sum of a DTensor's gradients holds Python's lock while it waits for the card."""
+    join_world("cuda")
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        module = nn.ParameterList(
+            nn.Parameter(DTensor.from_local(torch.ones(8, 8, device="cuda"), mesh, [Shard(0)]))
+            for _ in range(1500)
+        )
+
+        def backward() -> None:
+            torch.stack([one.to_local().sum() for one in module]).sum().backward()
+
+        pauses = {}
+        for name in ("autograd's", "plain"):
+            kept = add_plainly([module]) if name == "plain" else []
+            backward()
+            backward()
+            torch.cuda.synchronize()
+            pauses[name], standing = _longest_pause_seconds(backward)
+            print(f"{name} sums: another thread paused for {pauses[name]:.2f} s")
+        assert len(kept) == 1500
+        assert pauses["plain"] < 0.5, standing
+    finally:
+        leave_world()

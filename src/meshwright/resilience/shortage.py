@@ -23,6 +23,7 @@ from torch import Tensor
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.mesh import World, connect_device_groups, end_device_collectives
 from meshwright.parallel.program import Program
+from meshwright.resilience.plain_sums import add_plainly
 
 _POLL_SECONDS = 1.0
 _MEETING_POLL_SECONDS = 0.1
@@ -32,8 +33,10 @@ MEETING_SECONDS = 5.0
 PATIENCE_SECONDS = 120.0
 _LONGEST_TEXT = 300
 # Torch watches NCCL too. A partner's collectives that end look to it like a failure, for which it would end
-# the process a minute later; with this it only ends the collectives, and at once.
+# the process a minute later; with this it only ends the collectives, and at once. It would also write down
+# where each was called, for which it needs Python's lock.
 _NCCL_SETTINGS = {
+    "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
@@ -205,6 +208,8 @@ class GuardedProgram:
     def __init__(self, program: Program, lookout: Lookout) -> None:
         self.stages, self.owned = program.stages, program.owned
         self._program, self.lookout = program, lookout
+        # What looks out is a thread; it must run while this one waits for a card.
+        self._sums = add_plainly(program.stages) if lookout.goes_on else []
 
     def accumulate(self, microbatches: Sequence[Any], *, scale: float = 1.0) -> Tensor:
         """See Program."""
