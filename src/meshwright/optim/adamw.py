@@ -1,18 +1,25 @@
 """AdamW for weights or moments kept in bf16; in fp32 torch's own is used.
 
 One pass over a shard reads weight, gradient and moments, updates them in fp32 and writes them back: on CUDA
-it is compiled into one kernel that serves all shapes, elsewhere it is plain torch.
+it is one kernel of ours, elsewhere plain torch.
 """
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from meshwright.optim.fused import Numbers, UpdateNumbers, fused, moved_moments, moved_weight
+from meshwright.hardware.stand_in import is_stand_in
+from meshwright.optim.fused import Numbers, UpdateNumbers, moved_moments, moved_weight
 from meshwright.optim.noise import NoiseGrid, draw
 from meshwright.optim.rounding import bits_of, read, write
 from meshwright.optim.sharded import LOWER_BITS, Part, ShardedOptimizer, Shards, wide_zeros
 from meshwright.optim.whole import Whole
+
+if find_spec("triton") is not None:  # comes with torch for CUDA
+    from meshwright.optim.adamw_triton import adamw_kernel
 
 
 class AdamW(ShardedOptimizer):
@@ -43,10 +50,17 @@ class AdamW(ShardedOptimizer):
     def update(self, parts: list[Part]) -> None:
         """One pass per parameter."""
         numbers = UpdateNumbers(self._betas, self._eps, self.num_updates, self.gradient_factor)
-        with fused(adamw_pass, parts) as one_pass:
-            for part in parts:
-                if part.shard.numel():
-                    one_pass(*_as_rows(part), numbers.of(part), self.grid(part), numbers.key(part))
+        if is_stand_in():
+            return  # the pass allocates nothing
+        for part in parts:
+            if part.shard.numel():
+                one_pass = _pass_for(part.shard)
+                one_pass(*_as_rows(part), numbers.plain(part), self.grid(part), numbers.key(part))
+
+
+def _pass_for(shard: Tensor) -> Callable[..., None]:
+    """Proofs in float64 are plain everywhere."""
+    return adamw_kernel if shard.is_cuda and shard.dtype != torch.float64 else adamw_pass
 
 
 def adamw_pass(
@@ -76,4 +90,4 @@ def _as_rows(part: Part) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
         bits_of(tensor).view(-1, columns) for tensor in (part.shard, state["exp_avg"], state["exp_avg_sq"])
     )
     lower = state[LOWER_BITS].view(-1, columns) if LOWER_BITS in state else None
-    return kept, lower, part.gradient.reshape(-1, columns), first, second
+    return kept, lower, part.gradient.reshape(-1, columns).contiguous(), first, second

@@ -53,7 +53,7 @@ class UpdateNumbers:
         """Those of a part, in its dtype where they are tensors."""
         rates = (part.lr, part.weight_decay)
         if rates not in self._known:
-            plain = self._plain(*rates)
+            plain = self.plain(part)
             self._known[rates] = plain if part.shard.device.type == "cpu" else _on_device(plain, part.shard)
         return self._known[rates]
 
@@ -63,11 +63,12 @@ class UpdateNumbers:
             self._key = step_key(self._num_updates, part.shard.device)
         return self._key
 
-    def _plain(self, lr: float, decay: float) -> Numbers:
+    def plain(self, part: Part) -> Numbers:
+        """Floats, but for a factor that only the device knows."""
         beta1, beta2 = self._betas
         return Numbers(
-            keep=1.0 - lr * decay,
-            rate=lr / (1.0 - beta1**self._num_updates),
+            keep=1.0 - part.lr * part.weight_decay,
+            rate=part.lr / (1.0 - beta1**self._num_updates),
             root=(1.0 - beta2**self._num_updates) ** 0.5,
             forget1=1.0 - beta1,
             beta2=beta2,
