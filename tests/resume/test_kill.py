@@ -184,5 +184,6 @@ def _fail_to_save_once(run: RunSpec, run_dir: Path) -> tuple[str, int, list[str]
 def test_a_failed_save_is_told_by_all_ranks_and_training_goes_on(ranks, tmp_path):
     results = ranks.run(_fail_to_save_once, 2, saving_run(TWO_RANKS), tmp_path)
     assert results == [("finished", 6, ["step-00000004", "step-00000006"])] * 2
+    assert not list((tmp_path / "checkpoints").glob(".partial*")), "a full disk stays full of what is left"
     told = [path.name for path in tmp_path.glob("events-*.jsonl") if "No space left" in path.read_text()]
     assert sorted(told) == ["events-0.jsonl", "events-1.jsonl"]

@@ -39,12 +39,17 @@ def save_checkpoint(
 ) -> Path:
     """Write and publish one checkpoint; all ranks call it. An error on one rank raises on all."""
     target, partial = step_folder(root, step), root / f".partial-{step:08d}"
-    _together(lambda: _prepare(root, partial), only_first=True)
-    _together(lambda: dcp.save(dict(tensors), checkpoint_id=partial))
-    files = _together(lambda: _hash_files(partial, _own_share(partial)))
-    merged = {name: entry for part in files for name, entry in part.items()}
-    manifest = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time(), "files": merged, **facts}
-    _together(lambda: _publish(partial, target, manifest), only_first=True)
+    try:
+        _together(lambda: _prepare(root, partial), only_first=True)
+        _together(lambda: dcp.save(dict(tensors), checkpoint_id=partial))
+        files = _together(lambda: _hash_files(partial, _own_share(partial)))
+        merged = {name: entry for part in files for name, entry in part.items()}
+        header = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time(), "files": merged}
+        _together(lambda: _publish(partial, target, {**header, **facts}), only_first=True)
+    except CheckpointError:
+        if dist.get_rank() == 0:  # on a full disk, half a checkpoint leaves no room for the rest of the run
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return target
 
 

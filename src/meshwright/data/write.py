@@ -118,7 +118,9 @@ def new_dataset(folder: Path, tokenizer: Tokenizer) -> Iterator[DatasetWriter]:
             raise
     except OSError as error:
         raise DataError(
-            f"the dataset cannot be written: {error.strerror or error}", where=str(folder)
+            f"the dataset cannot be written: {error.strerror or error}",
+            where=str(folder),
+            hint="make room, or name another place with -o",
         ) from error
 
 

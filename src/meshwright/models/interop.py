@@ -158,11 +158,15 @@ def save_folder(
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _write_shards(state, model, partial, max_shard_bytes=max_shard_bytes, dtype=dtype)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+    try:
+        _write_shards(state, model, partial, max_shard_bytes=max_shard_bytes, dtype=dtype)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _require_state(state: Mapping[str, Tensor], model: ModelSpec, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from meshwright import __version__
@@ -50,10 +51,20 @@ def convert_weights(
             _write_file(weights, target, dtype=dtype)
         else:
             _write_checkpoint(weights, target, dtype=dtype)
-    except OSError as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else _disk_words(error)
+        if why is None:
+            raise
         raise CheckpointError(
-            f"cannot be written: {error.strerror or error}", where=str(target), hint="name another place"
+            f"cannot be written: {why}", where=str(target), hint="make room, or name another place"
         ) from None
+
+
+def _disk_words(error: Exception) -> str | None:
+    """What safetensors and torch.save say of a disk, each in a class of its own; None for anything else."""
+    if "inline_container" in str(error):
+        return "torch.save could not write the file to its end"
+    return str(error).splitlines()[0] if isinstance(error, SafetensorError) else None
 
 
 def _write_folder(weights: Weights, target: Path, *, dtype: torch.dtype | None, max_shard_bytes: int) -> None:

@@ -28,6 +28,7 @@ from meshwright.train.evaluate import sum_over_world
 from meshwright.train.job import Job, Workload
 from meshwright.train.loop import Outcome, drive
 from meshwright.train.modules import build_module_training, require_module
+from meshwright.train.room import lack_of_room
 from meshwright.train.session import claim_directory, on_first_rank
 
 
@@ -52,17 +53,19 @@ def fit(
     with the same directory it goes on from the last checkpoint.
     """
     spec = read_settings(FitSpec, run, settings)
+    run_dir = Path(directory) if directory is not None else Path("runs") / spec.name
     require_module(model.model if isinstance(model, Chain) else model)
     _require_stop(stop_after)
     was_joined = dist.is_initialized()
     world = join_world(spec.device)
     try:
         spec = spread(spec, world.num_ranks)
-        run_dir = Path(directory) if directory is not None else Path("runs") / spec.name
         data = _Data(dataset, evaluation, collate)
         data.require(spec)
         on_first_rank(lambda: claim_directory(spec, run_dir))
         return drive(_job(model, data, loss, spec, world), run_dir, stop_after=stop_after)
+    except OSError as error:
+        raise lack_of_room(error, run_dir, rank=world.rank) or error from None
     finally:
         if not was_joined:
             leave_world()

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -91,7 +91,8 @@ class Recorder:
         """Closes the files; a run that ends by an error says so in its summary."""
         with self._closing:
             if error is not None:
-                self._fail(error)
+                with suppress(OSError):  # a full disk must not hide what has happened
+                    self._fail(error)
 
     def say(self, text: str) -> None:
         """One line for people; rank 0 only."""

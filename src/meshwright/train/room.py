@@ -1,8 +1,11 @@
-"""Whether this machine has the memory for a run on its CPU: asked before the kernel has to end processes."""
+"""Memory and disk of this machine: whether a run on its CPU can fit, and what is said when room runs out."""
+
+import errno
+from pathlib import Path
 
 import torch
 
-from meshwright.errors import MeshwrightError, PlanError
+from meshwright.errors import MeshwrightError, PlanError, RunError
 from meshwright.hardware.catalogue import find_device, generic_cluster
 from meshwright.hardware.machine import this_machine
 from meshwright.memory.offload.budget import ranks_on_this_host
@@ -11,6 +14,7 @@ from meshwright.spec import RunSpec
 from meshwright.units import show_bytes
 
 _STATE = ("weights", "gradients", "optimizer")
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def require_room(run: RunSpec, device: torch.device) -> None:
@@ -39,6 +43,23 @@ def require_room(run: RunSpec, device: torch.device) -> None:
         where="device=cpu",
         hint="train it where there are GPUs, or a smaller model here (model.num_layers=2, model.width=...)",
     )
+
+
+def lack_of_room(error: BaseException, run_dir: Path, *, rank: int) -> RunError | None:
+    """A run that ended because memory or disk were full, in words; None where that is not why."""
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+        return RunError(
+            f"the run directory can no longer be written: {error.strerror}",
+            where=str(run_dir),
+            hint="make room, then start the same command again: it goes on from the last checkpoint",
+        )
+    if is_out_of_memory(error):
+        return RunError(
+            f"rank {rank} ran out of memory outside of a step: {' '.join(str(error).split())[:200]}",
+            where=str(run_dir),
+            hint="weights and optimizer states do not fit: use a higher parallel.zero, or more ranks",
+        )
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,6 @@ from meshwright.errors import (
     EXIT_INTERRUPTED,
     CheckpointError,
     MeshwrightError,
-    RunError,
     SpecError,
 )
 from meshwright.mesh import World, abandon_world, join_world, leave_world, rejoin_world
@@ -24,7 +23,7 @@ from meshwright.spec.text import dump_run, load_run
 from meshwright.spec.yaml_text import parse_yaml
 from meshwright.train.loop import Outcome, train
 from meshwright.train.out_of_memory import smaller_microbatch
-from meshwright.train.room import is_out_of_memory, require_room
+from meshwright.train.room import lack_of_room, require_room
 from meshwright.train.saved import require_same_course
 
 
@@ -42,14 +41,10 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
         return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
     except BaseException as error:
         abandon_world(world)  # other ranks may be anywhere: nothing here may wait for them
-        if not is_out_of_memory(error):
+        told = lack_of_room(error, run_dir, rank=world.rank)
+        if told is None:
             raise
-        words = " ".join(str(error).split())[:200]
-        raise RunError(
-            f"rank {world.rank} ran out of memory outside of a step: {words}",
-            where=str(run_dir),
-            hint="weights and optimizer states do not fit: use a higher parallel.zero, or more ranks",
-        ) from None
+        raise told from None
 
 
 def train_on(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tests.small_runs import train_small
 from tests.tiny_models import tiny
 
@@ -128,3 +129,17 @@ def test_bad_input_is_told(trained: Path, tmp_path: Path, capsys: Captured):
         error = capsys.readouterr().err
         assert fact in error and error.startswith("error: "), error
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("target", ["folder", "file.pt"])
+def test_a_full_disk_is_told_and_leaves_nothing(target, trained, tmp_path, monkeypatch, capsys):
+    def full(*_: object, **__: object) -> None:
+        if target == "folder":
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr("meshwright.models.interop.save_file", full)
+    monkeypatch.setattr("torch.save", full)
+    assert run(["convert", str(trained), str(tmp_path / target)]) == 2
+    assert "error: cannot be written: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

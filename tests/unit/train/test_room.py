@@ -1,6 +1,8 @@
 """A run that cannot fit into the memory of this machine is refused before it is built."""
 
+import errno
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,13 @@ def test_state_that_does_not_fit_is_told(monkeypatch):
         room.require_room(run, CPU)
     assert caught.value.where == "device=cpu" and caught.value.hint
     room.require_room(run, torch.device("cuda"))
+
+
+def test_a_full_disk_is_a_failed_run():
+    told = room.lack_of_room(OSError(errno.ENOSPC, "No space left on device"), Path("runs/x"), rank=0)
+    assert told is not None and told.exit_code == 4 and told.where == "runs/x"
+    assert "No space left on device" in told.fact and "goes on from the last checkpoint" in told.hint
+    assert room.lack_of_room(FileNotFoundError(errno.ENOENT, "gone"), Path("runs/x"), rank=0) is None
 
 
 def test_the_host_s_lack_of_memory_is_known_by_its_words():
