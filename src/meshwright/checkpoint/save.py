@@ -77,7 +77,10 @@ def _told(error: BaseException) -> str:
     rank = dist.get_rank()
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(error).__name__}: {error}"
+    if "inline_container" in str(error):  # of torch's writer, which tells positions instead of reasons
+        return f"rank {rank}: a file could not be written to its end"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return f"rank {rank}: {type(error).__name__}: {reason}"
 
 
 def _prepare(root: Path, partial: Path) -> None:

@@ -108,7 +108,7 @@ def drive(
                 evaluation = job.evaluate if is_evaluated else None
                 state = recorder.record(state, outcome, rate, evaluation=evaluation, part=part)
                 collect_young()
-            if _due(run.checkpoint.every_steps, state.step):
+            if _due(run.checkpoint.every_steps, state.step) and not is_last:
                 recorder.attempt_save(checkpoints, state)
             if is_observed and interrupt.agreed():
                 last_step = state.step
