@@ -64,7 +64,20 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         raise MeshError(
             "device=cuda, but torch sees no CUDA device", where="device", hint="use device=cpu or auto"
         )
+    _require_cards(torch.cuda.device_count())
+    # Some launchers show each rank its own card only: then that one is 0 for all of them.
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _require_cards(num_cards: int) -> None:
+    """A card for each rank: NCCL allows no two on one, unless they pretend to be on hosts of their own."""
+    num_here = _rank_variable("LOCAL_WORLD_SIZE", 1)
+    if num_here > num_cards and "NCCL_HOSTID" not in os.environ:
+        raise MeshError(
+            f"{num_here} ranks were started here, and CUDA devices that torch sees: {num_cards}",
+            where="parallel",
+            hint="start no more ranks than devices on a machine, or use device=cpu",
+        )
 
 
 def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> World:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED, RunError
+from meshwright.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_NO_FIT, RunError
 
 if TYPE_CHECKING:
     from meshwright.hardware.machine import Accelerator, Machine
@@ -125,7 +125,7 @@ def _start(arguments: list[str], run: "RunSpec", directory: Path) -> None:
     from meshwright.launch.local import run_local
 
     code = run_local(arguments, num_ranks=run.parallel.num_ranks)
-    if code == EXIT_INTERRUPTED:
+    if code in (EXIT_INTERRUPTED, EXIT_INPUT, EXIT_NO_FIT):  # told already
         sys.exit(code)
     if code != EXIT_DONE:
         hint = f"what happened stands in {directory}; `meshwright report {directory}` draws it"

@@ -79,3 +79,11 @@ def test_a_machine_without_memory_is_told(here: Path, capsys: Captured, monkeypa
     monkeypatch.setattr(machine, "_free_in_container", lambda: 2**27)
     assert run(["demo"]) == 3
     assert "parameters need" in capsys.readouterr().err and not (here / "runs").exists()
+
+
+def test_what_the_ranks_have_told_is_not_told_again(
+    here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("meshwright.launch.local.run_local", lambda *_, **__: 2)
+    assert run(["demo"]) == 2
+    assert "exit code" not in capsys.readouterr().err
