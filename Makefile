@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/meshwright demo
 
+# Two at a time, file by file: most tests use one core, and each of the two has its own pool of ranks.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not soak" --numprocesses 2 --dist loadfile
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak"

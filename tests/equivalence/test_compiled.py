@@ -59,7 +59,8 @@ def each(layouts: list[Layout]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
 
 
-ONE_DEVICE = [Layout(ParallelSpec(), kind, 2) for kind in (*DENSE, *ROUTED)]
+ONE_DEVICE = [Layout(ParallelSpec(), kind, 2) for kind in ("gqa", "gpt", "mla", "moe")]
+EVERY_KIND = [Layout(ParallelSpec(), kind, 2) for kind in (*DENSE, *ROUTED)]
 EACH_AXIS = [
     Layout(ParallelSpec(dp_replicate=2), "gpt"),
     Layout(ParallelSpec(dp_shard=2, zero=2), "tied"),
@@ -87,6 +88,6 @@ def test_each_axis(ranks: RankPool, layout: Layout) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@each([*ONE_DEVICE, *all_singles(), *all_pairs(), *named_mixes()])
+@each([*EVERY_KIND, *all_singles(), *all_pairs(), *named_mixes()])
 def test_each_pair_of_axes(ranks: RankPool, layout: Layout, recompute: str) -> None:
     prove(ranks, layout, recompute=recompute)
