@@ -381,4 +381,18 @@ BUGS = [
         "and not _is_mutable(node) and not value.reads",
         "tests/unit/rehearse/test_fusion.py::test_elementwise_values_between_products_are_written_once",
     ),
+    Bug(
+        "the update forgets to clip the gradients that it reads",
+        "optim/fused.py",
+        "g = g * numbers.factor",
+        "g = g * 1.0",
+        "tests/unit/optim/test_clip.py::test_a_rule_that_clips_as_it_reads_takes_the_same_step[adamw]",
+    ),
+    Bug(
+        "a Function that is compiled ends in a cast",
+        "ops/gelu.py",
+        "return cast(wide * twice_u.sigmoid(), x.dtype)",
+        "return (wide * twice_u.sigmoid()).to(x.dtype)",
+        "tests/unit/ops/test_cast.py::test_no_function_ends_in_a_cast",
+    ),
 ]
