@@ -20,6 +20,7 @@ from meshwright.data.batches import open_source
 from meshwright.data.corpus import unigram_entropy
 from meshwright.errors import CheckpointError, MeshwrightError, RunError
 from meshwright.hardware.catalogue import find_device
+from meshwright.memory.compiled import num_compiled_graphs
 from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
 from meshwright.observe.progress import ProgressView, open_progress
@@ -43,6 +44,10 @@ from meshwright.train.step import StepOutcome
 SMALLEST_LOSS_SCALE = 2.0**-14
 # The share of each token settles long before this many; reading them takes a fraction of a second.
 ENTROPY_TOKENS = 2**24
+NOT_COMPILED = (
+    "compile has no effect here: torch's compiler passed over every block, as it does where one waits for "
+    "the device or another rank inside recompute; compile=false trains the same"
+)
 
 
 class Recorder:
@@ -60,7 +65,9 @@ class Recorder:
             self.say(_resumed(state.step, job.run.schedule.num_steps))
         else:
             self._events.write("start", num_ranks=job.mesh.parallel.num_ranks)
+        self._known_graphs: int | None = None
         if job.run.compile:
+            self._known_graphs = num_compiled_graphs()
             self.say("compiling: the first step takes up to a minute; kept on disk for the next run")
         self._restart_clock(state)
 
@@ -138,11 +145,19 @@ class Recorder:
             self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
             metrics = replace(metrics, eval_loss=state.last_eval_loss)
         self._write(metrics)
+        self._tell_of_compiling()
         self._seen = state
         if not is_finite:
             raise _not_finite(metrics, self._run_dir)
         self._restart_clock(state)
         return state
+
+    def _tell_of_compiling(self) -> None:
+        """After the first step: a compiler that gave up does so in silence."""
+        if self._known_graphs is not None and num_compiled_graphs() == self._known_graphs:
+            self._events.write("warning", step=self._seen.step, text=NOT_COMPILED)
+            self.say(NOT_COMPILED)
+        self._known_graphs = None
 
     def skip(self, state: TrainState) -> None:
         """An fp16 overflow: say so; give up when no scale helps."""

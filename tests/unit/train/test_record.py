@@ -2,8 +2,10 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import read_summary
 from meshwright.spec import RunSpec, SyntheticSpec
 from meshwright.train.loop import train
+from meshwright.train.record import NOT_COMPILED
 
 
 def run_of(**changes: Any) -> RunSpec:
@@ -46,6 +49,22 @@ def test_summary_of_a_finished_run_knows_its_corpus(ranks, tmp_path: Path):
     assert summary["outcome"] == "finished" and summary["final_step"] == 3
     assert summary["unigram_entropy"] == pytest.approx(unigram_entropy(tokens), rel=1e-12)
     assert all("expert_load_max" not in row and "loss_scale" not in row for row in read_metrics(tmp_path))
+
+
+def _trained_compiled(run: RunSpec, run_dir: Path, backend: str) -> Any:
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        return trained(run, run_dir)
+
+
+@pytest.mark.parametrize(("recompute", "passes_over"), [("none", False), ("full", True)])
+def test_a_compiler_that_passes_over_everything_is_told(ranks, tmp_path: Path, recompute, passes_over):
+    """Routed experts count their rows on the host, which torch does not compile inside recompute."""
+    model = tiny("qwen3-30b-a3b", vocab_size=257, num_layers=1).model_dump()
+    run = run_of(model=model, compile=True, memory={"recompute": recompute}, schedule={"num_steps": 1})
+    ranks.run(_trained_compiled, 1, run, tmp_path, "aot_eager")
+    events = [json.loads(line) for line in (tmp_path / "events-0.jsonl").read_text().splitlines()]
+    warnings = [event["text"] for event in events if event["kind"] == "warning"]
+    assert (NOT_COMPILED in warnings) == passes_over
 
 
 def test_a_loss_that_is_no_number_is_written_down(ranks, tmp_path: Path):
