@@ -107,6 +107,7 @@ def _document(found: Any) -> dict[str, Any]:
         "flop_convention": "strict: 6 per matmul parameter, causal attention once, recompute never",
         "fits": found.fits,
         "capacity_bytes": found.capacity_bytes,
+        "memory_margin": found.memory_margin and found.memory_margin._asdict(),
         "memory": [
             {
                 "stage": stage.stage,
@@ -160,4 +161,7 @@ def _text(found: Any, device: str) -> str:
     verdict = "fits" if found.fits else "does NOT fit"
     excess = "" if found.fits else f": {show_bytes(found.excess_bytes)} too much"
     lines += ["", f"{verdict} {device} ({show_bytes(found.capacity_bytes)}){excess}"]
+    if found.memory_margin is not None:
+        doubt = ": that decides here, so let `rehearse` trace it" if found.is_uncertain else ""
+        lines += [f"allocated memory {found.memory_margin.words}{doubt}"]
     return "\n".join(lines)

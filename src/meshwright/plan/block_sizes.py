@@ -27,6 +27,20 @@ class MaskSizes:
 
 
 @dataclass(frozen=True)
+class RoutedSizes:
+    """Bytes of the tensors of routed experts, for routed_tape.py; every array has shape (M,)."""
+
+    n: Floats
+    g: Floats
+    e: Floats
+    order: Floats
+    """Row numbers and experts of all choices, int64."""
+    is_dealt: Floats
+    """1 where ep sends rows to other ranks."""
+    has_shared: bool
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Bytes of the tensors of one block and one micro-batch; every array has shape (M,)."""
 
@@ -48,7 +62,8 @@ class Sizes:
     """1 where cp trades rows for heads, at least among neighbours."""
     rings: Floats
     """Ranks of the ring that keys travel, else 0."""
-    mask: "MaskSizes"
+    mask: MaskSizes
+    routed: RoutedSizes | None
     is_gated: bool
     has_head_norms: bool
     accumulates: Floats
@@ -64,11 +79,30 @@ class Sizes:
         """Of all matrices."""
         return sum(self.weights.values())  # pyright: ignore[reportReturnType]
 
+    @property
+    def gathered_elements(self) -> Floats:
+        """Of all that ZeRO-3 gathers."""
+        if self.work.model.moe is None:
+            return self.elements
+        experts = sum(size for name, size in self.weights.items() if name.startswith("experts."))
+        return self.elements + (expert_padding(self.work, self.at) - 1.0) * experts
+
+
+def expert_padding(work: Workload, at: Layouts) -> Floats:
+    """Gathered elements of experts over those on a rank: each rank's part is padded to whole experts.
+
+    Where ep deals them out FSDP2 gathers them by themselves; that is not written down here.
+    """
+    moe = work.model.moe
+    assert moe is not None
+    each = np.ceil(moe.num_experts / at.shards)
+    return np.where(at.ep > 1, 1.0, each * at.shards / moe.num_experts)
+
 
 def sizes_of(
     work: Workload, at: Layouts, stack: Framework, accumulates: Floats, flats: dict[str, Floats]
 ) -> Sizes:
-    """Of a dense block."""
+    """Of one block."""
     model, tp = work.model, at.tp.astype(np.float64)
     attention = model.attention
     tokens = at.microbatch_tokens(work.sequence_length)
@@ -84,16 +118,17 @@ def sizes_of(
         X=wide,
         q=heads,
         k=groups,
-        f=tokens * model.mlp.width * work.working_bytes / tp,
+        f=tokens * _inner_width(work) * work.working_bytes / tp,
         lse=4.0 * tokens * attention.num_heads / tp,
-        weights=_matrices(work, tp),
+        weights=_matrices(work, tp, at.ep.astype(np.float64)),
         is_cut=(at.tp > 1).astype(np.float64),
         is_spread=((at.tp > 1) & (at.microbatch_sequences > 1)).astype(np.float64),
         gathers=np.where((at.cp > 1) & (kind == "gather"), at.cp, 0.0),
         swaps=((at.cp > 1) & np.isin(kind, ("ulysses", "hierarchical"))).astype(np.float64),
         rings=np.where(at.cp > 1, np.where(kind == "ring", at.cp, across), 0.0),
         mask=_mask_sizes(work, at),
-        is_gated=model.mlp.num_matrices == 3,
+        routed=_routed_sizes(work, at),
+        is_gated=model.moe is not None or model.mlp.num_matrices == 3,
         has_head_norms=attention.qk_norm,
         accumulates=accumulates,
         flats=flats,
@@ -122,19 +157,37 @@ def _mask_sizes(work: Workload, at: Layouts) -> MaskSizes:
     return MaskSizes(whole, 9.0 * pairs + 2.0 * whole, np.where(is_whole, 0.0, band), calls)
 
 
-def _matrices(work: Workload, tp: Floats) -> dict[str, Floats]:
+def _inner_width(work: Workload) -> int:
+    """Of the dense MLP, or of the shared expert."""
+    return work.model.mlp.width if work.model.moe is None else work.model.moe.shared_width
+
+
+def _routed_sizes(work: Workload, at: Layouts) -> RoutedSizes | None:
+    moe = work.model.moe
+    if moe is None:
+        return None
+    tokens = at.microbatch_tokens(work.sequence_length) / at.tp
+    rows = tokens * moe.top_k * work.imbalance
+    return RoutedSizes(
+        n=rows * work.model.width * work.working_bytes,
+        g=rows * moe.width * work.working_bytes,
+        e=4.0 * tokens * moe.num_experts,
+        order=3.0 * 8.0 * tokens * moe.top_k,
+        is_dealt=(at.ep > 1).astype(np.float64),
+        has_shared=moe.shared_width > 0,
+    )
+
+
+def _matrices(work: Workload, tp: Floats, ep: Floats) -> dict[str, Floats]:
+    """Elements of matrices on this rank, in the order of the module."""
     model = work.model
     attention = model.attention
     queries = attention.num_heads * attention.head_width * model.width / tp
     keys = attention.num_kv_heads * attention.head_width * model.width / tp
-    inner = model.mlp.width * model.width / tp
-    gated = {"gate": inner} if model.mlp.num_matrices == 3 else {}
-    return {
-        "query": queries,
-        "key": keys,
-        "value": keys,
-        "output": queries,
-        **gated,
-        "up": inner,
-        "down": inner,
-    }
+    found = {"query": queries, "key": keys, "value": keys, "output": queries}
+    if model.moe is not None:
+        each = model.moe.num_experts * model.moe.width * model.width / ep
+        found |= {f"experts.{name}": each + 0.0 * tp for name in ("gate", "up", "down")}
+    inner = _inner_width(work) * model.width / tp
+    names = ("gate", "up", "down") if model.moe is not None or model.mlp.num_matrices == 3 else ("up", "down")
+    return found | dict.fromkeys(names if _inner_width(work) else (), inner)

@@ -334,27 +334,3 @@ class BlockTape(Tape):
         self.free("wide", "first", "second")
         self.hold("working set", **{f"d_{name}": size})
         self.free("joined_halves")
-
-
-def kept_bytes(sizes: Sizes) -> tuple[Floats, Floats]:
-    """What a block keeps of one micro-batch: activations, and weights cast to the format of compute."""
-    tape = BlockTape(sizes)
-    tape.keep()
-    tape.look()
-    zero = np.zeros(len(sizes.x))
-    return tape.peak.get("activations", zero), tape.peak.get("cast weights", zero)
-
-
-def reach_the_mask(sizes: Sizes) -> Items:
-    """What a block holds at the fullest moment of making its mask in forward."""
-    tape = BlockTape(sizes)
-    tape.reach_the_mask()
-    return tape.peak
-
-
-def run_backward(sizes: Sizes) -> BlockTape:
-    """The tape of a block's backward, what it kept included."""
-    tape = BlockTape(sizes)
-    tape.keep()
-    tape.backward()
-    return tape

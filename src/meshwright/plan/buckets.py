@@ -7,13 +7,14 @@ other ranks, so each goes with its like.
 
 from typing import NamedTuple
 
-import numpy as np
-
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
 
 BUCKET_ELEMENTS = 25_000_000
-ARRIVAL = ("down", "up", "gate", "output", "value", "key", "query")
+ARRIVAL = (
+    *("down", "up", "gate", "experts.down", "experts.up", "experts.gate"),
+    *("output", "value", "key", "query"),
+)
 """In which order backward finds the gradients of a block's matrices."""
 
 
@@ -25,35 +26,80 @@ class Stage(NamedTuple):
     has_head: bool
     is_cut: bool
     """Whether tp is larger than 1."""
-    deals_experts: bool = False
-    """Whether ep is larger than 1."""
+    tp: int = 1
+    """Set where there are experts, which tp does not cut: then sizes are those of a rank."""
+    ep: int = 1
+    expert_rows: int = 1
+    """Ranks that divide a buffer of experts; it is padded to whole experts for each."""
+
+    @property
+    def sends_experts_last(self) -> bool:
+        """Where experts are summed over other ranks than the rest, their buffers come after all others."""
+        return self.tp > 1 or self.ep > 1
+
+
+class Flat(NamedTuple):
+    """Elements of one buffer; on a rank where there are experts, else before any cut."""
+
+    whole: float
+    """Of the gradients that are copied into it."""
+    padded: float
+    """Of the buffer."""
+    copies: float
+    """Of gradients that are padded on their way into it."""
+    is_experts: bool
+    """Of experts alone, which other ranks divide."""
+
+    def shard(self, shards: float, expert_rows: float) -> float:
+        """What becomes of it with ZeRO; 0 shards: nothing is cut."""
+        rows = expert_rows if self.is_experts else shards
+        return self.padded / rows if shards else 0.0
+
+    def launching(self, shard: float) -> float:
+        """Held at the fullest moment of sending it off, beside gradients of other buffers."""
+        if self.copies:
+            return max(self.whole, shard) + self.copies + self.padded
+        return self.whole + self.padded + shard
 
 
 class Flats(NamedTuple):
-    """Elements of the buffers of one stage, before any cut."""
+    """The buffers of one stage."""
 
-    each: tuple[float, ...]
+    each: tuple[Flat, ...]
     """In the order in which they are sent off."""
-    last: float
+    last_index: int
     """Of the buffer with the first parameters of the stage, which backward reaches last."""
     ends: float
-    """Of buffers that are full before the last block's gradients come: the head's, when it is large."""
+    """Elements of buffers that are full before the last block: the head's, when it is large."""
     largest_parameter: float
+    expert_rows: int
+
+    @property
+    def last(self) -> float:
+        """Elements of that last buffer."""
+        return self.each[self.last_index].padded
 
     @property
     def largest(self) -> float:
         """Of one buffer."""
-        return max(self.each)
+        return max(one.padded for one in self.each)
 
-    def fullest_reduction(self, shards: float) -> float:
-        """Elements held at the fullest moment when all buffers are sent off one after the other.
+    @property
+    def waiting(self) -> float:
+        """Elements of gradients that are sent off with the last buffer or after it."""
+        return sum(one.whole for one in self.each[self.last_index :])
 
-        A buffer, the gradients that were copied into it, and with ZeRO the shard that becomes of it.
-        """
-        sizes = np.array(self.each)
-        sent = np.cumsum(sizes) - sizes
-        part = 1.0 / shards if shards else 0.0
-        return float((sizes.sum() - sent + sizes * (1.0 + part) + sent / max(shards, 1.0)).max())
+    def fullest_reduction(self, shards: float, *, is_tail: bool = False) -> float:
+        """Elements held at the fullest moment when all buffers, or those from the last one on, are sent off
+        one after the other: a buffer, what goes into it, and with ZeRO the shard that becomes of it."""
+        flats = self.each[self.last_index :] if is_tail else self.each
+        waiting, sent, fullest = sum(one.whole for one in flats), 0.0, 0.0
+        for one in flats:
+            waiting -= one.whole
+            shard = one.shard(shards, self.expert_rows)
+            fullest = max(fullest, waiting + one.launching(shard) + sent)
+            sent += shard if shards else one.padded
+        return fullest
 
 
 class Launch(NamedTuple):
@@ -100,10 +146,11 @@ class Buckets:
         found: list[Launch] = []
         sent = 0.0
         for bucket in self._buckets(stage):
-            elements = float(sum(one.num_elements for one in bucket))
+            elements = self._size(stage, bucket)
             layers = [one.layer for one in bucket if one.layer is not None]
-            if layers and not any(one.kind == "embedding" for one in bucket):
-                names = {one.name.split(".")[-2] for one in bucket if one.layer == min(layers)}
+            is_last = stage.sends_experts_last and bucket[0].kind == "expert"
+            if layers and not is_last and not any(one.kind == "embedding" for one in bucket):
+                names = {_matrix(one) for one in bucket if one.layer == min(layers)}
                 last = next((name for name in reversed(ARRIVAL) if name in names), None)
                 if last is not None:
                     found.append(Launch(min(layers), last, elements, sent))
@@ -121,21 +168,44 @@ class Buckets:
         sent = 0.0
         for bucket in self._buckets(stage):
             layers = [_layer_of(one) for one in bucket]
-            if all(layer is None or layer > first + block for layer in layers):
-                sent += sum(one.num_elements for one in bucket)
+            is_last = stage.sends_experts_last and bucket[0].kind == "expert"
+            if not is_last and all(layer is None or layer > first + block for layer in layers):
+                sent += self._size(stage, bucket)
         return sent
+
+    def _size(self, stage: Stage, bucket: list[Parameter]) -> float:
+        """Elements of a buffer; on a rank where there are experts, else before any cut."""
+        return sum(self._local(stage, one) for one in bucket)
+
+    def _local(self, stage: Stage, one: Parameter) -> float:
+        if one.kind in ("norm", "router", "position"):
+            return float(one.num_elements)
+        if one.kind != "expert":
+            return one.num_elements / stage.tp
+        here = one.shape[0] / stage.ep
+        rows = -(-here // stage.expert_rows) * stage.expert_rows
+        return rows * one.num_elements / one.shape[0]
 
     def _fill(self, stage: Stage) -> Flats:
         found = self._buckets(stage)
-        sizes = [float(sum(one.num_elements for one in bucket)) for bucket in found]
         # Where tp is larger than 1 norms have a small buffer of their own, which is sent off after this one.
-        first = [one for one in self._held(stage) if one.kind != "norm" or not stage.is_cut][-1]
+        held = self._held(stage)
+        first = [one for one in held if one.kind not in ("norm", "router", "expert") or not stage.is_cut][-1]
         return Flats(
-            each=tuple(sizes),
-            last=next(size for size, bucket in zip(sizes, found, strict=True) if first in bucket),
-            ends=sum(size for size, bucket in zip(sizes, found, strict=True) if _is_end(bucket)),
-            largest_parameter=float(max(one.num_elements for bucket in found for one in bucket)),
+            each=tuple(self._flat(stage, bucket) for bucket in found),
+            last_index=next(index for index, bucket in enumerate(found) if first in bucket),
+            ends=sum(self._size(stage, bucket) for bucket in found if _is_end(bucket)),
+            largest_parameter=max(self._local(stage, one) for bucket in found for one in bucket),
+            expert_rows=stage.expert_rows,
         )
+
+    def _flat(self, stage: Stage, bucket: list[Parameter]) -> Flat:
+        unpadded = stage._replace(expert_rows=1)
+        wholes = [self._local(unpadded, one) for one in bucket]
+        sizes = [self._local(stage, one) for one in bucket]
+        copies = sum(size for size, whole in zip(sizes, wholes, strict=True) if size > whole)
+        is_experts = stage.sends_experts_last and bucket[0].kind == "expert"
+        return Flat(sum(wholes), sum(sizes), copies, is_experts)
 
     def _held(self, stage: Stage) -> list[Parameter]:
         """The parameters of a stage from the last to the first; its blocks are the last of the model."""
@@ -148,9 +218,9 @@ class Buckets:
     def _buckets(self, stage: Stage) -> list[list[Parameter]]:
         runs: dict[tuple[bool, bool], list[Parameter]] = {}
         for one in self._held(stage):
-            is_dealt = stage.deals_experts and one.kind == "expert"
+            is_last = stage.sends_experts_last and one.kind == "expert"
             is_uncut = stage.is_cut and one.kind in ("norm", "router", "position")
-            runs.setdefault((is_dealt, is_uncut), []).append(one)
+            runs.setdefault((is_last, is_uncut), []).append(one)
         return [bucket for kind in sorted(runs) for bucket in _filled(runs[kind])]
 
 
@@ -165,6 +235,12 @@ def _filled(run: list[Parameter]) -> list[list[Parameter]]:
             found.append(bucket)
             bucket, elements = [], 0
     return [*found, bucket] if bucket else found
+
+
+def _matrix(one: Parameter) -> str:
+    """As tapes name it."""
+    parts = one.name.split(".")
+    return ".".join(parts[-2:]) if one.kind == "expert" else parts[-2]
 
 
 def _layer_of(one: Parameter) -> int | None:

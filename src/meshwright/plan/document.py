@@ -73,6 +73,7 @@ def choice_document(choice: Choice, tokens: int) -> dict[str, Any]:
         "device_bytes": choice.device_bytes,
         "reserved_bytes": choice.reserved_bytes,
         "allocated_bytes": choice.allocated_bytes,
+        "memory_margin": choice.memory_margin and choice.memory_margin._asdict(),
         "memory_items": choice.memory_items,
         "fits": choice.fits,
         "days": choice.days(tokens),

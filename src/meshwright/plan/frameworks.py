@@ -104,6 +104,8 @@ class Framework:
     balances_stages: bool = False
     """The pipeline is cut so that the head counts as the layers it costs."""
     interleaves: bool = False
+    cuts_between_experts: bool = False
+    """State of routed experts is divided by whole experts, and over data ranks alone: not inside tp."""
     keeps_masks: bool = False
     """Attention that stays inside documents or a window keeps a mask in every layer."""
     recasts_inputs: bool = False
@@ -133,6 +135,7 @@ _PLAIN: tuple[Framework, ...] = (
         # Uncompiled norms keep their input in fp32; rotations keep only their tables.
         residual_bytes=4.0,
         keeps_masks=True,
+        cuts_between_experts=True,
         scatters_in_pipelines=True,
         gradients_after_activations=True,
         # ops/loss.py: chunks of logits, read twice and written once (the second read mostly in the cache).

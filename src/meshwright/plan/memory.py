@@ -18,6 +18,7 @@ from meshwright.plan.activations import (
     layer_activation_bytes,
     movable_activation_bytes,
 )
+from meshwright.plan.block_sizes import expert_padding
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import (
     CP_KINDS,
@@ -183,7 +184,7 @@ def _rank_parameters(work: Workload, at: Layouts, stack: Framework) -> _Rank:
     both = _column((counts.embedding + counts.head) / at.tp)
     dense = layers * per_layer + np.where(alone, both, ends)
     # Experts that lie whole on their rank are never gathered.
-    gathered = np.where(_column(expert_shards(at)) > 1, experts, 0.0)
+    gathered = np.where(_column(expert_shards(at, stack)) > 1, experts, 0.0)
     unit = np.maximum(per_layer + gathered, np.where(alone, _column(counts.embedding / at.tp), ends))
     inner = work.model.width * work.model.mlp.width / at.tp
     matrix = np.maximum(_column(inner), experts / 3.0)
@@ -191,16 +192,25 @@ def _rank_parameters(work: Workload, at: Layouts, stack: Framework) -> _Rank:
     return _Rank(dense, layers * experts, layers, per_layer + experts, unit, largest)
 
 
-def expert_shards(at: Layouts) -> Floats:
+def expert_shards(at: Layouts, stack: Framework) -> Floats:
     """Ranks that share one copy of the state of an expert."""
-    inside_tp = np.where(at.etp > 1, 1, at.tp)
+    inside_tp = np.where((at.etp > 1) | stack.cuts_between_experts, 1, at.tp)
     return np.maximum(at.dp_shard * at.cp * inside_tp / at.ep, 1.0)
+
+
+def expert_share(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """Part of the state of its experts that the fullest of these ranks holds."""
+    shards, moe = expert_shards(at, stack), work.model.moe
+    if moe is None or not stack.cuts_between_experts:
+        return 1.0 / shards
+    here = np.maximum(moe.num_experts / at.ep, 1.0)
+    return np.ceil(here / shards) / here
 
 
 def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> Items:
     """Weights, gradients, master and optimizer states as the ZeRO stage divides them."""
     shards = _column(at.shards.astype(np.float64))
-    experts = _column(expert_shards(at))
+    share = _column(expert_share(work, at, stack))
     zero = at.zero[:, None]
     # ZeRO-3 in a pipeline keeps them beside the gathered weights: there they are counted.
     whole = ((at.reduce_last == 1) & ((at.pp == 1) | (at.zero == 2)))[:, None]
@@ -210,7 +220,7 @@ def _state_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> 
         return (
             (2.0 if work.precision == "fp64" else 1.0)
             * bytes_each
-            * (rank.dense / np.where(divided, shards, 1.0) + rank.experts / np.where(divided, experts, 1.0))
+            * (rank.dense / np.where(divided, shards, 1.0) + rank.experts * np.where(divided, share, 1.0))
         )
 
     state = stack.state
@@ -236,7 +246,7 @@ def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: _Rank) 
     moment = unit * (2.0 * stack.state.gather + trained * (stack.state.gather + stack.state.reduce))
     scatter = trained * unit * (stack.state.gather + stack.state.reduce)
     each = at.scatters_each(in_pipelines=stack.scatters_in_pipelines)[:, None]
-    everything = rank.dense + np.where(_column(expert_shards(at)) > 1, rank.experts, 0.0)
+    everything = rank.dense + np.where(_column(expert_shards(at, stack)) > 1, rank.experts, 0.0)
     gradients = np.where(each, scatter, everything * trained * stack.state.reduce)
     sharded = np.where((at.pp > 1)[:, None], everything * stack.state.gather + gradients, moment)
     shards = (at.shards > 1)[:, None]
@@ -347,7 +357,15 @@ def _movable(work: Workload, at: Layouts, stack: Framework, rank: _Rank) -> Mova
 
 def _at_the_fullest_moment(work: Workload, at: Layouts, stack: Framework, rank: _Rank, items: Items) -> Items:
     """The items of our own runtime, moment by moment, where its sums are known; the others as they were."""
-    facts = Rank(rank.layers, in_flight(at), rank.dense + rank.experts)
+    sharded = rank.dense / _column(at.shards) + rank.experts * _column(expert_share(work, at, stack))
+    padding = 0.0 if work.model.moe is None else _column(expert_padding(work, at))
+    facts = Rank(
+        layers=rank.layers,
+        in_flight=in_flight(at),
+        parameters=rank.dense + rank.experts,
+        sharded_parameters=sharded,
+        gathered_parameters=rank.dense + padding * rank.experts,
+    )
     state = {name: items[name] for name in ("weights", "gradients", "master", "optimizer")}
     fullest = fullest_items(work, at, stack, facts, state)
     fullest["workspace"] = items["workspace"]

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.plan import block_tape
+from meshwright.plan import tapes
 from meshwright.plan.block_sizes import sizes_of
 from meshwright.plan.buckets import ARRIVAL, Stage
 from meshwright.plan.frameworks import Framework
@@ -21,7 +21,7 @@ Mask = NDArray[np.bool_]
 Turn = Literal["first", "later", "last"]
 """Of the micro-batches that come back: the first finds no gradients, the last sends them off."""
 TURNS: tuple[Turn, ...] = ("first", "later", "last")
-FLAT_FACTS = ("last", "ends", "largest", "largest_parameter", "reduction")
+FLAT_FACTS = ("last", "ends", "largest", "largest_parameter", "reduction", "tail", "waiting")
 EARLY_BLOCKS = ("first block", "second block", "last block but one")
 
 
@@ -33,6 +33,10 @@ class Rank:
     in_flight: Floats
     parameters: Floats
     """On this rank before ZeRO divides anything."""
+    sharded_parameters: Floats
+    """The part that ZeRO leaves on the fullest rank."""
+    gathered_parameters: Floats
+    """What ZeRO-3 gathers in a pipeline."""
 
 
 class InnerLaunch(NamedTuple):
@@ -62,20 +66,24 @@ class Blocks:
         is_due = (((turn == 2) & (tiled.pp == 1)) | scatters) & (tiled.zero < 3) & (tiled.dp * tiled.cp > 1)
         flats = partial(_flats, work, tiled, stack)
         sizes = sizes_of(work, tiled, stack, accumulates.astype(np.float64), flats(is_due, tiled.pp == 1))
-        kept, casts = block_tape.kept_bytes(sizes)
+        kept, casts = tapes.kept_bytes(sizes)
         self.kept, self.casts = self._column(kept[:count]), self._column(casts[:count])
         self.elements = self._column(sizes.elements[:count])
-        self.last_elements = self._column(sizes.weights["down"][:count])
+        experts = [size for name, size in sizes.weights.items() if name.startswith("experts.")]
+        self.expert_elements = self._column(sum(experts, 0.0 * sizes.x)[:count])
+        self.gathered_elements = self._column(sizes.gathered_elements[:count])
+        """That ZeRO-3 gathers."""
+        self.last_elements = self._column(list(sizes.weights.values())[-1][:count])
         """Of the last matrix of the module."""
-        self.masked = self._columns(block_tape.reach_the_mask(sizes)) if work.has_mask else {}
+        self.masked = self._columns(tapes.reach_the_mask(sizes)) if work.has_mask else {}
         """In the forward of a block, when the mask of attention is made."""
-        tape = block_tape.run_backward(sizes)
+        tape = tapes.run_backward(sizes)
         self.after = {name: self._column(values[-count:]) for name, values in tape.after.items()}
         """Bytes of a block when one of its gradients has come, in the last micro-batch."""
         self.back = self._by_turn(tape.peak)
         """The backward of the last block."""
         inner = replace(sizes, flats=flats(is_due, np.zeros(len(tiled), dtype=bool)))
-        self.inner_back = self._by_turn(block_tape.run_backward(inner).peak)
+        self.inner_back = self._by_turn(tapes.run_backward(inner).peak)
         """Of another one."""
 
     def _by_turn(self, peak: Items) -> dict[Turn, Items]:
@@ -95,9 +103,11 @@ class Blocks:
 def _flats(work: Workload, at: Layouts, stack: Framework, is_due: Mask, has_ends: Mask) -> dict[str, Floats]:
     """Bytes of the buffers that a gradient of the last block completes, behind a head or not."""
     found: dict[str, Floats] = {}
-    for is_cut, is_whole in product((False, True), repeat=2):
-        rows = is_due & ((at.tp > 1) == is_cut) & (has_ends == is_whole)
-        stage = Stage(work.model.num_layers, has_embedding=is_whole, has_head=is_whole, is_cut=is_cut)
+    is_apart = ((at.tp > 1) | (at.ep > 1)) & (work.model.moe is not None)
+    for is_cut, is_whole, deals in product((False, True), repeat=3):
+        rows = is_due & ((at.tp > 1) == is_cut) & (has_ends == is_whole) & (is_apart == deals)
+        # Only that experts go by themselves matters here: what is not theirs is as large on any rank of ep.
+        stage = Stage(work.model.num_layers, is_whole, is_whole, is_cut, ep=2 if deals else 1)
         for launch in work.buckets.launches(stage) if rows.any() else ():
             if launch.block == work.model.num_layers - 1:
                 part = np.where(at.zero > 0, 1.0 / at.shards, 0.0)
@@ -154,7 +164,8 @@ class Facts:
         """Bytes of gradients as they are during the micro-batches of a step."""
         at, each = self.at, self.stack.state.gradient
         self.whole_gradients = each * self.rank.parameters
-        self.sharded_gradients = self.whole_gradients / np.where(at.zero[:, None] > 0, self.shards, 1.0)
+        sharded = each * self.rank.sharded_parameters
+        self.sharded_gradients = np.where(at.zero[:, None] > 0, sharded, self.whole_gradients)
         self.scatters = at.scatters_each(in_pipelines=self.stack.scatters_in_pipelines)[:, None]
         self.overlaps = self.scatters | (self.pp == 1)
         """Gradients are sent off within a backward."""
@@ -188,7 +199,7 @@ class Facts:
 
         A pipeline gathers all weights once; where it reduces once, too, nothing is on its way before the end.
         """
-        weights = np.where(self.pp > 1, 2.0 * self.rank.parameters, now)
+        weights = np.where(self.pp > 1, 2.0 * self.rank.gathered_parameters, now)
         return np.where(self.is_sharded, weights + np.where(self.overlaps, on_the_way, 0.0), 0.0)
 
     def rows(self) -> Floats:
@@ -231,13 +242,35 @@ class Facts:
         ends = 2 * (self.is_first + 0 * layers) + (self.is_last + 0 * layers)
         shards = np.where(self.at.zero[:, None] > 0, self.at.shards[:, None], 0) + 0 * layers
         code = ((shards * (int(layers.max(initial=0)) + 1) + layers) * 4 + ends) * 2 + (self.tp > 1)
-        distinct, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        parts = [np.broadcast_to(part[:, None], layers.shape) for part in self._expert_parts()]
+        for part in parts:
+            code = code * (int(part.max(initial=0)) + 1) + part
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
         found: list[tuple[Stage, int]] = []
-        for row, at in zip(distinct, first, strict=True):
-            end = int(ends.reshape(-1)[at])
-            stage = Stage(int(layers.reshape(-1)[at]), end >= 2, end % 2 == 1, is_cut=bool(row % 2))
+        for at in first:
+            end, is_cut = int(ends.reshape(-1)[at]), bool(self.at.tp[at // 3] > 1)
+            cuts = (int(part.reshape(-1)[at]) for part in parts)
+            stage = Stage(int(layers.reshape(-1)[at]), end >= 2, end % 2 == 1, is_cut, *cuts)
             found.append((stage, int(shards.reshape(-1)[at])))
         return found, inverse.reshape(layers.shape)
+
+    def waiting_experts(self, blocks: Floats) -> Floats:
+        """Gradients of the experts of so many blocks that wait for the buffers before theirs."""
+        is_apart = (self.tp > 1) | (self.at.ep > 1)[:, None]
+        return np.where(is_apart, self.stack.state.gradient * blocks * self.blocks.expert_elements, 0.0)
+
+    def _expert_parts(self) -> list[NDArray[np.int64]]:
+        """tp, ep and the ranks that divide experts, where there are some."""
+        at, none = self.at, np.ones(len(self.at), dtype=np.int64)
+        if self.work.model.moe is None:
+            return []
+        shards = np.maximum(at.dp_shard * at.cp // at.ep, 1)
+        return [at.tp, at.ep, np.where(np.isin(at.zero, (1, 2)), shards, none)]
+
+    @property
+    def _cut(self) -> Floats:
+        """What divides the sizes of flat buffers: with experts they are those of a rank already."""
+        return self.tp if self.work.model.moe is None else np.ones_like(self.tp)
 
     @cached_property
     def flats(self) -> Items:
@@ -247,10 +280,18 @@ class Facts:
         facts = np.zeros((len(stages), len(FLAT_FACTS) + len(EARLY_BLOCKS)))
         for row, (stage, shards) in enumerate(stages):
             found = known.flats(stage)
-            reduction = found.fullest_reduction(float(shards))
+            held = [found.fullest_reduction(float(shards), is_tail=is_tail) for is_tail in (False, True)]
             sent = [known.sent_before(stage, block) for block in (0, 1, stage.num_layers - 2)]
-            facts[row] = (found.last, found.ends, found.largest, found.largest_parameter, reduction, *sent)
-        table = facts[inverse] / self.tp[..., None]
+            facts[row] = (
+                found.last,
+                found.ends,
+                found.largest,
+                found.largest_parameter,
+                *held,
+                found.waiting,
+                *sent,
+            )
+        table = facts[inverse] / self._cut[..., None]
         names = (*FLAT_FACTS, *(f"sent before the {name}" for name in EARLY_BLOCKS))
         return {name: table[..., index] for index, name in enumerate(names)}
 
@@ -272,7 +313,7 @@ class Facts:
             [name == index for index, known in enumerate(ARRIVAL) if known in self.blocks.after],
             [self.blocks.after[known] + 0.0 * block for known in ARRIVAL if known in self.blocks.after],
         )
-        return InnerLaunch(block, elements / self.tp, sent / self.tp, after)
+        return InnerLaunch(block, elements / self._cut, sent / self._cut, after)
 
     def exchange(self, flight: Floats) -> Floats:
         """Receive buffers of every micro-batch, and what was sent on and waits for its gradient."""

@@ -6,6 +6,7 @@ which are the same at all moments.
 
 import numpy as np
 
+from meshwright.plan.buckets import BUCKET_ELEMENTS
 from meshwright.plan.layouts import FULL, Floats
 from meshwright.plan.moment_facts import Facts, Mask, Turn
 from meshwright.plan.tape import Items
@@ -28,7 +29,7 @@ class Sums(Facts):
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.
         cast = self.casts * self.blocks.elements
         remembered = np.where(self.recomputes & (self.tp == 1), self.rank.layers * cast, 0.0)
-        block = 2.0 * self.blocks.elements
+        block = 2.0 * self.blocks.gathered_elements
         table = 2.0 * self.table
         flat = block if self.is_tied else table
         # A pipeline's first micro-batch finds no gradients, but the flat buffer of what was gathered last.
@@ -59,7 +60,7 @@ class Sums(Facts):
         widened = (self.stack.state.weight < each) & ~self.is_sharded & (self.tp == 1)
         return {
             "gradients": self._before_the_head() + np.where(widened, each * self.table, 0.0),
-            "gathered": self.gathered(2.0 * self.table + 2.0 * self.blocks.elements),
+            "gathered": self.gathered(2.0 * self.table + 2.0 * self.blocks.gathered_elements),
             "activations": self.activations(flight * self.rank.layers, flight) + 2.0 * here * self.stream,
             "cast weights": flight * self.rank.layers * self.blocks.casts,
             "logits": (here - 1.0) * self.head_gradients() + made + again,
@@ -87,7 +88,7 @@ class Sums(Facts):
         remembered = np.where(self.tp == 1, self.rank.layers * cast, 0.0)
         return {
             "gradients": self._before_a_forward(),
-            "gathered": self.gathered(4.0 * self.blocks.elements + 2.0 * self.tied_table()),
+            "gathered": self.gathered(4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table()),
             "activations": self.activations(flight * self.rank.layers, flight) + self.normed(flight),
             "working set": np.where(
                 full, np.maximum(inner + 3.0 * self.stream + self.whole_stream, streams), streams
@@ -106,7 +107,7 @@ class Sums(Facts):
         activations = self.activations(others, flight) + self.normed(flight) - received
         return {
             "gradients": self._before_a_forward(),
-            "gathered": self.gathered(4.0 * self.blocks.elements + 2.0 * self.tied_table()),
+            "gathered": self.gathered(4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table()),
             "activations": activations + block["activations"],
             "working set": block["working set"],
             "logits": self.waiting_head_gradients(flight),
@@ -133,7 +134,9 @@ class Sums(Facts):
         return {
             "gradients": self._before_the_block(turn) + block["gradients"],
             # This block, the next one to come in a flat buffer, and the head's gradient on its way.
-            "gathered": self.gathered(4.0 * self.blocks.elements + 2.0 * self.tied_table(), self._heads_way())
+            "gathered": self.gathered(
+                4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table(), self._heads_way()
+            )
             + block.get("gathered", 0.0),
             "activations": self.activations(others, flight) + self.normed(flight) + block["activations"],
             "working set": block["working set"]
@@ -173,9 +176,9 @@ class Sums(Facts):
         flight = self._flight(turn)
         others = (flight - 1.0) * rank.layers + before
         embedding = np.where(self.is_first & (not self.is_tied), self.table, 0.0)
-        following = np.where(before > 0, self.blocks.elements, embedding)
-        weights = 2.0 * (following + self.blocks.elements) + 4.0 * self.tied_table()
-        on_the_way = np.where(rank.layers > 1, self.stack.state.gradient * self.blocks.elements, 0.0)
+        following = np.where(before > 0, self.blocks.gathered_elements, embedding)
+        weights = 2.0 * (following + self.blocks.gathered_elements) + 4.0 * self.tied_table()
+        on_the_way = np.where(rank.layers > 1, self.stack.state.gradient * self.blocks.gathered_elements, 0.0)
         on_the_way = on_the_way + self._waiting_head()
         return {
             "gradients": self._before_an_early_block(name, turn) + block["gradients"],
@@ -192,14 +195,16 @@ class Sums(Facts):
         flight, state = self._flight(turn), self.stack.state
         # What comes out of the sum is made narrow again where weights are.
         shard = 1.0 + self.scattered() * (state.weight < state.gradient)
-        flat = state.gradient * self.blocks.elements * (1.0 + shard / self.shards)
-        flat = flat + 2.0 * self.blocks.last_elements  # FSDP2 lets go of the last gradient it copied later
+        flat = state.gradient * self.blocks.gathered_elements
+        # Beside it all whole gradients, until they are copied into it; FSDP2 lets go of the last one later.
+        scattered = flat * shard / self.shards + 2.0 * self.blocks.last_elements
+        flat = flat + np.maximum(2.0 * self.blocks.gathered_elements, scattered)
         embedding = np.where(self.is_first & (not self.is_tied), self.table, 0.0)
         others = (flight - 1.0) * self.rank.layers
         return {
             "gradients": self._before_an_early_block("first block", turn),
             "gathered": self.gathered(2.0 * embedding + 4.0 * self.tied_table(), flat + self._waiting_head()),
-            "activations": self.activations(others, flight) + self.normed(flight),
+            "activations": self.activations(others, flight - 1.0) + self.normed(flight),
             "working set": self.stream,
             "logits": self.waiting_head_gradients(flight),
             "cast weights": others * self.blocks.casts,
@@ -218,7 +223,8 @@ class Sums(Facts):
         left = np.where(turn == "first", 0.0, self.left_gradients)
         is_new = (left == 0.0) | self.scatters
         unsent = each * one.elements
-        whole = np.where(is_new, unsent, left - each * one.sent)
+        made = unsent + self.waiting_experts(self.rank.layers - one.block)
+        whole = np.where(is_new, made, left - each * one.sent)
         part = np.where(self.at.zero[:, None] > 0, 1.0 / self.shards, 0.0)
         # The gradient of a tied head comes first and goes last.
         waits = np.where(self.is_last & self.is_tied, self.table, 0.0)
@@ -238,6 +244,33 @@ class Sums(Facts):
         layers = self.rank.layers
         last_but_one = np.maximum(layers - 2.0, 0.0)
         return {"first block": 0.0 * layers, "second block": 1.0 + 0.0 * layers}.get(name, last_but_one)
+
+    def sums_experts_alone(self) -> Mask:
+        """Whether tp alone makes gradients wait for others: of experts, which it does not cut."""
+        is_alone = (self.at.dp * self.at.cp == 1)[:, None]
+        return is_alone & (self.tp > 1) & (self.work.model.moe is not None)
+
+    def when_experts_are_summed(self) -> Items:
+        """The first flat buffer of experts is summed over tp; in a pipeline, after the schedule."""
+        moe, each, layers = self.work.model.moe, self.stack.state.gradient, self.rank.layers
+        assert moe is not None
+        matrix = moe.num_experts * moe.width * self.work.model.width
+        count = np.minimum(np.ceil(BUCKET_ELEMENTS / matrix), 3.0 * layers)
+        before = np.where(self.pp > 1, 0.0, layers - np.ceil(count / 3.0))
+        table = np.where(self.is_first & (self.pp == 1), self.table, 0.0)
+        made = each * (self.rank.parameters - table - before * self.blocks.elements + self.tied_table())
+        left = np.where(self.pp > 1, self.whole_gradients, self.left_gradients + each * self.tied_table())
+        # One that holds all of them waits for the stage's first norm.
+        within = np.where(count * matrix >= BUCKET_ELEMENTS, self.blocks.after["experts.gate"], 0.0)
+        block = np.where(self.pp > 1, 0.0, within + self.stream)
+        flight = np.where(self.pp > 1, 0.0, 1.0)
+        return {
+            "gradients": np.where(self.microbatches > 1, left, made),
+            "gathered": each * matrix * count,
+            "activations": self.activations(before, flight),
+            "working set": block,
+            "exchange": self.exchange(0.0 * flight),
+        }
 
     def _before_an_early_block(self, name: str, turn: Turn) -> Floats:
         """Gradients of the first micro-batch, or of the last one, which sends off what earlier ones left."""
@@ -304,7 +337,7 @@ class Sums(Facts):
                 self.is_sharded & self.overlaps, reduced, np.where(is_sent, last, whole) + narrow
             ),
             "gathered": self.gathered(
-                np.maximum(whole_table + each * self.blocks.elements, (2.0 + each) * self.table),
+                np.maximum(whole_table + each * self.blocks.gathered_elements, (2.0 + each) * self.table),
                 np.where(self.pp > 1, (2.0 + each) * root, 0.0),
             ),
             "exchange": self.exchange(0.0 * self.rank.in_flight),
@@ -333,11 +366,12 @@ class Sums(Facts):
         # All micro-batches in flight: the second to come back finds gradients, and one fewer beside it.
         later = np.where(self.microbatches <= self.rank.in_flight, self.left_gradients, 0.0)
         later = np.maximum(later - self.rank.layers * self.blocks.kept, 0.0) * (self.pp > 1)
-        sent = (self.whole_gradients - each * last) / self.rows()
         part = np.where(self.at.zero[:, None] > 0, 1.0 / self.shards, 0.0)
-        overlapped = (
-            each * last * (2.0 + part) + sent + np.where(self.scatters, self._before_the_head() + later, 0.0)
-        )
+        waiting, tail = last, last * (2.0 + part)
+        if self.work.model.moe is not None:  # buffers of experts come after it
+            waiting, tail = self.flats["waiting"], self.flats["tail"]
+        sent = (self.whole_gradients - each * waiting) / self.rows()
+        overlapped = each * tail + sent + np.where(self.scatters, self._before_the_head() + later, 0.0)
         return np.where(self.is_due(), np.where(self.overlaps, overlapped, each * fullest), 0.0)
 
     def in_the_update(self) -> Items:

@@ -13,7 +13,8 @@ Some moments compete, and every rank is at the fullest of its own:
 The blocks are written down on a tape (block_tape.py), the moments are added up in moment_sums.py. The
 rehearsal traces the same step and a test holds the two together.
 
-Covered: 16-bit compute without compiler, dense layers, gpipe, 1f1b and interleaved 1f1b.
+Covered: 16-bit compute without compiler, dense or routed layers, gpipe, 1f1b and interleaved 1f1b. How exact
+that is stands in margins.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from meshwright.plan.moment_sums import Sums
 from meshwright.plan.schedules import SCHEDULES
 from meshwright.plan.tape import Items
 from meshwright.plan.workload import Workload
+from meshwright.spec.model import MoeSpec
 
 COVERED_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 # Tokens, targets and positions are int64, the loss weights fp32.
@@ -44,10 +46,16 @@ def is_covered(work: Workload, stack: Framework) -> bool:
     return (
         stack.name == "meshwright"
         and work.precision in ("bf16", "fp16")
-        and not (work.compiled or work.adapters or model.moe or model.attention.latent)
+        and not (work.compiled or work.adapters or model.attention.latent)
+        and (model.moe is None or _is_plainly_routed(model.moe))
         and work.attention_kernel == "flash"
         and model.dropout == 0
     )
+
+
+def _is_plainly_routed(moe: MoeSpec) -> bool:
+    """Every layer has experts, which take all rows that are sent to them."""
+    return not moe.first_dense_layers and moe.capacity_factor is None
 
 
 def covered_layouts(at: Layouts) -> Mask:
@@ -58,7 +66,7 @@ def covered_layouts(at: Layouts) -> Mask:
     apart = (at.zero >= 2) & (at.reduce_last == 0) & (at.virtual_stages > 1)
     # In a single round of turns the first stages have no gradients yet when a rank is fullest.
     apart = apart | ((at.virtual_stages > 1) & (at.num_microbatches < 2 * at.pp))
-    return ((at.regather == 0) & whole & here & ~apart)[:, None]
+    return ((at.regather == 0) & (at.etp == 1) & whole & here & ~apart)[:, None]
 
 
 def fullest_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:
@@ -126,6 +134,7 @@ def moments_of(sums: Sums) -> Iterator[Moment]:
         is_sent_now = is_sent & (in_pipeline | (turn == "last"))
         yield Moment(f"launch, {turn}", is_sent_now, partial(sums.at_a_launch, turn))
     yield Moment("gradients taken", sums.widens_later(), sums.when_gradients_are_taken)
+    yield Moment("experts summed", sums.sums_experts_alone(), sums.when_experts_are_summed)
     yield Moment("end of backward", True, sums.at_the_end)
     yield Moment("reduction", True, sums.on_the_way)
     yield Moment("update", True, sums.in_the_update)

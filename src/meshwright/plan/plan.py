@@ -19,6 +19,7 @@ from meshwright.plan.layouts import (
     Layouts,
     one_layout,
 )
+from meshwright.plan.margins import Margin, memory_margin
 from meshwright.plan.memory import STAGES
 from meshwright.plan.pipeline import simulated_items
 from meshwright.plan.question import Objective, Priced, Question, price_memory, price_time
@@ -81,6 +82,11 @@ class Choice:
     def allocated_bytes(self) -> float:
         """Of tensors on the fullest rank."""
         return float(price_memory(self.question, self.at).peak_allocated_bytes[0])
+
+    @cached_property
+    def memory_margin(self) -> Margin | None:
+        """How far allocated bytes may be off, either way."""
+        return memory_margin(self.question.work, self.at, self.question.stack)
 
     @cached_property
     def fullest_stage(self) -> str:

@@ -12,6 +12,7 @@ from meshwright.plan.cost import step_cost
 from meshwright.plan.formats import runtime_of, workload_of
 from meshwright.plan.frameworks import Framework
 from meshwright.plan.layouts import Layouts, one_layout
+from meshwright.plan.margins import Margin, memory_margin
 from meshwright.plan.memory import FIT_SHARE, STAGES, Memory, host_peak_bytes, memory
 from meshwright.plan.offload import HOST_SHARE
 from meshwright.plan.pipeline import simulated_items
@@ -63,6 +64,8 @@ class Prediction:
     capacity_bytes: int
     host_capacity_bytes: float
     """Of one rank."""
+    memory_margin: Margin | None = None
+    """How far allocated bytes may be off, either way; None where it is not known."""
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -88,6 +91,13 @@ class Prediction:
     def excess_bytes(self) -> float:
         """What the fullest rank needs beyond the device and its margin; negative where there is room."""
         return self.fullest.device_bytes - FIT_SHARE * self.capacity_bytes
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether the margin of the prediction decides if it fits."""
+        if self.memory_margin is None:
+            return False
+        return abs(self.excess_bytes) < self.memory_margin.of(self.fullest.allocated_bytes)
 
     @property
     def fits(self) -> bool:
@@ -134,6 +144,7 @@ def predict_layout(
         stages=_stage_memory(memory(work, at, cluster, stack), at),
         capacity_bytes=cluster.device.memory_bytes,
         host_capacity_bytes=cluster.host_memory_bytes / cluster.devices_per_node,
+        memory_margin=memory_margin(work, at, stack),
     )
 
 

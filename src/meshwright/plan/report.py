@@ -112,6 +112,7 @@ def _memory_note(best: Choice) -> str:
         f"{show_bytes(best.reserved_bytes)} held by the allocator, "
         f"{show_bytes(best.device_bytes)} on the device with context and communicators. "
         f"A plan may use up to {budget}."
+        + (f" Allocated memory is {margin.words}." if (margin := best.memory_margin) else "")
     )
 
 
