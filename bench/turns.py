@@ -308,7 +308,9 @@ class Turns:
         """Whether it ran out of memory that others held, for the first time."""
         is_second = one.entry.peak_bytes >= self._budget_bytes
         is_out = "out of memory" in (one.error or "")
-        return is_out and one.is_beside_others and not is_second
+        # Those who only wait hold a context each, and some of them build at this moment.
+        is_watched = any(other is not one and other.state not in ("new", "gone") for other in self._residents)
+        return is_out and (one.is_beside_others or is_watched) and not is_second
 
     def _end(self, one: Resident, error: str | None = None) -> None:
         self._selector.unregister(one)

@@ -30,7 +30,7 @@ class Actor(Resident):
     """A resident without a process: every order is answered at once, by what its label says.
 
     The number of a label is the seconds of its step; `dies` ends at its warm-up, `dies later` at its first
-    turn, `thirsty` runs out of memory while anyone else is warm.
+    turn, `thirsty` runs out of memory while anyone else is warm, `very thirsty` while anyone waits.
     """
 
     log: list[str]
@@ -52,11 +52,12 @@ class Actor(Resident):
         self.enter(state)
         self.log.append(f"{message['order']} {self.entry.label}")
         label = self.entry.label
-        crowd = [one for one in self.others if one is not self and one.state in ("warming", "resting")]
+        held = ("warming", "resting", *(("imported", "compiled", "building") if "very" in label else ()))
+        crowd = [one for one in self.others if one is not self and one.state in held]
         answer = {"build": "compiled", "go": "ready", "turn": "timed"}[message["order"]]
         if (answer == "ready" and label == "dies") or (answer == "timed" and label == "dies later"):
             answer = "died"
-        if answer == "ready" and label == "thirsty" and crowd:
+        if answer == "ready" and "thirsty" in label and crowd:
             answer = "thirst"
         self._say(answer)
 
@@ -156,6 +157,12 @@ def test_who_ran_out_of_memory_beside_others_is_tried_again_alone(drive: Any) ->
     entries = [entry("a", gib=(20.0, 30.0)), entry("b", "thirsty", gib=(20.0, 30.0))]
     log, told = drive(entries)
     assert turns_of(log) == ["a", "a", "thirsty", "thirsty"]
+    assert "error" not in [kind for kind, _ in told]
+
+
+def test_so_is_who_had_no_room_beside_those_who_only_wait(drive: Any) -> None:
+    log, told = drive([entry("a", "very thirsty", gib=(60.0, 85.0)), entry("b", gib=(60.0, 85.0))])
+    assert turns_of(log) == ["b", "b", "very thirsty", "very thirsty"]
     assert "error" not in [kind for kind, _ in told]
 
 
