@@ -71,6 +71,8 @@ class Blocks:
         self.elements = self._column(sizes.elements[:count])
         experts = [size for name, size in sizes.weights.items() if name.startswith("experts.")]
         self.expert_elements = self._column(sum(experts, 0.0 * sizes.x)[:count])
+        self.remembered_elements = self.elements - self.expert_elements
+        """Whose casts autocast remembers: those of linears."""
         self.gathered_elements = self._column(sizes.gathered_elements[:count])
         """That ZeRO-3 gathers."""
         self.last_elements = self._column(list(sizes.weights.values())[-1][:count])

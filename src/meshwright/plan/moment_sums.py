@@ -27,7 +27,7 @@ class Sums(Facts):
         # The logits of one chunk are let go of when those of the next are there.
         chunks = whole / count * np.minimum(count, 2.0)
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.
-        cast = self.casts * self.blocks.elements
+        cast = self.casts * self.blocks.remembered_elements
         remembered = np.where(self.recomputes & (self.tp == 1), self.rank.layers * cast, 0.0)
         block = 2.0 * self.blocks.gathered_elements
         table = 2.0 * self.table
@@ -84,7 +84,7 @@ class Sums(Facts):
         streams = 4.0 * self.stream + self.whole_stream * (1.0 + is_spread)
         inner = 3.0 * self.work.working_bytes * self.tokens * model.mlp.width / self.tp
         full = ((self.at.recompute & FULL) > 0)[:, None]
-        cast = np.where(self.recomputes, self.casts * self.blocks.elements, 0.0)
+        cast = np.where(self.recomputes, self.casts * self.blocks.remembered_elements, 0.0)
         remembered = np.where(self.tp == 1, self.rank.layers * cast, 0.0)
         return {
             "gradients": self._before_a_forward(),
@@ -112,7 +112,7 @@ class Sums(Facts):
             "working set": block["working set"],
             "logits": self.waiting_head_gradients(flight),
             "cast weights": others * self.blocks.casts
-            + remembered * self.casts * self.blocks.elements
+            + remembered * self.casts * self.blocks.remembered_elements
             + block["cast weights"],
             "exchange": self.exchange(flight - 1.0),
         }
@@ -332,6 +332,9 @@ class Sums(Facts):
         reduced = self.left_gradients + self.scattered() * self.sharded_gradients + shard
         whole_table = 4.0 * self.table + 2.0 * self.tied_table()
         is_sent = self.is_due() & self.overlaps & (self.scatters | (self.microbatches == 1))
+        # A pipeline that reduces each micro-batch has others in flight.
+        is_among = self.scatters & (self.pp > 1)
+        flight = np.where(is_among, self._flight("later") - 1.0, 0.0).clip(0.0)
         return {
             "gradients": np.where(
                 self.is_sharded & self.overlaps, reduced, np.where(is_sent, last, whole) + narrow
@@ -340,7 +343,9 @@ class Sums(Facts):
                 np.maximum(whole_table + each * self.blocks.gathered_elements, (2.0 + each) * self.table),
                 np.where(self.pp > 1, (2.0 + each) * root, 0.0),
             ),
-            "exchange": self.exchange(0.0 * self.rank.in_flight),
+            "activations": self.activations(flight * self.rank.layers, flight),
+            "cast weights": flight * self.rank.layers * self.blocks.casts,
+            "exchange": self.exchange(flight + is_among),
         }
 
     def on_the_way(self) -> Items:
