@@ -89,23 +89,20 @@ def _require_sense(
 
 
 def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whole: bool) -> list[Any]:
-    from meshwright.rehearse.rank import ranks_to_rehearse, rehearse_rank
+    from meshwright.rehearse.rank import ranks_to_rehearse
+    from meshwright.rehearse.side_by_side import rehearse_ranks
 
     ranks = ranks_to_rehearse(run.parallel) if rank is None else [rank]
-    reports = []
-    for number, each in enumerate(ranks, start=1):
-        typer.echo(f"tracing rank {each} of {run.parallel.num_ranks} ({number} of {len(ranks)})", err=True)
-        reports.append(
-            rehearse_rank(
-                run,
-                each,
-                num_steps=steps,
-                imbalance=imbalance,
-                is_whole=is_whole,
-                tell=lambda words: typer.echo(f"  {words}", err=True),
-            )
-        )
-    return reports
+    named = ", ".join(map(str, ranks))
+    typer.echo(f"tracing rank{'s' * (len(ranks) > 1)} {named} of {run.parallel.num_ranks}", err=True)
+    return rehearse_ranks(
+        run,
+        ranks,
+        num_steps=steps,
+        imbalance=imbalance,
+        is_whole=is_whole,
+        tell=lambda words: typer.echo(f"  {words}", err=True),
+    )
 
 
 def _measured(run: Any, reports: list[Any], imbalance: float) -> list[Any]:

@@ -35,15 +35,17 @@ class Machine:
 def this_machine(accelerators: tuple[Accelerator, ...] = ()) -> Machine:
     """What this process may use. The caller asks torch for accelerators: nothing here imports it."""
     return Machine(
-        cores=max(1, min(_usable_cores(), cores_of_quota(_read(_CGROUP / "cpu.max")))),
+        cores=usable_cores(),
         free_memory_bytes=min(psutil.virtual_memory().available, _free_in_container()),
         has_bf16_units="amx_bf16" in _read(_CPU_FACTS).split(),
         accelerators=accelerators,
     )
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> int:
+    """That this process may run on, by its affinity and its container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, cores_of_quota(_read(_CGROUP / "cpu.max"))))
 
 
 def cores_of_quota(text: str) -> int:

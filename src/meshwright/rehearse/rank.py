@@ -2,7 +2,6 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 from meshwright.errors import SpecError
@@ -19,14 +18,13 @@ from meshwright.rehearse.extrapolate import (
 from meshwright.rehearse.trace import Trace, trace_rank
 from meshwright.rehearse.world import mesh_coordinates, require_rank
 from meshwright.spec import ParallelSpec, RunSpec
+from meshwright.spec.stages import stage_layers, stages_of_rank
 
 # cuBLAS and cuBLASLt ask torch for 32 MiB each on Hopper: what six measured runs had beyond their tensors.
 WORKSPACE_BYTES = 64 * 2**20
 
 # Five compiled runs on an H200 were traced so: they held up to 15.8% more than measured.
 AS_IF_UNCOMPILED = "traced as if uncompiled, which reads up to 16% high"
-
-Tell = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,32 +73,66 @@ def ranks_to_rehearse(parallel: ParallelSpec) -> list[int]:
     return [stage * per_stage for stage in stages]
 
 
-def rehearse_rank(
-    run: RunSpec,
-    rank: int,
-    *,
-    num_steps: int = 2,
-    imbalance: float = 1.0,
-    is_whole: bool = False,
-    tell: Tell = lambda _: None,
-) -> RankReport:
-    """Trace a rank; the parts of a long step that repeat are traced once unless `is_whole`."""
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One trace that the report of a rank needs."""
+
+    run: RunSpec
+    rank: int
+    cut: Cut
+    num_steps: int
+    imbalance: float
+
+    @property
+    def work(self) -> int:
+        """Blocks times micro-batches that are traced: what its seconds go with."""
+        stages = stages_of_rank(self.run.parallel, mesh_coordinates(self.rank, self.run.parallel)["pp"])
+        layers = stage_layers(self.run.model, self.run.parallel.num_stages)
+        num_blocks = sum(max(1, len(layers[index]) - self.cut.layers) for index in stages)
+        return num_blocks * (self.run.accumulation - self.cut.microbatches) * self.num_steps
+
+
+Traced = dict[Cut, tuple[Trace, str]]
+
+
+def tasks_of(
+    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, is_whole: bool = False
+) -> list[Task]:
+    """The traces of a rank; the parts of a long step that repeat are traced once unless `is_whole`."""
     require_rank(run.parallel, rank)
-    coordinates = mesh_coordinates(rank, run.parallel)
-    shortening = shortening_of(run, coordinates["pp"])
-    if is_whole or len(shortening.cuts()) == 1:
-        whole_trace, form = _traced(run, rank, num_steps=num_steps, imbalance=imbalance)
-        return _report(rank, coordinates, [(whole_trace, 1.0)], Shortening(), whole_trace, form)
-    cuts = [shortening.deep(), *(cut for cut, _ in shortening.cuts())]
-    traces: dict[Cut, Trace] = {}
-    form = "uncompiled"
-    for number, cut in enumerate(dict.fromkeys(cuts), start=1):
-        tell(f"trace {number} of {len(set(cuts))}")
-        with without_layers(cut.layers):
-            # The first step is like all others, which a test holds; a second one would cost as much.
-            traces[cut], form = _traced(shortened(run, cut), rank, num_steps=1, imbalance=imbalance)
-    weighted = [(traces[cut], weight) for cut, weight in shortening.cuts()]
-    return _report(rank, coordinates, weighted, shortening, traces[shortening.deep()], form)
+    shortening = _shortening(run, rank, is_whole=is_whole)
+    cuts = dict.fromkeys([shortening.deep(), *(cut for cut, _ in shortening.cuts())])
+    # Shortened, the first step is like all others, which a test holds; a second one would cost as much.
+    count = num_steps if len(cuts) == 1 else 1
+    return [Task(run, rank, cut, count, imbalance) for cut in cuts]
+
+
+def _shortening(run: RunSpec, rank: int, *, is_whole: bool) -> Shortening:
+    found = shortening_of(run, mesh_coordinates(rank, run.parallel)["pp"])
+    return Shortening() if is_whole or len(found.cuts()) == 1 else found
+
+
+def do_task(task: Task) -> tuple[Trace, str]:
+    """The trace, and what it is one of."""
+    with without_layers(task.cut.layers):
+        run = shortened(task.run, task.cut)
+        return _traced(run, task.rank, num_steps=task.num_steps, imbalance=task.imbalance)
+
+
+def rehearse_rank(
+    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, is_whole: bool = False
+) -> RankReport:
+    """Trace a rank, here and one trace after the other."""
+    tasks = tasks_of(run, rank, num_steps=num_steps, imbalance=imbalance, is_whole=is_whole)
+    return report_of(run, rank, {task.cut: do_task(task) for task in tasks}, is_whole=is_whole)
+
+
+def report_of(run: RunSpec, rank: int, traced: Traced, *, is_whole: bool = False) -> RankReport:
+    """The figures of a rank from all its traces."""
+    shortening = _shortening(run, rank, is_whole=is_whole)
+    weighted = [(traced[cut][0], weight) for cut, weight in shortening.cuts()]
+    deep, form = traced[shortening.deep()]
+    return _report(rank, mesh_coordinates(rank, run.parallel), weighted, shortening, deep, form)
 
 
 def _traced(run: RunSpec, rank: int, **how: Any) -> tuple[Trace, str]:
