@@ -110,6 +110,17 @@ def all_singles() -> list[Layout]:
     return _unique(found)
 
 
+def quick_singles() -> list[Layout]:
+    """Without the kinds of models that ranks of dp, which hold whole models, cannot tell apart."""
+    return [
+        layout
+        for layout in all_singles()
+        if layout.parallel.dp < layout.parallel.num_ranks
+        or layout.parallel.ep > 1
+        or layout.model in ("tied", "moe_shared")
+    ]
+
+
 def all_pairs() -> list[Layout]:
     """Every two axes, every way of each; the kinds of models take turns."""
     found = []

@@ -14,6 +14,7 @@ from tests.layouts import (
     all_triples,
     named_mixes,
     quick_pairs,
+    quick_singles,
     random_layouts,
 )
 from tests.ranks import RankPool
@@ -37,8 +38,14 @@ def prove_layout(ranks: RankPool, layout: Layout, group: str) -> None:
     add_row(group, layout, worst)
 
 
-@each(all_singles())
+@each(quick_singles())
 def test_each_axis(ranks, layout):
+    prove_layout(ranks, layout, "one axis")
+
+
+@pytest.mark.soak
+@each([layout for layout in all_singles() if layout not in quick_singles()])
+def test_each_kind_of_model_on_each_axis(ranks, layout):
     prove_layout(ranks, layout, "one axis")
 
 

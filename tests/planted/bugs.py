@@ -21,6 +21,7 @@ BUGS = [
         "        self._end()\n        self._begin(self._by_root[id(root)], is_last=is_last)\n",
         "        self._begin(self._by_root[id(root)], is_last=is_last)\n",
         "tests/equivalence/test_memory_savers.py::test_a_pipeline_that_reduces_each_equals_one_device[zero_2_pp]",
+        is_wide=True,
     ),
     Bug(
         "replicas of a hybrid mesh not summed",
@@ -35,6 +36,7 @@ BUGS = [
         "token_weight = 1 / max(1, samples.num_targets(total_ids))",
         "token_weight = 1 / max(1, cut.dp_size * samples.num_targets(local))",
         DP + "test_any_cut_of_the_batch_gives_the_same[2-2]",
+        is_wide=True,
     ),
     Bug(
         "short last batch divided as if it were full",
@@ -49,6 +51,7 @@ BUGS = [
         "sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(cut.dtype)",
         "sequence_weights = torch.from_numpy((local != PADDING) * token_weight).to(cut.dtype)",
         DP + "test_one_rank_is_the_oracle[moe]",
+        is_wide=True,
     ),
     Bug(
         "norm counts every replica",
@@ -56,6 +59,7 @@ BUGS = [
         "norm_share=is_counted * distinct / ranks_per_stage",
         "norm_share=float(is_counted)",
         DP + "test_any_cut_of_the_batch_gives_the_same[2-2]",
+        is_wide=True,
     ),
     Bug(
         "overflow skipped on one rank only",
@@ -77,6 +81,7 @@ BUGS = [
         "        training.program.gather_parameters()\n",
         "",
         DP + "test_any_cut_under_sharding_gives_the_same[2-1]",
+        is_wide=True,
     ),
     Bug(
         "ZeRO-3 averages instead of summing",
@@ -91,6 +96,7 @@ BUGS = [
         'optim.decay == "all" or shard.ndim >= 2',
         "shard.ndim >= 1",
         DP + "test_decay_falls_on_the_parameters_named[sgd-matrices]",
+        is_wide=True,
     ),
     Bug(
         "made-ahead batches count as trained",
@@ -105,6 +111,7 @@ BUGS = [
         "num_updates=state.step)",
         "num_updates=0)",
         RESUME + "test_stopped_and_resumed_equals_uninterrupted[1-one_rank]",
+        is_wide=True,
     ),
     Bug(
         "averages of weights not saved",
@@ -148,6 +155,7 @@ BUGS = [
         "cut = microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)\n"
         "    return cut._replace(positions_BS=microbatch.positions_BS.chunk(cp, 1)[cp_rank])",
         AXIS + "[cp2-gqa]",
+        is_wide=True,
     ),
     Bug(
         "keys joined in rank order instead of the true one",
@@ -176,6 +184,7 @@ BUGS = [
         "is_counted=name != TIED_NAME or stage.index == 0 or last == 0",
         "is_counted=True",
         AXIS + "[pp2-tied]",
+        is_wide=True,
     ),
     Bug(
         "gradients of experts summed over ranks with other experts",
@@ -197,6 +206,7 @@ BUGS = [
         "            layer.balance.total = SumCounts(cutting)\n",
         "",
         AXIS + "[cp2-moe]",
+        is_wide=True,
     ),
     Bug(
         "LARS norm on the local shard only",
@@ -218,6 +228,7 @@ BUGS = [
         "here = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)",
         "here = torch.arange(part.stop - part.start, dtype=torch.int64, device=device)",
         "tests/equivalence/test_weight_formats.py::test_every_format_on_every_mesh[zero_1]",
+        is_wide=True,
     ),
     Bug(
         "lower bits of weights not loaded",
@@ -232,6 +243,7 @@ BUGS = [
         "stop = start + self._size_at(start)",
         "stop = start + self.cut.batch_sequences",
         "tests/equivalence/test_large_batches.py::test_a_ramp_equals_one_device[zero_3]",
+        is_wide=True,
     ),
     Bug(
         "8-bit blocks scaled by each rank for itself",
@@ -239,6 +251,7 @@ BUGS = [
         "axes = part.whole.axes(-1)",
         "axes = ()",
         "tests/equivalence/test_optimizers.py::test_every_rule_equals_one_device[tp]",
+        is_wide=True,
     ),
     Bug(
         "mean of means over the ranks of a loop",
@@ -253,6 +266,7 @@ BUGS = [
         "values = {key: all_reduce_backward(one, group) for",
         "values = {key: one for",
         "tests/equivalence/test_hugging_face.py::test_tp_by_the_published_plan[gemma3]",
+        is_wide=True,
     ),
     Bug(
         "statistics of batch norm of one rank only",
@@ -267,6 +281,7 @@ BUGS = [
         "isinstance(norm, nn.SyncBatchNorm) else norm.forward",
         "isinstance(norm, nn.Module) else norm.forward",
         "tests/unit/ops/test_batch_norm.py::test_the_own_forward_of_a_norm_runs_on[more]",
+        is_wide=True,
     ),
     Bug(
         "outputs kept on the host come back in the wrong order",
@@ -281,6 +296,7 @@ BUGS = [
         "        setattr(norm, name, buffer.clone())\n",
         "        pass\n",
         "tests/unit/memory/test_recompute.py::test_running_statistics_move_once[full]",
+        is_wide=True,
     ),
     Bug(
         "buffers of a module not saved",
@@ -288,6 +304,7 @@ BUGS = [
         'tensors |= {f"buffers.{name}": buffer for name, buffer in buffers.items()}',
         "pass",
         "tests/unit/train/test_fit.py::test_resumed_equals_uninterrupted_bitwise[zero_1]",
+        is_wide=True,
     ),
     Bug(
         "offloaded state stays behind on the device",
@@ -302,6 +319,7 @@ BUGS = [
         "for key, value in states.items()",
         "for key, value in states.items() if not run.memory.offload",
         "tests/equivalence/test_memory_savers.py::test_an_offloaded_state_is_saved_and_restored[adamw-single-zero_3_tp]",
+        is_wide=True,
     ),
     Bug(
         "host buffer of an activation handed on while it is needed",
@@ -309,6 +327,7 @@ BUGS = [
         "        self._here = None\n",
         "        self._here = None\n        self._link.pool.give(self._home)\n",
         "tests/unit/memory/test_offload.py::test_activations_are_the_same_with_dropout[1-none]",
+        is_wide=True,
     ),
     Bug(
         "fp8 scale from a rank's own part of a tensor",
@@ -323,6 +342,7 @@ BUGS = [
         "        self._narrow.write()\n",
         "",
         "tests/equivalence/test_fp8.py::test_kept_weights_equal_one_process_that_casts_anew[tp2]",
+        is_wide=True,
     ),
     Bug(
         "fp8 casts do not saturate",
@@ -337,6 +357,7 @@ BUGS = [
         'if not name.startswith("fp8.") or saved.get(name) == tuple(tensor.shape)',
         'if not name.startswith("fp8.")',
         "tests/resume/test_fp8.py::test_delayed_scales_go_on[layout0]",
+        is_wide=True,
     ),
     Bug(
         "a later micro-batch overwrites the gradient",
@@ -351,6 +372,7 @@ BUGS = [
         "if weights[0].dtype == dtype and lies_behind(weights):",
         "if weights[0].dtype == dtype:",
         "tests/unit/ops/test_joint.py::test_matrices_that_moved_apart_again_are_still_multiplied_right",
+        is_wide=True,
     ),
     Bug(
         "the factor of a row of the loss forgotten beside x",
@@ -373,6 +395,7 @@ BUGS = [
         'one.kind == "reduction" and not one.is_row_wise',
         'one.kind == "reduction" and not one.outputs',
         "tests/unit/rehearse/test_fusion.py::test_the_largest_of_all_is_known_only_after_its_kernel",
+        is_wide=True,
     ),
     Bug(
         "every elementwise value of a compiled graph written",
@@ -380,6 +403,7 @@ BUGS = [
         "and not _is_mutable(node) and not _must_be_written(node, value)",
         "and not _is_mutable(node) and not value.reads",
         "tests/unit/rehearse/test_fusion.py::test_elementwise_values_between_products_are_written_once",
+        is_wide=True,
     ),
     Bug(
         "the update forgets to clip the gradients that it reads",

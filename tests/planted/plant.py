@@ -22,6 +22,8 @@ class Bug:
     after: str
     test: str
     """As pytest names it."""
+    is_wide: bool = False
+    """Of a kind that another one stands for in the quick tests: this one is tried in the long ones."""
 
 
 def plant(bug: Bug, folder: Path) -> Path:

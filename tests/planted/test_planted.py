@@ -27,7 +27,11 @@ def _try(bug: Bug) -> dict[str, bool]:
         return outcomes(plant(bug, Path(folder)), [bug.test])
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, marks=pytest.mark.soak if bug.is_wide else ()) for bug in BUGS],
+    ids=lambda bug: bug.name.replace(" ", "_"),
+)
 def test_turns_its_test_red(verdicts, bug):
     assert verdicts[bug.name].result() == {bug.test: False}
 

@@ -50,6 +50,7 @@ class Plan:
         self._strike, self._count = strike, 0
         self.models = weakref.WeakSet[nn.Module]()
         """All that a step was made with and that are still there."""
+        self.threads_before = threading.enumerate()
 
     def before_forward(self, module, inputs):
         if isinstance(module, Decoder):
@@ -114,7 +115,8 @@ def census(plan: Plan) -> Census:
     return Census(
         models=len(plan.models),
         groups=len(dist.distributed_c10d._world.pg_map),
-        threads=sorted(thread.name for thread in threading.enumerate()),
+        # What an earlier job of this rank left running is not of these attempts.
+        threads=sorted(thread.name for thread in threading.enumerate() if thread not in plan.threads_before),
         device_bytes=torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
     )
 
