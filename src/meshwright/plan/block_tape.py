@@ -176,15 +176,19 @@ class BlockTape(Tape):
     def _make_mlp(self) -> None:
         s = self.s
         self._norm(2)
-        if s.is_gated:
-            self._cast("gate")
-            self.hold("working set", gate_again=self.full * s.f)
-            self._renew("silu", s.f)
-        self._cast("up")
-        self.hold("working set", up_again=self.full * s.f)
-        self._renew("product", s.f)
-        self._cast("down")
+        self._make_products("", "", s.f, is_gated=s.is_gated)
         self.free("joined", "seen", "dropped", "summed", "summed_again")
+
+    def _make_products(self, kept: str, weights: str, inner: Floats, *, is_gated: bool = True) -> None:
+        """Of an MLP, by the beginnings of their names."""
+        if is_gated:
+            self._cast(f"{weights}gate")
+            self.hold("working set", **{f"{kept}gate_again": self.full * inner})
+            self._renew(f"{kept}silu", inner)
+        self._cast(f"{weights}up")
+        self.hold("working set", **{f"{kept}up_again": self.full * inner})
+        self._renew(f"{kept}product", inner)
+        self._cast(f"{weights}down")
 
     def _cast(self, name: str) -> None:
         self.hold(
@@ -230,36 +234,53 @@ class BlockTape(Tape):
 
     def _mlp_back(self) -> None:
         s = self.s
+        if s.is_gated:
+            self._gated_back("", "", s.f, s.X, ends="gathered", inputs=("normed_2", "plain_2"))
+            self._sum_back("gate")
+            return
         self._weight_gradient("down")
         self.hold("working set", d_product=s.f)
         self.let_go("product", "cast_down")
         self.free("gathered")
         self._accumulate("down")
-        if s.is_gated:
-            self.hold("working set", d_silu=s.f, d_up=s.f)
-            self.let_go("up", "silu")
-            self.free("d_product")
-        else:
-            self.hold("working set", d_up=s.f)
-            self.let_go("up")
-            self.free("d_product")
+        self.hold("working set", d_up=s.f)
+        self.let_go("up")
+        self.free("d_product")
         self._weight_gradient("up")
         self.hold("working set", left=s.X)
-        self.let_go("cast_up")
+        self.let_go("cast_up", "normed_2", "plain_2")
         self.free("d_up")
-        if not s.is_gated:
-            self.let_go("normed_2", "plain_2")
         self._accumulate("up")
-        if s.is_gated:
-            self.hold("working set", d_gate=s.f)
-            self.free("d_silu")
-            self.let_go("gate")
-            self._weight_gradient("gate")
-            self.hold("working set", right=s.X)
-            self.let_go("cast_gate")
-            self.free("d_gate")
-        self.let_go("normed_2", "plain_2")
-        self._sum_back("gate" if s.is_gated else None)
+        self._sum_back(None)
+
+    def _gated_back(
+        self, kept: str, weights: str, inner: Floats, outer: Floats, *, ends: str, inputs: tuple[str, ...]
+    ) -> None:
+        """Products of a gated MLP from the last to the first, by the beginnings of their names.
+
+        `ends` is the gradient that came, `inputs` what both first products had kept; `left` and `right`, the
+        gradients of the input by each, are left over, and the last weight gradient is not yet added.
+        """
+        self._weight_gradient(f"{weights}down")
+        self.hold("working set", d_product=inner)
+        self.let_go(f"{kept}product", f"cast_{weights}down")
+        self.free(ends)
+        self._accumulate(f"{weights}down")
+        self.hold("working set", d_silu=inner, d_up=inner)
+        self.let_go(f"{kept}up", f"{kept}silu")
+        self.free("d_product")
+        self._weight_gradient(f"{weights}up")
+        self.hold("working set", left=outer)
+        self.let_go(f"cast_{weights}up")
+        self.free("d_up")
+        self._accumulate(f"{weights}up")
+        self.hold("working set", d_gate=inner)
+        self.free("d_silu")
+        self.let_go(f"{kept}gate")
+        self._weight_gradient(f"{weights}gate")
+        self.hold("working set", right=outer)
+        self.let_go(f"cast_{weights}gate", *inputs)
+        self.free("d_gate")
 
     def _sum_back(self, last: str | None) -> None:
         """The gradients of one input are added; over tp they are scattered."""
