@@ -46,8 +46,6 @@ def prove(
     ranks: RankPool, layout: Layout, *, recompute: str = "none", device: str = "cpu", num_steps: int = 3
 ) -> None:
     run = layout.run().with_(compile=True, memory=MemorySpec(recompute=recompute), device=device)
-    if complaints := check(run):
-        pytest.skip(complaints[0].fact)
     require_valid(run)
     answers = ranks.run(_train_compiled, run.parallel.num_ranks, run, num_steps)
     assert all(num_graphs > 0 for _, num_graphs in answers)
@@ -76,7 +74,7 @@ EACH_AXIS = [
 ]
 QUICK = {
     "dp_shard2-zero3-gqa",
-    "cp2-ring-gpt",
+    "cp2-gqa",
     "tp2-gpt",
     "pp2-gpt",
     "dp_shard2-zero1-ep2-moe",
@@ -98,4 +96,7 @@ def test_each_axis(ranks: RankPool, layout: Layout) -> None:
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @each(list(dict.fromkeys([*EVERY_KIND, *EACH_AXIS, *all_singles(), *all_pairs(), *named_mixes()])))
 def test_each_pair_of_axes(ranks: RankPool, layout: Layout, recompute: str) -> None:
+    refused = check(layout.run().with_(compile=True, memory=MemorySpec(recompute=recompute)))
+    if refused:  # split-backward schedules are not compiled
+        pytest.skip(refused[0].fact)
     prove(ranks, layout, recompute=recompute)

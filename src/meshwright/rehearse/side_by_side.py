@@ -54,7 +54,9 @@ def _done_in_processes(tasks: list[Task], count: int, tell: Tell) -> dict[Task, 
             for future in as_completed(futures):
                 found[futures[future]] = future.result()
                 tell(f"trace {len(found)} of {len(tasks)}")
-        except BaseException:  # an interrupt too: nobody waits for what is still being traced
+        except BaseException as error:  # nobody waits for what is still being traced
+            if isinstance(error, KeyboardInterrupt):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process is about to end: once is enough
             pool.shutdown(wait=False, cancel_futures=True)
             for child in active_children():
                 child.terminate()
