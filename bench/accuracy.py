@@ -28,9 +28,10 @@ from bench.scatter import scatter_svg
 from bench.vtrain import vtrain_groups
 
 from meshwright.errors import SpecError
-from meshwright.plan.frameworks import frameworks
-from meshwright.plan.predict import GIB, Prediction, predict_table_run
-from meshwright.plan.table import measured_seconds, read_row
+from meshwright.plan.predict import Prediction
+from meshwright.plan.workload.frameworks import frameworks
+from meshwright.published.predict import GIB, predict_table_run
+from meshwright.published.table import measured_seconds, read_row
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "data" / "published_runs.csv"

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.errors import SpecError
-from meshwright.plan.cost import COMMUNICATION, StepCost, step_cost
-from meshwright.plan.frameworks import frameworks
-from meshwright.plan.table import TableRun, measured_seconds, read_row
+from meshwright.plan.time.step_time import COMMUNICATION, StepCost, step_cost
+from meshwright.plan.workload.frameworks import frameworks
+from meshwright.published.table import TableRun, measured_seconds, read_row
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "data" / "published_runs.csv"

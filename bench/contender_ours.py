@@ -14,7 +14,7 @@ from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.optim.schedule import learning_rate
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
-from meshwright.train.quiet import collector_off
+from meshwright.train.gc_control import collector_off
 from meshwright.train.step import train_step
 
 # Both ends and one between: every kind of block that a model has.

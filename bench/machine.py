@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.bench.attention import attention_rows
 from meshwright.bench.copy import copy_rows
 from meshwright.bench.gemm import layers, quantised, squares, vocabularies
-from meshwright.bench.measuring import Measuring
+from meshwright.bench.measurement import Measuring
 from meshwright.bench.probe import probe
 from meshwright.mesh import choose_device
 

@@ -6,14 +6,15 @@ Used by the accuracy page and by tests, so both speak of the same numbers.
 from dataclasses import dataclass, replace
 
 from meshwright.hardware import parse_cluster
-from meshwright.plan.conventions import training_days
-from meshwright.plan.cost import step_cost
-from meshwright.plan.frameworks import framework
-from meshwright.plan.layouts import FULL, Layouts, layouts
-from meshwright.plan.memory import memory
-from meshwright.plan.predict import predict_layout, predict_table_run
-from meshwright.plan.table import read_row
-from meshwright.plan.workload import Adapters, Workload
+from meshwright.plan.memory.rank_bytes import memory
+from meshwright.plan.predict import predict_layout
+from meshwright.plan.time.step_time import step_cost
+from meshwright.plan.workload.frameworks import framework
+from meshwright.plan.workload.layouts import FULL, Layouts, layouts
+from meshwright.plan.workload.workload import Adapters, Workload
+from meshwright.published.conventions import training_days
+from meshwright.published.predict import predict_table_run
+from meshwright.published.table import read_row
 from meshwright.spec.families import family
 
 DAYS_PER_WEEK, DAYS_PER_YEAR = 7.0, 365.25

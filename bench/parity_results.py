@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.charts import PALETTE
+from meshwright.plan.draw.charts import PALETTE
 
 WIDTH, PANEL, LEFT, RIGHT, GAP = 940, 250, 60, 150, 40
 LAST_SHARE = 0.2

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from meshwright.models import decoder
 from meshwright.models.layers import mlp
-from meshwright.models.layers.joint import join
+from meshwright.models.layers.fused import join
 from meshwright.ops.gelu import gelu_by_sigmoid
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.parallel import apply
-from meshwright.parallel.summed import SummedGradients
+from meshwright.parallel.wgrad_fusion import SummedGradients
 from meshwright.spec import RunSpec
 from meshwright.train.step import Training
 

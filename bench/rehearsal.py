@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 
 from meshwright.hardware import parse_cluster
-from meshwright.plan.formats import runtime_of, workload_of
-from meshwright.plan.layouts import one_layout
-from meshwright.plan.memory import memory
-from meshwright.rehearse.rank import rehearse_rank
-from meshwright.rehearse.run_rank import measure_rank
+from meshwright.plan.memory.rank_bytes import memory
+from meshwright.plan.workload.formats import runtime_of, workload_of
+from meshwright.plan.workload.layouts import one_layout
+from meshwright.rehearse.measure import measure_rank
+from meshwright.rehearse.rank_report import rehearse_rank
 from meshwright.spec import (
     DataSpec,
     MemorySpec,

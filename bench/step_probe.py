@@ -31,11 +31,11 @@ from meshwright.data.batches import Batch, Microbatch
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models.initialise import initialise
 from meshwright.ops import loss_triton
-from meshwright.plan.flops import flops_per_token
+from meshwright.plan.workload.flops import flops_per_token
 from meshwright.spec import DataSpec, OptimSpec, PrecisionSpec, RunSpec, ScheduleSpec, SyntheticSpec
 from meshwright.spec.text import dump_run, parse_run
 from meshwright.train.build import build_training
-from meshwright.train.quiet import collector_off
+from meshwright.train.gc_control import collector_off
 from meshwright.train.step import train_step
 
 EXACT = ("precision.weights=bf16_exact", "precision.gradients=bf16")

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.charts import PALETTE
+from meshwright.plan.draw.charts import PALETTE
 
 STYLE = "text{font:13px sans-serif;fill:#333}.strong{font-weight:600}"
 WIDTH, LABEL_WIDTH, VALUE_WIDTH, BAR, GAP = 940, 400, 240, 22, 8

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.hardware import parse_cluster
-from meshwright.plan.cost import step_cost
-from meshwright.plan.frameworks import framework
-from meshwright.plan.layouts import FULL, layouts
-from meshwright.plan.workload import Workload
+from meshwright.plan.time.step_time import step_cost
+from meshwright.plan.workload.frameworks import framework
+from meshwright.plan.workload.layouts import FULL, layouts
+from meshwright.plan.workload.workload import Workload
 from meshwright.spec.model import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
 TABLE = Path(__file__).parents[1] / "tests" / "data" / "vtrain_single_node_a100.csv"

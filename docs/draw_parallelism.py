@@ -9,8 +9,8 @@ from pathlib import Path
 
 from picture_card import EDGE, EMPTY, INK, LIGHT_COLOURS, MARGIN, RANK_COLOURS, SOFT, Card
 
-from meshwright.plan.draw_schedule import draw_svg, picture
-from meshwright.plan.schedules import PipelineShape
+from meshwright.plan.draw.schedule import draw_svg, picture
+from meshwright.plan.workload.schedules import PipelineShape
 from meshwright.spec import ParallelSpec
 from meshwright.spec.families import family
 from meshwright.spec.stages import layer_costs, stage_layers

@@ -13,18 +13,18 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from meshwright.checkpoint.load_weights import load_weights
 from meshwright.cli.main import VERBS, app_verbs, run
-from meshwright.parallel.foreign import Chain
+from meshwright.modules.chain import Chain
+from meshwright.modules.fit import fit
+from meshwright.modules.own_loop import prepare
 from meshwright.spec import RunSpec
 from meshwright.spec.base import Spec
 from meshwright.spec.check import RULES
-from meshwright.spec.check_foreign import FIT_RULES, LOOP_RULES, MODULE_RULES, SHARED_FIT_RULES, SHARED_RULES
-from meshwright.spec.foreign import FitSpec, LoopSpec, SamplesSpec
+from meshwright.spec.modules import FitSpec, LoopSpec, SamplesSpec
+from meshwright.spec.rules_modules import FIT_RULES, LOOP_RULES, MODULE_RULES, SHARED_FIT_RULES, SHARED_RULES
 from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.violations import spec_of
-from meshwright.train.fit import fit
-from meshwright.train.own_loop import prepare
-from meshwright.train.take import load_weights
 
 REFERENCE = Path(__file__).parent / "reference"
 EXAMPLE = re.compile(r"<!-- (?P<path>examples/[a-z_]+\.py) -->\n.*?<!-- end -->", re.DOTALL)

@@ -27,7 +27,7 @@ from meshwright.rehearse.differences import RTOL, disagreements, training_errors
 from meshwright.rehearse.steps import Trained, make_whole
 from meshwright.spec import RunSpec
 from meshwright.spec.check import require_valid
-from meshwright.train.held import Held, held_bytes, storage_bytes
+from meshwright.train.state_bytes import Held, held_bytes, storage_bytes
 from meshwright.train.step import StepOutcome, Training, train_step
 
 __all__ = ["RTOL", "make_whole", "this_world", "training_errors", "worst_errors"]

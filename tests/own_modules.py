@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from meshwright.data.dealt import Portion
+from meshwright.checkpoint.load_weights import persistent_buffers
 from meshwright.mesh import build_mesh
+from meshwright.modules.build import build_module_training
+from meshwright.modules.dataset import Portion
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel.foreign.buffers import persistent_buffers
 from meshwright.precision.policy import weight_dtype
 from meshwright.spec import MemorySpec, OptimSpec, ParallelSpec, PrecisionSpec, ScheduleSpec
-from meshwright.spec.foreign import FitSpec, SamplesSpec
+from meshwright.spec.modules import FitSpec, SamplesSpec
 from meshwright.train.evaluate import sum_over_world
-from meshwright.train.modules import build_module_training
 from meshwright.train.step import train_step
 
 NUM_STEPS = 3

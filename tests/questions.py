@@ -3,10 +3,10 @@
 from functools import cache
 
 from meshwright.hardware.catalogue import parse_cluster
-from meshwright.plan.pins import parse_pins
-from meshwright.plan.plan import Plan, make_plan
-from meshwright.plan.question import Objective
-from meshwright.plan.request import Asked, Request, ask
+from meshwright.plan.search.decision import Plan, make_plan
+from meshwright.plan.search.pins import parse_pins
+from meshwright.plan.search.question import Objective
+from meshwright.plan.search.request import Asked, Request, ask
 
 
 @cache

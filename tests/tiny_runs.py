@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from meshwright.data.tokenize import ByteTokenizer
-from meshwright.rehearse.ragged import write_ragged
+from meshwright.rehearse.ragged_documents import write_ragged
 from meshwright.spec import (
     AttentionSpec,
     DataSpec,

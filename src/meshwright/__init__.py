@@ -7,10 +7,10 @@ __version__ = "0.1.0"
 
 # The Python face, loaded when it is used: `import meshwright` alone needs no torch and no time.
 _FACE = {
-    "Chain": "meshwright.parallel.foreign",
-    "fit": "meshwright.train.fit",
-    "load_weights": "meshwright.train.take",
-    "prepare": "meshwright.train.own_loop",
+    "Chain": "meshwright.modules.chain",
+    "fit": "meshwright.modules.fit",
+    "load_weights": "meshwright.checkpoint.load_weights",
+    "prepare": "meshwright.modules.own_loop",
 }
 
 

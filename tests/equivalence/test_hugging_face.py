@@ -13,7 +13,7 @@ from tests.own_modules import (
     train_cases,
 )
 
-from meshwright.spec.foreign import FitSpec
+from meshwright.spec.modules import FitSpec
 
 RTOL = 1e-9
 SOAK = pytest.mark.soak

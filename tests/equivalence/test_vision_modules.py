@@ -21,9 +21,9 @@ from tests.vision_modules import require_vision
 from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh
-from meshwright.models.blocks import find_blocks
-from meshwright.spec.foreign import FitSpec
-from meshwright.train.modules import build_module_training
+from meshwright.modules.blocks import find_blocks
+from meshwright.modules.build import build_module_training
+from meshwright.spec.modules import FitSpec
 
 RTOL = 1e-9
 LAYOUTS = {

@@ -10,6 +10,7 @@ from tests.tiny_runs import MODELS, OPTIMIZERS, tiny_run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.checkpoint.run_checkpoints import weight_tensors
 from meshwright.mesh import build_mesh
 from meshwright.models.decoder import build_decoder
 from meshwright.models.initialise import initialise
@@ -19,7 +20,6 @@ from meshwright.spec import OptimSpec, ParallelSpec, PrecisionSpec, RunSpec
 from meshwright.spec.check import require_valid
 from meshwright.train.build import build_data, build_training
 from meshwright.train.evaluate import sum_over_world
-from meshwright.train.saved import weight_tensors
 from meshwright.train.step import train_step
 
 NUM_STEPS = 3

@@ -5,7 +5,7 @@ import torch
 from tests.tiny_models import TINY_FAMILIES, tiny
 
 from meshwright.models import build_decoder, initialise
-from meshwright.ops.grouped import grouped_linear
+from meshwright.ops.grouped_mm import grouped_linear
 from meshwright.spec import ModelSpec
 
 pytestmark = [

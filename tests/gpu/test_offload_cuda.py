@@ -10,9 +10,9 @@ from tests.oracle import reference
 from tests.tiny_runs import MODELS, tiny_run
 
 from meshwright.mesh import build_mesh
-from meshwright.plan.formats import runtime_of, workload_of
-from meshwright.plan.layouts import one_layout
-from meshwright.plan.memory import host_items
+from meshwright.plan.memory.rank_bytes import host_items
+from meshwright.plan.workload.formats import runtime_of, workload_of
+from meshwright.plan.workload.layouts import one_layout
 from meshwright.spec import (
     AttentionSpec,
     DataSpec,

@@ -19,7 +19,7 @@ from meshwright.mesh import join_world, leave_world
 from meshwright.models import build_decoder, initialise
 from meshwright.resilience.plain_sums import add_plainly
 from meshwright.spec import ParallelSpec, ScheduleSpec
-from meshwright.train.out_of_memory import smaller_microbatch
+from meshwright.train.oom_report import smaller_microbatch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,9 +6,9 @@ from tests.tiny_runs import tiny_run
 from torch import Tensor
 
 from meshwright.mesh import build_mesh, join_world, leave_world
-from meshwright.models.layers.joint import joint_maker
+from meshwright.models.layers.fused import joint_maker
+from meshwright.ops.fused_linear import add_product, lay_behind
 from meshwright.ops.gelu import gelu_gradient
-from meshwright.ops.joint import add_product, lay_behind
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.ops.loss_rows import PLAIN
 from meshwright.ops.swiglu import swiglu_gradient
@@ -119,7 +119,7 @@ def test_compiled_tf32_steps_follow_eager_fp64_ones(family: str) -> None:
 
 
 def test_matrices_that_lie_behind_each_other_are_seen_as_one() -> None:
-    from meshwright.ops.joint import behind_each_other
+    from meshwright.ops.fused_linear import behind_each_other
 
     weights = [torch.nn.Parameter(_normal(rows, 64, seed=rows)) for rows in (128, 32)]
     lay_behind(weights)

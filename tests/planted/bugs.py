@@ -5,7 +5,7 @@ from tests.planted.plant import Bug
 DP = "tests/equivalence/test_dp.py::"
 AXIS = "tests/equivalence/test_layouts.py::test_each_axis"
 RESUME = "tests/resume/test_resume.py::"
-JOINT = "tests/unit/parallel/test_joint.py::"
+JOINT = "tests/unit/parallel/test_fused_projections.py::"
 
 BUGS = [
     Bug(
@@ -55,7 +55,7 @@ BUGS = [
     ),
     Bug(
         "norm counts every replica",
-        "parallel/owned.py",
+        "parallel/shards.py",
         "norm_share=is_counted * distinct / ranks_per_stage",
         "norm_share=float(is_counted)",
         DP + "test_any_cut_of_the_batch_gives_the_same[2-2]",
@@ -107,7 +107,7 @@ BUGS = [
     ),
     Bug(
         "Adam's number of updates lost at a resume",
-        "train/saved.py",
+        "checkpoint/run_checkpoints.py",
         "num_updates=state.step)",
         "num_updates=0)",
         RESUME + "test_stopped_and_resumed_equals_uninterrupted[1-one_rank]",
@@ -115,7 +115,7 @@ BUGS = [
     ),
     Bug(
         "averages of weights not saved",
-        "train/saved.py",
+        "checkpoint/run_checkpoints.py",
         'tensors |= {f"ema.{name}": owned[name].as_global(average) for name, average in averages}',
         "",
         RESUME + "test_stopped_and_resumed_equals_uninterrupted[1-one_rank]",
@@ -210,7 +210,7 @@ BUGS = [
     ),
     Bug(
         "LARS norm on the local shard only",
-        "optim/whole.py",
+        "optim/full_parameter.py",
         "square(), whole.axes()) for tensor, whole in parts]",
         "square(), ()) for tensor, whole in parts]",
         "tests/equivalence/test_optimizers.py::test_every_rule_equals_one_device[zero_1]",
@@ -224,7 +224,7 @@ BUGS = [
     ),
     Bug(
         "rounding noise counted from the beginning of the shard",
-        "optim/noise.py",
+        "optim/rounding_noise.py",
         "here = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)",
         "here = torch.arange(part.stop - part.start, dtype=torch.int64, device=device)",
         "tests/equivalence/test_weight_formats.py::test_every_format_on_every_mesh[zero_1]",
@@ -232,7 +232,7 @@ BUGS = [
     ),
     Bug(
         "lower bits of weights not loaded",
-        "train/saved.py",
+        "checkpoint/run_checkpoints.py",
         "            take_masters(self.training, tensors)\n",
         "",
         "tests/resume/test_formats.py::test_stopped_and_resumed_equals_uninterrupted[zero_1-exact]",
@@ -255,14 +255,14 @@ BUGS = [
     ),
     Bug(
         "mean of means over the ranks of a loop",
-        "parallel/foreign/program.py",
+        "modules/program.py",
         "count = everywhere[1].clamp(min=1.0)",
         "count = self._groups[0].size() * self._sum_count[1].clamp(min=1.0)",
-        "tests/unit/train/test_own_loop.py::test_any_cut_equals_the_plain_loop[momentum]",
+        "tests/unit/modules/test_own_loop.py::test_any_cut_equals_the_plain_loop[momentum]",
     ),
     Bug(
         "norms inside a cut pair of a foreign decoder not summed over tp",
-        "parallel/foreign/tp.py",
+        "modules/tp.py",
         "values = {key: all_reduce_backward(one, group) for",
         "values = {key: one for",
         "tests/equivalence/test_hugging_face.py::test_tp_by_the_published_plan[gemma3]",
@@ -285,7 +285,7 @@ BUGS = [
     ),
     Bug(
         "outputs kept on the host come back in the wrong order",
-        "memory/kept.py",
+        "memory/saved_tensors.py",
         "self._kept[func].popleft()",
         "self._kept[func].pop()",
         "tests/unit/memory/test_offload.py::test_activations_are_the_same_with_dropout[1-selective]",
@@ -300,10 +300,10 @@ BUGS = [
     ),
     Bug(
         "buffers of a module not saved",
-        "train/saved.py",
+        "checkpoint/run_checkpoints.py",
         'tensors |= {f"buffers.{name}": buffer for name, buffer in buffers.items()}',
         "pass",
-        "tests/unit/train/test_fit.py::test_resumed_equals_uninterrupted_bitwise[zero_1]",
+        "tests/unit/modules/test_fit.py::test_resumed_equals_uninterrupted_bitwise[zero_1]",
         is_wide=True,
     ),
     Bug(
@@ -315,7 +315,7 @@ BUGS = [
     ),
     Bug(
         "offloaded state is not saved",
-        "train/saved.py",
+        "checkpoint/run_checkpoints.py",
         "for key, value in states.items()",
         "for key, value in states.items() if not run.memory.offload",
         "tests/equivalence/test_memory_savers.py::test_an_offloaded_state_is_saved_and_restored[adamw-single-zero_3_tp]",
@@ -353,7 +353,7 @@ BUGS = [
     ),
     Bug(
         "history of fp8 scales forgotten by a resume",
-        "train/saved.py",
+        "checkpoint/run_checkpoints.py",
         'if not name.startswith("fp8.") or saved.get(name) == tuple(tensor.shape)',
         'if not name.startswith("fp8.")',
         "tests/resume/test_fp8.py::test_delayed_scales_go_on[layout0]",
@@ -361,17 +361,17 @@ BUGS = [
     ),
     Bug(
         "a later micro-batch overwrites the gradient",
-        "ops/joint.py",
+        "ops/fused_linear.py",
         "total.addmm_(a, b)",
         "total.copy_(a @ b)",
         JOINT + "test_three_steps_of_several_micro_batches_equal_those_of_products_apart[gqa]",
     ),
     Bug(
         "matrices taken for adjacent that are not",
-        "ops/joint.py",
+        "ops/fused_linear.py",
         "if weights[0].dtype == dtype and lies_behind(weights):",
         "if weights[0].dtype == dtype:",
-        "tests/unit/ops/test_joint.py::test_matrices_that_moved_apart_again_are_still_multiplied_right",
+        "tests/unit/ops/test_fused_linear.py::test_matrices_that_moved_apart_again_are_still_multiplied_right",
         is_wide=True,
     ),
     Bug(

@@ -7,10 +7,10 @@ from tests.harness import this_world
 from tests.tiny_runs import MODELS, OPTIMIZERS, tiny_run
 from torch import Tensor
 
+from meshwright.checkpoint.run_checkpoints import Checkpoints, all_tensors
 from meshwright.mesh import build_mesh
 from meshwright.spec import ParallelSpec, PrecisionSpec, RunSpec
 from meshwright.train.build import build_data, build_training
-from meshwright.train.saved import Checkpoints, all_tensors
 
 FP32 = PrecisionSpec(compute="bf16")
 EXACT = PrecisionSpec(compute="bf16", weights="bf16_exact")
@@ -46,7 +46,7 @@ def restored(run: RunSpec, run_dir) -> dict[str, Tensor]:
     mesh = build_mesh(run.parallel, this_world())
     training = build_training(run, mesh)
     batches = build_data(run, mesh)
-    Checkpoints(run, run_dir / "checkpoints", training, batches).restore_or_start()
+    Checkpoints(run, run_dir / "checkpoints", training, batches).restore()
     batches.close()
     return {name: tensor.full_tensor() for name, tensor in all_tensors(run, training).items()}
 

@@ -24,7 +24,7 @@ from meshwright.models.decoder import Block, Decoder
 from meshwright.observe.metrics import read_metrics
 from meshwright.resilience.shortage import prepare_device_groups
 from meshwright.spec import MemorySpec, ObserveSpec, ParallelSpec
-from meshwright.train.out_of_memory import smaller_microbatch
+from meshwright.train.oom_report import smaller_microbatch
 from meshwright.train.session import train_on
 from meshwright.train.state import TrainState
 

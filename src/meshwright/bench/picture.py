@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from meshwright.plan.charts import PALETTE
+from meshwright.plan.draw.charts import PALETTE
 
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 940, 380

@@ -17,11 +17,11 @@ from meshwright.bench.step_clock import StepClock
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models.initialise import initial_std, seed_of
 from meshwright.optim.schedule import learning_rate
-from meshwright.plan.flops import flops_per_token
+from meshwright.plan.workload.flops import flops_per_token
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import Parameter
 from meshwright.train.build import build_data, build_training, seed_step
-from meshwright.train.quiet import collector_off
+from meshwright.train.gc_control import collector_off
 from meshwright.train.step import Training, train_step
 
 LARGEST_DATA_TOKENS = 1 << 23

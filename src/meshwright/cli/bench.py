@@ -38,7 +38,7 @@ def gemm(
 ) -> None:
     """Matrix products of real layers by precision, what odd widths cost, and an unpadded vocabulary."""
     from meshwright.bench.gemm import layers, quantised, squares, vocabularies
-    from meshwright.bench.report import quantisation_bars
+    from meshwright.bench.measurement_report import quantisation_bars
 
     wanted = GEMM_SECTIONS if section == "all" else (_one_of(section, GEMM_SECTIONS, "--section"),)
     makers = {"squares": squares, "layers": layers, "quantised": quantised, "vocabulary": vocabularies}
@@ -241,7 +241,7 @@ def _bytes(text: str) -> int:
 
 def _measuring(bench: str, device: str, *, as_json: bool, output: Path | None, quiet: bool = False) -> Any:
     """A measurement on the device that was asked for; talk goes to stderr where stdout is for a program."""
-    from meshwright.bench.measuring import Measuring
+    from meshwright.bench.measurement import Measuring
     from meshwright.mesh import choose_device
 
     def say(text: str) -> None:

@@ -90,13 +90,22 @@ def _with_weights(
     if importlib.util.find_spec("torch") is None:
         print("weights are not compared: torch is not installed", file=sys.stderr)
         return comparison
-    from meshwright.train.compare import weight_difference
+    from meshwright.checkpoint.compare import weight_difference
+    from meshwright.observe.compare import Difference
 
-    difference = weight_difference(run_a, run_b, max_step=steps, rtol=rtol)
-    if difference is None:
+    found = weight_difference(run_a, run_b, max_step=steps, rtol=rtol)
+    if found is None:
         print("weights are not compared: there is no step of which both have a checkpoint", file=sys.stderr)
         return comparison
-    return replace(comparison, differences=[*comparison.differences, difference])
+    weights = Difference(
+        name=f"weights at step {found.step}",
+        num_compared=found.num_tensors,
+        num_different=found.num_different,
+        first_different=None,
+        max_relative=found.max_relative,
+        max_relative_at=None,
+    )
+    return replace(comparison, differences=[*comparison.differences, weights])
 
 
 def _compare(run_a: Path, run_b: Path, steps: int | None, rtol: float) -> "Comparison":

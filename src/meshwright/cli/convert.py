@@ -43,8 +43,8 @@ def convert(
     also start from the Hugging Face folder itself. Nothing that exists is written over, and the target
     appears only when it is complete.
     """
-    from meshwright.train.convert import DTYPES, convert_weights, form_of_target
-    from meshwright.train.weights import named_model, open_weights
+    from meshwright.checkpoint.convert import DTYPES, convert_weights, form_of_target
+    from meshwright.checkpoint.weights import named_model, open_weights
 
     if form not in (None, "huggingface", "checkpoint", "torch"):
         raise typer.BadParameter(f"{form!r} is none of huggingface, checkpoint and torch", param_hint="--to")

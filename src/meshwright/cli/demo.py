@@ -13,7 +13,7 @@ from meshwright.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_NO_F
 
 if TYPE_CHECKING:
     from meshwright.hardware.machine import Accelerator, Machine
-    from meshwright.plan.local import LocalDecision
+    from meshwright.plan.search.local import LocalDecision
     from meshwright.spec import RunSpec
 
 RECIPE = "demo"
@@ -63,7 +63,7 @@ def say(text: str = "") -> None:
 
 def _decide(run: "RunSpec") -> "tuple[Machine, LocalDecision]":
     from meshwright.hardware.machine import this_machine
-    from meshwright.plan.local import decide
+    from meshwright.plan.search.local import decide
 
     machine = this_machine(_accelerators())
     return machine, decide(run, machine)
@@ -133,9 +133,9 @@ def _start(arguments: list[str], run: "RunSpec", directory: Path) -> None:
 
 
 def _sample(directory: Path) -> None:
+    from meshwright.checkpoint.weights import open_weights
     from meshwright.observe.run_files import SAMPLE_NAME
     from meshwright.train.sample import Sampling, calm_threads, choose_tokenizer, sample_text
-    from meshwright.train.weights import open_weights
 
     weights = open_weights(directory)
     calm_threads(weights)
@@ -147,8 +147,8 @@ def _sample(directory: Path) -> None:
 
 def _finish(directory: Path, seconds: float) -> None:
     from meshwright.observe.figures import run_figures
-    from meshwright.observe.report import write_report
     from meshwright.observe.run_files import read_run
+    from meshwright.observe.run_report import write_report
 
     report = write_report(directory)
     figures = run_figures(read_run(directory))

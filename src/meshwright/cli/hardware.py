@@ -180,7 +180,7 @@ def _show_beside(plain: Any, found: Any, *, as_json: bool) -> None:
 
 def _beside(plain: Any, measured: Any) -> list[tuple[str, float, float]]:
     """Figures that a profile can replace, before and after."""
-    from meshwright.plan.kernels import copy_rate
+    from meshwright.plan.time.kernels import copy_rate
 
     rows = [
         (

@@ -57,11 +57,11 @@ def plan(
     Prices every layout of data, tensor, context, pipeline and expert parallelism that the rules allow,
     and writes the best as a run file. Exit code 3: nothing fits, with what would.
     """
-    from meshwright.plan.document import plan_document, run_file
-    from meshwright.plan.explain import explain
-    from meshwright.plan.offers import offers
-    from meshwright.plan.rejected import rejected
-    from meshwright.plan.relax import plan_or_relax
+    from meshwright.plan.draw.document import plan_document, run_file
+    from meshwright.plan.explain.offers import offers
+    from meshwright.plan.explain.reasons import explain
+    from meshwright.plan.explain.rejected import rejected
+    from meshwright.plan.explain.relax import plan_or_relax
 
     if price is not None and report is None:
         raise _error("--price has no effect without --report", "--price", "add --report plan.html")
@@ -75,7 +75,7 @@ def plan(
     if output is not None:
         _write(output, run_file(made, why))
     if report is not None:
-        from meshwright.plan.report import report_html
+        from meshwright.plan.draw.plan_report import report_html
 
         _write(
             report,
@@ -99,8 +99,8 @@ def _error(fact: str, where: str, hint: str) -> Exception:
 def _asked(model: str, pins: list[str], **said: Any) -> Any:
     """The question in numbers."""
     from meshwright.hardware import cluster_of
-    from meshwright.plan.pins import parse_pins
-    from meshwright.plan.request import Request, ask
+    from meshwright.plan.search.pins import parse_pins
+    from meshwright.plan.search.request import Request, ask
     from meshwright.spec.violations import nearest
     from meshwright.units import parse_count
 
@@ -136,7 +136,7 @@ def _sized(asked: Any, on: str, deadline: str) -> Any:
     """The question on the smallest cluster that meets the deadline."""
     from dataclasses import replace
 
-    from meshwright.plan.sizing import size_for_deadline
+    from meshwright.plan.search.sizing import size_for_deadline
     from meshwright.units import parse_seconds
 
     try:
@@ -174,8 +174,8 @@ def _print(made: Any, asked: Any, why: list[str], instead: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meshwright.hardware.observed import observed_line, read_pairs
-    from meshwright.plan.document import format_words, layout_words
+    from meshwright.hardware.prediction_log import observed_line, read_pairs
+    from meshwright.plan.draw.document import format_words, layout_words
     from meshwright.units import show_bytes, show_count, show_seconds
 
     question, best = made.question, made.best

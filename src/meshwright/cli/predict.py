@@ -58,7 +58,7 @@ def _refuse(given: dict[str, Any], why: str) -> None:
 
 
 def _predict_table(table: Path, output: Path | None, *, as_json: bool) -> None:
-    from meshwright.plan.predict import predict_table
+    from meshwright.published.predict import predict_table
 
     text, cells = predict_table(table)
     if output is not None:
@@ -75,9 +75,9 @@ def _predict_table(table: Path, output: Path | None, *, as_json: bool) -> None:
 def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None, *, as_json: bool) -> None:
     from meshwright.errors import EXIT_NO_FIT
     from meshwright.hardware import cluster_of, read_profile
-    from meshwright.hardware.observed import observed_line, read_pairs
+    from meshwright.hardware.prediction_log import observed_line, read_pairs
+    from meshwright.plan.explain.remedies import remedies, remedy_words
     from meshwright.plan.predict import predict_run
-    from meshwright.plan.remedies import remedies, remedy_words
     from meshwright.spec.text import read_run
 
     loaded = read_run(name, overrides)

@@ -67,7 +67,7 @@ def _require_sense(
     run: Any, rank: int | None, imbalance: float, *, measure: bool, proof: bool, full: bool
 ) -> None:
     """What the options ask for is refused before seconds of tracing, not after."""
-    from meshwright.rehearse.run_rank import measuring_device
+    from meshwright.rehearse.measure import measuring_device
     from meshwright.rehearse.world import require_rank
 
     if rank is not None:
@@ -89,8 +89,8 @@ def _require_sense(
 
 
 def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whole: bool) -> list[Any]:
-    from meshwright.rehearse.rank import ranks_to_rehearse
-    from meshwright.rehearse.side_by_side import rehearse_ranks
+    from meshwright.rehearse.parallel_traces import rehearse_ranks
+    from meshwright.rehearse.rank_report import ranks_to_rehearse
 
     ranks = ranks_to_rehearse(run.parallel) if rank is None else [rank]
     named = ", ".join(map(str, ranks))
@@ -106,7 +106,7 @@ def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whol
 
 
 def _measured(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
-    from meshwright.rehearse.run_rank import keep_pair, measure_rank
+    from meshwright.rehearse.measure import keep_pair, measure_rank
 
     measured = [measure_rank(run, report.rank, imbalance=imbalance) for report in reports]
     line = keep_pair(run, measured)
@@ -118,7 +118,7 @@ def _measured(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
 def _print(reports: list[Any], measured: list[Any], cluster: Any) -> None:
     from rich.console import Console
 
-    from meshwright.rehearse.draw import draw_collectives, draw_measured, draw_memory, moment_lines
+    from meshwright.rehearse.tables import draw_collectives, draw_measured, draw_memory, moment_lines
 
     console = Console()
     console.print(draw_memory(reports, cluster, width=console.width))
@@ -145,6 +145,6 @@ def _document(reports: list[Any], measured: list[Any], cluster: Any) -> dict[str
 
 
 def _require_fit(run: Any, reports: list[Any], cluster: Any) -> None:
-    from meshwright.rehearse.fit import require_fit
+    from meshwright.rehearse.fits_device import require_fit
 
     require_fit(run, reports, cluster)

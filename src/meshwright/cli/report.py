@@ -22,7 +22,7 @@ def report(
     so it can be sent to anyone. A run that is still going can be reported too; what its directory
     does not hold is named as absent.
     """
-    from meshwright.observe.report import describe, write_report
+    from meshwright.observe.run_report import describe, write_report
 
     path = write_report(run_dir, output)
     typer.echo(describe(run_dir, path) if as_json else str(path))

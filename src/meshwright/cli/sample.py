@@ -52,9 +52,9 @@ def sample(
         raise typer.BadParameter(f"{device!r} is none of cpu, cuda and auto", param_hint="--device")
     if temperature == 0 and top_k is not None:
         raise typer.BadParameter("with --temperature 0 it has no effect", param_hint="--top-k")
+    from meshwright.checkpoint.weights import open_weights
     from meshwright.mesh import choose_device
     from meshwright.train.sample import Sampling, calm_threads, choose_tokenizer, origin_words, sample_text
-    from meshwright.train.weights import open_weights
 
     weights = open_weights(run_dir, step=checkpoint, averaged=ema)
     calm_threads(weights)

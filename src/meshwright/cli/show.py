@@ -39,7 +39,7 @@ def schedule(
     """
     from rich.console import Console
 
-    from meshwright.plan.draw_schedule import draw_svg, draw_text, picture
+    from meshwright.plan.draw.schedule import draw_svg, draw_text, picture
 
     options = {
         "--schedule": name,
@@ -75,8 +75,8 @@ def memory(
 
     from meshwright.errors import SpecError
     from meshwright.hardware import cluster_of
-    from meshwright.plan.draw_memory import draw_memory_svg, draw_memory_text, shown_stages
-    from meshwright.plan.plan import choice_of
+    from meshwright.plan.draw.memory import draw_memory_svg, draw_memory_text, shown_stages
+    from meshwright.plan.search.decision import choice_of
     from meshwright.spec.text import load_run
 
     if not on:
@@ -107,7 +107,7 @@ def mesh(
     """Draw which rank stands where on every axis, and on which node; tp is innermost."""
     import json
 
-    from meshwright.plan.draw_mesh import RankMap, coordinates, draw_svg, draw_text
+    from meshwright.plan.draw.rank_map import RankMap, coordinates, draw_svg, draw_text
     from meshwright.spec.text import load_run
 
     parallel = load_run(run, overrides or []).parallel
@@ -129,7 +129,7 @@ MOST_ACTIONS = 200_000
 
 def _from_options(options: dict[str, Any]) -> tuple[str, Any]:
     from meshwright.errors import SpecError
-    from meshwright.plan.schedules import ONE_STAGE, SCHEDULES, PipelineShape
+    from meshwright.plan.workload.schedules import ONE_STAGE, SCHEDULES, PipelineShape
     from meshwright.spec.violations import nearest
 
     given = {option: value for option, value in options.items() if value is not None}
@@ -146,7 +146,7 @@ def _from_options(options: dict[str, Any]) -> tuple[str, Any]:
 
 def _from_run(run: str, overrides: list[str], options: dict[str, Any]) -> tuple[str, Any]:
     from meshwright.errors import SpecError
-    from meshwright.plan.schedules import PipelineShape
+    from meshwright.plan.workload.schedules import PipelineShape
     from meshwright.spec.text import load_run
 
     for option, value in options.items():
@@ -165,7 +165,7 @@ def _from_run(run: str, overrides: list[str], options: dict[str, Any]) -> tuple[
 def _possible(name: Any, shape: Any) -> Any:
     """The schedule, when it can run on this shape and is not too large to draw."""
     from meshwright.errors import SpecError
-    from meshwright.plan.schedules import problem
+    from meshwright.plan.workload.schedules import problem
 
     reason = problem(name, shape)
     if reason is not None:

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.memory.kept import Keeper, keeping_contexts
+from meshwright.memory.saved_tensors import Keeper, keeping_contexts
 from meshwright.ops.batch_norm import batch_norms
-from meshwright.ops.joint import JOINT_OPERATORS
+from meshwright.ops.fused_linear import JOINT_OPERATORS
 from meshwright.precision.fp8.matmul import OPERATORS
 from meshwright.spec import MemorySpec
 

@@ -46,7 +46,7 @@ class StepMetrics:
     tokens_per_second: float | None = None
     """Over all ranks."""
     tflops_per_gpu: float | None = None
-    """Model FLOPs by the strict convention of `plan/flops.py`; recompute is not counted."""
+    """Model FLOPs by the strict convention of `plan/workload/flops.py`; recompute is not counted."""
     mfu: float | None = None
     """tflops_per_gpu / datasheet dense peak; None where the peak is unknown (a CPU)."""
     eval_loss: float | None = None

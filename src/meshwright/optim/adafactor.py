@@ -11,8 +11,8 @@ rate is used as written, like AdamW's, not relative to the size of the weights.
 import torch
 from torch import Tensor
 
+from meshwright.optim.full_parameter import Whole, reduce_together, whole_norms
 from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, blend, step_along, wide_zeros
-from meshwright.optim.whole import Whole, reduce_together, whole_norms
 
 DECAY_EXPONENT = -0.8
 # Added to squares, so that rows without any gradient (tokens that did not occur) divide by something.

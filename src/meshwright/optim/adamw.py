@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from meshwright.hardware.stand_in import is_stand_in
+from meshwright.optim.full_parameter import Whole
 from meshwright.optim.fused import Numbers, UpdateNumbers, moved_moments, moved_weight
-from meshwright.optim.noise import NoiseGrid, draw
 from meshwright.optim.rounding import bits_of, read, write
+from meshwright.optim.rounding_noise import NoiseGrid, draw
 from meshwright.optim.sharded import LOWER_BITS, Part, ShardedOptimizer, Shards, wide_zeros
-from meshwright.optim.whole import Whole
 
 if find_spec("triton") is not None:  # comes with torch for CUDA
     from meshwright.optim.adamw_triton import adamw_kernel

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.optim.fused import Numbers
-from meshwright.optim.noise import NoiseGrid
+from meshwright.optim.rounding_noise import NoiseGrid
 
 BLOCK_COLUMNS = 1024
 NUM_WARPS = 4

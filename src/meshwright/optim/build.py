@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from meshwright.hardware.stand_in import kernel_device
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.joined import part_of
+from meshwright.optim.combined import part_of
+from meshwright.optim.full_parameter import Whole, uncut
 from meshwright.optim.lamb import Lamb
 from meshwright.optim.lars import Lars
 from meshwright.optim.low_bit import Adam8Bit
@@ -22,7 +23,6 @@ from meshwright.optim.muon import Muon
 from meshwright.optim.rounding import WeightFormat
 from meshwright.optim.sgd import Sgd
 from meshwright.optim.sharded import LOWER_BITS, ShardedOptimizer, Shards
-from meshwright.optim.whole import Whole, uncut
 from meshwright.spec import OptimSpec
 from meshwright.spec.optim import group_of
 

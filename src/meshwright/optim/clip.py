@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.optim.joined import part_of
+from meshwright.optim.combined import part_of
 from meshwright.optim.sharded import ShardedOptimizer
 
 NORM_EPSILON = 1e-6  # as torch's own clipping

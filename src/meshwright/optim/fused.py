@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.hardware.stand_in import is_stand_in
-from meshwright.optim.noise import step_key
+from meshwright.optim.rounding_noise import step_key
 from meshwright.optim.sharded import Part
 
 # Torch gives up at 8, which two formats in one process exceed.

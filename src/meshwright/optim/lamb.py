@@ -8,6 +8,7 @@ The norms are of the whole parameter. Vectors (norms, biases) and parameters tha
 import torch
 from torch import Tensor
 
+from meshwright.optim.full_parameter import Whole, whole_norms
 from meshwright.optim.sharded import (
     Part,
     ShardedOptimizer,
@@ -17,7 +18,6 @@ from meshwright.optim.sharded import (
     wide_zeros,
     with_decay,
 )
-from meshwright.optim.whole import Whole, whole_norms
 
 
 class Lamb(ShardedOptimizer):

@@ -9,9 +9,9 @@ The norms are of the whole parameter. Vectors (norms, biases) and parameters tha
 import torch
 from torch import Tensor
 
+from meshwright.optim.full_parameter import Whole, whole_norms
 from meshwright.optim.sgd import carried
 from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, step_along, wide_zeros, with_decay
-from meshwright.optim.whole import Whole, whole_norms
 
 
 class Lars(ShardedOptimizer):

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.optim.clip import multiply
+from meshwright.optim.full_parameter import Whole, reduce_together
 from meshwright.optim.fused import Numbers, UpdateNumbers, fused, moved_moments, moved_weight
-from meshwright.optim.noise import NOISE_LEVELS, NoiseGrid, draw, step_key
 from meshwright.optim.rounding import bits_of, read, write
+from meshwright.optim.rounding_noise import NOISE_LEVELS, NoiseGrid, draw, step_key
 from meshwright.optim.sharded import (
     LOWER_BITS,
     Part,
@@ -32,7 +33,6 @@ from meshwright.optim.sharded import (
     step_along,
     wide_zeros,
 )
-from meshwright.optim.whole import Whole, reduce_together
 
 BLOCK = 256
 # (largest code, octaves that the codes span). Smaller first moments round to zero or to the smallest level;

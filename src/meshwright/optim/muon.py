@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from meshwright.hardware.stand_in import kernel_device
+from meshwright.optim.full_parameter import Whole
 from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_directions, step_along, wide_zeros
-from meshwright.optim.whole import Whole
 
 NUM_ITERATIONS = 5
 # Coefficients of the odd polynomial x -> a x + b x^3 + c x^5 that lifts small singular values fastest

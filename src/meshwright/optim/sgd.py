@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meshwright.optim.full_parameter import Whole
 from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, step_along, wide_zeros, with_decay
-from meshwright.optim.whole import Whole
 
 
 class Sgd(ShardedOptimizer):

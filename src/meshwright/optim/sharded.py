@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.optim.noise import NoiseGrid, draw, noise_grid, step_key
+from meshwright.optim.full_parameter import Whole
 from meshwright.optim.rounding import WeightFormat, bits_of, read, write
-from meshwright.optim.whole import Whole
+from meshwright.optim.rounding_noise import NoiseGrid, draw, noise_grid, step_key
 
 # Elements (of whole parameters, so that all ranks agree) that are updated together: what a rule makes on the
 # way, an fp32 copy and a direction of each, takes half a gigabyte at most.

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from meshwright.data.batches import Microbatch
-from meshwright.memory.compiled import compile_blocks
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.weights import HostedWeights
@@ -28,19 +27,20 @@ from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.moe import Experts
+from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
 from meshwright.parallel.fp8_weights import NarrowWeights
-from meshwright.parallel.joint import join_products, lay_joint_weights
-from meshwright.parallel.owned import OwnedParameter, own, set_gradient_dtype
-from meshwright.parallel.place import place_parameters
+from meshwright.parallel.fused_projections import join_products, lay_joint_weights
 from meshwright.parallel.pp import Border, PipelineProgram, StageModule, build_stages
 from meshwright.parallel.pp.tied import TIED_NAME, tie
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
-from meshwright.parallel.summed import summed_gradients
+from meshwright.parallel.shard_parameters import place_parameters
+from meshwright.parallel.shards import OwnedParameter, own, set_gradient_dtype
 from meshwright.parallel.tp import apply_tp
+from meshwright.parallel.wgrad_fusion import summed_gradients
 from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype, wide_dtype
 from meshwright.spec import PrecisionSpec, RunSpec
 

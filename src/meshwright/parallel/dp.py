@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
 from meshwright.ops.collectives import all_gather_single, reduce_scatter_single
-from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.shards import OwnedParameter
 from meshwright.spec.placement import is_routed_expert
 
 BUCKET_ELEMENTS = 25_000_000  # 100 MB of fp32: large enough for full bandwidth, small enough to overlap

@@ -22,13 +22,13 @@ from torch.distributed import ProcessGroup
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.joint import sharing
+from meshwright.models.layers.fused import sharing
+from meshwright.models.layers.fused_fp8 import NarrowGated, NarrowProjections
 from meshwright.models.layers.linear import Linear, Product, Projections
 from meshwright.models.layers.mlp import Gated, SwiGlu
-from meshwright.models.layers.narrow import NarrowGated, NarrowProjections
 from meshwright.ops.sharded import local
+from meshwright.precision.fp8.cached_weights import KeptWeight
 from meshwright.precision.fp8.delayed import KnownScales
-from meshwright.precision.fp8.kept import KeptWeight
 from meshwright.precision.fp8.linear import UNCUT, Cuts, Fp8Product
 from meshwright.precision.fp8.matmul import is_native
 from meshwright.precision.fp8.recipes import RECIPES

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from meshwright.data.batches import Microbatch
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.fp8_weights import NarrowWeights
-from meshwright.parallel.owned import OwnedParameter
-from meshwright.parallel.summed import SummedGradients
+from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.wgrad_fusion import SummedGradients
 
 Localise = Callable[[Microbatch, float], Microbatch]
 """This rank's part of a micro-batch, with its loss weights multiplied by a scale."""

@@ -25,7 +25,7 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from meshwright.parallel import apply
-from meshwright.rehearse.replay import Boxed, replayed
+from meshwright.rehearse.kernel_replay import Boxed, replayed
 from meshwright.spec import MemorySpec
 
 

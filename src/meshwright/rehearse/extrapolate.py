@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 from meshwright.parallel.pp import stages as runtime_stages
-from meshwright.rehearse.account import fullest_by_moment, peak_at
-from meshwright.rehearse.moments import Moment
+from meshwright.rehearse.categories import fullest_by_moment, peak_at
+from meshwright.rehearse.phases import Moment
 from meshwright.rehearse.trace import Trace
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import stage_layers, stages_of_rank

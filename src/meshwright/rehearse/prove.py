@@ -16,8 +16,8 @@ from meshwright.data.tokenize import ByteTokenizer
 from meshwright.errors import RunError
 from meshwright.mesh import build_mesh
 from meshwright.rehearse.differences import RTOL, disagreements, training_errors
-from meshwright.rehearse.ragged import write_ragged
-from meshwright.rehearse.ranks import RankFailure, RankPool, this_world
+from meshwright.rehearse.ragged_documents import write_ragged
+from meshwright.rehearse.rank_pool import RankFailure, RankPool, this_world
 from meshwright.rehearse.shrink import Shrunken, proof_optimizers
 from meshwright.rehearse.steps import Trained, train_steps
 from meshwright.spec import MESH_ORDER, MemorySpec, ParallelSpec, RunSpec

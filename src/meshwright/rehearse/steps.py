@@ -10,9 +10,9 @@ from torch import Tensor
 from meshwright.memory.offload.host import settle
 from meshwright.mesh import Mesh
 from meshwright.optim.build import state_dims, state_tensors
-from meshwright.optim.joined import part_of
+from meshwright.optim.combined import part_of
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.shards import OwnedParameter
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate, sum_over_world

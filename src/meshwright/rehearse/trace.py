@@ -26,9 +26,9 @@ from meshwright.ops.routed_rows import routed_evenly
 from meshwright.precision.policy import wide_dtype
 from meshwright.rehearse.as_cuda import as_on_cuda
 from meshwright.rehearse.compiled import compiling
+from meshwright.rehearse.dispatch import Observer, Traffic
 from meshwright.rehearse.ledger import Event, Held, Ledger
-from meshwright.rehearse.moments import Moment, Moments
-from meshwright.rehearse.observe import Observer, Traffic
+from meshwright.rehearse.phases import Moment, Moments
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
 from meshwright.train import build

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec.base import Spec
-from meshwright.spec.check_foreign import require_valid_module
-from meshwright.spec.foreign import ModuleSpec
+from meshwright.spec.modules import ModuleSpec
 from meshwright.spec.origin import Layer, Origin, layer_of
+from meshwright.spec.rules_modules import require_valid_module
 from meshwright.spec.violations import all_keys, nearest, spec_of, violations_of
 from meshwright.spec.yaml_text import parse_yaml
 

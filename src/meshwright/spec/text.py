@@ -17,8 +17,8 @@ import meshwright
 from meshwright.errors import MeshwrightError, SpecError, SpecErrors
 from meshwright.spec.check import check
 from meshwright.spec.families import FAMILIES
-from meshwright.spec.foreign import FitSpec
 from meshwright.spec.huggingface import load_model
+from meshwright.spec.modules import FitSpec
 from meshwright.spec.origin import Layer, Origin, layer_of
 from meshwright.spec.run import RUN_VERSION, RunSpec
 from meshwright.spec.violations import nearest, placed, show_value, violations_of

@@ -15,13 +15,13 @@ from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.ema import Ema
 from meshwright.parallel.apply import Fill, build_program
+from meshwright.parallel.expert_balance import ExpertBalance
 from meshwright.parallel.fp8_scales import DelayedScales
-from meshwright.parallel.owned import whole_of
 from meshwright.parallel.program import Program
+from meshwright.parallel.shards import whole_of
 from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device, wide_dtype
 from meshwright.spec import RunSpec
-from meshwright.train.balance import ExpertBalance
 from meshwright.train.step import Training
 
 

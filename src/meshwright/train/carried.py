@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.checkpoint.run_checkpoints import all_tensors
 from meshwright.optim.build import set_num_updates
 from meshwright.train.job import Job
-from meshwright.train.saved import all_tensors
 from meshwright.train.state import TrainState
 
 

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from meshwright.checkpoint.live import Resumable
 from meshwright.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.spec.foreign import FitSpec
+from meshwright.spec.modules import FitSpec
+from meshwright.train.fp8_shadow import Shadow
 from meshwright.train.noise_scale import PartGradient
-from meshwright.train.shadow import Shadow
 from meshwright.train.step import StepBatch, Training
 
 
@@ -21,19 +22,7 @@ class CountedBatch(StepBatch, Protocol):
         ...
 
 
-class BatchPosition(Protocol):
-    """Where a loader stands."""
-
-    def state(self) -> dict[str, Any]:
-        """All a resume needs."""
-        ...
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on at a saved position."""
-        ...
-
-
-class BatchStream(BatchPosition, Protocol):
+class BatchStream(Resumable, Protocol):
     """Batches in an order that a saved position brings back."""
 
     def __iter__(self) -> Iterator[CountedBatch]: ...

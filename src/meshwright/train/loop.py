@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.checkpoint.initial import load_initial_weights
+from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.mesh import World, build_mesh
 from meshwright.optim.schedule import learning_rate
 from meshwright.resilience.interrupt import listening
@@ -12,13 +14,11 @@ from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.carried import Carried, carry, put_back
 from meshwright.train.evaluate import evaluate
-from meshwright.train.initial import load_initial_weights
+from meshwright.train.fp8_shadow import Shadow
+from meshwright.train.gc_control import collect_young, collector_off
 from meshwright.train.job import Job
 from meshwright.train.noise_scale import PartGradient, measure_part
-from meshwright.train.quiet import collect_young, collector_off
 from meshwright.train.record import Recorder, token_workload
-from meshwright.train.saved import Checkpoints
-from meshwright.train.shadow import Shadow
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
 
@@ -71,7 +71,7 @@ def drive(
     """The loop itself; all ranks call it."""
     run, training, batches = job.run, job.training, job.batches
     last_step = min(run.schedule.num_steps, stop_after or run.schedule.num_steps)
-    checkpoints = Checkpoints(run, run_dir / "checkpoints", training, batches, shadow=job.shadow)
+    checkpoints = Checkpoints(run, run_dir / "checkpoints", training, batches, fp8_fallback=job.shadow)
     state = put_back(carried, job) if carried is not None else _restore_or_start(job, checkpoints)
 
     with Recorder(job, run_dir, state) as recorder, listening() as interrupt, collector_off():
@@ -131,10 +131,11 @@ def _part_when_due(job: Job, batch: Any, state: TrainState) -> PartGradient | No
 
 
 def _restore_or_start(job: Job, checkpoints: Checkpoints) -> TrainState:
-    state = checkpoints.restore_or_start()
-    if state.step == 0:
-        job.load_initial()
-    return state
+    saved = checkpoints.restore()
+    if saved is not None:
+        return TrainState.from_facts(saved)
+    job.load_initial()
+    return TrainState()
 
 
 def _compare_with_bf16(shadow: Shadow | None, recorder: Recorder, batch: Any, state: TrainState) -> None:

@@ -16,27 +16,27 @@ import torch
 import torch.distributed as dist
 
 from meshwright import __version__
+from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.data.batches import open_source
 from meshwright.data.corpus import unigram_entropy
 from meshwright.errors import CheckpointError, MeshwrightError, RunError
 from meshwright.hardware.catalogue import find_device
-from meshwright.memory.compiled import num_compiled_graphs
 from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
+from meshwright.observe.prediction_check import Foretold, device_title
 from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.summary import RunSummary, write_summary
 from meshwright.observe.tensorboard import TensorBoardMirror
-from meshwright.plan.flops import flops_per_token
+from meshwright.parallel.compile import num_compiled_graphs
+from meshwright.plan.workload.flops import flops_per_token
 from meshwright.resilience.shortage import Shortage
 from meshwright.spec import PrecisionSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.train.evaluate import sum_over_world
-from meshwright.train.foretold import Foretold, device_title
+from meshwright.train.fp8_shadow import ShadowReport
 from meshwright.train.job import Job, Workload
 from meshwright.train.noise_scale import NoiseEstimate, PartGradient
-from meshwright.train.out_of_memory import out_of_memory, smaller_microbatch
-from meshwright.train.saved import Checkpoints
-from meshwright.train.shadow import ShadowReport
+from meshwright.train.oom_report import out_of_memory, smaller_microbatch
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
 

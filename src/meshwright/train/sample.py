@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.weights import Weights, build_model
 from meshwright.data.tokenize import Tokenizer, open_tokenizer, tokenizer_for
 from meshwright.errors import DataError
 from meshwright.models.decoder import Decoder
 from meshwright.spec.parameters import num_parameters
-from meshwright.train.weights import Weights, build_model
 
 SMALL_MODEL_PARAMETERS = 50_000_000
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint.run_checkpoints import require_same_course
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -18,13 +19,12 @@ from meshwright.errors import (
 from meshwright.mesh import World, abandon_world, join_world, leave_world, rejoin_world
 from meshwright.resilience.shortage import prepare_device_groups
 from meshwright.spec import RunSpec
-from meshwright.spec.foreign import FitSpec
+from meshwright.spec.modules import FitSpec
 from meshwright.spec.text import dump_run, load_run
 from meshwright.spec.yaml_text import parse_yaml
+from meshwright.train.capacity import lack_of_room, require_room
 from meshwright.train.loop import Outcome, train
-from meshwright.train.out_of_memory import smaller_microbatch
-from meshwright.train.room import lack_of_room, require_room
-from meshwright.train.saved import require_same_course
+from meshwright.train.oom_report import smaller_microbatch
 
 
 def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:

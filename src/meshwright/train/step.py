@@ -11,10 +11,10 @@ from meshwright.memory.offload.weights import HostedWeights
 from meshwright.optim.build import set_learning_rate
 from meshwright.optim.clip import clip_gradients
 from meshwright.optim.ema import Ema
+from meshwright.parallel.expert_balance import ExpertBalance
 from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.program import Program
 from meshwright.precision.loss_scale import LossScale
-from meshwright.train.balance import ExpertBalance
 
 
 @dataclasses.dataclass

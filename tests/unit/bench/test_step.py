@@ -21,7 +21,7 @@ from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step import drawn_on, measure_step, on_random_tokens
 from meshwright.errors import SpecError
 from meshwright.mesh import build_mesh, join_world, leave_world
-from meshwright.plan.flops import flops_per_token
+from meshwright.plan.workload.flops import flops_per_token
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training
 from meshwright.train.step import train_step

@@ -8,11 +8,11 @@ from safetensors import SafetensorError
 from tests.small_runs import train_small
 from tests.tiny_models import tiny
 
+from meshwright.checkpoint.weights import build_model, open_weights
 from meshwright.cli.main import run
 from meshwright.models.decoder import build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.interop import save_folder
-from meshwright.train.weights import build_model, open_weights
 
 Captured = pytest.CaptureFixture[str]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import run
-from meshwright.hardware.observed import Pair, store_pair
+from meshwright.hardware.prediction_log import Pair, store_pair
 
 RECIPE = "llama-3.1-8b-8gpu"
 TABLE = Path(__file__).parents[2] / "data" / "published_runs.csv"

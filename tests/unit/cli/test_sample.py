@@ -51,7 +51,7 @@ def test_the_average_is_another_model(trained: Path, capsys: Captured):
     greedy = ("--temperature", "0", "--json")
     last, average = (json.loads(sampled(trained, capsys, *greedy, *more)) for more in ((), ("--ema",)))
     assert last["checkpoint"] == average["checkpoint"]
-    from meshwright.train.weights import open_weights
+    from meshwright.checkpoint.weights import open_weights
 
     a, b = open_weights(trained).tensors, open_weights(trained, averaged=True).tensors
     assert not a["head.weight"].equal(b["head.weight"])

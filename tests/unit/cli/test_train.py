@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tests.small_runs import SMALL, train_small, write_run_file
 
+from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.cli.main import run
 from meshwright.errors import CheckpointError
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import read_summary
 from meshwright.train import loop
-from meshwright.train.saved import Checkpoints
 
 Captured = pytest.CaptureFixture[str]
 MODEL = SMALL["model"]

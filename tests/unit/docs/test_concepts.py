@@ -11,8 +11,8 @@ from tests.harness import Result, run_case
 from tests.ranks import RankPool
 from tests.tiny_runs import MODELS, SEQUENCE_LENGTH, tiny_run
 
-from meshwright.plan.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
-from meshwright.plan.timeline import StageSeconds, simulate
+from meshwright.plan.time.timeline import StageSeconds, simulate
+from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.rules_memory import MEMORY_RULES

@@ -20,7 +20,7 @@ from meshwright.memory.recompute import apply_recompute
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer, state_tensors
-from meshwright.optim.whole import uncut
+from meshwright.optim.full_parameter import uncut
 from meshwright.spec import MemorySpec
 
 CPU = torch.device("cpu")

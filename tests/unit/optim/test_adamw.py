@@ -13,7 +13,7 @@ from meshwright.optim.build import (
     set_master_weights,
     state_tensors,
 )
-from meshwright.optim.whole import Whole
+from meshwright.optim.full_parameter import Whole
 from meshwright.spec import OptimSpec
 
 OPTIM = OptimSpec(lr=0.01, beta2=0.99, weight_decay=0.1)

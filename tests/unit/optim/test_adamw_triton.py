@@ -8,10 +8,10 @@ from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
 from torch import Tensor
 
 from meshwright.optim.adamw import adamw_pass
+from meshwright.optim.full_parameter import uncut
 from meshwright.optim.fused import Numbers
-from meshwright.optim.noise import noise_grid, step_key
 from meshwright.optim.rounding import bits_of, read
-from meshwright.optim.whole import uncut
+from meshwright.optim.rounding_noise import noise_grid, step_key
 
 CPU = torch.device("cpu")
 WEIGHTS, MOMENTS = ("exact", "stochastic", "wide"), (torch.float32, torch.bfloat16)

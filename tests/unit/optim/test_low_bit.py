@@ -9,9 +9,9 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from meshwright.optim import low_bit
 from meshwright.optim.build import build_optimizer
+from meshwright.optim.full_parameter import Whole, uncut
 from meshwright.optim.low_bit import Adam8Bit, block_maxima, decoded
-from meshwright.optim.noise import draw, noise_grid, step_key
-from meshwright.optim.whole import Whole, uncut
+from meshwright.optim.rounding_noise import draw, noise_grid, step_key
 from meshwright.spec import OptimSpec
 
 SHAPE = torch.Size((6, 700))

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.optim.noise import NOISE_LEVELS
 from meshwright.optim.rounding import bits_of, read, rounded, split, write
+from meshwright.optim.rounding_noise import NOISE_LEVELS
 
 EVERY_NOISE = torch.arange(NOISE_LEVELS, dtype=torch.int32)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.optim.build import build_optimizer, state_tensors
-from meshwright.plan.workload import OPTIMIZER_BYTES
+from meshwright.plan.workload.workload import OPTIMIZER_BYTES
 from meshwright.spec import OptimSpec
 
 # Numbers beside the states of a [1024, 1024] matrix: a scale per 256 elements and moment, or one number per

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from tests.questions import asked, planned
 
 from meshwright.errors import PlanError
-from meshwright.plan.explain import explain
-from meshwright.plan.plan import make_plan, with_layout
+from meshwright.plan.explain.reasons import explain
+from meshwright.plan.explain.rejected import rejected
+from meshwright.plan.explain.relax import plan_or_relax
 from meshwright.plan.predict import predict_run
-from meshwright.plan.rejected import rejected
-from meshwright.plan.relax import plan_or_relax
-from meshwright.plan.search import LEAST_OFFLOAD_GAIN, search
+from meshwright.plan.search.decision import make_plan, with_layout
+from meshwright.plan.search.search import LEAST_OFFLOAD_GAIN, search
 from meshwright.spec.check import check
 
 

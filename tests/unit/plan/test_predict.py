@@ -8,10 +8,11 @@ import pytest
 
 from meshwright.errors import SpecError
 from meshwright.hardware import parse_cluster
-from meshwright.plan.layouts import ACTIVATION, CORE_ATTENTION, EXPERTS, FULL, MLP, NORMS
-from meshwright.plan.predict import PREDICTED_COLUMNS, predict_rows, predict_run, predict_table
-from meshwright.plan.table import read_row
-from meshwright.plan.table_words import parse_network, parse_precision, parse_recompute
+from meshwright.plan.predict import predict_run
+from meshwright.plan.workload.layouts import ACTIVATION, CORE_ATTENTION, EXPERTS, FULL, MLP, NORMS
+from meshwright.published.predict import PREDICTED_COLUMNS, predict_rows, predict_table
+from meshwright.published.table import read_row
+from meshwright.published.table_text import parse_network, parse_precision, parse_recompute
 from meshwright.spec import DataSpec, ParallelSpec, RunSpec, ScheduleSpec, SyntheticSpec
 from meshwright.spec.families import family
 from meshwright.spec.precision import PrecisionSpec

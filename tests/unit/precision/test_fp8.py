@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from meshwright.precision.fp8.kept import KeptWeight
+from meshwright.precision.fp8.cached_weights import KeptWeight
 from meshwright.precision.fp8.linear import scaled_linear, scaled_linears
 from meshwright.precision.fp8.matmul import tiled_scales
 from meshwright.precision.fp8.quantise import block_amax, decode, encode, quantise, unit_of

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import pytest
 
 from meshwright.hardware import parse_cluster
-from meshwright.plan.formats import runtime_of, workload_of
-from meshwright.plan.layouts import one_layout
-from meshwright.plan.margins import EXACT, ROUTED, Margin, memory_margin
-from meshwright.plan.memory import memory
-from meshwright.rehearse.account import peak_of
+from meshwright.plan.memory.margins import EXACT, ROUTED, Margin, memory_margin
+from meshwright.plan.memory.rank_bytes import memory
+from meshwright.plan.workload.formats import runtime_of, workload_of
+from meshwright.plan.workload.layouts import one_layout
+from meshwright.rehearse.categories import peak_of
 from meshwright.rehearse.trace import Trace, trace_rank
 from meshwright.spec import (
     AttentionSpec,

@@ -20,7 +20,7 @@ from meshwright.models.layers.rope import rotation
 from meshwright.parallel import apply
 from meshwright.rehearse import compiled as compiling
 from meshwright.rehearse.compiled import Compiler
-from meshwright.rehearse.rank import AS_IF_UNCOMPILED, rehearse_rank
+from meshwright.rehearse.rank_report import AS_IF_UNCOMPILED, rehearse_rank
 from meshwright.spec import MemorySpec
 
 # Of an H200: everything saved, everything made again, and a model with biases and layer norm.

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.errors import MeshError, SpecError
 from meshwright.rehearse import trace as tracing
-from meshwright.rehearse.account import peak_of
-from meshwright.rehearse.run_rank import fill_any
+from meshwright.rehearse.categories import peak_of
+from meshwright.rehearse.measure import fill_any
 from meshwright.rehearse.trace import blank_batch, trace_rank
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import (

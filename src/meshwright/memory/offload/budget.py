@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from meshwright.errors import PlanError
 from meshwright.hardware.machine import this_machine
-from meshwright.plan.offload import HOST_SHARE
+from meshwright.plan.memory.offload import HOST_SHARE
 from meshwright.plan.predict import host_bytes
 from meshwright.spec import RunSpec
 from meshwright.units import show_bytes

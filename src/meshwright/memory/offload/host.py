@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import RunError
-from meshwright.memory.offload.account import Account
+from meshwright.memory.offload.counters import Account
 from meshwright.units import show_bytes
 
 

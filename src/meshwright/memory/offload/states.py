@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from meshwright.memory.offload.host import HostBuffer, HostLink
 from meshwright.memory.offload.weights import HostedWeights
 from meshwright.optim.build import build_optimizer
-from meshwright.optim.joined import JoinedOptimizer
+from meshwright.optim.combined import JoinedOptimizer
+from meshwright.optim.full_parameter import Whole
 from meshwright.optim.rounding import WeightFormat
-from meshwright.optim.whole import Whole
 from meshwright.spec import OptimSpec
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.ops.joint import joint_linear
+from meshwright.ops.fused_linear import joint_linear
 from meshwright.ops.loss import compute_dtype
 from meshwright.ops.sharded import local
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.models.layers.routing import Balance, Capacity, InjectLoss, Router, Routing
-from meshwright.ops.grouped import count_groups, grouped_linear
+from meshwright.ops.grouped_mm import count_groups, grouped_linear
 from meshwright.ops.routed_rows import kept_rows
 from meshwright.ops.sharded import local
 from meshwright.spec import MoeSpec

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.ops.grouped import count_groups
+from meshwright.ops.grouped_mm import count_groups
 from meshwright.ops.loss_rows import wide_dtype
 from meshwright.ops.sharded import local
 from meshwright.spec import MoeSpec

@@ -21,12 +21,12 @@ from meshwright.data.batches import Microbatch
 from meshwright.mesh import Mesh
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.fp8_weights import NarrowWeights
-from meshwright.parallel.owned import OwnedParameter
-from meshwright.parallel.pp.each import StepReduction
 from meshwright.parallel.pp.forward import forward_losses
+from meshwright.parallel.pp.microbatch_reduce import StepReduction
 from meshwright.parallel.pp.stages import StageModule
 from meshwright.parallel.pp.tied import TiedTable
 from meshwright.parallel.program import model_arguments
+from meshwright.parallel.shards import OwnedParameter
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

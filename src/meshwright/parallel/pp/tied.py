@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
-from meshwright.parallel.owned import OwnedParameter
+from meshwright.parallel.shards import OwnedParameter
 from meshwright.spec import ModelSpec
 from meshwright.spec.stages import V_SCHEDULES
 

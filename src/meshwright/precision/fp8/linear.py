@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from meshwright.precision.fp8.cached_weights import KeptWeight
 from meshwright.precision.fp8.cast import cast_and_turn, turned_cast_late
 from meshwright.precision.fp8.delayed import KnownScales, note
-from meshwright.precision.fp8.kept import KeptWeight
 from meshwright.precision.fp8.matmul import matmul
 from meshwright.precision.fp8.quantise import Quantised, agreed, block_amax, encode, quantise, unit_of
 from meshwright.precision.fp8.recipes import RECIPES, Block, Recipe
-from meshwright.precision.fp8.turn import turned, turned_late
+from meshwright.precision.fp8.transpose import turned, turned_late
 
 Groups = tuple[ProcessGroup, ...]
 

@@ -1,0 +1,242 @@
+"""Measured rows for people: a table while they come, pictures, and a folder with everything."""
+
+import json
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.bench.picture import bars, chart
+from meshwright.errors import SpecError
+from meshwright.hardware.catalogue import Device
+from meshwright.plan.time.kernels import tile_efficiency
+from meshwright.units import show_bytes, show_seconds
+
+Row = dict[str, Any]
+Sections = dict[str, list[Row]]
+# Per kind of row: key, heading, width, how a value is shown.
+_PLAIN: Callable[[Any], str] = str
+Column = tuple[str, str, int, Callable[[Any], str]]
+
+
+def _rate(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+_SPREAD: Column = ("spread", "spread", 7, _share)
+_SECONDS: Column = ("seconds", "median", 9, show_seconds)
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "products": (
+        ("model", "model", 14, _PLAIN),
+        ("layer", "layer", 18, _PLAIN),
+        ("m", "m", 6, _PLAIN),
+        ("n", "n", 7, _PLAIN),
+        ("k", "k", 6, _PLAIN),
+        ("precision", "precision", 9, _PLAIN),
+        _SECONDS,
+        _SPREAD,
+        ("teraflops", "TFLOP/s", 9, _rate),
+    ),
+    "shapes": (
+        ("m", "m", 6, _PLAIN),
+        ("n", "n", 7, _PLAIN),
+        ("k", "k", 6, _PLAIN),
+        ("precision", "precision", 9, _PLAIN),
+        _SECONDS,
+        _SPREAD,
+        ("teraflops", "TFLOP/s", 9, _rate),
+        ("of_best", "of best", 8, _share),
+    ),
+    "attention": (
+        ("backend", "kernel", 10, _PLAIN),
+        ("head_width", "width", 6, _PLAIN),
+        ("sequence", "sequence", 9, _PLAIN),
+        ("batch", "batch", 6, _PLAIN),
+        ("forward_teraflops", "forward TFLOP/s", 16, _rate),
+        ("backward_teraflops", "backward", 9, _rate),
+        _SPREAD,
+        ("is_chosen", "chosen", 7, lambda value: "yes" if value else ""),
+        ("kernel", "", 0, lambda name: name[:60]),
+    ),
+    "copies": (
+        ("what", "what", 26, _PLAIN),
+        ("bytes", "bytes", 10, show_bytes),
+        _SECONDS,
+        _SPREAD,
+        ("gigabytes_per_second", "GB/s", 9, _rate),
+    ),
+    "collectives": (
+        ("kind", "collective", 15, _PLAIN),
+        ("ranks", "ranks", 6, _PLAIN),
+        ("nodes", "nodes", 6, _PLAIN),
+        ("bytes", "message", 10, show_bytes),
+        _SECONDS,
+        ("link_gigabytes_per_second", "GB/s on a link", 15, _rate),
+    ),
+    "data": (
+        ("sequence", "sequence", 9, _PLAIN),
+        ("documents", "documents", 10, _PLAIN),
+        ("batch_tokens", "tokens", 8, _PLAIN),
+        ("seconds", "mean", 9, show_seconds),
+        _SPREAD,
+        ("tokens_per_second", "tokens/s", 11, _rate),
+    ),
+    "checkpoint": (
+        ("what", "what", 8, _PLAIN),
+        ("bytes", "size", 10, show_bytes),
+        ("seconds", "seconds", 9, show_seconds),
+        ("megabytes_per_second", "MB/s", 9, _rate),
+    ),
+}
+
+
+def heading(kind: str) -> str:
+    """The line above the rows of a kind."""
+    return " ".join(f"{title:>{width}}" for _, title, width, _ in COLUMNS[kind])
+
+
+def line(kind: str, row: Row) -> str:
+    """One row in columns; what it lacks is left empty, and a refusal is told at the end."""
+    cells = [
+        f"{shown(row[key]) if row.get(key) is not None else '':>{width}}"
+        for key, _, width, shown in COLUMNS[kind]
+    ]
+    return " ".join(cells) + (f"  {row['error']}" if "error" in row else "")
+
+
+def told(kind: str, rows: Iterable[Row], say: Callable[[str], None]) -> list[Row]:
+    """Says each row as it is measured, and returns all of them."""
+    say(heading(kind))
+    kept = []
+    for row in rows:
+        say(line(kind, row))
+        kept.append(row)
+    return kept
+
+
+def quantisation_bars(rows: Sequence[Row]) -> str:
+    """The sweep of widths on a terminal."""
+    return bars([(str(row["n"]), row["teraflops"]) for row in rows])
+
+
+def pictures(bench: str, sections: Sections, device: Device | None) -> dict[str, str]:
+    """SVG by file name, for the sections that are better seen than read."""
+    found: dict[str, str] = {}
+    if sections.get("quantised"):
+        found["gemm_quantisation"] = _quantisation(sections["quantised"], device)
+    if bench == "attention":
+        for width in sorted({row["head_width"] for row in sections["attention"]}):
+            found[f"attention_width_{width}"] = _attention(sections["attention"], width)
+    if bench == "comm":
+        found["collectives"] = _collectives(sections["collectives"])
+    return found
+
+
+def _quantisation(rows: Sequence[Row], device: Device | None) -> str:
+    lines = {"measured": [(float(row["n"]), row["teraflops"]) for row in rows]}
+    if device is not None:
+        lines["model: tiles and waves"] = _modelled(rows, device)
+    title = f"{rows[0]['m']} x n x {rows[0]['k']} in {rows[0]['precision']}: what a width costs"
+    return chart(title, lines, x_words="n", y_words="TFLOP/s")
+
+
+def _modelled(rows: Sequence[Row], device: Device) -> list[tuple[float, float]]:
+    """The planner's efficiency of each shape, scaled to the best measured rate."""
+    columns = {key: np.array([float(row[key]) for row in rows]) for key in ("m", "n")}
+    shares = tile_efficiency(columns["m"], columns["n"], np.ones(len(rows)), device)
+    scale = max(row["teraflops"] for row in rows) / float(shares.max())
+    return [(float(row["n"]), float(share) * scale) for row, share in zip(rows, shares, strict=True)]
+
+
+def _attention(rows: Sequence[Row], width: int) -> str:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["head_width"] == width and "error" not in row:
+            whole = row["forward_seconds"] + row["backward_seconds"]
+            work = row["forward_seconds"] * row["forward_teraflops"] * 3.0
+            lines.setdefault(row["backend"], []).append((float(row["sequence"]), work / whole))
+    title = f"Causal attention, head width {width}: forward and backward, counted as 3 forwards"
+    return chart(title, lines, x_words="sequence", y_words="TFLOP/s", is_log=True)
+
+
+def _collectives(rows: Sequence[Row]) -> str:
+    most = max(row["ranks"] for row in rows)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["ranks"] == most and "error" not in row:
+            point = (float(row["bytes"]), row["link_gigabytes_per_second"])
+            lines.setdefault(row["kind"], []).append(point)
+    title = f"Collectives of {most} ranks: rate on a link"
+    return chart(title, lines, x_words="bytes of the message", y_words="GB/s", is_log=True)
+
+
+def write_folder(folder: Path, bench: str, document: Mapping[str, Any], device: Device | None) -> list[Path]:
+    """bench.json with everything, bench.md for people, pictures beside them; returns what was written."""
+    sections: Sections = document["sections"]
+    drawn = pictures(bench, sections, device)
+    texts = {f"{name}.svg": svg for name, svg in drawn.items()}
+    texts[f"{bench}.json"] = json.dumps(document, indent=1) + "\n"
+    texts[f"{bench}.md"] = page(bench, document, list(drawn))
+    make_folder(folder)
+    with _writing(folder):
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+@contextmanager
+def _writing(folder: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SpecError(
+            f"the results cannot be written: {error.strerror or error}",
+            where=str(folder),
+            hint="name another folder with -o",
+        ) from None
+
+
+def make_folder(folder: Path) -> None:
+    """The folder for results; one that cannot be written to is refused before minutes of measuring."""
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
+def page(bench: str, document: Mapping[str, Any], drawn: Sequence[str]) -> str:
+    """The rows as Markdown, with what they were measured on."""
+    facts = (
+        f"{key} {document[key]}" for key in ("date", "torch", "cuda", "cudnn", "threads") if document.get(key)
+    )
+    clock = (f"{document[key]:.0f} {key}" for key in ("clock_mhz", "power_watts") if key in document)
+    lines = [f"# {bench} on {document['device']}", "", ", ".join([*facts, *clock]) + "."]
+    lines += [part for name in drawn for part in ("", f"![{name}]({name}.svg)")]
+    for section, rows in document["sections"].items():
+        columns = [c for c in COLUMNS[KIND_OF[section]] if any(row.get(c[0]) is not None for row in rows)]
+        lines += ["", f"## {section}", "", "| " + " | ".join(title for _, title, _, _ in columns) + " |"]
+        lines.append("|" + "---|" * len(columns))
+        for row in rows:
+            cells = [shown(row[key]) if row.get(key) is not None else "" for key, _, _, shown in columns]
+            lines.append("| " + " | ".join(cells) + (f" | {row['error']} |" if "error" in row else " |"))
+    return "\n".join(lines) + "\n"
+
+
+KIND_OF = {
+    "layers": "products",
+    "squares": "products",
+    "quantised": "shapes",
+    "vocabulary": "shapes",
+    "attention": "attention",
+    "copies": "copies",
+    "collectives": "collectives",
+    "data": "data",
+    "checkpoint": "checkpoint",
+}
+"""The columns that the rows of a section have."""

@@ -1,0 +1,64 @@
+"""How far the weights of two runs are apart."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.load import complete_checkpoints
+from meshwright.checkpoint.weights import Weights, open_weights
+from meshwright.errors import CheckpointError
+from meshwright.models.names import state_shapes
+
+
+@dataclass(frozen=True)
+class WeightDifference:
+    """How far the weights of two runs are apart at a step that both have saved."""
+
+    step: int
+    num_tensors: int
+    num_different: int
+    max_relative: float
+    """The largest |a - b| / the largest |a| or |b| of a tensor, over all tensors."""
+
+
+def weight_difference(
+    run_a: Path, run_b: Path, *, max_step: int | None, rtol: float
+) -> WeightDifference | None:
+    """At the last step of which both runs have a checkpoint; None where there is no such step."""
+    shared = _steps(run_a) & _steps(run_b)
+    step = max((step for step in shared if max_step is None or step <= max_step), default=None)
+    if step is None:
+        return None
+    a, b = open_weights(run_a, step=step), open_weights(run_b, step=step)
+    if state_shapes(a.model) != state_shapes(b.model):
+        raise CheckpointError(
+            "the runs have different models, so their weights cannot be compared",
+            where=f"{run_a} and {run_b}",
+            hint="leave them out: --no-weights",
+        )
+    return compare_weights(a, b, step=step, rtol=rtol)
+
+
+def compare_weights(a: Weights, b: Weights, *, step: int, rtol: float) -> WeightDifference:
+    """Tensor by tensor: the largest |a - b| / the largest |a| or |b| of that tensor."""
+    apart = [_apart(a.tensors[tensor], b.tensors[tensor]) for tensor in a.tensors]
+    return WeightDifference(
+        step=step,
+        num_tensors=len(apart),
+        num_different=sum(relative > rtol for relative in apart),
+        max_relative=max(apart),
+    )
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    if torch.equal(a, b):
+        return 0.0
+    size = torch.maximum(a.abs().max(), b.abs().max()).double()
+    relative = float((a.double() - b.double()).abs().max() / size)
+    return relative if math.isfinite(relative) else math.inf
+
+
+def _steps(run: Path) -> set[int]:
+    return {int(folder.name.removeprefix("step-")) for folder in complete_checkpoints(run / "checkpoints")}

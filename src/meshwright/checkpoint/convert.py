@@ -1,0 +1,125 @@
+"""Weights from one form to another: checkpoint, Hugging Face folder, torch file. Nothing is written over.
+
+A target appears under its name only when it is complete.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from meshwright import __version__
+from meshwright.checkpoint.save import save_checkpoint
+from meshwright.checkpoint.weights import TORCH_SUFFIXES, Weights
+from meshwright.data.sources import TOKENIZER_FILE
+from meshwright.errors import CheckpointError
+from meshwright.mesh import join_world, leave_world
+from meshwright.models.interop import DEFAULT_SHARD_BYTES, save_folder
+
+Form = Literal["huggingface", "checkpoint", "torch"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def form_of_target(weights: Weights, target: Path) -> Form:
+    """A .pt file is a torch file; a folder is Hugging Face's, or a checkpoint where the source is theirs."""
+    if target.suffix in TORCH_SUFFIXES:
+        return "torch"
+    return "checkpoint" if (weights.origin / "config.json").is_file() else "huggingface"
+
+
+def convert_weights(
+    weights: Weights,
+    target: Path,
+    form: Form,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write the weights in another form; refuses a target that exists."""
+    if target.exists() or target.is_symlink():
+        raise CheckpointError("this exists already", where=str(target), hint="name a new folder or file")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if form == "huggingface":
+            _write_folder(weights, target, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        elif form == "torch":
+            _write_file(weights, target, dtype=dtype)
+        else:
+            _write_checkpoint(weights, target, dtype=dtype)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else _disk_words(error)
+        if why is None:
+            raise
+        raise CheckpointError(
+            f"cannot be written: {why}", where=str(target), hint="make room, or name another place"
+        ) from None
+
+
+def _disk_words(error: Exception) -> str | None:
+    """What safetensors and torch.save say of a disk, each in a class of its own; None for anything else."""
+    if "inline_container" in str(error):
+        return "torch.save could not write the file to its end"
+    return str(error).splitlines()[0] if isinstance(error, SafetensorError) else None
+
+
+def _write_folder(weights: Weights, target: Path, *, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    """One file of the folder at a time is in memory; the dataset's tokenizer goes along."""
+    save_folder(weights.tensors, weights.model, target, max_shard_bytes=max_shard_bytes, dtype=dtype)
+    tokenizer = _tokenizer_file(weights)
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
+
+
+def _tokenizer_file(weights: Weights) -> Path | None:
+    dataset = weights.run.data.path if weights.run else None
+    file = (Path(dataset) if dataset else weights.origin) / TOKENIZER_FILE
+    return file if file.is_file() else None
+
+
+def _write_file(weights: Weights, target: Path, *, dtype: torch.dtype | None) -> None:
+    """torch.save needs all tensors at once, so this form is for models that fit into memory."""
+    content = {
+        "model": {name: _cast(weights.tensors[name], dtype).clone() for name in weights.tensors},
+        "spec": weights.model.model_dump(mode="json"),
+        "step": weights.step,
+    }
+    draft = target.with_name(f".{target.name}.partial")
+    try:
+        torch.save(content, draft)
+        os.link(draft, target)  # refuses what appeared in the meantime
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _write_checkpoint(weights: Weights, target: Path, *, dtype: torch.dtype | None) -> None:
+    """Weights only: `checkpoint.start_from` takes them, and training then starts at step 0."""
+    draft = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    has_world = dist.is_initialized()
+    if not has_world:
+        join_world("cpu")
+    try:
+        facts = {
+            "model": weights.model.model_dump(mode="json"),
+            "source": str(weights.origin),
+            "versions": {"meshwright": __version__, "torch": torch.__version__},
+        }
+        tensors = {_saved_name(name): _cast(weights.tensors[name], dtype) for name in weights.tensors}
+        save_checkpoint(draft, step=weights.step or 0, tensors=tensors, facts=facts).rename(target)
+    finally:
+        if not has_world:
+            leave_world()
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _saved_name(name: str) -> str:
+    return f"buffers.{name}" if name.endswith("balance_bias") else f"model.{name}"
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)

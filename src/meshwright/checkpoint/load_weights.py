@@ -1,0 +1,58 @@
+"""Trained weights back into a plain module."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
+from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.errors import CheckpointError
+from meshwright.user_errors import errors_end_at_caller
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@errors_end_at_caller
+def load_weights(
+    model: Module, directory: str | Path, *, step: int | None = None, ema: bool = False
+) -> Module:
+    """The module with the weights and buffers of a run that `fit` or `prepare` wrote, whatever its mesh.
+
+    `directory` is a run directory (its last checkpoint, or that of `step`) or a checkpoint. `ema` takes the
+    moving average of the weights. One process is enough.
+    """
+    folder = locate_weights(directory, where="directory", step=step)
+    if not is_checkpoint(folder):
+        raise CheckpointError(
+            "this folder holds no checkpoint", where=str(folder), hint="name a run directory or a step-<n>"
+        )
+    verify_files(folder, read_manifest(folder))
+    load_tensors(folder, _wanted(model, set(saved_shapes(folder)), folder, ema=ema))
+    return model
+
+
+def _wanted(model: nn.Module, saved: set[str], folder: Path, *, ema: bool) -> dict[str, Tensor]:
+    if ema and not any(name.startswith("ema.") for name in saved):
+        raise CheckpointError(
+            "this run kept no moving average",
+            where=str(folder),
+            hint="leave ema out, or train with ema_decay",
+        )
+    wanted: dict[str, Tensor] = {
+        f"buffers.{name}": buffer for name, buffer in persistent_buffers([model]).items()
+    }
+    for name, parameter in model.named_parameters():
+        averaged = ema and f"ema.{name}" in saved  # what does not train has no average
+        wanted[f"ema.{name}" if averaged else f"model.{name}"] = parameter.detach()
+    return wanted
+
+
+def persistent_buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """What a state dict holds besides parameters, by name."""
+    found: dict[str, Tensor] = {}
+    for module in modules:
+        saved = module.state_dict(keep_vars=True)
+        found |= {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return found

@@ -1,0 +1,188 @@
+"""The weights of a finished model as whole tensors, read one at a time by one process.
+
+Whatever mesh wrote them: a checkpoint or a run directory, a Hugging Face folder, or a torch file.
+"""
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.initial import require_same_tensors, saved_model
+from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
+from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.errors import CheckpointError, SpecError
+from meshwright.models.decoder import Decoder, build_decoder
+from meshwright.models.interop import HuggingFaceReader
+from meshwright.models.names import state_shapes
+from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.huggingface import load_model
+
+TORCH_SUFFIXES = (".pt", ".pth")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model and its tensors under our names; a tensor is read when it is asked for."""
+
+    model: ModelSpec
+    tensors: Mapping[str, Tensor]
+    origin: Path
+    run: RunSpec | None = None
+    """Known for checkpoints of a run."""
+    step: int | None = None
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """Tensors of a checkpoint, whole. The last one is kept: a stack of experts is asked for many times."""
+
+    def __init__(self, folder: Path, saved_name: Mapping[str, str]) -> None:
+        self._folder, self._saved_name = folder, saved_name
+        self._shapes = saved_shapes(folder)
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            saved = self._saved_name[name]
+            tensor = torch.empty(self._shapes[saved], dtype=torch.float32)
+            load_tensors(self._folder, {saved: tensor})
+            self._last = (name, tensor)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved_name)
+
+    def __len__(self) -> int:
+        return len(self._saved_name)
+
+
+class FolderTensors(Mapping[str, Tensor]):
+    """Tensors of a Hugging Face folder under our names, straight from the mapped files."""
+
+    def __init__(self, reader: HuggingFaceReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._reader.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.names())
+
+    def __len__(self) -> int:
+        return len(self._reader.names())
+
+
+def open_weights(
+    path: str | Path, *, step: int | None = None, averaged: bool = False, model: ModelSpec | None = None
+) -> Weights:
+    """The weights behind a path; `averaged` takes the moving average, `model` is for files that name none."""
+    path = Path(path).expanduser()
+    if path.is_file():
+        return _from_file(path, model)
+    if model is not None:
+        raise _needless_model(path)
+    folder = locate_weights(path, where=str(path), step=step)
+    if is_checkpoint(folder):
+        return _from_checkpoint(folder, averaged=averaged)
+    if averaged:
+        raise CheckpointError(
+            "a Hugging Face folder has no average of the weights", where=str(folder), hint="leave --ema out"
+        )
+    there = load_model(str(folder))
+    return Weights(there, FolderTensors(HuggingFaceReader(folder, there)), folder)
+
+
+def _from_checkpoint(folder: Path, *, averaged: bool) -> Weights:
+    manifest = read_manifest(folder)
+    verify_files(folder, manifest)
+    model = _spec(saved_model(manifest), folder)
+    shapes = saved_shapes(folder)
+    saved_name = {name: _saved_name(name, shapes, averaged=averaged) for name in state_shapes(model)}
+    missing = [name for name, saved in saved_name.items() if saved not in shapes]
+    if missing and averaged:
+        raise CheckpointError(
+            "the run kept no average of its weights",
+            where=str(folder),
+            hint="leave --ema out; optim.ema_decay keeps one",
+        )
+    found = {name: shapes[saved] for name, saved in saved_name.items() if saved in shapes}
+    require_same_tensors(model, found, folder, theirs={})
+    run = RunSpec.model_validate(manifest["run"]) if "run" in manifest else None
+    return Weights(model, CheckpointTensors(folder, saved_name), folder, run=run, step=manifest["step"])
+
+
+def _saved_name(name: str, shapes: Mapping[str, Any], *, averaged: bool) -> str:
+    """Buffers have no average: they are kept as they are."""
+    if f"buffers.{name}" in shapes:
+        return f"buffers.{name}"
+    return f"ema.{name}" if averaged else f"model.{name}"
+
+
+def _spec(values: Mapping[str, Any], where: Path) -> ModelSpec:
+    try:
+        return ModelSpec.model_validate(values)
+    except ValueError:
+        raise CheckpointError(
+            "the weights do not say their model", where=str(where), hint="use a checkpoint of this program"
+        ) from None
+
+
+def _from_file(path: Path, model: ModelSpec | None) -> Weights:
+    if path.suffix not in TORCH_SUFFIXES:
+        hint = "name a run directory, a checkpoint, a Hugging Face folder, or a .pt file"
+        raise CheckpointError("this file holds no weights that are known", where=str(path), hint=hint)
+    content = _load_file(path)
+    tensors = content.get("model", content)
+    said = content.get("spec") or {}
+    if model is not None and said:
+        raise _needless_model(path)
+    if model is None and not said:
+        hint = "name it with --model: a family, or a config.json"
+        raise CheckpointError("the file does not say its model", where=str(path), hint=hint)
+    model = _spec(said, path) if model is None else model
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    require_same_tensors(model, shapes, path, theirs=said)
+    return Weights(model, tensors, path, step=content.get("step"))
+
+
+def _needless_model(path: Path) -> CheckpointError:
+    return CheckpointError(
+        "--model has no effect: these weights say their model", where=str(path), hint="leave it out"
+    )
+
+
+def _load_file(path: Path) -> dict[str, Any]:
+    """Mapped, so that only what is asked for is read; tensors and plain values only, never code."""
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        fact = f"the file cannot be read as tensors: {str(error).splitlines()[0]}"
+        raise CheckpointError(fact, where=str(path), hint="it must be written by torch.save") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"the file holds a {type(content).__name__}, not weights", where=str(path))
+    return content
+
+
+def build_model(weights: Weights, device: torch.device | str = "cpu") -> Decoder:
+    """The whole model on one device, in evaluation mode."""
+    model = build_decoder(weights.model)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()  # records that are not saved
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(weights.tensors[name])
+    return model.eval()
+
+
+def named_model(text: str) -> ModelSpec:
+    """The model that --model names; a Hugging Face config, or a family."""
+    try:
+        return load_model(text)
+    except SpecError as error:
+        raise SpecError(error.fact, where=f"--model {text}", hint=error.hint) from None

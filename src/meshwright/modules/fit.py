@@ -1,0 +1,172 @@
+"""A module, a dataset and a loss handed to the trainer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.data.order import SampleOrder
+from meshwright.errors import DataError, SpecError
+from meshwright.mesh import Mesh, World, build_mesh, join_world, leave_world
+from meshwright.modules.build import build_module_training, require_module
+from meshwright.modules.chain import Chain
+from meshwright.modules.dataset import (
+    Deal,
+    DealtBatches,
+    LoaderOptions,
+    SampleSet,
+    all_once,
+    load_pieces,
+    require_samples,
+)
+from meshwright.modules.pipeline import ChainProgram
+from meshwright.modules.program import Loss, ModuleProgram
+from meshwright.parallel.program import Program
+from meshwright.spec.modules import FitSpec
+from meshwright.spec.settings import read_settings, spread
+from meshwright.train.capacity import lack_of_room
+from meshwright.train.evaluate import sum_over_world
+from meshwright.train.job import Job, Workload
+from meshwright.train.loop import Outcome, drive
+from meshwright.train.session import claim_directory, on_first_rank
+from meshwright.user_errors import errors_end_at_caller
+
+
+@errors_end_at_caller
+def fit(
+    model: nn.Module | Chain,
+    dataset: SampleSet,
+    loss: Loss,
+    *,
+    evaluation: SampleSet | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    run: str | Path | None = None,
+    directory: str | Path | None = None,
+    stop_after: int | None = None,
+    **settings: Any,
+) -> Outcome:
+    """Train a module, in place, and write the run directory that `meshwright train` writes.
+
+    `loss(model, batch)` gives (sum, count) of a batch as `collate` (torch's default) made it from samples.
+    `evaluation` holds samples for `evaluate={"every_steps": n}`. `settings` are the fields of `FitSpec`;
+    `run` is a YAML file of them. Ranks are those that torchrun started; plain Python is one. Started again
+    with the same directory it goes on from the last checkpoint.
+    """
+    spec = read_settings(FitSpec, run, settings)
+    run_dir = Path(directory) if directory is not None else Path("runs") / spec.name
+    require_module(model.model if isinstance(model, Chain) else model)
+    _require_stop(stop_after)
+    was_joined = dist.is_initialized()
+    world = join_world(spec.device)
+    try:
+        spec = spread(spec, world.num_ranks)
+        data = _Data(dataset, evaluation, collate)
+        data.require(spec)
+        on_first_rank(lambda: claim_directory(spec, run_dir))
+        return drive(_job(model, data, loss, spec, world), run_dir, stop_after=stop_after)
+    except OSError as error:
+        raise lack_of_room(error, run_dir, rank=world.rank) or error from None
+    finally:
+        if not was_joined:
+            leave_world()
+
+
+def _require_stop(stop_after: int | None) -> None:
+    if stop_after is not None and stop_after < 1:
+        raise SpecError(
+            f"stop_after is {stop_after}", where="stop_after", hint="use at least 1, or leave it out"
+        )
+
+
+class _Data:
+    """The samples of a run and how they become batches."""
+
+    def __init__(self, training: SampleSet, evaluation: SampleSet | None, collate: Any) -> None:
+        self.training, self.evaluation, self.collate = training, evaluation, collate
+
+    def require(self, spec: FitSpec) -> None:
+        """Refuse samples that the spec cannot use."""
+        require_samples(self.training)
+        if self.evaluation is not None:
+            require_samples(self.evaluation, where="evaluation")
+        if spec.parallel.pp > 1 and spec.data.max_epochs:
+            _require_full_batches(spec.data.max_epochs * len(self.training), spec)
+        if (self.evaluation is None) != (spec.observe.evaluate is None):
+            given = "evaluation" if spec.observe.evaluate is None else "observe.evaluate"
+            missing = "observe.evaluate" if spec.observe.evaluate is None else "evaluation"
+            raise SpecError(
+                f"{given} without {missing}: nothing would be evaluated",
+                where=missing,
+                hint="give both: evaluation=dataset, evaluate={'every_steps': 100}",
+            )
+
+    def first(self, spec: FitSpec) -> Any:
+        """A micro-batch on the CPU, to try things on; None where nothing is tried."""
+        if spec.parallel.num_stages == 1 and spec.parallel.cp == 1:
+            return None
+        numbers = list(range(min(spec.microbatch_samples, len(self.training))))
+        return next(iter(load_pieces(self.training, [numbers], LoaderOptions(self.collate))))
+
+    def batches(self, spec: FitSpec, mesh: Mesh) -> DealtBatches:
+        """Of training, for this rank."""
+        said = spec.data
+        return DealtBatches(
+            self.training,
+            SampleOrder(len(self.training), spec.seed, said.shuffle),
+            self.deal(spec, mesh),
+            batch_samples=said.batch_samples,
+            num_samples=said.max_epochs * len(self.training) if said.max_epochs else None,
+            sample_tokens=said.sample_tokens,
+            device=mesh.device,
+            options=self.options(spec, mesh),
+        )
+
+    def deal(self, spec: FitSpec, mesh: Mesh) -> Deal:
+        """This rank's share."""
+        return Deal(spec.microbatch_samples, mesh.dp_rank, spec.parallel.dp)
+
+    def options(self, spec: FitSpec, mesh: Mesh) -> LoaderOptions:
+        """How samples are loaded."""
+        return LoaderOptions(self.collate, spec.data.num_workers, mesh.device.type == "cuda")
+
+
+def _require_full_batches(num_samples: int, spec: FitSpec) -> None:
+    if num_samples % spec.data.batch_samples:
+        raise DataError(
+            f"max_epochs={spec.data.max_epochs} leaves {num_samples % spec.data.batch_samples} samples for a "
+            "last batch, and a pipeline takes full ones only",
+            where="data.max_epochs",
+            hint="leave data.max_epochs out, choose batch_samples that divides, or use pp=1",
+        )
+
+
+def _job(model: nn.Module | Chain, data: _Data, loss: Loss, spec: FitSpec, world: World) -> Job:
+    mesh = build_mesh(spec.parallel, world)
+    whole = model.model if isinstance(model, Chain) else model
+    num_parameters = sum(one.numel() for one in whole.parameters())
+    training = build_module_training(model, loss, spec, mesh, data.first(spec))
+    return Job(
+        run=spec,
+        mesh=mesh,
+        training=training,
+        batches=data.batches(spec, mesh),
+        workload=Workload(
+            num_parameters,
+            None,
+            lambda: None,
+            counted="samples" if spec.data.sample_tokens == 1 else "tokens",
+        ),
+        load_initial=lambda: None,
+        evaluate=lambda: _evaluate(data, training.program, spec, mesh),
+    )
+
+
+def _evaluate(data: _Data, program: Program, spec: FitSpec, mesh: Mesh) -> float:
+    """Sum over the held-out samples / their count; all ranks call it. Host sync."""
+    assert data.evaluation is not None and isinstance(program, ModuleProgram | ChainProgram)
+    portions = all_once(
+        data.evaluation, data.deal(spec, mesh), device=mesh.device, options=data.options(spec, mesh)
+    )
+    return float(sum_over_world(program.evaluate(portions), mesh))

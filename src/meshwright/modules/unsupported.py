@@ -1,0 +1,105 @@
+"""What cannot be done with a module, said before anything is changed."""
+
+from collections import defaultdict
+
+from torch import nn
+
+from meshwright.errors import SpecError
+from meshwright.modules.blocks import Blocks
+from meshwright.ops.batch_norm import batch_norms
+from meshwright.spec.modules import ModuleSpec
+
+
+def require_trainable(model: nn.Module, blocks: Blocks, spec: ModuleSpec) -> None:
+    """Raise SpecError for the first thing that stands in the way."""
+    kind = type(model).__name__
+    parameters = dict(model.named_parameters())
+    if not any(one.requires_grad for one in parameters.values()):
+        raise SpecError(
+            f"{kind} has no parameter that wants a gradient", where="model", hint="what should train?"
+        )
+    empty = [name for name, one in parameters.items() if one.is_meta]
+    if empty:
+        raise SpecError(
+            f"{len(empty)} parameters of {kind} have no values (meta device), first {empty[0]}",
+            where="model",
+            hint="build it on the CPU, or load its weights before",
+        )
+    if spec.memory.on_oom != "stop":
+        raise SpecError(
+            f"on_oom={spec.memory.on_oom} is for models described by a run file",
+            where="memory.on_oom",
+            hint="leave it at stop",
+        )
+    if spec.sync_batch_norm and not batch_norms(model):
+        raise SpecError(
+            f"{kind} has no batch norm to synchronise",
+            where="sync_batch_norm",
+            hint="leave sync_batch_norm out",
+        )
+    _require_blocks(kind, blocks, spec)
+    _require_one_forward(model, spec)
+    if spec.parallel.zero == 3:
+        _require_shardable(model, blocks)
+
+
+def _require_blocks(kind: str, blocks: Blocks, spec: ModuleSpec) -> None:
+    wanted = {
+        "memory.recompute": spec.memory.recompute != "none",
+        "memory.offload": "activations" in spec.memory.offload,
+        "compile": spec.compile,
+    }
+    for where, is_wanted in wanted.items():
+        if is_wanted and not blocks:
+            raise SpecError(
+                f"{kind} has no list of alike modules, and {where} works block by block",
+                where=where,
+                hint="name the modules: blocks='*' takes all children of the model",
+            )
+
+
+def _require_one_forward(model: nn.Module, spec: ModuleSpec) -> None:
+    """Recompute runs a forward twice; what it leaves behind must not be there twice."""
+    if spec.memory.recompute == "none":
+        return
+    if _keeps_keys(getattr(model, "config", None)):
+        raise SpecError(
+            "config.use_cache is on: keys kept in forward would be kept again in recompute",
+            where="memory.recompute",
+            hint="set model.config.use_cache = False",
+        )
+    if spec.compile and batch_norms(model):
+        raise SpecError(
+            "compiled blocks would move the running statistics of batch norm twice when recomputed",
+            where="compile",
+            hint="set compile=False or recompute='none'",
+        )
+
+
+def _keeps_keys(config: object) -> bool:
+    """Whether a Hugging Face decoder would fill a cache; encoders have the switch without using it."""
+    is_decoder = getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False)
+    return bool(getattr(config, "use_cache", False) and is_decoder)
+
+
+def _require_shardable(model: nn.Module, blocks: Blocks) -> None:
+    """ZeRO-3 gathers one block at a time, so a parameter belongs to one of them or to none."""
+    homes: dict[int, set[str]] = defaultdict(set)
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        home = next((block for block in blocks if name.startswith(f"{block}.")), "the rest of the model")
+        homes[id(parameter)].add(home)
+        names.setdefault(id(parameter), name)
+        if parameter.ndim == 0:
+            raise SpecError(
+                f"{name} is a single number, which ZeRO-3 cannot divide",
+                where="parallel.zero",
+                hint="use zero=2, or give it the shape [1]",
+            )
+    shared = {names[key]: sorted(found) for key, found in homes.items() if len(found) > 1}
+    for name, found in shared.items():
+        raise SpecError(
+            f"{name} is shared by {' and '.join(found)}, which ZeRO-3 gathers at different times",
+            where="parallel.zero",
+            hint="use zero=2, or a wider pattern in `blocks`",
+        )

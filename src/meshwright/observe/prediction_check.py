@@ -1,0 +1,102 @@
+"""Predicted beside measured: after some steps a run says how good its prediction was, and keeps the pair."""
+
+from statistics import median
+
+import torch
+
+from meshwright.errors import MeshwrightError
+from meshwright.hardware.catalogue import Cluster, find_device, generic_cluster
+from meshwright.hardware.prediction_log import Pair, store_pair
+from meshwright.observe.metrics import StepMetrics
+from meshwright.plan.predict import Prediction, predict_run
+from meshwright.spec import MESH_ORDER, RunSpec
+from meshwright.spec.modules import FitSpec
+from meshwright.units import show_bytes, show_seconds
+
+DUE_STEPS = 20
+"""Steps after which the figures have settled."""
+
+
+def device_title(device: torch.device) -> str:
+    """In words."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def cluster_here(run: RunSpec | FitSpec, device: torch.device) -> Cluster | None:
+    """As many of this device as the run has ranks; None where it is not in the catalogue.
+
+    The catalogue's CPU is a laptop's order of magnitude, good for a plan and for no comparison.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        return generic_cluster(find_device(device_title(device))).with_devices(run.parallel.num_ranks)
+    except MeshwrightError:
+        return None
+
+
+def predict_here(run: RunSpec | FitSpec, device: torch.device) -> Prediction | None:
+    """What the planner says of this run on this machine's kind of device; it knows our own models only."""
+    cluster = cluster_here(run, device)
+    try:
+        return predict_run(run, cluster) if cluster is not None and isinstance(run, RunSpec) else None
+    except MeshwrightError:
+        return None
+
+
+def pair_of(
+    run: RunSpec,
+    device: torch.device,
+    prediction: Prediction,
+    *,
+    peak_bytes: int,
+    seconds: float,
+    source: str = "train",
+) -> Pair:
+    """What was predicted for a run beside what it took on this device."""
+    parallel = run.parallel
+    axes = [f"{axis}={getattr(parallel, axis)}" for axis in MESH_ORDER if getattr(parallel, axis) > 1]
+    return Pair(
+        device=find_device(device_title(device)).name,
+        model=run.model.family,
+        layout=" ".join([*axes, f"zero={parallel.zero}"]) if axes else "one device",
+        num_ranks=parallel.num_ranks,
+        precision=run.precision.compute,
+        predicted_bytes=prediction.fullest.allocated_bytes,
+        measured_bytes=peak_bytes,
+        predicted_seconds=prediction.step_seconds,
+        measured_seconds=seconds,
+        source=source,
+    )
+
+
+class Foretold:
+    """Watches the first steps of a run on rank 0 and tells once."""
+
+    def __init__(self, run: RunSpec | FitSpec, device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._seen: list[StepMetrics] = []
+        self._is_told = False
+
+    def see(self, metrics: StepMetrics) -> str | None:
+        """The line, when this step makes it due."""
+        self._seen.append(metrics)
+        is_due = metrics.step - self._seen[0].step + 1 >= DUE_STEPS
+        return self.tell() if is_due else None
+
+    def tell(self) -> str | None:
+        """The line, unless it was told already or there was nothing to see; keeps the pair."""
+        if self._is_told or not self._seen:
+            return None
+        self._is_told = True
+        seconds = median(one.step_seconds for one in self._seen[1:] or self._seen)  # the first warms up
+        peak_bytes = self._seen[-1].peak_bytes or 0
+        prediction = predict_here(self._run, self._device)
+        if prediction is None or not isinstance(self._run, RunSpec):
+            kind = "resident " if self._device.type == "cpu" else ""
+            measured = f"measured {show_bytes(peak_bytes)} {kind}per rank, {show_seconds(seconds)} per step"
+            what = device_title(self._device) if isinstance(self._run, RunSpec) else "a module of your own"
+            return f"{measured}; {what} has no prediction"
+        pair = pair_of(self._run, self._device, prediction, peak_bytes=peak_bytes, seconds=seconds)
+        store_pair(pair)
+        return pair.line

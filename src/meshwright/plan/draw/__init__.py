@@ -1,0 +1,1 @@
+"""Plans for people: terminal, SVG, HTML, JSON."""

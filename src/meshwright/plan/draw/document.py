@@ -1,0 +1,166 @@
+"""A plan as one JSON document, and as a run file with the decision written above it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.plan.draw.rank_map import coordinates
+from meshwright.plan.explain.offers import Offer
+from meshwright.plan.explain.rejected import Rejected
+from meshwright.plan.search.decision import Choice, Plan
+from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
+from meshwright.spec.run import RunSpec
+from meshwright.spec.text import dump_run
+from meshwright.units import show_bytes, show_count, show_seconds
+
+FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
+TOKENS_PER_PARAMETER = 20.0
+MOST_NODES_LISTED = 16
+
+
+def compute_optimal(flops: float) -> tuple[float, float]:
+    """Parameters and tokens that use a budget of FLOPs best: 20 tokens per parameter, 6 FLOPs each."""
+    num_parameters = (flops / (FLOPS_PER_PARAMETER_AND_TOKEN * TOKENS_PER_PARAMETER)) ** 0.5
+    return num_parameters, TOKENS_PER_PARAMETER * num_parameters
+
+
+def layout_words(run: RunSpec) -> str:
+    """`dp_shard=8 zero=3 tp=4 micro=1x32 recompute=selective`: what differs from one plain device."""
+    default = ParallelSpec().model_dump()
+    parts = [f"{name}={value}" for name, value in run.parallel.model_dump().items() if value != default[name]]
+    if run.parallel.pp > 1 and run.parallel.schedule == "1f1b":
+        parts.append("schedule=1f1b")
+    parts.append(f"micro={run.data.microbatch_sequences}x{run.accumulation}")
+    if run.memory.recompute != "none":
+        every = f"/{run.memory.recompute_every}" if run.memory.recompute_every > 1 else ""
+        parts.append(f"recompute={run.memory.recompute}{every}")
+    if run.memory.offload:
+        parts.append(f"offload={'+'.join(run.memory.offload)}")
+    return " ".join(parts) if run.parallel.num_ranks > 1 else f"one device {' '.join(parts)}"
+
+
+def format_words(run: RunSpec) -> str:
+    """`bf16, weights bf16_exact, adamw, compiled`: the numbers of a run, apart from its layout."""
+    precision, optim = run.precision, run.optim
+    words = [
+        precision.compute,
+        *([f"fp8 linears ({precision.fp8.recipe})"] if precision.fp8 else []),
+        *([f"weights {precision.weights}"] if precision.weights != "fp32" else []),
+        *([f"gradients {precision.gradients}"] if precision.gradients != "fp32" else []),
+        optim.kind + (f" with moments in {optim.state}" if optim.state != "fp32" else ""),
+        *(["compiled"] if run.compile else []),
+    ]
+    return ", ".join(words)
+
+
+def choice_document(choice: Choice, tokens: int) -> dict[str, Any]:
+    """Everything predicted about one layout."""
+    low, high = choice.interval_seconds
+    run = choice.run
+    return {
+        "parallel": run.parallel.model_dump(mode="json"),
+        "microbatch_sequences": run.data.microbatch_sequences,
+        "accumulation": run.accumulation,
+        "recompute": run.memory.recompute,
+        "recompute_every": run.memory.recompute_every,
+        "offload": list(run.memory.offload),
+        "num_ranks": choice.num_ranks,
+        "step_seconds": choice.step_seconds,
+        "step_seconds_interval": [low, high],
+        "step_seconds_items": choice.seconds_items,
+        "tokens_per_second": choice.tokens_per_second,
+        "tokens_per_second_per_device": choice.tokens_per_second / choice.num_ranks,
+        "mfu": choice.mfu,
+        "device_bytes": choice.device_bytes,
+        "reserved_bytes": choice.reserved_bytes,
+        "allocated_bytes": choice.allocated_bytes,
+        "memory_margin": choice.memory_margin and choice.memory_margin._asdict(),
+        "memory_items": choice.memory_items,
+        "fits": choice.fits,
+        "days": choice.days(tokens),
+        "device_hours": choice.device_hours(tokens),
+    }
+
+
+def plan_document(
+    plan: Plan,
+    *,
+    tokens: int,
+    assumed: tuple[str, ...],
+    why: list[str],
+    rejected: list[Rejected],
+    offers: Sequence[Offer] = (),
+) -> dict[str, Any]:
+    """The whole plan; numbers in base units."""
+    question, run = plan.question, plan.best.run
+    optimal = compute_optimal(question.work.model_flops_per_token * tokens)
+    return {
+        "model": run.model.family,
+        "num_parameters": question.work.counts.total,
+        "cluster": {
+            "name": question.cluster.name,
+            "device": question.cluster.device.title,
+            "num_devices": question.cluster.num_devices,
+            "devices_per_node": question.cluster.devices_per_node,
+            "memory_bytes": question.cluster.device.memory_bytes,
+        },
+        "tokens": tokens,
+        "batch_tokens": run.data.batch_tokens,
+        "sequence_length": run.data.sequence_length,
+        "precision": run.precision.compute,
+        "objective": question.objective,
+        "formats": format_words(run),
+        "pins": dict(question.pins.said),
+        "allowed": list(question.allow),
+        "changes": [change.said() for change in plan.changes],
+        "assumed": list(assumed),
+        "best": choice_document(plan.best, tokens),
+        "top": [choice_document(choice, tokens) for choice in plan.top],
+        "pareto": [choice_document(choice, tokens) for choice in plan.pareto],
+        "why": why,
+        "rejected": [vars(each) for each in rejected],
+        "offers": [vars(each) for each in offers],
+        "compute_optimal": {"num_parameters": optimal[0], "tokens": optimal[1]},
+        "search": {
+            "num_considered": plan.found.num_considered,
+            "num_fitting": plan.found.num_fitting,
+            "seconds": plan.search_seconds,
+        },
+        "fingerprint": run.fingerprint(),
+        "run": run.model_dump(mode="json"),
+    }
+
+
+def run_file(plan: Plan, why: list[str]) -> str:
+    """The run as YAML that `train` reads, with the prediction and the rank map as comments."""
+    best, cluster = plan.best, plan.question.cluster
+    low, high = best.interval_seconds
+    lines = [
+        f"Planned for {best.num_ranks} x {cluster.device.title}, {cluster.devices_per_node} per node.",
+        f"Predicted: {show_seconds(best.step_seconds)} per step "
+        f"({show_seconds(low)} to {show_seconds(high)}), "
+        f"{show_count(best.tokens_per_second)} tokens/s, MFU {best.mfu:.1%}, "
+        f"{show_bytes(best.device_bytes)} of {show_bytes(cluster.device.memory_bytes)} per device.",
+        *why,
+        *rank_map(best.run.parallel, cluster.devices_per_node),
+    ]
+    return "".join(f"# {line}\n" for line in lines) + dump_run(best.run)
+
+
+def rank_map(parallel: ParallelSpec, devices_per_node: int) -> list[str]:
+    """Which coordinates each node's ranks have, tp innermost; long clusters are cut short."""
+    axes = [axis for axis in MESH_ORDER if getattr(parallel, axis) > 1]
+    num_nodes = -(-parallel.num_ranks // devices_per_node)
+    lines = [f"Ranks, from outer to inner axis: {' > '.join(axes) or 'one device'}."]
+    for node in range(min(num_nodes, MOST_NODES_LISTED)):
+        first = node * devices_per_node
+        last = min(first + devices_per_node, parallel.num_ranks) - 1
+        low, high = coordinates(parallel, first), coordinates(parallel, last)
+        parts = [_span(axis, low[axis], high[axis]) for axis in axes]
+        lines.append(f"  node {node}: ranks {first} to {last}: {', '.join(parts) or 'everything'}")
+    if num_nodes > MOST_NODES_LISTED:
+        lines.append(f"  ... and {num_nodes - MOST_NODES_LISTED} more nodes in the same manner")
+    return lines
+
+
+def _span(axis: str, low: int, high: int) -> str:
+    return f"{axis} {low}" if low == high else f"{axis} {low} to {high}"

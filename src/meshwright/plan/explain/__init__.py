@@ -1,0 +1,1 @@
+"""Why this layout, why not another, and what would have to change."""

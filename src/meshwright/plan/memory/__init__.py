@@ -1,0 +1,1 @@
+"""Bytes of one rank, itemised by category, on the device and on the host."""

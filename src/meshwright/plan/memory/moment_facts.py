@@ -1,0 +1,328 @@
+"""What the moments of a step are added up from: bytes of one rank, and what a block's tape says."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.plan.memory import tapes
+from meshwright.plan.memory.block_sizes import sizes_of
+from meshwright.plan.memory.buckets import ARRIVAL, Stage
+from meshwright.plan.memory.tape import Items
+from meshwright.plan.workload.frameworks import Framework
+from meshwright.plan.workload.layouts import FULL, NORMS, Floats, Layouts
+from meshwright.plan.workload.schedules import SCHEDULES
+from meshwright.plan.workload.workload import Workload
+
+Mask = NDArray[np.bool_]
+Turn = Literal["first", "later", "last"]
+"""Of the micro-batches that come back: the first finds no gradients, the last sends them off."""
+TURNS: tuple[Turn, ...] = ("first", "later", "last")
+FLAT_FACTS = ("last", "ends", "largest", "largest_parameter", "reduction", "tail", "waiting")
+EARLY_BLOCKS = ("first block", "second block", "last block but one")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Facts of the three ranks, shape (N, 3), that the planner has worked out already."""
+
+    layers: Floats
+    in_flight: Floats
+    parameters: Floats
+    """On this rank before ZeRO divides anything."""
+    sharded_parameters: Floats
+    """The part that ZeRO leaves on the fullest rank."""
+    gathered_parameters: Floats
+    """What ZeRO-3 gathers in a pipeline."""
+
+
+class InnerLaunch(NamedTuple):
+    """A flat buffer that is sent off within a block; shape (N, 3)."""
+
+    block: Floats
+    """Blocks before it."""
+    elements: Floats
+    """On this rank; 0 where there is no such buffer."""
+    sent: Floats
+    """Elements sent off before."""
+    after: Floats
+    """What the block holds at that moment."""
+
+
+class Blocks:
+    """What the tape says of one block of every layout, as columns of shape (N, 1)."""
+
+    def __init__(self, work: Workload, at: Layouts, stack: Framework) -> None:
+        rows, self._inverse = _distinct(at)
+        count = len(rows)
+        tiled = rows.take(np.tile(np.arange(count), len(TURNS)))
+        turn = np.repeat(np.arange(len(TURNS)), count)
+        # At ZeRO-2 nothing is left of earlier whole gradients, and each micro-batch sends its own off.
+        scatters = tiled.scatters_each(in_pipelines=stack.scatters_in_pipelines) & (tiled.zero == 2)
+        accumulates = (turn > 0) & ~scatters & (tiled.num_microbatches > 1)
+        is_due = (((turn == 2) & (tiled.pp == 1)) | scatters) & (tiled.zero < 3) & (tiled.dp * tiled.cp > 1)
+        flats = partial(_flats, work, tiled, stack)
+        sizes = sizes_of(work, tiled, stack, accumulates.astype(np.float64), flats(is_due, tiled.pp == 1))
+        kept, casts = tapes.kept_bytes(sizes)
+        self.kept, self.casts = self._column(kept[:count]), self._column(casts[:count])
+        self.elements = self._column(sizes.elements[:count])
+        experts = [size for name, size in sizes.weights.items() if name.startswith("experts.")]
+        self.expert_elements = self._column(sum(experts, 0.0 * sizes.x)[:count])
+        self.remembered_elements = self.elements - self.expert_elements
+        """Whose casts autocast remembers: those of linears."""
+        self.gathered_elements = self._column(sizes.gathered_elements[:count])
+        """That ZeRO-3 gathers."""
+        self.last_elements = self._column(list(sizes.weights.values())[-1][:count])
+        """Of the last matrix of the module."""
+        self.masked = self._columns(tapes.reach_the_mask(sizes)) if work.has_mask else {}
+        """In the forward of a block, when the mask of attention is made."""
+        tape = tapes.run_backward(sizes)
+        self.after = {name: self._column(values[-count:]) for name, values in tape.after.items()}
+        """Bytes of a block when one of its gradients has come, in the last micro-batch."""
+        self.back = self._by_turn(tape.peak)
+        """The backward of the last block."""
+        inner = replace(sizes, flats=flats(is_due, np.zeros(len(tiled), dtype=bool)))
+        self.inner_back = self._by_turn(tapes.run_backward(inner).peak)
+        """Of another one."""
+
+    def _by_turn(self, peak: Items) -> dict[Turn, Items]:
+        parts = {item: np.split(values, len(TURNS)) for item, values in peak.items()}
+        return {
+            turn: self._columns({item: values[index] for item, values in parts.items()})
+            for index, turn in enumerate(TURNS)
+        }
+
+    def _column(self, values: Floats) -> Floats:
+        return values[self._inverse][:, None]
+
+    def _columns(self, items: Items) -> Items:
+        return {item: self._column(values) for item, values in items.items()}
+
+
+def _flats(work: Workload, at: Layouts, stack: Framework, is_due: Mask, has_ends: Mask) -> dict[str, Floats]:
+    """Bytes of the buffers that a gradient of the last block completes, behind a head or not."""
+    found: dict[str, Floats] = {}
+    is_apart = ((at.tp > 1) | (at.ep > 1)) & (work.model.moe is not None)
+    for is_cut, is_whole, deals in product((False, True), repeat=3):
+        rows = is_due & ((at.tp > 1) == is_cut) & (has_ends == is_whole) & (is_apart == deals)
+        # Only that experts go by themselves matters here: what is not theirs is as large on any rank of ep.
+        stage = Stage(work.model.num_layers, is_whole, is_whole, is_cut, ep=2 if deals else 1)
+        for launch in work.buckets.launches(stage) if rows.any() else ():
+            if launch.block == work.model.num_layers - 1:
+                part = np.where(at.zero > 0, 1.0 / at.shards, 0.0)
+                held = stack.state.gradient * launch.elements / at.tp * (1.0 + part)
+                found[launch.name] = found.get(launch.name, np.zeros(len(at))) + np.where(rows, held, 0.0)
+    return found
+
+
+def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
+    """Layouts that differ in what a block sees, and which of them each layout is."""
+    seen = [
+        *(getattr(at, name) for name in ("microbatch_sequences", "cp", "cp_kind", "cp_inner", "tp")),
+        *(getattr(at, name) for name in ("recompute", "zero", "reduce_last")),
+        at.pp > 1,
+        at.shards,
+        at.num_microbatches > 1,
+        at.dp * at.cp > 1,
+    ]
+    code = np.zeros(len(at), dtype=np.int64)
+    for column in seen:
+        code = code * (int(column.max(initial=0)) + 1) + column
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    return at.take(first), inverse.reshape(-1)
+
+
+class Facts:
+    """Bytes and elements of every layout; all arrays have shape (N, 3) or (N, 1)."""
+
+    def __init__(self, work: Workload, at: Layouts, stack: Framework, rank: Rank) -> None:
+        self.work, self.at, self.stack, self.rank = work, at, stack, rank
+        model = work.model
+        self.blocks = Blocks(work, at, stack)
+        self.tp = at.tp[:, None].astype(np.float64)
+        self.tokens = at.microbatch_tokens(work.sequence_length)[:, None]
+        self.whole_stream = work.working_bytes * self.tokens * model.width
+        self.stream = self.whole_stream / self.tp
+        self.gathered_stream = np.where(self.tp > 1, self.whole_stream, 0.0)
+        self.recomputes = ((at.recompute & (FULL | NORMS)) > 0)[:, None]
+        self.pp = at.pp[:, None]
+        self.is_last = np.array([[False, False, True]]) | (self.pp == 1)
+        self.is_first = np.array([[True, False, False]]) | (self.pp == 1)
+        self.microbatches = at.num_microbatches[:, None].astype(np.float64)
+        self.chunks = at.virtual_stages[:, None].astype(np.float64)
+        self.takes_turns = (at.schedule == SCHEDULES.index("interleaved_1f1b"))[:, None] & (self.chunks > 1)
+        self.shards = at.shards[:, None].astype(np.float64)
+        self.is_sharded = (at.zero == 3)[:, None]
+        self.casts = np.where(self.is_sharded, 0.0, 2.0 * float(stack.state.weight > work.working_bytes))
+        self.table = model.vocab_size * model.width / self.tp
+        """Elements of the head, or of the embedding."""
+        self.is_tied = model.tied_head
+        self._set_gradients()
+
+    def _set_gradients(self) -> None:
+        """Bytes of gradients as they are during the micro-batches of a step."""
+        at, each = self.at, self.stack.state.gradient
+        self.whole_gradients = each * self.rank.parameters
+        sharded = each * self.rank.sharded_parameters
+        self.sharded_gradients = np.where(at.zero[:, None] > 0, sharded, self.whole_gradients)
+        self.scatters = at.scatters_each(in_pipelines=self.stack.scatters_in_pipelines)[:, None]
+        self.overlaps = self.scatters | (self.pp == 1)
+        """Gradients are sent off within a backward."""
+        left = np.where(self.scatters, self.sharded_gradients, self.whole_gradients)
+        self.left_gradients = np.where(self.microbatches > 1, left, 0.0)
+        """What earlier micro-batches have left when the last one comes."""
+        self.head_gradient = np.where(self.is_last, each * self.table, 0.0)
+
+    def tables(self) -> Floats:
+        """Cosines and sines of one micro-batch, fp32."""
+        attention = self.work.model.attention
+        width = attention.head_width if self.work.model.positions == "rope" else 0
+        return 4.0 * self.tokens * width
+
+    def activations(self, blocks: Floats, flight: Floats) -> Floats:
+        """What so many blocks and the tables keep; a received input lies in its receive buffer."""
+        inner = self.chunks - np.where(self.is_first, 1.0, 0.0)  # the first stage receives no input
+        received = np.where(self.recomputes, inner * self.stream, 0.0)
+        return blocks * self.blocks.kept + flight * (self.chunks * self.tables() - received)
+
+    def at_the_last_stage(self, flight: Floats) -> Floats:
+        """Micro-batches in flight that are in the last stage; where stages take turns, one."""
+        return np.where(self.takes_turns, np.minimum(flight, 1.0), flight)
+
+    def head_gradients(self) -> Floats:
+        """Of one micro-batch: the loss makes them in its forward and keeps them for its backward."""
+        return self.whole_stream + 4.0 * self.table
+
+    def gathered(self, now: Floats, on_the_way: Floats | float = 0.0) -> Floats:
+        """ZeRO-3: weights gathered at this moment, and gradients that are being reduced.
+
+        A pipeline gathers all weights once; where it reduces once, too, nothing is on its way before the end.
+        """
+        weights = np.where(self.pp > 1, 2.0 * self.rank.gathered_parameters, now)
+        return np.where(self.is_sharded, weights + np.where(self.overlaps, on_the_way, 0.0), 0.0)
+
+    def rows(self) -> Floats:
+        """Ranks that divide a flat buffer."""
+        return np.where(self.at.zero[:, None] > 0, self.shards, 1.0)
+
+    def normed(self, flight: Floats) -> Floats:
+        """The fp32 input of the norm before the head, of the other micro-batches."""
+        return np.where(self.is_last, 2.0 * (self.at_the_last_stage(flight) - 1.0) * self.stream, 0.0)
+
+    def waiting_head_gradients(self, flight: Floats) -> Floats:
+        """What the loss has made of the other micro-batches."""
+        others = np.maximum(self.at_the_last_stage(flight) - 1.0, 0.0)
+        return np.where(self.is_last, others * self.head_gradients(), 0.0)
+
+    def has_middle(self) -> Mask:
+        """Whether a micro-batch finds gradients and sends none off."""
+        sends = self.is_due() & self.overlaps
+        return (self.microbatches > 1.0 + sends) | self.scatters
+
+    def tied_table(self) -> Floats:
+        """Elements of a table whose gradient waits from the head's backward to the embedding's.
+
+        ZeRO-3 gathers it for a whole pass, as it belongs to the root.
+        """
+        return np.where(self.is_last & self.is_first & self.is_tied, self.table, 0.0)
+
+    def scattered(self) -> float:
+        """Bytes of a gradient that FSDP2 has scattered, in units of what sums of gradients have."""
+        return min(self.stack.state.weight / self.stack.state.gradient, 1.0)
+
+    def is_due(self) -> Mask:
+        """Whether our reducer sends gradients off; FSDP2 does it by itself."""
+        return (~self.is_sharded) & (self.at.dp * self.at.cp > 1)[:, None]
+
+    @cached_property
+    def _stages(self) -> tuple[list[tuple[Stage, int]], NDArray[np.intp]]:
+        """Stages that differ in their flat buffers, with the ranks that divide these; which one each is."""
+        layers = self.rank.layers.astype(np.int64)
+        ends = 2 * (self.is_first + 0 * layers) + (self.is_last + 0 * layers)
+        shards = np.where(self.at.zero[:, None] > 0, self.at.shards[:, None], 0) + 0 * layers
+        code = ((shards * (int(layers.max(initial=0)) + 1) + layers) * 4 + ends) * 2 + (self.tp > 1)
+        parts = [np.broadcast_to(part[:, None], layers.shape) for part in self._expert_parts()]
+        for part in parts:
+            code = code * (int(part.max(initial=0)) + 1) + part
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        found: list[tuple[Stage, int]] = []
+        for at in first:
+            end, is_cut = int(ends.reshape(-1)[at]), bool(self.at.tp[at // 3] > 1)
+            cuts = (int(part.reshape(-1)[at]) for part in parts)
+            stage = Stage(int(layers.reshape(-1)[at]), end >= 2, end % 2 == 1, is_cut, *cuts)
+            found.append((stage, int(shards.reshape(-1)[at])))
+        return found, inverse.reshape(layers.shape)
+
+    def waiting_experts(self, blocks: Floats) -> Floats:
+        """Gradients of the experts of so many blocks that wait for the buffers before theirs."""
+        is_apart = (self.tp > 1) | (self.at.ep > 1)[:, None]
+        return np.where(is_apart, self.stack.state.gradient * blocks * self.blocks.expert_elements, 0.0)
+
+    def _expert_parts(self) -> list[NDArray[np.int64]]:
+        """tp, ep and the ranks that divide experts, where there are some."""
+        at, none = self.at, np.ones(len(self.at), dtype=np.int64)
+        if self.work.model.moe is None:
+            return []
+        shards = np.maximum(at.dp_shard * at.cp // at.ep, 1)
+        return [at.tp, at.ep, np.where(np.isin(at.zero, (1, 2)), shards, none)]
+
+    @property
+    def _cut(self) -> Floats:
+        """What divides the sizes of flat buffers: with experts they are those of a rank already."""
+        return self.tp if self.work.model.moe is None else np.ones_like(self.tp)
+
+    @cached_property
+    def flats(self) -> Items:
+        """Elements on this rank of facts of its flat buffers."""
+        stages, inverse = self._stages
+        known = self.work.buckets
+        facts = np.zeros((len(stages), len(FLAT_FACTS) + len(EARLY_BLOCKS)))
+        for row, (stage, shards) in enumerate(stages):
+            found = known.flats(stage)
+            held = [found.fullest_reduction(float(shards), is_tail=is_tail) for is_tail in (False, True)]
+            sent = [known.sent_before(stage, block) for block in (0, 1, stage.num_layers - 2)]
+            facts[row] = (
+                found.last,
+                found.ends,
+                found.largest,
+                found.largest_parameter,
+                *held,
+                found.waiting,
+                *sent,
+            )
+        table = facts[inverse] / self._cut[..., None]
+        names = (*FLAT_FACTS, *(f"sent before the {name}" for name in EARLY_BLOCKS))
+        return {name: table[..., index] for index, name in enumerate(names)}
+
+    @cached_property
+    def inner_launch(self) -> InnerLaunch:
+        """The first flat buffer that a block before the stage's last one completes; in pipelines, any."""
+        stages, inverse = self._stages
+        facts = np.zeros((len(stages), 4))
+        for row, (stage, _) in enumerate(stages):
+            launches = self.work.buckets.launches(stage)
+            before = self.work.model.num_layers - stage.num_layers
+            is_whole = stage.has_embedding and stage.has_head
+            last = stage.num_layers - 1 if is_whole else stage.num_layers
+            inner = next((one for one in launches if one.block - before < last), None)
+            if inner:
+                facts[row] = (inner.block - before, inner.elements, inner.sent, ARRIVAL.index(inner.name))
+        block, elements, sent, name = np.moveaxis(facts[inverse], -1, 0)
+        after = np.select(
+            [name == index for index, known in enumerate(ARRIVAL) if known in self.blocks.after],
+            [self.blocks.after[known] + 0.0 * block for known in ARRIVAL if known in self.blocks.after],
+        )
+        return InnerLaunch(block, elements / self._cut, sent / self._cut, after)
+
+    def exchange(self, flight: Floats) -> Floats:
+        """Receive buffers of every micro-batch, and what was sent on and waits for its gradient."""
+        ends = self.is_first.astype(np.float64) + self.is_last.astype(np.float64)
+        neighbours = 2.0 * self.chunks - ends
+        sent = self.chunks * flight - np.where(self.is_last, self.at_the_last_stage(flight), 0.0)
+        # The last gradient that was sent back, once one was.
+        goes_back = ~self.is_first | (self.chunks > 1)
+        back = (goes_back & (self.microbatches > flight)).astype(np.float64)
+        return np.where(self.pp > 1, (neighbours * self.microbatches + sent + back) * self.stream, 0.0)

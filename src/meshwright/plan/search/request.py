@@ -1,0 +1,251 @@
+"""Words to a question: the run that is asked for, with only its layout left open.
+
+What the user does not say is filled in here, and each filling is said in `assumed`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from meshwright.errors import SpecError, SpecErrors, read_trouble
+from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.search.allow import parse_allow, refuse_pinned
+from meshwright.plan.search.pins import Pins
+from meshwright.plan.search.question import Objective, Question
+from meshwright.plan.workload.schedules import SCHEDULES, SPLIT_BACKWARD
+from meshwright.spec.huggingface import load_model
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parameters import num_parameters
+from meshwright.spec.run import RunSpec
+from meshwright.spec.text import parse_run, read_run
+from meshwright.spec.yaml_text import dump_yaml, parse_yaml
+from meshwright.units import show_count
+
+DEFAULT_SEQUENCE = 8192
+# Batches that published runs of each size use, in tokens.
+DEFAULT_BATCH_TOKENS = ((1e9, 2**19), (5e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
+OPTIMAL_TOKENS_PER_PARAMETER = 20
+MOST_WARMUP_STEPS = 2000
+NEAR_FRACTION = 0.1
+"""A batch may be this much off what was said, to divide well."""
+OPTION_OF_KEY = {
+    "data.sequence_length": "--seq",
+    "data.batch_sequences": "--batch-tokens",
+    "precision.compute": "--precision",
+    "schedule.num_steps": "--tokens",
+}
+MOST_SEQUENCE, MOST_TOKENS = 2**24, 10**16
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was said on the command line, in numbers; None where nothing was said."""
+
+    model: str
+    cluster: Cluster
+    pins: Pins
+    sequence_length: int | None = None
+    batch_tokens: int | None = None
+    tokens: int | None = None
+    precision: str | None = None
+    allow: str | None = None
+    objective: Objective = "speed"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The question, how many tokens are to be trained, and what was filled in."""
+
+    question: Question
+    tokens: int
+    assumed: tuple[str, ...]
+
+
+def ask(request: Request) -> Asked:
+    """The question that a request means."""
+    tree = _model_tree(request.model)
+    model = _model_of(tree, request.model)
+    request = _with_file(request, tree)
+    assumed: list[str] = []
+    length = _sequence_length(request, model, assumed)
+    batch_sequences = _batch_sequences(request, model, length, assumed)
+    tokens = _tokens(request, model, assumed)
+    num_steps = max(1, -(-tokens // (batch_sequences * length)))
+    tree["precision"] = tree.get("precision") or _precision(request, assumed)
+    tree["schedule"] = {
+        "warmup_steps": min(MOST_WARMUP_STEPS, num_steps // 50),
+        **_mapping(tree.get("schedule")),
+        "num_steps": num_steps,
+    }
+    tree["data"] = _data(tree.get("data"), length, batch_sequences, request.pins, assumed)
+    if "compile" not in tree and _compiles(request):
+        tree["compile"] = True
+        assumed.append("compiled blocks (compile=false turns it off)")
+    tree.setdefault("name", _name(model, request.cluster))
+    run = _parsed(tree, request)
+    refuse_pinned(request.allow, request.pins.overrides)
+    allow = parse_allow(request.allow)
+    question = Question(run, request.cluster, request.pins, request.objective, allow=allow)
+    return Asked(question, tokens, tuple(assumed))
+
+
+def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:
+    """The run; what is wrong with it is told where the user said it, not where we wrote it down."""
+    try:
+        return parse_run(dump_yaml(tree), request.pins.overrides, place=request.model).require_valid()
+    except SpecErrors as errors:
+        raise SpecErrors([_relocated(each, request.model) for each in errors.violations]) from None
+
+
+def _relocated(violation: SpecError, model: str) -> SpecError:
+    key = violation.where.rsplit(" ", 1)[-1]
+    written_by_us = violation.where.startswith(f"{model}:") and not model.endswith((".yaml", ".yml"))
+    where = OPTION_OF_KEY.get(key, key) if written_by_us else violation.where
+    return SpecError(violation.fact, where=where, hint=violation.hint)
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return dict(cast("Mapping[str, Any]", value)) if isinstance(value, dict) else {}
+
+
+def _model_tree(text: str) -> dict[str, Any]:
+    """`model:` and whatever else a run file says apart from the layout."""
+    if not text.endswith((".yaml", ".yml")):
+        return {"model": text}
+    try:
+        content = parse_yaml(Path(text).read_text(encoding="utf-8"), text).value
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"cannot read {text}: {read_trouble(error)}", where="MODEL", hint="name a family or a file"
+        ) from None
+    if not isinstance(content, dict):
+        raise SpecError("this is not a mapping of keys to values", where=text)
+    tree = cast("dict[str, Any]", content)
+    if "recipe" in tree or {"model", "data"} <= set(tree):
+        tree = read_run(text).run.model_dump(mode="json")
+    elif "model" not in tree:
+        return {"model": tree}
+    return {key: value for key, value in tree.items() if key not in ("parallel", "memory")}
+
+
+def _with_file(request: Request, tree: dict[str, Any]) -> Request:
+    """What a run file says stands for what the command line leaves out."""
+    data, num_steps = _mapping(tree.get("data")), _mapping(tree.get("schedule")).get("num_steps")
+    length, sequences = data.get("sequence_length"), data.get("batch_sequences")
+    if request.sequence_length is None and length:
+        request = replace(request, sequence_length=int(length))
+    if request.batch_tokens is None and length and sequences:
+        request = replace(request, batch_tokens=int(length) * int(sequences))
+    if request.tokens is None and request.batch_tokens and num_steps:
+        request = replace(request, tokens=int(num_steps) * request.batch_tokens)
+    return request
+
+
+def _model_of(tree: dict[str, Any], text: str) -> ModelSpec:
+    """The model alone, read by the same rules as a run file."""
+    if isinstance(tree["model"], str):
+        return load_model(tree["model"])
+    data: dict[str, Any] = {"synthetic": {}, "sequence_length": 1, "batch_sequences": 1}
+    probe: dict[str, Any] = {"model": tree["model"], "schedule": {"num_steps": 1}, "data": data}
+    return parse_run(dump_yaml(probe), place=text).run.model
+
+
+def _sequence_length(request: Request, model: ModelSpec, assumed: list[str]) -> int:
+    if request.sequence_length is not None:
+        return _within("--seq", request.sequence_length, MOST_SEQUENCE)
+    length = min(model.max_positions, DEFAULT_SEQUENCE)
+    assumed.append(f"sequences of {length} tokens (--seq)")
+    return length
+
+
+def _within(option: str, number: int, most: int) -> int:
+    if not 1 <= number <= most:
+        raise SpecError(f"{option} is {number}", where=option, hint=f"use 1 to {most:,.0f}")
+    return number
+
+
+def _batch_sequences(request: Request, model: ModelSpec, length: int, assumed: list[str]) -> int:
+    devices = request.cluster.num_devices
+    if request.batch_tokens is None:
+        size = num_parameters(model)
+        tokens = next(batch for below, batch in DEFAULT_BATCH_TOKENS if size < below)
+        sequences = _divisible(max(1.0, tokens / length), devices)
+        batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
+        assumed.append(f"{batch}, usual for this size (--batch-tokens)")
+        return sequences
+    tokens = _within("--batch-tokens", request.batch_tokens, MOST_TOKENS)
+    if tokens < length:
+        fact = f"--batch-tokens {tokens} is less than one sequence of {length}"
+        raise SpecError(fact, where="--batch-tokens", hint=f"use at least {length}, or a shorter --seq")
+    if tokens % length == 0:
+        return tokens // length
+    sequences = _divisible(tokens / length, devices)
+    batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
+    assumed.append(f"{batch}: near {show_count(tokens)}, and easy to deal out")
+    return sequences
+
+
+def _divisible(wanted: float, num_devices: int) -> int:
+    """Near this many sequences, divisible by the odd part of the cluster and by two as often as can be."""
+    odd = num_devices
+    while odd % 2 == 0:
+        odd //= 2
+    for unit in (odd, 1):
+        step = unit * 2 ** max(0, int(wanted).bit_length())
+        while step >= unit:
+            nearest_multiple = round(wanted / step) * step
+            if nearest_multiple and abs(nearest_multiple - wanted) <= NEAR_FRACTION * wanted:
+                return nearest_multiple
+            step //= 2
+    return max(1, round(wanted))
+
+
+def _tokens(request: Request, model: ModelSpec, assumed: list[str]) -> int:
+    if request.tokens is not None:
+        return _within("--tokens", request.tokens, MOST_TOKENS)
+    tokens = OPTIMAL_TOKENS_PER_PARAMETER * num_parameters(model)
+    assumed.append(f"{show_count(tokens)} tokens, 20 per parameter: compute-optimal (--tokens)")
+    return tokens
+
+
+def _compiles(request: Request) -> bool:
+    """On accelerators, but for schedules that split the backward pass."""
+    pinned = request.pins.allowed.get("schedule", ())
+    splits = bool(pinned) and all(SCHEDULES[kind] in SPLIT_BACKWARD for kind in pinned)
+    # Regathering decides what is kept for the backward pass, and so would the compiler.
+    keys = [word.partition("=")[0].strip() for word in request.pins.overrides]
+    is_said = "compile" in keys or "memory.regather" in keys
+    return request.cluster.device.name != "cpu" and not splits and not is_said
+
+
+def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
+    if request.precision in ("fp8", "mxfp8"):
+        device = request.cluster.device
+        if "fp8" not in device.peak_flops_per_second:
+            fact = f"{device.title} has no fp8 rate"
+            raise SpecError(fact, where="--precision", hint="use bf16, or a device from Hopper or Ada on")
+        return {"compute": "bf16", "fp8": "mxfp8" if request.precision == "mxfp8" else "current"}
+    if request.precision is not None:
+        compute = request.precision
+    else:
+        peaks = request.cluster.device.peak_flops_per_second
+        wanted = ("fp32",) if request.cluster.device.name == "cpu" else ("bf16", "fp16", "fp32")
+        compute = next((name for name in wanted if name in peaks), "fp32")
+        assumed.append(f"{compute} compute (--precision)")
+    return {"compute": compute, **({"loss_scale": {}} if compute == "fp16" else {})}
+
+
+def _data(given: object, length: int, batch_sequences: int, pins: Pins, assumed: list[str]) -> dict[str, Any]:
+    data = _mapping(given)
+    data.pop("microbatch_sequences", None)
+    has_path = data.get("path") or any(word.startswith("data.path=") for word in pins.overrides)
+    if not has_path and "synthetic" not in data:
+        data["synthetic"] = {}
+        assumed.append("generated text as data, until data.path=FILE is given")
+    return {**data, "sequence_length": length, "batch_sequences": batch_sequences}
+
+
+def _name(model: ModelSpec, cluster: Cluster) -> str:
+    words = f"{model.family}-{cluster.name}-{cluster.num_devices}"
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in words).strip(".-_")

@@ -1,0 +1,1 @@
+"""Seconds of a step: kernels, collectives, the pipeline's bubble, the update."""

@@ -1,0 +1,1 @@
+"""What a step consists of, apart from any machine: the model's operators, FLOPs, formats, layouts, schedules."""

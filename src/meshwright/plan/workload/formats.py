@@ -1,0 +1,80 @@
+"""Number formats of a run as our runtime keeps them: bytes per parameter, and how much of it is in fp8.
+
+    weights          weight   lower bits      gradients   moments
+    fp32             4        -               4           8 (bf16: 4, adamw_8bit: 2)
+    bf16_exact       2        2               4 or 2      as above
+    bf16_stochastic  2        -               4 or 2      as above
+
+so that AdamW's state is 16 bytes per parameter at most, 10 with everything in bf16 and exact weights, 8 with
+weights rounded at random, and 6 with 8-bit moments on top. Weights of fp8 linears that are cast once per step
+are kept in two bytes more.
+"""
+
+from dataclasses import replace
+
+from meshwright.plan.workload.frameworks import Framework, StateBytes, meshwright
+from meshwright.plan.workload.workload import WORKING_BYTES, Precision, Workload
+from meshwright.spec.precision import Fp8Spec, PrecisionSpec
+from meshwright.spec.run import RunSpec
+
+RECIPE_PRECISION: dict[str, Precision] = {
+    "current": "fp8",
+    "delayed": "fp8",
+    "blocks": "fp8",
+    "mxfp8": "mxfp8",
+}
+# The norm of the gradients reads them once; clipping reads and writes them, mostly beside the update.
+GRADIENT_PASSES = 2.5
+
+
+def state_bytes(precision: PrecisionSpec) -> StateBytes:
+    """Bytes per parameter beside the optimizer's moments; `fp64` doubles them where they are priced."""
+    weight = 4.0 if precision.weights == "fp32" else 2.0
+    gradient = 4.0 if precision.gradients == "fp32" else 2.0
+    lower_bits = 2.0 if precision.weights == "bf16_exact" else 0.0
+    working = WORKING_BYTES.get(precision.compute, 2.0)
+    return StateBytes(
+        weight=weight,
+        gradient=gradient,
+        master=lower_bits,
+        gather=min(weight, working),
+        reduce=gradient,
+        update=2.0 * (weight + lower_bits) + GRADIENT_PASSES * gradient,
+    )
+
+
+def runtime_of(run: RunSpec) -> Framework:
+    """Our own runtime in the formats of this run."""
+    return replace(meshwright(), state=state_bytes(run.precision))
+
+
+def workload_of(run: RunSpec) -> Workload:
+    """What a run file trains."""
+    fp8 = run.precision.fp8
+    precision: Precision = run.precision.compute
+    if fp8 is not None and precision == "bf16":
+        precision = RECIPE_PRECISION[fp8.recipe]
+    return Workload(
+        model=run.model,
+        sequence_length=run.data.sequence_length,
+        precision=precision,
+        optimizer=_optimizer(run),
+        compiled=run.compile,
+        separate_documents=run.data.documents == "separate",
+        narrow_layers=_narrow_layers(run.model.num_layers, fp8),
+        narrow_experts=False,
+        keeps_narrow_weights=fp8 is not None and fp8.cast_weights == "per_step",
+    )
+
+
+def _narrow_layers(num_layers: int, fp8: Fp8Spec | None) -> float:
+    """Part of the blocks that compute in fp8."""
+    return max(num_layers - 2 * fp8.bf16_ends, 0) / num_layers if fp8 else 1.0
+
+
+def _optimizer(run: RunSpec) -> str:
+    """Name of the moments' bytes in OPTIMIZER_BYTES."""
+    optim = run.optim
+    if optim.keeps_nothing:
+        return "none"
+    return "adamw_bf16" if optim.kind == "adamw" and optim.state == "bf16" else optim.kind

@@ -1,0 +1,177 @@
+"""Many layouts at once, as a struct of arrays: what `work`, `memory`, `traffic` and `cost` compute on.
+
+One layout is the same thing with arrays of length one, so the search and an exact prediction run the
+very same formulas.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.plan.workload.schedules import SCHEDULES
+from meshwright.spec.memory import MemorySpec
+from meshwright.spec.parallel import CpKind, ParallelSpec
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+CP_KINDS: tuple[CpKind, ...] = ("gather", "ring", "ulysses", "hierarchical")
+
+# Parts of a layer whose activations are thrown away and computed again; FULL keeps only the layer's input.
+NORMS, CORE_ATTENTION, MLP, EXPERTS, ACTIVATION, FULL = 1, 2, 4, 8, 16, 32
+RECOMPUTE_NONE = 0
+RECOMPUTE_SELECTIVE = NORMS | ACTIVATION
+"""What our runtime calls selective: matmul and attention outputs stay, the cheap rest is recomputed."""
+RECOMPUTE_BITS: Mapping[str, int] = {"none": RECOMPUTE_NONE, "selective": RECOMPUTE_SELECTIVE, "full": FULL}
+
+# What lives in host memory.
+OFFLOAD_BITS: Mapping[str, int] = {"optimizer": 1, "parameters": 2, "activations": 4}
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Degrees, batch cut and memory policy of N layouts; every field has shape (N,)."""
+
+    dp_replicate: Ints
+    dp_shard: Ints
+    zero: Ints
+    cp: Ints
+    tp: Ints
+    pp: Ints
+    virtual_stages: Ints
+    ep: Ints
+    etp: Ints
+    microbatch_sequences: Ints
+    num_microbatches: Ints
+    """Micro-batches per optimizer step of one data-parallel rank."""
+    recompute: Ints
+    """Bits of the parts recomputed: RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, FULL, or a union of parts."""
+    recompute_every: Ints
+    schedule: Ints
+    """Position in SCHEDULES."""
+    cp_kind: Ints
+    """Position in CP_KINDS."""
+    cp_inner: Ints
+    offload: Ints
+    """Bits of what lives in host memory, by OFFLOAD_BITS."""
+    reduce_last: Ints
+    """1: ZeRO-2 and 3 keep whole gradients and reduce them once, after the last micro-batch."""
+    regather: Ints
+    """1: inputs of column-cut layers are gathered over tp again in backward, not kept."""
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def dp(self) -> Ints:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_ranks(self) -> Ints:
+        """Size of the world."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def num_stages(self) -> Ints:
+        """Pipeline stages over the whole model."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def shards(self) -> Ints:
+        """Ranks that share one copy of the state of a dense parameter."""
+        return self.dp_shard * self.cp
+
+    @property
+    def batch_sequences(self) -> Ints:
+        """Global batch in sequences."""
+        return self.microbatch_sequences * self.num_microbatches * self.dp
+
+    def offloads(self, what: str) -> Floats:
+        """1.0 where this lives in host memory, else 0.0."""
+        return ((self.offload & OFFLOAD_BITS[what]) > 0).astype(np.float64)
+
+    def scatters_each(self, *, in_pipelines: bool) -> NDArray[np.bool_]:
+        """Whether gradients are reduced after every micro-batch, so that only a shard is kept."""
+        return (self.zero >= 2) & (self.reduce_last == 0) & ((self.pp == 1) | in_pipelines)
+
+    def microbatch_tokens(self, sequence_length: int) -> Floats:
+        """Tokens of one micro-batch on one rank of cp."""
+        return self.microbatch_sequences * (sequence_length / self.cp)
+
+    def take(self, index: object) -> "Layouts":
+        """The layouts at these positions (or where a mask is true)."""
+        chosen = cast("Ints", index)
+        return Layouts(**{f.name: np.atleast_1d(getattr(self, f.name)[chosen]) for f in fields(self)})
+
+    def parallel(self, index: int) -> ParallelSpec:
+        """One layout as the spec the runtime reads."""
+        names = (
+            "dp_replicate",
+            "dp_shard",
+            "zero",
+            "cp",
+            "cp_inner",
+            "tp",
+            "pp",
+            "virtual_stages",
+            "ep",
+            "etp",
+        )
+        degrees = {name: int(getattr(self, name)[index]) for name in names}
+        return ParallelSpec.model_validate(
+            {
+                **degrees,
+                "schedule": SCHEDULES[int(self.schedule[index])],
+                "cp_kind": CP_KINDS[int(self.cp_kind[index])],
+                "reduce": "last" if self.reduce_last[index] else "each",
+            }
+        )
+
+
+_DEFAULTS: Mapping[str, int] = {
+    **{f.name: 1 for f in fields(Layouts)},
+    "zero": 0,
+    "recompute": RECOMPUTE_NONE,
+    "schedule": SCHEDULES.index("1f1b"),
+    "cp_kind": 0,
+    "offload": 0,
+    "reduce_last": 0,
+    "regather": 0,
+}
+
+
+def layouts(**columns: object) -> Layouts:
+    """Layouts from columns that broadcast together; what is not given is 1, or nothing."""
+    unknown = set(columns) - set(_DEFAULTS)
+    assert not unknown, f"no such layout column: {unknown}"
+    given = [np.asarray(columns.get(name, default), dtype=np.int64) for name, default in _DEFAULTS.items()]
+    arrays = np.broadcast_arrays(*(np.atleast_1d(array) for array in given))
+    return Layouts(**dict(zip(_DEFAULTS, arrays, strict=True)))
+
+
+def one_layout(
+    parallel: ParallelSpec, memory: MemorySpec, *, microbatch_sequences: int, num_microbatches: int
+) -> Layouts:
+    """The single layout of a run."""
+    names = ("dp_replicate", "dp_shard", "zero", "cp", "cp_inner", "tp", "pp", "virtual_stages", "ep", "etp")
+    return layouts(
+        **{name: getattr(parallel, name) for name in names},
+        schedule=SCHEDULES.index(parallel.schedule),
+        cp_kind=CP_KINDS.index(parallel.cp_kind),
+        microbatch_sequences=microbatch_sequences,
+        num_microbatches=num_microbatches,
+        recompute=RECOMPUTE_BITS[memory.recompute],
+        recompute_every=memory.recompute_every,
+        offload=offload_bits(memory),
+        reduce_last=int(parallel.reduce == "last"),
+        regather=int(memory.regather),
+    )
+
+
+def offload_bits(memory: MemorySpec) -> int:
+    """What lives in host memory, as one number."""
+    return sum(OFFLOAD_BITS[what] for what in memory.offload)

@@ -1,0 +1,329 @@
+"""Rows of a table of runs (the columns of published_runs.csv) as workload, layout, cluster and stack.
+
+A cell that is empty is filled by a default that is said in the `assumed` column; one that is needed and
+cannot be filled, or is malformed, gives that row an error and leaves the others alone.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.errors import SpecError
+from meshwright.hardware.catalogue import Cluster, Device, Link, find_device, generic_cluster
+from meshwright.plan.workload.frameworks import Framework, StateBytes, framework
+from meshwright.plan.workload.layouts import Layouts, layouts
+from meshwright.plan.workload.schedules import SCHEDULES
+from meshwright.plan.workload.workload import Adapters, Workload, count_parameters
+from meshwright.published.conventions import CONVENTIONS
+from meshwright.published.known_shapes import routed_shape
+from meshwright.published.table_text import parse_network, parse_precision, parse_recompute
+from meshwright.spec.model import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
+
+NUMBER_COLUMNS = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq", "gpus", "gpus_per_node")
+DEGREE_COLUMNS = ("tp", "pp", "vpp", "cp", "ep", "dp", "zero", "mbs", "gbs")
+# The stack's own recipes, where a row does not say.
+DEFAULT_RECOMPUTE = {"fsdp2-automodel": "full"}
+_FLOP = re.compile(r"flop=([a-z0-9]+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TableRun:
+    """One row, understood."""
+
+    work: Workload
+    at: Layouts
+    cluster: Cluster
+    stack: Framework
+    convention: str
+    num_devices: int
+    batch_sequences: int
+    assumed: tuple[str, ...]
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens per optimizer step."""
+        return self.batch_sequences * self.work.sequence_length
+
+    @property
+    def flops_per_token(self) -> float:
+        """By the convention the row's own figure uses."""
+        return CONVENTIONS[self.convention](self.work.model, self.work.sequence_length)
+
+
+def measured_seconds(row: Mapping[str, str | None], run: TableRun) -> float | None:
+    """The step time a row publishes, directly or through tokens/s or TFLOP/s; None where it gives none."""
+
+    def given(column: str) -> float | None:
+        text = (row.get(column) or "").strip()
+        return float(text) if text else None
+
+    step, tokens, tflops = given("step_time_s"), given("tokens_s_gpu"), given("tflops_per_gpu")
+    if step is not None:
+        return step
+    if tokens is not None:
+        return run.batch_tokens / (tokens * run.num_devices)
+    if tflops is not None:
+        return run.batch_tokens * run.flops_per_token / (tflops * 1e12 * run.num_devices)
+    return None
+
+
+class _Cells:
+    """The cells of one row, read with the column's name in every complaint."""
+
+    def __init__(self, row: Mapping[str, str | None], where: str) -> None:
+        self.row = row
+        self.where = where
+        self.assumed: list[str] = []
+
+    def text(self, column: str) -> str:
+        return (self.row.get(column) or "").strip()
+
+    def number(self, column: str) -> int | None:
+        text = self.text(column)
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise SpecError(f"{column} = {text!r} is not a number", where=self.where) from error
+        if not math.isfinite(value) or value != int(value) or not 0 <= value <= 1e12:
+            raise SpecError(f"{column} = {text} is not a sensible whole number", where=self.where)
+        return int(value)
+
+    def positive(self, column: str) -> int:
+        value = self.number(column)
+        if value is None:
+            raise SpecError(f"{column} is not stated", where=self.where)
+        if value < 1:
+            raise SpecError(f"{column} = {value} is not positive", where=self.where)
+        return value
+
+    def filled(self, column: str, default: int) -> int:
+        value = self.number(column)
+        if value is not None and (value > 0 or column == "zero"):
+            return value
+        if value is not None:
+            raise SpecError(f"{column} = {value} is not positive", where=self.where)
+        self.assumed.append(f"{column}={default}")
+        return default
+
+
+def read_row(row: Mapping[str, str | None], *, where: str) -> TableRun:
+    """One row as a run to price; raises a SpecError that names the column."""
+    cells = _Cells(row, where)
+    stack_name = cells.text("framework") or "meshwright"
+    stack = framework(stack_name)
+    device = find_device(_required_text(cells, "gpu"))
+    num_devices = cells.positive("gpus")
+    work = _workload(cells, stack)
+    stack = _of_its_time(stack, work, cells)
+    cluster = _cluster(cells, device, num_devices)
+    at = _layout(cells, work, stack, num_devices)
+    return TableRun(
+        work=work,
+        at=at,
+        cluster=cluster,
+        stack=stack,
+        convention=_convention(cells),
+        num_devices=num_devices,
+        batch_sequences=int(at.batch_sequences[0]),
+        assumed=tuple(cells.assumed),
+    )
+
+
+def _required_text(cells: _Cells, column: str) -> str:
+    if not cells.text(column):
+        raise SpecError(f"{column} is not stated", where=cells.where)
+    return cells.text(column)
+
+
+def _convention(cells: _Cells) -> str:
+    found = _FLOP.search(cells.text("notes"))
+    name = found.group(1).lower() if found else "strict"
+    return name if name in CONVENTIONS else "strict"
+
+
+def _cluster(cells: _Cells, device: Device, num_devices: int) -> Cluster:
+    per_node = cells.filled("gpus_per_node", device.devices_per_node)
+    cluster = generic_cluster(device)
+    rate = parse_network(cells.text("network"), per_node)
+    if rate is None and num_devices > per_node:
+        cells.assumed.append(f"network={cluster.network.bytes_per_second / 1e9:g}GB/s per GPU")
+    network = Link("network", rate or cluster.network.bytes_per_second, cluster.network.latency_seconds)
+    return replace(cluster, devices_per_node=per_node, num_nodes=-(-num_devices // per_node), network=network)
+
+
+def _workload(cells: _Cells, stack: Framework) -> Workload:
+    precision_text = cells.text("precision")
+    if not precision_text:
+        cells.assumed.append("precision=bf16")
+    try:
+        precision = parse_precision(precision_text or "bf16")
+    except SpecError as error:
+        raise SpecError(error.fact, where=cells.where, hint=error.hint) from error
+    first_era = precision == "fp16" and stack.name in ("megatron", "megatron-deepspeed")
+    notes = cells.text("notes").lower()
+    adapters = Adapters() if re.search(r"\bq?lora\b", notes) else None
+    if adapters and "qlora" in notes:
+        adapters = Adapters(base_bits=4)
+    model = _model(cells)
+    # The published recipes for latent attention keep gradients and both moments in bf16.
+    latent = stack.name == "megatron" and model.attention.latent is not None
+    if latent:
+        cells.assumed.append("optimizer states and gradients in bf16")
+    if first_era:
+        model = model.with_(dropout=0.1)
+        cells.assumed.append("attention=unfused, dropout on (fp16 release)")
+    return Workload(
+        model=model,
+        sequence_length=cells.positive("seq"),
+        precision=precision,
+        optimizer="adamw_bf16" if latent else "adamw",
+        attention_kernel="unfused" if first_era else "flash",
+        adapters=adapters,
+        compiled=stack.name in ("olmo-core",),
+    )
+
+
+def _model(cells: _Cells) -> ModelSpec:
+    names = ("layers", "hidden", "ffn", "heads", "vocab")
+    layers, hidden, ffn, heads, vocab = (cells.positive(name) for name in names)
+    kv_heads = cells.filled("kv_heads", heads)
+    routed = routed_shape(layers, hidden, ffn, heads, vocab)
+    if routed is not None:
+        return routed
+    if (cells.number("ep") or 1) > 1:
+        raise SpecError(
+            "experts and chosen experts are not columns, and no known routed model has this shape",
+            where=cells.where,
+        )
+    if hidden % heads or heads % kv_heads:
+        raise SpecError(f"heads = {heads} does not divide hidden = {hidden}", where=cells.where)
+    return _nearest_size(cells, _dense_models(layers, hidden, ffn, heads, kv_heads, vocab))
+
+
+def _dense_models(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int
+) -> list[ModelSpec]:
+    """The shapes these columns can mean: gated or not, head tied or not; GPT style first when ffn = 4h."""
+
+    def build(*, gated: bool, tied: bool) -> ModelSpec:
+        return ModelSpec(
+            vocab_size=vocab,
+            num_layers=layers,
+            width=hidden,
+            max_positions=1 << 20 if gated else 2048,
+            attention=AttentionSpec(
+                num_heads=heads, num_kv_heads=kv_heads, head_width=hidden // heads, qkv_bias=not gated
+            ),
+            mlp=MlpSpec(kind="swiglu" if gated else "gelu", width=ffn),
+            norm="rms" if gated else "layer",
+            rope=RopeSpec(),
+            tied_head=tied,
+        )
+
+    gpt_first = ffn == 4 * hidden
+    order = [
+        (not gpt_first, gpt_first),
+        (not gpt_first, not gpt_first),
+        (gpt_first, False),
+        (gpt_first, True),
+    ]
+    return [build(gated=gated, tied=tied) for gated, tied in order]
+
+
+def _nearest_size(cells: _Cells, candidates: list[ModelSpec]) -> ModelSpec:
+    """The candidate whose parameter count is nearest to params_b; the usual one where it is not stated."""
+    text = cells.text("params_b")
+    try:
+        stated = float(text) * 1e9 if text else None
+    except ValueError as error:
+        raise SpecError(f"params_b = {text!r} is not a number", where=cells.where) from error
+    if stated is None or not math.isfinite(stated):
+        return candidates[0]
+    return min(candidates, key=lambda model: abs(count_parameters(model).total - stated))
+
+
+def _of_its_time(stack: Framework, work: Workload, cells: _Cells) -> Framework:
+    """Releases that computed in fp16 had no sequence parallel and overlapped nothing over tp or pp."""
+    if stack.name != "megatron":
+        return stack
+    if work.optimizer == "adamw_bf16":
+        return replace(stack, state=replace(stack.state, gradient=2))
+    if work.precision != "fp16":
+        return stack if cells.text("zero") != "0" else _plain_flags(stack, cells)
+    sequence_parallel = "sequence parallel" in cells.text("recompute").lower()
+    if not sequence_parallel:
+        cells.assumed.append("no sequence parallel (fp16 release)")
+    return replace(
+        stack,
+        state=StateBytes(weight=2, gradient=4, master=4, gather=2, reduce=2),
+        sequence_parallel=sequence_parallel,
+        tp_overlap=0.0,
+        pp_overlap=0.0,
+        dp_overlap=0.0,
+        fsdp_overlap=0.0,
+        adapters_per_group=1.0,
+    )
+
+
+def _plain_flags(stack: Framework, cells: _Cells) -> Framework:
+    """Without the distributed optimizer a run has the default flags: nothing overlaps, fp32 all-reduce."""
+    cells.assumed.append("no overlap, gradients reduced in fp32 (zero=0)")
+    state = replace(stack.state, reduce=4)
+    return replace(stack, state=state, tp_overlap=0.0, dp_overlap=0.0, pp_overlap=0.0)
+
+
+def _layout(cells: _Cells, work: Workload, stack: Framework, num_devices: int) -> Layouts:
+    tp, pp, cp = (cells.filled(name, 1) for name in ("tp", "pp", "cp"))
+    if not cells.text("tp") or not cells.text("pp"):
+        raise SpecError("tp and pp are not stated", where=cells.where)
+    if num_devices % (tp * pp * cp):
+        raise SpecError(
+            f"tp x pp x cp = {tp * pp * cp} does not divide gpus = {num_devices}", where=cells.where
+        )
+    dp = num_devices // (tp * pp * cp)
+    routed = work.model.moe
+    ep = cells.filled("ep", math.gcd(routed.num_experts, dp * cp) if routed else 1)
+    stated = cells.number("dp")
+    if stated not in (None, dp):
+        raise SpecError(f"dp = {stated}, but gpus / (tp x pp x cp) = {dp}", where=cells.where)
+    batch, microbatch = cells.positive("gbs"), cells.filled("mbs", 1)
+    if batch % (dp * microbatch):
+        raise SpecError(f"dp x mbs = {dp * microbatch} does not divide gbs = {batch}", where=cells.where)
+    micro = batch // (dp * microbatch)
+    virtual = _virtual_stages(cells, work, stack, pp)
+    schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
+    recompute = cells.text("recompute")
+    if not recompute:
+        recompute = "none" if routed else DEFAULT_RECOMPUTE.get(stack.name, "none")
+        cells.assumed.append(f"recompute={recompute}")
+    try:
+        bits = parse_recompute(recompute)
+    except SpecError as error:
+        raise SpecError(error.fact, where=cells.where, hint=error.hint) from error
+    zero_default = 0 if work.precision == "fp16" else 1
+    return layouts(
+        dp_shard=dp,
+        zero=cells.filled("zero", zero_default),
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        virtual_stages=virtual,
+        schedule=SCHEDULES.index(schedule),
+        microbatch_sequences=microbatch,
+        num_microbatches=micro,
+        recompute=bits,
+    )
+
+
+def _virtual_stages(cells: _Cells, work: Workload, stack: Framework, pp: int) -> int:
+    """Stated, or for a stack that interleaves the smallest even cut of a stage's layers."""
+    if pp == 1:
+        return 1
+    held = work.model.num_layers // pp
+    cuts = [cut for cut in range(2, held + 1) if held % cut == 0]
+    default = cuts[0] if stack.interleaves and work.model.num_layers % pp == 0 and cuts else 1
+    return min(cells.filled("vpp", default), max(held, 1))

@@ -1,0 +1,167 @@
+"""One rank of a world on this machine's GPU: real tensors and kernels, no other ranks.
+
+Collectives return at once and leave what was in the buffers, so the numbers are meaningless; bytes and
+compute time are those of the rank. Only what the other ranks would keep it waiting for is missing.
+"""
+
+import dataclasses
+import gc
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.data.batches import Batch
+from meshwright.errors import MeshError
+from meshwright.hardware.prediction_log import store_pair
+from meshwright.observe.prediction_check import pair_of, predict_here
+from meshwright.ops.routed_rows import routed_evenly
+from meshwright.rehearse.trace import blank_batch
+from meshwright.rehearse.world import fake_world
+from meshwright.spec import RunSpec
+from meshwright.train.build import build_training
+from meshwright.train.step import Training, train_step
+
+NUM_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One rank as it ran here."""
+
+    rank: int
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    step_seconds: float
+    microbatch_seconds: float
+    is_expandable: bool
+
+
+def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Measured:
+    """Peak bytes and compute time of a rank on the GPU of this machine; the first step only warms up."""
+    device = measuring_device(run)
+    before = _clean(device)
+    with fake_world(run.parallel, rank, device) as mesh, routed_evenly(imbalance):
+        training = build_training(run, mesh, fill=fill_any)
+        batch = any_batch(run, device)
+        seconds = _timed(training, batch, device, num_steps)
+        found = Measured(
+            rank=rank,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            allocated_bytes=_statistic(device, "allocated_bytes.all.peak") - before,
+            reserved_bytes=_statistic(device, "reserved_bytes.all.peak") - before,
+            step_seconds=seconds,
+            microbatch_seconds=seconds / run.accumulation,
+            is_expandable="expandable_segments:True" in _allocator_settings(),
+        )
+        del training, batch
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def keep_pair(run: RunSpec, measured: Sequence[Measured]) -> str | None:
+    """Predicted beside measured, kept for this machine and in words; None where there is nothing to compare.
+
+    One rank of many has its bytes but not its seconds here, since it never waits for the others; so only
+    a run of one rank is kept.
+    """
+    device = measuring_device(run)
+    prediction = predict_here(run, device)
+    if prediction is None or run.parallel.num_ranks > 1:
+        return None
+    (only,) = measured
+    pair = pair_of(
+        run,
+        device,
+        prediction,
+        peak_bytes=only.allocated_bytes,
+        seconds=only.step_seconds,
+        source="rehearse",
+    )
+    store_pair(pair)
+    return pair.line
+
+
+def _clean(device: torch.device) -> int:
+    """Bytes that earlier work of this process still holds; cuBLAS's workspaces are given back first."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def measuring_device(run: RunSpec) -> torch.device:
+    """Where a rank of this run is measured; MeshError where there is no such device."""
+    if run.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MeshError(
+            "a rank is measured on a GPU, and torch sees none here",
+            where="--measure",
+            hint="leave --measure out: the trace needs no GPU",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@torch.no_grad()
+def fill_any(model: nn.Module, seed: int, *, device: torch.device) -> None:
+    """Takes the place of `initialise`: small numbers, drawn where they are, whatever the layout."""
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
+        local.fill_(1.0) if local.ndim < 2 else local.normal_(0.0, 0.02)
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def any_batch(run: RunSpec, device: torch.device) -> Batch:
+    """One rank's part of a batch of random tokens."""
+    batch = blank_batch(run, device.type)
+    for part in batch.microbatches:
+        part.tokens_BS.random_(0, run.model.vocab_size)
+        part.targets_BS.random_(0, run.model.vocab_size)
+        part.positions_BS.copy_(torch.arange(run.data.sequence_length, device=device))
+        part.weights_BS.fill_(1.0 / run.data.batch_tokens)
+        part.sequence_weights_B.fill_(1.0 / run.data.batch_sequences)
+    return batch
+
+
+def _timed(training: Training, batch: Batch, device: torch.device, num_steps: int) -> float:
+    """Median seconds of the steps after the first, whose peaks count."""
+    seconds = []
+    for step in range(num_steps):
+        if step == 1:
+            _reset(device)
+        _wait(device)
+        started_at = time.perf_counter()
+        train_step(training, batch, learning_rate=1e-6)
+        _wait(device)
+        seconds.append(time.perf_counter() - started_at)
+    return statistics.median(seconds[1:] or seconds)
+
+
+def _reset(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _statistic(device: torch.device, name: str) -> int:
+    return torch.cuda.memory_stats(device)[name] if device.type == "cuda" else 0
+
+
+def _allocator_settings() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -1,0 +1,145 @@
+"""The shadow of an fp8 run: now and then the same gradients in bf16, layer by layer.
+
+Every k steps a micro-batch goes forward and backward twice on the same weights, in fp8 and in bf16 (with a
+pipeline: all micro-batches of the step). A layer whose gradients point elsewhere falls back to bf16 and
+stays there. The comparison leaves no trace in the training itself: gradients, buffers and randomness are
+as before. Memory: a sample of the gradients.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.data.batches import Batch, Microbatch
+from meshwright.mesh import Mesh
+from meshwright.parallel.fp8 import fall_back, fp8_blocks, in_bf16
+from meshwright.spec import Fp8Spec, RunSpec
+from meshwright.train.evaluate import sum_over_world
+from meshwright.train.step import Training
+
+# Elements of a shard that are compared, spread evenly over it: cosines settle to three digits.
+SAMPLE_ELEMENTS = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class ShadowReport:
+    """fp8 beside bf16 on the same weights and tokens; layers by their number."""
+
+    loss_fp8: float
+    loss_bf16: float
+    cosines: dict[int, float]
+    """Between the gradients of each block that is in fp8."""
+    norm_ratios: dict[int, float]
+    """|gradient in fp8| / |gradient in bf16|."""
+    fallen: list[int]
+    """Blocks that fall back now."""
+
+    @property
+    def loss_gap(self) -> float:
+        """Relative."""
+        return self.loss_fp8 / self.loss_bf16 - 1.0
+
+    @property
+    def worst_layer(self) -> int:
+        """Whose gradients differ most."""
+        return min(self.cosines, key=lambda layer: self.cosines[layer])
+
+
+class Shadow:
+    """Compares and falls back; all ranks call its methods together and decide alike."""
+
+    def __init__(self, run: RunSpec, training: Training, mesh: Mesh) -> None:
+        assert run.precision.fp8 is not None
+        self.fp8: Fp8Spec = run.precision.fp8
+        self.fallen: list[int] = []
+        self._run, self._training, self._mesh = run, training, mesh
+        self._stages = training.program.stages
+
+    @property
+    def recipe(self) -> str:
+        """The fp8 recipe of the run."""
+        return self.fp8.recipe
+
+    def is_due(self, step: int) -> bool:
+        """Before the step after `step` updates."""
+        every = self.fp8.shadow_every
+        return every is not None and step % every == 0 and len(self._layers()) > 0
+
+    def compare(self, batch: Batch, *, seed: int) -> ShadowReport:
+        """Run both, decide, fall back. Host sync."""
+        layers = self._layers()
+        microbatches = batch.microbatches[:1] if self._mesh.parallel.pp == 1 else batch.microbatches
+        with _unchanged_buffers(self._stages):
+            loss_fp8, narrow = self._gradients(microbatches, seed)
+            with in_bf16(self._stages):
+                loss_bf16, wide = self._gradients(microbatches, seed)
+        table_L3 = self._agreed(narrow, wide).tolist()
+        cosines = {layer: _cosine(*table_L3[layer]) for layer in layers}
+        ratios = {layer: _ratio(*table_L3[layer]) for layer in layers}
+        fallen = [layer for layer in layers if not cosines[layer] >= self.fp8.shadow_min_cosine]
+        self.restore([*self.fallen, *fallen])
+        return ShadowReport(loss_fp8, loss_bf16, cosines, ratios, fallen)
+
+    def restore(self, fallen: Sequence[int]) -> None:
+        """These blocks compute in bf16 from now on."""
+        self.fallen = sorted(set(fallen))
+        fall_back(self._stages, self.fallen)
+
+    def _layers(self) -> list[int]:
+        """Blocks of the whole model that are in fp8; not only those of this stage."""
+        return [layer for layer in fp8_blocks(self._run) if layer not in self.fallen]
+
+    def _gradients(self, microbatches: Sequence[Microbatch], seed: int) -> tuple[float, dict[str, Tensor]]:
+        """The loss, and a sample of the gradient of each parameter of a block."""
+        torch.manual_seed(seed + dist.get_rank())
+        loss = self._training.program.accumulate(microbatches)
+        found = {
+            name: _sample(shard.grad)
+            for name, shard in self._training.named_shards.items()
+            if name.startswith("blocks.") and shard.grad is not None
+        }
+        self._training.optimizer.zero_grad()
+        return float(sum_over_world(loss, self._mesh)), found
+
+    def _agreed(self, narrow: dict[str, Tensor], wide: dict[str, Tensor]) -> Tensor:
+        """By layer: product of both gradients, square of the one and of the other, over all ranks."""
+        shares = {one.name: one.norm_share for one in self._training.program.owned}
+        table_L3 = torch.zeros(self._run.model.num_layers, 3, dtype=torch.float64, device=self._mesh.device)
+        for name, a in narrow.items():
+            b, layer = wide[name], int(name.split(".")[1])
+            table_L3[layer] += shares[name] * torch.stack([(a * b).sum(), (a * a).sum(), (b * b).sum()])
+        dist.all_reduce(table_L3)
+        dist.broadcast(table_L3, src=0)  # the very same bits for everybody's decision
+        return table_L3.cpu()
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    flat = gradient.detach().flatten()
+    return flat[:: -(-flat.numel() // SAMPLE_ELEMENTS) or 1].double()
+
+
+def _cosine(product: float, square_a: float, square_b: float) -> float:
+    if square_a == square_b == 0.0:
+        return 1.0
+    return product / (square_a * square_b) ** 0.5 if square_a and square_b else 0.0
+
+
+def _ratio(_: float, square_a: float, square_b: float) -> float:
+    return (square_a / square_b) ** 0.5 if square_b else float(square_a == 0.0)
+
+
+@contextmanager
+def _unchanged_buffers(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Loads of experts, magnitudes seen: what a forward notes is forgotten.
+
+    Weights kept in fp8 are not written to by a forward, and large.
+    """
+    buffers = [buffer for stage in stages for buffer in stage.buffers() if buffer.itemsize > 1]
+    before = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, value in zip(buffers, before, strict=True):
+        buffer.copy_(value)

@@ -1,0 +1,70 @@
+"""Joint products and summed gradients, as compiled blocks have them, against products apart; uncompiled."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.tiny_runs import tiny_run
+from torch import Tensor
+
+from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
+from meshwright.models.decoder import build_decoder
+from meshwright.models.layers.fused import joint_maker, sharing
+from meshwright.ops.fused_linear import lies_behind
+from meshwright.parallel import apply
+from meshwright.parallel.fused_projections import join_products
+from meshwright.spec import ParallelSpec, PrecisionSpec, RunSpec
+from meshwright.train.build import build_data, build_training
+from meshwright.train.step import Training, train_step
+
+
+@pytest.fixture
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mesh]:
+    """One rank, on which nothing is compiled."""
+    monkeypatch.setattr(apply, "compile_blocks", lambda *_: None)
+    yield build_mesh(ParallelSpec(), join_world("cpu"))
+    leave_world()
+
+
+def _steps(run: RunSpec, mesh: Mesh) -> tuple[Training, list[Tensor], dict[str, Tensor]]:
+    training, batches = build_training(run, mesh), build_data(run, mesh)
+    losses = [train_step(training, next(batches), learning_rate=0.05).loss for _ in range(3)]
+    batches.close()
+    return training, losses, {one.name: one.shard.detach().clone() for one in training.program.owned}
+
+
+@pytest.mark.parametrize("model", ["gqa", "tied", "gpt", "mla", "moe_shared"])
+def test_three_steps_of_several_micro_batches_equal_those_of_products_apart(model: str, mesh: Mesh) -> None:
+    _, losses, weights = _steps(tiny_run(model), mesh)
+    training, joint_losses, joint_weights = _steps(tiny_run(model, compile=True), mesh)
+    makers = map(joint_maker, training.program.stages[0].modules())
+    assert any(makers) == (model != "gpt")
+    torch.testing.assert_close(joint_losses, losses, rtol=1e-12, atol=0)
+    for name, weight in weights.items():
+        torch.testing.assert_close(joint_weights[name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_bf16_weights_of_a_joint_product_lie_behind_each_other_and_train_as_apart(mesh: Mesh) -> None:
+    precision = PrecisionSpec(compute="bf16", weights="bf16_exact", gradients="bf16")
+    _, losses, _ = _steps(tiny_run("gqa", precision=precision), mesh)
+    training, joint_losses, _ = _steps(tiny_run("gqa", precision=precision, compile=True), mesh)
+    joined = [one for one in training.program.stages[0].modules() if joint_maker(one)]
+    assert len(joined) == 4 and all(lies_behind([linear.weight for linear in sharing(one)]) for one in joined)
+    assert {linear.totals for one in joined for linear in sharing(one)} == {()}
+    # Products and sums of bf16 numbers in another order: a few roundings of 2^-9 in the last of three losses.
+    torch.testing.assert_close(joint_losses, losses, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compile": False},
+        {"parallel": ParallelSpec(dp_shard=2, zero=3)},
+        {"parallel": ParallelSpec(tp=2)},
+    ],
+)
+def test_cut_or_uncompiled_weights_stay_apart(changes: dict[str, object]) -> None:
+    run = tiny_run("gqa", **{"compile": True, **changes})
+    model = build_decoder(run.model)
+    join_products(model, run)
+    assert not any(map(joint_maker, model.modules()))

@@ -1,0 +1,159 @@
+"""The search: it finds what brute force finds, obeys pins and rules, and never suffers from more devices."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.questions import asked
+
+from meshwright.hardware.catalogue import parse_cluster
+from meshwright.plan.search.decision import Choice, with_layout
+from meshwright.plan.search.pins import parse_pins
+from meshwright.plan.search.question import Question, price
+from meshwright.plan.search.search import search
+from meshwright.plan.search.space import divisors, expand, meshes
+from meshwright.plan.workload.layouts import CP_KINDS, RECOMPUTE_NONE
+from meshwright.spec.check import check
+
+SMALL = ("gpt3-350m", "llama-3.2-1b", "qwen3-0.6b", "mixtral-8x7b")
+
+
+def question(model: str, on: str, *pins: str, batch_sequences: int = 64, seq: int = 2048) -> Question:
+    return asked(model, on, *pins, seq=seq, batch_tokens=batch_sequences * seq).question
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+
+
+def test_finds_what_pricing_everything_finds() -> None:
+    asks = question("llama-3.2-1b", "a100:8")
+    everything = expand(asks.space, meshes(asks.space, range(1, 9)))
+    priced = price(asks, everything)
+    fits = priced.device_bytes <= asks.memory_budget_bytes
+    found = search(asks)
+    assert found.fitting.step_seconds.min() == pytest.approx(priced.step_seconds[fits].min(), rel=1e-12)
+    assert found.num_considered <= len(everything)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    model=st.sampled_from(SMALL),
+    nodes=st.integers(1, 6),
+    batch_sequences=st.sampled_from([8, 48, 64, 100, 512]),
+    seq=st.sampled_from([1024, 2048, 32768]),
+    row=st.integers(0, 10**6),
+)
+def test_every_kept_layout_passes_the_rules(
+    model: str, nodes: int, batch_sequences: int, seq: int, row: int
+) -> None:
+    length = min(seq, 2048) if model.startswith("gpt3") else seq
+    asks = question(model, f"dgx-h100:{nodes}", batch_sequences=batch_sequences, seq=length)
+    fitting = search(asks).fitting
+    if len(fitting):
+        chosen = with_layout(asks.run, fitting.layouts.take([row % len(fitting)]))
+        assert check(chosen) == []
+        assert chosen.parallel.num_ranks <= asks.cluster.num_devices
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    model=st.sampled_from(SMALL),
+    few=st.integers(1, 12),
+    more=st.integers(0, 12),
+    batch_sequences=st.sampled_from([16, 96, 512]),
+)
+def test_more_devices_never_make_the_best_plan_slower(
+    model: str, few: int, more: int, batch_sequences: int
+) -> None:
+    def best(nodes: int) -> float:
+        asks = question(model, f"leonardo:{nodes}", batch_sequences=batch_sequences)
+        seconds = search(asks).fitting.step_seconds
+        return float(seconds.min()) if len(seconds) else float("inf")
+
+    assert best(few + more) <= best(few) * (1 + 1e-12)
+
+
+def test_state_falls_with_the_zero_stage() -> None:
+    asks = question("llama-3.2-1b", "h100:8", "tp=1", "pp=1", "cp=1", "recompute=full")
+    bytes_by_zero = {}
+    for zero in (0, 1, 2, 3):
+        fitting = search(
+            replace(asks, pins=parse_pins([f"zero={zero}", "tp=1", "pp=1", "microbatch_sequences=1"]))
+        )
+        bytes_by_zero[zero] = fitting.fitting.device_bytes.min()
+    assert bytes_by_zero[0] > bytes_by_zero[1] > bytes_by_zero[2] > bytes_by_zero[3]
+
+
+@pytest.mark.parametrize(
+    ("pins", "column", "values"),
+    [
+        (["tp=2"], "tp", {2}),
+        (["zero=1,2"], "zero", {1, 2}),
+        (["pp=4", "schedule=gpipe"], "pp", {4}),
+        (["recompute=none"], "recompute", {RECOMPUTE_NONE}),
+        (["microbatch_sequences=2"], "microbatch_sequences", {2}),
+        (["accumulation=4"], "num_microbatches", {4}),
+        (["cp=2", "cp_kind=ring"], "cp_kind", {CP_KINDS.index("ring")}),
+        (["num_ranks=4"], "num_ranks", {4}),
+        (["dp_shard=2"], "dp_shard", {2}),
+    ],
+)
+def test_pins_are_obeyed(pins: list[str], column: str, values: set[int]) -> None:
+    fitting = search(question("llama-3.2-1b", "h100:8", *pins)).fitting
+    assert len(fitting)
+    assert set(np.unique(getattr(fitting.layouts, column)).tolist()) <= values
+
+
+def test_context_parallel_is_for_long_sequences() -> None:
+    short = search(question("llama-3.2-1b", "h100:8", seq=4096, batch_sequences=64)).fitting
+    long = search(question("llama-3.2-1b", "h100:8", seq=131072, batch_sequences=8)).fitting
+    assert set(short.layouts.cp) == {1}
+    assert 8 in set(long.layouts.cp)
+
+
+def test_experts_are_dealt_out() -> None:
+    fitting = search(question("mixtral-8x7b", "dgx-h100:4", batch_sequences=512)).fitting
+    assert set(fitting.layouts.ep) > {1, 8}
+    assert ((fitting.layouts.dp_shard * fitting.layouts.cp) % fitting.layouts.ep == 0).all()
+
+
+def test_objectives_differ_as_they_should() -> None:
+    asks = question("llama-3.2-1b", "h100:8x4", batch_sequences=512)
+    speed, cost, memory = (
+        search(replace(asks, objective=objective)).fitting.take([0])
+        for objective in ("speed", "cost", "memory")
+    )
+    assert cost.device_seconds[0] <= speed.device_seconds[0]
+    assert speed.step_seconds[0] <= cost.step_seconds[0]
+    assert memory.device_bytes[0] <= min(speed.device_bytes[0], cost.device_bytes[0])
+
+
+def test_what_does_not_fit_keeps_its_number() -> None:
+    found = search(question("llama-3.1-8b", "a100:1", "memory.offload=[]", batch_sequences=64))
+    assert len(found.fitting) == 0
+    assert found.leanest is not None
+    assert found.leanest.device_bytes[0] > parse_cluster("a100:1").device.memory_bytes
+
+
+def test_simulated_time_is_near_the_closed_form() -> None:
+    """A few per cent where stages are even: 32 layers over 4 ranks, the head apart."""
+    asks = question(
+        "llama-3.1-8b", "h100:8x4", "pp=4", "tp=2", "schedule=1f1b", batch_sequences=512, seq=8192
+    )
+    fitting = search(asks).fitting
+    choice = Choice(asks, fitting.layouts.take([0]))
+    assert choice.step_seconds == pytest.approx(float(fitting.step_seconds[0]), rel=0.08)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = (
+        "import sys; import meshwright.plan.draw.plan_report, meshwright.plan.explain.relax, meshwright.plan.search.sizing; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,121 @@
+"""Formats of weights, gradients, moments and linears are priced as the runtime keeps them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.questions import asked
+
+from meshwright.hardware.catalogue import parse_cluster
+from meshwright.plan.explain.reasons import STATE_ITEMS
+from meshwright.plan.memory.rank_bytes import memory
+from meshwright.plan.predict import Prediction, predict_run
+from meshwright.plan.search.decision import make_plan
+from meshwright.plan.workload.formats import runtime_of, workload_of
+from meshwright.plan.workload.layouts import layouts
+from meshwright.spec.run import RunSpec
+
+H200 = parse_cluster("h200:1")
+BF16 = ("precision.weights=bf16_exact", "precision.gradients=bf16", "optim.state=bf16")
+
+
+def predicted(model: str, *pins: str) -> Prediction:
+    return predict_run(run_of(model, *pins), H200)
+
+
+def run_of(model: str, *pins: str) -> RunSpec:
+    return asked(model, "h200:1", *pins, seq=4096, batch_tokens=2**15).question.run
+
+
+def state_bytes_per_parameter(*pins: str) -> float:
+    run = run_of("llama-3.2-1b", *pins)
+    items = predict_run(run, H200).fullest.items
+    return sum(items.get(name, 0.0) for name in STATE_ITEMS) / workload_of(run).counts.total
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected"),
+    [
+        ((), 16),
+        (BF16[:1], 16),
+        (BF16[:2], 14),
+        (BF16, 10),
+        (("precision.weights=bf16_stochastic", *BF16[1:]), 8),
+        (("precision.weights=bf16_stochastic", BF16[1], "optim.kind=adamw_8bit"), 6),
+        (("optim.kind=adafactor", "optim.beta1=0"), 8),
+    ],
+)
+def test_bytes_per_parameter(pins: tuple[str, ...], expected: float) -> None:
+    assert state_bytes_per_parameter(*pins) == pytest.approx(expected, rel=1e-12)
+
+
+def test_weights_in_bf16_need_no_cast_copy() -> None:
+    assert "cast weights" in predicted("llama-3.2-1b").fullest.items
+    assert "cast weights" not in predicted("llama-3.2-1b", *BF16[:1]).fullest.items
+
+
+def test_fewer_bytes_are_updated_and_reduced_in_less_time() -> None:
+    plain, small = predicted("llama-3.1-8b"), predicted("llama-3.1-8b", *BF16)
+    assert small.seconds_by_item["optimizer"] < 0.7 * plain.seconds_by_item["optimizer"]
+    assert runtime_of(run_of("llama-3.1-8b", *BF16)).state.reduce == 2
+
+
+def test_fp8_is_faster_and_keeps_less_where_linears_are_large() -> None:
+    wide, narrow = (predicted("llama-3.1-8b", *BF16, f"precision.fp8={fp8}") for fp8 in ("null", "current"))
+    assert 0.5 < narrow.seconds_by_item["matmul"] / wide.seconds_by_item["matmul"] < 0.7
+    assert narrow.seconds_by_item["elementwise"] > wide.seconds_by_item["elementwise"]
+    assert narrow.fullest.items["activations"] < 0.95 * wide.fullest.items["activations"]
+
+
+def test_ends_in_bf16_cost_time() -> None:
+    def seconds(ends: int) -> float:
+        return predicted(
+            "llama-3.1-8b", "precision.fp8=current", f"precision.fp8.bf16_ends={ends}"
+        ).step_seconds
+
+    assert seconds(0) < seconds(1) < seconds(8)
+
+
+def test_weights_cast_once_per_step_take_memory_and_save_time() -> None:
+    anew, kept = (
+        predicted("llama-3.1-8b", *BF16, f"precision.fp8.cast_weights={when}", "precision.fp8.bf16_ends=0")
+        for when in ("per_microbatch", "per_step")
+    )
+    linears = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert kept.fullest.items["fp8 weights"] == pytest.approx(2 * linears, rel=1e-12)
+    assert "fp8 weights" not in anew.fullest.items
+    assert kept.seconds_by_item["elementwise"] < anew.seconds_by_item["elementwise"]
+
+
+def test_weights_kept_in_fp8_are_never_planned_with_zero3() -> None:
+    question = asked(
+        "llama-3.1-8b", "h200:8", "precision.fp8.cast_weights=per_step", seq=4096, batch_tokens=2**18
+    ).question
+    assert make_plan(question).found.fitting.layouts.zero.max() < 3
+
+
+def test_routed_experts_stay_wide() -> None:
+    wide, narrow = (predicted("mixtral-8x7b", f"precision.fp8={fp8}") for fp8 in ("null", "current"))
+    # Nearly all products are of experts, which stay in bf16.
+    assert narrow.seconds_by_item["matmul"] > 0.9 * wide.seconds_by_item["matmul"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    weights=st.sampled_from(["fp32", "bf16_exact", "bf16_stochastic"]),
+    gradients=st.sampled_from(["fp32", "bf16"]),
+    moments=st.sampled_from(["fp32", "bf16"]),
+    shards=st.sampled_from([2, 8, 64]),
+)
+def test_state_falls_with_the_zero_stage_in_every_format(
+    weights: str, gradients: str, moments: str, shards: int
+) -> None:
+    pins = [f"precision.weights={weights}", f"optim.state={moments}"]
+    pins += [f"precision.gradients={gradients}"] if weights != "fp32" else []
+    run = run_of("llama-3.2-1b", *pins)
+    stages = np.arange(1, 4)
+    found = memory(
+        workload_of(run), layouts(zero=stages, dp_shard=shards, num_microbatches=2), H200, runtime_of(run)
+    ).items
+    state = sum(found[name][:, 0] for name in STATE_ITEMS)
+    assert (np.diff(state) < 0).all()

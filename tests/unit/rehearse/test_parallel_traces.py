@@ -1,0 +1,39 @@
+"""Traces made in processes are those that are made here."""
+
+import pytest
+from tests.unit.rehearse.test_trace import small_run
+
+from meshwright.errors import SpecError
+from meshwright.rehearse import parallel_traces as side_by_side
+from meshwright.rehearse.parallel_traces import rehearse_ranks
+from meshwright.rehearse.rank_report import RankReport, rehearse_rank
+from meshwright.spec import RunSpec
+
+
+def run_of(**changes: object) -> RunSpec:
+    run = small_run({"pp": 2, "tp": 2}, microbatches=4, compute="bf16")
+    return run.with_(model=run.model.with_(num_layers=14), **changes)
+
+
+def figures(report: RankReport) -> dict[str, object]:
+    return {**vars(report), "seconds": None}
+
+
+def test_reports_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(side_by_side, "usable_cores", lambda: 2)
+    told: list[str] = []
+    first, last = rehearse_ranks(run_of(), [0, 2], tell=told.append)
+    assert figures(last) == figures(rehearse_rank(run_of(), 2))
+    assert first.rank == 0 and first.items != last.items
+    assert "in 2 processes" in told[0]
+    assert told[-1] == f"trace {(count := first.num_traces + last.num_traces)} of {count}"
+
+
+def test_what_a_process_refuses_is_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(side_by_side, "usable_cores", lambda: 2)
+    run = run_of(parallel={"dp_shard": 2, "zero": 3}, memory={"offload": "optimizer,parameters"})
+    with pytest.raises(SpecError, match="cannot tell shards") as refused:
+        rehearse_ranks(run, [0])
+    assert refused.value.where == "memory.offload"

@@ -1,0 +1,54 @@
+"""Figures of a long step from shorter traces, and what is refused."""
+
+import pytest
+from tests.unit.rehearse.test_trace import small_run
+
+from meshwright.errors import MeshError, PlanError
+from meshwright.hardware import parse_cluster
+from meshwright.rehearse.fits_device import require_fit
+from meshwright.rehearse.rank_report import ranks_to_rehearse, rehearse_rank
+from meshwright.spec import ParallelSpec
+
+
+@pytest.mark.parametrize(
+    ("parallel", "layers", "microbatches"),
+    [
+        ({"dp_shard": 4, "zero": 3}, 7, 5),
+        ({"pp": 2, "tp": 2}, 14, 4),
+        # Micro-batches between those that fill the pipeline and those that empty it.
+        ({"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 4, 12),
+    ],
+)
+def test_shorter_traces_give_the_whole_step_exactly(parallel, layers, microbatches):
+    run = small_run(parallel, microbatches=microbatches, compute="bf16")
+    run = run.with_(model=run.model.with_(num_layers=layers))
+    short, whole = rehearse_rank(run, 0), rehearse_rank(run, 0, is_whole=True)
+    assert short.num_traces > 1 == whole.num_traces
+    assert short.items == whole.items
+    assert short.moment == whole.moment
+    assert short.collectives == whole.collectives
+    assert short.flops == whole.flops
+    # Holes between tensors depend on the order in which all of them come: two segments of the small pool;
+    # segments of fixed sizes are never cut smaller, so that one more of them (2 or 20 MiB) may be held.
+    assert abs(short.reserved_bytes - whole.reserved_bytes) <= 4 * 2**20
+    assert abs(short.reserved_default_bytes - whole.reserved_default_bytes) <= 24 * 2**20
+
+
+def test_first_middle_and_last_stage_by_default():
+    assert ranks_to_rehearse(ParallelSpec(pp=4, tp=2, dp_replicate=2)) == [0, 8, 12]
+    assert ranks_to_rehearse(ParallelSpec(tp=8)) == [0]
+
+
+def test_a_rank_outside_the_world():
+    with pytest.raises(MeshError, match="rank 9 is outside"):
+        rehearse_rank(small_run({}), 9)
+
+
+def test_what_does_not_fit_is_told_with_bytes_and_ways():
+    run = small_run({"dp_shard": 4, "zero": 1}, compute="bf16")
+    report = rehearse_rank(run, 0)
+    require_fit(run, [report], parse_cluster("h100:4"))
+    large = report.__class__(**{**report.__dict__, "reserved_bytes": 10.0**12})
+    with pytest.raises(PlanError, match="rank 0 needs") as refused:
+        require_fit(run, [large], parse_cluster("h100:4"))
+    assert "GiB too many" in refused.value.hint
