@@ -6,7 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 # A slow machine is no failure.
 settings.register_profile("untimed", deadline=None)

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.harness import assert_same_training
-from tests.layouts import DENSE, ROUTED, Layout, all_pairs, all_singles, named_mixes
-from tests.oracle import reference
-from tests.ranks import RankPool, this_world
+from tests.support.harness import assert_same_training
+from tests.support.layouts import DENSE, ROUTED, Layout, all_pairs, all_singles, named_mixes
+from tests.support.oracle import reference
+from tests.support.ranks import RankPool, this_world
 
 from meshwright.mesh import build_mesh
 from meshwright.rehearse.steps import Trained, train_steps

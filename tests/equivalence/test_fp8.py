@@ -8,9 +8,9 @@ import dataclasses
 
 import pytest
 import torch
-from tests.harness import Result, run_case, train_steps, worst_errors
-from tests.ranks import RankPool
-from tests.tiny_runs import SEQUENCE_LENGTH, VOCAB_SIZE, ragged_dataset
+from tests.support.harness import Result, run_case, train_steps, worst_errors
+from tests.support.ranks import RankPool
+from tests.support.tiny_runs import SEQUENCE_LENGTH, VOCAB_SIZE, ragged_dataset
 
 from meshwright.mesh import World, build_mesh
 from meshwright.rehearse.differences import merged

@@ -1,7 +1,7 @@
 """Decoders of transformers, unmodified and of families that are not ours: every cut equals one device."""
 
 import pytest
-from tests.own_modules import (
+from tests.support.own_modules import (
     DECODERS,
     MORE_DECODERS,
     differences,

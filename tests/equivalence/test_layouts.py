@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from tests.equivalence_report import add_row
-from tests.harness import assert_state_bytes, assert_traffic, prove_with_every_optimizer
-from tests.layouts import (
+from tests.support.equivalence_report import add_row
+from tests.support.harness import assert_state_bytes, assert_traffic, prove_with_every_optimizer
+from tests.support.layouts import (
     DENSE,
     Layout,
     all_axes_on_16,
@@ -17,8 +17,8 @@ from tests.layouts import (
     quick_singles,
     random_layouts,
 )
-from tests.ranks import RankPool
-from tests.tiny_runs import OPTIMIZERS
+from tests.support.ranks import RankPool
+from tests.support.tiny_runs import OPTIMIZERS
 
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
 NUM_RANDOM = 40

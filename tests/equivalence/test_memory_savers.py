@@ -5,8 +5,8 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from tests.attempts import attempt, last_checkpoint, read_tensors
-from tests.harness import (
+from tests.support.attempts import attempt, last_checkpoint, read_tensors
+from tests.support.harness import (
     RTOL,
     all_tensor_bytes,
     assert_same_training,
@@ -16,9 +16,9 @@ from tests.harness import (
     this_world,
     worst_errors,
 )
-from tests.oracle import reference
-from tests.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
-from tests.traffic import ELEMENT, held_shapes, padded_elements
+from tests.support.oracle import reference
+from tests.support.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
+from tests.support.traffic import ELEMENT, held_shapes, padded_elements
 from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh

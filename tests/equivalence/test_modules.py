@@ -1,7 +1,7 @@
 """Modules from elsewhere, unmodified: every ZeRO stage equals a plain loop on one device."""
 
 import pytest
-from tests.own_modules import (
+from tests.support.own_modules import (
     MODULES,
     differences,
     fit_spec,
@@ -12,7 +12,7 @@ from tests.own_modules import (
     together,
     train_cases,
 )
-from tests.tiny_runs import MORE_OPTIMIZERS
+from tests.support.tiny_runs import MORE_OPTIMIZERS
 
 RTOL = 1e-9
 TWO_RANKS = {

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.communication import Recorder, named_calls
-from tests.harness import all_tensor_bytes, this_world, worst_errors
-from tests.oracle import IGNORED, Sequences, loss_of_one_document, reference, reference_model, token_loss
-from tests.tiny_runs import MODELS, OPTIMIZERS, SEQUENCE_LENGTH, tiny_run
-from tests.traffic import expected_parameter_bytes, most_optimizer_bytes
+from tests.support.communication import Recorder, named_calls
+from tests.support.harness import all_tensor_bytes, this_world, worst_errors
+from tests.support.oracle import (
+    IGNORED,
+    Sequences,
+    loss_of_one_document,
+    reference,
+    reference_model,
+    token_loss,
+)
+from tests.support.tiny_runs import MODELS, OPTIMIZERS, SEQUENCE_LENGTH, tiny_run
+from tests.support.traffic import expected_parameter_bytes, most_optimizer_bytes
 
 from meshwright.data.sources import TokenFile
 from meshwright.mesh import build_mesh

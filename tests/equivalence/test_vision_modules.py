@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.harness import this_world
-from tests.own_modules import (
+from tests.support.harness import this_world
+from tests.support.own_modules import (
     VISION,
     differences,
     fit_spec,
@@ -17,7 +17,7 @@ from tests.own_modules import (
     rows_of_rank,
     train_cases,
 )
-from tests.vision_modules import require_vision
+from tests.support.vision_modules import require_vision
 from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from tests.harness import this_world
-from tests.oracle import reference
-from tests.tiny_runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.harness import this_world
+from tests.support.oracle import reference
+from tests.support.tiny_runs import MODELS, OPTIMIZERS, tiny_run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

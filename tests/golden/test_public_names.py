@@ -2,7 +2,7 @@
 
 import inspect
 
-from tests.golden_files import assert_golden
+from tests.support.golden_files import assert_golden
 
 from meshwright import errors, spec, units
 from meshwright.spec import check, text

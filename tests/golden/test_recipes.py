@@ -1,7 +1,7 @@
 """What each recipe resolves to, value by value."""
 
 import pytest
-from tests.golden_files import FOLDER, assert_golden
+from tests.support.golden_files import FOLDER, assert_golden
 
 from meshwright.spec.text import dump_run, load_run, recipe_names
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 # No job on a card computes this long, and minutes on it are dear.
 JOB_SECONDS = 25.0

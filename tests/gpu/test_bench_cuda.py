@@ -12,7 +12,7 @@ from bench.contender import Job
 from bench.contender_plain import plain_model
 from bench.step import parse
 from bench.turn_clock import TurnClock
-from tests.tiny_runs import tiny_run
+from tests.support.tiny_runs import tiny_run
 
 from meshwright.bench.attention import chosen_backend, kernel_seen, time_attention
 from meshwright.bench.copy import link_rows

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from tests.equivalence.test_compiled import EACH_AXIS, ONE_DEVICE, each, prove
-from tests.layouts import Layout
-from tests.ranks import RankPool
+from tests.support.layouts import Layout
+from tests.support.ranks import RankPool
 
 pytestmark = [
     pytest.mark.gpu,

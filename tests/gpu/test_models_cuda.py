@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.tiny_models import TINY_FAMILIES, tiny
+from tests.support.tiny_models import TINY_FAMILIES, tiny
 
 from meshwright.models import build_decoder, initialise
 from meshwright.ops.grouped_mm import grouped_linear

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.own_modules import (
+from tests.support.own_modules import (
     differences,
     fit_spec,
     parallel,

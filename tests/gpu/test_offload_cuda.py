@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 import torch
-from tests.attempts import attempt, last_checkpoint, read_tensors
-from tests.harness import RTOL, this_world, worst_errors
-from tests.oracle import reference
-from tests.tiny_runs import MODELS, tiny_run
+from tests.support.attempts import attempt, last_checkpoint, read_tensors
+from tests.support.harness import RTOL, this_world, worst_errors
+from tests.support.oracle import reference
+from tests.support.tiny_runs import MODELS, tiny_run
 
 from meshwright.mesh import build_mesh
 from meshwright.plan.memory.rank_bytes import host_items

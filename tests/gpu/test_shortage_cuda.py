@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.harness import RTOL, worst_errors
 from tests.resume.test_shortage import BACK_OFF, LAYOUTS, Strike, final_tensors, run_of, train
-from tests.tiny_runs import MODELS, tiny_run
+from tests.support.harness import RTOL, worst_errors
+from tests.support.tiny_runs import MODELS, tiny_run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from tests.attempts import assert_same_state, attempt, last_checkpoint, read_tensors
 from tests.equivalence.test_fp8 import fp8_run
-from tests.ranks import RankPool
+from tests.support.attempts import assert_same_state, attempt, last_checkpoint, read_tensors
+from tests.support.ranks import RankPool
 
 from meshwright.observe.events import events_path, read_events
 from meshwright.spec import CheckpointSpec, Fp8Spec, ParallelSpec, PrecisionSpec, RunSpec, ScheduleSpec

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed.checkpoint.filesystem as dcp_files
-from tests.attempts import assert_same_state, attempt, killed_after, last_checkpoint, train_here
-from tests.harness import this_world
-from tests.ranks import RankPool
-from tests.tiny_runs import OPTIMIZERS, tiny_run
+from tests.support.attempts import assert_same_state, attempt, killed_after, last_checkpoint, train_here
+from tests.support.harness import this_world
+from tests.support.ranks import RankPool
+from tests.support.tiny_runs import OPTIMIZERS, tiny_run
 
 from meshwright.checkpoint import save
 from meshwright.checkpoint.load import complete_checkpoints

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.own_modules import BATCH, OPTIMIZERS, foreign_named
+from tests.support.own_modules import BATCH, OPTIMIZERS, foreign_named
 from torch import Tensor
 
 import meshwright

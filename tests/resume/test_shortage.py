@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tests.attempts import last_checkpoint, read_tensors
-from tests.harness import RTOL, this_world, worst_errors
-from tests.tiny_runs import tiny_run
+from tests.support.attempts import last_checkpoint, read_tensors
+from tests.support.harness import RTOL, this_world, worst_errors
+from tests.support.tiny_runs import tiny_run
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook

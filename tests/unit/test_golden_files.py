@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests import golden_files
+from tests.support import golden_files
 
 
 @pytest.fixture

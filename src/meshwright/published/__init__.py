@@ -1,1 +1,1 @@
-"""Published runs of other frameworks: their tables read, their conventions, their stacks priced beside ours."""
+"""Published runs of other frameworks: tables read, conventions, their stacks priced beside ours."""

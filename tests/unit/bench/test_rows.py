@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.harness import this_world
-from tests.ranks import RankPool
+from tests.support.harness import this_world
+from tests.support.ranks import RankPool
 
 from meshwright.bench import attention, comm, copy, gemm, storage
 from meshwright.bench.random_tokens import write_random_tokens

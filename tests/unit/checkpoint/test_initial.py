@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.tiny_models import tiny
+from tests.support.tiny_models import tiny
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.initial import load_initial_weights

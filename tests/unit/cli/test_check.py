@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.golden_files import assert_golden
-from tests.run_texts import DENSE
+from tests.support.golden_files import assert_golden
+from tests.support.run_texts import DENSE
 
 from meshwright.cli.main import run
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from tests.small_runs import train_small
-from tests.tiny_models import tiny
+from tests.support.small_runs import train_small
+from tests.support.tiny_models import tiny
 
 from meshwright.checkpoint.weights import build_model, open_weights
 from meshwright.cli.main import run

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tests.malformed import malformed
-from tests.run_texts import DENSE, LATENT, MOE
+from tests.support.malformed import malformed
+from tests.support.run_texts import DENSE, LATENT, MOE
 
 from meshwright.cli.main import run
 

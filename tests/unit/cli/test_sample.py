@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.small_runs import train_small
+from tests.support.small_runs import train_small
 
 from meshwright.cli.main import run
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.small_runs import SMALL, train_small, write_run_file
+from tests.support.small_runs import SMALL, train_small, write_run_file
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.cli.main import run

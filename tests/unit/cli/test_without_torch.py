@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.without_torch import base_packages, link_packages
+from tests.support.without_torch import base_packages, link_packages
 
 ROOT = Path(__file__).parents[3]
 VERBS = {

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.harness import Result, run_case
-from tests.ranks import RankPool
-from tests.tiny_runs import MODELS, SEQUENCE_LENGTH, tiny_run
+from tests.support.harness import Result, run_case
+from tests.support.ranks import RankPool
+from tests.support.tiny_runs import MODELS, SEQUENCE_LENGTH, tiny_run
 
 from meshwright.plan.time.timeline import StageSeconds, simulate
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight

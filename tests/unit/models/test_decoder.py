@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.tiny_models import TINY_FAMILIES, tiny
+from tests.support.tiny_models import TINY_FAMILIES, tiny
 from torch import Tensor
 
 from meshwright.models import Decoder, build_decoder, initialise

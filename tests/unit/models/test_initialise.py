@@ -3,7 +3,7 @@
 import math
 
 import torch
-from tests.tiny_models import TINY_FAMILIES, tiny
+from tests.support.tiny_models import TINY_FAMILIES, tiny
 
 from meshwright.models import build_decoder, initialise
 from meshwright.models.initialise import initial_std

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import tiny
+from tests.support.tiny_models import tiny
 from torch import Tensor, nn
 
 from meshwright.errors import CheckpointError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.tiny_models import tiny
+from tests.support.tiny_models import tiny
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from tests.ranks import RankPool
-from tests.tiny_models import tiny
+from tests.support.ranks import RankPool
+from tests.support.tiny_models import tiny
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

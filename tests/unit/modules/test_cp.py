@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.harness import this_world
-from tests.own_modules import decoder, fit_spec, parallel, sequential, token_batch, token_loss
+from tests.support.harness import this_world
+from tests.support.own_modules import decoder, fit_spec, parallel, sequential, token_batch, token_loss
 from torch.nn.functional import cross_entropy
 
 from meshwright.errors import MeshwrightError, SpecError

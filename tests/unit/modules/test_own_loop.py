@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.own_modules import BATCH, NUM_STEPS, OPTIMIZERS, foreign_named, reference
+from tests.support.own_modules import BATCH, NUM_STEPS, OPTIMIZERS, foreign_named, reference
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset

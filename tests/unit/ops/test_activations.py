@@ -1,7 +1,7 @@
 """GELU and SwiGLU as compiled blocks have them, against torch's own; their Triton kernels, interpreted."""
 
 import torch
-from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
 from torch.nn import functional
 
 from meshwright.ops.gelu import biased_gelu, gelu_by_sigmoid, gelu_gradient

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import RankPool, rank_device
+from tests.support.ranks import RankPool, rank_device
 from torch import Tensor, nn
 
 from meshwright.errors import SpecError

@@ -1,7 +1,7 @@
 """The Triton passes over logits, in Triton's interpreter, against the plain ones."""
 
 import torch
-from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
 
 from meshwright.ops.loss_rows import PLAIN
 

@@ -4,7 +4,7 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
 from torch import Tensor
 
 from meshwright.optim.adamw import adamw_pass

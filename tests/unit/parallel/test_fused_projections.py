@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.tiny_runs import tiny_run
+from tests.support.tiny_runs import tiny_run
 from torch import Tensor
 
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.harness import make_whole, this_world
-from tests.tiny_runs import tiny_run
+from tests.support.harness import make_whole, this_world
+from tests.support.tiny_runs import tiny_run
 
 from meshwright.mesh import build_mesh
 from meshwright.models.decoder import build_decoder

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.questions import asked, planned
+from tests.support.questions import asked, planned
 
 from meshwright.errors import PlanError
 from meshwright.plan.explain.reasons import explain

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
 
 from meshwright.precision.fp8.cast import _cast_and_turn, cast_and_turn, turned_cast_late, write_cast
 from meshwright.precision.fp8.quantise import encode

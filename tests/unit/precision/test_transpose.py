@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
 
 from meshwright.precision.fp8.transpose import turned
 

@@ -3,8 +3,8 @@
 from unittest.mock import patch
 
 import torch
-from tests.harness import this_world
-from tests.tiny_runs import tiny_run
+from tests.support.harness import this_world
+from tests.support.tiny_runs import tiny_run
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.harness import this_world
+from tests.support.harness import this_world
 
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.resilience import shortage as subject

@@ -1,7 +1,7 @@
 """Each advisor with a run it leaves alone and a run it speaks about."""
 
 import pytest
-from tests.run_texts import GOOD
+from tests.support.run_texts import GOOD
 
 from meshwright.spec.advice import ADVISORS, advise
 from meshwright.spec.text import load_run, parse_run, recipe_names

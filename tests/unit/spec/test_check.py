@@ -3,8 +3,8 @@
 import inspect
 
 import pytest
-from tests.golden_files import assert_golden
-from tests.run_texts import GOOD
+from tests.support.golden_files import assert_golden
+from tests.support.run_texts import GOOD
 
 from meshwright.errors import SpecErrors
 from meshwright.spec.check import RULES, check, require_valid

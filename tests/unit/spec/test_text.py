@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tests.golden_files import assert_golden
-from tests.run_texts import DENSE, GOOD
+from tests.support.golden_files import assert_golden
+from tests.support.run_texts import DENSE, GOOD
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec import text as text_module

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import RankFailure, RankPool
+from tests.support.ranks import RankFailure, RankPool
 
 
 def _sum_of_ranks(offset: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_runs import tiny_run
+from tests.support.tiny_runs import tiny_run
 
 from meshwright.errors import PlanError
 from meshwright.hardware.machine import this_machine

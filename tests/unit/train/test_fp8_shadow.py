@@ -6,8 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.equivalence.test_fp8 import fp8_run
-from tests.harness import this_world
-from tests.ranks import RankPool
+from tests.support.harness import this_world
+from tests.support.ranks import RankPool
 
 from meshwright.mesh import Mesh, build_mesh
 from meshwright.precision.fp8.delayed import KnownScales

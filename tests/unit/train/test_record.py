@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.tiny_models import tiny
+from tests.support.tiny_models import tiny
 
 from meshwright.data.corpus import generated_tokens, unigram_entropy
 from meshwright.errors import RunError

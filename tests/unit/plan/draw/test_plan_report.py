@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from tests.questions import planned
+from tests.support.questions import planned
 
 from meshwright.plan.draw.charts import Bar, Line, line_chart, stacked_bars
 from meshwright.plan.draw.memory import draw_memory_svg, draw_memory_text

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tests.questions import asked
+from tests.support.questions import asked
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.memory.margins import (

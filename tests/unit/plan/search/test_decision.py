@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.questions import asked, planned
+from tests.support.questions import asked, planned
 
 from meshwright.errors import PlanError, SpecError, SpecErrors
 from meshwright.hardware.catalogue import parse_cluster

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
-from tests.communication import Named
+from tests.support.communication import Named
 
 from meshwright.spec import RunSpec
 from meshwright.spec.parallel import MESH_ORDER

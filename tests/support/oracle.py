@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
-from tests.oracle_optimizers import PlainOptimizer
+from tests.support.oracle_optimizers import PlainOptimizer
 from torch import Tensor, nn
 
 from meshwright.data.batches import open_source

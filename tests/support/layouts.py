@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import NamedTuple
 
-from tests.tiny_runs import MODELS, tiny_run
+from tests.support.tiny_runs import MODELS, tiny_run
 
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.check import check

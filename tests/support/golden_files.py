@@ -7,7 +7,7 @@ and read the difference before committing it.
 import os
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def assert_golden(name: str, text: str) -> None:

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.harness import this_world
-from tests.ranks import RankFailure, RankPool
+from tests.support.harness import this_world
+from tests.support.ranks import RankFailure, RankPool
 from torch import Tensor
 
 from meshwright.checkpoint.load import complete_checkpoints, read_manifest

@@ -7,11 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.communication import Named, Recorder, named_calls
-from tests.oracle import Reference, reference
-from tests.ranks import RankPool, this_world
-from tests.tiny_runs import OPTIMIZERS
-from tests.traffic import (
+from tests.support.communication import Named, Recorder, named_calls
+from tests.support.oracle import Reference, reference
+from tests.support.ranks import RankPool, this_world
+from tests.support.tiny_runs import OPTIMIZERS
+from tests.support.traffic import (
     expected_parameter_bytes,
     expected_traffic,
     gradient_bytes,

@@ -1,7 +1,7 @@
 """The matrix of combinations with the worst relative error of each, as the tests found it.
 
 MESHWRIGHT_EQUIVALENCE_REPORT=rows.jsonl make test
-python -m tests.equivalence_report rows.jsonl > docs/reference/equivalence.md
+python -m tests.support.equivalence_report rows.jsonl > docs/reference/equivalence.md
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.layouts import Layout
+from tests.support.layouts import Layout
 
 from meshwright.spec import ParallelSpec
 

@@ -6,9 +6,9 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from tests.harness import make_whole, this_world
-from tests.ranks import rank_device
-from tests.vision_modules import (
+from tests.support.harness import make_whole, this_world
+from tests.support.ranks import rank_device
+from tests.support.vision_modules import (
     timm_convnext,
     timm_resnet,
     timm_vit,
