@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh
 from meshwright.modules.blocks import find_blocks
-from meshwright.modules.build import build_module_training
+from meshwright.modules.build_training import build_module_training
 from meshwright.spec.modules import FitSpec
 
 RTOL = 1e-9

@@ -173,7 +173,7 @@ BUGS = [
     ),
     Bug(
         "pipeline divides by its micro-batches again",
-        "parallel/pp/program.py",
+        "parallel/pp/pipeline_program.py",
         "scale_grads=False",
         "scale_grads=True",
         AXIS + "[pp2-gqa]",
@@ -255,7 +255,7 @@ BUGS = [
     ),
     Bug(
         "mean of means over the ranks of a loop",
-        "modules/program.py",
+        "modules/module_program.py",
         "count = everywhere[1].clamp(min=1.0)",
         "count = self._groups[0].size() * self._sum_count[1].clamp(min=1.0)",
         "tests/unit/modules/test_own_loop.py::test_any_cut_equals_the_plain_loop[momentum]",

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.checkpoint.load_weights import persistent_buffers
 from meshwright.mesh import build_mesh
-from meshwright.modules.build import build_module_training
+from meshwright.modules.build_training import build_module_training
 from meshwright.modules.dataset import Portion
 from meshwright.optim.schedule import learning_rate
 from meshwright.precision.policy import weight_dtype

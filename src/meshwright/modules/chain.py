@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.errors import SpecError
 from meshwright.modules.blocks import find_blocks
 from meshwright.modules.hf_layers import is_published, published_order
-from meshwright.modules.program import Loss
+from meshwright.modules.module_program import Loss
 from meshwright.spec.stages import balanced_cuts
 
 _WHERE = "model"

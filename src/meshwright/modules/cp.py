@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from meshwright.errors import MeshError, SpecError
 from meshwright.mesh import Mesh
 from meshwright.models.layers.attend import Attend
-from meshwright.modules.program import Loss, require_pair
+from meshwright.modules.module_program import Loss, require_pair
 from meshwright.ops.trees import map_tensors, on_device, tensors_of
 from meshwright.parallel.cp import cp_groups, shard_sequence
-from meshwright.parallel.cp.apply import build_attend
+from meshwright.parallel.cp.replace_attend import build_attend
 
 _WHERE = "parallel.cp"
 Localise = Callable[[Any], Any]

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError, SpecError
 from meshwright.mesh import Mesh, World, build_mesh, join_world, leave_world
-from meshwright.modules.build import build_module_training, require_module
+from meshwright.modules.build_training import build_module_training, require_module
 from meshwright.modules.chain import Chain
 from meshwright.modules.dataset import (
     Deal,
@@ -21,8 +21,8 @@ from meshwright.modules.dataset import (
     load_pieces,
     require_samples,
 )
-from meshwright.modules.pipeline import ChainProgram
-from meshwright.modules.program import Loss, ModuleProgram
+from meshwright.modules.chain_program import ChainProgram
+from meshwright.modules.module_program import Loss, ModuleProgram
 from meshwright.parallel.program import Program
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.settings import read_settings, spread

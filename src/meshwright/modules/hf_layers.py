@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import DataError, SpecError
-from meshwright.modules.program import Loss
+from meshwright.modules.module_program import Loss
 from meshwright.ops.trees import map_tensors, tensors_of
 
 _WHERE = "model"

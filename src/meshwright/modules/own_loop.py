@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
-from meshwright.modules.build import build_loop_training, require_module
+from meshwright.modules.build_training import build_loop_training, require_module
 from meshwright.modules.loop_loader import LoopLoader
-from meshwright.modules.program import ModuleProgram, require_pair
+from meshwright.modules.module_program import ModuleProgram, require_pair
 from meshwright.optim.user_optimizer import adopted_numbers, allocate, require_optimizer, restore_numbers
 from meshwright.spec.modules import LoopSpec
 from meshwright.spec.settings import read_settings, spread

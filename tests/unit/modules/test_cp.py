@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.mesh import build_mesh
-from meshwright.modules.build import build_module_training
+from meshwright.modules.build_training import build_module_training
 from meshwright.modules.cp import _interface, require_interface
 
 

@@ -6,7 +6,7 @@ the result and gradients of one device (gather.py, ring.py, ulysses.py). The gra
 then a sum over cp as well as over dp.
 """
 
-from meshwright.parallel.cp.apply import CpGroups, apply_cp, cp_groups
+from meshwright.parallel.cp.replace_attend import CpGroups, apply_cp, cp_groups
 from meshwright.parallel.cp.zigzag import shard_microbatch, shard_sequence, unshard_sequence
 
 __all__ = ["CpGroups", "apply_cp", "cp_groups", "shard_microbatch", "shard_sequence", "unshard_sequence"]

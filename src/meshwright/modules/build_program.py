@@ -30,8 +30,8 @@ from meshwright.modules.buffers import SharedBuffers
 from meshwright.modules.chain import Chain, ChainStage, cut, require_chain
 from meshwright.modules.cp import apply_attention, keep_whole
 from meshwright.modules.hf_layers import as_logits, is_published, replay_calls
-from meshwright.modules.pipeline import ChainProgram
-from meshwright.modules.program import Loss, ModuleProgram
+from meshwright.modules.chain_program import ChainProgram
+from meshwright.modules.module_program import Loss, ModuleProgram
 from meshwright.modules.tp import apply_plan
 from meshwright.modules.tp_plan import read_plan
 from meshwright.modules.unsupported import require_trainable

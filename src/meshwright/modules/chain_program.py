@@ -14,11 +14,11 @@ from meshwright.mesh import Mesh
 from meshwright.modules.buffers import SharedBuffers
 from meshwright.modules.chain import Chain
 from meshwright.modules.dataset import Portion
-from meshwright.modules.program import Loss, LossTotals, counted
+from meshwright.modules.module_program import Loss, LossTotals, counted
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.pp.forward import ranks_of_stages, receive, send
 from meshwright.parallel.pp.microbatch_reduce import StepReduction
-from meshwright.parallel.pp.program import ONE_STAGE_SCHEDULES, SCHEDULES
+from meshwright.parallel.pp.pipeline_program import ONE_STAGE_SCHEDULES, SCHEDULES
 from meshwright.parallel.shards import OwnedParameter
 
 Numbered = dict[int, nn.Module]

@@ -12,9 +12,9 @@ from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import build_streamed_optimizer
 from meshwright.memory.offload.weights import HostedWeights
 from meshwright.mesh import Mesh
-from meshwright.modules.apply import build_chain_program, build_module_program
+from meshwright.modules.build_program import build_chain_program, build_module_program
 from meshwright.modules.chain import Chain
-from meshwright.modules.program import Loss
+from meshwright.modules.module_program import Loss
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.ema import Ema
 from meshwright.optim.user_optimizer import adopt
