@@ -219,7 +219,15 @@ def measure_all(only: str, device: str, rows: Path, *, is_tiny: bool) -> dict[in
     begin = 0
     found: dict[int, dict] = {}
     while begin < len(CASES):
-        arguments = [sys.executable, __file__, "--measure-from", str(begin), "--rows", str(rows)]
+        arguments = [
+            sys.executable,
+            "-m",
+            "bench.rehearsal",
+            "--measure-from",
+            str(begin),
+            "--rows",
+            str(rows),
+        ]
         arguments += ["--device", device, "--only", only] + (["--tiny"] if is_tiny else [])
         code = subprocess.run(arguments, env={**os.environ, "PYTORCH_ALLOC_CONF": SEGMENTS}).returncode
         lines = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []

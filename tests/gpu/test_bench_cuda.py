@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.cases import CASES, build_run
-from bench.channel import Channel
-from bench.contender import Job
-from bench.contender_plain import plain_model
+from bench.contenders.plain import plain_model
+from bench.contenders.protocol import Job
+from bench.interleaved.channel import Channel
+from bench.interleaved.clock import TurnClock
 from bench.step import parse
-from bench.turn_clock import TurnClock
+from bench.workloads.cases import CASES, build_run
 from tests.support.tiny_runs import tiny_run
 
 from meshwright.bench.attention import chosen_backend, kernel_seen, time_attention

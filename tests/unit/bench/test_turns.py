@@ -12,13 +12,13 @@ from unittest.mock import patch
 import bench.step as program
 import pytest
 import torch
-from bench.cases import CASES, entries_of
-from bench.channel import Channel
-from bench.contender import Job
-from bench.contender_plain import plain_model
-from bench.residents import CONTEXT_BYTES, GIB, Entry, Resident, last_words
-from bench.turn_clock import TurnClock
-from bench.turns import Pace, Turns, group_bytes
+from bench.contenders.plain import plain_model
+from bench.contenders.protocol import Job
+from bench.interleaved.channel import Channel
+from bench.interleaved.clock import TurnClock
+from bench.interleaved.process import CONTEXT_BYTES, GIB, Entry, Resident, last_words
+from bench.interleaved.schedule import Pace, Turns, group_bytes
+from bench.workloads.cases import CASES, entries_of
 
 
 def entry(peer: str, label: str = "", *, gib: tuple[float, float] = (1.0, 2.0), case: str = "1b") -> Entry:
@@ -228,7 +228,7 @@ def test_real_processes_take_turns_and_one_that_breaks_leaves_its_words(
     (path,) = (tmp_path / "out").glob("step_tiny_fp32_*.json")
     plain, failed = sorted(json.loads(path.read_text())["rows"], key=lambda row: "error" in row)
     assert plain["kind"] == "round" and plain["num_steps"] >= 2
-    assert "No module named 'bench.contender_nobody'" in failed["error"]
+    assert "No module named 'bench.contenders.nobody'" in failed["error"]
     assert "No module named" in capsys.readouterr().out
 
 
@@ -255,7 +255,7 @@ def test_last_words_are_the_error() -> None:
 
 
 def test_the_gate_waits_once_between_compiling_and_running() -> None:
-    from bench.compile_gate import compile_fx, functorch_config, gate_after_compiling
+    from bench.interleaved.compile_gate import compile_fx, functorch_config, gate_after_compiling
 
     seen: list[str] = []
 

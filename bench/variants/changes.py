@@ -1,4 +1,4 @@
-"""Changes of the step that `bench/step_probe.py` can measure: each patches the product from outside."""
+"""Changes of the step that `bench/step_variants.py` can measure: each patches the product from outside."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,6 +1,6 @@
 """What a change of the step is worth: variants of our own step, one after the other in one process.
 
-    python bench/step_probe.py --out DIR 124m:base 124m:joint 1b:base 1b:joint+chunk4 gemm:1b
+    python bench/step_variants.py --out DIR 124m:base 124m:joint 1b:base 1b:joint+chunk4 gemm:1b
 
 A variant is `case:change+change`; every one is printed and appended to DIR/probe.txt as soon as it is
 measured, with its kernels by class, the largest kernels and where the gaps are. Tokens are random and lie on
@@ -20,8 +20,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bench.probe_changes import CHANGES, Change
 from bench.step import CASES
+from bench.variants.changes import CHANGES, Change
 from torch import Tensor
 
 from meshwright.bench.kernel_time import budget_of, kernel_recorder, kernels_of, show_budget

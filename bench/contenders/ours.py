@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 
 import torch
-from bench.contender import Job
-from bench.turn_clock import TurnClock
+from bench.contenders.protocol import Job
+from bench.interleaved.clock import TurnClock
 
 from meshwright.bench.step import drawn_on
 from meshwright.data.batches import Batch, Batches
@@ -40,7 +40,7 @@ def compile_ahead(job: Job) -> float:
 
 
 def contend(job: Job, clock: TurnClock) -> None:
-    """See bench/contender.py."""
+    """See bench/contenders/protocol.py."""
     mesh = build_mesh(job.run.parallel, join_world(job.run.device))
     with drawn_on(mesh.device), collector_off():
         training = build_training(job.run, mesh)

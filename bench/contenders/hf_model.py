@@ -1,7 +1,7 @@
 """transformers' model of a ModelSpec, with the weights that every contender gets."""
 
 import torch
-from bench.contender import Job, fill
+from bench.contenders.protocol import Job, fill
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,7 +1,8 @@
 """Plain torch: one torch.compile around the model, autocast, fused AdamW, a loop of ten lines."""
 
 import torch
-from bench.contender import (
+from bench.contenders.plain_decoder import PlainDecoder
+from bench.contenders.protocol import (
     Job,
     autocast_of,
     endless,
@@ -9,8 +10,7 @@ from bench.contender import (
     loader_of,
     optimizer_of,
 )
-from bench.plain_torch import PlainDecoder
-from bench.turn_clock import TurnClock
+from bench.interleaved.clock import TurnClock
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
@@ -49,7 +49,7 @@ def _qkv_rows(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def contend(job: Job, clock: TurnClock) -> None:
-    """See bench/contender.py."""
+    """See bench/contenders/protocol.py."""
     model = plain_model(job)
     optimizer = optimizer_of(model, job)
     forward = torch.compile(model) if job.setting("compile", True) else model

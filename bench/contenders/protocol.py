@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.plain_torch import parameter_groups
+from bench.contenders.plain_decoder import parameter_groups
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 

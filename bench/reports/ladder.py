@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from bench.step_results import GIB, Row, losses_agree, provenance, stem_of, write_files
+from bench.reports.step import GIB, Row, losses_agree, provenance, stem_of, write_files
 
 
 def write_ladder(summary: dict[str, Any], folder: Path) -> None:

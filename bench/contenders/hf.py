@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
-from bench.contender import Job, endless, loader_of, optimizer_of
-from bench.hf_model import hf_model
-from bench.turn_clock import TurnClock
+from bench.contenders.hf_model import hf_model
+from bench.contenders.protocol import Job, endless, loader_of, optimizer_of
+from bench.interleaved.clock import TurnClock
 from torch import Tensor, nn
 
 
@@ -38,7 +38,7 @@ def dynamo_of(job: Job) -> TorchDynamoPlugin | None:
 
 
 def contend(job: Job, clock: TurnClock) -> None:
-    """See bench/contender.py."""
+    """See bench/contenders/protocol.py."""
     is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
     accelerator = Accelerator(
         mixed_precision="bf16" if is_mixed else "no",

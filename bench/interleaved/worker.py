@@ -1,6 +1,6 @@
 """What runs in the process of one contender: imports, build, compile, and then steps when its turn comes.
 
-Started by bench/residents.py, which talks to it over its standard input and output.
+Started by bench/interleaved/process.py, which talks to it over its standard input and output.
 """
 
 import importlib
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.channel import Channel, channel_of_child
-from bench.compile_gate import gate_after_compiling
-from bench.contender import Job
-from bench.turn_clock import TurnClock
+from bench.contenders.protocol import Job
+from bench.interleaved.channel import Channel, channel_of_child
+from bench.interleaved.clock import TurnClock
+from bench.interleaved.compile_gate import gate_after_compiling
 
 from meshwright.mesh import choose_device
 from meshwright.spec import RunSpec
@@ -22,7 +22,7 @@ from meshwright.spec import RunSpec
 
 def reside(request: dict[str, Any], channel: Channel) -> None:
     """Everything a contender does, in order; an error goes up and its words are the contender's last."""
-    contender = importlib.import_module(f"bench.contender_{request['contender']}")
+    contender = importlib.import_module(f"bench.contenders.{request['contender']}")
     run = RunSpec.model_validate(request["run"])
     channel.send(state="imported")
     channel.receive()  # the order to build

@@ -152,8 +152,8 @@ def page(summary: dict[str, Any], facts: Row, stem: str) -> str:
         "implementations in bf16, which round some hundred operations differently; to 0.5% in fp8, which has "
         "three bits of fraction).",
         *summary["notes"],
-        "`hf` is transformers' model in Accelerate's loop, `plain` is bench/plain_torch.py, `lightning` is "
-        "that model in Lightning's Trainer.",
+        "`hf` is transformers' model in Accelerate's loop, `plain` is bench/contenders/plain_decoder.py, "
+        "`lightning` is that model in Lightning's Trainer.",
         "",
         f"![model TFLOP/s]({stem}.svg)",
         "",

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from bench.channel import Channel
+from bench.interleaved.channel import Channel
 from torch import Tensor
 
 from meshwright.bench.kernel_time import budget_of, kernel_recorder, kernels_of

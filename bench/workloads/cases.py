@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.contender import missing_packages
-from bench.residents import GIB, Entry
+from bench.contenders.protocol import missing_packages
+from bench.interleaved.process import GIB, Entry
 
 from meshwright.errors import SpecError
 from meshwright.spec import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.residents import CONTEXT_BYTES, Entry, Resident
+from bench.interleaved.process import CONTEXT_BYTES, Entry, Resident
 
 # More at once would only wait for one another's cores, and fill the host's memory.
 MOST_BUILDING, MOST_ALIVE = 14, 24

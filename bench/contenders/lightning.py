@@ -5,9 +5,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from bench.contender import Job, loader_of, optimizer_of
-from bench.contender_plain import plain_model
-from bench.turn_clock import TurnClock
+from bench.contenders.plain import plain_model
+from bench.contenders.protocol import Job, loader_of, optimizer_of
+from bench.interleaved.clock import TurnClock
 from torch import Tensor
 
 
@@ -47,7 +47,7 @@ class Told(pl.Callback):
 
 
 def contend(job: Job, clock: TurnClock) -> None:
-    """See bench/contender.py."""
+    """See bench/contenders/protocol.py."""
     is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
     trainer = pl.Trainer(
         accelerator="gpu" if job.device.type == "cuda" else "cpu",

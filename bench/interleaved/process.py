@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.channel import Channel
+from bench.interleaved.channel import Channel
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 # What a process takes on the card beside its tensors: the context, loaded kernels, the libraries' own.
 CONTEXT_BYTES = int(0.8 * GIB)
@@ -100,7 +100,7 @@ class Resident:
         request.write_text(json.dumps({**asked, "warmup_steps": warmup_steps}))
         with self._log.open("w") as words:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bench.resident", str(request)],
+                [sys.executable, "-m", "bench.interleaved.worker", str(request)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=words,

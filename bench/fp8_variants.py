@@ -1,7 +1,7 @@
 """Where the time of an fp8 step goes, variant by variant, in one process on one GPU.
 
-    python -m bench.fp8_probe --out fp8.txt                    every variant, until the time is up
-    python -m bench.fp8_probe --out fp8.txt --only kept,whole  some of them
+    python -m bench.fp8_variants --out fp8.txt                    every variant, until the time is up
+    python -m bench.fp8_variants --out fp8.txt --only kept,whole  some of them
 
 A variant is a few settings of a run, or something undone from outside for the measurement only. Steps are
 made of random tokens on the device. Each variant is written as soon as it is measured: median step, model
