@@ -40,7 +40,7 @@ from meshwright.bench.machine_facts import machine_facts
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, MeshwrightError, SpecError
 from meshwright.mesh import Mesh, build_mesh, choose_device, join_world, leave_world
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel.fp8 import narrow_products
+from meshwright.parallel.fp8 import fp8_sites
 from meshwright.precision.fp8.recipes import E5M2, RECIPES
 from meshwright.spec import (
     DataSpec,
@@ -141,14 +141,14 @@ def train_curve(kind: str, run: RunSpec, mesh: Mesh) -> Curve:
 
 def emulate(training: Training) -> None:
     """No tensor core multiplies E5M2 by E5M2."""
-    for narrow in narrow_products(training.program.stages):
+    for narrow in fp8_sites(training.program.stages):
         narrow.product.native = False
 
 
 def freeze_scales(training: Training) -> None:
     """From now on the scales of a time when everything was STALE_BY times larger."""
     training.fp8_scales = None
-    for narrow in narrow_products(training.program.stages):
+    for narrow in fp8_sites(training.program.stages):
         scales = narrow.product.scales
         assert scales is not None and scales.is_known
         for unit in (scales.unit_x, scales.unit_weight, scales.unit_gradient):

@@ -18,7 +18,7 @@ from meshwright.models.layers.fused import join
 from meshwright.ops.gelu import gelu_by_sigmoid
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.parallel import apply
-from meshwright.parallel.wgrad_fusion import SummedGradients
+from meshwright.parallel.wgrad_fusion import WgradFusion
 from meshwright.spec import RunSpec
 from meshwright.train.step import Training
 
@@ -69,12 +69,12 @@ def _blas(name: str) -> Iterator[None]:
 
 CHANGES: dict[str, Callable[[], Change]] = {
     "base": Change,
-    "apart": lambda: Change(inside=lambda: patch.object(apply, "join_products", lambda *_: None)),
+    "apart": lambda: Change(inside=lambda: patch.object(apply, "fuse_projections", lambda *_: None)),
     "jointmlp": lambda: Change(
-        inside=lambda: patch.object(apply, "join_products", partial(join_only, mlp.SwiGlu))
+        inside=lambda: patch.object(apply, "fuse_projections", partial(join_only, mlp.SwiGlu))
     ),
     "unsummed": lambda: Change(
-        inside=lambda: patch.object(apply, "summed_gradients", lambda *_: SummedGradients())
+        inside=lambda: patch.object(apply, "build_wgrad_fusion", lambda *_: WgradFusion())
     ),
     "tanh": lambda: Change(inside=lambda: patch.object(mlp.Gelu, "forward", _gelu_forward)),
     "onlysigmoid": lambda: Change(inside=lambda: patch.object(mlp.Gelu, "forward", _sigmoid_forward)),

@@ -48,7 +48,7 @@ BUGS = [
     Bug(
         "auxiliary loss divided by tokens",
         "data/batches.py",
-        "sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(cut.dtype)",
+        "sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(sharding.dtype)",
         "sequence_weights = torch.from_numpy((local != PADDING) * token_weight).to(cut.dtype)",
         DP + "test_one_rank_is_the_oracle[moe]",
         is_wide=True,
@@ -116,7 +116,7 @@ BUGS = [
     Bug(
         "averages of weights not saved",
         "checkpoint/run_checkpoints.py",
-        'tensors |= {f"ema.{name}": owned[name].as_global(average) for name, average in averages}',
+        'tensors |= {f"ema.{name}": shards[name].as_global(average) for name, average in averages}',
         "",
         RESUME + "test_stopped_and_resumed_equals_uninterrupted[1-one_rank]",
     ),
@@ -241,7 +241,7 @@ BUGS = [
         "position in a ramp counted in batches of the final size",
         "data/batches.py",
         "stop = start + self._size_at(start)",
-        "stop = start + self.cut.batch_sequences",
+        "stop = start + self.sharding.batch_sequences",
         "tests/equivalence/test_large_batches.py::test_a_ramp_equals_one_device[zero_3]",
         is_wide=True,
     ),

@@ -28,9 +28,9 @@ from meshwright.mesh import Mesh
 from meshwright.modules.blocks import Blocks, find_blocks
 from meshwright.modules.buffers import SharedBuffers
 from meshwright.modules.chain import Chain, ChainStage, cut, require_chain
+from meshwright.modules.chain_program import ChainProgram
 from meshwright.modules.cp import apply_attention, keep_whole
 from meshwright.modules.hf_layers import as_logits, is_published, replay_calls
-from meshwright.modules.chain_program import ChainProgram
 from meshwright.modules.module_program import Loss, ModuleProgram
 from meshwright.modules.tp import apply_plan
 from meshwright.modules.tp_plan import read_plan
@@ -39,7 +39,7 @@ from meshwright.ops.batch_norm import batch_norms, synchronise
 from meshwright.ops.trees import map_tensors
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.dp import build_reducer, shard_fully
-from meshwright.parallel.shards import own
+from meshwright.parallel.shards import parameter_shard
 from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype
 from meshwright.spec.modules import FitSpec, ModuleSpec
 from meshwright.spec.stages import stages_of_rank
@@ -60,12 +60,12 @@ def build_module_program(
     localise = apply_attention(model, loss, batch, mesh) if spec.parallel.cp > 1 else keep_whole
     apply_plan(model, styles, mesh)
     transform(model, blocks, spec, mesh, link)
-    owned = [own(name, parameter, mesh) for name, parameter in model.named_parameters()]
-    reducer = build_reducer(owned, mesh, roots=[model])
+    shards = [parameter_shard(name, parameter, mesh) for name, parameter in model.named_parameters()]
+    reducer = build_reducer(shards, mesh, roots=[model])
     return ModuleProgram(
         model,
         mesh=mesh,
-        owned=owned,
+        shards=shards,
         reducer=reducer,
         buffers=SharedBuffers([model], mesh),
         loss=lambda model, content: loss(model, localise(content)),
@@ -93,8 +93,8 @@ def build_chain_program(
         held = {id(module) for module in stage.modules()}
         here = {name: block for name, block in blocks.items() if id(block) in held}
         transform(stage, here, spec, mesh, link)
-    owned = [
-        own(name, parameter, mesh)
+    shards = [
+        parameter_shard(name, parameter, mesh)
         for stage in stages.values()
         for name, parameter in stage.named_parameters()
     ]
@@ -104,8 +104,8 @@ def build_chain_program(
         [borders[end] for end in ends],
         mesh=mesh,
         num_microbatches=spec.accumulation,
-        owned=owned,
-        reducer=build_reducer(owned, mesh, roots=list(stages.values())),
+        shards=shards,
+        reducer=build_reducer(shards, mesh, roots=list(stages.values())),
         loss=loss,
     )
 

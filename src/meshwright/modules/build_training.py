@@ -19,7 +19,7 @@ from meshwright.optim.build import build_optimizer
 from meshwright.optim.ema import Ema
 from meshwright.optim.user_optimizer import adopt
 from meshwright.parallel.program import Program
-from meshwright.parallel.shards import whole_of
+from meshwright.parallel.shards import full_parameter_of
 from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device
 from meshwright.spec import OptimSpec
@@ -66,7 +66,7 @@ def build_loop_training(
         _require_groups(model, spec.optim)
         return _training(program, _own_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
     assert optimizer is not None
-    shards = {one.name: one.shard for one in program.owned}
+    shards = {one.name: one.shard for one in program.shards}
     shard_of = {parameter: shards[name] for parameter, name in names.items()}
     adopt(optimizer, shard_of, is_cut=spec.parallel.zero > 0 or spec.parallel.tp > 1)
     return _training(program, optimizer, spec, mesh, weights)
@@ -91,9 +91,9 @@ def _no_loss(model: Any, batch: Any) -> Any:
 def _own_optimizer(
     program: Program, spec: ModuleSpec, optim: OptimSpec, weights: HostedWeights
 ) -> torch.optim.Optimizer:
-    trainable = [one for one in program.owned if one.parameter.requires_grad]
+    trainable = [one for one in program.shards if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
-    wholes = {one.name: whole_of(one) for one in trainable}
+    wholes = {one.name: full_parameter_of(one) for one in trainable}
     if "optimizer" not in spec.memory.offload:
         return build_optimizer(shards, optim, wholes)
     return build_streamed_optimizer(shards, optim, wholes, weights=weights, with_states=True)
@@ -120,7 +120,7 @@ def _training(
 ) -> Training:
     limits = getattr(spec, "optim", None) or spec
     assert isinstance(limits, OptimSpec | LoopSpec)  # how gradients are clipped and weights averaged
-    shards = {one.name: one.shard for one in program.owned if one.parameter.requires_grad}
+    shards = {one.name: one.shard for one in program.shards if one.parameter.requires_grad}
     return Training(
         program=program,
         optimizer=optimizer,

@@ -18,7 +18,7 @@ from meshwright.errors import SpecError
 from meshwright.modules.blocks import find_blocks
 from meshwright.modules.hf_layers import is_published, published_order
 from meshwright.modules.module_program import Loss
-from meshwright.spec.stages import balanced_cuts
+from meshwright.spec.stages import balanced_bounds
 
 _WHERE = "model"
 # The same operators in the same order: only kernels chosen by memory layout may differ in the last bits.
@@ -103,7 +103,7 @@ def cut(parts: dict[str, nn.Module], num_stages: int) -> list[dict[str, nn.Modul
             hint=f"use at most {len(parts)} stages, or name finer parts",
         )
     costs = tuple(_cost(part) for part in parts.values())
-    borders = balanced_cuts(costs, num_stages)
+    borders = balanced_bounds(costs, num_stages)
     items = list(parts.items())
     return [dict(items[begin:end]) for begin, end in pairwise(borders)]
 

@@ -13,13 +13,13 @@ from meshwright.errors import DataError
 from meshwright.mesh import Mesh
 from meshwright.modules.buffers import SharedBuffers
 from meshwright.modules.chain import Chain
-from meshwright.modules.dataset import Portion
+from meshwright.modules.dataset import DatasetMicrobatch
 from meshwright.modules.module_program import Loss, LossTotals, counted
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.pp.forward import ranks_of_stages, receive, send
 from meshwright.parallel.pp.microbatch_reduce import StepReduction
 from meshwright.parallel.pp.pipeline_program import ONE_STAGE_SCHEDULES, SCHEDULES
-from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.shards import ParameterShard
 
 Numbered = dict[int, nn.Module]
 """The stages of this rank by their number in the pipeline."""
@@ -36,20 +36,20 @@ class ChainProgram:
         *,
         mesh: Mesh,
         num_microbatches: int,
-        owned: list[OwnedParameter],
+        shards: list[ParameterShard],
         reducer: Reducer,
         loss: Loss,
     ) -> None:
-        self.stages, self.owned = list(stages.values()), owned
+        self.stages, self.shards = list(stages.values()), shards
         self._chain, self._numbered, self._mesh, self._loss = chain, stages, mesh, loss
         self._borders, self._reducer = borders, reducer
         self._reduction = StepReduction(self.stages, reducer)
         self._buffers, self._totals = SharedBuffers(self.stages, mesh), LossTotals(mesh)
         self._last = mesh.parallel.num_stages - 1
-        self._step: tuple[Sequence[Portion], float] = ((), 1.0)
+        self._step: tuple[Sequence[DatasetMicrobatch], float] = ((), 1.0)
         self._schedule = self._build_schedule(num_microbatches)
 
-    def accumulate(self, microbatches: Sequence[Portion], *, scale: float = 1.0) -> Tensor:
+    def accumulate(self, microbatches: Sequence[DatasetMicrobatch], *, scale: float = 1.0) -> Tensor:
         """See Program."""
         self._step = microbatches, scale
         inputs = self._inputs(microbatches) if 0 in self._numbered else ()
@@ -57,9 +57,9 @@ class ChainProgram:
         target = torch.arange(len(microbatches)) if self._last in self._numbered else None
         with self._reduction.of_step(len(microbatches)):
             self._schedule.step(*inputs, target=target, losses=[])
-        return self._totals.divide(self.owned)
+        return self._totals.divide(self.shards)
 
-    def evaluate(self, microbatches: Iterable[Portion]) -> Tensor:
+    def evaluate(self, microbatches: Iterable[DatasetMicrobatch]) -> Tensor:
         """See Program; the part is of the sum over these micro-batches / their global count."""
         for stage in self.stages:
             stage.eval()
@@ -77,7 +77,7 @@ class ChainProgram:
         self._reducer.gather_parameters()
         self._buffers.follow_first()
 
-    def _inputs(self, microbatches: Sequence[Portion]) -> tuple[Tensor]:
+    def _inputs(self, microbatches: Sequence[DatasetMicrobatch]) -> tuple[Tensor]:
         inputs = [self._chain.inputs(one.content) for one in microbatches]
         expected = self._borders[0].shape
         for one in inputs:
@@ -95,7 +95,7 @@ class ChainProgram:
         self._totals.add(loss_sum, count)
         return loss_sum * scale
 
-    def _walk(self, microbatch: Portion) -> None:
+    def _walk(self, microbatch: DatasetMicrobatch) -> None:
         """One micro-batch through the stages of this rank, in order, without gradients."""
         group, rank_of = self._mesh.group("pp"), ranks_of_stages(self._mesh)
         kept: Tensor | None = None

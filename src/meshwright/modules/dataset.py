@@ -1,6 +1,6 @@
 """Samples of anybody's dataset, dealt out to ranks and micro-batches.
 
-A batch of n samples is cut into as many even pieces as there are ranks times micro-batches; piece
+A batch of n samples is cut into as many even microbatches as there are ranks times micro-batches; piece
 m x dp + r is micro-batch m of rank r. Every rank has the same number of micro-batches, so collectives meet.
 Where fewer samples are left than ranks, a rank without one takes a sample that does not count.
 """
@@ -27,7 +27,7 @@ class SampleSet(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-class Portion(NamedTuple):
+class DatasetMicrobatch(NamedTuple):
     """One micro-batch of one rank, as the loader's collate function made it."""
 
     content: Any
@@ -36,10 +36,10 @@ class Portion(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DealtBatch:
+class DatasetBatch:
     """One rank's part of a global batch."""
 
-    microbatches: tuple[Portion, ...]
+    microbatches: tuple[DatasetMicrobatch, ...]
     num_positions: int
     """Over all ranks."""
     sample_ids: tuple[int, ...]
@@ -47,14 +47,14 @@ class DealtBatch:
 
 
 @dataclass(frozen=True)
-class Deal:
+class SampleAssignment:
     """Who gets which samples of a batch."""
 
     microbatch_samples: int
     dp_rank: int
     dp_size: int
 
-    def pieces(self, ids: NDArray[np.int64]) -> list[tuple[list[int], bool]]:
+    def microbatches(self, ids: NDArray[np.int64]) -> list[tuple[list[int], bool]]:
         """(sample numbers, whether they count) of each micro-batch of this rank."""
         num_microbatches = -(-len(ids) // (self.microbatch_samples * self.dp_size))
         parts = np.array_split(ids, num_microbatches * self.dp_size)[self.dp_rank :: self.dp_size]
@@ -71,14 +71,14 @@ class LoaderOptions:
     pin_memory: bool = False
 
 
-class DealtBatches:
+class DatasetBatches:
     """Batches of a dataset in an order drawn from the seed; the whole state is `position`."""
 
     def __init__(
         self,
         dataset: SampleSet,
         order: SampleOrder,
-        deal: Deal,
+        assignment: SampleAssignment,
         *,
         batch_samples: int,
         num_samples: int | None,
@@ -86,7 +86,7 @@ class DealtBatches:
         device: torch.device,
         options: LoaderOptions,
     ) -> None:
-        self._dataset, self._order, self._deal, self._options = dataset, order, deal, options
+        self._dataset, self._order, self._deal, self._options = dataset, order, assignment, options
         self._batch_samples, self._num_samples = batch_samples, num_samples
         self._sample_tokens, self._device = sample_tokens, device
         self.position = 0
@@ -95,19 +95,22 @@ class DealtBatches:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> DealtBatch:
+    def __next__(self) -> DatasetBatch:
         """The batch at `position`; StopIteration when the samples are used up."""
         ids = self._ids(self.position)
         if len(ids) == 0:
             raise StopIteration
         if self._ahead is None:
-            self._ahead = iter(load_pieces(self._dataset, self._pieces_from(self.position), self._options))
-        pieces = self._deal.pieces(ids)
+            self._ahead = iter(
+                load_microbatches(self._dataset, self._pieces_from(self.position), self._options)
+            )
+        microbatches = self._deal.microbatches(ids)
         portions = tuple(
-            Portion(on_device(next(self._ahead), self._device), is_counted) for _, is_counted in pieces
+            DatasetMicrobatch(on_device(next(self._ahead), self._device), is_counted)
+            for _, is_counted in microbatches
         )
         self.position += len(ids)
-        return DealtBatch(portions, len(ids) * self._sample_tokens, tuple(ids.tolist()))
+        return DatasetBatch(portions, len(ids) * self._sample_tokens, tuple(ids.tolist()))
 
     def state(self) -> dict[str, int]:
         """The position, and what it counts in."""
@@ -135,25 +138,25 @@ class DealtBatches:
 
     def _pieces_from(self, position: int) -> Iterator[list[int]]:
         while len(ids := self._ids(position)):
-            yield from (numbers for numbers, _ in self._deal.pieces(ids))
+            yield from (numbers for numbers, _ in self._deal.microbatches(ids))
             position += len(ids)
 
 
-def all_once(
-    dataset: SampleSet, deal: Deal, *, device: torch.device, options: LoaderOptions
-) -> Iterator[Portion]:
+def one_pass(
+    dataset: SampleSet, assignment: SampleAssignment, *, device: torch.device, options: LoaderOptions
+) -> Iterator[DatasetMicrobatch]:
     """Every sample of a dataset once, in order: this rank's micro-batches."""
-    pieces = deal.pieces(np.arange(len(dataset), dtype=np.int64))
-    contents = load_pieces(dataset, [numbers for numbers, _ in pieces], options)
-    for content, (_, is_counted) in zip(contents, pieces, strict=True):
-        yield Portion(on_device(content, device), is_counted)
+    microbatches = assignment.microbatches(np.arange(len(dataset), dtype=np.int64))
+    contents = load_microbatches(dataset, [numbers for numbers, _ in microbatches], options)
+    for content, (_, is_counted) in zip(contents, microbatches, strict=True):
+        yield DatasetMicrobatch(on_device(content, device), is_counted)
 
 
-def load_pieces(dataset: SampleSet, pieces: Any, options: LoaderOptions) -> DataLoader[Any]:
+def load_microbatches(dataset: SampleSet, microbatches: Any, options: LoaderOptions) -> DataLoader[Any]:
     """Torch's loader over lists of sample numbers, which it may make ahead in worker processes."""
     return DataLoader(
         dataset,  # pyright: ignore[reportArgumentType]  anything with a length and numbers will do
-        batch_sampler=pieces if isinstance(pieces, list) else _Generated(pieces),
+        batch_sampler=microbatches if isinstance(microbatches, list) else _Generated(microbatches),
         collate_fn=options.collate,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
@@ -163,8 +166,8 @@ def load_pieces(dataset: SampleSet, pieces: Any, options: LoaderOptions) -> Data
 class _Generated:
     """A batch sampler without a length."""
 
-    def __init__(self, pieces: Iterator[list[int]]) -> None:
-        self._pieces = pieces
+    def __init__(self, microbatches: Iterator[list[int]]) -> None:
+        self._pieces = microbatches
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._pieces

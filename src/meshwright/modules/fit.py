@@ -12,21 +12,21 @@ from meshwright.errors import DataError, SpecError
 from meshwright.mesh import Mesh, World, build_mesh, join_world, leave_world
 from meshwright.modules.build_training import build_module_training, require_module
 from meshwright.modules.chain import Chain
+from meshwright.modules.chain_program import ChainProgram
 from meshwright.modules.dataset import (
-    Deal,
-    DealtBatches,
+    DatasetBatches,
     LoaderOptions,
+    SampleAssignment,
     SampleSet,
-    all_once,
-    load_pieces,
+    load_microbatches,
+    one_pass,
     require_samples,
 )
-from meshwright.modules.chain_program import ChainProgram
 from meshwright.modules.module_program import Loss, ModuleProgram
 from meshwright.parallel.program import Program
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.settings import read_settings, spread
-from meshwright.train.capacity import lack_of_room
+from meshwright.train.capacity import capacity_error
 from meshwright.train.evaluate import sum_over_world
 from meshwright.train.job import Job, Workload
 from meshwright.train.loop import Outcome, drive
@@ -67,7 +67,7 @@ def fit(
         on_first_rank(lambda: claim_directory(spec, run_dir))
         return drive(_job(model, data, loss, spec, world), run_dir, stop_after=stop_after)
     except OSError as error:
-        raise lack_of_room(error, run_dir, rank=world.rank) or error from None
+        raise capacity_error(error, run_dir, rank=world.rank) or error from None
     finally:
         if not was_joined:
             leave_world()
@@ -107,15 +107,15 @@ class _Data:
         if spec.parallel.num_stages == 1 and spec.parallel.cp == 1:
             return None
         numbers = list(range(min(spec.microbatch_samples, len(self.training))))
-        return next(iter(load_pieces(self.training, [numbers], LoaderOptions(self.collate))))
+        return next(iter(load_microbatches(self.training, [numbers], LoaderOptions(self.collate))))
 
-    def batches(self, spec: FitSpec, mesh: Mesh) -> DealtBatches:
+    def batches(self, spec: FitSpec, mesh: Mesh) -> DatasetBatches:
         """Of training, for this rank."""
         said = spec.data
-        return DealtBatches(
+        return DatasetBatches(
             self.training,
             SampleOrder(len(self.training), spec.seed, said.shuffle),
-            self.deal(spec, mesh),
+            self.assignment(spec, mesh),
             batch_samples=said.batch_samples,
             num_samples=said.max_epochs * len(self.training) if said.max_epochs else None,
             sample_tokens=said.sample_tokens,
@@ -123,9 +123,9 @@ class _Data:
             options=self.options(spec, mesh),
         )
 
-    def deal(self, spec: FitSpec, mesh: Mesh) -> Deal:
+    def assignment(self, spec: FitSpec, mesh: Mesh) -> SampleAssignment:
         """This rank's share."""
-        return Deal(spec.microbatch_samples, mesh.dp_rank, spec.parallel.dp)
+        return SampleAssignment(spec.microbatch_samples, mesh.dp_rank, spec.parallel.dp)
 
     def options(self, spec: FitSpec, mesh: Mesh) -> LoaderOptions:
         """How samples are loaded."""
@@ -166,7 +166,7 @@ def _job(model: nn.Module | Chain, data: _Data, loss: Loss, spec: FitSpec, world
 def _evaluate(data: _Data, program: Program, spec: FitSpec, mesh: Mesh) -> float:
     """Sum over the held-out samples / their count; all ranks call it. Host sync."""
     assert data.evaluation is not None and isinstance(program, ModuleProgram | ChainProgram)
-    portions = all_once(
-        data.evaluation, data.deal(spec, mesh), device=mesh.device, options=data.options(spec, mesh)
+    portions = one_pass(
+        data.evaluation, data.assignment(spec, mesh), device=mesh.device, options=data.options(spec, mesh)
     )
     return float(sum_over_world(program.evaluate(portions), mesh))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError
-from meshwright.modules.dataset import Deal, LoaderOptions, Portion, load_pieces
+from meshwright.modules.dataset import DatasetMicrobatch, LoaderOptions, SampleAssignment, load_microbatches
 from meshwright.ops.trees import on_device
 
 
@@ -67,7 +67,7 @@ class LoopLoader:
         size, count = loader.batch_size * self._dp_size, len(loader.dataset)
         return count // size * size if loader.drop_last else count
 
-    def _numbered(self) -> Iterator[tuple[Portion, int]]:
+    def _numbered(self) -> Iterator[tuple[DatasetMicrobatch, int]]:
         """(micro-batch of this rank, position after it) for the rest of the epoch."""
         loader: Any = self._loader
         size, count = loader.batch_size * self._dp_size, self._num_samples()
@@ -75,26 +75,29 @@ class LoopLoader:
         order = SampleOrder(len(loader.dataset), self._seed, shuffle)
         starts = range(self.position, count, size)
         begin = self.epoch * order.num_samples
-        deal = Deal(loader.batch_size, self._dp_rank, self._dp_size)
+        assignment = SampleAssignment(loader.batch_size, self._dp_rank, self._dp_size)
         dealt = [
-            deal.pieces(order.sample_ids(begin + start, min(size, count - start)))[0] for start in starts
+            assignment.microbatches(order.sample_ids(begin + start, min(size, count - start)))[0]
+            for start in starts
         ]
         options = LoaderOptions(loader.collate_fn, loader.num_workers, loader.pin_memory)
-        contents = load_pieces(loader.dataset, [numbers for numbers, _ in dealt], options)
+        contents = load_microbatches(loader.dataset, [numbers for numbers, _ in dealt], options)
         for start, content, (_, is_counted) in zip(starts, contents, dealt, strict=True):
-            yield Portion(content, is_counted), min(start + size, count)
+            yield DatasetMicrobatch(content, is_counted), min(start + size, count)
 
-    def _by_batch(self) -> Iterator[tuple[Portion, int]]:
+    def _by_batch(self) -> Iterator[tuple[DatasetMicrobatch, int]]:
         """Every dp-th batch; where the last round is short, a rank without one repeats the round's first."""
         batches = islice(iter(self._loader), self.position, None)
         position = self.position
         while chosen := list(islice(batches, self._dp_size)):
             position += len(chosen)
             is_counted = self._dp_rank < len(chosen)
-            yield Portion(chosen[self._dp_rank if is_counted else 0], is_counted), position
+            yield DatasetMicrobatch(chosen[self._dp_rank if is_counted else 0], is_counted), position
 
 
-def _with_last(portions: Iterator[tuple[Portion, int]]) -> Iterator[tuple[Portion, int, bool]]:
+def _with_last(
+    portions: Iterator[tuple[DatasetMicrobatch, int]],
+) -> Iterator[tuple[DatasetMicrobatch, int, bool]]:
     """Each with whether it is the last, which takes looking one ahead."""
     ahead = next(portions, None)
     while ahead is not None:

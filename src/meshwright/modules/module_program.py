@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from meshwright.errors import SpecError
 from meshwright.mesh import Mesh
 from meshwright.modules.buffers import SharedBuffers
-from meshwright.modules.dataset import Portion
+from meshwright.modules.dataset import DatasetMicrobatch
 from meshwright.parallel.dp import Reducer
-from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.shards import ParameterShard
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 """(module, what the loader gave) -> (sum of the losses of its parts, number of parts)."""
@@ -31,16 +31,16 @@ class ModuleProgram:
         model: nn.Module,
         *,
         mesh: Mesh,
-        owned: list[OwnedParameter],
+        shards: list[ParameterShard],
         reducer: Reducer,
         buffers: SharedBuffers,
         loss: Loss,
     ) -> None:
-        self.stages, self.owned = [model], owned
+        self.stages, self.shards = [model], shards
         self._model, self._reducer, self._buffers, self._loss = model, reducer, buffers, loss
         self._totals = LossTotals(mesh)
 
-    def accumulate(self, microbatches: Sequence[Portion], *, scale: float = 1.0) -> Tensor:
+    def accumulate(self, microbatches: Sequence[DatasetMicrobatch], *, scale: float = 1.0) -> Tensor:
         """See Program."""
         for index, microbatch in enumerate(microbatches):
             loss_sum, count = counted(self._loss, self._model, microbatch)
@@ -61,14 +61,14 @@ class ModuleProgram:
 
     def finish(self) -> Tensor:
         """After the last backward: divide what was summed; this rank's part of the loss. Communicates."""
-        return self._totals.divide(self.owned)
+        return self._totals.divide(self.shards)
 
     @property
     def loss(self) -> Tensor:
         """Of the last step, over all ranks."""
         return self._totals.loss
 
-    def evaluate(self, microbatches: Iterable[Portion]) -> Tensor:
+    def evaluate(self, microbatches: Iterable[DatasetMicrobatch]) -> Tensor:
         """See Program; the part is of the sum over these micro-batches / their global count."""
         self._model.eval()
         with torch.no_grad():
@@ -83,7 +83,9 @@ class ModuleProgram:
         self._buffers.follow_first()
 
 
-def counted(loss: Loss, model: Callable[..., Any], portion: Portion) -> tuple[Tensor, Tensor | float]:
+def counted(
+    loss: Loss, model: Callable[..., Any], portion: DatasetMicrobatch
+) -> tuple[Tensor, Tensor | float]:
     """The loss of a micro-batch; a stand-in adds nothing to sum, count or gradients."""
     loss_sum, count = require_pair(loss(model, portion.content))
     return (loss_sum, count) if portion.is_counted else (loss_sum * 0.0, count * 0.0)
@@ -120,13 +122,13 @@ class LossTotals:
         self._sum_count[0] += loss_sum.detach()
         self._sum_count[1] += count
 
-    def divide(self, owned: Sequence[OwnedParameter]) -> Tensor:
+    def divide(self, shards: Sequence[ParameterShard]) -> Tensor:
         """Gradients / the count of all ranks; returns this rank's sum / that count. No host sync."""
         everywhere = self._sum_count.clone()
         for group in self._groups:
             dist.all_reduce(everywhere, group=group)
         count = everywhere[1].clamp(min=1.0)  # nothing counted anywhere: a loss of zero, not not-a-number
-        gradients = [one.shard.grad for one in owned if one.shard.grad is not None]
+        gradients = [one.shard.grad for one in shards if one.shard.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, count.to(gradients[0].dtype))
         part, self.loss = self._sum_count[0] / count, everywhere[0] / count

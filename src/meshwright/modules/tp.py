@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.mesh import Mesh
-from meshwright.modules.tp_plan import CUT_COLUMNS, CUT_ROWS, LOOKUP, Styles
+from meshwright.modules.tp_plan import COLUMN_WISE, LOOKUP, ROW_WISE, Styles
 from meshwright.ops.collectives import all_reduce_backward, all_reduce_forward, gather_alike, part_alike
 from meshwright.ops.sharded import local
 
@@ -37,9 +37,9 @@ def apply_plan(model: nn.Module, styles: Styles, mesh: Mesh) -> None:
     _cut_parameters(model, styles, mesh)
     for name, style in styles.items():
         module = model.get_submodule(name)
-        if style in CUT_COLUMNS:
+        if style in COLUMN_WISE:
             _cross_columns(module, group, gathers=style != "colwise")
-        elif style in CUT_ROWS:
+        elif style in ROW_WISE:
             _cross_rows(module, group, splits=style != "rowwise")
         elif style == LOOKUP:
             _cross_lookup(module, group)
@@ -64,9 +64,9 @@ def _cut_parameters(model: nn.Module, styles: Styles, mesh: Mesh) -> None:
 
 def _cut_dims(style: str) -> dict[str, int]:
     """The dim that each parameter of a layer is cut along; torch keeps W as [out, in]."""
-    if style in CUT_COLUMNS:
+    if style in COLUMN_WISE:
         return {"weight": 0, "bias": 0}
-    return {"weight": 1} if style in CUT_ROWS else {"weight": 0} if style == LOOKUP else {}
+    return {"weight": 1} if style in ROW_WISE else {"weight": 0} if style == LOOKUP else {}
 
 
 def _cross_columns(module: nn.Module, group: ProcessGroup, *, gathers: bool) -> None:

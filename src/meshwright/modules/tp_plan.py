@@ -12,11 +12,11 @@ from torch import nn
 from meshwright.errors import SpecError
 
 _WHERE = "parallel.tp"
-CUT_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
-CUT_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+COLUMN_WISE = ("colwise", "colwise_gather_output", "colwise_rep")
+ROW_WISE = ("rowwise", "rowwise_split_input", "rowwise_rep")
 SUMMED = "replicated_with_grad_allreduce"
 LOOKUP = "embedding_rowwise"
-_KNOWN = (*CUT_COLUMNS, *CUT_ROWS, SUMMED, LOOKUP)
+_KNOWN = (*COLUMN_WISE, *ROW_WISE, SUMMED, LOOKUP)
 
 Styles = dict[str, str]
 """From the name of a module to how it is cut."""
@@ -69,7 +69,7 @@ def _by_module(model: nn.Module, plan: dict[str, str]) -> Styles:
 
 def _add_tied_tables(model: nn.Module, styles: Styles) -> None:
     """A table that is also the matrix of a cut head is cut with it, along the vocabulary."""
-    cut = {id(model.get_submodule(name).weight) for name in styles if styles[name] in CUT_COLUMNS}
+    cut = {id(model.get_submodule(name).weight) for name in styles if styles[name] in COLUMN_WISE}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name not in styles and id(module.weight) in cut:
             styles[name] = LOOKUP
@@ -92,7 +92,7 @@ def _uneven(model: nn.Module, styles: Styles, tp: int) -> Iterator[SpecError]:
         module = model.get_submodule(name)
         if style == SUMMED:
             continue
-        dim = 1 if style in CUT_ROWS else 0
+        dim = 1 if style in ROW_WISE else 0
         size, what = module.get_parameter("weight").shape[dim], ("rows", "columns")[dim]
         head_width = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
         if style == "colwise" and head_width:

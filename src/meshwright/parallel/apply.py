@@ -32,15 +32,15 @@ from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
-from meshwright.parallel.fp8_weights import NarrowWeights
-from meshwright.parallel.fused_projections import join_products, lay_joint_weights
-from meshwright.parallel.pp import Border, PipelineProgram, StageModule, build_stages
+from meshwright.parallel.fp8_weights import Fp8Weights
+from meshwright.parallel.fused_projections import fuse_projections, pack_fused_weights
+from meshwright.parallel.pp import PipelineProgram, StageIO, StageModule, build_stages
 from meshwright.parallel.pp.tied import TIED_NAME, tie
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
-from meshwright.parallel.shard_parameters import place_parameters
-from meshwright.parallel.shards import OwnedParameter, own, set_gradient_dtype
+from meshwright.parallel.shard_parameters import shard_parameters
+from meshwright.parallel.shards import ParameterShard, parameter_shard, set_gradient_dtype
 from meshwright.parallel.tp import apply_tp
-from meshwright.parallel.wgrad_fusion import summed_gradients
+from meshwright.parallel.wgrad_fusion import build_wgrad_fusion
 from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype, wide_dtype
 from meshwright.spec import PrecisionSpec, RunSpec
 
@@ -58,26 +58,26 @@ def build_program(
     for stage in stages:
         transform(stage.module, run, mesh, weights)
         give_memory(stage.module, run, mesh, fill)
-        lay_joint_weights(stage.module)
-    owned = own_parameters(stages, run, mesh)
-    set_gradient_dtype(owned, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
+        pack_fused_weights(stage.module)
+    shards = parameter_shards(stages, run, mesh)
+    set_gradient_dtype(shards, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
     weights.move_in()
-    reducer = build_reducer(owned, mesh, roots=[stage.module for stage in stages])
+    reducer = build_reducer(shards, mesh, roots=[stage.module for stage in stages])
     localise = localiser(mesh)
-    narrow = NarrowWeights([stage.module for stage in stages], mesh)
+    narrow = Fp8Weights([stage.module for stage in stages], mesh)
     narrow.write()
     if run.parallel.num_stages == 1:
         model = stages[0].module
-        summed = summed_gradients(model, run, reducer)
+        summed = build_wgrad_fusion(model, run, reducer)
         return SingleProgram(
-            model, owned=owned, reducer=reducer, summed=summed, narrow=narrow, localise=localise
+            model, shards=shards, reducer=reducer, summed=summed, narrow=narrow, localise=localise
         )
     return PipelineProgram(
         stages,
         mesh=mesh,
-        border=stage_border(run),
-        owned=owned,
-        tied=tie(run.model, mesh, owned),
+        border=stage_io(run),
+        shards=shards,
+        tied=tie(run.model, mesh, shards),
         reducer=reducer,
         narrow=narrow,
         localise=localise,
@@ -88,14 +88,14 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) 
     """Steps 2 to 10 on one stage."""
     parallel = mesh.parallel
     if parallel.tp > 1 or parallel.ep > 1:
-        place_parameters(model, mesh)
+        shard_parameters(model, mesh)
     if parallel.tp > 1:
         apply_tp(model, mesh, regather=run.memory.regather)
     apply_moe(model, mesh)
     if parallel.cp > 1:
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
     apply_fp8(model, run, mesh)
-    join_products(model, run)
+    fuse_projections(model, run)
     compute_in(model, run.precision, mesh.device)
     offload = ActivationOffload(weights.link) if "activations" in run.memory.offload else None
     vouch_for_blocks()
@@ -151,17 +151,17 @@ def sharding_units(model: Decoder) -> list[nn.Module]:
     return [*model.blocks.values(), *ends]
 
 
-def own_parameters(stages: list[StageModule], run: RunSpec, mesh: Mesh) -> list[OwnedParameter]:
+def parameter_shards(stages: list[StageModule], run: RunSpec, mesh: Mesh) -> list[ParameterShard]:
     """What this rank updates. Of a table tied across stages only the first copy counts in the norm."""
     last = run.parallel.num_stages - 1
     return [
-        own(name, parameter, mesh, is_counted=name != TIED_NAME or stage.index == 0 or last == 0)
+        parameter_shard(name, parameter, mesh, is_counted=name != TIED_NAME or stage.index == 0 or last == 0)
         for stage in stages
         for name, parameter in stage.module.named_parameters()
     ]
 
 
-def stage_border(run: RunSpec) -> Border:
+def stage_io(run: RunSpec) -> StageIO:
     """What one micro-batch looks like between stages: its rows are cut by cp and, as sp, by tp."""
     parallel, lower = run.parallel, lower_dtype(run.precision)
     wide = weight_dtype(run.precision)
@@ -169,7 +169,7 @@ def stage_border(run: RunSpec) -> Border:
     is_lowered = run.precision.compute == "bf16" or parallel.zero == 3
     rows = run.data.microbatch_sequences, run.data.sequence_length // parallel.cp
     part = rows[0], rows[1] // parallel.tp, run.model.width
-    return Border(
+    return StageIO(
         tokens_BS=torch.empty(rows, dtype=torch.int64, device="meta"),
         x_BSD=torch.empty(
             part, dtype=lower if lower and is_lowered else wide, device="meta", requires_grad=True

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
 from meshwright.ops.collectives import all_gather_single, reduce_scatter_single
-from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.shards import ParameterShard
 from meshwright.spec.placement import is_routed_expert
 
 BUCKET_ELEMENTS = 25_000_000  # 100 MB of fp32: large enough for full bandwidth, small enough to overlap
@@ -42,9 +42,9 @@ BUCKET_ELEMENTS = 25_000_000  # 100 MB of fp32: large enough for full bandwidth,
 class Bucket:
     """Parameters whose gradients are reduced together over the same axes."""
 
-    def __init__(self, owned: list[OwnedParameter], mesh: Mesh) -> None:
-        self.owned = owned
-        self.scatter, self.sums = _reduction_groups(owned[0], mesh)
+    def __init__(self, shards: list[ParameterShard], mesh: Mesh) -> None:
+        self.shards = shards
+        self.scatter, self.sums = _reduction_groups(shards[0], mesh)
         self.num_rows = self.scatter.size() if self.scatter else 1
         self.waiting: set[int] = set()
         self._flat: Tensor | None = None
@@ -58,9 +58,9 @@ class Bucket:
 
     def launch(self) -> None:
         """Lay the gradients into the flat buffer, free them, and start the first reduction."""
-        rows = [_padded_rows(_local_gradient(one), self.num_rows) for one in self.owned]
+        rows = [_padded_rows(_local_gradient(one), self.num_rows) for one in self.shards]
         flat_RC = torch.cat(rows, dim=1)
-        for one in self.owned:
+        for one in self.shards:
             one.parameter.grad = None
         if self.scatter is not None:
             self._flat = flat_RC.new_empty(flat_RC.shape[1])
@@ -86,7 +86,7 @@ class Bucket:
 
     def _serve_shards(self, flat: Tensor) -> None:
         offset = 0
-        for one in self.owned:
+        for one in self.shards:
             one.shard.grad = flat[offset : offset + one.shard.numel()].view_as(one.shard)
             offset += _chunk_elements(one, self.num_rows)
 
@@ -95,13 +95,13 @@ class Bucket:
         if self.scatter is None:
             return
         mine = torch.cat(
-            [_padded_rows(one.shard.detach(), 1, _chunk_elements(one, self.num_rows)) for one in self.owned],
+            [_padded_rows(one.shard.detach(), 1, _chunk_elements(one, self.num_rows)) for one in self.shards],
             dim=1,
         )
         everyone_RC = mine.new_empty(self.num_rows, mine.shape[1])
         all_gather_single(everyone_RC.view(-1), mine.view(-1), group=self.scatter)
         offset = 0
-        for one in self.owned:
+        for one in self.shards:
             width = _chunk_elements(one, self.num_rows)
             whole = _whole(one.parameter)
             rows = everyone_RC[:, offset : offset + width].reshape(-1)[: whole.numel()]
@@ -114,7 +114,7 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def _local_gradient(one: OwnedParameter) -> Tensor:
+def _local_gradient(one: ParameterShard) -> Tensor:
     """This rank's gradient; zeros when nothing on this rank touched the parameter."""
     gradient = one.parameter.grad
     if gradient is None:
@@ -122,7 +122,7 @@ def _local_gradient(one: OwnedParameter) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _chunk_elements(one: OwnedParameter, num_rows: int) -> int:
+def _chunk_elements(one: ParameterShard, num_rows: int) -> int:
     """Elements of one (padded) chunk of rows of a parameter."""
     whole = torch.atleast_1d(_whole(one.parameter))
     return -(-whole.shape[0] // num_rows) * (whole.numel() // max(1, whole.shape[0]))
@@ -141,7 +141,7 @@ def _padded_rows(tensor: Tensor, num_rows: int, width: int | None = None) -> Ten
 
 
 def _reduction_groups(
-    one: OwnedParameter, mesh: Mesh
+    one: ParameterShard, mesh: Mesh
 ) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
     """(group to scatter over, groups to sum over) for the gradient of one parameter."""
     on_experts = is_routed_expert(one.name) and mesh.parallel.ep > 1
@@ -157,7 +157,7 @@ def _reduction_groups(
     return axes.get_group(shard_axis), sums
 
 
-def _is_partial_over_tp(one: OwnedParameter, mesh: Mesh) -> bool:
+def _is_partial_over_tp(one: ParameterShard, mesh: Mesh) -> bool:
     """A parameter that tp does not cut gets a part of its gradient on each tp rank.
 
     One that does not lie on the tp axis at all (in modules that are not ours) has its whole gradient there.
@@ -171,19 +171,19 @@ def _is_partial_over_tp(one: OwnedParameter, mesh: Mesh) -> bool:
 class GradientReducer:
     """Stages 0 to 2: sums gradients over the mesh, overlapping the last backward where it can."""
 
-    def __init__(self, owned: list[OwnedParameter], mesh: Mesh, roots: Sequence[nn.Module]) -> None:
-        self.reduces_each = mesh.parallel.zero == 2 and mesh.parallel.reduce == "each"
+    def __init__(self, shards: list[ParameterShard], mesh: Mesh, roots: Sequence[nn.Module]) -> None:
+        self.reduces_each_microbatch = mesh.parallel.zero == 2 and mesh.parallel.reduce == "each"
         root_of = {id(one): number for number, root in enumerate(roots) for one in root.parameters()}
-        trainable = [one for one in owned if one.parameter.requires_grad]
+        trainable = [one for one in shards if one.parameter.requires_grad]
         # Backward finds the last layers first, so buckets are filled and launched from the end.
         # A stage that is reduced by itself has buckets of its own.
-        apart = root_of if self.reduces_each else dict.fromkeys(root_of, 0)
+        apart = root_of if self.reduces_each_microbatch else dict.fromkeys(root_of, 0)
         buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh, apart)]
         self.buckets = [bucket for bucket in buckets if not bucket.is_alone]
-        self._alone = [one for bucket in buckets if bucket.is_alone for one in bucket.owned]
-        self._bucket_of = {id(one.parameter): bucket for bucket in self.buckets for one in bucket.owned}
+        self._alone = [one for bucket in buckets if bucket.is_alone for one in bucket.shards]
+        self._bucket_of = {id(one.parameter): bucket for bucket in self.buckets for one in bucket.shards}
         self._by_root = {
-            id(root): [one for one in self.buckets if apart[id(one.owned[0].parameter)] == number]
+            id(root): [one for one in self.buckets if apart[id(one.shards[0].parameter)] == number]
             for number, root in enumerate(roots)
         }
         self._due: list[Bucket] = []
@@ -195,13 +195,13 @@ class GradientReducer:
         # A parameter must not keep the reducer that has it: Python does not see autograd's half of that ring.
         ready = partial(_tell, weakref.WeakMethod(self._gradient_ready))
         for bucket in self.buckets:
-            for one in bucket.owned:
+            for one in bucket.shards:
                 one.parameter.register_post_accumulate_grad_hook(ready)
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Entered around the backward of one micro-batch; on leaving, what is due has been reduced."""
-        is_due = is_last or self.reduces_each
+        is_due = is_last or self.reduces_each_microbatch
         self._begin(self.buckets if is_due else [], is_last=is_last)
         yield
         self._end()
@@ -220,14 +220,14 @@ class GradientReducer:
         self._serve_alone()
 
     def begin_backward(self, root: nn.Module, *, is_last: bool) -> None:
-        """Inside a schedule: a micro-batch's backward begins on a stage. Only where `reduces_each`."""
+        """Inside a schedule: a micro-batch's backward begins on a stage. Only where `reduces_each_microbatch`."""
         self._end()
         self._begin(self._by_root[id(root)], is_last=is_last)
 
     def _begin(self, due: list[Bucket], *, is_last: bool) -> None:
         self._due, self._next, self._is_last = list(due), 0, is_last
         for bucket in self._due:
-            bucket.waiting = {id(one.parameter) for one in bucket.owned}
+            bucket.waiting = {id(one.parameter) for one in bucket.shards}
 
     def _end(self) -> None:
         """Launch what never became full, and wait for all."""
@@ -264,11 +264,11 @@ def _tell(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tenso
 
 
 def _bucketed(
-    owned: list[OwnedParameter], mesh: Mesh, apart: Mapping[int, int]
-) -> Iterator[list[OwnedParameter]]:
+    shards: list[ParameterShard], mesh: Mesh, apart: Mapping[int, int]
+) -> Iterator[list[ParameterShard]]:
     """Runs of parameters with the same reduction, dtype and number in `apart`, cut at BUCKET_ELEMENTS."""
 
-    def kind(one: OwnedParameter) -> tuple[int, bool, bool, bool, torch.dtype]:
+    def kind(one: ParameterShard) -> tuple[int, bool, bool, bool, torch.dtype]:
         return (
             apart[id(one.parameter)],
             one.shard.ndim == 0,
@@ -277,8 +277,8 @@ def _bucketed(
             one.shard.dtype,
         )
 
-    for _, run in groupby(sorted(owned, key=lambda one: repr(kind(one))), key=kind):
-        bucket: list[OwnedParameter] = []
+    for _, run in groupby(sorted(shards, key=lambda one: repr(kind(one))), key=kind):
+        bucket: list[ParameterShard] = []
         for one in run:
             bucket.append(one)
             if sum(member.parameter.numel() for member in bucket) >= BUCKET_ELEMENTS:
@@ -292,17 +292,17 @@ class FullyShardedReducer:
     """Stage 3: FSDP2 reduces by itself; what remains is to show each shard its gradient."""
 
     def __init__(
-        self, owned: list[OwnedParameter], roots: Sequence[nn.Module], *, every_microbatch: bool
+        self, shards: list[ParameterShard], roots: Sequence[nn.Module], *, every_microbatch: bool
     ) -> None:
-        self.reduces_each = every_microbatch
-        self._trainable = [one for one in owned if one.parameter.requires_grad]
+        self.reduces_each_microbatch = every_microbatch
+        self._trainable = [one for one in shards if one.parameter.requires_grad]
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Scattered gradients are added up; replicas are summed once, after the last micro-batch."""
         for root in self._roots:
-            _synchronise(root, now=is_last or self.reduces_each, replicas=is_last)
+            _synchronise(root, now=is_last or self.reduces_each_microbatch, replicas=is_last)
         yield
         self._take(is_last=is_last)
 
@@ -313,7 +313,7 @@ class FullyShardedReducer:
         self._take(is_last=True)
 
     def begin_backward(self, root: nn.Module, *, is_last: bool) -> None:
-        """Inside a schedule: a micro-batch's backward begins on a stage. Only where `reduces_each`.
+        """Inside a schedule: a micro-batch's backward begins on a stage. Only where `reduces_each_microbatch`.
 
         Torch's stages have just told FSDP2 to keep gradients whole, and not to wait for anything.
         """
@@ -338,7 +338,7 @@ def _synchronise(root: FSDPModule, *, now: bool, replicas: bool) -> None:
     root.set_requires_all_reduce(replicas)
 
 
-def _take_gradient(one: OwnedParameter) -> None:
+def _take_gradient(one: ParameterShard) -> None:
     """Add what FSDP2 left to the shard's gradient, which may be wider."""
     gradient, one.parameter.grad = one.parameter.grad, None
     if isinstance(gradient, DTensor):
@@ -349,11 +349,11 @@ def _take_gradient(one: OwnedParameter) -> None:
 Reducer = GradientReducer | FullyShardedReducer
 
 
-def build_reducer(owned: list[OwnedParameter], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
+def build_reducer(shards: list[ParameterShard], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
     """The reducer of the mesh's ZeRO stage; `roots` are the models of this rank."""
     if mesh.parallel.zero == 3:
-        return FullyShardedReducer(owned, roots, every_microbatch=mesh.parallel.reduce == "each")
-    return GradientReducer(owned, mesh, roots)
+        return FullyShardedReducer(shards, roots, every_microbatch=mesh.parallel.reduce == "each")
+    return GradientReducer(shards, mesh, roots)
 
 
 def shard_fully(

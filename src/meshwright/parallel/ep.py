@@ -71,14 +71,14 @@ class GatherDispatch(nn.Module):
         """As Dispatch; x[T_tp, D] -> x[T, D] before, y{tp}[T, D] -> y[T_tp, D] after."""
         whole = self.inner(
             all_gather(x_TD, 0, self.group),
-            gather_plain(experts_TC, 0, self.group),
+            all_gather_no_grad(experts_TC, 0, self.group),
             all_gather(weights_TC, 0, self.group),
             compute,
         )
         return reduce_scatter(whole, 0, self.group)
 
 
-def gather_plain(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The parts of all ranks joined along `dim`, without gradients."""
     part = x.movedim(dim, 0).contiguous()
     whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
@@ -101,7 +101,7 @@ class SumCounts(nn.Module):
         return total
 
 
-class CutCapacity(nn.Module):
+class ShardedCapacity(nn.Module):
     """Capacity of whole sequences: who comes first is decided in the order of the whole sequence."""
 
     def __init__(self, inner: nn.Module, mesh: Mesh) -> None:
@@ -111,7 +111,7 @@ class CutCapacity(nn.Module):
 
     def forward(self, experts_BSC: Tensor) -> Tensor:
         """As Capacity, for this rank's part of the sequences."""
-        over_cp = gather_plain(gather_plain(experts_BSC, 1, self.tp), 1, self.cp)
+        over_cp = all_gather_no_grad(all_gather_no_grad(experts_BSC, 1, self.tp), 1, self.cp)
         kept_BSC = self.inner(unshard_sequence(over_cp, 1, self.cp.size()))
         own_BSC = shard_sequence(kept_BSC, 1, self.cp.rank(), self.cp.size())
         return own_BSC.chunk(self.tp.size(), 1)[self.tp.rank()]
@@ -129,4 +129,4 @@ def apply_moe(model: nn.Module, mesh: Mesh) -> None:
         if cutting:
             layer.balance.total = SumCounts(cutting)
             if layer.capacity is not None:
-                layer.capacity = CutCapacity(layer.capacity, mesh)
+                layer.capacity = ShardedCapacity(layer.capacity, mesh)

@@ -97,7 +97,7 @@ def fp8_blocks(run: RunSpec) -> list[int]:
 _PLAIN = {"project": Projections, "inner": Gated, "product": Product}
 
 
-class NarrowProduct(NamedTuple):
+class Fp8Site(NamedTuple):
     """A product in fp8 where it stands: as an attribute of a module, by itself or inside a joint one."""
 
     name: str
@@ -121,11 +121,11 @@ class NarrowProduct(NamedTuple):
         setattr(self.module, self.attribute, place or _PLAIN[self.attribute]())
 
 
-def narrow_products(stages: Iterable[nn.Module]) -> list[NarrowProduct]:
+def fp8_sites(stages: Iterable[nn.Module]) -> list[Fp8Site]:
     """All products in fp8, in the order of the model."""
     found = [named for stage in stages for named in stage.named_modules()]
     return [
-        NarrowProduct(f"{name}.{attribute}", module, attribute, linears)
+        Fp8Site(f"{name}.{attribute}", module, attribute, linears)
         for name, module in found
         for attribute, linears in _places(module)
     ]
@@ -143,7 +143,7 @@ def _places(module: nn.Module) -> list[tuple[str, tuple[Linear, ...]]]:
 
 def fall_back(stages: Iterable[nn.Module], layers: Collection[int]) -> None:
     """Give the linears of these blocks, where a stage has them, plain products again."""
-    for narrow in narrow_products(stages):
+    for narrow in fp8_sites(stages):
         if int(narrow.name.split(".")[1]) in layers:
             narrow.replace(None)
 
@@ -151,7 +151,7 @@ def fall_back(stages: Iterable[nn.Module], layers: Collection[int]) -> None:
 @contextmanager
 def in_bf16(stages: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, every linear has a plain product."""
-    found = [(narrow, narrow.place) for narrow in narrow_products(stages)]
+    found = [(narrow, narrow.place) for narrow in fp8_sites(stages)]
     for narrow, _ in found:
         narrow.replace(None)
     yield

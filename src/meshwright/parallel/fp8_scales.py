@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
 from meshwright.models.layers.linear import Linear
-from meshwright.parallel.fp8 import narrow_products
+from meshwright.parallel.fp8 import fp8_sites
 from meshwright.precision.fp8.quantise import unit_of
 from meshwright.precision.fp8.recipes import RECIPES
 
@@ -20,7 +20,7 @@ class DelayedScales:
     """Every delayed product of this rank, all in one table; all ranks call its methods together."""
 
     def __init__(self, stages: Iterable[nn.Module], mesh: Mesh, *, history_steps: int) -> None:
-        found = [narrow for narrow in narrow_products(stages) if narrow.product.scales is not None]
+        found = [narrow for narrow in fp8_sites(stages) if narrow.product.scales is not None]
         self._names = [narrow.name for narrow in found]
         self._scales = [narrow.product.scales for narrow in found if narrow.product.scales is not None]
         # Weights kept in fp8 have their scales already.

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from meshwright.mesh import Mesh
 from meshwright.ops.sharded import local
-from meshwright.parallel.fp8 import narrow_products
+from meshwright.parallel.fp8 import fp8_sites
 from meshwright.precision.fp8.quantise import unit_of
 from meshwright.precision.fp8.recipes import E4M3
 
 
-class NarrowWeights:
+class Fp8Weights:
     """The fp8 copies of this rank's stages; empty where none are kept."""
 
     def __init__(self, stages: Sequence[nn.Module], mesh: Mesh) -> None:
@@ -25,7 +25,7 @@ class NarrowWeights:
         """Cast the weights as they are now. All ranks call it; with tp one small all-reduce, no host sync."""
         kept = [
             (narrow.product.kept, [local(linear.weight) for linear in narrow.linears])
-            for narrow in narrow_products(self._stages)  # looked up each time: blocks may have fallen back
+            for narrow in fp8_sites(self._stages)  # looked up each time: blocks may have fallen back
             if narrow.product.kept is not None
         ]
         if not kept:

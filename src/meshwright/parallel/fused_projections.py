@@ -15,7 +15,7 @@ from meshwright.ops.fused_linear import lay_behind
 from meshwright.spec import RunSpec
 
 
-def join_products(model: Decoder, run: RunSpec) -> None:
+def fuse_projections(model: Decoder, run: RunSpec) -> None:
     """On a stage that has its fp8 products already, which stay as they are."""
     is_cut = run.parallel.tp > 1 or run.parallel.zero == 3 or "parameters" in run.memory.offload
     if is_cut or not run.compile:
@@ -25,7 +25,7 @@ def join_products(model: Decoder, run: RunSpec) -> None:
             join(module)
 
 
-def lay_joint_weights(model: Decoder) -> None:
+def pack_fused_weights(model: Decoder) -> None:
     """Matrices of joint products one behind the other, where they are computed with as they are (bf16)."""
     for module in model.modules():
         weights = [linear.weight for linear in sharing(module)]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from meshwright.data.batches import Microbatch
 from meshwright.parallel.dp import Reducer
-from meshwright.parallel.fp8_weights import NarrowWeights
-from meshwright.parallel.shards import OwnedParameter
-from meshwright.parallel.wgrad_fusion import SummedGradients
+from meshwright.parallel.fp8_weights import Fp8Weights
+from meshwright.parallel.shards import ParameterShard
+from meshwright.parallel.wgrad_fusion import WgradFusion
 
 Localise = Callable[[Microbatch, float], Microbatch]
 """This rank's part of a micro-batch, with its loss weights multiplied by a scale."""
@@ -23,7 +23,7 @@ class Program(Protocol):
     """
 
     stages: list[nn.Module]
-    owned: list[OwnedParameter]
+    shards: list[ParameterShard]
 
     def accumulate(self, microbatches: Sequence[Any], *, scale: float = 1.0) -> Tensor:
         """Forward and backward of all micro-batches; gradients of the scaled loss are then reduced and in
@@ -62,13 +62,13 @@ class SingleProgram:
         self,
         model: nn.Module,
         *,
-        owned: list[OwnedParameter],
+        shards: list[ParameterShard],
         reducer: Reducer,
-        summed: SummedGradients,
-        narrow: NarrowWeights,
+        summed: WgradFusion,
+        narrow: Fp8Weights,
         localise: Localise,
     ) -> None:
-        self.stages, self.owned = [model], owned
+        self.stages, self.shards = [model], shards
         self._model, self._reducer, self._localise = model, reducer, localise
         self._summed, self._narrow = summed, narrow
 

@@ -8,7 +8,7 @@ from meshwright.mesh import Mesh
 from meshwright.spec.placement import ep_dim, is_routed_expert, tp_dim
 
 
-def place_parameters(model: nn.Module, mesh: Mesh) -> None:
+def shard_parameters(model: nn.Module, mesh: Mesh) -> None:
     """Every parameter becomes a DTensor over the inner axes that concern it; none where there are none.
 
     The model is on the meta device, so nothing is moved.

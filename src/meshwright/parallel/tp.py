@@ -29,12 +29,12 @@ from meshwright.models.layers.moe import Moe
 from meshwright.ops.collectives import all_gather, reduce_scatter
 from meshwright.ops.regather import RegatheredProduct, RegatheredProducts
 from meshwright.ops.vocabulary import partial_lookup
-from meshwright.spec.placement import crossing
+from meshwright.spec.placement import tp_boundary
 
 SEQUENCE_DIM = 1
 
 
-class ScatterSum(nn.Module):
+class ReduceScatterOutput(nn.Module):
     """y{tp}[B, S, D] -> y[B, S_tp, D]."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -46,7 +46,7 @@ class ScatterSum(nn.Module):
         return reduce_scatter(y_BSD, SEQUENCE_DIM, self.group)
 
 
-class CutLookup(Lookup):
+class VocabularyParallelLookup(Lookup):
     """Rows of a table cut over the vocabulary; the result is cut over the sequence."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -67,13 +67,13 @@ def apply_tp(model: Decoder, mesh: Mesh, *, regather: bool = False) -> None:
     group = mesh.group("tp")
     routed = {name for name, module in model.named_modules() if isinstance(module, Moe)}
     for name, module in model.named_modules():
-        kind = crossing(name, is_routed=name in routed)
+        kind = tp_boundary(name, is_routed=name in routed)
         if kind == "gather" and regather and module is not model.head:
             _regather_input(module, group)
         elif kind == "gather":
             _gather_input(module, group)
         elif kind == "scatter" and isinstance(module, Linear):
-            module.collect = ScatterSum(group)
+            module.collect = ReduceScatterOutput(group)
     if isinstance(model.embedding, Embedding):
         _cut_embedding(model.embedding, group)
     if model.head is not None:
@@ -101,7 +101,7 @@ def _regather_input(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def _cut_embedding(embedding: Embedding, group: ProcessGroup) -> None:
-    embedding.tokens.lookup = CutLookup(group)
+    embedding.tokens.lookup = VocabularyParallelLookup(group)
     if embedding.positions is not None:
 
         def own_part(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from meshwright.spec import RunSpec
 Maker = Linear | JointProjections | JointGated
 
 
-class SummedGradients:
+class WgradFusion:
     """What makes products that may add, with the linears whose weights they are of."""
 
     def __init__(self, makers: Iterable[tuple[Maker, Sequence[Linear]]] = ()) -> None:
@@ -45,19 +45,19 @@ def _totals(gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return (seen_as_one(found),) if lies_behind(found) else found
 
 
-def summed_gradients(model: nn.Module, run: RunSpec, reducer: Reducer) -> SummedGradients:
+def build_wgrad_fusion(model: nn.Module, run: RunSpec, reducer: Reducer) -> WgradFusion:
     """Compiled blocks whose gradients no other rank has a part of; nothing that moves tensors to the host.
 
     A bias is added by the same kernel as a plain product, so linears with one stay as they are.
     """
     is_alone = isinstance(reducer, GradientReducer) and not reducer.buckets
     if not run.compile or not is_alone or run.memory.offload:
-        return SummedGradients()
+        return WgradFusion()
     found = ((joint_maker(module), sharing(module)) for module in model.modules())
     groups = {maker: linears for maker, linears in found if maker is not None}
     taken = {linear for linears in groups.values() for linear in linears}
     alone = (module for module in model.modules() if isinstance(module, Linear) and module not in taken)
-    return SummedGradients(
+    return WgradFusion(
         (maker, linears)
         for maker, linears in [*groups.items(), *((linear, (linear,)) for linear in alone)]
         if all(_can_add(linear) for linear in linears)

@@ -12,7 +12,7 @@ from meshwright.mesh import Mesh
 from meshwright.optim.build import state_dims, state_tensors
 from meshwright.optim.combined import part_of
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.shards import ParameterShard
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate, sum_over_world
@@ -48,7 +48,7 @@ class _Gradients:
     """Keeps this rank's part of every gradient, just before each update."""
 
     def __init__(self, training: Training) -> None:
-        self._owned = {one.name: one for one in training.program.owned if one.parameter.requires_grad}
+        self._owned = {one.name: one for one in training.program.shards if one.parameter.requires_grad}
         self.parts: dict[str, dict[str, Tensor]] = {name: {} for name in self._owned}
         self._num_updates = 0
         self._optimizer = training.optimizer
@@ -118,20 +118,20 @@ def gather(
     states = state_tensors(training.optimizer, training.named_shards, run.optim)
     averages = training.ema.averages if training.ema else {}
     found = {}
-    for one in training.program.owned:
+    for one in training.program.shards:
         kinds = {"weight": one.shard.detach(), **parts.get(one.name, {})}
         held = states.get(one.name, {})
         kinds |= {key: state.to(one.shard.device) for key, state in held.items() if key in LIKE_WEIGHTS}
         if one.name in averages:
             kinds["ema"] = averages[one.name]
-        found[one.name] = dict(zip(kinds, make_whole(one, list(kinds.values())), strict=True))
+        found[one.name] = dict(zip(kinds, gather_full(one, list(kinds.values())), strict=True))
         for key in sorted(held.keys() - kinds.keys()):
             part = one.as_global(held[key], state_dims(key, len(one.shape)))
             found[one.name][key] = part.full_tensor()
     return found
 
 
-def make_whole(one: OwnedParameter, parts: list[Tensor]) -> list[Tensor]:
+def gather_full(one: ParameterShard, parts: list[Tensor]) -> list[Tensor]:
     """Tensors of the shard's shape as whole ones: side by side in a last dim, so one gather does for all."""
     stacked = dataclasses.replace(one, shape=torch.Size([*one.shape, len(parts)]))
     return list(stacked.as_global(torch.stack(parts, dim=-1)).full_tensor().unbind(-1))

@@ -1,7 +1,7 @@
 """The very step of a run as rank k of N, on the CPU, with tensors that have no numbers.
 
 Everything is built by `build_training` and run by `train_step`; what is particular here is around them: a
-world without other ranks, weights without bytes, functions that choose as on CUDA, and a ledger.
+world without other ranks, weights without bytes, functions that choose as on CUDA, and a allocations.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from meshwright.memory.offload.activations import storage_key
 from meshwright.memory.offload.host import HostBuffer, HostPool
 from meshwright.ops.routed_rows import routed_evenly
 from meshwright.precision.policy import wide_dtype
-from meshwright.rehearse.as_cuda import as_on_cuda
-from meshwright.rehearse.compiled import compiling
+from meshwright.rehearse.as_cuda import cuda_choices
+from meshwright.rehearse.compiled import compiled_blocks
 from meshwright.rehearse.dispatch import Observer, Traffic
-from meshwright.rehearse.ledger import Event, Held, Ledger
-from meshwright.rehearse.phases import Moment, Moments
+from meshwright.rehearse.allocation_log import Event, StorageRecord, AllocationLog
+from meshwright.rehearse.phases import Phase, PhaseTracker
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
 from meshwright.train import build
@@ -47,8 +47,8 @@ class Trace:
     """From the beginning of the process."""
     step_begins_at: int
     """Index of the first event of the last step."""
-    records: list[Held]
-    moments: list[Moment]
+    records: list[StorageRecord]
+    phases: list[Phase]
     traffic: dict[tuple[str, str], Traffic]
     """By axis and kind of collective, of the last step."""
     flops: int
@@ -68,30 +68,30 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         fake_world(run.parallel, rank, torch.device("cpu")) as mesh,
         standing_for("cuda"),
         routed_evenly(imbalance),
-        compiling(is_wanted=run.compile) as compiler,
+        compiled_blocks(is_wanted=run.compile) as compiler,
     ):
-        ledger = Ledger()
-        moments, observer = Moments(ledger), Observer(ledger, mesh)
+        allocations = AllocationLog()
+        phases, observer = PhaseTracker(allocations), Observer(allocations, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
-        with _host_apart(observer, fake), contextlib.ExitStack() as stack:
-            training = build_training(run, mesh, fill=_Empty(fake))
-            _adopt_state(training, ledger)
-            stack.enter_context(_watching(training, moments, observer, fake, ledger))
-            batch = blank_batch(run)
+        with _host_buffers_excluded(observer, fake), contextlib.ExitStack() as stack:
+            training = build_training(run, mesh, fill=_Uninitialised(fake))
+            _label_state(training, allocations)
+            stack.enter_context(_tracked(training, phases, observer, fake, allocations))
+            batch = zero_batch(run)
             for tensor in (x for part in batch.microbatches for x in part if x is not None):
-                ledger.see(tensor, "batch", "batch")
+                allocations.see(tensor, "batch", "batch")
             for _ in range(num_steps):
                 observer.traffic.clear()
                 observer.flops, observer.num_operators = 0, 0
-                begins_at = len(ledger.events)
-                _step(training, batch, moments)
+                begins_at = len(allocations.events)
+                _step(training, batch, phases)
     return Trace(
         rank=rank,
-        events=ledger.events,
+        events=allocations.events,
         step_begins_at=begins_at,
-        records=ledger.records,
-        moments=moments.seen,
+        records=allocations.records,
+        phases=phases.entered,
         traffic=dict(observer.traffic),
         flops=observer.flops,
         num_operators=observer.num_operators,
@@ -115,22 +115,22 @@ def traceable(run: RunSpec) -> RunSpec:
 
 
 @contextlib.contextmanager
-def _watching(
-    training: Training, moments: Moments, observer: Observer, fake: FakeTensorMode, ledger: Ledger
+def _tracked(
+    training: Training, phases: PhaseTracker, observer: Observer, fake: FakeTensorMode, allocations: AllocationLog
 ) -> Iterator[None]:
     with (
-        moments.following(training),
-        ledger.watching_sizes(),
-        _unseen_propagation(observer),
-        as_on_cuda(),
+        phases.tracking(training),
+        allocations.tracking_resizes(),
+        _propagation_excluded(observer),
+        cuda_choices(),
         fake,
         observer,
     ):
         yield
 
 
-def _step(training: Training, batch: Batch, moments: Moments) -> None:
-    moments.begin_step()
+def _step(training: Training, batch: Batch, phases: PhaseTracker) -> None:
+    phases.begin_step()
     try:
         train_step(training, batch, learning_rate=1e-4)
     except MeshwrightError:
@@ -150,7 +150,7 @@ def _untraceable(error: Exception) -> SpecError:
     )
 
 
-class _Empty:
+class _Uninitialised:
     """Takes the place of `initialise`: memory without numbers."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -161,43 +161,43 @@ class _Empty:
             model.to_empty(device=device)
 
 
-def _adopt_state(training: Training, ledger: Ledger) -> None:
+def _label_state(training: Training, allocations: AllocationLog) -> None:
     """What stays from step to step: weights, buffers, optimizer states, averages."""
     for stage in training.program.stages:
         for tensor in (*stage.parameters(), *stage.buffers()):
-            ledger.see(_plain(tensor), "build", "weights")
-    for one in training.program.owned:
-        ledger.see(_plain(one.shard), "build", "weights")
+            allocations.see(_plain(tensor), "build", "weights")
+    for one in training.program.shards:
+        allocations.see(_plain(one.shard), "build", "weights")
         if one.parameter.requires_grad:
-            one.parameter.register_hook(partial(_adopt_gradient, ledger))
-    training.optimizer.register_step_pre_hook(lambda *_: _adopt_gradients(training, ledger))
+            one.parameter.register_hook(partial(_label_gradient, allocations))
+    training.optimizer.register_step_pre_hook(lambda *_: _label_gradients(training, allocations))
     for state in training.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                ledger.see(_plain(value), "build", "optimizer")
+                allocations.see(_plain(value), "build", "optimizer")
     if training.ema is not None:
         for average in training.ema.averages.values():
-            ledger.see(_plain(average), "build", "optimizer")
+            allocations.see(_plain(average), "build", "optimizer")
 
 
-def _adopt_gradient(ledger: Ledger, gradient: torch.Tensor | None) -> None:
+def _label_gradient(allocations: AllocationLog, gradient: torch.Tensor | None) -> None:
     if gradient is None:  # a product has added it to the sum by itself
         return
-    ledger.see(_plain(gradient), "backward", "gradients")
+    allocations.see(_plain(gradient), "backward", "gradients")
 
 
-def _adopt_gradients(training: Training, ledger: Ledger) -> None:
+def _label_gradients(training: Training, allocations: AllocationLog) -> None:
     """What the update reads: before it, the gradient was a tensor like others."""
-    for one in training.program.owned:
+    for one in training.program.shards:
         if one.shard.grad is not None:
-            ledger.see(_plain(one.shard.grad), "backward", "gradients")
+            allocations.see(_plain(one.shard.grad), "backward", "gradients")
 
 
 def _plain(tensor: Any) -> torch.Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
-def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
+def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
     """One rank's part of a batch, of the right shapes, all zero."""
     data = run.data
     shape = (data.microbatch_sequences, data.sequence_length)
@@ -218,7 +218,7 @@ def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
 
 
 @contextlib.contextmanager
-def _host_apart(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
+def _host_buffers_excluded(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
     """Buffers of offload are no bytes of the device; and the host that matters is not this one."""
     take: Any = HostPool.take
 
@@ -229,7 +229,7 @@ def _host_apart(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
                 buffer = take(pool, num_bytes)
         finally:
             observer.is_paused = was_paused
-        observer.ledger.elsewhere.add(storage_key(buffer.bytes))
+        observer.allocations.host_storages.add(storage_key(buffer.bytes))
         return buffer
 
     with patch.object(HostPool, "take", apart), patch.object(build, "host_budget", lambda _: None):
@@ -237,7 +237,7 @@ def _host_apart(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unseen_propagation(observer: Observer) -> Iterator[None]:
+def _propagation_excluded(observer: Observer) -> Iterator[None]:
     """DTensor tries an operator at its global shape to learn the result's: no bytes of this rank."""
     name = "_propagate_tensor_meta_non_cached"
     propagate: Any = getattr(ShardingPropagator, name)

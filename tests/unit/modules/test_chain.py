@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.own_modules import plain_token_loss, sequential, token_batch
+from tests.support.user_modules import plain_token_loss, sequential, token_batch
 from torch import nn
 
 from meshwright.errors import SpecError

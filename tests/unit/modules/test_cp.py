@@ -2,8 +2,12 @@
 
 import pytest
 import torch
-from tests.support.harness import this_world
-from tests.support.own_modules import decoder, fit_spec, parallel, sequential, token_batch, token_loss
+from tests.support.equivalence import this_world
+from tests.support.module_training import (
+    fit_spec,
+    parallel,
+)
+from tests.support.user_modules import decoder, sequential, token_batch, token_loss
 from torch.nn.functional import cross_entropy
 
 from meshwright.errors import MeshwrightError, SpecError

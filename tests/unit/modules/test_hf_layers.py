@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.own_modules import decoder, token_batch, token_loss
+from tests.support.user_modules import decoder, token_batch, token_loss
 from torch.nn.functional import cross_entropy
 
 from meshwright.errors import DataError, MeshwrightError

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.own_modules import BATCH, NUM_STEPS, OPTIMIZERS, foreign_named, reference
+from tests.support.module_training import (
+    NUM_STEPS,
+    OPTIMIZERS,
+    train_plain_loop,
+)
+from tests.support.user_modules import BATCH, user_module
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -103,7 +108,7 @@ def own_loop(
             if step.number == stop_at:
                 run.save()
                 return losses, {}
-    weights = {one.name: one.as_global(one.shard).full_tensor() for one in run._program.owned}
+    weights = {one.name: one.as_global(one.shard).full_tensor() for one in run._program.shards}
     run.end()
     return losses, {name: weight.clone() for name, weight in weights.items()}
 
@@ -294,10 +299,10 @@ def test_importing_the_package_loads_no_torch():
 
 
 def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Three batches in order through a decoder of transformers, as `own_modules.reference` takes them."""
-    foreign, said = foreign_named(name), OPTIMIZERS["adamw"]
+    """Three batches in order through a decoder of transformers, as `module_training.train_plain_loop` takes them."""
+    user, said = user_module(name), OPTIMIZERS["adamw"]
     torch.manual_seed(dist.get_rank())
-    model = foreign.build()
+    model = user.build()
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=said.lr,
@@ -305,7 +310,7 @@ def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], 
         eps=said.eps,
         weight_decay=said.weight_decay,
     )
-    parts = zip(*(foreign.batch(step) for step in range(NUM_STEPS)), strict=True)
+    parts = zip(*(user.batch(step) for step in range(NUM_STEPS)), strict=True)
     loader = DataLoader(TensorDataset(*map(torch.cat, parts)), batch_size=BATCH)
     run = meshwright.prepare(
         model,
@@ -318,17 +323,17 @@ def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], 
     )
     steps = []
     for batch in run.loader:
-        run.backward(*foreign.loss(model, batch))
+        run.backward(*user.loss(model, batch))
         steps.append(run.step())
     run.end()
-    weights = {one.name: one.as_global(one.shard).full_tensor().clone() for one in run._program.owned}
+    weights = {one.name: one.as_global(one.shard).full_tensor().clone() for one in run._program.shards}
     return [float(one.loss) for one in steps], [float(one.grad_norm) for one in steps], weights
 
 
 @pytest.mark.parametrize("name", ["starcoder2"])
 def test_tp_in_a_loop_equals_the_plain_loop(ranks, name):
     """The plan is what the decoder publishes; the module is called as before."""
-    expected = reference(name, "adamw")
+    expected = train_plain_loop(name, "adamw")
     for losses, norms, weights in ranks.run(_decoder_loop, 2, name, {"tp": 2}):
         torch.testing.assert_close(losses, expected.losses, rtol=RTOL, atol=0.0)
         torch.testing.assert_close(norms, expected.grad_norms, rtol=RTOL, atol=0.0)

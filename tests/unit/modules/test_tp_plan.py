@@ -1,7 +1,7 @@
 """What of a published tp plan is refused, and what is read from it."""
 
 import pytest
-from tests.support.own_modules import decoder, sequential
+from tests.support.user_modules import decoder, sequential
 
 from meshwright.errors import SpecError
 from meshwright.modules.tp_plan import read_plan

@@ -7,7 +7,7 @@ for each other at both ends: the bubble, (pp - 1) / micro-batches for 1F1B, is w
 It pays across nodes, where tp's traffic would be too slow, and when micro-batches are many.
 """
 
-from meshwright.parallel.pp.pipeline_program import Border, PipelineProgram
+from meshwright.parallel.pp.pipeline_program import PipelineProgram, StageIO
 from meshwright.parallel.pp.stages import StageModule, build_stages
 
-__all__ = ["Border", "PipelineProgram", "StageModule", "build_stages"]
+__all__ = ["PipelineProgram", "StageIO", "StageModule", "build_stages"]

@@ -20,7 +20,7 @@ class StepReduction:
 
     def __init__(self, stages: Sequence[nn.Module], reducer: Reducer) -> None:
         self._reducer, self._left = reducer, {id(stage): 0 for stage in stages}
-        if reducer.reduces_each:
+        if reducer.reduces_each_microbatch:
             for stage in stages:
                 stage.register_forward_hook(self._watch)
 

@@ -20,13 +20,13 @@ from torch.distributed.pipelining.microbatch import sum_reducer
 from meshwright.data.batches import Microbatch
 from meshwright.mesh import Mesh
 from meshwright.parallel.dp import Reducer
-from meshwright.parallel.fp8_weights import NarrowWeights
+from meshwright.parallel.fp8_weights import Fp8Weights
 from meshwright.parallel.pp.forward import forward_losses
 from meshwright.parallel.pp.microbatch_reduce import StepReduction
 from meshwright.parallel.pp.stages import StageModule
 from meshwright.parallel.pp.tied import TiedTable
 from meshwright.parallel.program import model_arguments
-from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.shards import ParameterShard
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -40,7 +40,7 @@ SCHEDULES: dict[str, Any] = {
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 
 
-class Border(NamedTuple):
+class StageIO(NamedTuple):
     """What crosses the borders of stages for one micro-batch, as meta tensors.
 
     Told in advance, so that torch need not run every stage once on made-up numbers to find out.
@@ -59,16 +59,16 @@ class PipelineProgram:
         stages: list[StageModule],
         *,
         mesh: Mesh,
-        border: Border,
-        owned: list[OwnedParameter],
+        border: StageIO,
+        shards: list[ParameterShard],
         tied: TiedTable,
         reducer: Reducer,
-        narrow: NarrowWeights,
+        narrow: Fp8Weights,
         localise: Callable[[Microbatch, float], Microbatch],
     ) -> None:
         self.stages: list[nn.Module] = [stage.module for stage in stages]
         self._numbered = stages
-        self.owned = [one for one in owned if not any(one is other for other in tied.followers)]
+        self.shards = [one for one in shards if not any(one is other for other in tied.followers)]
         self._mesh, self._tied, self._localise = mesh, tied, localise
         self._narrow = narrow
         self._has_first = any(stage.index == 0 for stage in stages)
@@ -147,7 +147,7 @@ def _last_output(output: Tensor, target: Tensor) -> Tensor:
     return output.clone()
 
 
-def _build_schedule(stages: list[StageModule], mesh: Mesh, num_microbatches: int, border: Border) -> Any:
+def _build_schedule(stages: list[StageModule], mesh: Mesh, num_microbatches: int, border: StageIO) -> Any:
     parallel = mesh.parallel
     last = parallel.num_stages - 1
     built = [

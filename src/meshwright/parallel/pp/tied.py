@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
-from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.shards import ParameterShard
 from meshwright.spec import ModelSpec
 from meshwright.spec.stages import V_SCHEDULES
 
@@ -22,11 +22,11 @@ TIED_NAME = "embedding.tokens.weight"
 class TiedTable:
     """The copies of a tied table on this rank, and the group that holds the others."""
 
-    def __init__(self, copies: Sequence[OwnedParameter], group: ProcessGroup | None) -> None:
+    def __init__(self, copies: Sequence[ParameterShard], group: ProcessGroup | None) -> None:
         self._copies, self._group = copies, group
 
     @property
-    def followers(self) -> Sequence[OwnedParameter]:
+    def followers(self) -> Sequence[ParameterShard]:
         """Copies that take their values from the first one here: no optimizer, no checkpoint knows them."""
         return self._copies[1:]
 
@@ -50,12 +50,12 @@ class TiedTable:
             copy.shard.copy_(self._copies[0].shard)
 
 
-def tie(model: ModelSpec, mesh: Mesh, owned: list[OwnedParameter]) -> TiedTable:
+def tie(model: ModelSpec, mesh: Mesh, shards: list[ParameterShard]) -> TiedTable:
     """Find the copies; communicates where they stand on two ranks (all ranks call it)."""
     parallel = mesh.parallel
     if not model.tied_head or parallel.num_stages == 1:
         return TiedTable([], None)
-    copies = [one for one in owned if one.name == TIED_NAME]
+    copies = [one for one in shards if one.name == TIED_NAME]
     if parallel.schedule in V_SCHEDULES:  # rank 0 has the first and the last stage
         return TiedTable(copies, None)
     pipeline = dist.get_process_group_ranks(mesh.group("pp"))
