@@ -114,7 +114,7 @@ class Memory:
         return self.peak_host_bytes * cluster.devices_per_node <= HOST_SHARE * cluster.host_memory_bytes
 
     @property
-    def fullest_stage(self) -> NDArray[np.intp]:
+    def peak_stage(self) -> NDArray[np.intp]:
         """Which of the three ranks is fullest, shape (N,)."""
         return self.reserved_bytes.argmax(axis=1)
 

@@ -7,7 +7,7 @@ from meshwright.hardware import parse_cluster
 from meshwright.plan.memory.activations import layer_activation_bytes
 from meshwright.plan.memory.rank_bytes import Memory, host_items, memory
 from meshwright.plan.predict import host_bytes, predict_run
-from meshwright.plan.search.decision import choice_of, with_layout
+from meshwright.plan.search.decision import candidate_of, with_layout
 from meshwright.plan.time.step_time import step_cost
 from meshwright.plan.workload.frameworks import meshwright
 from meshwright.plan.workload.layouts import (
@@ -185,7 +185,7 @@ def test_the_search_keeps_what_the_run_says() -> None:
     at = one_layout(run.parallel, run.memory, microbatch_sequences=1, num_microbatches=8)
     assert with_layout(run, at).memory.offload == ("optimizer", "activations")
     tp = _run("parallel.tp=2", "memory.regather=true")
-    assert choice_of(tp, parse_cluster("h100:2")).at.regather[0] == 1
+    assert candidate_of(tp, parse_cluster("h100:2")).at.regather[0] == 1
     last = ParallelSpec(dp_shard=2, zero=3, reduce="last")
     assert one_layout(last, MemorySpec(), microbatch_sequences=1, num_microbatches=2).parallel(0) == last
 
