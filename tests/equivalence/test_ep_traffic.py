@@ -1,8 +1,8 @@
 """What expert parallelism sends: each token's row to its experts and back, and nothing else."""
 
 import pytest
-from tests.support.harness import run_case
-from tests.support.tiny_runs import MODELS, tiny_run
+from tests.support.equivalence import run_case
+from tests.support.runs import MODELS, tiny_run
 
 from meshwright.spec import ParallelSpec
 

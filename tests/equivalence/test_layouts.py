@@ -3,8 +3,8 @@
 import os
 
 import pytest
+from tests.support.equivalence import assert_state_bytes, assert_traffic, prove_with_every_optimizer
 from tests.support.equivalence_report import add_row
-from tests.support.harness import assert_state_bytes, assert_traffic, prove_with_every_optimizer
 from tests.support.layouts import (
     DENSE,
     Layout,
@@ -17,8 +17,9 @@ from tests.support.layouts import (
     quick_singles,
     random_layouts,
 )
-from tests.support.ranks import RankPool
-from tests.support.tiny_runs import OPTIMIZERS
+from tests.support.runs import OPTIMIZERS
+
+from meshwright.rehearse.rank_pool import RankPool
 
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
 NUM_RANDOM = 40

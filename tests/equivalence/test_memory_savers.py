@@ -5,8 +5,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from tests.support.attempts import attempt, last_checkpoint, read_tensors
-from tests.support.harness import (
+from tests.support.equivalence import (
     RTOL,
     all_tensor_bytes,
     assert_same_training,
@@ -16,9 +15,10 @@ from tests.support.harness import (
     this_world,
     worst_errors,
 )
+from tests.support.expected_traffic import ELEMENT, held_shapes, padded_elements
 from tests.support.oracle import reference
-from tests.support.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
-from tests.support.traffic import ELEMENT, held_shapes, padded_elements
+from tests.support.run_directories import attempt, last_checkpoint, read_tensors
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
 from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh

@@ -12,7 +12,7 @@ from bench.interleaved.channel import Channel
 from bench.interleaved.clock import TurnClock
 from bench.step import parse
 from bench.workloads.cases import CASES, build_run
-from tests.support.tiny_runs import tiny_run
+from tests.support.runs import tiny_run
 
 from meshwright.bench.attention import chosen_backend, kernel_seen, time_attention
 from meshwright.bench.copy import link_rows

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.harness import this_world
-from tests.support.ranks import RankPool
+from tests.support.equivalence import this_world
 
 from meshwright.bench import attention, comm, copy, gemm, storage
 from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.data.sources import TokenFile
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec.families import family
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from bench.ladder import measure as measure_ladder
 from bench.ladder import parse as ladder_options
 from bench.reports.step import losses_agree, merged, picture, write_results
 from bench.workloads.cases import CASES, contenders_of, entries_of, notes_of, with_microbatch
-from tests.support.tiny_runs import tiny_run
+from tests.support.runs import tiny_run
 
 from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step import drawn_on, measure_step, on_random_tokens

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.small_runs import write_run_file
+from tests.support.run_files import write_run_file
 
 from meshwright.bench import copy, gemm
 from meshwright.cli.main import run

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.support.small_runs import write_run_file
+from tests.support.run_files import write_run_file
 from tests.unit.rehearse import test_prove
 from tests.unit.rehearse.test_prove import KeptPool
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.support.harness import Result, run_case
-from tests.support.ranks import RankPool
-from tests.support.tiny_runs import MODELS, SEQUENCE_LENGTH, tiny_run
+from tests.support.equivalence import Result, run_case
+from tests.support.runs import MODELS, SEQUENCE_LENGTH, tiny_run
 
 from meshwright.plan.time.timeline import StageSeconds, simulate
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.rules_memory import MEMORY_RULES

@@ -299,7 +299,7 @@ def test_importing_the_package_loads_no_torch():
 
 
 def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Three batches in order through a decoder of transformers, as `module_training.train_plain_loop` takes them."""
+    """Three batches in order through a decoder of transformers, the same as in `train_plain_loop`."""
     user, said = user_module(name), OPTIMIZERS["adamw"]
     torch.manual_seed(dist.get_rank())
     model = user.build()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tests.support.questions import asked
+from tests.support.plans import asked
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.memory.margins import (
@@ -20,7 +20,7 @@ from meshwright.plan.memory.margins import (
 )
 from meshwright.plan.predict import Prediction, predict_run
 from meshwright.plan.workload.formats import runtime_of, workload_of
-from meshwright.plan.workload.frameworks import framework
+from meshwright.plan.framework import framework
 from meshwright.plan.workload.layouts import layouts
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.spec.run import RunSpec

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.questions import asked
+from tests.support.plans import asked
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.explain.reasons import STATE_ITEMS

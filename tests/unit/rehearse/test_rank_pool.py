@@ -1,4 +1,4 @@
-"""The pool that every distributed test stands on."""
+"""The pool of local ranks, which distributed tests and proofs run on."""
 
 import signal
 import time
@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import RankFailure, RankPool
+
+from meshwright.rehearse.rank_pool import RankFailure, RankPool
 
 
 def _sum_of_ranks(offset: int) -> torch.Tensor:
@@ -39,7 +40,7 @@ def _sleep_for_long(takes_signals: bool):
 
 
 @pytest.mark.parametrize("takes_signals", [True, False])
-def test_silent_ranks_are_killed_and_tell_where_they_stood(takes_signals):
+def test_silent_ranks_are_killed_and_their_tracebacks_reported(takes_signals):
     """Also when no signal reaches them, as in a driver that holds a thread."""
     with RankPool(max_ranks=1, job_seconds=3.0, grace_seconds=2.0) as pool:
         with pytest.raises(RankFailure, match="no answer from ranks") as caught:

@@ -1,4 +1,4 @@
-"""Families shrunk until they run in a moment, with every feature of the real one."""
+"""Model families with small sizes: every feature of the real family, trained in a moment."""
 
 from meshwright.spec import ModelSpec
 from meshwright.spec.families import family
@@ -21,8 +21,8 @@ TINY_FAMILIES = (
 )
 
 
-def tiny(name: str, **changes: object) -> ModelSpec:
-    """The family with small widths and few layers; head structure, norms, biases and routing kept."""
+def shrunk_family(name: str, **changes: object) -> ModelSpec:
+    """The family with small widths and few layers; head structure, norms, biases and routing stay."""
     model = family(name)
     attention = model.attention
     num_heads = 4
@@ -41,12 +41,12 @@ def tiny(name: str, **changes: object) -> ModelSpec:
         "max_positions": 64,
         "attention": small_attention,
         "mlp": model.mlp.with_(width=40),
-        "moe": _tiny_moe(model),
+        "moe": _small_moe(model),
     }
     return model.with_(**{**small, **changes})
 
 
-def _tiny_moe(model: ModelSpec) -> object:
+def _small_moe(model: ModelSpec) -> object:
     if model.moe is None:
         return None
     is_deepseek = model.moe.first_dense_layers > 0

@@ -1,4 +1,4 @@
-"""Runs small enough to train three steps in a moment, on documents of ragged lengths."""
+"""`tiny_run`: a RunSpec in float64 that trains three steps in a moment, on documents of ragged lengths."""
 
 import atexit
 import functools
@@ -26,12 +26,12 @@ from meshwright.spec import (
 
 SEQUENCE_LENGTH = 16
 NUM_TOKENS = 64
-# tp=2 leaves 35 rows of the table, which no ZeRO group of 2 or 4 divides.
+# tp=2 leaves 35 rows of the embedding, which no ZeRO group of 2 or 4 divides.
 VOCAB_SIZE = 70
 
 
 class _FewTokens(ByteTokenizer):
-    """A tokenizer in name: the datasets here are numbers from the start."""
+    """A tokenizer in name only: the datasets here are written as token ids."""
 
     vocab_size = NUM_TOKENS
     eos_id = NUM_TOKENS - 1
@@ -106,7 +106,7 @@ OPTIMIZERS: dict[str, OptimSpec] = {
     "sgd": OptimSpec(kind="sgd", lr=0.05, beta1=0.9, weight_decay=0.1, max_grad_norm=2.25),
     "adamw": OptimSpec(kind="adamw", lr=0.01, eps=1e-5, weight_decay=0.1, max_grad_norm=1.0),
 }
-# Those that look at whole parameters; a weight's step must be large enough to show a wrong norm.
+# Optimizers that read full parameters; their steps are large enough to show a wrong norm.
 MORE_OPTIMIZERS: dict[str, OptimSpec] = {
     "lars": OptimSpec(kind="lars", lr=2.0, trust=0.02, weight_decay=0.1),
     "lamb": OptimSpec(kind="lamb", lr=0.05, eps=1e-5, weight_decay=0.1),
@@ -128,7 +128,7 @@ def tiny_run(
     ramp: tuple[tuple[int, int], ...] = (),
     **changes: object,
 ) -> RunSpec:
-    """A run in float64; `changes` are fields of RunSpec, `ramp` pairs of (before step, sequences)."""
+    """A run in float64 on the CPU; `changes` are fields of RunSpec, `ramp` holds (before step, sequences)."""
     data = DataSpec(
         path=ragged_dataset(num_sequences),
         sequence_length=SEQUENCE_LENGTH,

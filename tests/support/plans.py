@@ -1,4 +1,4 @@
-"""Questions to the planner that several tests ask, built once each."""
+"""Plans that several tests look at; each is made once per process."""
 
 from functools import cache
 
@@ -6,7 +6,7 @@ from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.search.decision import Plan, make_plan
 from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import Objective
-from meshwright.plan.search.request import Asked, Request, ask
+from meshwright.plan.search.request import FilledRequest, Request, fill_request
 
 
 @cache
@@ -17,9 +17,9 @@ def asked(
     seq: int | None = 8192,
     batch_tokens: int | None = 2**22,
     objective: Objective = "speed",
-) -> Asked:
-    """What a command line means."""
-    return ask(
+) -> FilledRequest:
+    """The resolved request of `meshwright plan MODEL --on CLUSTER PINS`."""
+    return fill_request(
         Request(
             model=model,
             cluster=parse_cluster(on),
@@ -35,5 +35,5 @@ def asked(
 
 @cache
 def planned(model: str, on: str, *pins: str, seq: int = 8192, batch_tokens: int = 2**22) -> Plan:
-    """The plan for it."""
+    """The plan of `meshwright plan MODEL --on CLUSTER PINS`."""
     return make_plan(asked(model, on, *pins, seq=seq, batch_tokens=batch_tokens).question)

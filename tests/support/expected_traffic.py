@@ -1,11 +1,11 @@
-"""What a layout must send and hold, by formula from the spec and the placement table alone."""
+"""What each rank of a layout must send and hold, by formula from the spec and the placement table alone."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
-from tests.support.communication import Named
+from tests.support.recorded_traffic import Named
 
 from meshwright.spec import RunSpec
 from meshwright.spec.parallel import MESH_ORDER
@@ -86,7 +86,7 @@ def _shards(run: RunSpec, name: str) -> int:
 
 
 def padded_elements(run: RunSpec, name: str, shape: tuple[int, ...]) -> int:
-    """Elements of one shard when rows are dealt out in equal chunks."""
+    """Elements of one shard when rows are split into equal chunks, with padding."""
     return -(-shape[0] // _shards(run, name)) * math.prod(shape[1:])
 
 
@@ -102,7 +102,7 @@ def _state(run: RunSpec, shapes: Shapes) -> Named:
 
 
 def _bucketed(run: RunSpec, shapes: Shapes) -> Named:
-    """What tp cuts in one bucket; in another what it does not, whose gradients are also summed over tp."""
+    """tp-sharded parameters share a bucket; replicated ones have another, whose gradients tp sums as well."""
     total: Named = Counter()
     shard, shards = ("dp_shard", "cp"), _shards(run, "")
     num_scatters = _num_scatters(run) if run.parallel.zero == 2 else 1

@@ -1,4 +1,4 @@
-"""Runs a tiny run on the pool of ranks and compares it with the oracle, tensor by tensor."""
+"""Trains a tiny run on the pool of ranks and compares it with the oracle, tensor by tensor."""
 
 import dataclasses
 import gc
@@ -7,16 +7,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.support.communication import Named, Recorder, named_calls
-from tests.support.oracle import Reference, reference
-from tests.support.ranks import RankPool, this_world
-from tests.support.tiny_runs import OPTIMIZERS
-from tests.support.traffic import (
+from tests.support.expected_traffic import (
     expected_parameter_bytes,
     expected_traffic,
     gradient_bytes,
     most_optimizer_bytes,
 )
+from tests.support.oracle import Reference, reference
+from tests.support.recorded_traffic import Named, Recorder, named_calls
+from tests.support.runs import OPTIMIZERS
 from torch import Tensor
 
 from meshwright.data.batches import Batch
@@ -24,23 +23,24 @@ from meshwright.mesh import Mesh, build_mesh
 from meshwright.parallel.pp import stages
 from meshwright.rehearse import steps
 from meshwright.rehearse.differences import RTOL, disagreements, training_errors, worst_errors
-from meshwright.rehearse.steps import Trained, make_whole
+from meshwright.rehearse.rank_pool import RankPool, this_world
+from meshwright.rehearse.steps import Trained, gather_full
 from meshwright.spec import RunSpec
 from meshwright.spec.check import require_valid
-from meshwright.train.state_bytes import Held, held_bytes, storage_bytes
+from meshwright.train.state_bytes import StateBytes, count_state_bytes, storage_bytes
 from meshwright.train.step import StepOutcome, Training, train_step
 
-__all__ = ["RTOL", "make_whole", "this_world", "training_errors", "worst_errors"]
+__all__ = ["RTOL", "gather_full", "this_world", "training_errors", "worst_errors"]
 
 
 @dataclasses.dataclass
 class Result(Trained):
-    """With what a rank sent and held on the way."""
+    """What one rank trained, sent and held."""
 
     communication: Named
-    """Of the last step."""
-    held: Held
-    """Just before the last update."""
+    """The collectives of the last step."""
+    held: StateBytes
+    """Bytes just before the last update."""
 
 
 def run_case(
@@ -69,7 +69,7 @@ def _train_here(runs: list[RunSpec], num_steps: int, frozen: tuple[str, ...]) ->
 
 
 def _freezing(frozen: tuple[str, ...]) -> Any:
-    """Parameters whose name holds one of these parts want no gradient, from the moment they are built."""
+    """Freeze parameters whose name contains one of these parts, as soon as the model is built."""
     build = stages.build_decoder
 
     def build_frozen(*args: Any, **kwargs: Any) -> Any:
@@ -83,12 +83,12 @@ def _freezing(frozen: tuple[str, ...]) -> Any:
 
 def train_steps(run: RunSpec, mesh: Mesh, num_steps: int) -> Result:
     """Build, train and gather; all ranks of the mesh call it."""
-    held: list[Held] = []
+    held: list[StateBytes] = []
     calls: list[Named] = []
 
     def watched_step(training: Training, batch: Batch, *, learning_rate: float) -> StepOutcome:
         def before_update(*_: object) -> None:
-            held.append(held_bytes(training))
+            held.append(count_state_bytes(training))
 
         handle = training.optimizer.register_step_pre_hook(before_update)
         with Recorder() as recorder:
@@ -103,7 +103,7 @@ def train_steps(run: RunSpec, mesh: Mesh, num_steps: int) -> Result:
 
 
 def all_tensor_bytes() -> int:
-    """Every storage that Python can reach in this process: nothing large hides from this."""
+    """Bytes of every tensor storage that Python can reach in this process."""
     gc.collect()
     tensors = [value for value in gc.get_objects() if type(value) in (Tensor, torch.nn.Parameter)]
     return storage_bytes([tensor for tensor in tensors if tensor.layout == torch.strided])
@@ -126,7 +126,7 @@ def assert_ranks_agree(results: list[Result]) -> None:
 
 
 def assert_traffic(results: list[Result], run: RunSpec) -> None:
-    """Every rank sent exactly what the formulas say: nothing is gathered that need not be."""
+    """Every rank sent exactly what the formulas say, so nothing is gathered without need."""
     for result in results:
         expected = expected_traffic(run, result.rank)
         missing, surplus = expected - result.communication, result.communication - expected
@@ -134,14 +134,14 @@ def assert_traffic(results: list[Result], run: RunSpec) -> None:
 
 
 def assert_state_bytes(results: list[Result], run: RunSpec) -> None:
-    """Every rank held no more than its share of parameters, gradients and optimizer states."""
+    """No rank held more than its share of parameters, gradients and optimizer states."""
     num_states = 2 if run.optim.kind == "adamw" else 1
     for result in results:
         held, (least, most) = result.held, gradient_bytes(run, result.stage)
-        told = f"rank {result.rank} holds {held}"
-        assert held.parameters == expected_parameter_bytes(run, result.stage), told
-        assert least <= held.gradients <= most, told
-        assert held.optimizer <= most_optimizer_bytes(run, result.stage, num_states), told
+        message = f"rank {result.rank} holds {held}"
+        assert held.parameters == expected_parameter_bytes(run, result.stage), message
+        assert least <= held.gradients <= most, message
+        assert held.optimizer <= most_optimizer_bytes(run, result.stage, num_states), message
 
 
 def prove(ranks: RankPool, run: RunSpec, *, frozen: tuple[str, ...] = ()) -> list[Result]:

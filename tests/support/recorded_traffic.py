@@ -60,11 +60,11 @@ class Call:
     kind: str
     ranks: frozenset[int]
     bytes: int
-    """Of the whole tensor that is exchanged: the gathered one, or the one before scattering."""
+    """Bytes of the full tensor that is exchanged: the gathered one, or the one before scattering."""
 
 
 class Recorder(TorchDispatchMode):
-    """Everything communicated while inside."""
+    """Records every collective that is launched inside the `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def axis_ranks(mesh: Mesh) -> dict[str, frozenset[int]]:
     """The ranks of this rank's group along each axis and each product of axes (`dp_shard+cp`)."""
     found = _products(mesh.sequence)
     pipeline = sorted(found["pp"])
-    found["pp_ends"] = frozenset((pipeline[0], pipeline[-1]))  # where a tied table stands
+    found["pp_ends"] = frozenset((pipeline[0], pipeline[-1]))  # both hold a tied embedding
     if mesh.parallel.ep > 1:
         found |= {name: found_ for name, found_ in _products(mesh.expert).items() if "e" in name[:1]}
     return found
