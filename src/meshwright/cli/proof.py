@@ -9,13 +9,13 @@ def tell_proof(run: Any, *, full: bool, quiet: bool = False) -> Iterator[dict[st
     """Prove a run on ranks of this machine; one document per verdict. A failed one is raised, exit code 4."""
     import torch
 
-    from meshwright.rehearse.prove import layout_words, prove, require_proved
+    from meshwright.rehearse.prove import layout_text, prove, require_proved
     from meshwright.rehearse.shrink import shrink
 
     smalls = shrink(run, full=full)
     on_card = torch.cuda.is_available() and run.device != "cpu"
     for small in smalls:
-        _say(f"proving {layout_words(small.run.parallel)} in float64 against one device")
+        _say(f"proving {layout_text(small.run.parallel)} in float64 against one device")
         if small.changes:
             _say(f"  smaller or left out: {', '.join(small.changes)}")
     for verdict in prove(smalls, ranks=("cpu", "cuda") if on_card else ("cpu",)):

@@ -36,7 +36,7 @@ def rehearse(
 ) -> None:
     """Build one rank of the full world on this machine, and prove the numbers on a small one.
 
-    The very step of the run is traced on the CPU: what each rank allocates, at its fullest moment and by
+    The very step of the run is traced on the CPU: what each rank allocates, at its fullest phase and by
     item, what it sends and what it computes. No GPU is needed. Exit code 3: it does not fit the device
     named by --on.
 
@@ -52,7 +52,7 @@ def rehearse(
     loaded.require_valid()
     cluster = parse_cluster(on) if on else None
     _require_sense(loaded.run, rank, imbalance, measure=measure, proof=proof, full=full)
-    reports = _traced(loaded.run, rank, steps, imbalance, is_whole=whole)
+    reports = _traced(loaded.run, rank, steps, imbalance, is_full=whole)
     measured = _measured(loaded.run, reports, imbalance) if measure else []
     if not as_json:
         _print(reports, measured, cluster)
@@ -88,7 +88,7 @@ def _require_sense(
         )
 
 
-def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whole: bool) -> list[Any]:
+def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_full: bool) -> list[Any]:
     from meshwright.rehearse.parallel_traces import rehearse_ranks
     from meshwright.rehearse.rank_report import ranks_to_rehearse
 
@@ -100,16 +100,16 @@ def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whol
         ranks,
         num_steps=steps,
         imbalance=imbalance,
-        is_whole=is_whole,
+        is_full=is_full,
         tell=lambda words: typer.echo(f"  {words}", err=True),
     )
 
 
 def _measured(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
-    from meshwright.rehearse.measure import keep_pair, measure_rank
+    from meshwright.rehearse.measure import log_prediction, measure_rank
 
     measured = [measure_rank(run, report.rank, imbalance=imbalance) for report in reports]
-    line = keep_pair(run, measured)
+    line = log_prediction(run, measured)
     if line is not None:
         typer.echo(line, err=True)
     return measured
@@ -118,12 +118,12 @@ def _measured(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
 def _print(reports: list[Any], measured: list[Any], cluster: Any) -> None:
     from rich.console import Console
 
-    from meshwright.rehearse.tables import draw_collectives, draw_measured, draw_memory, moment_lines
+    from meshwright.rehearse.tables import draw_collectives, draw_measured, draw_memory, peak_lines
 
     console = Console()
     console.print(draw_memory(reports, cluster, width=console.width))
     console.print()
-    for line in moment_lines(reports):
+    for line in peak_lines(reports):
         console.print(line, highlight=False)
     console.print()
     console.print(draw_collectives(reports))

@@ -2,8 +2,8 @@
 
 Every layer of a kind keeps and sends the same, and from some micro-batch on a step repeats itself. So each
 figure is linear in the number of layers and of micro-batches, and two traces give it exactly. The fullest
-moment may be another one in the whole step than in a short one (the maximum of straight lines is not
-straight), so every moment is extended for itself and the fullest is chosen afterwards. Moments are told
+phase may be another one in the whole step than in a short one (the maximum of straight lines is not
+straight), so every phase is extended for itself and the fullest is chosen afterwards. PhaseTracker are told
 apart by their place from both ends: the first block, the last but one, the second micro-batch.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 from meshwright.parallel.pp import stages as runtime_stages
-from meshwright.rehearse.categories import fullest_by_moment, peak_at
-from meshwright.rehearse.phases import Moment
+from meshwright.rehearse.categories import peak_at, peaks_by_phase
+from meshwright.rehearse.phases import Phase
 from meshwright.rehearse.trace import Trace
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import stage_layers, stages_of_rank
@@ -126,7 +126,7 @@ class Whole:
 
     allocated_bytes: float
     items: dict[str, float]
-    moment: Moment
+    phase: Phase
     traffic: dict[tuple[str, str], tuple[float, float]]
     """Count and bytes by axis and kind."""
     flops: float
@@ -147,7 +147,7 @@ def extended(traces: list[tuple[Trace, float]], shortening: Shortening) -> Whole
     return Whole(
         allocated_bytes=totals[best],
         items={name: _sum(weights, [peak.items.get(name, 0) for peak in peaks]) for name in names},
-        moment=_in_the_whole(peaks[-1].moment, best, cut),
+        phase=_in_the_whole(peaks[-1].phase, best, cut),
         traffic={
             kind: (
                 _sum(weights, [getattr(trace.traffic.get(kind), "count", 0) for trace, _ in traces]),
@@ -160,15 +160,15 @@ def extended(traces: list[tuple[Trace, float]], shortening: Shortening) -> Whole
     )
 
 
-def _in_the_whole(moment: Moment, key: Key, cut: Cut) -> Moment:
-    """The moment of a shorter step as the whole one counts: places from the end move by what was left out."""
-    part, microbatch = moment.part, moment.microbatch
+def _in_the_whole(phase: Phase, key: Key, cut: Cut) -> Phase:
+    """The phase of a shorter step as the whole one counts: places from the end move by what was left out."""
+    part, microbatch = phase.part, phase.microbatch
     if "/-" in key[1]:
         words, number = _number(part)
         part = f"{words}.{number + cut.layers}"
     if key[2].startswith("-") and microbatch is not None:
         microbatch += cut.microbatches
-    return dataclasses.replace(moment, part=part, microbatch=microbatch)
+    return dataclasses.replace(phase, part=part, microbatch=microbatch)
 
 
 def _sum(weights: list[float], values: list[int]) -> float:
@@ -176,16 +176,16 @@ def _sum(weights: list[float], values: list[int]) -> float:
 
 
 def _by_key(trace: Trace, border: int) -> dict[Key, tuple[int, int]]:
-    """Largest bytes of each moment, under every name it has."""
+    """Largest bytes of each phase, under every name it has."""
     found: dict[Key, tuple[int, int]] = {}
-    last = max((moment.microbatch or 0 for moment in trace.moments), default=0)
-    blocks = sorted({moment.part for moment in trace.moments if "blocks." in moment.part}, key=_number)
-    for number, value in fullest_by_moment(trace).items():
-        moment = trace.moments[number]
+    last = max((phase.microbatch or 0 for phase in trace.phases), default=0)
+    blocks = sorted({phase.part for phase in trace.phases if "blocks." in phase.part}, key=_number)
+    for number, value in peaks_by_phase(trace).items():
+        phase = trace.phases[number]
         for part, microbatch in itertools.product(
-            _part_names(moment.part, blocks), _microbatch_names(moment.microbatch, last, border)
+            _part_names(phase.part, blocks), _microbatch_names(phase.microbatch, last, border)
         ):
-            key = (moment.phase, part, microbatch)
+            key = (phase.kind, part, microbatch)
             found[key] = max(found.get(key, (0, 0)), value)
     return found
 

@@ -38,7 +38,7 @@ def require_fit(run: RunSpec, reports: Sequence[RankReport], cluster: Cluster) -
     raise PlanError(
         f"rank {fullest.rank} needs {show_bytes(needed)}, {cluster.device.title} has {show_bytes(usable)} "
         f"to give; most of it is {largest}, {show_bytes(fullest.items[largest])}",
-        where=fullest.moment,
+        where=fullest.peak_phase,
         hint=_ways(run, cluster, needed - usable),
     )
 

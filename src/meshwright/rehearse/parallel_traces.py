@@ -11,7 +11,7 @@ from multiprocessing import active_children, get_context
 from typing import Any
 
 from meshwright.hardware.machine import usable_cores
-from meshwright.rehearse.rank_report import RankReport, Task, Traced, do_task, report_of, tasks_of
+from meshwright.rehearse.rank_report import RankReport, Task, Traced, report_of, run_task, trace_tasks
 from meshwright.rehearse.trace import Trace
 from meshwright.spec import RunSpec
 
@@ -22,15 +22,15 @@ Tell = Callable[[str], None]
 
 
 def rehearse_ranks(
-    run: RunSpec, ranks: Iterable[int], *, tell: Tell = lambda _: None, is_whole: bool = False, **how: Any
+    run: RunSpec, ranks: Iterable[int], *, tell: Tell = lambda _: None, is_full: bool = False, **how: Any
 ) -> list[RankReport]:
     """As `rehearse_rank`, for each rank; `tell` hears of every trace that is there."""
-    tasks = {rank: tasks_of(run, rank, is_whole=is_whole, **how) for rank in ranks}
+    tasks = {rank: trace_tasks(run, rank, is_full=is_full, **how) for rank in ranks}
     done = _all_done([task for some in tasks.values() for task in some], tell)
     traced: dict[int, Traced] = {
         rank: {task.cut: done[task] for task in some} for rank, some in tasks.items()
     }
-    return [report_of(run, rank, traced[rank], is_whole=is_whole) for rank in traced]
+    return [report_of(run, rank, traced[rank], is_full=is_full) for rank in traced]
 
 
 def _all_done(tasks: list[Task], tell: Tell) -> dict[Task, tuple[Trace, str]]:
@@ -40,7 +40,7 @@ def _all_done(tasks: list[Task], tell: Tell) -> dict[Task, tuple[Trace, str]]:
     found = {}
     for number, task in enumerate(tasks, start=1):
         tell(f"trace {number} of {len(tasks)}, rank {task.rank}")
-        found[task] = do_task(task)
+        found[task] = run_task(task)
     return found
 
 
@@ -49,7 +49,7 @@ def _done_in_processes(tasks: list[Task], count: int, tell: Tell) -> dict[Task, 
     found: dict[Task, tuple[Trace, str]] = {}
     tell(f"{len(tasks)} traces in {count} processes")
     with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_be_a_worker) as pool:
-        futures = {pool.submit(do_task, task): task for task in sorted(tasks, key=lambda one: -one.work)}
+        futures = {pool.submit(run_task, task): task for task in sorted(tasks, key=lambda one: -one.work)}
         try:
             for future in as_completed(futures):
                 found[futures[future]] = future.result()

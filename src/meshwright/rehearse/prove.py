@@ -31,7 +31,7 @@ Ranks = Literal["cpu", "cuda"]
 Job = Callable[[list[RunSpec], int], list[Trained]]
 # muon's polynomial lifts small singular values by up to 3.4445 ** 5, and rounding with them.
 MUON_GROWTH = 500.0
-RANK_WORDS = {"cpu": "gloo rank{s}", "cuda": "NCCL rank{s} on one card"}
+RANK_TEXT = {"cpu": "gloo rank{s}", "cuda": "NCCL rank{s} on one card"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Verdict:
     def line(self) -> str:
         """In one line."""
         parallel = self.shrunken.run.parallel
-        words = RANK_WORDS[self.ranks].format(s="s" * (parallel.num_ranks > 1))
-        said = f"{layout_words(parallel)} on {parallel.num_ranks} {words}"
+        words = RANK_TEXT[self.ranks].format(s="s" * (parallel.num_ranks > 1))
+        said = f"{layout_text(parallel)} on {parallel.num_ranks} {words}"
         if self.holds:
             return (
                 f"{said}: loss, {self.num_gradients} gradients and weights after {NUM_STEPS} steps of "
@@ -88,7 +88,7 @@ class Verdict:
         )
 
 
-def layout_words(parallel: ParallelSpec) -> str:
+def layout_text(parallel: ParallelSpec) -> str:
     """`pp2 x cp2 x tp2, 1f1b, zero 3, ep2`."""
     axes = " x ".join(
         f"{axis}{getattr(parallel, axis)}" for axis in MESH_ORDER if getattr(parallel, axis) > 1
@@ -178,7 +178,7 @@ def _failed(failure: RankFailure, parallel: ParallelSpec) -> RunError:
     last_line = str(failure).strip().splitlines()[-1]
     return RunError(
         f"a rank of the proof failed: {last_line}",
-        where=layout_words(parallel),
+        where=layout_text(parallel),
         hint=f"the tracebacks of all ranks are in {file.name}",
     )
 

@@ -92,7 +92,7 @@ def rank_device() -> torch.device:
 
 
 def this_world() -> World:
-    """The world of the job that the pool runs at the moment."""
+    """The world of the job that the pool runs at the phase."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.FileStore(os.environ[_STORE_VARIABLE], size)
     return World(rank=rank, local_rank=rank, num_ranks=size, device=rank_device(), store=store)
@@ -193,7 +193,7 @@ class RankPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks that stand at the moment."""
+        """Of the ranks that stand at the phase."""
         return [process.pid for process, _ in self._workers]
 
     def run(self, function: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
@@ -236,7 +236,7 @@ class RankPool:
         failures: dict[int, str] = {}
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
-            # After a first failure the others hang in a collective: give them a moment to report too.
+            # After a first failure the others hang in a collective: give them a phase to report too.
             ready = wait(list(waiting), timeout=2.0 if failures else self._limits.silent_seconds)
             if not ready:
                 break

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.errors import SpecError
 from meshwright.rehearse.allocator import Request, replay
-from meshwright.rehearse.categories import peak_of
+from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.extrapolate import (
     Cut,
     Shortening,
@@ -40,12 +40,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class RankReport:
-    """One rank of a world; bytes as torch counts them, at the fullest moment of a step."""
+    """One rank of a world; bytes as torch counts them, at the fullest phase of a step."""
 
     rank: int
     coordinates: dict[str, int]
     items: dict[str, float]
-    moment: str
+    peak_phase: str
     reserved_bytes: float
     """With expandable segments."""
     reserved_default_bytes: float
@@ -95,24 +95,24 @@ class Task:
 Traced = dict[Cut, tuple[Trace, str]]
 
 
-def tasks_of(
-    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, is_whole: bool = False
+def trace_tasks(
+    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, is_full: bool = False
 ) -> list[Task]:
-    """The traces of a rank; the parts of a long step that repeat are traced once unless `is_whole`."""
+    """The traces of a rank; the parts of a long step that repeat are traced once unless `is_full`."""
     require_rank(run.parallel, rank)
-    shortening = _shortening(run, rank, is_whole=is_whole)
+    shortening = _shortening(run, rank, is_full=is_full)
     cuts = dict.fromkeys([shortening.deep(), *(cut for cut, _ in shortening.cuts())])
     # Shortened, the first step is like all others, which a test holds; a second one would cost as much.
     count = num_steps if len(cuts) == 1 else 1
     return [Task(run, rank, cut, count, imbalance) for cut in cuts]
 
 
-def _shortening(run: RunSpec, rank: int, *, is_whole: bool) -> Shortening:
+def _shortening(run: RunSpec, rank: int, *, is_full: bool) -> Shortening:
     found = shortening_of(run, mesh_coordinates(rank, run.parallel)["pp"])
-    return Shortening() if is_whole or len(found.cuts()) == 1 else found
+    return Shortening() if is_full or len(found.cuts()) == 1 else found
 
 
-def do_task(task: Task) -> tuple[Trace, str]:
+def run_task(task: Task) -> tuple[Trace, str]:
     """The trace, and what it is one of."""
     with without_layers(task.cut.layers):
         run = shortened(task.run, task.cut)
@@ -120,16 +120,16 @@ def do_task(task: Task) -> tuple[Trace, str]:
 
 
 def rehearse_rank(
-    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, is_whole: bool = False
+    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, is_full: bool = False
 ) -> RankReport:
     """Trace a rank, here and one trace after the other."""
-    tasks = tasks_of(run, rank, num_steps=num_steps, imbalance=imbalance, is_whole=is_whole)
-    return report_of(run, rank, {task.cut: do_task(task) for task in tasks}, is_whole=is_whole)
+    tasks = trace_tasks(run, rank, num_steps=num_steps, imbalance=imbalance, is_full=is_full)
+    return report_of(run, rank, {task.cut: run_task(task) for task in tasks}, is_full=is_full)
 
 
-def report_of(run: RunSpec, rank: int, traced: Traced, *, is_whole: bool = False) -> RankReport:
+def report_of(run: RunSpec, rank: int, traced: Traced, *, is_full: bool = False) -> RankReport:
     """The figures of a rank from all its traces."""
-    shortening = _shortening(run, rank, is_whole=is_whole)
+    shortening = _shortening(run, rank, is_full=is_full)
     weighted = [(traced[cut][0], weight) for cut, weight in shortening.cuts()]
     deep, form = traced[shortening.deep()]
     return _report(rank, mesh_coordinates(rank, run.parallel), weighted, shortening, deep, form)
@@ -163,7 +163,7 @@ def _report(
         rank=rank,
         coordinates=coordinates,
         items={**whole.items, "workspace": float(WORKSPACE_BYTES)},
-        moment=str(whole.moment),
+        peak_phase=str(whole.phase),
         reserved_bytes=_reserved(deep, whole.allocated_bytes, is_expandable=True),
         reserved_default_bytes=_reserved(deep, whole.allocated_bytes, is_expandable=False),
         collectives=[
@@ -182,4 +182,4 @@ def _reserved(deep: Trace, allocated: float, *, is_expandable: bool) -> float:
     """What the allocator holds: holes do not grow with micro-batches, nor evenly with layers."""
     requests = (Request(event.number, event.num_bytes, event.stream) for event in deep.events)
     held = replay(requests, is_expandable=is_expandable).reserved_bytes
-    return allocated + held - peak_of(deep).allocated_bytes + WORKSPACE_BYTES
+    return allocated + held - step_peak(deep).allocated_bytes + WORKSPACE_BYTES

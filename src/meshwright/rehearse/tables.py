@@ -17,7 +17,7 @@ _NAME_WIDTH, _BYTES_WIDTH = 31, 12
 
 
 def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None, *, width: int = 80) -> Table:
-    """Bytes by item at the fullest moment of each rank, and a bar for the fullest, in so many columns."""
+    """Bytes by item at the fullest phase of each rank, and a bar for the fullest, in so many columns."""
     room = width - _NAME_WIDTH - _BYTES_WIDTH * len(reports)
     bar_width = max(SMALLEST_BAR_WIDTH, min(BAR_WIDTH, room))
     largest = max(report.reserved_bytes for report in reports)
@@ -40,13 +40,13 @@ def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None, *, width
     return table
 
 
-def moment_lines(reports: Sequence[RankReport]) -> Iterator[str]:
+def peak_lines(reports: Sequence[RankReport]) -> Iterator[str]:
     """When each rank is fullest, and how much it computes."""
     for report in reports:
         place = ", ".join(f"{axis} {number}" for axis, number in report.coordinates.items() if number)
         how = "traced whole" if report.num_traces == 1 else f"from {report.num_traces} shorter traces"
         yield (
-            f"rank {report.rank}{f' ({place})' if place else ''}: fullest in the {report.moment}; "
+            f"rank {report.rank}{f' ({place})' if place else ''}: fullest in the {report.peak_phase}; "
             f"{report.flops:.3g} FLOP a step ({how}, {show_seconds(report.seconds)}, {report.form})"
         )
 

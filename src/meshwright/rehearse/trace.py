@@ -1,7 +1,8 @@
-"""The very step of a run as rank k of N, on the CPU, with tensors that have no numbers.
+"""The trace of a run's step as rank k of N, on the CPU, with fake tensors (shapes and dtypes, no data).
 
-Everything is built by `build_training` and run by `train_step`; what is particular here is around them: a
-world without other ranks, weights without bytes, functions that choose as on CUDA, and a allocations.
+The step is built by `build_training` and run by `train_step`, as in training. Around them are a process group
+without other ranks, weights without data, the kernel choices of CUDA, and an allocation log. torch has fake
+tensors in a private package (`torch._subclasses`) only; this is the one file that imports them.
 """
 
 import contextlib
@@ -15,20 +16,20 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from meshwright.data.batches import Batch, Microbatch
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.hardware.stand_in import standing_for
-from meshwright.memory.offload.activations import storage_key
 from meshwright.memory.offload.host import HostBuffer, HostPool
 from meshwright.ops.routed_rows import routed_evenly
 from meshwright.precision.policy import wide_dtype
+from meshwright.rehearse.allocation_log import AllocationLog, Event, StorageRecord
 from meshwright.rehearse.as_cuda import cuda_choices
 from meshwright.rehearse.compiled import compiled_blocks
 from meshwright.rehearse.dispatch import Observer, Traffic
-from meshwright.rehearse.allocation_log import Event, StorageRecord, AllocationLog
+from meshwright.rehearse.operations import is_operator
 from meshwright.rehearse.phases import Phase, PhaseTracker
+from meshwright.rehearse.torch_sharding import propagation_excluded
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
 from meshwright.train import build
@@ -40,28 +41,37 @@ NUM_STEPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What one rank did in its last step; the steps before it filled what stays."""
+    """One rank's allocations, and the collectives and FLOPs of its last step.
+
+    The steps before the last one allocate what persists: gradients, optimizer states, buckets.
+    """
 
     rank: int
     events: list[Event]
-    """From the beginning of the process."""
+    """Allocations and releases in order, from the building of the model on."""
     step_begins_at: int
     """Index of the first event of the last step."""
     records: list[StorageRecord]
+    """One record per storage; an event's `number` is its index."""
     phases: list[Phase]
+    """In the order in which they were entered; an event's `phase_id` is an index."""
     traffic: dict[tuple[str, str], Traffic]
-    """By axis and kind of collective, of the last step."""
+    """Collectives of the last step by axis and kind."""
     flops: int
     num_operators: int
     seconds: float
+    """Wall time of tracing."""
     num_graphs: int = 0
-    """That were compiled; 0: the trace is one of an uncompiled run."""
+    """Number of compiled graphs; with 0 the blocks ran uncompiled."""
     host_bytes: int = 0
-    """Pinned buffers of host memory that offload needs."""
+    """Bytes of pinned host memory that offload needs."""
 
 
 def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Trace:
-    """Trace one rank; nothing is computed and nothing is sent. Routed rows come as `imbalance` says."""
+    """Trace one rank; nothing is computed and nothing is communicated.
+
+    Its experts receive `imbalance` times the mean number of rows.
+    """
     started_at = time.perf_counter()
     run = traceable(run)
     with (
@@ -80,7 +90,7 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
             stack.enter_context(_tracked(training, phases, observer, fake, allocations))
             batch = zero_batch(run)
             for tensor in (x for part in batch.microbatches for x in part if x is not None):
-                allocations.see(tensor, "batch", "batch")
+                allocations.record(tensor, "batch", "batch")
             for _ in range(num_steps):
                 observer.traffic.clear()
                 observer.flops, observer.num_operators = 0, 0
@@ -102,12 +112,12 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
 
 
 def traceable(run: RunSpec) -> RunSpec:
-    """The same bytes without what a trace cannot follow: TF32 is a switch of kernels, not of bytes."""
+    """The run with the same bytes and without what a trace cannot follow: TF32 changes kernels, not bytes."""
     if run.has_shards_on_host:
         raise SpecError(
-            "a trace cannot tell shards that FSDP2 keeps on the host from those on the device",
+            "a trace cannot tell shards that FSDP2 keeps on the host from shards on the device",
             where="memory.offload",
-            hint="rehearse without parameters; `meshwright predict` prices what moves",
+            hint="rehearse without `parameters` in offload; `meshwright predict` has the closed form of it",
         )
     if run.precision.compute == "tf32":
         run = run.with_(precision=run.precision.with_(compute="fp32"))
@@ -116,12 +126,16 @@ def traceable(run: RunSpec) -> RunSpec:
 
 @contextlib.contextmanager
 def _tracked(
-    training: Training, phases: PhaseTracker, observer: Observer, fake: FakeTensorMode, allocations: AllocationLog
+    training: Training,
+    phases: PhaseTracker,
+    observer: Observer,
+    fake: FakeTensorMode,
+    allocations: AllocationLog,
 ) -> Iterator[None]:
     with (
         phases.tracking(training),
         allocations.tracking_resizes(),
-        _propagation_excluded(observer),
+        propagation_excluded(observer.paused),
         cuda_choices(),
         fake,
         observer,
@@ -140,8 +154,8 @@ def _step(training: Training, batch: Batch, phases: PhaseTracker) -> None:
 
 
 def _untraceable(error: Exception) -> SpecError:
-    error = getattr(error, "inner_exception", error)  # the compiler tells of another's failure
-    operator = next((str(part) for part in error.args if isinstance(part, torch._ops.OpOverload)), "")
+    error = getattr(error, "inner_exception", error)  # the compiler wraps the error of an operator
+    operator = next((str(part) for part in error.args if is_operator(part)), "")
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     return SpecError(
         f"the step cannot be traced: {operator or type(error).__name__}: {first_line}",
@@ -151,7 +165,7 @@ def _untraceable(error: Exception) -> SpecError:
 
 
 class _Uninitialised:
-    """Takes the place of `initialise`: memory without numbers."""
+    """A `Fill` in the place of `initialise`: gives a model fake tensors, without values."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake
@@ -162,35 +176,35 @@ class _Uninitialised:
 
 
 def _label_state(training: Training, allocations: AllocationLog) -> None:
-    """What stays from step to step: weights, buffers, optimizer states, averages."""
+    """Label what persists from step to step: weights, buffers, gradients, optimizer states, EMA."""
     for stage in training.program.stages:
         for tensor in (*stage.parameters(), *stage.buffers()):
-            allocations.see(_plain(tensor), "build", "weights")
+            allocations.record(_plain(tensor), "build", "weights")
     for one in training.program.shards:
-        allocations.see(_plain(one.shard), "build", "weights")
+        allocations.record(_plain(one.shard), "build", "weights")
         if one.parameter.requires_grad:
             one.parameter.register_hook(partial(_label_gradient, allocations))
     training.optimizer.register_step_pre_hook(lambda *_: _label_gradients(training, allocations))
     for state in training.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                allocations.see(_plain(value), "build", "optimizer")
+                allocations.record(_plain(value), "build", "optimizer")
     if training.ema is not None:
         for average in training.ema.averages.values():
-            allocations.see(_plain(average), "build", "optimizer")
+            allocations.record(_plain(average), "build", "optimizer")
 
 
 def _label_gradient(allocations: AllocationLog, gradient: torch.Tensor | None) -> None:
-    if gradient is None:  # a product has added it to the sum by itself
+    if gradient is None:  # weight-gradient accumulation fusion: the matmul has added it already
         return
-    allocations.see(_plain(gradient), "backward", "gradients")
+    allocations.record(_plain(gradient), "backward", "gradients")
 
 
 def _label_gradients(training: Training, allocations: AllocationLog) -> None:
-    """What the update reads: before it, the gradient was a tensor like others."""
+    """Label the gradients that the update reads; until then they are like any tensor of the backward."""
     for one in training.program.shards:
         if one.shard.grad is not None:
-            allocations.see(_plain(one.shard.grad), "backward", "gradients")
+            allocations.record(_plain(one.shard.grad), "backward", "gradients")
 
 
 def _plain(tensor: Any) -> torch.Tensor:
@@ -198,7 +212,7 @@ def _plain(tensor: Any) -> torch.Tensor:
 
 
 def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
-    """One rank's part of a batch, of the right shapes, all zero."""
+    """One rank's share of a batch: all zeros, of the right shapes."""
     data = run.data
     shape = (data.microbatch_sequences, data.sequence_length)
 
@@ -219,35 +233,14 @@ def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
 
 @contextlib.contextmanager
 def _host_buffers_excluded(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
-    """Buffers of offload are no bytes of the device; and the host that matters is not this one."""
+    """Offload's host buffers are not device memory, and this machine's host memory sets no limit."""
     take: Any = HostPool.take
 
-    def apart(pool: HostPool, num_bytes: int) -> HostBuffer:
-        was_paused, observer.is_paused = observer.is_paused, True
-        try:
-            with fake:
-                buffer = take(pool, num_bytes)
-        finally:
-            observer.is_paused = was_paused
-        observer.allocations.host_storages.add(storage_key(buffer.bytes))
+    def excluded(pool: HostPool, num_bytes: int) -> HostBuffer:
+        with observer.paused(), fake:
+            buffer = take(pool, num_bytes)
+        observer.allocations.exclude(buffer.bytes)
         return buffer
 
-    with patch.object(HostPool, "take", apart), patch.object(build, "host_budget", lambda _: None):
-        yield
-
-
-@contextlib.contextmanager
-def _propagation_excluded(observer: Observer) -> Iterator[None]:
-    """DTensor tries an operator at its global shape to learn the result's: no bytes of this rank."""
-    name = "_propagate_tensor_meta_non_cached"
-    propagate: Any = getattr(ShardingPropagator, name)
-
-    def unseen(*args: Any, **kwargs: Any) -> Any:
-        was_paused, observer.is_paused = observer.is_paused, True
-        try:
-            return propagate(*args, **kwargs)
-        finally:
-            observer.is_paused = was_paused
-
-    with patch.object(ShardingPropagator, name, unseen):
+    with patch.object(HostPool, "take", excluded), patch.object(build, "host_budget", lambda _: None):
         yield

@@ -22,10 +22,10 @@ from meshwright.spec import ParallelSpec
 def test_shorter_traces_give_the_whole_step_exactly(parallel, layers, microbatches):
     run = small_run(parallel, microbatches=microbatches, compute="bf16")
     run = run.with_(model=run.model.with_(num_layers=layers))
-    short, whole = rehearse_rank(run, 0), rehearse_rank(run, 0, is_whole=True)
+    short, whole = rehearse_rank(run, 0), rehearse_rank(run, 0, is_full=True)
     assert short.num_traces > 1 == whole.num_traces
     assert short.items == whole.items
-    assert short.moment == whole.moment
+    assert short.peak_phase == whole.peak_phase
     assert short.collectives == whole.collectives
     assert short.flops == whole.flops
     # Holes between tensors depend on the order in which all of them come: two segments of the small pool;
