@@ -10,8 +10,8 @@ JOINT = "tests/unit/parallel/test_fused_projections.py::"
 BUGS = [
     Bug(
         "all-reduce of gradients dropped",
-        "parallel/dp.py",
-        "self._work = dist.all_reduce(self._flat, group=self.sums[0], async_op=True) if self.sums else None",
+        "parallel/gradient_bucket.py",
+        "self._work = dist.all_reduce(self._buffer, group=self.sums[0], async_op=True)",
         "self._work = None",
         DP + "test_any_cut_of_the_batch_gives_the_same[2-2]",
     ),
@@ -25,7 +25,7 @@ BUGS = [
     ),
     Bug(
         "replicas of a hybrid mesh not summed",
-        "parallel/dp.py",
+        "parallel/gradient_bucket.py",
         'if axes["dp_replicate"].size() > 1:',
         'if axes["dp_replicate"].size() > 2:',
         DP + "test_every_stage_equals_one_device[hybrid_zero_1]",
@@ -70,7 +70,7 @@ BUGS = [
     ),
     Bug(
         "offset of a ZeRO chunk forgets the padding",
-        "parallel/dp.py",
+        "parallel/gradient_bucket.py",
         "offset += _chunk_elements(one, self.num_rows)",
         "offset += one.shard.numel()",
         DP + "test_rows_that_do_not_divide[67-1]",
@@ -136,7 +136,7 @@ BUGS = [
     ),
     Bug(
         "gradients of what tp does not cut not summed",
-        "parallel/dp.py",
+        "parallel/gradient_bucket.py",
         'return one.placements[names.index("tp")].is_replicate()',
         "return names == ()",
         AXIS + "[tp2-gqa]",
@@ -188,7 +188,7 @@ BUGS = [
     ),
     Bug(
         "gradients of experts summed over ranks with other experts",
-        "parallel/dp.py",
+        "parallel/gradient_bucket.py",
         "on_experts = is_routed_expert(one.name) and mesh.parallel.ep > 1",
         "on_experts = False",
         AXIS + "[cp2-ep2-moe_shared]",
@@ -203,7 +203,7 @@ BUGS = [
     Bug(
         "balance of a cut sequence taken from its part",
         "parallel/ep.py",
-        "            layer.balance.total = SumCounts(cutting)\n",
+        "            layer.balance.total = SumCounts(sequence_groups)\n",
         "",
         AXIS + "[cp2-moe]",
         is_wide=True,
@@ -339,7 +339,7 @@ BUGS = [
     Bug(
         "weights kept in fp8 not cast again after an update",
         "parallel/program.py",
-        "        self._narrow.write()\n",
+        "        self._fp8_weights.cast()\n",
         "",
         "tests/equivalence/test_fp8.py::test_kept_weights_equal_one_process_that_casts_anew[tp2]",
         is_wide=True,

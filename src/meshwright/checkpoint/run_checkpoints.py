@@ -146,7 +146,7 @@ class Checkpoints:
             take_masters(self.training, tensors)
             self.training.program.gather_parameters()
             if self.training.fp8_scales is not None:
-                self.training.fp8_scales.set_units()
+                self.training.fp8_scales.set_scales()
         return self._restore_facts(manifest)
 
     def _facts(self, progress: Progress) -> dict[str, Any]:

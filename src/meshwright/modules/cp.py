@@ -100,7 +100,7 @@ def _replace_attention(model: Any, mesh: Mesh) -> None:
     core = build_attend(groups, parallel.cp_kind, Attend())
     # A model of that library stands here, so the library has been imported; most users have no need of it.
     registry = sys.modules["transformers"].AttentionInterface
-    name = f"meshwright_{parallel.cp_kind}_{groups.whole.group_name}"
+    name = f"meshwright_{parallel.cp_kind}_{groups.full.group_name}"
     registry.register(name, _interface(core))
     model.set_attn_implementation(name)
 

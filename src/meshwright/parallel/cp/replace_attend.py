@@ -1,4 +1,4 @@
-"""Puts the attention of a cp kind in the place of each block's `attend`."""
+"""Replaces each block's `attend` with the attention of a cp kind."""
 
 from typing import NamedTuple
 
@@ -15,17 +15,18 @@ from meshwright.spec.parallel import CpKind
 
 
 class CpGroups(NamedTuple):
-    """The cp axis as one group, and cut in two for `hierarchical`."""
+    """The cp axis as one group, and split in two levels for `hierarchical`."""
 
-    whole: ProcessGroup
+    full: ProcessGroup
+    """All ranks of the axis."""
     inner: ProcessGroup | None = None
     """Neighbours of this rank that exchange heads."""
     outer: ProcessGroup | None = None
-    """The ranks at the same place of each inner group: the ring."""
+    """The ranks at the same position of each inner group: the ring."""
 
 
 def cp_groups(group: ProcessGroup, cp_inner: int = 1) -> CpGroups:
-    """The axis, cut in two when cp_inner > 1; then it communicates: all ranks of the axis call together."""
+    """The axis, split in two levels when cp_inner > 1; then it communicates, and all its ranks call it."""
     cp = group.size()
     if cp % cp_inner:
         raise MeshError(
@@ -34,23 +35,23 @@ def cp_groups(group: ProcessGroup, cp_inner: int = 1) -> CpGroups:
             hint="choose a divisor of cp, usually the ranks of cp on one node",
         )
     if cp_inner == 1:
-        return CpGroups(whole=group)
+        return CpGroups(full=group)
     ranks = dist.get_process_group_ranks(group)
     first = group.rank() // cp_inner * cp_inner
     inner_ranks = ranks[first : first + cp_inner]
     outer_ranks = ranks[group.rank() % cp_inner :: cp_inner]
-    return CpGroups(whole=group, inner=_new_group(inner_ranks), outer=_new_group(outer_ranks))
+    return CpGroups(full=group, inner=_new_group(inner_ranks), outer=_new_group(outer_ranks))
 
 
 def _new_group(ranks: list[int]) -> ProcessGroup:
-    """Only the members meet: other parts of the mesh make their own groups at another time."""
+    """A new group; only its members synchronise, since other parts of the mesh make theirs at other times."""
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, ProcessGroup)
     return group
 
 
 def apply_cp(model: nn.Module, groups: CpGroups, kind: CpKind) -> int:
-    """Replace every `Attend` of the model; returns how many. Communicates nothing by itself."""
+    """Replace every `Attend` of the model and return how many there are. Does not communicate."""
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -63,7 +64,7 @@ def apply_cp(model: nn.Module, groups: CpGroups, kind: CpKind) -> int:
 
 
 def build_attend(groups: CpGroups, kind: CpKind, attend: Attend) -> nn.Module:
-    """The attention of one kind; `attend` is the one of a single device."""
+    """The attention of one cp kind; `attend` is that of a single device."""
     if attend.dropout and kind != "ulysses":
         raise MeshError(
             f"attention dropout {attend.dropout} with cp_kind={kind}, whose kernels have none",
@@ -71,11 +72,11 @@ def build_attend(groups: CpGroups, kind: CpKind, attend: Attend) -> nn.Module:
             hint="set model.attention.dropout=0, or use cp_kind=ulysses",
         )
     if kind == "gather":
-        return GatherAttend(groups.whole)
+        return GatherAttend(groups.full)
     if kind == "ring":
-        return RingAttend(groups.whole)
+        return RingAttend(groups.full)
     if kind == "ulysses":
-        return UlyssesAttend(groups.whole, attend)
+        return UlyssesAttend(groups.full, attend)
     if groups.inner is None or groups.outer is None:
         raise MeshError(
             "cp_kind=hierarchical with cp_inner=1 exchanges no heads",
