@@ -173,7 +173,7 @@ def traced(index: int, device: str, *, is_tiny: bool) -> dict:
     try:
         pp_rank = case.rank // (run.parallel.num_ranks // run.parallel.pp)
         row["closed_allocated"], row["closed_reserved"] = closed_form(run, pp_rank)
-        report = rehearse_rank(run, case.rank, is_full=True)
+        report = rehearse_rank(run, case.rank, extrapolate=False)
         row["traced_allocated"], row["traced_reserved"] = report.allocated_bytes, report.reserved_bytes
         row["traced_seconds"], row["items"], row["peak_phase"] = (
             report.seconds,

@@ -17,7 +17,7 @@ from bench.contenders.plain_decoder import parameter_groups
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.bench.step import drawn
+from meshwright.bench.step import random_value
 from meshwright.data.sources import TokenFile
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import parameters
@@ -129,7 +129,7 @@ def fill(job: Job, places: Callable[[str], Tensor]) -> None:
     @torch.no_grad()
     def draw() -> None:
         for parameter in parameters(spec):
-            places(parameter.name).copy_(drawn(spec, parameter, job.run.seed, job.device))
+            places(parameter.name).copy_(random_value(spec, parameter, job.run.seed, job.device))
 
     draw()
     job.refills.append(draw)

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.bench.kernel_time import budget_of, kernel_recorder, kernels_of
 from meshwright.bench.machine_facts import machine_facts
 from meshwright.bench.step_clock import TimedWindow, kernel_rows, steps_in
-from meshwright.bench.timing import wait_for
+from meshwright.bench.timing import synchronize
 
 
 class TurnClock:
@@ -54,7 +54,7 @@ class TurnClock:
         for _ in range(self._warmup_steps):
             started_at = time.perf_counter()
             yield
-            wait_for(self._device)
+            synchronize(self._device)
             # Others may warm up at the same time: corrected when the turn comes.
             step_seconds = self._step_seconds = time.perf_counter() - started_at
         self._channel.send(
@@ -71,7 +71,7 @@ class TurnClock:
         for _ in range(order["lead_steps"]):
             started_at = time.perf_counter()
             yield
-            wait_for(self._device)
+            synchronize(self._device)
             self._step_seconds = min(self._step_seconds, time.perf_counter() - started_at)
         self.times = order["times"]
         step_seconds = self._step_seconds * self.times
@@ -89,7 +89,7 @@ class TurnClock:
     def _profiled(self) -> Generator[None, Tensor, dict[str, Any]]:
         with kernel_recorder() as recorded:
             yield
-            wait_for(self._device)
+            synchronize(self._device)
         return kernel_rows(budget_of(kernels_of(recorded), num_steps=1))
 
     def _memory(self, *, is_kept: bool = False) -> dict[str, int]:

@@ -20,7 +20,7 @@ from meshwright.models.layers.rope import rotation
 from meshwright.parallel import apply
 from meshwright.rehearse import compiled as compiled_blocks
 from meshwright.rehearse.compiled import Compiler
-from meshwright.rehearse.rank_report import AS_IF_UNCOMPILED, rehearse_rank
+from meshwright.rehearse.rank_report import TRACED_UNCOMPILED, rehearse_rank
 from meshwright.spec import MemorySpec
 
 # Of an H200: everything saved, everything made again, and a model with biases and layer norm.
@@ -109,7 +109,7 @@ def compiled_run(parallel: dict, **how):
 def test_shorter_traces_of_compiled_blocks_give_the_whole_step_exactly():
     run = compiled_run({}, microbatches=2)
     run = run.with_(model=run.model.with_(num_layers=12))
-    short, whole = rehearse_rank(run, 0), rehearse_rank(run, 0, is_full=True, num_steps=1)
+    short, whole = rehearse_rank(run, 0), rehearse_rank(run, 0, extrapolate=False, num_steps=1)
     assert short.num_traces > 1 == whole.num_traces
     assert (short.items, short.peak_phase) == (whole.items, whole.peak_phase)
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_compiled_is_traced_as_if_uncompiled_and_says_so(monkeypa
     monkeypatch.setattr(compiled_blocks, "replay_graph", fail)
     run = compiled_run({})
     report = rehearse_rank(run, 0)
-    assert report.form.startswith(AS_IF_UNCOMPILED)
+    assert report.form.startswith(TRACED_UNCOMPILED)
     assert "no kernels for this graph" in report.form
     assert report.items == rehearse_rank(run.with_(compile=False), 0).items
 

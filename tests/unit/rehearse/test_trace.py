@@ -1,6 +1,5 @@
 """The trace against what really happens: torch's own CPU allocator, and a second step."""
 
-import contextlib
 import gc
 import weakref
 
@@ -9,7 +8,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.errors import MeshError, SpecError
-from meshwright.rehearse import trace as tracing
 from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.measure import fill_random
 from meshwright.rehearse.trace import trace_rank, zero_batch
@@ -97,10 +95,8 @@ def test_the_ledger_is_what_the_allocator_hands_out_to_the_byte(name, monkeypatc
     parallel, microbatches = LAYOUTS[name]
     run = small_run(parallel, microbatches=microbatches)
     # As on the CPU itself: its own kernels, its allocator's rounding.
-    monkeypatch.setattr(tracing, "cuda_choices", contextlib.nullcontext)
-    monkeypatch.setattr(tracing, "standing_for", lambda _: contextlib.nullcontext())
     monkeypatch.setattr("meshwright.rehearse.allocation_log.BLOCK_BYTES", 1)
-    trace = trace_rank(run, 0)
+    trace = trace_rank(run, 0, device=None)
     before = sum(event.num_bytes for event in trace.events[: trace.step_begins_at])
     assert step_peak(trace).allocated_bytes - before == _real_rise(run)
 
@@ -166,13 +162,11 @@ def test_what_is_offloaded_is_not_on_the_device():
 
 
 @pytest.mark.parametrize("what", ["activations", "parameters"])
-def test_what_comes_and_goes_in_a_pass_is_on_the_host(what, monkeypatch):
+def test_what_comes_and_goes_in_a_pass_is_on_the_host(what):
     run = small_run({})
     moved = run.with_(memory=run.memory.with_(offload=what))
     # As on the CPU itself, so that the very program can be asked for its buffers.
-    monkeypatch.setattr(tracing, "cuda_choices", contextlib.nullcontext)
-    monkeypatch.setattr(tracing, "standing_for", lambda _: contextlib.nullcontext())
-    plain, without = (trace_rank(one, 0) for one in (run, moved))
+    plain, without = (trace_rank(one, 0, device=None) for one in (run, moved))
     with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
         training = build_training(moved, mesh, fill=fill_random)
         train_step(training, zero_batch(moved), learning_rate=1e-3)
