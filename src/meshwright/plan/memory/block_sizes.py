@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.workload.frameworks import Framework
+from meshwright.plan.framework import Framework
 from meshwright.plan.workload.layouts import CP_KINDS, Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 
@@ -167,7 +167,7 @@ def _routed_sizes(work: Workload, at: Layouts) -> RoutedSizes | None:
     if moe is None:
         return None
     tokens = at.microbatch_tokens(work.sequence_length) / at.tp
-    rows = tokens * moe.top_k * work.imbalance
+    rows = tokens * moe.top_k
     return RoutedSizes(
         n=rows * work.model.width * work.working_bytes,
         g=rows * moe.width * work.working_bytes,

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory import tapes
 from meshwright.plan.memory.block_sizes import sizes_of
 from meshwright.plan.memory.buckets import ARRIVAL, Stage
 from meshwright.plan.memory.tape import Items
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import FULL, NORMS, Floats, Layouts
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.plan.workload.workload import Workload

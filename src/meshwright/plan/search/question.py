@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.rank_bytes import Memory, memory
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.space import MIN_CP_POSITIONS, Space
 from meshwright.plan.time.step_time import StepCost, step_cost
 from meshwright.plan.workload.formats import runtime_of, workload_of
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.run import RunSpec
