@@ -142,7 +142,7 @@ def test_an_offloaded_state_is_saved_and_restored(ranks, tmp_path, kind, before,
 )
 def test_regathered_inputs_equal_kept_ones(ranks, model, parallel):
     run = tiny_run(model, parallel=parallel, optim="sgd", memory=MemorySpec(regather=True))
-    results = run_case(ranks, run)
+    results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
 
@@ -207,7 +207,7 @@ WIDE_EACH = {
 @pytest.mark.parametrize("layout", REDUCE)
 def test_reducing_last_equals_one_device(ranks, layout):
     run = tiny_run("tied", parallel=REDUCE[layout])
-    results = run_case(ranks, run)
+    results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
 
@@ -222,7 +222,7 @@ def _with_layers(parallel: ParallelSpec) -> RunSpec:
 )
 def test_a_pipeline_that_reduces_each_equals_one_device(ranks, layout):
     run = _with_layers((EACH | WIDE_EACH)[layout])
-    results = run_case(ranks, run)
+    results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import gc
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -37,35 +37,43 @@ __all__ = ["RTOL", "gather_full", "this_world", "training_errors", "worst_errors
 class Result(Trained):
     """What one rank trained, sent and held."""
 
-    communication: Named
-    """The collectives of the last step."""
+    communication: Named | None
+    """The collectives of the last step, where they were recorded."""
     held: StateBytes
     """Bytes just before the last update."""
 
 
-def run_case(
-    ranks: RankPool, run: RunSpec, *, num_steps: int = 3, frozen: tuple[str, ...] = ()
-) -> list[Result]:
-    """Train on as many ranks as the run asks for; one Result per rank."""
-    return run_cases(ranks, [run], num_steps=num_steps, frozen=frozen)[0]
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the ranks do with each run besides training it."""
+
+    num_steps: int = 3
+    frozen: tuple[str, ...] = ()
+    """Parameters whose name contains one of these parts are frozen."""
+    records_traffic: bool = False
+    """Whether the last step of the last run records its collectives, which doubles the step's time."""
 
 
-def run_cases(
-    ranks: RankPool, runs: list[RunSpec], *, num_steps: int = 3, frozen: tuple[str, ...] = ()
-) -> list[list[Result]]:
-    """Several runs with one mesh: one list of Results (by rank) per run."""
+def run_case(ranks: RankPool, run: RunSpec, **job: Any) -> list[Result]:
+    """Train on as many ranks as the run asks for; one Result per rank. `job` are fields of Job."""
+    return run_cases(ranks, [run], **job)[0]
+
+
+def run_cases(ranks: RankPool, runs: list[RunSpec], **job: Any) -> list[list[Result]]:
+    """Several runs with one mesh: one list of Results (by rank) per run. `job` are fields of Job."""
     for run in runs:
         require_valid(run)
-    by_rank = ranks.run(_train_here, runs[0].parallel.num_ranks, runs, num_steps, frozen)
+    by_rank = ranks.run(_train_here, runs[0].parallel.num_ranks, runs, Job(**job))
     return [[results[index] for results in by_rank] for index in range(len(runs))]
 
 
-def _train_here(runs: list[RunSpec], num_steps: int, frozen: tuple[str, ...]) -> list[Result]:
+def _train_here(runs: list[RunSpec], job: Job) -> list[Result]:
     mesh = build_mesh(runs[0].parallel, this_world())
+    recorded = runs[-1] if job.records_traffic else None
     with ExitStack() as stack:
-        if frozen:
-            stack.enter_context(_freezing(frozen))
-        return [train_steps(run, mesh, num_steps) for run in runs]
+        if job.frozen:
+            stack.enter_context(_freezing(job.frozen))
+        return [train_steps(run, mesh, job.num_steps, records_traffic=run is recorded) for run in runs]
 
 
 def _freezing(frozen: tuple[str, ...]) -> Any:
@@ -81,25 +89,26 @@ def _freezing(frozen: tuple[str, ...]) -> Any:
     return patch.object(stages, "build_decoder", build_frozen)
 
 
-def train_steps(run: RunSpec, mesh: Mesh, num_steps: int) -> Result:
-    """Build, train and gather; all ranks of the mesh call it."""
+def train_steps(run: RunSpec, mesh: Mesh, num_steps: int, *, records_traffic: bool = False) -> Result:
+    """Build, train and gather. All ranks of the mesh call it."""
     held: list[StateBytes] = []
-    calls: list[Named] = []
+    recorder = Recorder()
 
     def watched_step(training: Training, batch: Batch, *, learning_rate: float) -> StepOutcome:
         def before_update(*_: object) -> None:
             held.append(count_state_bytes(training))
 
         handle = training.optimizer.register_step_pre_hook(before_update)
-        with Recorder() as recorder:
+        is_recorded = records_traffic and len(held) == num_steps - 1
+        with recorder if is_recorded else nullcontext():
             outcome = train_step(training, batch, learning_rate=learning_rate)
-        calls.append(named_calls(recorder.calls, mesh))
         handle.remove()
         return outcome
 
     trained = steps.train_steps(run, mesh, num_steps, step=watched_step)
     fields = {field.name: getattr(trained, field.name) for field in dataclasses.fields(trained)}
-    return Result(**fields, communication=calls[-1], held=held[-1])
+    calls = named_calls(recorder.calls, mesh) if records_traffic else None
+    return Result(**fields, communication=calls, held=held[-1])
 
 
 def all_tensor_bytes() -> int:
@@ -128,6 +137,7 @@ def assert_ranks_agree(results: list[Result]) -> None:
 def assert_traffic(results: list[Result], run: RunSpec) -> None:
     """Every rank sent exactly what the formulas say, so nothing is gathered without need."""
     for result in results:
+        assert result.communication is not None, "run the case with records_traffic=True"
         expected = expected_traffic(run, result.rank)
         missing, surplus = expected - result.communication, result.communication - expected
         assert not missing and not surplus, f"rank {result.rank}: missing {missing}, not expected {surplus}"
@@ -151,12 +161,12 @@ def prove(ranks: RankPool, run: RunSpec, *, frozen: tuple[str, ...] = ()) -> lis
     return results
 
 
-def prove_with_every_optimizer(ranks: RankPool, run: RunSpec) -> tuple[list[Result], float]:
+def prove_with_every_optimizer(ranks: RankPool, run: RunSpec, **job: Any) -> tuple[list[Result], float]:
     """SGD shows a wrong scale of the gradient, which Adam hides; Adam shows a wrong state.
 
-    Returns the results of the last optimizer and the worst relative error of all.
+    Returns the results of the last optimizer and the worst relative error of all. `job` are fields of Job.
     """
     runs = [run.with_(optim=optim) for optim in OPTIMIZERS.values()]
-    every = run_cases(ranks, runs)
+    every = run_cases(ranks, runs, **job)
     pairs = zip(runs, every, strict=True)
     return every[-1], max(assert_same_training(results, reference(one)) for one, results in pairs)
