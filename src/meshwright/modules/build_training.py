@@ -1,4 +1,4 @@
-"""From a module that is not ours to the things a step works on."""
+"""From a user module to the objects that a training step needs."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,42 +29,42 @@ from meshwright.train.step import Training
 
 
 def require_module(model: object) -> None:
-    """Refuse what is no module before anything asks it for parameters."""
+    """Refuse an object that is not a module before its parameters are read."""
     if not isinstance(model, nn.Module):
         raise SpecError(
-            f"{type(model).__name__} is no nn.Module", where="model", hint="give the module itself, built"
+            f"{type(model).__name__} is not an nn.Module", where="model", hint="pass a module instance"
         )
 
 
 def build_module_training(
     model: nn.Module | Chain, loss: Loss, spec: FitSpec, mesh: Mesh, batch: Any = None
 ) -> Training:
-    """The module, changed in place, and what belongs to it; all ranks call it.
+    """The module, changed in place, with its program, optimizer and loss scale; all ranks call it.
 
-    `batch` is a micro-batch on the CPU, needed where pp cuts the module or cp its sequences.
+    `batch` is a micro-batch on the CPU, needed where pp splits the module or cp shards its sequences.
     """
     chain, weights = model if isinstance(model, Chain) else Chain(model), _host(spec, mesh)
     _require_groups(chain.model, spec.optim)
     if chain.order is not None:
-        chain.parts()  # names that are wrong are told with one stage too
+        chain.parts()  # wrong names are an error with one stage too
     if spec.parallel.num_stages > 1:
         prepare_device(spec.precision, mesh.device, deterministic=spec.deterministic)
         program: Program = build_chain_program(chain, loss, spec, mesh, batch, weights.link)
     else:
         program = _build_program(chain.model, loss, spec, mesh, weights, batch)
-    return _training(program, _own_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
+    return _training(program, _our_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
 
 
 def build_loop_training(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: LoopSpec, mesh: Mesh
 ) -> Training:
-    """The same for a loop that calls the module itself and may bring its optimizer; all ranks call it."""
+    """The same for a loop that calls the module itself and may have its own optimizer; all ranks call it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     weights = _host(spec, mesh)
     program = _build_program(model, _no_loss, spec, mesh, weights, None)
     if spec.optim is not None:
         _require_groups(model, spec.optim)
-        return _training(program, _own_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
+        return _training(program, _our_optimizer(program, spec, spec.optim, weights), spec, mesh, weights)
     assert optimizer is not None
     shards = {one.name: one.shard for one in program.shards}
     shard_of = {parameter: shards[name] for parameter, name in names.items()}
@@ -73,7 +73,7 @@ def build_loop_training(
 
 
 def _host(spec: ModuleSpec, mesh: Mesh) -> HostedWeights:
-    """The way to host memory; how much a module will need there is seen as it runs."""
+    """The link to host memory; how much of it a module needs is known only as it runs."""
     return HostedWeights(HostLink(mesh.device, limit_bytes=host_share() if spec.memory.offload else None))
 
 
@@ -85,10 +85,10 @@ def _build_program(
 
 
 def _no_loss(model: Any, batch: Any) -> Any:
-    raise AssertionError("a loop of one's own computes its loss itself")
+    raise AssertionError("a user's own loop computes its loss itself")
 
 
-def _own_optimizer(
+def _our_optimizer(
     program: Program, spec: ModuleSpec, optim: OptimSpec, weights: HostedWeights
 ) -> torch.optim.Optimizer:
     trainable = [one for one in program.shards if one.parameter.requires_grad]
@@ -100,7 +100,7 @@ def _own_optimizer(
 
 
 def _require_groups(model: nn.Module, optim: OptimSpec) -> None:
-    """Refuse a group of no parameter; names of a module are known only now."""
+    """Refuse a group that matches no parameter; the names of a module are known only now."""
     names = [name for name, _ in model.named_parameters()]
     for index, group in enumerate(optim.groups):
         if not any(fnmatchcase(name, group.pattern) for name in names):

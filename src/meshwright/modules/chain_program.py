@@ -1,4 +1,4 @@
-"""A chain of parts under a pipeline schedule."""
+"""The program of a user module under a pipeline schedule."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from meshwright.mesh import Mesh
 from meshwright.modules.buffers import SharedBuffers
 from meshwright.modules.chain import Chain
 from meshwright.modules.dataset import DatasetMicrobatch
-from meshwright.modules.module_program import Loss, LossTotals, counted
+from meshwright.modules.module_program import Loss, LossTotals, counted_loss
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.pp.forward import ranks_of_stages, receive, send
 from meshwright.parallel.pp.microbatch_reduce import StepReduction
@@ -26,13 +26,13 @@ Numbered = dict[int, nn.Module]
 
 
 class ChainProgram:
-    """This rank's stages of a module that is not ours; one call runs all micro-batches of a step."""
+    """This rank's stages of a user module; one call runs all micro-batches of a step."""
 
     def __init__(
         self,
         chain: Chain,
         stages: Numbered,
-        borders: Sequence[Tensor],
+        stage_io: Sequence[Tensor],
         *,
         mesh: Mesh,
         num_microbatches: int,
@@ -42,7 +42,8 @@ class ChainProgram:
     ) -> None:
         self.stages, self.shards = list(stages.values()), shards
         self._chain, self._numbered, self._mesh, self._loss = chain, stages, mesh, loss
-        self._borders, self._reducer = borders, reducer
+        # The input of stage i is at i and its output at i + 1, as meta tensors.
+        self._stage_io, self._reducer = stage_io, reducer
         self._reduction = StepReduction(self.stages, reducer)
         self._buffers, self._totals = SharedBuffers(self.stages, mesh), LossTotals(mesh)
         self._last = mesh.parallel.num_stages - 1
@@ -50,17 +51,17 @@ class ChainProgram:
         self._schedule = self._build_schedule(num_microbatches)
 
     def accumulate(self, microbatches: Sequence[DatasetMicrobatch], *, scale: float = 1.0) -> Tensor:
-        """See Program."""
+        """Implements `Program.accumulate`."""
         self._step = microbatches, scale
         inputs = self._inputs(microbatches) if 0 in self._numbered else ()
-        # A schedule hands each micro-batch its part of the target: here, its number.
+        # A schedule gives the loss function a micro-batch's slice of the target: here, its index.
         target = torch.arange(len(microbatches)) if self._last in self._numbered else None
         with self._reduction.of_step(len(microbatches)):
             self._schedule.step(*inputs, target=target, losses=[])
         return self._totals.divide(self.shards)
 
     def evaluate(self, microbatches: Iterable[DatasetMicrobatch]) -> Tensor:
-        """See Program; the part is of the sum over these micro-batches / their global count."""
+        """Implements `Program.evaluate`: this rank's part of the loss sum / the global count."""
         for stage in self.stages:
             stage.eval()
         with torch.no_grad():
@@ -69,17 +70,17 @@ class ChainProgram:
         for stage in self.stages:
             stage.train()
             if isinstance(stage, FSDPModule):
-                stage.reshard()  # kept gathered for a backward that does not come
+                stage.reshard()  # a pipeline keeps parameters gathered for backward; here there is none
         return self._totals.divide([])
 
     def gather_parameters(self) -> None:
-        """See Program."""
+        """Implements `Program.gather_parameters`."""
         self._reducer.gather_parameters()
-        self._buffers.follow_first()
+        self._buffers.broadcast()
 
     def _inputs(self, microbatches: Sequence[DatasetMicrobatch]) -> tuple[Tensor]:
         inputs = [self._chain.inputs(one.content) for one in microbatches]
-        expected = self._borders[0].shape
+        expected = self._stage_io[0].shape
         for one in inputs:
             if one.shape != expected:
                 raise DataError(
@@ -89,14 +90,14 @@ class ChainProgram:
                 )
         return (torch.cat(inputs),)
 
-    def _loss_of(self, output: Tensor, number: Tensor) -> Tensor:
+    def _loss_of(self, output: Tensor, index: Tensor) -> Tensor:
         microbatches, scale = self._step
-        loss_sum, count = counted(self._loss, lambda *_, **__: output, microbatches[int(number)])
+        loss_sum, count = counted_loss(self._loss, lambda *_, **__: output, microbatches[int(index)])
         self._totals.add(loss_sum, count)
         return loss_sum * scale
 
     def _walk(self, microbatch: DatasetMicrobatch) -> None:
-        """One micro-batch through the stages of this rank, in order, without gradients."""
+        """Run one micro-batch through the stages of this rank, in order, without gradients."""
         group, rank_of = self._mesh.group("pp"), ranks_of_stages(self._mesh)
         kept: Tensor | None = None
         for index, stage in self._numbered.items():
@@ -108,7 +109,7 @@ class ChainProgram:
                 x = receive(rank_of[index - 1], group, self._mesh.device)
             y: Tensor = stage(x)
             if index == self._last:
-                self._totals.add(*counted(self._loss, lambda *_, y=y, **__: y, microbatch))
+                self._totals.add(*counted_loss(self._loss, lambda *_, y=y, **__: y, microbatch))
             elif rank_of[index + 1] != rank_of[index]:
                 send(y, rank_of[index + 1], group)
             kept = y
@@ -121,10 +122,10 @@ class ChainProgram:
                 index,
                 mesh.parallel.num_stages,
                 mesh.device,
-                # Told in advance: to find out, torch would run the stage on made-up numbers, which running
-                # statistics would remember.
-                input_args=(self._borders[index],),
-                output_args=(self._borders[index + 1],),
+                # Given in advance: otherwise torch would run the stage on zeros to find the shapes, and
+                # running statistics would include them.
+                input_args=(self._stage_io[index],),
+                output_args=(self._stage_io[index + 1],),
                 group=mesh.group("pp"),
             )
             for index, stage in self._numbered.items()

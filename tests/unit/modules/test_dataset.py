@@ -1,4 +1,4 @@
-"""Samples of anybody's dataset: every one once, the same number of micro-batches on every rank."""
+"""Samples of a user's dataset: every one once, the same number of micro-batches on every rank."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [1, 3, 5, 8, 11, 12])
-def test_a_batch_is_dealt_out_once(count, dp):
+def test_a_batch_is_assigned_once(count, dp):
     ids = np.arange(count)
     microbatches = [SampleAssignment(2, rank, dp).microbatches(ids) for rank in range(dp)]
     assert len({len(mine) for mine in microbatches}) == 1
@@ -44,9 +44,9 @@ def _seen(batches: list[DatasetBatches]) -> list[int]:
         int(number)
         for stream in batches
         for batch in stream
-        for portion in batch.microbatches
-        if portion.is_counted
-        for number in portion.content
+        for microbatch in batch.microbatches
+        if microbatch.is_counted
+        for number in microbatch.content
     )
 
 
@@ -55,7 +55,7 @@ def test_an_epoch_has_every_sample_once(dp):
     assert _seen([_batches(rank, dp) for rank in range(dp)]) == list(range(10))
 
 
-def test_a_position_brings_the_rest_back_on_other_ranks():
+def test_a_position_means_the_same_on_other_ranks():
     first = _batches(0, 2, epochs=None)
     batch = next(first)
     assert batch.num_positions == 18 and len(batch.sample_ids) == 6
@@ -69,14 +69,13 @@ def test_a_position_brings_the_rest_back_on_other_ranks():
 
 def test_evaluation_reads_everything_once():
     data = [torch.tensor(number) for number in range(7)]
-    portions = [
+    microbatches = [
         list(one_pass(data, SampleAssignment(2, rank, 2), device=CPU, options=LoaderOptions()))
         for rank in (0, 1)
     ]
-    assert len(portions[0]) == len(portions[1]) == 2
-    assert sorted(int(one) for mine in portions for portion in mine for one in portion.content) == list(
-        range(7)
-    )
+    assert len(microbatches[0]) == len(microbatches[1]) == 2
+    contents = [one for mine in microbatches for microbatch in mine for one in microbatch.content]
+    assert sorted(map(int, contents)) == list(range(7))
 
 
 def _loaders(loader, dp: int) -> list[LoopLoader]:
@@ -137,7 +136,7 @@ def test_drop_last():
 
 def test_an_order_of_its_own_is_refused():
     sampler = WeightedRandomSampler([1.0] * 4, 4)
-    with pytest.raises(DataError, match="WeightedRandomSampler makes an order of its own"):
+    with pytest.raises(DataError, match="WeightedRandomSampler is a custom sampler"):
         _loaders(DataLoader(TensorDataset(torch.arange(4)), sampler=sampler), 1)
-    with pytest.raises(DataError, match="int cannot be iterated"):
+    with pytest.raises(DataError, match="int is not iterable"):
         _loaders(3, 1)

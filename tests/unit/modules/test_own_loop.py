@@ -196,7 +196,7 @@ BAD = {
     "a pipeline": ({"parallel": {"pp": 2}}, "pp=2 in a loop of your own"),
     "a pattern of nothing": ({"blocks": "layers.*"}, "'layers.*' matches none"),
     "fp16 without a scale": ({"compute": "fp16"}, "compute=fp16 without loss_scale"),
-    "two optimizers": ({"optim": {"lr": 0.1}}, "there are two optimizers"),
+    "two optimizers": ({"optim": {"lr": 0.1}}, "both optimizer and optim are set"),
     "more ranks than there are": ({"dp_replicate": 4}, "parallel asks for 4 ranks"),
 }
 
@@ -241,7 +241,7 @@ def _refusals() -> list[str]:
 def test_what_cannot_be_divided_is_told(ranks):
     expected = [
         "Whole may look at whole parameters",
-        "scale is a single number, which ZeRO-3 cannot divide",
+        "scale is a scalar, which ZeRO-3 cannot shard",
         "SGD has made state already",
         "SGD holds 7 parameters that the model has not",
         "blocks.0.0.weight is shared by blocks.0 and blocks.1",
@@ -264,7 +264,7 @@ def test_a_mean_is_refused():
     [
         ({"optimizer": "adamw"}, "'adamw' is no torch optimizer"),
         ({"optimizer": "lbfgs"}, "LBFGS computes the loss again within a step"),
-        ({"model": len}, "builtin_function_or_method is no nn.Module"),
+        ({"model": len}, "builtin_function_or_method is not an nn.Module"),
         ({"keep": {"rates": object()}}, "keep has no effect without a directory"),
         ({"checkpoint": {"every_steps": 5}}, "checkpoint has no effect without a directory"),
     ],
