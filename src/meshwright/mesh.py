@@ -9,15 +9,10 @@ The same ranks are cut twice, because state and activations are cut differently:
 tp is innermost, so its ranks are neighbours on a node. Building a Mesh communicates: all ranks call it.
 """
 
-import contextlib
 import dataclasses
 import datetime
-import faulthandler
 import os
-import threading
-import time
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.errors import LaunchError, MeshError
 from meshwright.spec import ParallelSpec
-
-# A collective on a card ends within milliseconds of being told to; freeing what it used takes up to seconds.
-ENDING_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +30,6 @@ class World:
     local_rank: int
     num_ranks: int
     device: torch.device
-    store: dist.Store | None = None
-    """Where ranks leave words for each other; it outlives process groups."""
 
     @property
     def is_first(self) -> bool:
@@ -97,85 +87,17 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> Worl
     world = World(rank=rank, local_rank=local_rank, num_ranks=num_ranks, device=chosen)
     if dist.is_initialized():
         return world
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    found = None if num_ranks == 1 else next(dist.rendezvous("env://", rank, num_ranks, timeout=timeout))
-    world = dataclasses.replace(world, store=found[0] if found else dist.HashStore())
-    _form_groups(world, "world", timeout)
+    _init_process_group(world, datetime.timedelta(seconds=timeout_seconds))
     return world
 
 
-def rejoin_world(world: World, attempt: int, *, timeout_seconds: float = 1800.0) -> World:
-    """The same ranks in new process groups, after a step that some of them left half-way; all call it."""
-    abandon_world(world)
-    _form_groups(world, f"world-{attempt}", datetime.timedelta(seconds=timeout_seconds))
-    return world
-
-
-def _form_groups(world: World, prefix: str, timeout: datetime.timedelta) -> None:
-    assert world.store is not None
+def _init_process_group(world: World, timeout: datetime.timedelta) -> None:
+    """One rank needs no address to meet others at; several meet where the launcher's variables say."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    store = dist.PrefixStore(prefix, world.store)
+    store = dist.HashStore() if world.num_ranks == 1 else None
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.num_ranks, timeout=timeout
     )
-
-
-def abandon_world(world: World) -> None:
-    """Leave without waiting for collectives that will never end: a partner has left them."""
-    if not dist.is_initialized():
-        return
-    if end_device_collectives(world):
-        dist.destroy_process_group()
-    else:  # then the end of the process would wait for them too: a thread that needs nothing ends it
-        faulthandler.dump_traceback_later(ENDING_SECONDS, exit=True)
-
-
-def end_device_collectives(world: World) -> bool:
-    """Let every collective on a card end as it is, and tell whether all did; from any thread.
-
-    What gloo does on the host goes on. All groups at once: torch ends a group's collective and then frees its
-    memory, which waits for the whole card, and with it for collectives of groups that were not told yet.
-    """
-    threads = [
-        threading.Thread(target=_end_collectives, args=(on_card,), name="ending", daemon=True)
-        for _, on_card in _device_groups(world)
-    ]
-    for thread in threads:
-        thread.start()
-    latest = time.monotonic() + ENDING_SECONDS
-    for thread in threads:
-        thread.join(max(0.0, latest - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
-
-
-def _end_collectives(on_card: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # ended already
-        on_card.abort()
-
-
-def connect_device_groups(world: World) -> None:
-    """Let all groups on a card find their partners now; all ranks call it.
-
-    NCCL does that in a group's first collective. A partner that never comes is then waited for by the host,
-    inside NCCL, where nothing can end it.
-    """
-    for group, _ in _device_groups(world):
-        if group.size() > 1:
-            dist.all_reduce(torch.zeros(1, device=world.device), group=group)
-
-
-def _device_groups(world: World) -> list[tuple[dist.ProcessGroup, Any]]:
-    """Groups with a part on the card, and that part, in the order in which they were made.
-
-    Private: there is no public list of all groups, nor of the parts of a group by device.
-    """
-    found: list[tuple[dist.ProcessGroup, Any]] = []
-    if world.device.type != "cuda":
-        return found
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):  # a group of the hosts has no part on the card
-            found.append((group, group._get_backend(world.device)))
-    return found
 
 
 def leave_world() -> None:

@@ -70,14 +70,14 @@ def _as_directory(run: Path, steps: int | None) -> Generator[Path]:
         yield run
         return
     from meshwright.errors import RunError
-    from meshwright.launch.local import run_local
     from meshwright.spec.text import load_run
+    from meshwright.train.oom_restart import run_ranks
 
-    num_ranks = load_run(run).parallel.num_ranks
     with TemporaryDirectory(prefix="meshwright-compare-") as folder:
         directory = Path(folder) / "run"
         arguments = ["train", str(run), "--dir", str(directory)]
-        code = run_local([*arguments, *(["--stop-after", str(steps)] if steps else [])], num_ranks=num_ranks)
+        arguments += ["--stop-after", str(steps)] if steps else []
+        code = run_ranks(load_run(run), arguments, directory)
         if code:
             hint = f"`meshwright train {run}` shows it alone"
             raise RunError(f"the run ended with exit code {code}", where=str(run), hint=hint)

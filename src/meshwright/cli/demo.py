@@ -122,10 +122,10 @@ def _train(arguments: list[str], run: "RunSpec", directory: Path) -> None:
 
 
 def _start(arguments: list[str], run: "RunSpec", directory: Path) -> None:
-    from meshwright.launch.local import run_local
+    from meshwright.train.oom_restart import run_ranks
 
-    code = run_local(arguments, num_ranks=run.parallel.num_ranks)
-    if code in (EXIT_INTERRUPTED, EXIT_INPUT, EXIT_NO_FIT):  # told already
+    code = run_ranks(run, arguments, directory)
+    if code in (EXIT_INTERRUPTED, EXIT_INPUT, EXIT_NO_FIT):  # the ranks have printed why
         sys.exit(code)
     if code != EXIT_DONE:
         hint = f"what happened stands in {directory}; `meshwright report {directory}` draws it"

@@ -51,8 +51,6 @@ VERBS = {
     "env": "What this machine has: versions, cores, memory, accelerators.",
     "schema": "JSON schema of a run file, for editors.",
 }
-NOT_VERBS: set[str] = {"proof"}
-"""Modules of this folder that several verbs share."""
 # Installed by `pip install "meshwright[train]"` only.
 TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "tensorboard")
 # What a path that a person named can do; other errors of the system are told as faults.
@@ -164,12 +162,12 @@ def run(arguments: Sequence[str]) -> int:
         )
         sys.stdout.flush()
     except BaseException as error:
-        return _told(error)
+        return report_error(error)
     return result if isinstance(result, int) else EXIT_DONE
 
 
-def _told(error: BaseException) -> int:
-    """Say what happened on stderr and give the exit code."""
+def report_error(error: BaseException) -> int:
+    """Print an error on stderr; returns the exit code that belongs to it."""
     if isinstance(error, _Ended) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):

@@ -67,6 +67,11 @@ class StepMetrics:
     noise_scale_tokens: float | None = None
     """Average of gradient_noise / average of gradient_signal."""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient norm are numbers to train on."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 # Always present in a line, null where unknown; every other field is left out when it is None.
 _ALWAYS = (

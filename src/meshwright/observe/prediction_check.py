@@ -70,32 +70,32 @@ def pair_of(
     )
 
 
-class Foretold:
-    """Watches the first steps of a run on rank 0 and tells once."""
+class PredictionCheck:
+    """Compares the first steps of a run with their prediction, on rank 0, once."""
 
     def __init__(self, run: RunSpec | FitSpec, device: torch.device) -> None:
         self._run, self._device = run, device
-        self._seen: list[StepMetrics] = []
-        self._is_told = False
+        self._steps: list[StepMetrics] = []
+        self._is_reported = False
 
-    def see(self, metrics: StepMetrics) -> str | None:
-        """The line, when this step makes it due."""
-        self._seen.append(metrics)
-        is_due = metrics.step - self._seen[0].step + 1 >= DUE_STEPS
-        return self.tell() if is_due else None
+    def after_step(self, metrics: StepMetrics) -> str | None:
+        """Take in one step; the line to print, when this step makes it due."""
+        self._steps.append(metrics)
+        is_due = metrics.step - self._steps[0].step + 1 >= DUE_STEPS
+        return self.report() if is_due else None
 
-    def tell(self) -> str | None:
-        """The line, unless it was told already or there was nothing to see; keeps the pair."""
-        if self._is_told or not self._seen:
+    def report(self) -> str | None:
+        """The line to print; None where it was given before or no step was measured. Stores the pair."""
+        if self._is_reported or not self._steps:
             return None
-        self._is_told = True
-        seconds = median(one.step_seconds for one in self._seen[1:] or self._seen)  # the first warms up
-        peak_bytes = self._seen[-1].peak_bytes or 0
+        self._is_reported = True
+        seconds = median(one.step_seconds for one in self._steps[1:] or self._steps)  # the first warms up
+        peak_bytes = self._steps[-1].peak_bytes or 0
         prediction = predict_here(self._run, self._device)
         if prediction is None or not isinstance(self._run, RunSpec):
             kind = "resident " if self._device.type == "cpu" else ""
             measured = f"measured {show_bytes(peak_bytes)} {kind}per rank, {show_seconds(seconds)} per step"
-            what = device_title(self._device) if isinstance(self._run, RunSpec) else "a module of your own"
+            what = device_title(self._device) if isinstance(self._run, RunSpec) else "a user's own module"
             return f"{measured}; {what} has no prediction"
         pair = pair_of(self._run, self._device, prediction, peak_bytes=peak_bytes, seconds=seconds)
         store_pair(pair)

@@ -23,8 +23,8 @@ class ProgressView(Protocol):
         """Shows this step."""
         ...
 
-    def say(self, text: str) -> None:
-        """One line for people, above the bar."""
+    def print(self, text: str) -> None:
+        """Print one line, above the bar."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -96,8 +96,8 @@ class LiveProgress:
         facts = "  ".join(_facts(metrics, self._eta.after(metrics), self._counted))
         self._progress.update(self._task, completed=metrics.step, facts=facts)
 
-    def say(self, text: str) -> None:
-        """One line above the bar."""
+    def print(self, text: str) -> None:
+        """Print one line above the bar."""
         self._progress.console.print(text, markup=False)
 
     def __enter__(self) -> Self:
@@ -131,10 +131,10 @@ class PlainProgress:
             self._unshown = line
             return
         self._last_line_at, self._unshown = now, None
-        self.say(line)
+        self.print(line)
 
-    def say(self, text: str) -> None:
-        """One line, after that of the step at which it is said."""
+    def print(self, text: str) -> None:
+        """Print one line, after the line of the step at which it is printed."""
         step, self._unshown = self._unshown, None
         print(f"{step}\n{text}" if step else text, file=self._stream, flush=True)
 
@@ -142,7 +142,7 @@ class PlainProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The step at which the run stopped is always told."""
+        """The step at which the run stopped is always printed."""
         last, self._unshown = self._unshown, None
         if last:
-            self.say(last)
+            self.print(last)

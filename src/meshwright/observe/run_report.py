@@ -32,6 +32,7 @@ _EVENT_SENTENCE = {
     "evaluate": "evaluated",
     "overflow": "skipped an update: gradients overflowed",
     "warning": "warned",
+    "restart": "restarted after running out of memory",
     "interrupt": "was interrupted",
     "failure": "failed",
     "finish": "finished",

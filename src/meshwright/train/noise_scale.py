@@ -33,7 +33,7 @@ class NoiseEstimate:
 
 
 @dataclass(frozen=True)
-class PartGradient:
+class HalfBatchGradient:
     """Device scalars; reading them waits for the device."""
 
     norm: Tensor
@@ -56,7 +56,7 @@ class PartGradient:
         return NoiseEstimate(signal=(square - share * part_square) / (1.0 - share), noise=noise)
 
 
-def measure_part(training: Training, batch: Batch, mesh: Mesh) -> PartGradient:
+def measure_half_batch(training: Training, batch: Batch, mesh: Mesh) -> HalfBatchGradient:
     """The gradient norm of the first half of a batch; all ranks call it. No host sync."""
     part = _first_half(batch.microbatches, mesh)
     scale = training.loss_scale.scale if training.loss_scale else 1.0
@@ -69,7 +69,7 @@ def measure_part(training: Training, batch: Batch, mesh: Mesh) -> PartGradient:
     share = torch.stack([one.weights_BS.double().sum() for one in part]).sum()
     dist.all_reduce(share)
     copies = mesh.parallel.num_ranks // mesh.parallel.dp
-    return PartGradient(norm=norm, share=share / copies, num_tokens=batch.num_tokens)
+    return HalfBatchGradient(norm=norm, share=share / copies, num_tokens=batch.num_tokens)
 
 
 def _first_half(microbatches: tuple[Microbatch, ...], mesh: Mesh) -> list[Microbatch]:

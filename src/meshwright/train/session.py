@@ -1,11 +1,9 @@
-"""One process of a run: join the others, look after the run directory, train, leave."""
+"""One process of a run: join the other ranks, claim the run directory, train, leave."""
 
-import gc
 import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.run_checkpoints import require_same_course
@@ -14,58 +12,58 @@ from meshwright.errors import (
     EXIT_INTERRUPTED,
     CheckpointError,
     MeshwrightError,
+    RunError,
     SpecError,
 )
-from meshwright.mesh import World, abandon_world, join_world, leave_world, rejoin_world
-from meshwright.resilience.shortage import prepare_device_groups
+from meshwright.mesh import World, join_world, leave_world
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.text import dump_run, load_run
 from meshwright.spec.yaml_text import parse_yaml
-from meshwright.train.capacity import lack_of_room, require_room
-from meshwright.train.loop import Outcome, train
-from meshwright.train.oom_report import smaller_microbatch
+from meshwright.train.capacity import capacity_error, require_capacity
+from meshwright.train.loop import train
 
 
 def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:
-    """Train as the rank that the environment describes; returns the exit code."""
-    if run.memory.on_oom == "halve_microbatch":
-        prepare_device_groups()
+    """Train as the rank that the environment describes; returns the exit code.
+
+    After an error the process groups of several ranks are left as they are: others may be in any
+    collective, and nothing here may wait for them. The caller ends the process.
+    """
     world = join_world(run.device)
     try:
-        on_first_rank(lambda: require_room(run, world.device))
+        on_first_rank(lambda: require_capacity(run, world.device))
         on_first_rank(lambda: claim_directory(run, run_dir))
-        outcome = train_on(run, world, run_dir, stop_after=stop_after)
-        is_as_asked = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
-        leave_world()
-        return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
+        outcome = train(run, world, run_dir, stop_after=stop_after)
     except BaseException as error:
-        abandon_world(world)  # other ranks may be anywhere: nothing here may wait for them
-        told = lack_of_room(error, run_dir, rank=world.rank)
-        if told is None:
+        if world.num_ranks == 1:
+            leave_world()
+        clear = None if isinstance(error, MeshwrightError) else _clear_error(error, run_dir, world)
+        if clear is None:
             raise
-        raise told from None
+        raise clear from None
+    leave_world()
+    is_as_asked = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
+    return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
 
 
-def train_on(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
-    """Train; after a shortage of memory once more from the same batch, in smaller micro-batches."""
-    outcome = train(run, world, run_dir, stop_after=stop_after)
-    attempt = 0
-    while outcome.kind == "short":
-        smaller, attempt = smaller_microbatch(run), attempt + 1
-        assert smaller is not None, "the attempt before would have raised"
-        run = smaller
-        release_memory(world.device)
-        rejoin_world(world, attempt)
-        outcome = train(run, world, run_dir, stop_after=stop_after, carried=outcome.carried, attempt=attempt)
-    return outcome
+def _clear_error(error: BaseException, run_dir: Path, world: World) -> RunError | None:
+    """The error of a full disk, of full memory or of a lost rank; None for anything else."""
+    found = capacity_error(error, run_dir, rank=world.rank)
+    if found is None and world.num_ranks > 1 and is_lost_connection(error):
+        found = RunError(
+            f"rank {world.rank} lost the connection to another rank, which has ended",
+            where=str(run_dir),
+            hint="the rank that ended first says why",
+        )
+    return found
 
 
-def release_memory(device: torch.device) -> None:
-    """What the program of the attempt before held goes back to the device."""
-    gc.collect()  # modules and their hooks hold each other
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because a partner is gone; gloo raises a plain RuntimeError for it."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
 
 
 def on_first_rank(action) -> None:

@@ -84,6 +84,6 @@ def test_a_machine_without_memory_is_told(here: Path, capsys: Captured, monkeypa
 def test_what_the_ranks_have_told_is_not_told_again(
     here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("meshwright.launch.local.run_local", lambda *_, **__: 2)
+    monkeypatch.setattr("meshwright.train.oom_restart.run_local", lambda *_, **__: 2)
     assert run(["demo"]) == 2
     assert "exit code" not in capsys.readouterr().err

@@ -41,3 +41,19 @@ def test_a_rank_that_ctrl_c_ended_counts_as_interrupted(monkeypatch):
         monkeypatch, "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), 2)"
     )
     assert local.run_local([], num_ranks=1) == 130
+
+
+def test_an_oom_is_the_reason_where_other_ranks_fail_with_it(monkeypatch, capfd):
+    """The others lose the connection to the rank that ran out of memory."""
+    program = "print('oom' if rank == '1' else 'lost', file=sys.stderr); sys.exit(5 if rank == '1' else 4)"
+    _ranks(monkeypatch, program)
+    assert local.run_local([], num_ranks=3) == 5
+    assert capfd.readouterr().err.endswith("rank 1 failed first:\noom\n")
+
+
+def test_a_rank_knows_who_started_it(monkeypatch):
+    _ranks(monkeypatch, "from meshwright.launch.local import is_local_rank; sys.exit(not is_local_rank())")
+    assert local.run_local([], num_ranks=1) == 0
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # torchrun
+        monkeypatch.setenv(name, value)
+    assert local.is_rank() and not local.is_local_rank()

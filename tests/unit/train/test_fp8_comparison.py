@@ -6,20 +6,20 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.equivalence.test_fp8 import fp8_run
-from tests.support.harness import this_world
-from tests.support.ranks import RankPool
+from tests.support.equivalence import this_world
 
 from meshwright.mesh import Mesh, build_mesh
 from meshwright.precision.fp8.delayed import KnownScales
 from meshwright.precision.fp8.recipes import E5M2, RECIPES
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import Fp8Spec, PrecisionSpec, RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
-from meshwright.train.fp8_shadow import Shadow, ShadowReport
+from meshwright.train.fp8_comparison import Fp8Comparison, Fp8Report
 from meshwright.train.step import Training, train_step
 
 
 def _run(recipe: str, init_std: float = 0.05) -> RunSpec:
-    fp8 = Fp8Spec(recipe=recipe, bf16_ends=0, shadow_every=1, shadow_min_cosine=0.95)
+    fp8 = Fp8Spec(recipe=recipe, bf16_layers_each_end=0, compare_every_steps=1, min_gradient_cosine=0.95)
     run = fp8_run(precision=PrecisionSpec(compute="bf16", fp8=fp8))
     return run.with_(model=run.model.with_(init_std=init_std))
 
@@ -28,12 +28,12 @@ def _mesh(run: RunSpec) -> Mesh:
     return build_mesh(run.parallel, this_world())
 
 
-def _look(run: RunSpec, plant=None) -> ShadowReport:
+def _look(run: RunSpec, plant=None) -> Fp8Report:
     mesh = _mesh(run)
     training = build_training(run, mesh)
     if plant is not None:
         plant(training)
-    return Shadow(run, training, mesh).compare(next(build_data(run, mesh)), seed=0)
+    return Fp8Comparison(run, training, mesh).compare(next(build_data(run, mesh)), seed=0)
 
 
 def _scale_gate_and_up(training: Training) -> None:
@@ -71,7 +71,7 @@ def test_outlier_in_swiglu_is_seen_with_one_scale_and_held_with_blocks(ranks: Ra
     assert blocks.fallen == []
 
 
-def _control() -> ShadowReport:
+def _control() -> Fp8Report:
     crude = dataclasses.replace(RECIPES["delayed"], operand=E5M2, gradient=E5M2)
     with patch.dict(RECIPES, {"delayed": crude}):
         return _look(_run("delayed"), _stale_scales)
@@ -89,7 +89,7 @@ def _weights_after(run: RunSpec, *looks: bool) -> list[dict[str, torch.Tensor]]:
     for is_looked in looks:
         mesh = _mesh(run)
         training, batches = build_training(run, mesh), build_data(run, mesh)
-        shadow = Shadow(run, training, mesh)
+        shadow = Fp8Comparison(run, training, mesh)
         for step in range(2):
             batch = next(batches)
             if is_looked:

@@ -26,7 +26,7 @@ SAMPLE_ELEMENTS = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
-class ShadowReport:
+class Fp8Report:
     """fp8 beside bf16 on the same weights and tokens; layers by their number."""
 
     loss_fp8: float
@@ -49,7 +49,7 @@ class ShadowReport:
         return min(self.cosines, key=lambda layer: self.cosines[layer])
 
 
-class Shadow:
+class Fp8Comparison:
     """Compares and falls back; all ranks call its methods together and decide alike."""
 
     def __init__(self, run: RunSpec, training: Training, mesh: Mesh) -> None:
@@ -66,10 +66,10 @@ class Shadow:
 
     def is_due(self, step: int) -> bool:
         """Before the step after `step` updates."""
-        every = self.fp8.shadow_every
+        every = self.fp8.compare_every_steps
         return every is not None and step % every == 0 and len(self._layers()) > 0
 
-    def compare(self, batch: Batch, *, seed: int) -> ShadowReport:
+    def compare(self, batch: Batch, *, seed: int) -> Fp8Report:
         """Run both, decide, fall back. Host sync."""
         layers = self._layers()
         microbatches = batch.microbatches[:1] if self._mesh.parallel.pp == 1 else batch.microbatches
@@ -80,9 +80,9 @@ class Shadow:
         table_L3 = self._agreed(narrow, wide).tolist()
         cosines = {layer: _cosine(*table_L3[layer]) for layer in layers}
         ratios = {layer: _ratio(*table_L3[layer]) for layer in layers}
-        fallen = [layer for layer in layers if not cosines[layer] >= self.fp8.shadow_min_cosine]
+        fallen = [layer for layer in layers if not cosines[layer] >= self.fp8.min_gradient_cosine]
         self.restore([*self.fallen, *fallen])
-        return ShadowReport(loss_fp8, loss_bf16, cosines, ratios, fallen)
+        return Fp8Report(loss_fp8, loss_bf16, cosines, ratios, fallen)
 
     def restore(self, fallen: Sequence[int]) -> None:
         """These blocks compute in bf16 from now on."""
@@ -107,7 +107,7 @@ class Shadow:
 
     def _agreed(self, narrow: dict[str, Tensor], wide: dict[str, Tensor]) -> Tensor:
         """By layer: product of both gradients, square of the one and of the other, over all ranks."""
-        shares = {one.name: one.norm_share for one in self._training.program.owned}
+        shares = {one.name: one.norm_share for one in self._training.program.shards}
         table_L3 = torch.zeros(self._run.model.num_layers, 3, dtype=torch.float64, device=self._mesh.device)
         for name, a in narrow.items():
             b, layer = wide[name], int(name.split(".")[1])
