@@ -1,4 +1,4 @@
-"""Predicted beside measured: after some steps a run says how good its prediction was, and keeps the pair."""
+"""Predicted beside measured: after some steps a run prints both, and stores the pair for this machine."""
 
 from statistics import median
 
@@ -14,18 +14,18 @@ from meshwright.spec.modules import FitSpec
 from meshwright.units import show_bytes, show_seconds
 
 DUE_STEPS = 20
-"""Steps after which the figures have settled."""
+"""Steps after which predicted and measured are compared."""
 
 
 def device_title(device: torch.device) -> str:
-    """In words."""
+    """Name of a device, such as `NVIDIA H200` or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def cluster_here(run: RunSpec | FitSpec, device: torch.device) -> Cluster | None:
-    """As many of this device as the run has ranks; None where it is not in the catalogue.
+    """A cluster of as many of this device as the run has ranks; None where it is not in the catalogue.
 
-    The catalogue's CPU is a laptop's order of magnitude, good for a plan and for no comparison.
+    The catalogue's CPU is a rough figure for plans, too rough to compare with.
     """
     if device.type != "cuda":
         return None
@@ -36,7 +36,7 @@ def cluster_here(run: RunSpec | FitSpec, device: torch.device) -> Cluster | None
 
 
 def predict_here(run: RunSpec | FitSpec, device: torch.device) -> Prediction | None:
-    """What the planner says of this run on this machine's kind of device; it knows our own models only."""
+    """The prediction for this run on this kind of device; None for users' modules and unknown devices."""
     cluster = cluster_here(run, device)
     try:
         return predict_run(run, cluster) if cluster is not None and isinstance(run, RunSpec) else None
@@ -53,7 +53,7 @@ def pair_of(
     seconds: float,
     source: str = "train",
 ) -> Pair:
-    """What was predicted for a run beside what it took on this device."""
+    """Predicted and measured bytes and seconds of a run on this device."""
     parallel = run.parallel
     axes = [f"{axis}={getattr(parallel, axis)}" for axis in MESH_ORDER if getattr(parallel, axis) > 1]
     return Pair(
@@ -62,7 +62,7 @@ def pair_of(
         layout=" ".join([*axes, f"zero={parallel.zero}"]) if axes else "one device",
         num_ranks=parallel.num_ranks,
         precision=run.precision.compute,
-        predicted_bytes=prediction.fullest.allocated_bytes,
+        predicted_bytes=prediction.peak_stage.allocated_bytes,
         measured_bytes=peak_bytes,
         predicted_seconds=prediction.step_seconds,
         measured_seconds=seconds,

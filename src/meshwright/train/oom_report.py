@@ -13,7 +13,7 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.launch.local import is_local_rank, is_rank
 from meshwright.mesh import Mesh
 from meshwright.observe.prediction_check import cluster_here, predict_here
-from meshwright.plan.explain.remedies import remedies
+from meshwright.plan.explain.fixes import run_fixes
 from meshwright.plan.predict import Prediction, predict_run
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
@@ -57,7 +57,7 @@ class Steps(Protocol):
 
 @contextmanager
 def oom_explained(job: Job, progress: Steps, run_dir: Path) -> Iterator[None]:
-    """An OOM of this rank inside becomes an OutOfMemory that says what to change."""
+    """Turns an OOM of this rank inside into an OutOfMemory error with what to change."""
     try:
         yield
     except Exception as error:
@@ -144,9 +144,9 @@ def _under_predicted(worst: Comparison) -> str:
 
 def _changes(run: RunSpec, cluster: Cluster) -> str:
     """Changes that are predicted to need clearly less than this run, whatever the prediction missed."""
-    needed = predict_run(run, cluster).fullest.device_bytes
+    needed = predict_run(run, cluster).peak_stage.device_bytes
     device = replace(cluster.device, memory_bytes=int(needed * (1.0 - LEAST_SAVING)))
-    found = remedies(run, replace(cluster, device=device))
+    found = run_fixes(run, replace(cluster, device=device))
     if not found:
         return _WITHOUT_PREDICTION
-    return "any one of these needs less:" + "".join(f"\n         - {remedy.words}" for remedy in found)
+    return "any one of these needs less:" + "".join(f"\n         - {fix.text}" for fix in found)

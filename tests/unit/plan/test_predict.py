@@ -59,7 +59,7 @@ def test_a_run_is_priced_as_a_whole() -> None:
     assert found.tokens_per_second_per_device * 8 * found.step_seconds == pytest.approx(64 * 4096)
     assert 0.2 < found.mfu < 0.65
     assert [stage.stage for stage in found.stages] == ["every"]
-    assert found.fullest.allocated_bytes == pytest.approx(sum(found.fullest.items.values()))
+    assert found.peak_stage.allocated_bytes == pytest.approx(sum(found.peak_stage.items.values()))
 
 
 def test_a_pipeline_shows_three_ranks() -> None:
@@ -78,7 +78,7 @@ def test_the_cluster_must_have_the_runs_ranks() -> None:
 def test_memory_does_not_depend_on_the_cluster_speed() -> None:
     run = _run(tp=2, dp_shard=4, zero=1)
     slow, fast = predict_run(run, parse_cluster("a100:8")), predict_run(run, parse_cluster("h100:8"))
-    assert slow.fullest.allocated_bytes == fast.fullest.allocated_bytes
+    assert slow.peak_stage.allocated_bytes == fast.peak_stage.allocated_bytes
     assert slow.step_seconds > 1.5 * fast.step_seconds
 
 
