@@ -2,7 +2,7 @@
 
     python -m bench.parity                         on a GPU: three to four minutes
     python -m bench.parity --tiny --device cpu     the same program in a minute or two, for a try
-    python -m bench.parity --kinds bf16 current blocks --seeds 0 1
+    python -m bench.parity --kinds bf16 current blockwise --seeds 0 1
 
 A number format must not cost more than another seed does. A seed decides initial weights and the order of the
 samples; the text (bench/workloads/library_text.py) and its held-out part are the same for all. For each kind
@@ -142,17 +142,17 @@ def train_curve(kind: str, run: RunSpec, mesh: Mesh) -> Curve:
 def emulate(training: Training) -> None:
     """Compute fp8 matmuls in emulation: no tensor core multiplies E5M2 by E5M2."""
     for narrow in fp8_sites(training.program.stages):
-        narrow.product.native = False
+        narrow.matmul.options = narrow.matmul.options._replace(native=False)
 
 
 def freeze_scales(training: Training) -> None:
     """From now on use stale scales, as of a time when everything was STALE_BY times larger."""
     training.fp8_scales = None
     for narrow in fp8_sites(training.program.stages):
-        scales = narrow.product.scales
-        assert scales is not None and scales.is_known
-        for unit in (scales.unit_x, scales.unit_weight, scales.unit_gradient):
-            unit.mul_(STALE_BY)
+        scales = narrow.matmul.scales
+        assert scales is not None and scales.has_history
+        for scale in (scales.scale_x, scales.scale_weight, scales.scale_gradient):
+            scale.mul_(STALE_BY)
 
 
 # ---- processes ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The verdict of bench/parity.py, and what its runs learn."""
+"""The verdict of `bench.parity`, and the text its runs learn."""
 
 from pathlib import Path
 
