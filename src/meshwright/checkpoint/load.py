@@ -1,4 +1,4 @@
-"""Load: find the last complete checkpoint, verify it, read it into whatever shards this mesh has."""
+"""Load: find the newest complete checkpoint, verify it, read it into the shards of this mesh."""
 
 import hashlib
 import json
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from meshwright import __version__
 from meshwright.checkpoint.save import FORMAT_VERSION, MANIFEST
 from meshwright.errors import CheckpointError
 
@@ -22,7 +23,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself."""
+    """The manifest of a checkpoint: files, training state, resolved run. Refuses other format versions."""
     path = folder / MANIFEST
     hint = "name a folder step-<n> of a run's checkpoints"
     if not path.is_file():
@@ -34,10 +35,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"the manifest is damaged: {error}", where=str(path), hint="use an older checkpoint"
         ) from None
     if manifest.get("version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"unknown checkpoint version {manifest.get('version')}", where=str(path), hint=hint
-        )
+        raise _other_version(manifest, path)
     return manifest
+
+
+def _other_version(manifest: Mapping[str, Any], path: Path) -> CheckpointError:
+    found = manifest.get("version")
+    is_older = isinstance(found, int) and found < FORMAT_VERSION
+    writer = (manifest.get("versions") or {}).get("meshwright", "(unknown version)")
+    older = "convert it with that version (`meshwright convert`) to a Hugging Face folder, which "
+    return CheckpointError(
+        f"this checkpoint has format version {found}, written by meshwright {writer}; "
+        f"meshwright {__version__} reads format version {FORMAT_VERSION}",
+        where=str(path),
+        hint=older + "checkpoint.start_from reads here, or finish the run with that version"
+        if is_older
+        else "update meshwright",
+    )
 
 
 def verify_files(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -66,7 +80,7 @@ def _is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The whole shape of every tensor in a checkpoint, by its name there; no tensor is read."""
+    """The full shape of every tensor in a checkpoint, by its name there; no tensor is read."""
     try:
         metadata = dcp.FileSystemReader(folder).read_metadata()
     except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
@@ -77,9 +91,9 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read into the given tensors, in place; each rank reads only the parts its shards need.
+    """Read into the given tensors, in place; each rank reads only what its shards need.
 
-    A process without a world, such as one that samples, reads whatever it asks for.
+    Also works in one process without process groups, such as one that samples.
     """
     saved = saved_shapes(folder)
     missing = sorted(set(tensors) - set(saved))
@@ -97,6 +111,6 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 hint="the checkpoint is of another model",
             )
     with warnings.catch_warnings():
-        # torch warns of a single process even when it is told that there is only one.
+        # torch warns of a single process even with no_dist=True.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         dcp.load(dict(tensors), checkpoint_id=folder, no_dist=not dist.is_initialized())

@@ -1,4 +1,4 @@
-"""Between a run's live tensors and its checkpoints."""
+"""The checkpoints of a run: which tensors and values are saved, and how they are restored."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,14 +34,14 @@ from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec, LoopSpec
 
 SavedSpec = RunSpec | FitSpec | LoopSpec
-"""What a checkpoint says it is of."""
+"""The spec that a checkpoint keeps: of a run file, of `fit`, or of a user's own loop."""
 
 
 def weight_tensors(training: LiveTraining) -> dict[str, Tensor]:
-    """The weights and persistent buffers, under the names that checkpoints give them.
+    """The weights and persistent buffers, under their names in checkpoints.
 
-    In the live storage, except weights whose lower bits the optimizer keeps: these are fp32 copies, so that
-    a checkpoint has the exact values whatever the format; `take_masters` puts loaded ones back.
+    They share storage with the model, except weights whose lower bits the optimizer keeps: these are fp32
+    copies, so that a checkpoint has the exact values; `set_loaded_masters` writes loaded ones back.
     """
     program, masters = training.program, master_weights(training.optimizer, training.named_shards)
     tensors: dict[str, Tensor] = {
@@ -54,8 +54,8 @@ def weight_tensors(training: LiveTraining) -> dict[str, Tensor]:
     return tensors
 
 
-def take_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) -> None:
-    """After `weight_tensors` were loaded into: fp32 copies become weights and lower bits."""
+def set_loaded_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) -> None:
+    """After loading into `weight_tensors`: write its fp32 copies back as weights and lower bits."""
     loaded = {
         name: tensor.to_local()
         for name in master_weights(training.optimizer, training.named_shards)
@@ -65,7 +65,7 @@ def take_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) -> None:
 
 
 def all_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, Tensor]:
-    """Weights, optimizer states and averages as parts of whole tensors, in the live storage."""
+    """Weights, optimizer states and averages as shards of full tensors, in the storage of the training."""
     settle(training.device)  # what offload is still sending to the host
     shards = {one.name: one for one in training.program.shards}
     tensors = weight_tensors(training)
@@ -89,10 +89,10 @@ def _optimizer_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, dict
     return state_tensors(training.optimizer, training.named_shards, run.optim)
 
 
-def without_strange_histories(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Of the histories of fp8 scales only those that a checkpoint has.
+def without_unsaved_fp8_histories(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The tensors without histories of fp8 scales that the checkpoint does not have.
 
-    It may be of a run with another recipe; a linear whose history is not there begins one.
+    It may be of a run with another recipe; a linear layer without a saved history begins one.
     """
     saved = saved_shapes(folder)
     return {
@@ -119,7 +119,7 @@ class Checkpoints:
         self.saved_step: int | None = None
 
     def save(self, progress: Progress) -> Path:
-        """Save everything and drop what `keep_last` no longer wants."""
+        """Save everything, and delete checkpoints beyond `keep_last`; returns the folder."""
         with self.training.weights.at_hand():
             tensors = all_tensors(self.run, self.training)
             folder = save_checkpoint(
@@ -131,19 +131,19 @@ class Checkpoints:
         return folder
 
     def restore(self) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint of this run: its progress; None where there is none."""
+        """Load the newest complete checkpoint of this run; returns its progress, None where there is none."""
         found = complete_checkpoints(self.root)
         if not found:
             return None
         manifest = read_manifest(found[-1])
-        require_same_course(self.run, manifest["run"], found[-1])
+        require_same_trajectory(self.run, manifest["run"], found[-1])
         verify_files(found[-1], manifest)
         if self.user_state is not None:
             self.user_state.allocate()
         with self.training.weights.at_hand(changing=True):
             tensors = all_tensors(self.run, self.training)
-            load_tensors(found[-1], without_strange_histories(tensors, found[-1]))
-            take_masters(self.training, tensors)
+            load_tensors(found[-1], without_unsaved_fp8_histories(tensors, found[-1]))
+            set_loaded_masters(self.training, tensors)
             self.training.program.gather_parameters()
             if self.training.fp8_scales is not None:
                 self.training.fp8_scales.set_scales()
@@ -157,7 +157,7 @@ class Checkpoints:
             "data": self.batches.state(),
             "user_state": self.user_state.state() if self.user_state else None,
             "loss_scale": {"scale": scale.scale, "num_clean_steps": scale.num_clean_steps} if scale else None,
-            "fp8_fallen": self.fp8_fallback.fallen if self.fp8_fallback else [],
+            "fp8_fallback_layers": self.fp8_fallback.fallback_layers if self.fp8_fallback else [],
             "trajectory": self.run.trajectory_fingerprint(),
             "run": self.run.model_dump(mode="json"),
             "versions": {"meshwright": __version__, "torch": torch.__version__},
@@ -166,9 +166,8 @@ class Checkpoints:
     def _restore_facts(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         training, progress = self.training, manifest["state"]
         if self.run.optim is not None:
-            set_num_updates(
-                training.optimizer, training.named_shards, self.run.optim, num_updates=progress["step"]
-            )
+            step = progress["step"]
+            set_num_updates(training.optimizer, training.named_shards, self.run.optim, num_updates=step)
         self.batches.load_state(manifest["data"])
         if self.user_state is not None:
             self.user_state.load_state(manifest["user_state"])
@@ -176,7 +175,8 @@ class Checkpoints:
             training.loss_scale.scale = manifest["loss_scale"]["scale"]
             training.loss_scale.num_clean_steps = manifest["loss_scale"]["num_clean_steps"]
         if self.fp8_fallback is not None and _recipe(manifest["run"]) == self.fp8_fallback.recipe:
-            self.fp8_fallback.restore(manifest.get("fp8_fallen", []))  # another recipe gets another chance
+            # A run that changes its recipe starts without fallbacks.
+            self.fp8_fallback.restore(manifest["fp8_fallback_layers"])
         self.saved_step = progress["step"]
         return progress
 
@@ -185,17 +185,17 @@ def _recipe(saved: Mapping[str, Any]) -> str | None:
     return (saved["precision"].get("fp8") or {}).get("recipe")
 
 
-def require_same_course(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> None:
-    """Refuse to go on where another run was, and say what differs; `saved` is its resolved spec.
+def require_same_trajectory(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> None:
+    """Refuse to resume another run, and name what differs; `saved` is its resolved spec.
 
-    The saved spec is read anew, so that a field added since, at its default, is no difference.
+    The saved spec is validated again, so that a field added since, at its default, is no difference.
     """
-    if _course(saved, type(run)) == run.trajectory_fingerprint():
+    if _trajectory(saved, type(run)) == run.trajectory_fingerprint():
         return
     different = _differences(saved, run.model_dump(mode="json"))
     named = ", ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in different[:3])
     raise CheckpointError(
-        f"this directory holds another run: {named or 'the specs differ'}",
+        f"this directory has another run: {named or 'the specs differ'}",
         where=str(where),
         hint="train into another directory (--dir), or set checkpoint.start_from to take only its weights"
         if isinstance(run, RunSpec)
@@ -203,10 +203,10 @@ def require_same_course(run: SavedSpec, saved: Mapping[str, Any], where: Path) -
     )
 
 
-def _course(saved: Mapping[str, Any], kind: type[SavedSpec]) -> str | None:
+def _trajectory(saved: Mapping[str, Any], kind: type[SavedSpec]) -> str | None:
     try:
         return kind.model_validate(saved).trajectory_fingerprint()
-    except ValueError:  # of a version whose fields are no longer known
+    except ValueError:  # written by a version with other fields
         return None
 
 

@@ -2,11 +2,11 @@
 
     checkpoints/step-000120/
         __0_0.distcp ...   shards, by torch's distributed checkpoint
-        .metadata          which tensor lies where
+        .metadata          which tensor is in which file
         manifest.json      sizes and hashes of the files, the training state, the resolved run
 
-A folder without a manifest does not exist for a reader, so a kill at any moment leaves the last
-complete checkpoint in place.
+A reader ignores a folder without a manifest, so a kill at any time leaves the last complete checkpoint
+in place.
 """
 
 import hashlib
@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 had other names in its manifest; see `load.read_manifest`."""
 MANIFEST = "manifest.json"
 
 
@@ -40,28 +41,28 @@ def save_checkpoint(
     """Write and publish one checkpoint; all ranks call it. An error on one rank raises on all."""
     target, partial = step_folder(root, step), root / f".partial-{step:08d}"
     try:
-        _together(lambda: _prepare(root, partial), only_first=True)
-        _together(lambda: dcp.save(dict(tensors), checkpoint_id=partial))
-        files = _together(lambda: _hash_files(partial, _own_share(partial)))
+        _on_all_ranks(lambda: _prepare(root, partial), only_first=True)
+        _on_all_ranks(lambda: dcp.save(dict(tensors), checkpoint_id=partial))
+        files = _on_all_ranks(lambda: _hash_files(partial, _assigned_files(partial)))
         merged = {name: entry for part in files for name, entry in part.items()}
         header = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time(), "files": merged}
-        _together(lambda: _publish(partial, target, {**header, **facts}), only_first=True)
+        _on_all_ranks(lambda: _publish(partial, target, {**header, **facts}), only_first=True)
     except CheckpointError:
-        if dist.get_rank() == 0:  # on a full disk, half a checkpoint leaves no room for the rest of the run
+        if dist.get_rank() == 0:  # on a full disk, half a checkpoint leaves no space for the rest of the run
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return target
 
 
-def _together(action: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
-    """Run on all ranks (or on rank 0 alone) and agree on the outcome: one failure fails everywhere."""
+def _on_all_ranks(action: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
+    """Run on all ranks (or on rank 0 alone); a failure on one rank raises on all. Communicates."""
     result, failure = None, None
     try:
         if not only_first or dist.get_rank() == 0:
             result = action()
     # Whatever a file system or planner raises must reach the other ranks; torch's own is no Exception.
     except (Exception, CheckpointException) as error:
-        failure = _told(error)
+        failure = _failure_text(error)
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (result, failure))
     failures = [text for _, text in outcomes if text]
@@ -72,13 +73,13 @@ def _together(action: Callable[[], Any], *, only_first: bool = False) -> list[An
     return [value for value, _ in outcomes if value is not None]
 
 
-def _told(error: BaseException) -> str:
-    """One line: on which rank, what. Of the failures that torch has gathered the first says enough."""
+def _failure_text(error: BaseException) -> str:
+    """One line with rank and reason; of the failures that torch has gathered, the first one."""
     rank = dist.get_rank()
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
-    if "inline_container" in str(error):  # of torch's writer, which tells positions instead of reasons
-        return f"rank {rank}: a file could not be written to its end"
+    if "inline_container" in str(error):  # torch's writer gives positions instead of reasons
+        return f"rank {rank}: a file could not be written completely"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return f"rank {rank}: {type(error).__name__}: {reason}"
 
@@ -90,8 +91,8 @@ def _prepare(root: Path, partial: Path) -> None:
     partial.mkdir()
 
 
-def _own_share(folder: Path) -> list[Path]:
-    """Files dealt out over the ranks, so that hashing takes no longer on many."""
+def _assigned_files(folder: Path) -> list[Path]:
+    """The files that this rank hashes: every rank takes its part."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     return files[dist.get_rank() :: dist.get_world_size()]
 
@@ -111,7 +112,7 @@ def _publish(partial: Path, target: Path, manifest: dict[str, Any]) -> None:
         json.dump(manifest, stream, indent=1, sort_keys=True)
         stream.flush()
         os.fsync(stream.fileno())
-    if target.exists():  # the same step saved again after a resume: the new one replaces it whole
+    if target.exists():  # the same step saved again after a resume: the new one replaces it
         replaced = target.with_name(f".replaced-{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
