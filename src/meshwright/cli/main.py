@@ -48,7 +48,7 @@ VERBS = {
     "schema": "JSON schema of a run file, for editors.",
 }
 # Installed by `pip install "meshwright[train]"` only.
-TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "tensorboard")
+TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "tensorboard")
 # Errors of a path that the user named; other errors of the operating system are reported as faults.
 _PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 _PATH_ERROR_CODES = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
