@@ -43,7 +43,7 @@ class MeshwrightError(Exception):
         return f"{place}{self.fact}{advice}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross process borders, so they pickle with all three parts."""
+        """Errors are sent between processes, so they pickle with all three parts."""
         return _rebuild, (type(self), self.fact, self.where, self.hint)
 
 

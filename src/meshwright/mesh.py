@@ -1,12 +1,12 @@
-"""Which rank stands where: one world of ranks seen as a mesh of named axes.
+"""The device mesh: the ranks of a run arranged along named axes.
 
-The same ranks are cut twice, because state and activations are cut differently:
+The same ranks are arranged three times, because activations, parameters and experts are sharded differently:
 
-    sequence   pp, dp_replicate, dp_shard, cp, tp        activations: who holds which tokens
+    sequence   pp, dp_replicate, dp_shard, cp, tp        activations: which rank has which tokens
     dense      pp, dp_replicate, shard, tp               parameters: shard = dp_shard x cp
     expert     pp, dp_replicate, expert_shard, ep, tp    routed experts: shard = expert_shard x ep
 
-tp is innermost, so its ranks are neighbours on a node. Building a Mesh communicates: all ranks call it.
+tp is innermost, so its ranks are adjacent on a node. Building a Mesh communicates: all ranks call it.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0 is the one that speaks to people."""
+        """Whether this is rank 0, which prints."""
         return self.rank == 0
 
 
@@ -47,24 +47,24 @@ def _rank_variable(name: str, default: int) -> int:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this process: `auto` takes CUDA where there is one."""
+    """The device of this process: `auto` means CUDA where there is one."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise MeshError(
             "device=cuda, but torch sees no CUDA device", where="device", hint="use device=cpu or auto"
         )
-    _require_cards(torch.cuda.device_count())
-    # Some launchers show each rank its own card only: then that one is 0 for all of them.
+    _require_devices(torch.cuda.device_count())
+    # Some launchers make only its own device visible to each rank: then it is number 0 for all of them.
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _require_cards(num_cards: int) -> None:
-    """A card for each rank: NCCL allows no two on one, unless they pretend to be on hosts of their own."""
+def _require_devices(num_devices: int) -> None:
+    """Refuse two ranks on one device; NCCL allows that only to ranks that claim to be different hosts."""
     num_here = _rank_variable("LOCAL_WORLD_SIZE", 1)
-    if num_here > num_cards and "NCCL_HOSTID" not in os.environ:
+    if num_here > num_devices and "NCCL_HOSTID" not in os.environ:
         raise MeshError(
-            f"{num_here} ranks were started here, and CUDA devices that torch sees: {num_cards}",
+            f"{num_here} ranks were started here, and CUDA devices that torch sees: {num_devices}",
             where="parallel",
             hint="start no more ranks than devices on a machine, or use device=cpu",
         )
@@ -81,7 +81,7 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> Worl
     chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":
         # Segments that grow in place leave no gaps between activations of different sizes. Read at the first
-        # allocation; what the user says counts.
+        # allocation; a value that the user has set stays.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(chosen)
     world = World(rank=rank, local_rank=local_rank, num_ranks=num_ranks, device=chosen)
@@ -92,7 +92,7 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> Worl
 
 
 def _init_process_group(world: World, timeout: datetime.timedelta) -> None:
-    """One rank needs no address to meet others at; several meet where the launcher's variables say."""
+    """One rank needs no rendezvous; several use the address in the launcher's variables."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     store = dist.HashStore() if world.num_ranks == 1 else None
     dist.init_process_group(
@@ -101,14 +101,14 @@ def _init_process_group(world: World, timeout: datetime.timedelta) -> None:
 
 
 def leave_world() -> None:
-    """Tear the process group down, if there is one."""
+    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """The world cut along the axes of a ParallelSpec."""
+    """The ranks of the world along the axes of a ParallelSpec."""
 
     parallel: ParallelSpec
     device: torch.device
@@ -118,7 +118,7 @@ class Mesh:
 
     @cached_property
     def expert(self) -> DeviceMesh:
-        """The same ranks as the routed experts see them."""
+        """The ranks along the axes that shard routed experts."""
         p = self.parallel
         shape = (p.pp, p.dp_replicate, p.dp_shard * p.cp // p.ep, p.ep, p.tp)
         return init_device_mesh(
@@ -127,7 +127,7 @@ class Mesh:
 
     @cached_property
     def data(self) -> DeviceMesh:
-        """dp_replicate and shard as one axis: all ranks that hold other tokens of the same step."""
+        """dp_replicate and shard as one axis: all ranks that have different tokens of the same step."""
         p = self.parallel
         return init_device_mesh(
             self.device.type, (p.pp, p.dp * p.cp, p.tp), mesh_dim_names=("pp", "data", "tp")
@@ -138,17 +138,17 @@ class Mesh:
         return self.sequence.get_group(axis)
 
     def coordinate(self, axis: str) -> int:
-        """Where this rank stands along one axis of `sequence`."""
+        """The coordinate of this rank along one axis of `sequence`."""
         return self.sequence.get_local_rank(axis)
 
     @property
     def dp_rank(self) -> int:
-        """Which samples this rank reads, of `parallel.dp` parts."""
+        """Which of `parallel.dp` parts of a batch this rank reads."""
         return self.coordinate("dp_replicate") * self.parallel.dp_shard + self.coordinate("dp_shard")
 
 
 def build_mesh(parallel: ParallelSpec, world: World) -> Mesh:
-    """Cut the world along the axes; every rank must call this with the same spec."""
+    """Arrange the ranks of the world along the axes; all ranks call it with the same spec. Communicates."""
     p = parallel
     if p.num_ranks != world.num_ranks:
         raise MeshError(

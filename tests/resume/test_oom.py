@@ -101,8 +101,8 @@ def test_a_restart_resumes_from_the_newest_checkpoint(ranks, oom, tmp_path, capf
     oom(place, rank, 4)
     code, run_dir = train(run, tmp_path)
     assert code == 0
-    told = capfd.readouterr().err
-    assert f"rank {rank} ran out of memory in step 4: {TEXT}" in told and "resumed at step 2" in told
+    printed = capfd.readouterr().err
+    assert f"rank {rank} ran out of memory in step 4: {TEXT}" in printed and "resumed at step 2" in printed
     plain_dir = tmp_path / "plain"
     attempt(ranks, run.with_(memory=MemorySpec()), plain_dir)
     assert max(worst_errors(final_tensors(run_dir), final_tensors(plain_dir)).values()) < RTOL
@@ -116,15 +116,15 @@ def test_by_default_the_run_ends_with_what_to_do(oom, tmp_path, capfd):
     oom("forward", 1, 2)
     code, run_dir = train(run_of("zero_3"), tmp_path)
     assert code == EXIT_RUN_FAILED
-    told = capfd.readouterr().err
-    lines = told[told.index("rank 1 failed first:") :].splitlines()
+    printed = capfd.readouterr().err
+    lines = printed[printed.index("rank 1 failed first:") :].splitlines()
     assert lines[1] == f"error: rank 1 ran out of memory in step 2: {TEXT}"
     assert lines[2].split() == ["predicted", "measured"]
     assert [line.split()[0] for line in lines[3:7]] == ["weights", "gradients", "optimizer", "activations"]
     assert lines[3].split()[1] == "unknown"
     assert lines[7] == f"  where: {run_dir}"
     assert lines[8].endswith("memory.on_oom=halve_microbatch does that by itself, with smaller micro-batches")
-    assert "lost the connection to another rank" in told, "rank 0 has no part in it"
+    assert "lost the connection to another rank" in printed, "rank 0 has no part in it"
     assert [row["step"] for row in read_metrics(run_dir)] == [1]
     summary = read_summary(run_dir)
     assert (summary["outcome"], summary["final_step"]) == ("failed", 1)
@@ -149,12 +149,12 @@ def test_when_nothing_is_left_to_halve_the_run_ends(oom, tmp_path, capfd):
     oom("forward", -1, 0)
     code, run_dir = train(run_of(memory=HALVE), tmp_path)
     assert code == EXIT_RUN_FAILED
-    told = capfd.readouterr().err
-    assert told.count("rank 0 ran out of memory in step 1") == 2 and told.count("restarting") == 1
+    printed = capfd.readouterr().err
+    assert printed.count("rank 0 ran out of memory in step 1") == 2 and printed.count("restarting") == 1
     assert yaml.safe_load((run_dir / "run.yaml").read_text())["memory"]["on_oom"] == "stop"
 
 
-def test_another_launcher_is_told_what_to_set_instead(tmp_path, monkeypatch):
+def test_another_launcher_is_refused_with_what_to_set_instead(tmp_path, monkeypatch):
     """torchrun starts the ranks, so nothing here can restart them."""
     file = tmp_path / "run.yaml"
     file.write_text(dump_run(run_of(memory=HALVE)))

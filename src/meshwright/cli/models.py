@@ -26,7 +26,7 @@ def list_models(
 ) -> None:
     """List the families, which every verb accepts by name.
 
-    A Hugging Face config.json, or a folder that holds one, is accepted wherever a family is.
+    A Hugging Face config.json, or a folder with one, is accepted wherever a family is.
     """
     from meshwright.errors import SpecError
     from meshwright.spec.families import FAMILIES

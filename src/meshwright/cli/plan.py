@@ -70,10 +70,6 @@ def plan(
     Prices every layout of data, tensor, context, pipeline and expert parallelism that the rules allow,
     and writes the best as a run file. Exit code 3: nothing fits, with what would.
     """
-    from meshwright.plan.draw.document import plan_document, run_file
-    from meshwright.plan.explain.gains import gains
-    from meshwright.plan.explain.neighbours import neighbours
-    from meshwright.plan.explain.reasons import explain
     from meshwright.plan.make_plan import make_plan
 
     if price is not None and report is None:
@@ -83,19 +79,34 @@ def plan(
         allow=allow, objective=objective,
     )  # fmt: skip
     question = filled.question if deadline is None else _sized(filled, on, deadline)
-    made = make_plan(question, top=top)
-    why = explain(made)
-    views = {"why": why, "neighbours": neighbours(made.best), "gains": gains(made)}
+    found = make_plan(question, top=top)
+    _deliver(found, filled, output=output, report=report, price=price, as_json=as_json)
+
+
+def _deliver(
+    found: Any, filled: Any, *, output: Path | None, report: Path | None, price: float | None, as_json: bool
+) -> None:
+    """Write the files that were asked for, and print the plan."""
+    from meshwright.plan.draw.document import plan_document, run_file
+    from meshwright.plan.explain.gains import gains
+    from meshwright.plan.explain.neighbours import neighbours
+    from meshwright.plan.explain.reasons import explain
+
+    views: dict[str, Any] = {
+        "why": explain(found),
+        "neighbours": neighbours(found.best),
+        "gains": gains(found),
+    }
     if output is not None:
-        _write(output, run_file(made, why))
+        _write(output, run_file(found, views["why"]))
     if report is not None:
         from meshwright.plan.draw.plan_report import report_html
 
-        _write(report, report_html(made, tokens=filled.tokens, price=price, **views))
+        _write(report, report_html(found, tokens=filled.tokens, price=price, **views))
     if as_json:
-        typer.echo(json.dumps(plan_document(made, tokens=filled.tokens, assumed=filled.assumed, **views)))
+        typer.echo(json.dumps(plan_document(found, tokens=filled.tokens, assumed=filled.assumed, **views)))
     else:
-        _print(made, filled, **views)
+        _print(found, filled, **views)
 
 
 def _error(fact: str, where: str, hint: str) -> Exception:
@@ -174,7 +185,7 @@ def _write(path: Path, content: str) -> None:
 
 
 def _print(
-    made: Any, filled: Any, *, why: list[str], neighbours: Sequence[Any], gains: Sequence[Any]
+    found: Any, filled: Any, *, why: list[str], neighbours: Sequence[Any], gains: Sequence[Any]
 ) -> None:
     """The plan for people: the table of layouts and the reasons on stdout, the rest on stderr."""
     from rich.console import Console
@@ -182,14 +193,14 @@ def _print(
     from meshwright.hardware.prediction_log import observed_line, read_pairs
     from meshwright.units import show_seconds
 
-    # A file or a pipe has no width; this one is wide enough for the layouts.
+    # A file or a pipe has no width; the layouts need this one.
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
-    device, result = made.question.cluster.device, made.result
+    device, result = found.question.cluster.device, found.result
     for value in filled.assumed:
         typer.echo(f"assumed: {value}", err=True)
-    console.print(_headline(made, filled.tokens), highlight=False)
-    console.print(_layout_table(made, filled.tokens))
-    low, high = (show_seconds(seconds) for seconds in made.best.interval_seconds)
+    console.print(_headline(found, filled.tokens), highlight=False)
+    console.print(_layout_table(found, filled.tokens))
+    low, high = (show_seconds(seconds) for seconds in found.best.interval_seconds)
     console.print(f"\nstep time of 1: nine of ten measured between {low} and {high}", highlight=False)
     instead = [gain.text for gain in gains[:MAX_GAINS]]
     instead += [f"{each.change}: {each.reason}" for each in neighbours[:MAX_NEIGHBOURS]]
@@ -201,14 +212,14 @@ def _print(
     if observed is not None:
         typer.echo(observed, err=True)
     counts = f"priced {result.num_considered} layouts, {result.num_fitting} fit"
-    typer.echo(f"{counts}, in {made.search_seconds:.2f} s", err=True)
+    typer.echo(f"{counts}, in {found.search_seconds:.2f} s", err=True)
 
 
-def _headline(made: Any, tokens: int) -> str:
+def _headline(found: Any, tokens: int) -> str:
     from meshwright.plan.draw.document import format_text
     from meshwright.units import show_count
 
-    run, cluster = made.question.run, made.question.cluster
+    run, cluster = found.question.run, found.question.cluster
     nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''} of {cluster.devices_per_node}"
     return (
         f"{run.model.family} on {cluster.num_devices} x {cluster.device.title} ({nodes}), "
@@ -216,7 +227,7 @@ def _headline(made: Any, tokens: int) -> str:
     )
 
 
-def _layout_table(made: Any, tokens: int) -> Any:
+def _layout_table(found: Any, tokens: int) -> Any:
     from rich.table import Table
 
     from meshwright.plan.draw.document import layout_text
@@ -226,7 +237,7 @@ def _layout_table(made: Any, tokens: int) -> Any:
     for name in ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "duration", "GPU-hours"):
         left = name in ("", "layout")
         table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
-    for number, candidate in enumerate(made.top, start=1):
+    for number, candidate in enumerate(found.top, start=1):
         table.add_row(
             str(number),
             layout_text(candidate.run),

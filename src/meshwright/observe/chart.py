@@ -1,7 +1,7 @@
 """Line charts of a run's metrics: the plot area as SVG, ticks in percent of it for the page around.
 
-The page needs no script to show a chart; its script only shows the values under the pointer. Long histories are
-thinned such that every spike and dip is kept.
+The page needs no script to show a chart; its script only shows the values under the pointer. Long histories
+are thinned such that every spike and dip is kept.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""From a question to a plan, or to an error that says what would have one."""
+"""From a question to a plan, or to an error that lists the changes with which there is one."""
 
 import time
 

@@ -71,12 +71,12 @@ class Prediction:
 
     @property
     def excess_bytes(self) -> float:
-        """Bytes at the peak beyond what the device can hold; negative where some are left."""
+        """Bytes at the peak beyond the usable memory of the device; negative where some are left."""
         return self.peak_stage.device_bytes - FIT_SHARE * self.capacity_bytes
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the error margin of the prediction is too large to tell if the run fits."""
+        """Whether the run may fit or not within the error margin of the prediction."""
         if self.memory_margin is None:
             return False
         return abs(self.excess_bytes) < self.memory_margin.of(self.peak_stage.allocated_bytes)

@@ -1,4 +1,4 @@
-"""From a RunSpec to the things a step works on."""
+"""Builds from a RunSpec what the loop and a step work on."""
 
 import os
 
@@ -22,7 +22,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.shards import full_parameter_of
 from meshwright.parallel.simulation import NOTHING_SIMULATED, Simulation
 from meshwright.precision.loss_scale import LossScale
-from meshwright.precision.policy import prepare_device, wide_dtype
+from meshwright.precision.policy import full_precision_dtype, prepare_device
 from meshwright.spec import RunSpec
 from meshwright.train.evaluate import evaluate
 from meshwright.train.fp8_comparison import Fp8Comparison
@@ -52,7 +52,7 @@ def build_job(run: RunSpec, world: World) -> Job:
 def build_training(
     run: RunSpec, mesh: Mesh, *, fill: Fill = initialise, simulation: Simulation = NOTHING_SIMULATED
 ) -> Training:
-    """Model, optimizer and what belongs to them, at the initial weights; all ranks call it.
+    """Model, optimizer and what a step needs beside them, at the initial weights; all ranks call it.
 
     `fill` gives each stage its memory and weights; `simulation` is given by a rehearsal.
     """
@@ -64,12 +64,12 @@ def build_training(
     program = build_program(run, mesh, weights, fill=fill, simulation=simulation)
     trainable = [one for one in program.shards if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
-    wholes = {one.name: full_parameter_of(one) for one in trainable}
+    full = {one.name: full_parameter_of(one) for one in trainable}
     optimizer = (
         build_streamed_optimizer(
             shards,
             run.optim,
-            wholes,
+            full,
             weights=weights,
             weight_format=run.precision.weights,
             with_states="optimizer" in offload,
@@ -77,7 +77,7 @@ def build_training(
         )
         if weights.blocks or ("optimizer" in offload and not run.has_shards_on_host)
         else build_optimizer(
-            shards, run.optim, wholes, weights=run.precision.weights, simulated=simulation.device
+            shards, run.optim, full, weights=run.precision.weights, simulated=simulation.device
         )
     )
     return Training(
@@ -107,7 +107,7 @@ def _delayed_scales(run: RunSpec, mesh: Mesh, program: Program) -> DelayedScales
 
 
 def build_data(run: RunSpec, mesh: Mesh) -> Batches:
-    """This rank's training batches."""
+    """The training batches of this rank."""
     return build_batches(
         run.data,
         seed=run.seed,
@@ -115,13 +115,13 @@ def build_data(run: RunSpec, mesh: Mesh) -> Batches:
         dp_rank=mesh.dp_rank,
         dp_size=mesh.parallel.dp,
         device=mesh.device,
-        dtype=wide_dtype(run.precision),
+        dtype=full_precision_dtype(run.precision),
     )
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Dropout's randomness: a function of seed, step and rank, so a resume needs no generator state.
+    """Seed dropout for a step as a function of seed, step and rank, so a resume needs no generator state.
 
-    Every region with dropout is cut over dp, cp and tp (sequence parallel), so no two ranks share a mask.
+    Activations with dropout are sharded over dp, cp and tp (sequence parallel): no two ranks share a mask.
     """
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + dist.get_rank())

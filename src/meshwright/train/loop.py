@@ -1,4 +1,4 @@
-"""The loop: batch, step, record, save, until the steps are done or somebody asks to stop."""
+"""The loop: batch, step, record, save, until the steps are done or a signal asks to stop."""
 
 import dataclasses
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Literal
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.mesh import World
 from meshwright.optim.schedule import learning_rate
-from meshwright.resilience.interrupt import listening
+from meshwright.resilience.interrupt import stop_signals
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_job, seed_step
-from meshwright.train.gc_control import collect_young, collector_off
+from meshwright.train.gc_control import collect_garbage, gc_paused
 from meshwright.train.job import Job
 from meshwright.train.oom_report import oom_explained
 from meshwright.train.probes import probe_batch
@@ -44,32 +44,31 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
     with (
         Recorder(job, run_dir, state) as recorder,
         oom_explained(job, recorder, run_dir),
-        listening() as interrupt,
-        collector_off(),
+        stop_signals() as interrupt,
+        gc_paused(),
     ):
         while state.step < last_step:
             batch = next(batches, None)
             if batch is None:  # max_epochs: the data is used up
                 break
+            batch_tokens = run.data.batch_tokens_of(state.num_batches)
+            lr = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
             half_batch = probe_batch(job, recorder, batch, state)
 
             seed_step(run.seed, state.num_batches)
-            batch_tokens = run.data.batch_tokens_of(state.num_batches)
-            lr = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
             outcome = train_step(training, batch, learning_rate=lr)
+            state = state.after_skip() if outcome.is_skipped else state.after_step(batch.num_positions)
+
             if outcome.is_skipped:  # fp16: the gradients overflowed
-                state = state.after_skip()
                 recorder.record_skip(state)
                 continue
-            state = state.after_step(tokens=batch.num_positions)
-
             is_last = state.step == last_step
             state = recorder.record(state, outcome, lr=lr, is_last=is_last, half_batch=half_batch)
             if _due(run.checkpoint.every_steps, state.step) and not is_last:
                 recorder.save(checkpoints, state)
             if recorder.recorded_step == state.step:  # the host has waited for the device anyway
-                collect_young()
-                last_step = state.step if interrupt.agreed() else last_step
+                collect_garbage()
+                last_step = state.step if interrupt.is_requested_anywhere() else last_step
 
         batches.close()
         recorder.save_last(checkpoints, state)

@@ -35,7 +35,7 @@ def save_failed(state: TrainState, error: CheckpointError) -> str:
 
 def fallen_back(state: TrainState, report: Fp8Report) -> str:
     """Blocks of an fp8 run that compute in bf16 from now on."""
-    blocks, worst = ", ".join(map(str, report.fallen)), report.worst_layer
+    blocks, worst = ", ".join(map(str, report.fallback_layers)), report.worst_layer
     return (
         f"step {state.step}: block {blocks} back to bf16; gradients in fp8 and bf16 have a cosine of "
         f"{report.cosines[worst]:.3f} in block {worst}"

@@ -167,9 +167,9 @@ class Recorder:
             layers=list(report.cosines),
             cosines=list(report.cosines.values()),
             norm_ratios=list(report.norm_ratios.values()),
-            fallen=report.fallen,
+            fallback_layers=report.fallback_layers,
         )
-        if report.fallen:
+        if report.fallback_layers:
             self.print(messages.fallen_back(state, report))
         self._meter.restart_clock(state)
 

@@ -1,12 +1,13 @@
 """One process of a run: join the other ranks, claim the run directory, train, leave."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.run_checkpoints import require_same_course
+from meshwright.checkpoint.run_checkpoints import require_same_trajectory
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -43,8 +44,8 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
             raise
         raise clear from None
     leave_world()
-    is_as_asked = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
-    return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
+    is_complete = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
+    return EXIT_DONE if is_complete else EXIT_INTERRUPTED
 
 
 def _clear_error(error: BaseException, run_dir: Path, world: World) -> RunError | None:
@@ -66,53 +67,53 @@ def is_lost_connection(error: BaseException) -> bool:
     )
 
 
-def on_first_rank(action) -> None:
-    """Rank 0 does it; a refusal is raised on every rank."""
-    refusal: list[MeshwrightError | None] = [None]
+def on_first_rank(action: Callable[[], None]) -> None:
+    """Call on rank 0; an error of it is raised on every rank. Communicates."""
+    failure: list[MeshwrightError | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
         except MeshwrightError as error:
-            refusal[0] = error
-    dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise refusal[0]
+            failure[0] = error
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
 
 
 def claim_directory(run: RunSpec | FitSpec, run_dir: Path) -> None:
-    """Make the run directory this run's; refuse one that holds another run."""
-    kept = run_dir / "run.yaml"
-    if kept.exists() and (run_dir / "metrics.jsonl").exists():
-        _require_same_run(run, kept)
+    """Write run.yaml into the run directory; refuse a directory that has another run."""
+    run_file = run_dir / "run.yaml"
+    if run_file.exists() and (run_dir / "metrics.jsonl").exists():
+        _require_same_run(run, run_file)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         draft = run_dir / ".run.yaml"
         draft.write_text(dump_run(run))
-        os.replace(draft, kept)
+        os.replace(draft, run_file)
     except OSError as error:
         is_file = isinstance(error, FileExistsError | NotADirectoryError)
         why = "a file is in the way" if is_file else error.strerror or error
         raise SpecError(
             f"the run directory cannot be written: {why}",
             where=str(run_dir),
-            hint="name another: --dir, or directory= in Python",
+            hint="name another directory: --dir, or directory= in Python",
         ) from None
 
 
-def _require_same_run(run: RunSpec | FitSpec, kept: Path) -> None:
+def _require_same_run(run: RunSpec | FitSpec, run_file: Path) -> None:
     try:
-        before = _read_kept(run, kept)
+        saved = _read_saved(run, run_file)
     except MeshwrightError as error:
         raise CheckpointError(
             f"the run.yaml of this directory cannot be read: {error.fact}",
-            where=str(kept),
+            where=str(run_file),
             hint="name another directory with --dir",
         ) from None
-    require_same_course(run, before, kept.parent)
+    require_same_trajectory(run, saved, run_file.parent)
 
 
-def _read_kept(run: RunSpec | FitSpec, kept: Path) -> dict[str, Any]:
+def _read_saved(run: RunSpec | FitSpec, run_file: Path) -> dict[str, Any]:
     if isinstance(run, RunSpec):
-        return load_run(kept).model_dump(mode="json")
-    found = parse_yaml(kept.read_text(), str(kept)).value
+        return load_run(run_file).model_dump(mode="json")
+    found = parse_yaml(run_file.read_text(), str(run_file)).value
     return found if isinstance(found, dict) else {}

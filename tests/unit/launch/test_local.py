@@ -1,4 +1,4 @@
-"""Local ranks: what a failure of one of them tells, and how it ends."""
+"""Local ranks: what is printed when one of them fails, and the exit code."""
 
 import subprocess
 import sys
@@ -22,13 +22,13 @@ def _ranks(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(local.subprocess, "Popen", start)
 
 
-def test_a_rank_that_fails_alone_is_quoted(monkeypatch, capfd):
+def test_the_output_of_a_rank_that_fails_alone_is_printed(monkeypatch, capfd):
     _ranks(monkeypatch, "print('lost', file=sys.stderr); sys.exit(70 if rank == '1' else 0)")
     assert local.run_local([], num_ranks=2) == 70
     assert capfd.readouterr().err.endswith("rank 1 failed first:\nlost\n")
 
 
-def test_a_refusal_by_all_is_told_once(monkeypatch, capfd):
+def test_a_refusal_by_all_is_printed_once(monkeypatch, capfd):
     """Rank 0 is the last to come to it, long after the others."""
     program = "time.sleep(1.5 * (rank == '0')); print('refused', file=sys.stderr); sys.exit(2)"
     _ranks(monkeypatch, program)

@@ -21,7 +21,7 @@ def _with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     )
 
 
-def test_state_that_does_not_fit_is_told(monkeypatch):
+def test_state_that_does_not_fit_is_refused(monkeypatch):
     run = tiny_run()
     _with_free(monkeypatch, 1 << 62)
     capacity.require_capacity(run, CPU)

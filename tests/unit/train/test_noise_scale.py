@@ -29,7 +29,7 @@ def test_finds_the_noise_that_was_put_in():
 
 
 @pytest.mark.parametrize("share", (0.0, 1.0))
-def test_a_half_without_targets_tells_nothing(share):
+def test_a_half_without_targets_gives_no_estimate(share):
     assert HalfBatchGradient(torch.tensor(1.0), torch.tensor(share), 60).estimate(1.0) is None
 
 

@@ -1,4 +1,4 @@
-"""What a run writes down about itself, also when it fails."""
+"""What a run records, also when it fails."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_a_compiler_that_skips_every_block_is_reported(ranks, tmp_path: Path, re
     assert (NOT_COMPILED in warnings) == skips
 
 
-def test_a_loss_that_is_no_number_is_written_down(ranks, tmp_path: Path):
+def test_a_loss_that_is_not_finite_is_recorded(ranks, tmp_path: Path):
     # A rate of 1e30 throws the weights so far that the second step overflows.
     run = run_of(optim={"lr": 1e30, "max_grad_norm": None, "weight_decay": 0})
     errors = ranks.run(trained, 2, run.with_(parallel={"dp_shard": 2, "zero": 1}), tmp_path)

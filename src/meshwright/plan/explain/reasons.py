@@ -217,8 +217,8 @@ def _numerics(plan: Plan) -> Iterator[str]:
             f"{change.setting}, as allowed ({change.meaning}): without it this layout would take {seconds} "
             f"per step and need {need}{does_not_fit}."
         )
-    made = {change.name for change in plan.changes}
-    unused = [name for name in plan.question.allow if name not in made]
+    used = {change.name for change in plan.changes}
+    unused = [name for name in plan.question.allow if name not in used]
     if unused:
         better = f"no plan with more changes is {TIE_FRACTION:.0%} better"
         yield f"Allowed but not used: {', '.join(unused)}; {better}."

@@ -162,5 +162,5 @@ def with_layout(run: RunSpec, layout: Layouts) -> RunSpec:
 
 
 def candidate_of(run: RunSpec, cluster: Cluster) -> Candidate:
-    """The layout of this run on this cluster, judged as `predict` does: by what a device can hold at most."""
+    """The layout of this run on this cluster, judged like `predict`: by all usable memory of the device."""
     return Candidate(Question(run, cluster, memory_share=FIT_SHARE), layout_of(run))

@@ -42,7 +42,6 @@ class LocalDecision:
     num_ranks: int
     compute: Literal["fp32", "bf16", "fp16"]
     microbatch_sequences: int
-    rank_bytes: float
     reasons: dict[str, str]
 
     def overrides(self) -> list[str]:
@@ -71,8 +70,7 @@ def decide_local(run: RunSpec, machine: Machine) -> LocalDecision:
         "precision": why_compute,
         "microbatch": _why_microbatch(run, machine, num_ranks, microbatch),
     }
-    needed = rank_bytes(run.model, run.data.sequence_length * microbatch)
-    return LocalDecision(device, num_ranks, compute, microbatch, needed, reasons)
+    return LocalDecision(device, num_ranks, compute, microbatch, reasons)
 
 
 def rank_bytes(model: ModelSpec, microbatch_tokens: int) -> float:

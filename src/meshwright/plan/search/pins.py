@@ -29,7 +29,6 @@ SEARCHED_KEYS = {
     "num_ranks": "num_ranks",
 }
 """Keys that the search decides, and the column of `Layouts` that each of them restricts."""
-KEY_OF_COLUMN = {column: key for key, column in SEARCHED_KEYS.items()}
 _CODES: Mapping[str, Mapping[str, int]] = {
     "schedule": {name: code for code, name in enumerate(SCHEDULES)},
     "cp_kind": {name: code for code, name in enumerate(CP_KINDS)},
@@ -58,7 +57,7 @@ class Pins:
         return all(value in self.allowed.get(column, (value,)) for column, value in columns.items())
 
     def without(self, column: str) -> "Pins":
-        """The same pins with one column free again."""
+        """The same pins with one column unrestricted."""
         return replace(self, allowed={name: each for name, each in self.allowed.items() if name != column})
 
     def override_of(self, key: str) -> str | None:

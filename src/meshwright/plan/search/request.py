@@ -59,7 +59,7 @@ class FilledRequest:
 
     question: Question
     tokens: int
-    """Tokens of the whole run."""
+    """Tokens of the run, over all its steps."""
     assumed: tuple[str, ...]
     """The values that were filled in, each with the option that sets it."""
 
@@ -215,7 +215,7 @@ def _compiles(request: Request) -> bool:
     """Whether blocks are compiled: on accelerators, except for schedules that split the backward pass."""
     pinned = request.pins.allowed.get("schedule", ())
     splits = bool(pinned) and all(SCHEDULES[kind] in SPLIT_BACKWARD for kind in pinned)
-    # memory.regather_tp_inputs decides what is kept for the backward pass, and so would the compiler.
+    # memory.regather_tp_inputs decides what is saved for backward, and so would the compiler.
     is_set = any(request.pins.override_of(key) for key in ("compile", "memory.regather_tp_inputs"))
     return request.cluster.device.name != "cpu" and not splits and not is_set
 

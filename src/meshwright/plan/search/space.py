@@ -164,7 +164,7 @@ def _recomputes(pins: Pins) -> list[tuple[int, int]]:
 
 
 def _reductions(run: RunSpec, zero: int, pp: int, schedule: int, num_microbatches: int) -> list[tuple[int]]:
-    """(reduce_last,): the run's value; ZeRO-3 in a pipeline is priced both ways unless the run says last.
+    """(reduce_last,): the run's value; ZeRO-3 in a pipeline is priced both ways unless the run reduces last.
 
     ZeRO-2 that reduces last would be ZeRO-1.
     """
@@ -213,8 +213,8 @@ def _pipelines(question: Question, pp: int, num_microbatches: int, recompute: in
         and question.pins.permits(schedule=SCHEDULES.index(schedule), virtual_stages=chunks)
     ]
     pinned = "schedule" in question.pins.allowed
-    kept = found if pinned else [pair for pair in found if not _is_dominated(pair, found)]
-    return [(SCHEDULES.index(schedule), chunks) for schedule, chunks in kept]
+    best = found if pinned else [pair for pair in found if not _is_dominated(pair, found)]
+    return [(SCHEDULES.index(schedule), chunks) for schedule, chunks in best]
 
 
 @cache
