@@ -6,7 +6,7 @@ run directory         its newest complete checkpoint
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_tensors
-from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.checkpoint.save import on_all_ranks
+from meshwright.errors import CheckpointError
 from meshwright.models.interop import HuggingFaceReader
 from meshwright.models.names import state_shapes
 from meshwright.optim.build import set_master_weights
@@ -49,20 +50,6 @@ def load_initial_weights(run: RunSpec, training: LiveTraining) -> None:
         training.ema.restart()
 
 
-def on_all_ranks(action: Callable[[], None]) -> None:
-    """Call on every rank; an error of one rank is raised on all. Communicates."""
-    refusal: MeshwrightError | None = None
-    try:
-        action()
-    except MeshwrightError as error:
-        refusal = error
-    refusals: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
-    for found in refusals:
-        if found is not None:
-            raise found
-
-
 def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> None:
     there = load_model(str(folder))
     require_same_tensors(run.model, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
@@ -83,13 +70,13 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
 
 def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path) -> None:
     manifest = read_manifest(folder)
+    verify_files(folder, manifest)
     theirs = saved_model(manifest)
     kinds = ("model.", "buffers.")
     shapes = {
         name.split(".", 1)[1]: shape for name, shape in saved_shapes(folder).items() if name.startswith(kinds)
     }
     require_same_tensors(run.model, shapes, folder, theirs=theirs)
-    verify_files(folder, manifest)
     tensors = weight_tensors(training)
     load_tensors(folder, tensors)
     set_loaded_masters(training, tensors)
@@ -98,8 +85,9 @@ def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path) -> None
 
 def saved_model(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The model settings in a manifest, of a run or of `meshwright convert`; empty where there are none."""
-    model = manifest["run"]["model"] if "run" in manifest else manifest.get("model")
-    return dict(model) if model else {}
+    run = manifest.get("run")
+    model = run.get("model") if isinstance(run, dict) else manifest.get("model")
+    return dict(model) if isinstance(model, dict) else {}
 
 
 def require_same_tensors(

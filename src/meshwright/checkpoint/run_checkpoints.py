@@ -1,6 +1,8 @@
 """The checkpoints of a run: which tensors and values are saved, and how they are restored."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from meshwright.checkpoint.load import (
     verify_files,
 )
 from meshwright.checkpoint.retain import keep_last
-from meshwright.checkpoint.save import save_checkpoint
+from meshwright.checkpoint.save import MANIFEST, on_all_ranks, save_checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.memory.offload.host import settle
 from meshwright.optim.build import (
@@ -117,6 +119,8 @@ class Checkpoints:
         self.run, self.root, self.training, self.batches = run, root, training, batches
         self.user_state, self.fp8_fallback = user_state, fp8_fallback
         self.saved_step: int | None = None
+        self.damaged: list[Path] = []
+        """Checkpoints that `restore` skipped."""
 
     def save(self, progress: Progress) -> Path:
         """Save everything, and delete checkpoints beyond `keep_last`; returns the folder."""
@@ -131,23 +135,44 @@ class Checkpoints:
         return folder
 
     def restore(self) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint of this run; returns its progress, None where there is none."""
-        found = complete_checkpoints(self.root)
-        if not found:
+        """Load the newest intact checkpoint of this run; returns its progress, None where there is none.
+
+        A damaged one is skipped and named on stderr. Where all are damaged, the newest one's error is raised.
+        """
+        found = self._newest_intact()
+        if found is None:
             return None
-        manifest = read_manifest(found[-1])
-        require_same_trajectory(self.run, manifest["run"], found[-1])
-        verify_files(found[-1], manifest)
+        folder, manifest = found
         if self.user_state is not None:
             self.user_state.allocate()
         with self.training.weights.at_hand(changing=True):
             tensors = all_tensors(self.run, self.training)
-            load_tensors(found[-1], without_unsaved_fp8_histories(tensors, found[-1]))
+            load_tensors(folder, without_unsaved_fp8_histories(tensors, folder))
             set_loaded_masters(self.training, tensors)
             self.training.program.gather_parameters()
             if self.training.fp8_scales is not None:
                 self.training.fp8_scales.set_scales()
-        return self._restore_facts(manifest)
+        with damage_reported(folder / MANIFEST):
+            return self._restore_facts(manifest)
+
+    def _newest_intact(self) -> tuple[Path, dict[str, Any]] | None:
+        first_error: CheckpointError | None = None
+        for folder in reversed(complete_checkpoints(self.root)):
+            try:
+                manifest = on_all_ranks(lambda folder=folder: read_manifest(folder))
+                verify_files(folder, manifest)
+            except CheckpointError as error:
+                first_error = first_error or error
+                self.damaged.append(folder)
+                if dist.get_rank() == 0:
+                    print(f"note: {folder} is skipped: {error.fact}", file=sys.stderr)
+                continue
+            with damage_reported(folder / MANIFEST):
+                require_same_trajectory(self.run, manifest["run"], folder)
+            return folder, manifest
+        if first_error is not None:
+            raise first_error
+        return None
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         scale = self.training.loss_scale
@@ -164,7 +189,7 @@ class Checkpoints:
         }
 
     def _restore_facts(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        training, progress = self.training, manifest["state"]
+        training, progress = self.training, _require_progress(manifest)
         if self.run.optim is not None:
             step = progress["step"]
             set_num_updates(training.optimizer, training.named_shards, self.run.optim, num_updates=step)
@@ -179,6 +204,27 @@ class Checkpoints:
             self.fp8_fallback.restore(manifest["fp8_fallback_layers"])
         self.saved_step = progress["step"]
         return progress
+
+
+@contextmanager
+def damage_reported(path: Path) -> Iterator[None]:
+    """Inside, values of a manifest that are missing or of another type are an error of that file."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"the manifest is damaged: {type(error).__name__}: {error}",
+            where=str(path),
+            hint="use an older checkpoint: delete this folder",
+        ) from None
+
+
+def _require_progress(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    progress = manifest["state"]
+    numbers = all(value is None or type(value) in (int, float) for value in progress.values())
+    if not numbers or progress["step"] != manifest["step"]:
+        raise ValueError(f"its progress is {progress!r}")
+    return progress
 
 
 def _recipe(saved: Mapping[str, Any]) -> str | None:
