@@ -286,8 +286,8 @@ BUGS = [
     Bug(
         "outputs kept on the host come back in the wrong order",
         "memory/saved_tensors.py",
-        "self._kept[func].popleft()",
-        "self._kept[func].pop()",
+        "self._stored[func].popleft()",
+        "self._stored[func].pop()",
         "tests/unit/memory/test_offload.py::test_activations_are_the_same_with_dropout[1-selective]",
     ),
     Bug(
