@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +24,7 @@ from meshwright.modules.dataset import (
 )
 from meshwright.modules.module_program import Loss, ModuleProgram
 from meshwright.parallel.program import Program
+from meshwright.spec.keywords import FitSettings
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.settings import read_settings, with_data_parallel
 from meshwright.train.capacity import capacity_error
@@ -46,7 +47,7 @@ def fit(
     run: str | Path | None = None,
     directory: str | Path | None = None,
     stop_after: int | None = None,
-    **settings: Any,
+    **settings: Unpack[FitSettings],
 ) -> Outcome:
     """Train a module, in place, and write the same run directory as `meshwright train`.
 
