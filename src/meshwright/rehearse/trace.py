@@ -88,6 +88,7 @@ def trace_rank(
     ):
         allocations = AllocationLog()
         phases, observer = PhaseTracker(allocations), Observer(allocations, mesh)
+        compiler.paused = observer.paused
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
         simulation = Simulation(
@@ -122,7 +123,7 @@ def trace_rank(
         num_operators=observer.num_operators,
         seconds=time.perf_counter() - started_at,
         num_graphs=compiler.num_graphs,
-        host_bytes=training.weights.link.account.pool_bytes,
+        host_bytes=training.weights.link.counters.pool_bytes,
     )
 
 
