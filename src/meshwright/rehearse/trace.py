@@ -25,7 +25,7 @@ from meshwright.parallel.simulation import Simulation
 from meshwright.precision.policy import full_precision_dtype
 from meshwright.rehearse.allocation_log import AllocationLog, Event, StorageRecord
 from meshwright.rehearse.as_cuda import cuda_choices
-from meshwright.rehearse.compiled import compiled_blocks
+from meshwright.rehearse.compiled import compilation_excluded, compiled_blocks
 from meshwright.rehearse.dispatch import Observer, Traffic
 from meshwright.rehearse.operations import is_operator
 from meshwright.rehearse.phases import Phase, PhaseTracker
@@ -88,7 +88,6 @@ def trace_rank(
     ):
         allocations = AllocationLog()
         phases, observer = PhaseTracker(allocations), Observer(allocations, mesh)
-        compiler.paused = observer.paused
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
         simulation = Simulation(
@@ -152,6 +151,7 @@ def _tracked(
         phases.tracking(training),
         allocations.tracking_resizes(),
         propagation_excluded(observer.paused),
+        compilation_excluded(observer.paused),
         fake,
         observer,
     ):
