@@ -200,7 +200,7 @@ BAD = {
         {"model": nn.Linear(6, 3), "sync_batch_norm": True},
         "Linear has no batch norm",
     ),
-    "what a shortage does": ({"on_oom": "halve_microbatch"}, "on_oom=halve_microbatch is for models"),
+    "what an OOM does": ({"on_oom": "halve_microbatch"}, "on_oom=halve_microbatch is for models"),
     "a group of nothing": (
         {"optim": {"groups": [{"pattern": "*norm*", "lr_factor": 0.5}]}},
         "pattern '*norm*' matches no parameter",
