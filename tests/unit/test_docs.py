@@ -38,6 +38,16 @@ def test_every_page_is_in_the_index():
     assert not missing
 
 
+def test_the_tour_names_every_package_and_every_folder_of_tests():
+    tour = (ROOT / "CONTRIBUTING.md").read_text()
+    packages = [path.parent.name for path in (ROOT / "src/meshwright").glob("*/__init__.py")]
+    parts = [path.parent.name for path in (ROOT / "src/meshwright/plan").glob("*/__init__.py")]
+    modules = [path.name for path in (ROOT / "src/meshwright").glob("[a-z]*.py")]
+    folders = [f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if list(path.glob("**/*.py"))]
+    wanted = [*(f"{name}/" for name in [*packages, *parts]), *modules, *folders]
+    assert [name for name in wanted if f"`{name}`" not in tour] == []
+
+
 def test_run_files_on_pages_are_valid():
     checked = 0
     for page in PAGES:
