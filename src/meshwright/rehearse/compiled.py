@@ -25,6 +25,7 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from meshwright.parallel import apply
+from meshwright.rehearse.fusion import Kernel
 from meshwright.rehearse.kernel_replay import Boxed, replayed
 from meshwright.spec import MemorySpec
 
@@ -34,6 +35,8 @@ class Compiler:
     """Counts the graphs that it compiled: none means that the trace is one of an uncompiled run."""
 
     num_graphs: int = 0
+    watch: Callable[[Kernel], None] | None = None
+    """Called before each kernel of a graph runs."""
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A backend of `torch.compile`."""
@@ -47,7 +50,11 @@ class Compiler:
         with inductor.virtualized.V.set_fake_mode(detect_fake_mode(inputs)):
             inductor.fx_passes.post_grad.post_grad_passes(module, is_inference=False)
         self.num_graphs += 1
-        return replayed(module)
+        return replayed(module, self._seen)
+
+    def _seen(self, kernel: Kernel) -> None:
+        if self.watch is not None:
+            self.watch(kernel)
 
     def compile_blocks(self, blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
         """In the place of `memory.compiled.compile_blocks`. Hooks stay outside of what is compiled."""

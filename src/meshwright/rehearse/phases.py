@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from meshwright.rehearse.ledger import Ledger
 from meshwright.train.step import Training
 
+HALVES = {"attention_norm": "attention", "attention": "attention", "mlp_norm": "mlp", "mlp": "mlp"}
+"""Which half of a block each of its modules belongs to."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
@@ -37,7 +40,9 @@ class Moment:
 class Moments:
     """The moments of a trace, in the order they were first met; the ledger holds the present one's number."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, by_half: bool = False) -> None:
+        self.by_half = by_half
+        """Whether a block's attention and MLP are phases of their own: `blocks.3/attention`, `blocks.3/mlp`."""
         self.seen: list[Moment] = [Moment("build")]
         self._ledger = ledger
         self._step = -1
@@ -64,6 +69,8 @@ class Moments:
                 begin = partial(self._forward, stage, name)
                 handles.append(part.register_forward_pre_hook(begin, prepend=True))
                 handles.append(part.register_forward_hook(partial(self._after, stage, name)))
+                if self.by_half and name.startswith("blocks."):
+                    handles += self._follow_halves(part)
         optimizer = training.optimizer
         handles.append(optimizer.register_step_pre_hook(lambda *_: self.enter("update")))
         try:
@@ -71,6 +78,26 @@ class Moments:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _follow_halves(self, block: nn.Module) -> Iterator[Any]:
+        for name, half in HALVES.items():
+            module = getattr(block, name)
+            yield module.register_forward_pre_hook(partial(self._half_begins, half), prepend=True)
+            yield module.register_forward_hook(partial(self._half_ends, half))
+
+    def _half_begins(self, half: str, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.enter_half(half)
+
+    def _half_ends(self, half: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and output.requires_grad and not self._is_recomputing():
+            output.register_hook(lambda _: self.enter_half(half))
+
+    def enter_half(self, half: str) -> None:
+        """From now on this half of the present block runs; forward, backward or recomputed."""
+        now = self.seen[self._ledger.moment]
+        if now.part.startswith("blocks."):
+            self.enter(now.phase, f"{now.part.split('/')[0]}/{half}", now.microbatch)
 
     def _count_call(self, stage: nn.Module, inputs: Any) -> None:
         self._calls[id(stage)] = self._calls.get(id(stage), -1) + 1

@@ -28,7 +28,8 @@ from meshwright.rehearse.as_cuda import as_on_cuda
 from meshwright.rehearse.compiled import compiling
 from meshwright.rehearse.dispatch import Observer, Traffic
 from meshwright.rehearse.ledger import Event, Held, Ledger
-from meshwright.rehearse.phases import Moment, Moments
+from meshwright.rehearse.fusion import Kernel
+from meshwright.rehearse.phases import HALVES, Moment, Moments
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
 from meshwright.train import build
@@ -60,8 +61,13 @@ class Trace:
     """Pinned buffers of host memory that offload needs."""
 
 
-def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Trace:
-    """Trace one rank; nothing is computed and nothing is sent. Routed rows come as `imbalance` says."""
+def trace_rank(
+    run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0, by_half: bool = False
+) -> Trace:
+    """Trace one rank; nothing is computed and nothing is sent. Routed rows come as `imbalance` says.
+
+    `by_half`: the attention and the MLP of a block are phases of their own.
+    """
     started_at = time.perf_counter()
     run = traceable(run)
     with (
@@ -71,7 +77,9 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         compiling(is_wanted=run.compile) as compiler,
     ):
         ledger = Ledger()
-        moments, observer = Moments(ledger), Observer(ledger, mesh)
+        moments, observer = Moments(ledger, by_half=by_half), Observer(ledger, mesh)
+        if by_half:
+            compiler.watch = lambda kernel: _enter_half_of(kernel, moments)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
         with _host_apart(observer, fake), contextlib.ExitStack() as stack:
@@ -99,6 +107,16 @@ def trace_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance
         num_graphs=compiler.num_graphs,
         host_bytes=training.weights.link.account.pool_bytes,
     )
+
+
+def _enter_half_of(kernel: Kernel, moments: Moments) -> None:
+    """The half of the block whose modules a kernel comes from; a plain sum between them belongs to neither."""
+    meta = kernel.operations[0].node.meta
+    modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    paths = [str(path) for path, _ in modules.values()]
+    found = [half for name, half in HALVES.items() if any(f"].{name}" in f"{path}." for path in paths)]
+    if found:
+        moments.enter_half(found[0])
 
 
 def traceable(run: RunSpec) -> RunSpec:

@@ -8,7 +8,7 @@ hold the first two kinds; the others are told so that nobody takes them for exac
 
 from typing import NamedTuple
 
-from meshwright.plan.memory.moments import covered_layouts, is_covered
+from meshwright.plan.memory.phases import covered_layouts, is_covered
 from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import Layouts
 from meshwright.plan.workload.schedules import SCHEDULES

@@ -7,6 +7,7 @@ a layout fits when the last one does.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,8 +18,6 @@ from meshwright.plan.memory.activations import (
     layer_activation_bytes,
     movable_activation_bytes,
 )
-from meshwright.plan.memory.block_sizes import expert_padding
-from meshwright.plan.memory.moments import Rank, covered_layouts, fullest_items, is_covered
 from meshwright.plan.memory.offload import (
     HOST_SHARE,
     Movable,
@@ -26,6 +25,8 @@ from meshwright.plan.memory.offload import (
     move_states,
     moved_activations,
 )
+from meshwright.plan.memory.phases import Rank, covered_layouts, fullest_items, is_covered
+from meshwright.plan.memory.rank_facts import expert_padding
 from meshwright.plan.workload import operators
 from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import (
@@ -34,8 +35,16 @@ from meshwright.plan.workload.layouts import (
     Floats,
     Layouts,
 )
-from meshwright.plan.workload.schedules import SCHEDULES
+from meshwright.plan.workload.schedules import (
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    PipelineShape,
+    actions,
+    peak_in_flight,
+    problem,
+)
 from meshwright.plan.workload.workload import OPTIMIZER_BYTES, Workload
+from meshwright.spec.parallel import Schedule
 from meshwright.spec.stages import V_SCHEDULES
 
 GIB = float(2**30)
@@ -137,14 +146,30 @@ def in_flight(at: Layouts) -> Floats:
         (micro * virtual)[:, None], ((virtual - 1) * per_round)[:, None] + 2 * (pp[:, None] - ranks - 1) + 1
     )
     interleaved = chunks / virtual[:, None]
-    # Weight gradients that lag behind keep every rank of a zero-bubble order equally full.
-    lagging = np.minimum(micro, pp)[:, None] + 0 * ranks
     name = np.asarray(SCHEDULES)[at.schedule][:, None]
     held = np.where(np.isin(name, ["gpipe", "looped_bfs"]), micro[:, None] + 0 * ranks, one_f_one_b)
-    held = np.where(name == "interleaved_1f1b", interleaved, held)
-    held = np.where(np.isin(name, ["interleaved_zero_bubble", "zbv"]), lagging, held)
-    held = np.where(name == "dualpipev", lagging + 0.5, held)
+    held = np.where(name == "interleaved_1f1b", interleaved, held).astype(np.float64)
+    for row in np.flatnonzero(np.isin(name[:, 0], sorted(SPLIT_BACKWARD)) & (pp > 1)):
+        held[row] = _simulated_in_flight(
+            SCHEDULES[int(at.schedule[row])], int(pp[row]), int(virtual[row]), int(micro[row])
+        )
     return np.where((pp == 1)[:, None], 1.0, held.astype(np.float64))
+
+
+@cache
+def _simulated_in_flight(schedule: Schedule, pp: int, virtual: int, micro: int) -> tuple[float, ...]:
+    """Micro-batches in flight on the first, the second and the last rank, counted in the schedule's order.
+
+    From some micro-batch on the order repeats itself, so a long one is counted on a shorter one.
+    """
+    most = 4 * pp * virtual
+    if micro > most:
+        micro = most + micro % pp
+    shape = PipelineShape(pp, virtual, micro)
+    if problem(schedule, shape) is not None:
+        return (float(min(micro, pp)),) * 3
+    orders = actions(schedule, shape)
+    return tuple(peak_in_flight(orders[rank]) / virtual for rank in (0, min(1, pp - 1), pp - 1))
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.plan.memory.moment_facts import EARLY_BLOCKS, TURNS, Mask, Rank
-from meshwright.plan.memory.moment_sums import Sums
-from meshwright.plan.memory.tape import Items
+from meshwright.plan.memory.block_bytes import Items
+from meshwright.plan.memory.phase_sums import Sums
+from meshwright.plan.memory.rank_facts import EARLY_BLOCKS, TURNS, Mask, Rank
 from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import Layouts
-from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.model import MoeSpec
 
@@ -45,9 +44,8 @@ def is_covered(work: Workload, stack: Framework) -> bool:
     model = work.model
     return (
         stack.name == "meshwright"
-        and work.precision in ("bf16", "fp16")
-        and not (work.compiled or work.adapters or model.attention.latent)
-        and (model.moe is None or _is_plainly_routed(model.moe))
+        and work.precision in ("bf16", "fp16", "fp8", "mxfp8")
+        and not work.adapters
         and work.attention_kernel == "flash"
         and model.dropout == 0
     )
@@ -60,13 +58,8 @@ def _is_plainly_routed(moe: MoeSpec) -> bool:
 
 def covered_layouts(at: Layouts) -> Mask:
     """Of those, the layouts; shape (N, 1)."""
-    whole = np.isin(np.asarray(SCHEDULES)[at.schedule], COVERED_SCHEDULES) | (at.pp == 1)
     here = (at.offloads("parameters") == 0) & (at.offloads("activations") == 0)
-    # Stages of one rank that are reduced one by one have buffers of their own, unknown here.
-    apart = (at.zero >= 2) & (at.reduce_last == 0) & (at.virtual_stages > 1)
-    # In a single round of turns the first stages have no gradients yet when a rank is fullest.
-    apart = apart | ((at.virtual_stages > 1) & (at.num_microbatches < 2 * at.pp))
-    return ((at.regather == 0) & (at.etp == 1) & whole & here & ~apart)[:, None]
+    return ((at.regather == 0) & (at.etp == 1) & here)[:, None]
 
 
 def fullest_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:
@@ -120,7 +113,6 @@ def moments_of(sums: Sums) -> Iterator[Moment]:
     yield Moment("head, forward", sums.is_last, sums.at_the_head)
     yield Moment("head, backward", sums.is_last, sums.behind_the_head)
     yield Moment("last block, forward", True, sums.through_the_last_block)
-    yield Moment("mask", sums.work.has_mask, sums.at_the_mask)
     is_reduced = sums.is_sharded & sums.overlaps
     is_sent = sums.is_due() & sums.overlaps & (sums.inner_launch.elements > 0)
     for turn in TURNS:

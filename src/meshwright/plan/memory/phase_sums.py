@@ -6,10 +6,10 @@ which are the same at all moments.
 
 import numpy as np
 
+from meshwright.plan.memory.block_bytes import Items, Turn
 from meshwright.plan.memory.buckets import BUCKET_ELEMENTS
-from meshwright.plan.memory.moment_facts import Facts, Mask, Turn
-from meshwright.plan.memory.tape import Items
-from meshwright.plan.workload.layouts import FULL, Floats
+from meshwright.plan.memory.rank_facts import Facts, Mask
+from meshwright.plan.workload.layouts import Floats
 
 
 class Sums(Facts):
@@ -27,8 +27,7 @@ class Sums(Facts):
         # The logits of one chunk are let go of when those of the next are there.
         chunks = whole / count * np.minimum(count, 2.0)
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.
-        cast = self.casts * self.blocks.remembered_elements
-        remembered = np.where(self.recomputes & (self.tp == 1), self.rank.layers * cast, 0.0)
+        remembered = self.rank.layers * self.blocks.remembered
         block = 2.0 * self.blocks.gathered_elements
         table = 2.0 * self.table
         flat = block if self.is_tied else table
@@ -78,42 +77,16 @@ class Sums(Facts):
 
     def through_the_last_block(self) -> Items:
         """Forward of the stage's last block in the last micro-batch that comes before a backward."""
-        flight, model = self.rank.in_flight, self.work.model
-        # Its input, the sum after attention with what was added, and the same of the MLP.
-        is_spread = (self.tp > 1) & (self.at.microbatch_sequences > 1)[:, None]
-        streams = 4.0 * self.stream + self.whole_stream * (1.0 + is_spread)
-        inner = 3.0 * self.work.working_bytes * self.tokens * model.mlp.width / self.tp
-        full = ((self.at.recompute & FULL) > 0)[:, None]
-        cast = np.where(self.recomputes, self.casts * self.blocks.remembered_elements, 0.0)
-        remembered = np.where(self.tp == 1, self.rank.layers * cast, 0.0)
-        return {
-            "gradients": self._before_a_forward(),
-            "gathered": self.gathered(4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table()),
-            "activations": self.activations(flight * self.rank.layers, flight) + self.normed(flight),
-            "working set": np.where(
-                full, np.maximum(inner + 3.0 * self.stream + self.whole_stream, streams), streams
-            ),
-            "logits": self.waiting_head_gradients(flight),
-            "cast weights": flight * self.rank.layers * self.blocks.casts + remembered,
-            "exchange": self.exchange(flight - 1.0),
-        }
-
-    def at_the_mask(self) -> Items:
-        """Forward of the stage's last block in the same micro-batch, when its mask is made."""
-        flight, block = self.rank.in_flight, self.blocks.masked
+        flight = self.rank.in_flight
         others = flight * self.rank.layers - 1.0
-        remembered = np.where(self.recomputes & (self.tp == 1), self.rank.layers - 1.0, 0.0)
-        received = np.where((self.rank.layers == self.chunks) & ~self.is_first, self.stream, 0.0)
-        activations = self.activations(others, flight) + self.normed(flight) - received
         return {
             "gradients": self._before_a_forward(),
             "gathered": self.gathered(4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table()),
-            "activations": activations + block["activations"],
-            "working set": block["working set"],
+            "activations": self.activations(others, flight) + self.normed(flight),
+            "working set": self.stream + self.blocks.forward,
             "logits": self.waiting_head_gradients(flight),
             "cast weights": others * self.blocks.casts
-            + remembered * self.casts * self.blocks.remembered_elements
-            + block["cast weights"],
+            + (self.rank.layers - 1.0) * self.blocks.remembered,
             "exchange": self.exchange(flight - 1.0),
         }
 
