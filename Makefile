@@ -21,7 +21,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
-	$(BIN)/codespell src docs tests README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src docs tests bench examples recipes .github README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md
 
 env: $(STAMP)
 

@@ -29,7 +29,7 @@ from bench.vtrain import vtrain_groups
 
 from meshwright.errors import SpecError
 from meshwright.plan.predict import Prediction
-from meshwright.plan.workload.frameworks import frameworks
+from meshwright.published.frameworks import frameworks
 from meshwright.published.predict import GIB, predict_table_run
 from meshwright.published.table import measured_seconds, read_row
 
@@ -77,7 +77,7 @@ def load() -> tuple[list[Priced], list[tuple[int, str]]]:
             except SpecError as error:
                 refused.append((line, error.fact))
                 continue
-            routed = run.work.model.moe is not None
+            routed = run.workload.model.moe is not None
             found, measured = predict_table_run(run), measured_seconds(cells, run)
             priced.append(
                 Priced(line, cells, found, measured, left_out.get(line), routed, run.cluster.device.name)

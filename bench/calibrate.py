@@ -1,8 +1,8 @@
 """Fits the planner's two constants per framework and the interval widths: `python bench/calibrate.py`.
 
-Reads tests/data/published_runs.csv, writes src/meshwright/plan/calibration.toml. Prints the error with the
-constants fitted on everything and leaving each row's source out. Everything is a grid search over
-precomputed predictions, so the result does not depend on a starting point.
+It reads tests/data/published_runs.csv and writes calibration.toml of `plan` (our runtime) and of `published`
+(the peers). It prints the error with the constants fitted on all rows, and with each row's source left out of
+the fit. The fit is a grid search over precomputed predictions, so it does not depend on a starting point.
 """
 
 import csv
@@ -15,14 +15,17 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.errors import SpecError
+from meshwright.plan.framework import our_runtime
 from meshwright.plan.time.step_time import COMMUNICATION, StepCost, step_cost
-from meshwright.plan.workload.frameworks import frameworks
+from meshwright.published.frameworks import frameworks
 from meshwright.published.table import TableRun, measured_seconds, read_row
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "data" / "published_runs.csv"
 LEFT_OUT = ROOT / "tests" / "data" / "left_out.csv"
-CALIBRATION = ROOT / "src" / "meshwright" / "plan" / "calibration.toml"
+RUNTIME = ROOT / "src" / "meshwright" / "plan" / "calibration.toml"
+PEERS = ROOT / "src" / "meshwright" / "published" / "calibration.toml"
+HEADING = "# Written by bench/calibrate.py from tests/data/published_runs.csv."
 KERNELS = np.round(np.geomspace(0.85, 1.7, 19), 3)
 EXPOSED = np.round(np.geomspace(0.5, 2.0, 7), 3)
 GRID = [(float(kernel), float(exposed)) for kernel, exposed in product(KERNELS, EXPOSED)]
@@ -51,7 +54,7 @@ class Row:
     @property
     def is_target(self) -> bool:
         """Dense, on A100 or H100, with the layout and the batch stated."""
-        return self.run.work.model.moe is None and self.run.cluster.device.name[:4] in ("a100", "h100")
+        return self.run.workload.model.moe is None and self.run.cluster.device.name[:4] in ("a100", "h100")
 
     @property
     def weight(self) -> float:
@@ -60,8 +63,8 @@ class Row:
 
 
 def _at(run: TableRun, kernel: float, exposed: float) -> StepCost:
-    stack = replace(run.stack, kernel_slowdown=kernel, exposed_communication=exposed)
-    return step_cost(run.work, run.at, run.cluster, stack)
+    framework = replace(run.framework, kernel_slowdown=kernel, exposed_communication=exposed)
+    return step_cost(run.workload, run.at, run.cluster, framework)
 
 
 def _features(run: TableRun) -> np.ndarray:
@@ -71,12 +74,12 @@ def _features(run: TableRun) -> np.ndarray:
     waiting = sum(
         float(cost.items[name][0]) for name in ("host", "bubble", "imbalance") if name in cost.items
     )
-    return np.array([communication / step, waiting / step, float(run.work.model.moe is not None)])
+    return np.array([communication / step, waiting / step, float(run.workload.model.moe is not None)])
 
 
 def _on_grid(run: TableRun) -> np.ndarray:
     """Step seconds at every grid point; rows of one layout (several releases) are priced once."""
-    key = (repr(run.work), repr(run.at), repr(run.cluster), repr(run.stack))
+    key = (repr(run.workload), repr(run.at), repr(run.cluster), repr(run.framework))
     if key not in _priced:
         _priced[key] = np.array([_at(run, *point).step_seconds[0] for point in GRID])
     return _priced[key]
@@ -159,21 +162,25 @@ def fit_interval(rows: list[Row], ratios: np.ndarray) -> dict[str, float]:
 
 
 def write(points: dict[str, int], interval: dict[str, float], rows: list[Row]) -> None:
-    """The constants with the rows they rest on."""
-    lines = [
-        "# Written by bench/calibrate.py from tests/data/published_runs.csv; two constants per framework."
-    ]
-    lines += ["", "[interval]", *(f"{name} = {width}" for name, width in interval.items())]
+    """The interval and the constants of our runtime, and those of the peers with the number of their rows."""
     everything = _fit_framework([], rows)
+    ours = our_runtime().name
+    widths = (f"{name} = {width}" for name, width in interval.items())
+    note = "# bench/results/runtime_h200_2026-11-15.json; links as of all published runs"
+    exposed = GRID[points.get(ours, everything)][1]
+    lines = [HEADING, "", "[interval]", *widths, "", note, *_section("runtime", 1.0, exposed)]
+    RUNTIME.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [HEADING]
     for name in frameworks():
-        kernel, exposed = GRID[points.get(name, everything)]
-        count = sum(row.framework == name for row in rows)
-        note = f"# {count} rows" if count else "# no published rows: the constants of all others"
-        if name == "meshwright":
-            kernel, note = 1.0, "# bench/results/runtime_h200_2026-11-15.json; links as of all others"
-        lines += ["", note, f"[frameworks.{name}]", f"kernel_slowdown = {kernel}"]
-        lines += [f"exposed_communication = {exposed}"]
-    CALIBRATION.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if name != ours:
+            count = sum(row.framework == name for row in rows)
+            note = f"# {count} rows" if count else "# no published rows: the constants of all others"
+            lines += ["", note, *_section(name, *GRID[points.get(name, everything)])]
+    PEERS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _section(name: str, kernel: float, exposed: float) -> list[str]:
+    return [f"[{name}]", f"kernel_slowdown = {kernel}", f"exposed_communication = {exposed}"]
 
 
 def write_left_out(rows: list[Row], ratios: np.ndarray) -> None:

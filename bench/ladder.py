@@ -20,9 +20,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bench.cases import CASES, FP8, build_run
-from bench.ladder_results import write_ladder
-from bench.step_results import losses_agree, print_row
+from bench.reports.ladder import write_ladder
+from bench.reports.step import losses_agree, print_row
+from bench.workloads.cases import CASES, FP8, build_run
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn import functional

@@ -15,14 +15,14 @@ from typing import Any
 
 from meshwright.bench.attention import attention_rows
 from meshwright.bench.copy import copy_rows
-from meshwright.bench.gemm import layers, quantised, squares, vocabularies
-from meshwright.bench.measurement import Measuring
+from meshwright.bench.gemm import layers, squares, vocabulary_sizes, width_sweep
+from meshwright.bench.measurement import Measurement
 from meshwright.bench.probe import probe
 from meshwright.mesh import choose_device
 
-say = partial(print, flush=True)
+log = partial(print, flush=True)
 BENCHES = {
-    "gemm": {"squares": squares, "layers": layers, "quantised": quantised, "vocabulary": vocabularies},
+    "gemm": {"squares": squares, "layers": layers, "widths": width_sweep, "vocabulary": vocabulary_sizes},
     "attention": {"attention": attention_rows},
     "copy": {"copies": copy_rows},
 }
@@ -38,11 +38,11 @@ def main() -> None:
     options = parser.parse_args()
     device = choose_device(options.device, 0)
     for name, sections in BENCHES.items():
-        with Measuring(name, device, say=say, as_json=False, output=options.out) as bench:
+        with Measurement(name, device, log=log, as_json=False, output=options.out) as bench:
             for section, maker in sections.items():
                 rows: Iterator[dict[str, Any]] = maker(device, seconds=options.seconds)
                 bench.section(section, rows)
-    profile = probe(device, seconds=options.seconds, say=say)
+    profile = probe(device, seconds=options.seconds, log=log)
     (options.out / "machine.json").write_text(json.dumps(profile, indent=1) + "\n")
 
 

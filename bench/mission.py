@@ -1,20 +1,20 @@
-"""The tables of the course decks, predicted: what is published, what is assumed, and what comes out.
+"""Predictions for the tables of the course decks: published figures, assumptions, predicted figures.
 
-Used by the accuracy page and by tests, so both speak of the same numbers.
+The accuracy page and the tests both use them, so they compare the same numbers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.hardware import parse_cluster
 from meshwright.plan.memory.rank_bytes import memory
 from meshwright.plan.predict import predict_layout
 from meshwright.plan.time.step_time import step_cost
-from meshwright.plan.workload.frameworks import framework
 from meshwright.plan.workload.layouts import FULL, Layouts, layouts
 from meshwright.plan.workload.workload import Adapters, Workload
 from meshwright.published.conventions import training_days
+from meshwright.published.frameworks import find_framework
 from meshwright.published.predict import predict_table_run
-from meshwright.published.table import read_row
+from meshwright.published.table import read_row, without_overlap
 from meshwright.spec.families import family
 
 DAYS_PER_WEEK, DAYS_PER_YEAR = 7.0, 365.25
@@ -99,8 +99,8 @@ LEONARDO = (
 LEONARDO_SEQUENCE = 2048
 LEONARDO_FAMILY = {"8B": "llama-3.1-8b", "32B": "qwen2.5-32b", "70B": "llama-3.1-70b"}
 LEONARDO_ASSUMED = (
-    "sequence 2048, strict FLOPs, bf16, Megatron with its plain flags (all-reduce of fp32 gradients, nothing "
-    "overlapped, no virtual stages); the 8B rows without recompute, the 32B and 70B rows with full recompute "
+    "sequence 2048, strict FLOPs, bf16, Megatron with its default flags (all-reduce of fp32 gradients, no "
+    "overlap, no virtual stages); the 8B rows without recompute, the 32B and 70B rows with full recompute "
     "and micro-batch 1"
 )
 
@@ -122,10 +122,7 @@ def _leonardo_label(row: tuple[str, int, int, int, int, int, int]) -> str:
 def _leonardo_tflops(row: tuple[str, int, int, int, int, int, int]) -> float:
     size, gpus, tp, pp, batch, microbatch, _ = row
     dp = gpus // (tp * pp)
-    plain = framework("megatron")
-    stack = replace(
-        plain, state=replace(plain.state, reduce=4), tp_overlap=0.0, dp_overlap=0.0, pp_overlap=0.0
-    )
+    megatron = without_overlap(find_framework("megatron"), [])
     at = layouts(
         tp=tp,
         pp=pp,
@@ -134,8 +131,8 @@ def _leonardo_tflops(row: tuple[str, int, int, int, int, int, int]) -> float:
         num_microbatches=batch // (dp * microbatch),
         recompute=0 if size == "8B" else FULL,
     )
-    work = Workload(family(LEONARDO_FAMILY[size]), LEONARDO_SEQUENCE)
-    return predict_layout(work, at, parse_cluster(f"leonardo:{gpus // 4}"), stack).tflops_per_device
+    workload = Workload(family(LEONARDO_FAMILY[size]), LEONARDO_SEQUENCE)
+    return predict_layout(workload, at, parse_cluster(f"leonardo:{gpus // 4}"), megatron).tflops_per_device
 
 
 FINE_TUNING_ASSUMED = (
@@ -146,10 +143,10 @@ FINE_TUNING_ASSUMED = (
 
 def _fine_tuning_rate(name: str, num_devices: int, microbatch: int) -> float:
     """Sequences per second over all devices."""
-    work = Workload(family(name), 2048, adapters=Adapters())
+    workload = Workload(family(name), 2048, adapters=Adapters())
     cluster = parse_cluster(f"leonardo:{max(1, num_devices // 4)}").with_devices(num_devices)
     at = _fine_tuning_layout(num_devices, microbatch)
-    seconds = step_cost(work, at, cluster, framework("accelerate-fsdp")).step_seconds[0]
+    seconds = step_cost(workload, at, cluster, find_framework("accelerate-fsdp")).step_seconds[0]
     return float(at.batch_sequences[0] / seconds)
 
 
@@ -170,10 +167,10 @@ def fine_tuning_table() -> list[Compared]:
 
 def fine_tuning_fits(num_devices: int) -> bool:
     """Whether the 70B fine-tuning fits on this many A100-64GB; published: out of memory on 3."""
-    work = Workload(family("llama-2-70b"), 2048, adapters=Adapters())
+    workload = Workload(family("llama-2-70b"), 2048, adapters=Adapters())
     cluster = parse_cluster(f"leonardo:{max(1, num_devices // 4)}").with_devices(num_devices)
     at = _fine_tuning_layout(num_devices, 4)
-    return bool(memory(work, at, cluster, framework("accelerate-fsdp")).fits(cluster)[0])
+    return bool(memory(workload, at, cluster, find_framework("accelerate-fsdp")).fits(cluster)[0])
 
 
 # parameters in billions, TFLOP/s per GPU, days; 300 B tokens on 480 GPUs

@@ -5,8 +5,8 @@
     python bench/parity.py --kinds bf16 current blocks --seeds 0 1
 
 A number format may cost nothing that training with another seed does not cost as well. A seed is initial
-weights and the order of the samples; the text (bench/parity_task.py) and its held-out part are the same for
-all. For each kind the gap to bf16 of the same seed is averaged over the seeds: of the loss over the last
+weights and the order of the samples; the text (bench/workloads/library_text.py) and its held-out
+part are the same for all. For each kind the gap to bf16 of the same seed is averaged over the seeds: of the loss over the last
 fifth of the steps, and of the loss on held-out data. Both have to stay within the spread of bf16, its largest
 loss over five seeds minus its smallest. The control (E5M2 everywhere, the ends too, with scales of another
 time) must not. `fp32` multiplies in TF32 where the device has it; everything else of it is fp32.
@@ -33,14 +33,14 @@ from threading import Thread
 from unittest.mock import patch
 
 import torch
-from bench.parity_results import Curve, verdict_lines, write_results
-from bench.parity_task import write_library
+from bench.reports.parity import Curve, verdict_lines, write_results
+from bench.workloads.library_text import write_library
 
 from meshwright.bench.machine_facts import machine_facts
 from meshwright.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, MeshwrightError, SpecError
 from meshwright.mesh import Mesh, build_mesh, choose_device, join_world, leave_world
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel.fp8 import narrow_products
+from meshwright.parallel.fp8 import fp8_sites
 from meshwright.precision.fp8.recipes import E5M2, RECIPES
 from meshwright.spec import (
     DataSpec,
@@ -141,14 +141,14 @@ def train_curve(kind: str, run: RunSpec, mesh: Mesh) -> Curve:
 
 def emulate(training: Training) -> None:
     """No tensor core multiplies E5M2 by E5M2."""
-    for narrow in narrow_products(training.program.stages):
+    for narrow in fp8_sites(training.program.stages):
         narrow.product.native = False
 
 
 def freeze_scales(training: Training) -> None:
     """From now on the scales of a time when everything was STALE_BY times larger."""
     training.fp8_scales = None
-    for narrow in narrow_products(training.program.stages):
+    for narrow in fp8_sites(training.program.stages):
         scales = narrow.product.scales
         assert scales is not None and scales.is_known
         for unit in (scales.unit_x, scales.unit_weight, scales.unit_gradient):
@@ -180,9 +180,11 @@ def seeds_of(kind: str, options: argparse.Namespace) -> list[int]:
 def start(kind: str, data: Path) -> subprocess.Popen[str]:
     """The process of a kind; it writes lines of JSON and keeps its words in a file."""
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
-    command = [sys.executable, __file__, *sys.argv[1:], "--kind", kind, "--data", str(data)]
+    command = [sys.executable, "-m", "bench.parity", *sys.argv[1:], "--kind", kind, "--data", str(data)]
     with words_of(kind, data).open("w") as words:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, env=environment)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=words, text=True, env=environment, cwd=ROOT
+        )
 
 
 def words_of(kind: str, data: Path) -> Path:

@@ -173,9 +173,13 @@ def traced(index: int, device: str, *, is_tiny: bool) -> dict:
     try:
         pp_rank = case.rank // (run.parallel.num_ranks // run.parallel.pp)
         row["closed_allocated"], row["closed_reserved"] = closed_form(run, pp_rank)
-        report = rehearse_rank(run, case.rank, is_whole=True)
+        report = rehearse_rank(run, case.rank, extrapolate=False)
         row["traced_allocated"], row["traced_reserved"] = report.allocated_bytes, report.reserved_bytes
-        row["traced_seconds"], row["items"], row["moment"] = report.seconds, report.items, report.moment
+        row["traced_seconds"], row["items"], row["peak_phase"] = (
+            report.seconds,
+            report.items,
+            report.peak_phase,
+        )
         row["form"] = report.form
     except Exception as error:  # a row with its error is a result too
         traceback.print_exc()
@@ -219,7 +223,15 @@ def measure_all(only: str, device: str, rows: Path, *, is_tiny: bool) -> dict[in
     begin = 0
     found: dict[int, dict] = {}
     while begin < len(CASES):
-        arguments = [sys.executable, __file__, "--measure-from", str(begin), "--rows", str(rows)]
+        arguments = [
+            sys.executable,
+            "-m",
+            "bench.rehearsal",
+            "--measure-from",
+            str(begin),
+            "--rows",
+            str(rows),
+        ]
         arguments += ["--device", device, "--only", only] + (["--tiny"] if is_tiny else [])
         code = subprocess.run(arguments, env={**os.environ, "PYTORCH_ALLOC_CONF": SEGMENTS}).returncode
         lines = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
@@ -305,7 +317,7 @@ def write(rows: list[dict], out: Path, seconds: float) -> None:
     text = f"""# One rank of many layouts: predicted, traced, measured
 
 `bench/rehearsal.py` on {name}, torch {torch.__version__}, Python {sys.version.split()[0]}, `{SEGMENTS}`, \
-{seconds:.0f} s in all. Bytes are GiB as torch counts them, at the fullest moment of a step after the first; \
+{seconds:.0f} s in all. Bytes are GiB as torch counts them, at the fullest phase of a step after the first; \
 closed form is the planner's, traced is the rehearsal on the CPU with the same torch.
 
 {table(rows)}

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.step_results import merged
+from bench.reports.step import merged
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "bench/results", ROOT / "docs/reference/speed.md"

@@ -5,8 +5,8 @@
     python bench/step.py --case 1b --only ours --precision bf16 --profile      where the time of a step goes
     python bench/step.py --case tiny --device cpu   the same program in a minute, for a look
 
-Every contender with each of its settings has a process of its own, which stays (bench/turns.py) and is timed
-when its turn comes: by device events, over data fetch, copy to the device, forward, backward, clipping and
+Every contender with each of its settings has a process of its own, which stays
+(bench/interleaved/schedule.py) and is timed when its turn comes: by device events, over data fetch, copy to the device, forward, backward, clipping and
 update. The losses of first steps must agree. Results go to bench/results as JSON, a page and a picture, after
 every turn. What each technique adds is told by bench/ladder.py.
 """
@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.cases import CASES, build_run, entries_of, notes_of
-from bench.residents import GIB, Resident
-from bench.step_results import losses_agree, print_row, write_results
-from bench.turns import Pace, Turns
+from bench.interleaved.process import GIB, Resident
+from bench.interleaved.schedule import Pace, Turns
+from bench.reports.step import losses_agree, print_row, write_results
+from bench.workloads.cases import CASES, build_run, entries_of, notes_of
 
 from meshwright.bench.kernel_time import KernelBudget, show_budget
 from meshwright.bench.machine_facts import package_versions

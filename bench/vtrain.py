@@ -12,9 +12,9 @@ import numpy as np
 
 from meshwright.hardware import parse_cluster
 from meshwright.plan.time.step_time import step_cost
-from meshwright.plan.workload.frameworks import framework
 from meshwright.plan.workload.layouts import FULL, layouts
 from meshwright.plan.workload.workload import Workload
+from meshwright.published.frameworks import find_framework
 from meshwright.spec.model import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
 TABLE = Path(__file__).parents[1] / "tests" / "data" / "vtrain_single_node_a100.csv"
@@ -23,7 +23,7 @@ VOCAB_SIZE = 50257
 
 @dataclass(frozen=True)
 class VtrainGroup:
-    """All layouts measured for one model on one number of GPUs."""
+    """All measured layouts of one model on one number of GPUs."""
 
     num_devices: int
     width: int
@@ -40,7 +40,7 @@ class VtrainGroup:
 
     @property
     def regret(self) -> float:
-        """How much slower, in sequences per second, the predicted best is than the measured best."""
+        """How much slower, in sequences per second, the layout predicted best is than the measured best."""
         rates = self.batch / self.measured
         chosen = int((self.batch / self.predicted).argmax())
         return float(rates.max() / rates[chosen] - 1.0)
@@ -63,7 +63,7 @@ def _model(width: int, heads: int, layers: int, sequence: int) -> ModelSpec:
 
 
 def vtrain_groups() -> list[VtrainGroup]:
-    """Every group, predicted in one call each."""
+    """All groups; the layouts of a group are predicted in one call."""
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = [[float(cell) for cell in row] for row in list(csv.reader(file))[1:]]
     by_model: dict[tuple[int, ...], list[list[float]]] = defaultdict(list)
@@ -85,7 +85,7 @@ def _group(key: tuple[int, ...], members: np.ndarray) -> VtrainGroup:
         num_microbatches=batch // (micro * dp),
         recompute=FULL,
     )
-    work = Workload(_model(width, heads, layers, sequence), sequence, "fp16", attention_kernel="unfused")
+    workload = Workload(_model(width, heads, layers, sequence), sequence, "fp16", attention_kernel="unfused")
     cluster = parse_cluster("dgx-a100:1").with_devices(gpus)
-    cost = step_cost(work, at, cluster, framework("megatron-deepspeed"))
+    cost = step_cost(workload, at, cluster, find_framework("megatron-deepspeed"))
     return VtrainGroup(gpus, width, layers, members[:, 5], cost.step_seconds, batch.astype(np.float64))

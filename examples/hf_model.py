@@ -2,8 +2,9 @@
 
     python examples/hf_model.py
 
-Stands in for a download: makes a small Llama with random weights and saves it the way the hub has it. Then
-the two commands that anybody would type, on two ranks: train from the folder, and give the folder back.
+In place of a download it makes a small Llama with random weights and saves it as the hub stores it. Then it
+runs the two commands that a user would type, on two ranks: train from the folder, and convert the result to a
+Hugging Face folder again.
 """
 
 import subprocess

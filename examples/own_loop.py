@@ -1,4 +1,4 @@
-"""A plain torch loop, and the five lines (marked +) that put it on any number of ranks.
+"""A plain torch loop, and the five lines (marked +) that distribute it over any number of ranks.
 
 python examples/own_loop.py
 torchrun --nproc-per-node 2 examples/own_loop.py
@@ -15,7 +15,7 @@ import meshwright  # +
 
 
 def spirals(num_points: int) -> TensorDataset:
-    """Points on two spirals, and which one each is on."""
+    """Points on two spirals, and the spiral of each point."""
     generator = torch.Generator().manual_seed(0)
     arm = torch.randint(2, (num_points,), generator=generator)
     radius = torch.rand(num_points, generator=generator).sqrt()

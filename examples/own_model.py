@@ -19,7 +19,7 @@ NUM_SYMBOLS, LENGTH, WIDTH = 16, 12, 64
 
 
 class Reverser(nn.Module):
-    """Reads symbols and says them backwards."""
+    """Reads symbols and predicts them in reverse order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def examples(num_samples: int, seed: int) -> TensorDataset:
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
-    """The sum over all symbols, and how many they are: only the trainer divides."""
+    """The sum over all symbols and their number: only the trainer divides."""
     symbols, backwards = batch
     return cross_entropy(
         model(symbols).flatten(0, 1), backwards.flatten(), reduction="sum"

@@ -16,7 +16,7 @@ SIZE = 16
 
 
 class Shapes:
-    """Images of a disc, a square or a cross, somewhere, in noise; made when they are asked for."""
+    """Images of a disc, a square or a cross at a random place, with noise; generated on access."""
 
     def __init__(self, num_images: int, seed: int) -> None:
         self.num_images, self.seed = num_images, seed
@@ -35,7 +35,7 @@ class Shapes:
 
 
 class Residual(nn.Module):
-    """Two convolutions around which the input goes as well."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

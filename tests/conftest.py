@@ -6,7 +6,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
-from tests.support.ranks import RankPool
+
+from meshwright.rehearse.rank_pool import RankPool
 
 # A slow machine is no failure.
 settings.register_profile("untimed", deadline=None)

@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.support.harness import assert_same_training
+from tests.support.equivalence import assert_same_training
 from tests.support.layouts import DENSE, ROUTED, Layout, all_pairs, all_singles, named_mixes
 from tests.support.oracle import reference
-from tests.support.ranks import RankPool, this_world
 
 from meshwright.mesh import build_mesh
+from meshwright.rehearse.rank_pool import RankPool, this_world
 from meshwright.rehearse.steps import Trained, train_steps
 from meshwright.spec import MemorySpec, ParallelSpec, RunSpec
 from meshwright.spec.check import check, require_valid

@@ -1,9 +1,9 @@
 """Data parallel in all its stages equals one device, however the batch is cut and whatever it holds."""
 
 import pytest
-from tests.support.harness import prove, prove_with_every_optimizer
+from tests.support.equivalence import prove, prove_with_every_optimizer
 from tests.support.oracle import reference
-from tests.support.tiny_runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
 
 from meshwright.spec import ParallelSpec
 

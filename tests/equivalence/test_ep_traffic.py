@@ -1,8 +1,8 @@
 """What expert parallelism sends: each token's row to its experts and back, and nothing else."""
 
 import pytest
-from tests.support.harness import run_case
-from tests.support.tiny_runs import MODELS, tiny_run
+from tests.support.equivalence import run_case
+from tests.support.runs import MODELS, tiny_run
 
 from meshwright.spec import ParallelSpec
 
@@ -16,7 +16,7 @@ def test_rows_go_to_their_experts_and_back(ranks, dp_shard):
     assert moe is not None
     # Per routed layer and micro-batch: counts, rows there, rows back; backward the rows both ways again.
     exchanges = model.num_layers * run.accumulation
-    results = run_case(ranks, run)
+    results = run_case(ranks, run, records_traffic=True)
     sent = [
         [(size, count) for (kind, _, size), count in result.communication.items() if kind == "all_to_all"]
         for result in results
@@ -38,11 +38,13 @@ def test_gradients_of_experts_stay_inside_their_replicas(ranks):
     run = tiny_run("moe", parallel=ParallelSpec(dp_shard=4, zero=1, ep=2))
     moe, width = MODELS["moe"].moe, run.model.width
     expert_bytes = 3 * moe.num_experts // 2 * moe.width * width * ELEMENT * run.model.num_layers
-    for result in run_case(ranks, run):
+    for result in run_case(ranks, run, records_traffic=True):
         assert result.communication["reduce_scatter", "expert_shard", expert_bytes] == 1
         assert result.communication["all_gather", "expert_shard", expert_bytes] == 1
 
 
 def test_a_dense_rank_sends_no_rows(ranks):
-    results = run_case(ranks, tiny_run("moe", parallel=ParallelSpec(dp_shard=2, zero=1)))
+    results = run_case(
+        ranks, tiny_run("moe", parallel=ParallelSpec(dp_shard=2, zero=1)), records_traffic=True
+    )
     assert not [kind for kind, _, _ in results[0].communication if kind == "all_to_all"]

@@ -8,12 +8,12 @@ import dataclasses
 
 import pytest
 import torch
-from tests.support.harness import Result, run_case, train_steps, worst_errors
-from tests.support.ranks import RankPool
-from tests.support.tiny_runs import SEQUENCE_LENGTH, VOCAB_SIZE, ragged_dataset
+from tests.support.equivalence import Result, run_case, train_steps, worst_errors
+from tests.support.runs import SEQUENCE_LENGTH, VOCAB_SIZE, ragged_dataset
 
 from meshwright.mesh import World, build_mesh
 from meshwright.rehearse.differences import merged
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import (
     AttentionSpec,
     DataSpec,

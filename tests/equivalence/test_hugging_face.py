@@ -1,17 +1,16 @@
 """Decoders of transformers, unmodified and of families that are not ours: every cut equals one device."""
 
 import pytest
-from tests.support.own_modules import (
-    DECODERS,
-    MORE_DECODERS,
-    differences,
+from tests.support.module_training import (
     fit_spec,
+    join_stages,
     parallel,
     recompute,
-    reference,
-    together,
+    relative_errors,
     train_cases,
+    train_plain_loop,
 )
+from tests.support.user_modules import DECODERS, MORE_DECODERS
 
 from meshwright.spec.modules import FitSpec
 
@@ -22,10 +21,10 @@ SOAK = pytest.mark.soak
 def assert_equal(ranks, name: str, num_ranks: int, cases: dict[tuple[str, str], dict]) -> None:
     """Every case (optimizer, words) with its changes of the spec, on all ranks."""
     specs = [fit_spec(optim, microbatch_samples=2, **changes) for (optim, _), changes in cases.items()]
-    expected = {optim: reference(name, optim) for optim, _ in cases}
+    expected = {optim: train_plain_loop(name, optim) for optim, _ in cases}
     for by_rank in ranks.run(train_cases, num_ranks, name, specs):
-        for (optim, case), course in zip(cases, by_rank, strict=True):
-            errors = differences(course, expected[optim])
+        for (optim, case), trained in zip(cases, by_rank, strict=True):
+            errors = relative_errors(trained, expected[optim])
             wrong = {what: error for what, error in errors.items() if not error <= RTOL}
             assert not wrong, (case, optim, sorted(wrong.items(), key=lambda item: -item[1])[:8])
 
@@ -99,10 +98,10 @@ def test_pp_with_tp_and_zero(ranks):
 
 
 def assert_stages_equal(ranks, name: str, num_ranks: int, specs: dict[str, FitSpec]) -> None:
-    expected = reference(name, "adamw")
+    expected = train_plain_loop(name, "adamw")
     by_rank = ranks.run(train_cases, num_ranks, name, list(specs.values()))
     for index, case in enumerate(specs):
-        errors = differences(together([courses[index] for courses in by_rank]), expected)
+        errors = relative_errors(join_stages([results[index] for results in by_rank]), expected)
         assert max(errors.values()) <= RTOL, (case, max(errors, key=errors.get), max(errors.values()))
 
 

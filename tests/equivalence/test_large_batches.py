@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.support.attempts import assert_same_state, attempt, last_checkpoint, read_tensors
-from tests.support.harness import RTOL, assert_same_training, run_case, worst_errors
+from tests.support.equivalence import RTOL, assert_same_training, run_case, worst_errors
 from tests.support.oracle import Sequences, _optimizer, reference, reference_model, reference_rate, token_loss
-from tests.support.tiny_runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.run_directories import assert_same_state, attempt, last_checkpoint, read_tensors
+from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
 from torch import nn
 
 from meshwright.observe.metrics import read_metrics

@@ -3,8 +3,8 @@
 import os
 
 import pytest
+from tests.support.equivalence import assert_state_bytes, assert_traffic, prove_with_every_optimizer
 from tests.support.equivalence_report import add_row
-from tests.support.harness import assert_state_bytes, assert_traffic, prove_with_every_optimizer
 from tests.support.layouts import (
     DENSE,
     Layout,
@@ -17,8 +17,9 @@ from tests.support.layouts import (
     quick_singles,
     random_layouts,
 )
-from tests.support.ranks import RankPool
-from tests.support.tiny_runs import OPTIMIZERS
+from tests.support.runs import OPTIMIZERS
+
+from meshwright.rehearse.rank_pool import RankPool
 
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
 NUM_RANDOM = 40
@@ -31,9 +32,10 @@ def each(layouts: list[Layout]) -> pytest.MarkDecorator:
 def prove_layout(ranks: RankPool, layout: Layout, group: str) -> None:
     """SGD and AdamW, three steps; what was sent and held; the worst error goes to the report."""
     run = layout.run()
-    results, worst = prove_with_every_optimizer(ranks, run)
+    has_formula = layout.model in DENSE and layout.parallel.cp_kind != "hierarchical"
+    results, worst = prove_with_every_optimizer(ranks, run, records_traffic=has_formula)
     assert_state_bytes(results, run.with_(optim=OPTIMIZERS["adamw"]))
-    if layout.model in DENSE and layout.parallel.cp_kind != "hierarchical":
+    if has_formula:
         assert_traffic(results, run)
     add_row(group, layout, worst)
 

@@ -5,8 +5,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from tests.support.attempts import attempt, last_checkpoint, read_tensors
-from tests.support.harness import (
+from tests.support.equivalence import (
     RTOL,
     all_tensor_bytes,
     assert_same_training,
@@ -16,9 +15,10 @@ from tests.support.harness import (
     this_world,
     worst_errors,
 )
+from tests.support.expected_traffic import ELEMENT, held_shapes, padded_elements
 from tests.support.oracle import reference
-from tests.support.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
-from tests.support.traffic import ELEMENT, held_shapes, padded_elements
+from tests.support.run_directories import attempt, last_checkpoint, read_tensors
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
 from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh
@@ -142,7 +142,7 @@ def test_an_offloaded_state_is_saved_and_restored(ranks, tmp_path, kind, before,
 )
 def test_regathered_inputs_equal_kept_ones(ranks, model, parallel):
     run = tiny_run(model, parallel=parallel, optim="sgd", memory=MemorySpec(regather=True))
-    results = run_case(ranks, run)
+    results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
 
@@ -207,7 +207,7 @@ WIDE_EACH = {
 @pytest.mark.parametrize("layout", REDUCE)
 def test_reducing_last_equals_one_device(ranks, layout):
     run = tiny_run("tied", parallel=REDUCE[layout])
-    results = run_case(ranks, run)
+    results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
 
@@ -222,7 +222,7 @@ def _with_layers(parallel: ParallelSpec) -> RunSpec:
 )
 def test_a_pipeline_that_reduces_each_equals_one_device(ranks, layout):
     run = _with_layers((EACH | WIDE_EACH)[layout])
-    results = run_case(ranks, run)
+    results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
 

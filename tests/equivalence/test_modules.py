@@ -1,18 +1,18 @@
 """Modules from elsewhere, unmodified: every ZeRO stage equals a plain loop on one device."""
 
 import pytest
-from tests.support.own_modules import (
-    MODULES,
-    differences,
+from tests.support.module_training import (
     fit_spec,
+    join_stages,
     offload,
     parallel,
     recompute,
-    reference,
-    together,
+    relative_errors,
     train_cases,
+    train_plain_loop,
 )
-from tests.support.tiny_runs import MORE_OPTIMIZERS
+from tests.support.runs import MORE_OPTIMIZERS
+from tests.support.user_modules import MODULES
 
 RTOL = 1e-9
 TWO_RANKS = {
@@ -37,10 +37,10 @@ def _spec(name: str, optim: str, case: dict):
 def test_two_ranks_equal_one_device(ranks, name):
     cases = {(optim, case): TWO_RANKS[case] for case in TWO_RANKS for optim in ("sgd", "adamw")}
     specs = [_spec(name, optim, changes) for (optim, _), changes in cases.items()]
-    expected = {optim: reference(name, optim) for optim in ("sgd", "adamw")}
+    expected = {optim: train_plain_loop(name, optim) for optim in ("sgd", "adamw")}
     for by_rank in ranks.run(train_cases, 2, name, specs):
-        for (optim, case), course in zip(cases, by_rank, strict=True):
-            errors = differences(course, expected[optim])
+        for (optim, case), trained in zip(cases, by_rank, strict=True):
+            errors = relative_errors(trained, expected[optim])
             wrong = {what: error for what, error in errors.items() if not error <= RTOL}
             assert not wrong, (case, optim, sorted(wrong.items(), key=lambda item: -item[1])[:8])
 
@@ -54,10 +54,10 @@ def test_hybrid_on_four_ranks(ranks, name):
     specs = [
         _spec(name, "sgd", case).with_(data={"batch_samples": 8, "microbatch_samples": 2}) for case in cases
     ]
-    expected = reference(name, "sgd")
+    expected = train_plain_loop(name, "sgd")
     for by_rank in ranks.run(train_cases, 4, name, specs):
-        for spec, course in zip(specs, by_rank, strict=True):
-            errors = differences(course, expected)
+        for spec, trained in zip(specs, by_rank, strict=True):
+            errors = relative_errors(trained, expected)
             assert max(errors.values()) <= RTOL, (spec.parallel, max(errors, key=errors.get))
 
 
@@ -73,20 +73,20 @@ def test_a_chain_of_parts_in_a_pipeline(ranks):
     """Every stage of three steps, dropout aside, on two ranks; one of them with recompute."""
     specs = {case: fit_spec("adamw", microbatch_samples=2, parallel=axes) for case, axes in PIPELINES.items()}
     specs["recompute"] = specs["1f1b"].with_(memory=recompute("full"))
-    expected = reference("sequential", "adamw")
+    expected = train_plain_loop("sequential", "adamw")
     by_rank = ranks.run(train_cases, 2, "sequential", list(specs.values()))
     for index, case in enumerate(specs):
-        errors = differences(together([courses[index] for courses in by_rank]), expected)
+        errors = relative_errors(join_stages([results[index] for results in by_rank]), expected)
         assert max(errors.values()) <= RTOL, (case, max(errors, key=errors.get))
 
 
 def test_a_pipeline_with_zero(ranks):
     cases = [parallel(pp=2, dp_shard=2, zero=zero) for zero in (1, 3)]
     specs = [fit_spec("sgd", microbatch_samples=2, parallel=axes) for axes in cases]
-    expected = reference("sequential", "sgd")
+    expected = train_plain_loop("sequential", "sgd")
     by_rank = ranks.run(train_cases, 4, "sequential", specs)
     for index, spec in enumerate(specs):
-        errors = differences(together([courses[index] for courses in by_rank]), expected)
+        errors = relative_errors(join_stages([results[index] for results in by_rank]), expected)
         assert max(errors.values()) <= RTOL, (spec.parallel, max(errors, key=errors.get))
 
 
@@ -99,6 +99,6 @@ def test_optimizers_that_look_at_whole_parameters(ranks, kind):
     layouts = [parallel(dp_replicate=2), *(parallel(dp_shard=2, zero=zero) for zero in (1, 2, 3))]
     specs = [fit_spec(optim, microbatch_samples=2, parallel=axes) for axes in layouts]
     for by_rank in ranks.run(train_cases, 2, "mlp", specs):
-        for spec, course in zip(specs, by_rank, strict=True):
-            errors = differences(course, alone)
+        for spec, trained in zip(specs, by_rank, strict=True):
+            errors = relative_errors(trained, alone)
             assert max(errors.values()) <= RTOL, (spec.parallel, max(errors, key=errors.get))

@@ -1,10 +1,10 @@
 """Update rules that look at whole parameters give the same on any mesh."""
 
 import pytest
-from tests.support.attempts import attempt, last_checkpoint, read_tensors
-from tests.support.harness import RTOL, assert_same_training, run_cases, worst_errors
+from tests.support.equivalence import RTOL, assert_same_training, run_cases, worst_errors
 from tests.support.oracle import reference
-from tests.support.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
+from tests.support.run_directories import attempt, last_checkpoint, read_tensors
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
 
 from meshwright.spec import GroupSpec, ParallelSpec
 

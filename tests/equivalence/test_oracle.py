@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.communication import Recorder, named_calls
-from tests.support.harness import all_tensor_bytes, this_world, worst_errors
+from tests.support.equivalence import all_tensor_bytes, this_world, worst_errors
+from tests.support.expected_traffic import expected_parameter_bytes, most_optimizer_bytes
 from tests.support.oracle import (
     IGNORED,
     Sequences,
@@ -16,8 +16,8 @@ from tests.support.oracle import (
     reference_model,
     token_loss,
 )
-from tests.support.tiny_runs import MODELS, OPTIMIZERS, SEQUENCE_LENGTH, tiny_run
-from tests.support.traffic import expected_parameter_bytes, most_optimizer_bytes
+from tests.support.recorded_traffic import Recorder, named_calls
+from tests.support.runs import MODELS, OPTIMIZERS, SEQUENCE_LENGTH, tiny_run
 
 from meshwright.data.sources import TokenFile
 from meshwright.mesh import build_mesh

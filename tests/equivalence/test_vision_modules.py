@@ -4,25 +4,24 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.harness import this_world
-from tests.support.own_modules import (
-    VISION,
-    differences,
+from tests.support.equivalence import this_world
+from tests.support.module_training import (
     fit_spec,
-    foreign_named,
+    microbatches_of_rank,
     offload,
     parallel,
     recompute,
-    reference,
-    rows_of_rank,
+    relative_errors,
     train_cases,
+    train_plain_loop,
 )
+from tests.support.user_modules import VISION, user_module
 from tests.support.vision_modules import require_vision
 from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh
 from meshwright.modules.blocks import find_blocks
-from meshwright.modules.build import build_module_training
+from meshwright.modules.build_training import build_module_training
 from meshwright.spec.modules import FitSpec
 
 RTOL = 1e-9
@@ -51,10 +50,10 @@ def _spec(name: str, **case: Any) -> FitSpec:
 def test_two_ranks_equal_one_device(ranks, name):
     require_vision()
     specs = [_spec(name, **case) for case in LAYOUTS.values()]
-    expected = reference(name, "sgd")
+    expected = train_plain_loop(name, "sgd")
     for by_rank in ranks.run(train_cases, 2, name, specs):
-        for case, course in zip(LAYOUTS, by_rank, strict=True):
-            errors = differences(course, expected)
+        for case, trained in zip(LAYOUTS, by_rank, strict=True):
+            errors = relative_errors(trained, expected)
             assert max(errors.values()) <= RTOL, (case, max(errors, key=errors.get))
 
 
@@ -64,17 +63,17 @@ def formats(name: str, specs: list[FitSpec]) -> list[tuple[set[bool], set[bool]]
 
 
 def _formats(name: str, spec: FitSpec) -> tuple[set[bool], set[bool]]:
-    foreign, outputs = foreign_named(name), set[bool]()
-    model, mesh = foreign.build(), build_mesh(spec.parallel, this_world())
+    user, outputs = user_module(name), set[bool]()
+    model, mesh = user.build(), build_mesh(spec.parallel, this_world())
 
     def look(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
         outputs.add(_is_channels_last(output))
 
     for block in find_blocks(model, spec.blocks).values():
         block.register_forward_hook(look)
-    batch = foreign.batch(0)
-    training = build_module_training(model, foreign.loss, spec, mesh, batch)
-    training.program.accumulate(rows_of_rank(batch, spec, mesh.dp_rank))
+    batch = user.batch(0)
+    training = build_module_training(model, user.loss, spec, mesh, batch)
+    training.program.accumulate(microbatches_of_rank(batch, spec, mesh.dp_rank))
     training.optimizer.step()
     training.program.gather_parameters()
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Conv2d)]

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from tests.support.harness import this_world
+from tests.support.equivalence import this_world
 from tests.support.oracle import reference
-from tests.support.tiny_runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -74,13 +74,13 @@ def train_here(runs: list[RunSpec]) -> list[Course]:
 
 def course(run: RunSpec, mesh) -> Course:
     training, batches = build_training(run, mesh), build_data(run, mesh)
-    owned = {one.name: one for one in training.program.owned}
+    shards = {one.name: one for one in training.program.shards}
     found = Course([], [], {}, {}, set())
 
     def before_update(*_: object) -> None:
-        found.dtypes |= {one.shard.grad.dtype for one in owned.values()}
+        found.dtypes |= {one.shard.grad.dtype for one in shards.values()}
         found.gradients.append(
-            {name: one.as_global(one.shard.grad).full_tensor().clone() for name, one in owned.items()}
+            {name: one.as_global(one.shard.grad).full_tensor().clone() for name, one in shards.items()}
         )
 
     training.optimizer.register_step_pre_hook(before_update)
@@ -88,7 +88,7 @@ def course(run: RunSpec, mesh) -> Course:
         outcome = train_step(training, next(batches), learning_rate=rate_of(run, step))
         found.losses.append(float(sum_over_world(outcome.loss, mesh)))
     batches.close()
-    found.weights = {name: one.as_global(one.shard).full_tensor() for name, one in owned.items()}
+    found.weights = {name: one.as_global(one.shard).full_tensor() for name, one in shards.items()}
     for name, tensor in weight_tensors(training).items():
         if isinstance(tensor, DTensor):
             found.masters[name.removeprefix("model.")] = tensor.full_tensor()

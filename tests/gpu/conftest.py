@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tests.support.ranks import RankPool
+
+from meshwright.rehearse.rank_pool import RankPool
 
 # No job on a card computes this long, and minutes on it are dear.
 JOB_SECONDS = 25.0

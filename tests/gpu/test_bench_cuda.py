@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.cases import CASES, build_run
-from bench.channel import Channel
-from bench.contender import Job
-from bench.contender_plain import plain_model
+from bench.contenders.plain import plain_model
+from bench.contenders.protocol import Job
+from bench.interleaved.channel import Channel
+from bench.interleaved.clock import TurnClock
 from bench.step import parse
-from bench.turn_clock import TurnClock
-from tests.support.tiny_runs import tiny_run
+from bench.workloads.cases import CASES, build_run
+from tests.support.runs import tiny_run
 
-from meshwright.bench.attention import chosen_backend, kernel_seen, time_attention
+from meshwright.bench.attention import default_backend, profiled_kernel, time_attention
 from meshwright.bench.copy import link_rows
-from meshwright.bench.gemm import precisions_of, product, time_product
+from meshwright.bench.gemm import matmul_call, precisions_of, time_matmul
 from meshwright.bench.kernel_time import class_of, profiled
 from meshwright.bench.step import measure_step, on_random_tokens
 
@@ -29,7 +29,7 @@ CUDA = torch.device("cuda", 0)
 
 def test_every_precision_multiplies_faster_in_fewer_bits() -> None:
     rates = {
-        precision: time_product(4096, 4096, 4096, precision, CUDA, seconds=0.05)["teraflops"]
+        precision: time_matmul(4096, 4096, 4096, precision, CUDA, seconds=0.05)["teraflops"]
         for precision in precisions_of(CUDA)
     }
     # Matrix units against plain ones, and half the bits: both differ by far more than any spread.
@@ -39,16 +39,16 @@ def test_every_precision_multiplies_faster_in_fewer_bits() -> None:
 
 
 def test_kernels_of_a_product_are_seen_and_classed() -> None:
-    call = product(2048, 2048, 2048, "bf16", CUDA)
+    call = matmul_call(2048, 2048, 2048, "bf16", CUDA)
     found = profiled(lambda: [call() for _ in range(4)], num_steps=4)
     assert found.step_seconds > 0
     assert next(iter(found.seconds_by_class)) == "GEMM", found.largest
 
 
 def test_the_chosen_attention_kernel_can_be_timed() -> None:
-    row = time_attention(chosen_backend(CUDA, 4096, 128), CUDA, 4096, 128, seconds=0.05)
+    row = time_attention(default_backend(CUDA, 4096, 128), CUDA, 4096, 128, seconds=0.05)
     assert "error" not in row and row["forward_teraflops"] > 1
-    assert kernel_seen(row["backend"], CUDA, 4096, 128)
+    assert profiled_kernel(row["backend"], CUDA, 4096, 128)
 
 
 def test_the_link_to_the_host_goes_both_ways() -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tests.equivalence.test_compiled import EACH_AXIS, ONE_DEVICE, each, prove
 from tests.support.layouts import Layout
-from tests.support.ranks import RankPool
+
+from meshwright.rehearse.rank_pool import RankPool
 
 pytestmark = [
     pytest.mark.gpu,

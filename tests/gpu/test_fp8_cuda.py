@@ -9,7 +9,7 @@ from tests.equivalence.test_fp8 import fp8_run
 
 from meshwright.mesh import World, build_mesh
 from meshwright.ops.sharded import local
-from meshwright.parallel.fp8 import narrow_products
+from meshwright.parallel.fp8 import fp8_sites
 from meshwright.precision.fp8.cast import cast_and_turn, turned_cast_late
 from meshwright.precision.fp8.linear import scaled_linear, scaled_linears
 from meshwright.precision.fp8.matmul import emulated_matmul, is_native, matmul
@@ -212,7 +212,7 @@ def test_a_model_trains_compiled_as_it_does_eagerly(recipe, recompute):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blocks"])
 def test_kept_weights_follow_the_updates(recipe):
     training, _ = _trained(recipe, cast_weights="per_step", is_compiled=False)
-    rule, found = RECIPES[recipe], narrow_products(training.program.stages)
+    rule, found = RECIPES[recipe], fp8_sites(training.program.stages)
     assert len(found) == 2 * 4
     for narrow in found:
         kept, weight = narrow.product.kept, torch.cat([local(linear.weight) for linear in narrow.linears])

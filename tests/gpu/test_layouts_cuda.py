@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.support.harness import RTOL, assert_same_training, run_case, training_errors
+from tests.support.equivalence import RTOL, assert_same_training, run_case, training_errors
 from tests.support.oracle import reference
-from tests.support.tiny_runs import tiny_run
+from tests.support.runs import tiny_run
 
 from meshwright.spec import ParallelSpec, PrecisionSpec
 

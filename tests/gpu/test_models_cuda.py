@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.tiny_models import TINY_FAMILIES, tiny
+from tests.support.shrunk_families import TINY_FAMILIES, shrunk_family
 
 from meshwright.models import build_decoder, initialise
 from meshwright.ops.grouped_mm import grouped_linear
@@ -60,7 +60,7 @@ def _loss_and_gradients(
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 @pytest.mark.parametrize("autocast", [True, False])
 def test_bf16_training_follows_float64(name: str, autocast: bool) -> None:
-    spec = tiny(name)
+    spec = shrunk_family(name)
     dtype = torch.float32 if autocast else torch.bfloat16
     loss, grads = _loss_and_gradients(spec, "cuda", dtype, autocast=autocast)
     exact, exact_grads = _loss_and_gradients(spec, "cpu", torch.float64)

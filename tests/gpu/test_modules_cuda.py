@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from tests.support.own_modules import (
-    differences,
+from tests.support.module_training import (
     fit_spec,
+    join_stages,
     parallel,
     recompute,
-    reference,
-    together,
+    relative_errors,
     train_cases,
+    train_plain_loop,
 )
 from tests.unit.ops.test_batch_norm import SPLITS, check
 
@@ -34,9 +34,9 @@ def test_a_convolutional_network_equals_one_device(nccl_ranks, zero):
         memory=recompute("full"),
         device="cuda",
     )
-    expected = reference("cnn", "sgd")
-    for (course,) in nccl_ranks.run(train_cases, 2, "cnn", [spec]):
-        errors = differences(course, expected)
+    expected = train_plain_loop("cnn", "sgd")
+    for (trained,) in nccl_ranks.run(train_cases, 2, "cnn", [spec]):
+        errors = relative_errors(trained, expected)
         assert max(errors.values()) <= 1e-9, max(errors, key=errors.get)
 
 
@@ -45,7 +45,9 @@ def test_a_pipeline_equals_one_device(nccl_ranks, kind):
     axes = parallel(pp=2, schedule=kind, virtual_stages=1 if kind == "1f1b" else 2)
     spec = fit_spec("adamw", microbatch_samples=2, parallel=axes, device="cuda")
     by_rank = nccl_ranks.run(train_cases, 2, "sequential", [spec])
-    errors = differences(together([course for (course,) in by_rank]), reference("sequential", "adamw"))
+    errors = relative_errors(
+        join_stages([trained for (trained,) in by_rank]), train_plain_loop("sequential", "adamw")
+    )
     assert max(errors.values()) <= 1e-9, max(errors, key=errors.get)
 
 
@@ -61,7 +63,7 @@ def test_bf16_follows_fp64(nccl_ranks, name, zero):
         device="cuda",
         precision={"compute": "bf16"},
     )
-    for (course,) in nccl_ranks.run(train_cases, 2, name, [spec]):
-        expected = reference(name, "sgd")
-        assert course.losses == pytest.approx(expected.losses, rel=1e-2)
-        assert course.grad_norms == pytest.approx(expected.grad_norms, rel=5e-2)
+    for (trained,) in nccl_ranks.run(train_cases, 2, name, [spec]):
+        expected = train_plain_loop(name, "sgd")
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-2)
+        assert trained.grad_norms == pytest.approx(expected.grad_norms, rel=5e-2)

@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 import torch
-from tests.support.attempts import attempt, last_checkpoint, read_tensors
-from tests.support.harness import RTOL, this_world, worst_errors
+from tests.support.equivalence import RTOL, this_world, worst_errors
 from tests.support.oracle import reference
-from tests.support.tiny_runs import MODELS, tiny_run
+from tests.support.run_directories import attempt, last_checkpoint, read_tensors
+from tests.support.runs import MODELS, tiny_run
 
 from meshwright.mesh import build_mesh
 from meshwright.plan.memory.rank_bytes import host_items
@@ -86,7 +86,7 @@ def _train(run: RunSpec) -> dict[str, object]:
     peak_bytes = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     batches.close()
     with training.weights.at_hand():
-        weights = b"".join(one.shard.detach().cpu().numpy().tobytes() for one in training.program.owned)
+        weights = b"".join(one.shard.detach().cpu().numpy().tobytes() for one in training.program.shards)
     account = training.weights.link.account
     return {
         "losses": losses,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.tiny_runs import tiny_run
+from tests.support.runs import tiny_run
 from torch import Tensor
 
 from meshwright.mesh import build_mesh, join_world, leave_world

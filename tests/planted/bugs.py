@@ -10,8 +10,8 @@ JOINT = "tests/unit/parallel/test_fused_projections.py::"
 BUGS = [
     Bug(
         "all-reduce of gradients dropped",
-        "parallel/dp.py",
-        "self._work = dist.all_reduce(self._flat, group=self.sums[0], async_op=True) if self.sums else None",
+        "parallel/gradient_bucket.py",
+        "self._work = dist.all_reduce(self._buffer, group=self.sums[0], async_op=True)",
         "self._work = None",
         DP + "test_any_cut_of_the_batch_gives_the_same[2-2]",
     ),
@@ -25,7 +25,7 @@ BUGS = [
     ),
     Bug(
         "replicas of a hybrid mesh not summed",
-        "parallel/dp.py",
+        "parallel/gradient_bucket.py",
         'if axes["dp_replicate"].size() > 1:',
         'if axes["dp_replicate"].size() > 2:',
         DP + "test_every_stage_equals_one_device[hybrid_zero_1]",
@@ -48,7 +48,7 @@ BUGS = [
     Bug(
         "auxiliary loss divided by tokens",
         "data/batches.py",
-        "sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(cut.dtype)",
+        "sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(sharding.dtype)",
         "sequence_weights = torch.from_numpy((local != PADDING) * token_weight).to(cut.dtype)",
         DP + "test_one_rank_is_the_oracle[moe]",
         is_wide=True,
@@ -70,7 +70,7 @@ BUGS = [
     ),
     Bug(
         "offset of a ZeRO chunk forgets the padding",
-        "parallel/dp.py",
+        "parallel/gradient_bucket.py",
         "offset += _chunk_elements(one, self.num_rows)",
         "offset += one.shard.numel()",
         DP + "test_rows_that_do_not_divide[67-1]",
@@ -116,7 +116,7 @@ BUGS = [
     Bug(
         "averages of weights not saved",
         "checkpoint/run_checkpoints.py",
-        'tensors |= {f"ema.{name}": owned[name].as_global(average) for name, average in averages}',
+        'tensors |= {f"ema.{name}": shards[name].as_global(average) for name, average in averages}',
         "",
         RESUME + "test_stopped_and_resumed_equals_uninterrupted[1-one_rank]",
     ),
@@ -136,7 +136,7 @@ BUGS = [
     ),
     Bug(
         "gradients of what tp does not cut not summed",
-        "parallel/dp.py",
+        "parallel/gradient_bucket.py",
         'return one.placements[names.index("tp")].is_replicate()',
         "return names == ()",
         AXIS + "[tp2-gqa]",
@@ -173,7 +173,7 @@ BUGS = [
     ),
     Bug(
         "pipeline divides by its micro-batches again",
-        "parallel/pp/program.py",
+        "parallel/pp/pipeline_program.py",
         "scale_grads=False",
         "scale_grads=True",
         AXIS + "[pp2-gqa]",
@@ -188,7 +188,7 @@ BUGS = [
     ),
     Bug(
         "gradients of experts summed over ranks with other experts",
-        "parallel/dp.py",
+        "parallel/gradient_bucket.py",
         "on_experts = is_routed_expert(one.name) and mesh.parallel.ep > 1",
         "on_experts = False",
         AXIS + "[cp2-ep2-moe_shared]",
@@ -203,7 +203,7 @@ BUGS = [
     Bug(
         "balance of a cut sequence taken from its part",
         "parallel/ep.py",
-        "            layer.balance.total = SumCounts(cutting)\n",
+        "            layer.balance.total = SumCounts(sequence_groups)\n",
         "",
         AXIS + "[cp2-moe]",
         is_wide=True,
@@ -241,7 +241,7 @@ BUGS = [
         "position in a ramp counted in batches of the final size",
         "data/batches.py",
         "stop = start + self._size_at(start)",
-        "stop = start + self.cut.batch_sequences",
+        "stop = start + self.sharding.batch_sequences",
         "tests/equivalence/test_large_batches.py::test_a_ramp_equals_one_device[zero_3]",
         is_wide=True,
     ),
@@ -255,7 +255,7 @@ BUGS = [
     ),
     Bug(
         "mean of means over the ranks of a loop",
-        "modules/program.py",
+        "modules/module_program.py",
         "count = everywhere[1].clamp(min=1.0)",
         "count = self._groups[0].size() * self._sum_count[1].clamp(min=1.0)",
         "tests/unit/modules/test_own_loop.py::test_any_cut_equals_the_plain_loop[momentum]",
@@ -339,7 +339,7 @@ BUGS = [
     Bug(
         "weights kept in fp8 not cast again after an update",
         "parallel/program.py",
-        "        self._narrow.write()\n",
+        "        self._fp8_weights.cast()\n",
         "",
         "tests/equivalence/test_fp8.py::test_kept_weights_equal_one_process_that_casts_anew[tp2]",
         is_wide=True,

@@ -1,30 +1,49 @@
-"""Each planted mistake turns the test that is named for it red."""
+"""Each planted bug turns the test that is named for it red."""
 
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from tests.planted.bugs import BUGS
 from tests.planted.plant import Bug, outcomes, plant
+from tests.planted.trial_server import TrialServer
 
-# Each subprocess is mostly start-up on one core.
-NUM_AT_ONCE = 2
+NUM_SERVERS = 2
 
 
 @pytest.fixture(scope="module")
-def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[dict[str, bool]]]]:
-    """Started together, asked for one by one."""
+def servers() -> Iterator[SimpleQueue[TrialServer]]:
+    """Trial servers that are free."""
+    started = [TrialServer() for _ in range(NUM_SERVERS)]
+    free: SimpleQueue[TrialServer] = SimpleQueue()
+    for server in started:
+        free.put(server)
+    yield free
+    for server in started:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def verdicts(
+    request: pytest.FixtureRequest, servers: SimpleQueue[TrialServer]
+) -> Iterator[dict[str, Future[dict[str, bool]]]]:
+    """Bug -> outcome of its test. All trials of the session are queued at once."""
     marked = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {spec.params["bug"].name for spec in marked if spec and "bug" in spec.params}
-    with ThreadPoolExecutor(NUM_AT_ONCE) as workers:
-        yield {bug.name: workers.submit(_try, bug) for bug in BUGS if bug.name in wanted}
+    with ThreadPoolExecutor(NUM_SERVERS) as workers:
+        yield {bug.name: workers.submit(_try, servers, bug) for bug in BUGS if bug.name in wanted}
 
 
-def _try(bug: Bug) -> dict[str, bool]:
-    with tempfile.TemporaryDirectory(prefix="meshwright-planted-") as folder:
-        return outcomes(plant(bug, Path(folder)), [bug.test])
+def _try(servers: SimpleQueue[TrialServer], bug: Bug) -> dict[str, bool]:
+    server = servers.get()
+    try:
+        with tempfile.TemporaryDirectory(prefix="meshwright-planted-") as folder:
+            return outcomes(server, plant(bug, Path(folder)), [bug.test])
+    finally:
+        servers.put(server)
 
 
 @pytest.mark.parametrize(
@@ -36,14 +55,18 @@ def test_turns_its_test_red(verdicts, bug):
     assert verdicts[bug.name].result() == {bug.test: False}
 
 
-def test_an_unchanged_copy_is_green(tmp_path):
-    """So red comes from the mistake, not from running elsewhere."""
-    nothing = Bug("nothing", "errors.py", "EXIT_DONE = 0", "EXIT_DONE = 0", "")
+def test_an_unchanged_copy_is_green(servers, tmp_path):
+    """A red test is due to the bug, not to running in a copy: unchanged, the tests of every file pass."""
+    unchanged = Bug("nothing", "errors.py", "EXIT_DONE = 0", "EXIT_DONE = 0", "")
     tests = sorted({bug.test for bug in BUGS if "test_any_cut_under_sharding" in bug.test})
-    assert outcomes(plant(nothing, tmp_path), tests) == dict.fromkeys(tests, True)
+    server = servers.get()
+    try:
+        assert outcomes(server, plant(unchanged, tmp_path), tests) == dict.fromkeys(tests, True)
+    finally:
+        servers.put(server)
 
 
-def test_a_text_that_is_not_there_is_told(tmp_path):
+def test_a_text_that_is_missing_is_reported(tmp_path):
     missing = Bug("missing", "errors.py", "no such text", "", "")
     with pytest.raises(AssertionError, match="holds the text 0 times"):
         plant(missing, tmp_path)

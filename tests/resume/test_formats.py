@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.support.attempts import assert_same_state, attempt, last_checkpoint, read_tensors
-from tests.support.harness import this_world
-from tests.support.tiny_runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.equivalence import this_world
+from tests.support.run_directories import assert_same_state, attempt, last_checkpoint, read_tensors
+from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
 from torch import Tensor
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints, all_tensors

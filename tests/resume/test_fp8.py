@@ -4,10 +4,10 @@ import json
 
 import pytest
 from tests.equivalence.test_fp8 import fp8_run
-from tests.support.attempts import assert_same_state, attempt, last_checkpoint, read_tensors
-from tests.support.ranks import RankPool
+from tests.support.run_directories import assert_same_state, attempt, last_checkpoint, read_tensors
 
 from meshwright.observe.events import events_path, read_events
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import CheckpointSpec, Fp8Spec, ParallelSpec, PrecisionSpec, RunSpec, ScheduleSpec
 
 NUM_STEPS = 4
@@ -45,7 +45,7 @@ def test_the_recipe_may_change_on_the_way(ranks: RankPool, tmp_path) -> None:
 
 def test_fallen_blocks_stay_fallen(ranks: RankPool, tmp_path) -> None:
     """No cosine reaches 1, so every block falls at the first look."""
-    strict = Fp8Spec(bf16_ends=1, shadow_every=1, shadow_min_cosine=1.0)
+    strict = Fp8Spec(bf16_ends=1, compare_every_steps=1, min_gradient_cosine=1.0)
     attempt(ranks, _run(strict), tmp_path, stop_after=2)
     manifest = json.loads((last_checkpoint(tmp_path) / "manifest.json").read_text())
     assert manifest["fp8_fallen"] == [1]

@@ -10,15 +10,21 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed.checkpoint.filesystem as dcp_files
-from tests.support.attempts import assert_same_state, attempt, killed_after, last_checkpoint, train_here
-from tests.support.harness import this_world
-from tests.support.ranks import RankPool
-from tests.support.tiny_runs import OPTIMIZERS, tiny_run
+from tests.support.equivalence import this_world
+from tests.support.run_directories import (
+    assert_same_state,
+    attempt,
+    killed_after,
+    last_checkpoint,
+    train_here,
+)
+from tests.support.runs import OPTIMIZERS, tiny_run
 
 from meshwright.checkpoint import save
 from meshwright.checkpoint.load import complete_checkpoints
 from meshwright.errors import CheckpointError
 from meshwright.observe.metrics import read_metrics
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec, ScheduleSpec
 
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))

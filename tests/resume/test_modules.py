@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.own_modules import BATCH, OPTIMIZERS, foreign_named
+from tests.support.module_training import (
+    OPTIMIZERS,
+)
+from tests.support.user_modules import BATCH, user_module
 from torch import Tensor
 
 import meshwright
@@ -18,7 +21,7 @@ class Rows:
     """The rows of some batches as numbered samples."""
 
     def __init__(self, name: str) -> None:
-        batches = [foreign_named(name).batch(step) for step in range(3)]
+        batches = [user_module(name).batch(step) for step in range(3)]
         self._rows = [tuple(part[row] for part in batch) for batch in batches for row in range(BATCH)]
 
     def __len__(self) -> int:
@@ -29,7 +32,7 @@ class Rows:
 
 
 def _train(name: str, directory: str, *, stop_after: int | None = None, **settings: Any) -> dict[str, Tensor]:
-    foreign = foreign_named(name)
+    foreign = user_module(name)
     model = foreign.build()
     meshwright.fit(
         model,

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.attempts import assert_same_state, attempt, last_checkpoint, read_tensors
-from tests.support.harness import RTOL, worst_errors
+from tests.support.equivalence import RTOL, worst_errors
 from tests.support.oracle import Sequences, reference
-from tests.support.tiny_runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.run_directories import assert_same_state, attempt, last_checkpoint, read_tensors
+from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
 
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec import CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec

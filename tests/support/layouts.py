@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import NamedTuple
 
-from tests.support.tiny_runs import MODELS, tiny_run
+from tests.support.runs import MODELS, tiny_run
 
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.check import check
@@ -24,7 +24,7 @@ SCHEDULES = {
     "zbv": 2,
     "dualpipev": 2,
 }
-# Every axis at degree 2, each way there is to do it.
+# Every axis at degree 2, in each of its variants.
 AXES: dict[str, list[dict[str, object]]] = {
     "dp": [{"dp_replicate": 2}],
     "zero": [{"dp_shard": 2, "zero": stage} for stage in (1, 2, 3)],
@@ -36,7 +36,7 @@ AXES: dict[str, list[dict[str, object]]] = {
 
 
 class Layout(NamedTuple):
-    """One way to cut one kind of model."""
+    """One kind of model and how it is sharded."""
 
     parallel: ParallelSpec
     model: str
@@ -44,18 +44,18 @@ class Layout(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`dp_replicate2-tp2-gqa`: what differs from one device."""
+        """Every setting that differs from one device, and the model: `dp_replicate2-tp2-gqa`."""
         default = ParallelSpec().model_dump()
-        said = {key: value for key, value in self.parallel.model_dump().items() if value != default[key]}
+        settings = {key: value for key, value in self.parallel.model_dump().items() if value != default[key]}
         return (
             "-".join(
-                [f"{key}{value}" if isinstance(value, int) else str(value) for key, value in said.items()]
+                [f"{key}{value}" if isinstance(value, int) else str(value) for key, value in settings.items()]
             )
             + f"-{self.model}"
         )
 
     def run(self) -> RunSpec:
-        """With one layer more than there are stages, so that stages are uneven."""
+        """The run of this layout. It has one layer more than stages, so that stages are uneven."""
         model = MODELS[self.model]
         stages = self.parallel.num_stages
         rows = -(-model.vocab_size // self.parallel.tp) * self.parallel.tp
@@ -64,14 +64,14 @@ class Layout(NamedTuple):
 
 
 def _merged(parts: tuple[dict[str, object], ...]) -> ParallelSpec:
-    said: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for part in parts:
-        said |= part
-    if said.get("ep") and "dp_shard" not in said and "cp" not in said:
-        said |= {"dp_shard": 2, "zero": 1}  # ep borrows its ranks
-    if said.get("schedule") in SPLIT_BACKWARD and said.get("zero", 0) in (2, 3):
-        said |= {"reduce": "last"}
-    return ParallelSpec.model_validate(said)
+        settings |= part
+    if settings.get("ep") and "dp_shard" not in settings and "cp" not in settings:
+        settings |= {"dp_shard": 2, "zero": 1}  # ep borrows its ranks
+    if settings.get("schedule") in SPLIT_BACKWARD and settings.get("zero", 0) in (2, 3):
+        settings |= {"reduce": "last"}
+    return ParallelSpec.model_validate(settings)
 
 
 def _model_for(parallel: ParallelSpec, index: int) -> str:
@@ -111,7 +111,7 @@ def all_singles() -> list[Layout]:
 
 
 def quick_singles() -> list[Layout]:
-    """Without the kinds of models that ranks of dp, which hold whole models, cannot tell apart."""
+    """The single axes for `make test`: dp alone holds full models, so two kinds of model stand for all."""
     return [
         layout
         for layout in all_singles()
@@ -122,7 +122,7 @@ def quick_singles() -> list[Layout]:
 
 
 def all_pairs() -> list[Layout]:
-    """Every two axes, every way of each; the kinds of models take turns."""
+    """Every two axes with every variant of each; the kinds of models alternate."""
     found = []
     for axes in _combined(2):
         for parts in product(*(AXES[axis] for axis in axes)):
@@ -133,16 +133,16 @@ def all_pairs() -> list[Layout]:
 
 
 def quick_pairs() -> list[Layout]:
-    """Every two axes and every way of each, but not every way of both: the shorter list takes turns."""
+    """The pairs for `make test`: every two axes and every variant of each, not every combination."""
     ways = [
-        {tuple(sorted(part.items())) for part in _turns(AXES[one], AXES[other])}
+        {tuple(sorted(part.items())) for part in _zip_cycled(AXES[one], AXES[other])}
         for one, other in _combined(2)
     ]
     wanted = {_merged((dict(pair),)) for pairs in ways for pair in pairs}
     return [layout for layout in all_pairs() if layout.parallel in wanted or layout.parallel.etp > 1]
 
 
-def _turns(ones: list[dict[str, object]], others: list[dict[str, object]]) -> list[dict[str, object]]:
+def _zip_cycled(ones: list[dict[str, object]], others: list[dict[str, object]]) -> list[dict[str, object]]:
     count = max(len(ones), len(others))
     return [ones[index % len(ones)] | others[index % len(others)] for index in range(count)]
 
@@ -165,7 +165,7 @@ def named_mixes() -> list[Layout]:
 
 
 def all_triples() -> list[Layout]:
-    """Every three axes; of the ways of each, one after the other."""
+    """Every three axes, in three combinations of their variants."""
     found = []
     for index, axes in enumerate(_combined(3)):
         for turn in range(3):

@@ -1,4 +1,4 @@
-"""Deterministic mutations of good text: what a slip of the hand or a damaged file looks like."""
+"""Deterministic mutations of valid text, as typing errors and damaged files produce them."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ TOKENS = (
 Mutation = Callable[[random.Random, str], str]
 
 
-def _cut_line(source: random.Random, text: str) -> str:
+def _delete_line(source: random.Random, text: str) -> str:
     lines = text.splitlines(keepends=True)
     del lines[source.randrange(len(lines))]
     return "".join(lines)
@@ -67,7 +67,7 @@ def _swap_lines(source: random.Random, text: str) -> str:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    _cut_line,
+    _delete_line,
     _double_line,
     _indent_line,
     _replace_value,

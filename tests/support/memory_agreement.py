@@ -18,7 +18,7 @@ from meshwright.hardware import parse_cluster
 from meshwright.plan.memory.rank_bytes import memory
 from meshwright.plan.workload.formats import runtime_of, workload_of
 from meshwright.plan.workload.layouts import Layouts, one_layout
-from meshwright.rehearse.categories import peak_of
+from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.trace import trace_rank
 from meshwright.spec import (
     AttentionSpec,
@@ -39,7 +39,7 @@ from meshwright.spec import (
 from meshwright.spec.check import check
 from meshwright.spec.model import LatentSpec
 from meshwright.spec.rules_parallel import SPLIT_BACKWARD
-from meshwright.spec.stages import V_SCHEDULES, stage_layers
+from meshwright.spec.stages import stage_layers
 
 PRECISIONS = (
     PrecisionSpec(compute="bf16"),
@@ -198,9 +198,9 @@ def traced_peak(run: RunSpec, rank: int, cache: Path | None = None) -> tuple[dic
     except MeshwrightError:
         found = None
     else:
-        peak = peak_of(trace)
+        peak = step_peak(trace)
         items = {name: float(value) for name, value in peak.items.items()}
-        found = None if run.compile and not trace.num_graphs else (items, str(peak.moment))
+        found = None if run.compile and not trace.num_graphs else (items, str(peak.phase))
     if path is not None:
         path.write_text(json.dumps(found))
     return found

@@ -1,7 +1,7 @@
-"""The oracle: one process, float64, the whole global batch in one forward pass, plain torch.
+"""The oracle: plain torch in one process, float64, the full global batch in one forward pass.
 
-It shares with the product the decoder, its initial weights, and the stored tokens. Sequences, targets,
-loss, auxiliary loss, decay groups, clipping, learning rate and update are written out again here.
+It shares the decoder, its initial weights and the stored tokens with the package. Sequences, targets,
+loss, auxiliary loss, decay groups, clipping, learning rate and update are independent code.
 """
 
 import dataclasses
@@ -32,18 +32,18 @@ class Reference:
     grad_norms: list[float]
     learning_rates: list[float]
     gradients: list[dict[str, Tensor]]
-    """Of each step, after clipping."""
+    """The gradients of each step, after clipping."""
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     """State tensors by `parameter.state`."""
     buffers: dict[str, Tensor]
     ema: dict[str, Tensor]
     eval_loss: float
-    """Of the final weights on the held-out sequences."""
+    """The loss of the final weights on the held-out sequences."""
 
 
 class Sequences:
-    """The sequences of a dataset as tensors, cut at document ends by hand."""
+    """The sequences of a dataset as tensors, with document boundaries worked out independently."""
 
     def __init__(self, run: RunSpec) -> None:
         source = open_source(run.data)
@@ -90,7 +90,7 @@ def _batch_sequences(run: RunSpec, step: int) -> int:
 
 
 class Routers:
-    """Watches the routers of a model: the auxiliary loss and the load of one forward pass."""
+    """Reads the routers of a model: the auxiliary loss and the load of one forward pass."""
 
     def __init__(self, model: Decoder) -> None:
         self.moe = model.spec.moe
@@ -163,7 +163,7 @@ def token_loss(model: Decoder, rows: dict[str, Tensor], *, divisor: int | None =
 
 
 def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
-    """The whole model in float64 at its initial weights."""
+    """The unsharded model in float64 with its initial weights."""
     model = build_decoder(run.model, dtype=torch.float64)
     initialise(model, run.seed)
     for name, parameter in model.named_parameters():
@@ -172,14 +172,14 @@ def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
 
 
 def reference(run: RunSpec, *, num_steps: int = 3, frozen: tuple[str, ...] = ()) -> Reference:
-    """Train `num_steps` steps; kept for the next caller whose run has the same course."""
+    """Train `num_steps` steps; cached for later runs with the same model, optimizer, schedule and data."""
     parts = (run.model, run.optim, run.schedule, run.data.with_(microbatch_sequences=1))
     key = "/".join(part.model_dump_json() for part in parts)
     return _cached(_Ignored(run), key, run.seed, num_steps, frozen)
 
 
 class _Ignored:
-    """Equal to any other: the cache looks at the text key, not at how the run is cut."""
+    """Equal to every other: the cache compares the text key, which leaves the layout out."""
 
     def __init__(self, run: RunSpec) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""A folder of packages as `pip install meshwright` would give it: the base requirements, no torch."""
+"""A folder of packages as `pip install meshwright` installs them: the base requirements, no torch."""
 
 import importlib.metadata
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Moving bytes: inside the device's memory, and between it and the host.
+"""Bandwidth of the device's memory, and of the link between device and host.
 
-A copy inside the memory counts the bytes read and the bytes written, the link to the host counts them once.
+A copy within device memory counts bytes read plus bytes written; a copy over the host link counts them once.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,20 +12,20 @@ from torch import Tensor
 from meshwright.bench.timing import measure
 
 Row = dict[str, Any]
-# Several times the cache of any device, so that the memory is measured.
+# Several times the size of any device's cache, so that memory is measured.
 MEMORY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 27}
 LINK_BYTES = 1 << 28
 
 
 def copy_rows(device: torch.device, *, seconds: float) -> Iterator[Row]:
-    """Copy, write and read of the memory; on a GPU also the host link, pinned and pageable, both ways."""
+    """Copy, write and read in device memory; on a GPU also the host link, pinned and pageable, both ways."""
     yield from memory_rows(device, seconds=seconds)
     if device.type == "cuda":
         yield from link_rows(device, seconds=seconds)
 
 
 def memory_rows(device: torch.device, *, seconds: float) -> Iterator[Row]:
-    """What kernels that only move memory can reach."""
+    """The bandwidth that memory-bound kernels reach."""
     count = MEMORY_BYTES[device.type] // 4
     source, target = torch.randn(count, device=device), torch.empty(count, device=device)
     size = 4.0 * count
@@ -35,7 +35,7 @@ def memory_rows(device: torch.device, *, seconds: float) -> Iterator[Row]:
 
 
 def link_rows(device: torch.device, *, seconds: float) -> Iterator[Row]:
-    """Host to device and back; pinned host memory is what our loader uses."""
+    """Host to device and device to host; our data loader uses pinned host memory."""
     there = torch.randn(LINK_BYTES // 4, device=device)
     for kind, here in (("pinned", torch.randn(LINK_BYTES // 4).pin_memory()), ("pageable", None)):
         host: Tensor = torch.randn(LINK_BYTES // 4) if here is None else here

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: its kernels by class, and the gaps between them."""
+"""Time of a step on a GPU by class of kernel, and the gaps in which no kernel runs."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The first pattern that a kernel's name matches decides; names are those of cuBLAS, cuDNN, torch and Triton.
+# The first pattern that matches a kernel's name decides; names are those of cuBLAS, cuDNN, torch and Triton.
 CLASSES = (
     ("communication", r"nccl"),
     ("copies", r"^memcpy|^memset"),
@@ -21,7 +21,7 @@ CLASSES = (
         r"triton_|_(gelu|swiglu)_|elementwise|vectorized|index|gather|scatter|embedding|fill|cat|copy",
     ),
 )
-# Named stretches of the program that the profiler draws on the device's line as well; no kernels.
+# Annotated ranges, which the profiler lists among the device's events; they are not kernels.
 _RANGES = ("Optimizer.", "ProfilerStep", "## Call", "Torch-Compiled")
 OTHER, GAPS = "other", "gaps"
 
@@ -34,17 +34,17 @@ def class_of(kernel: str) -> str:
 
 @dataclass(frozen=True)
 class KernelBudget:
-    """Seconds of one step by class of kernel; `gaps` is time in which no kernel ran."""
+    """Seconds of one step by class of kernel; `gaps` is the time in which no kernel runs."""
 
     step_seconds: float
     seconds_by_class: dict[str, float]
     largest: list[tuple[str, float, int]] = field(default_factory=list)
-    """Kernel, seconds per step, calls per step; the costliest first."""
+    """(kernel, seconds per step, calls per step), the most expensive first."""
     attention_kernels: list[str] = field(default_factory=list)
 
 
 def budget_of(kernels: Iterable[tuple[str, float, float]], *, num_steps: int) -> KernelBudget:
-    """From (name, start, end) in seconds; overlapping kernels count in full, gaps only where none ran."""
+    """The budget of kernels given as (name, start, end) in seconds; overlapping kernels count in full."""
     by_class: dict[str, float] = {}
     by_name: dict[str, list[float]] = {}
     ordered = sorted(kernels, key=lambda kernel: kernel[1])
@@ -54,11 +54,11 @@ def budget_of(kernels: Iterable[tuple[str, float, float]], *, num_steps: int) ->
         by_name.setdefault(name, []).append(end - start)
         busy += max(0.0, end - max(start, last_end))
         last_end = max(last_end, end)
-    whole = last_end - ordered[0][1] if ordered else 0.0
-    by_class[GAPS] = (whole - busy) / num_steps
+    total = last_end - ordered[0][1] if ordered else 0.0
+    by_class[GAPS] = (total - busy) / num_steps
     costs = sorted(by_name.items(), key=lambda item: -sum(item[1]))
     return KernelBudget(
-        step_seconds=whole / num_steps,
+        step_seconds=total / num_steps,
         seconds_by_class=dict(sorted(by_class.items(), key=lambda item: -item[1])),
         largest=[(name, sum(times) / num_steps, len(times) // num_steps) for name, times in costs[:25]],
         attention_kernels=[name for name, _ in costs if class_of(name) == "attention"],
@@ -66,12 +66,12 @@ def budget_of(kernels: Iterable[tuple[str, float, float]], *, num_steps: int) ->
 
 
 def kernel_recorder() -> profile:
-    """torch's profiler, of kernels alone. Events are kept: torch warns of what it drops, cycle by cycle."""
+    """torch's profiler for kernels only. It accumulates events, since torch warns when it drops them."""
     return profile(activities=[ProfilerActivity.CUDA], acc_events=True)
 
 
 def profiled(steps: Callable[[], Any], *, num_steps: int) -> KernelBudget:
-    """Run `steps` (which makes `num_steps` of them) under the profiler; CUDA only."""
+    """The kernel budget of `steps`, a call that makes `num_steps` steps; CUDA only."""
     torch.cuda.synchronize()
     with kernel_recorder() as recorded:
         steps()
@@ -80,7 +80,7 @@ def profiled(steps: Callable[[], Any], *, num_steps: int) -> KernelBudget:
 
 
 def kernels_of(recorded: profile) -> list[tuple[str, float, float]]:
-    """(name, start, end) in seconds of everything that ran on the device."""
+    """(name, start, end) in seconds of every kernel and copy on the device."""
     found = []
     for event in recorded.events() or ():
         is_range = getattr(event, "is_user_annotation", False) or event.name.startswith(_RANGES)
@@ -90,11 +90,11 @@ def kernels_of(recorded: profile) -> list[tuple[str, float, float]]:
 
 
 def show_budget(budget: KernelBudget, *, num_largest: int = 15) -> str:
-    """The budget as a table: milliseconds, share of the step, and the costliest kernels."""
-    whole = budget.step_seconds or 1.0
+    """The budget as a table: milliseconds and share of the step by class, and the most expensive kernels."""
+    total = budget.step_seconds or 1.0
     lines = [f"{'class':<14} {'ms':>9} {'share':>7}"]
     lines += [
-        f"{name:<14} {seconds * 1e3:>9.2f} {seconds / whole:>7.1%}"
+        f"{name:<14} {seconds * 1e3:>9.2f} {seconds / total:>7.1%}"
         for name, seconds in budget.seconds_by_class.items()
     ]
     lines += [f"{'step':<14} {budget.step_seconds * 1e3:>9.2f}", "", f"{'ms':>9} {'calls':>6}  kernel"]

@@ -1,4 +1,4 @@
-"""What a measurement was made on: the device, versions, and its clock and power while it worked."""
+"""What a measurement was made on: device and versions, and the clock and power while it ran."""
 
 import datetime
 import importlib.metadata
@@ -17,7 +17,7 @@ _SAMPLE_MILLISECONDS = 200
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """The provenance that every result carries."""
+    """Device, date and versions, which every result carries."""
     is_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
@@ -32,7 +32,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Versions of installed packages; None for one that is not there."""
+    """Versions of packages; None for one that is not installed."""
     found: dict[str, str | None] = {}
     for name in names:
         try:
@@ -61,9 +61,9 @@ def _processor() -> str:
 
 @contextmanager
 def sampled_clock(device: torch.device) -> Iterator[dict[str, float]]:
-    """Medians of clock, power and temperature while the block runs, where nvidia-smi can tell.
+    """Medians of clock, power and temperature while the block runs, from nvidia-smi.
 
-    The dictionary is filled when the block ends; it stays empty on a CPU.
+    The mapping is filled when the block ends; it stays empty on a CPU.
     """
     found: dict[str, float] = {}
     program = shutil.which("nvidia-smi") if device.type == "cuda" else None
@@ -87,15 +87,15 @@ def sampled_clock(device: torch.device) -> Iterator[dict[str, float]]:
 
 
 def read_samples(lines: list[str]) -> dict[str, float]:
-    """Medians by name; lines that the driver filled with words are left out."""
+    """Medians by name; lines with text instead of numbers are skipped."""
     rows = []
     for line in lines:
         try:
             rows.append([float(cell) for cell in line.split(",")])
         except ValueError:
             continue
-    whole = [row for row in rows if len(row) == len(_SAMPLED)]
-    if not whole:
+    complete = [row for row in rows if len(row) == len(_SAMPLED)]
+    if not complete:
         return {}
     names = ("clock_mhz", "power_watts", "temperature_celsius")
-    return dict(zip(names, map(statistics.median, zip(*whole, strict=True)), strict=True))
+    return dict(zip(names, map(statistics.median, zip(*complete, strict=True)), strict=True))

@@ -1,4 +1,4 @@
-"""Measured rows for people: a table while they come, pictures, and a folder with everything."""
+"""Measured rows as text: a table that grows row by row, charts, and a folder with all results."""
 
 import json
 import tempfile
@@ -17,7 +17,7 @@ from meshwright.units import show_bytes, show_seconds
 
 Row = dict[str, Any]
 Sections = dict[str, list[Row]]
-# Per kind of row: key, heading, width, how a value is shown.
+# Columns of each kind of row: key, heading, width, format of a value.
 _PLAIN: Callable[[Any], str] = str
 Column = tuple[str, str, int, Callable[[Any], str]]
 
@@ -33,7 +33,7 @@ def _share(value: float) -> str:
 _SPREAD: Column = ("spread", "spread", 7, _share)
 _SECONDS: Column = ("seconds", "median", 9, show_seconds)
 COLUMNS: dict[str, tuple[Column, ...]] = {
-    "products": (
+    "matmuls": (
         ("model", "model", 14, _PLAIN),
         ("layer", "layer", 18, _PLAIN),
         ("m", "m", 6, _PLAIN),
@@ -103,7 +103,7 @@ def heading(kind: str) -> str:
 
 
 def line(kind: str, row: Row) -> str:
-    """One row in columns; what it lacks is left empty, and a refusal is told at the end."""
+    """One row in columns; missing values are left empty, and an error stands at the end."""
     cells = [
         f"{shown(row[key]) if row.get(key) is not None else '':>{width}}"
         for key, _, width, shown in COLUMNS[kind]
@@ -111,26 +111,26 @@ def line(kind: str, row: Row) -> str:
     return " ".join(cells) + (f"  {row['error']}" if "error" in row else "")
 
 
-def told(kind: str, rows: Iterable[Row], say: Callable[[str], None]) -> list[Row]:
-    """Says each row as it is measured, and returns all of them."""
-    say(heading(kind))
-    kept = []
+def log_rows(kind: str, rows: Iterable[Row], log: Callable[[str], None]) -> list[Row]:
+    """Log each row as it is measured, and return all of them."""
+    log(heading(kind))
+    measured = []
     for row in rows:
-        say(line(kind, row))
-        kept.append(row)
-    return kept
+        log(line(kind, row))
+        measured.append(row)
+    return measured
 
 
-def quantisation_bars(rows: Sequence[Row]) -> str:
-    """The sweep of widths on a terminal."""
+def width_bars(rows: Sequence[Row]) -> str:
+    """The sweep of widths as a bar chart for a terminal."""
     return bars([(str(row["n"]), row["teraflops"]) for row in rows])
 
 
-def pictures(bench: str, sections: Sections, device: Device | None) -> dict[str, str]:
-    """SVG by file name, for the sections that are better seen than read."""
+def charts(bench: str, sections: Sections, device: Device | None) -> dict[str, str]:
+    """SVG charts by file name."""
     found: dict[str, str] = {}
-    if sections.get("quantised"):
-        found["gemm_quantisation"] = _quantisation(sections["quantised"], device)
+    if sections.get("widths"):
+        found["gemm_widths"] = _width_chart(sections["widths"], device)
     if bench == "attention":
         for width in sorted({row["head_width"] for row in sections["attention"]}):
             found[f"attention_width_{width}"] = _attention(sections["attention"], width)
@@ -139,7 +139,7 @@ def pictures(bench: str, sections: Sections, device: Device | None) -> dict[str,
     return found
 
 
-def _quantisation(rows: Sequence[Row], device: Device | None) -> str:
+def _width_chart(rows: Sequence[Row], device: Device | None) -> str:
     lines = {"measured": [(float(row["n"]), row["teraflops"]) for row in rows]}
     if device is not None:
         lines["model: tiles and waves"] = _modelled(rows, device)
@@ -148,7 +148,7 @@ def _quantisation(rows: Sequence[Row], device: Device | None) -> str:
 
 
 def _modelled(rows: Sequence[Row], device: Device) -> list[tuple[float, float]]:
-    """The planner's efficiency of each shape, scaled to the best measured rate."""
+    """The planner's tile efficiency of each shape, scaled to the best measured rate."""
     columns = {key: np.array([float(row[key]) for row in rows]) for key in ("m", "n")}
     shares = tile_efficiency(columns["m"], columns["n"], np.ones(len(rows)), device)
     scale = max(row["teraflops"] for row in rows) / float(shares.max())
@@ -159,10 +159,10 @@ def _attention(rows: Sequence[Row], width: int) -> str:
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["head_width"] == width and "error" not in row:
-            whole = row["forward_seconds"] + row["backward_seconds"]
+            seconds = row["forward_seconds"] + row["backward_seconds"]
             work = row["forward_seconds"] * row["forward_teraflops"] * 3.0
-            lines.setdefault(row["backend"], []).append((float(row["sequence"]), work / whole))
-    title = f"Causal attention, head width {width}: forward and backward, counted as 3 forwards"
+            lines.setdefault(row["backend"], []).append((float(row["sequence"]), work / seconds))
+    title = f"Causal attention, head width {width}: forward and backward, counted as 3 forward passes"
     return chart(title, lines, x_words="sequence", y_words="TFLOP/s", is_log=True)
 
 
@@ -173,18 +173,18 @@ def _collectives(rows: Sequence[Row]) -> str:
         if row["ranks"] == most and "error" not in row:
             point = (float(row["bytes"]), row["link_gigabytes_per_second"])
             lines.setdefault(row["kind"], []).append(point)
-    title = f"Collectives of {most} ranks: rate on a link"
+    title = f"Collectives of {most} ranks: bandwidth of a link"
     return chart(title, lines, x_words="bytes of the message", y_words="GB/s", is_log=True)
 
 
 def write_folder(folder: Path, bench: str, document: Mapping[str, Any], device: Device | None) -> list[Path]:
-    """bench.json with everything, bench.md for people, pictures beside them; returns what was written."""
+    """Write `<bench>.json`, `<bench>.md` and the charts; returns their paths."""
     sections: Sections = document["sections"]
-    drawn = pictures(bench, sections, device)
-    texts = {f"{name}.svg": svg for name, svg in drawn.items()}
+    drawings = charts(bench, sections, device)
+    texts = {f"{name}.svg": svg for name, svg in drawings.items()}
     texts[f"{bench}.json"] = json.dumps(document, indent=1) + "\n"
-    texts[f"{bench}.md"] = page(bench, document, list(drawn))
-    make_folder(folder)
+    texts[f"{bench}.md"] = page(bench, document, list(drawings))
+    prepare_folder(folder)
     with _writing(folder):
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -203,21 +203,21 @@ def _writing(folder: Path) -> Generator[None]:
         ) from None
 
 
-def make_folder(folder: Path) -> None:
-    """The folder for results; one that cannot be written to is refused before minutes of measuring."""
+def prepare_folder(folder: Path) -> None:
+    """Create the folder for results; SpecError where it cannot be written to, before anything is measured."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 
 
-def page(bench: str, document: Mapping[str, Any], drawn: Sequence[str]) -> str:
-    """The rows as Markdown, with what they were measured on."""
+def page(bench: str, document: Mapping[str, Any], drawings: Sequence[str]) -> str:
+    """The rows as Markdown, with device and versions."""
     facts = (
         f"{key} {document[key]}" for key in ("date", "torch", "cuda", "cudnn", "threads") if document.get(key)
     )
     clock = (f"{document[key]:.0f} {key}" for key in ("clock_mhz", "power_watts") if key in document)
     lines = [f"# {bench} on {document['device']}", "", ", ".join([*facts, *clock]) + "."]
-    lines += [part for name in drawn for part in ("", f"![{name}]({name}.svg)")]
+    lines += [part for name in drawings for part in ("", f"![{name}]({name}.svg)")]
     for section, rows in document["sections"].items():
         columns = [c for c in COLUMNS[KIND_OF[section]] if any(row.get(c[0]) is not None for row in rows)]
         lines += ["", f"## {section}", "", "| " + " | ".join(title for _, title, _, _ in columns) + " |"]
@@ -229,9 +229,9 @@ def page(bench: str, document: Mapping[str, Any], drawn: Sequence[str]) -> str:
 
 
 KIND_OF = {
-    "layers": "products",
-    "squares": "products",
-    "quantised": "shapes",
+    "layers": "matmuls",
+    "squares": "matmuls",
+    "widths": "shapes",
     "vocabulary": "shapes",
     "attention": "attention",
     "copies": "copies",
@@ -239,4 +239,4 @@ KIND_OF = {
     "data": "data",
     "checkpoint": "checkpoint",
 }
-"""The columns that the rows of a section have."""
+"""Kind of the rows of each section, by which their columns are chosen."""

@@ -1,8 +1,8 @@
-"""Times steps that somebody else makes: told after each one, it answers whether it wants more.
+"""Times the steps of a loop: the loop calls `after_step` at the end of each step until it returns False.
 
-A loop calls `after_step` at the end of every step; so does a callback of a framework that owns its loop.
-The phases are: the first step (its loss is kept, compilers run), warm-up, one step that is waited for to
-learn how many fit in the time, the timed window, and on a GPU one step under the profiler.
+A framework that owns its loop calls it from a callback. The stages are: the first step (its loss is recorded,
+and compilers run), warm-up, one synchronized step from which the number of timed steps follows, the timed
+window, and on a GPU two steps under the profiler.
 """
 
 import time
@@ -14,16 +14,17 @@ from torch.profiler import profile
 
 from meshwright.bench.kernel_time import KernelBudget, budget_of, kernel_recorder, kernels_of
 from meshwright.bench.machine_facts import sampled_clock
-from meshwright.bench.timing import timing_of, wait_for
+from meshwright.bench.timing import synchronize, timing_of
+from meshwright.parallel.compile import num_compiled_graphs
 
 FEWEST_STEPS, MOST_STEPS = 6, 300
 PROFILED_STEPS = 2
-# The loss is read this often, as a run would for its log: the one place where the host waits.
+# The loss is read this often, as a run does for its log. Host sync: the only one in the window.
 LOSS_EVERY_STEPS = 10
 
 
 class TimedWindow:
-    """Steps one after the other, each told when it was launched: their times, the clock and the power."""
+    """A fixed number of steps: their times, and the device's clock and power meanwhile."""
 
     def __init__(self, device: torch.device, *, num_steps: int) -> None:
         self._device, self._num_steps = device, num_steps
@@ -36,20 +37,20 @@ class TimedWindow:
         self._mark()
 
     def after_step(self, loss: Tensor) -> bool:
-        """Tell that a step was launched; False when the window is full."""
+        """Note that a step has been launched; False when the window is full."""
         self._mark()
         timed = len(self._marks) - 1
         if timed % LOSS_EVERY_STEPS == 0 or timed == self._num_steps:
             self._losses.append(float(loss.detach()))
         if timed < self._num_steps:
             return True
-        wait_for(self._device)
+        synchronize(self._device)
         self._seconds = time.perf_counter() - self._started_at
         self._sampling.__exit__(None, None, None)
         return False
 
     def result(self) -> dict[str, Any]:
-        """What a full window measured, as plain values."""
+        """The figures of a full window."""
         steps = timing_of(self._step_seconds())
         found = {
             "last_loss": self._losses[-1],
@@ -82,12 +83,12 @@ class TimedWindow:
 
 
 def steps_in(seconds: float, step_seconds: float, *, fewest: int = FEWEST_STEPS) -> int:
-    """How many steps a window of so many seconds has."""
+    """Number of steps of a window of this many seconds."""
     return max(fewest, min(MOST_STEPS, round(seconds / max(step_seconds, 1e-6))))
 
 
 class StepClock:
-    """Where a measurement of steps stands. `seconds` is the length of the timed window."""
+    """One measurement of steps; `seconds` is the length of its timed window."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class StepClock:
         self.budget: KernelBudget | None = None
 
     def after_step(self, loss: Tensor) -> bool:
-        """Tell that a step was launched; False when there is nothing more to measure."""
+        """Note that a step has been launched; False when nothing more is to be measured."""
         self._num_steps += 1
         if self._window is None:
             return self._warm(loss)
@@ -118,14 +119,14 @@ class StepClock:
         return self._profiled()
 
     def _warm(self, loss: Tensor) -> bool:
-        wait_for(self._device)
+        synchronize(self._device)
         if self._num_steps == 1:
             self._first_seconds = time.perf_counter() - self._started_at
             self._first_loss = float(loss.detach())
         else:
             self._warm_seconds = time.perf_counter() - self._step_started_at
         if self._num_steps == 2 and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # the peak of the first step may be a compiler's
+            torch.cuda.reset_peak_memory_stats()  # the first step's peak may be the compiler's
         self._step_started_at = time.perf_counter()
         if self._num_steps == 2 + self._warmup_steps:
             num_steps = steps_in(self._seconds, self._warm_seconds, fewest=self._fewest_steps)
@@ -145,13 +146,13 @@ class StepClock:
         if self._num_steps < self._profiled_until:
             return True
         assert self._profile is not None
-        wait_for(self._device)
+        synchronize(self._device)
         self._profile.__exit__(None, None, None)
         self.budget = budget_of(kernels_of(self._profile), num_steps=PROFILED_STEPS)
         return False
 
     def result(self) -> dict[str, Any]:
-        """Everything that was measured, as plain values."""
+        """All figures that were measured."""
         assert self._result is not None
         return {
             "first_loss": self._first_loss,
@@ -162,15 +163,9 @@ class StepClock:
 
 
 def kernel_rows(budget: KernelBudget | None) -> dict[str, Any]:
-    """A profile as plain values; without one they are empty."""
+    """The figures of a kernel budget; empty ones without it."""
     return {
         "attention_kernels": budget.attention_kernels if budget else [],
         "kernel_seconds": budget.seconds_by_class if budget else {},
         "largest_kernels": budget.largest if budget else [],
     }
-
-
-def num_compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process so far (a private counter: there is no other)."""
-    dynamo = getattr(torch, "_dynamo", None)
-    return int(dynamo.utils.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

@@ -1,6 +1,6 @@
-"""Reading data and saving state: batches per second of our loader, bytes per second of our checkpoints.
+"""Data loading and checkpoints: tokens per second of the loader, bytes per second of saving and loading.
 
-The world of ranks must be joined: saving agrees over it, also when it is one rank.
+The world of ranks must be joined, also when it is one rank: saving a checkpoint is collective.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshwright.bench.random_tokens import write_random_tokens
-from meshwright.bench.timing import timing_of, wait_for
+from meshwright.bench.timing import synchronize, timing_of
 from meshwright.checkpoint.load import load_tensors, read_manifest, verify_files
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.data.batches import build_batches
@@ -21,8 +21,8 @@ from meshwright.spec import DataSpec
 Row = dict[str, Any]
 VOCAB_SIZE = 50304
 _FEWEST_BATCHES = 16
-# Batches that lie ready when the first is asked for; after them the loader's own speed shows.
-_MADE_AHEAD = 4
+# Prefetched batches, which are ready when the first is asked for; after them the loader's own speed shows.
+_PREFETCHED = 4
 
 
 def data_rows(
@@ -32,7 +32,7 @@ def data_rows(
     path: Path | None = None,
     sequences: tuple[int, ...] = (1024, 4096),
 ) -> Iterator[Row]:
-    """Tokens per second of batches that reach the device; of random tokens when no dataset is named."""
+    """Tokens per second that reach the device, from a dataset or from random tokens."""
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as parent:
         folder = path or Path(parent) / "tokens"
         if path is None:
@@ -51,16 +51,16 @@ def data_rows(
 
 def _data_row(spec: DataSpec, device: torch.device, seconds: float) -> Row:
     batches = build_batches(spec, seed=0, vocab_size=1 << 31, device=device)
-    for _ in range(_MADE_AHEAD):
+    for _ in range(_PREFETCHED):
         next(batches)
     times: list[float] = []
     while sum(times) < seconds or len(times) < _FEWEST_BATCHES:
         started_at = time.perf_counter()
         next(batches)
-        wait_for(device)
+        synchronize(device)
         times.append(time.perf_counter() - started_at)
     batches.close()
-    mean = sum(times) / len(times)  # batches are made ahead, so single times say little
+    mean = sum(times) / len(times)  # batches are prefetched, so the time of a single one means little
     return {
         "sequence": spec.sequence_length,
         "documents": spec.documents,
@@ -74,7 +74,7 @@ def _data_row(spec: DataSpec, device: torch.device, seconds: float) -> Row:
 def checkpoint_rows(
     device: torch.device, *, folder: Path, sizes: tuple[int, ...] = (1 << 24, 1 << 28)
 ) -> Iterator[Row]:
-    """Save, verify and load of random tensors under `folder`, which is emptied again."""
+    """Save, verify and load random tensors in `folder`; the files are removed afterwards."""
     for size in sizes:
         tensors = {
             f"layer.{index}": torch.randn(size // 32, device=device) for index in range(8)
@@ -84,7 +84,7 @@ def checkpoint_rows(
 
 
 def _checkpoint_rows(root: Path, tensors: dict[str, Any], size: int, device: torch.device) -> Iterator[Row]:
-    wait_for(device)
+    synchronize(device)
     started_at = time.perf_counter()
     saved = save_checkpoint(root, step=1, tensors=tensors, facts={})
     yield _checkpoint_row("save", size, time.perf_counter() - started_at)
@@ -93,7 +93,7 @@ def _checkpoint_rows(root: Path, tensors: dict[str, Any], size: int, device: tor
     yield _checkpoint_row("verify", size, time.perf_counter() - started_at)
     started_at = time.perf_counter()
     load_tensors(saved, tensors)
-    wait_for(device)
+    synchronize(device)
     yield _checkpoint_row("load", size, time.perf_counter() - started_at)
 
 

@@ -1,6 +1,6 @@
-"""How long something takes: warm-up, many repeats, median and spread; by device events on a GPU.
+"""Time of a call: warm-up, many repeats, median and spread; by device events on a GPU.
 
-Nothing here is timed on zeros: multiplying them draws less power and reads up to a seventh too fast.
+Callers use random numbers: matmuls of zeros draw less power and read up to a seventh too fast.
 """
 
 import statistics
@@ -17,7 +17,7 @@ _MOST_CALLS = 200
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median, and what a tenth of the calls is below and above."""
+    """Seconds of one call: median, 10th and 90th percentile."""
 
     median: float
     p10: float
@@ -26,12 +26,12 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Width of the middle 80% as a part of the median."""
+        """90th minus 10th percentile, relative to the median."""
         return (self.p90 - self.p10) / self.median
 
 
 def timing_of(seconds: Sequence[float]) -> Timing:
-    """Median and tenths of a list of times."""
+    """Median and percentiles of a list of times."""
     ordered = sorted(seconds)
     last = len(ordered) - 1
     return Timing(
@@ -40,35 +40,35 @@ def timing_of(seconds: Sequence[float]) -> Timing:
 
 
 def measure(call: Callable[[], object], device: torch.device, *, seconds: float = 0.3) -> Timing:
-    """Time a call over and over for about this many seconds, after a warm-up; waits for the device."""
+    """Time a call repeatedly for about this many seconds, after a warm-up. Synchronizes with the device."""
     for _ in range(_WARMUP_CALLS):
         call()
-    wait_for(device)
+    synchronize(device)
     started_at = time.perf_counter()
     call()
-    wait_for(device)
+    synchronize(device)
     once = max(time.perf_counter() - started_at, 1e-7)
     num_calls = max(_FEWEST_CALLS, min(_MOST_CALLS, int(seconds / once)))
     timed = _by_events if device.type == "cuda" else _by_clock
     return timing_of(timed(call, num_calls))
 
 
-def hold(call: Callable[[], object], device: torch.device, *, seconds: float) -> float:
-    """Mean seconds of one call in the last third of this many seconds of calls without a pause."""
+def sustained_seconds(call: Callable[[], object], device: torch.device, *, seconds: float) -> float:
+    """Mean seconds of one call in the last third of this many seconds of uninterrupted calls."""
     once = measure(call, device, seconds=0.1).median
     num_calls = max(3, int(seconds / once))
     for _ in range(num_calls - num_calls // 3):
         call()
-    wait_for(device)
+    synchronize(device)
     started_at = time.perf_counter()
     for _ in range(num_calls // 3):
         call()
-    wait_for(device)
+    synchronize(device)
     return (time.perf_counter() - started_at) / (num_calls // 3)
 
 
-def wait_for(device: torch.device) -> None:
-    """Until the device has done all it was told; nothing to wait for on the CPU."""
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all launched work; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -21,7 +21,7 @@ from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.models.interop import HuggingFaceReader
 from meshwright.models.names import state_shapes
 from meshwright.optim.build import set_master_weights
-from meshwright.parallel.shards import held_slices
+from meshwright.parallel.shards import global_slices
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.huggingface import load_model
 
@@ -68,8 +68,8 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
     require_same_tensors(run.model, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
     reader = HuggingFaceReader(folder, run.model)
     with torch.no_grad():
-        for one in training.program.owned:
-            value = reader.read_slice(one.name, held_slices(one))
+        for one in training.program.shards:
+            value = reader.read_slice(one.name, global_slices(one))
             if one.name in training.named_shards:
                 set_master_weights(training.optimizer, training.named_shards, {one.name: value})
             else:

@@ -45,7 +45,7 @@ def weight_tensors(training: LiveTraining) -> dict[str, Tensor]:
     """
     program, masters = training.program, master_weights(training.optimizer, training.named_shards)
     tensors: dict[str, Tensor] = {
-        f"model.{one.name}": one.as_global(masters.get(one.name, one.shard)) for one in program.owned
+        f"model.{one.name}": one.as_global(masters.get(one.name, one.shard)) for one in program.shards
     }
     for stage in program.stages:
         persistent = set(stage.state_dict()) - {name for name, _ in stage.named_parameters()}
@@ -67,17 +67,17 @@ def take_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) -> None:
 def all_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, Tensor]:
     """Weights, optimizer states and averages as parts of whole tensors, in the live storage."""
     settle(training.device)  # what offload is still sending to the host
-    owned = {one.name: one for one in training.program.owned}
+    shards = {one.name: one for one in training.program.shards}
     tensors = weight_tensors(training)
     for name, states in _optimizer_tensors(run, training).items():
-        one = owned[name]
+        one = shards[name]
         tensors |= {
             f"optim.{name}.{key}": one.as_global(value, state_dims(key, len(one.shape)))
             for key, value in states.items()
         }
     if training.ema is not None:
         averages = training.ema.averages.items()
-        tensors |= {f"ema.{name}": owned[name].as_global(average) for name, average in averages}
+        tensors |= {f"ema.{name}": shards[name].as_global(average) for name, average in averages}
     if training.fp8_scales is not None:
         tensors |= training.fp8_scales.tensors()
     return tensors
@@ -146,7 +146,7 @@ class Checkpoints:
             take_masters(self.training, tensors)
             self.training.program.gather_parameters()
             if self.training.fp8_scales is not None:
-                self.training.fp8_scales.set_units()
+                self.training.fp8_scales.set_scales()
         return self._restore_facts(manifest)
 
     def _facts(self, progress: Progress) -> dict[str, Any]:

@@ -7,59 +7,58 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.check import Overrides, Run
+from meshwright.cli.check import AsJson, Overrides, Run
 from meshwright.cli.main import new_app
 
 app = new_app(
-    help="Measure this machine: on random data, after a warm-up, by device events; median and spread."
+    help="Measure this machine on random data, after a warm-up, by device events; median and spread."
 )
 
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 SecondsOption = Annotated[
-    float, typer.Option("--seconds", min=0.001, max=60, help="How long each measurement repeats itself.")
+    float, typer.Option("--seconds", min=0.001, max=60, help="Seconds that each measurement is repeated.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 FolderOption = Annotated[
-    Path | None, typer.Option("-o", "--output", help="A folder for JSON, a page and pictures.")
+    Path | None, typer.Option("-o", "--output", help="Write JSON, a Markdown page and charts to this folder.")
 ]
 _DEVICES = ("auto", "cpu", "cuda")
-GEMM_SECTIONS = ("squares", "layers", "quantised", "vocabulary")
+GEMM_SECTIONS = ("squares", "layers", "widths", "vocabulary")
 
 
 @app.command()
 def gemm(
     section: Annotated[
-        str, typer.Option(help="squares, layers, quantised, vocabulary, or all of them.")
+        str, typer.Option(help="squares, layers, widths, vocabulary, or all of them.")
     ] = "all",
     device: DeviceOption = "auto",
     seconds: SecondsOption = 0.2,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
     output: FolderOption = None,
 ) -> None:
-    """Matrix products of real layers by precision, what odd widths cost, and an unpadded vocabulary."""
-    from meshwright.bench.gemm import layers, quantised, squares, vocabularies
-    from meshwright.bench.measurement_report import quantisation_bars
+    """Matmuls of real layers by precision, the cost of odd widths, and of an unpadded vocabulary."""
+    from meshwright.bench.gemm import layers, squares, vocabulary_sizes, width_sweep
+    from meshwright.bench.measurement_report import width_bars
 
     wanted = GEMM_SECTIONS if section == "all" else (_one_of(section, GEMM_SECTIONS, "--section"),)
-    makers = {"squares": squares, "layers": layers, "quantised": quantised, "vocabulary": vocabularies}
-    with _measuring("gemm", device, as_json=as_json, output=output) as bench:
+    makers = {"squares": squares, "layers": layers, "widths": width_sweep, "vocabulary": vocabulary_sizes}
+    with _measurement("gemm", device, as_json=as_json, output=output) as bench:
         for name in wanted:
             bench.section(name, makers[name](bench.device, seconds=seconds))
-        if "quantised" in wanted:
-            bench.say(quantisation_bars(bench.sections["quantised"]))
+        if "widths" in wanted:
+            bench.log(width_bars(bench.sections["widths"]))
 
 
 @app.command()
 def attention(
     device: DeviceOption = "auto",
     seconds: SecondsOption = 0.2,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
     output: FolderOption = None,
 ) -> None:
-    """Causal attention by kernel, head width and sequence, and the kernel that torch chooses."""
+    """Causal attention by kernel, head width and sequence length, and torch's default kernel."""
     from meshwright.bench.attention import attention_rows
 
-    with _measuring("attention", device, as_json=as_json, output=output) as bench:
+    with _measurement("attention", device, as_json=as_json, output=output) as bench:
         bench.section("attention", attention_rows(bench.device, seconds=seconds))
 
 
@@ -67,13 +66,13 @@ def attention(
 def copy(
     device: DeviceOption = "auto",
     seconds: SecondsOption = 0.3,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
     output: FolderOption = None,
 ) -> None:
-    """The device's memory, and its link to the host with pinned and pageable memory."""
+    """Bandwidth of device memory, and of the link to the host with pinned and pageable memory."""
     from meshwright.bench.copy import copy_rows
 
-    with _measuring("copy", device, as_json=as_json, output=output) as bench:
+    with _measurement("copy", device, as_json=as_json, output=output) as bench:
         bench.section("copies", copy_rows(bench.device, seconds=seconds))
 
 
@@ -81,15 +80,15 @@ def copy(
 def comm(
     ranks: Annotated[
         int,
-        typer.Option(min=2, max=1024, help="Ranks on this machine; a launcher's ranks are used as they are."),
+        typer.Option(min=2, max=1024, help="Ranks to start here; under a launcher, its ranks are used."),
     ] = 2,
     device: DeviceOption = "auto",
     seconds: SecondsOption = 0.2,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
     output: FolderOption = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on the terminal; with -o.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing; for use with -o.")] = False,
 ) -> None:
-    """Collectives by size and group: all-reduce, all-gather, reduce-scatter, all-to-all, point to point."""
+    """Collectives by message and group size, from all-reduce to point-to-point."""
     from meshwright.launch.local import is_rank, run_local
 
     if not is_rank():
@@ -104,7 +103,7 @@ def comm(
     world = join_world(device)
     try:
         if world.is_first:
-            with _measuring("comm", device, as_json=as_json, output=output, quiet=quiet) as bench:
+            with _measurement("comm", device, as_json=as_json, output=output, quiet=quiet) as bench:
                 bench.section("collectives", comm_rows(world, seconds=seconds))
         else:
             for _ in comm_rows(world, seconds=seconds):
@@ -115,34 +114,36 @@ def comm(
 
 @app.command()
 def data(
-    path: Annotated[Path | None, typer.Argument(help="A packed dataset; random tokens by default.")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="PATH", help="A packed dataset; random tokens by default.")
+    ] = None,
     device: DeviceOption = "auto",
     seconds: SecondsOption = 1.0,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
     output: FolderOption = None,
 ) -> None:
-    """Tokens per second that our loader brings to the device."""
+    """Tokens per second that the data loader brings to the device."""
     from meshwright.bench.storage import data_rows
 
-    with _measuring("data", device, as_json=as_json, output=output) as bench:
+    with _measurement("data", device, as_json=as_json, output=output) as bench:
         bench.section("data", data_rows(bench.device, seconds=seconds, path=path))
 
 
 @app.command()
 def checkpoint(
     folder: Annotated[
-        Path, typer.Option("--dir", exists=True, file_okay=False, help="Where to write; emptied again.")
+        Path, typer.Option("--dir", exists=True, file_okay=False, help="Folder to write to and clean up.")
     ] = Path("."),
-    size: Annotated[str, typer.Option(help="Bytes of a checkpoint, such as 1GiB.")] = "256MiB",
+    size: Annotated[str, typer.Option(help="Size of the checkpoint, such as 1GiB.")] = "256MiB",
     device: DeviceOption = "auto",
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
     output: FolderOption = None,
 ) -> None:
-    """Bytes per second of saving, verifying and loading a checkpoint in a folder."""
+    """Bytes per second of saving, verifying and loading a checkpoint."""
     from meshwright.bench.storage import checkpoint_rows
     from meshwright.mesh import join_world, leave_world
 
-    with _measuring("checkpoint", device, as_json=as_json, output=output) as bench:
+    with _measurement("checkpoint", device, as_json=as_json, output=output) as bench:
         join_world(device)
         try:
             bench.section("checkpoint", checkpoint_rows(bench.device, folder=folder, sizes=(_bytes(size),)))
@@ -155,14 +156,13 @@ def step(
     run: Run,
     overrides: Overrides = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of the timed window.")] = 5.0,
-    warmup_steps: Annotated[int, typer.Option(min=1)] = 4,
-    profile: Annotated[bool, typer.Option("--profile", help="Also the time by class of kernel.")] = False,
-    as_json: JsonOption = False,
+    warmup_steps: Annotated[int, typer.Option(min=1, help="Steps before the timed window.")] = 4,
+    profile: Annotated[bool, typer.Option("--profile", help="Also print time by class of kernel.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Whole steps of a run file on one device, on random tokens: time, rates, memory, attention kernel.
+    """Training steps of a run file on one device, on random tokens: time, rates, memory, attention kernel.
 
-    The step is the one that `train` makes. Beside other frameworks it is measured by bench/step.py of the
-    source tree.
+    The step is that of `train`. `python -m bench.step` of the source tree compares it with other frameworks.
     """
     from meshwright.bench.step import measure_step, on_random_tokens
     from meshwright.spec.text import load_run
@@ -178,8 +178,8 @@ def step(
     if profile:
         from meshwright.bench.kernel_time import KernelBudget, show_budget
 
-        whole = sum(result["kernel_seconds"].values())
-        typer.echo(show_budget(KernelBudget(whole, result["kernel_seconds"], result["largest_kernels"])))
+        total = sum(result["kernel_seconds"].values())
+        typer.echo(show_budget(KernelBudget(total, result["kernel_seconds"], result["largest_kernels"])))
 
 
 def _require_one_rank(spec: Any) -> None:
@@ -187,9 +187,9 @@ def _require_one_rank(spec: Any) -> None:
 
     if spec.parallel.num_ranks > 1:
         raise SpecError(
-            f"the run asks for {spec.parallel.num_ranks} ranks, one device is measured here",
+            f"the run has {spec.parallel.num_ranks} ranks, and bench step measures one device",
             where="parallel",
-            hint="give overrides such as parallel.dp_shard=1, or train it and read its metrics",
+            hint="override the layout, such as parallel.dp_shard=1, or train the run and read its metrics",
         )
 
 
@@ -199,11 +199,11 @@ def _step_text(result: dict[str, Any]) -> str:
     spread = f"{show_seconds(result['p10_seconds'])} to {show_seconds(result['p90_seconds'])}"
     facts = {
         "device": f"{result['device']}, torch {result['torch']}",
-        "step": f"{show_seconds(result['step_seconds'])}, {spread} for eight steps of ten",
+        "step": f"median {show_seconds(result['step_seconds'])}, p10 to p90 {spread}",
         "tokens": f"{result['tokens_per_second']:.0f} per second",
         "model": f"{result['teraflops']:.4g} TFLOP/s",
-        "loss": f"{result['first_loss']:.4f} at first, {result['last_loss']:.4f} after the window",
-        "first step": f"{show_seconds(result['compile_seconds'])} longer than a usual one",
+        "loss": f"{result['first_loss']:.4f} in the first step, {result['last_loss']:.4f} after the window",
+        "first step": f"{show_seconds(result['compile_seconds'])} longer than the median",
     }
     if "allocated_bytes" in result:
         allocated, reserved = show_bytes(result["allocated_bytes"]), show_bytes(result["reserved_bytes"])
@@ -222,7 +222,7 @@ def _one_of(name: str, known: tuple[str, ...], where: str) -> str:
     if name in known:
         return name
     raise SpecError(
-        f"there is no {name!r}", where=where, hint=nearest(name, known) or f"known: {', '.join(known)}"
+        f"{name!r} is unknown", where=where, hint=nearest(name, known) or f"known: {', '.join(known)}"
     )
 
 
@@ -235,18 +235,18 @@ def _bytes(text: str) -> int:
     except ValueError as error:
         raise SpecError(str(error), where="--size", hint="such as 256MiB") from None
     if not isinstance(size, int) or size < 1024:
-        raise SpecError(f"{text} is no size for a checkpoint", where="--size", hint="at least 1KiB")
+        raise SpecError(f"{text} is too small for a checkpoint", where="--size", hint="use at least 1KiB")
     return size
 
 
-def _measuring(bench: str, device: str, *, as_json: bool, output: Path | None, quiet: bool = False) -> Any:
-    """A measurement on the device that was asked for; talk goes to stderr where stdout is for a program."""
-    from meshwright.bench.measurement import Measuring
+def _measurement(bench: str, device: str, *, as_json: bool, output: Path | None, quiet: bool = False) -> Any:
+    """A measurement on the given device; with --json its progress goes to stderr."""
+    from meshwright.bench.measurement import Measurement
     from meshwright.mesh import choose_device
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if not quiet:
             typer.echo(text, err=as_json)
 
     chosen = choose_device(_one_of(device, _DEVICES, "--device"), 0)
-    return Measuring(bench, chosen, say=say, as_json=as_json, output=output)
+    return Measurement(bench, chosen, log=log, as_json=as_json, output=output)

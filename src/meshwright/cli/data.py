@@ -1,4 +1,4 @@
-"""`meshwright data`: prepare datasets and look at them. Needs no torch."""
+"""`meshwright data`: tokenize, inspect and verify datasets. Needs no torch."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli.check import AsJson
 from meshwright.cli.main import new_app
 
 if TYPE_CHECKING:
@@ -17,19 +18,18 @@ if TYPE_CHECKING:
     from meshwright.data.describe import Bar, Packing
     from meshwright.data.sources import TokenFile
 
-app = new_app(help="Prepare datasets and look at them.")
+app = new_app(help="Tokenize, inspect and verify datasets.")
 
 _SHOWN_CHARACTERS = 600
 _BAR_COLUMNS = 40
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A packed dataset: the folder that `data pack` made.")
+    Path, typer.Argument(metavar="PATH", help="A packed dataset: the folder that `data pack` wrote.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
 class SplitAt(StrEnum):
-    """Where a .txt file is cut into documents."""
+    """Where a .txt file is split into documents."""
 
     FILE = "file"
     BLANK_LINE = "blank-line"
@@ -40,25 +40,25 @@ def pack(
     paths: Annotated[
         list[Path], typer.Argument(metavar="FILE", help=".txt and .jsonl files, or folders of them.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make; must not exist.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to create; it must not exist.")],
     tokenizer: Annotated[
-        str, typer.Option(help="`bytes`, or a Hugging Face tokenizer.json or the folder it is in.")
+        str, typer.Option(help="`bytes`, or a Hugging Face tokenizer.json or its folder.")
     ] = "bytes",
     split: Annotated[
-        SplitAt | None, typer.Option(help="What a document of a .txt file is. [default: file]")
+        SplitAt | None, typer.Option(help="What one document of a .txt file is. [default: file]")
     ] = None,
     field: Annotated[
-        str | None, typer.Option(help="The key of a .jsonl line that holds the text. [default: text]")
+        str | None, typer.Option(help="The key of a .jsonl line with the text. [default: text]")
     ] = None,
     eos: Annotated[
-        str | None, typer.Option(help="The token that ends a document, where tokenizer.json leaves it open.")
+        str | None, typer.Option(help="End-of-document token, where tokenizer.json does not name one.")
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Tokenize text files into a dataset that training reads.
+    """Tokenize text files into a packed dataset for training.
 
-    Documents keep their borders: each is followed by the tokenizer's end of document. The folder appears
-    under its name only when it is complete, and nothing is ever written over.
+    Each document is followed by the tokenizer's end-of-document token. The folder appears under its name
+    only when it is complete, and nothing is overwritten.
 
     Example: meshwright data pack books/ -o books.tokens --split blank-line
     """
@@ -83,13 +83,10 @@ def pack(
 @app.command()
 def inspect(
     path: Folder,
-    documents: Annotated[int, typer.Option(min=0, help="How many documents to show, from the first.")] = 2,
-    as_json: Json = False,
+    documents: Annotated[int, typer.Option(min=0, help="Number of documents to show, from the first.")] = 2,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what a dataset holds.
-
-    Counts, tokenizer, document lengths, and the first documents as text.
-    """
+    """Print a dataset's counts, tokenizer and document lengths, and its first documents as text."""
     from meshwright.data import describe
     from meshwright.data.sources import TokenFile
 
@@ -116,14 +113,13 @@ def inspect(
 def stats(
     path: Folder,
     sequence_length: Annotated[
-        int, typer.Option("--seq", min=1, help="Sequence length in tokens to cut the dataset by.")
+        int, typer.Option("--seq", min=1, help="Tokens per sequence to pack the dataset into.")
     ] = 2048,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Count tokens and documents.
+    """Print document lengths, token frequencies, and how well a sequence length packs the documents.
 
-    Lengths, token frequencies, and how well a sequence length packs the documents. The unigram entropy is
-    the loss that a model reaches without looking at context: training means something only below it.
+    The unigram entropy is the loss of a model that ignores context: a trained model must get below it.
     """
     from meshwright.data import describe
     from meshwright.data.sources import TokenFile
@@ -156,11 +152,8 @@ def stats(
 
 
 @app.command()
-def verify(path: Folder, as_json: Json = False) -> None:
-    """Compare a dataset with its hashes.
-
-    Reads every byte. The exit code is 2 when anything is damaged.
-    """
+def verify(path: Folder, as_json: AsJson = False) -> None:
+    """Compare a dataset with its hashes; reads every byte. Exit code 2: a file is damaged."""
     from meshwright.data.sources import TokenFile
     from meshwright.errors import EXIT_INPUT, DataError
 
@@ -172,12 +165,12 @@ def verify(path: Folder, as_json: Json = False) -> None:
             raise
         damage = [f"{error.where}: {error.fact}"]
     if as_json:
-        _print_json({"path": str(path), "sound": not damage, "damage": damage})
+        _print_json({"path": str(path), "intact": not damage, "damage": damage})
         raise typer.Exit(EXIT_INPUT if damage else 0)
     if damage:
-        hint = "copy the dataset again from where it is sound, or pack it again"
+        hint = "copy the dataset again from an intact copy, or pack it again"
         raise DataError("the dataset is damaged: " + "; ".join(damage), where=str(path), hint=hint)
-    typer.echo(f"{path}: sound ({len(dataset.manifest.sha256)} files match their sha256)")
+    typer.echo(f"{path}: intact ({len(dataset.manifest.sha256)} files match their sha256)")
 
 
 def _require_effect(files: list[Path], *, split: SplitAt | None, field: str | None) -> None:
@@ -193,7 +186,7 @@ def _require_effect(files: list[Path], *, split: SplitAt | None, field: str | No
 
 @contextmanager
 def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the bytes done; drawn on stderr when that is a terminal."""
+    """A progress bar on stderr, if that is a terminal; yields a function to call with the bytes done."""
     from rich import progress
     from rich.console import Console
 
@@ -258,11 +251,11 @@ def _packing_rows(packing: "Packing") -> list[tuple[str, str]]:
         (
             f"in {packing.sequence_length:,}s",
             f"{packing.num_sequences:,} sequences, {packing.documents_per_sequence:.3g} documents each, "
-            f"{packing.unused_tokens:,} tokens left over",
+            f"{packing.unused_tokens:,} tokens unused",
         ),
-        ("targets", f"{packing.target_share:.2%} of positions, when documents are separate"),
-        ("cut documents", f"{packing.share_cut:.1%} of documents go on in the next sequence"),
-        ("without packing", f"{packing.padded_share:.1%} of positions would hold a token, the rest padding"),
+        ("targets", f"{packing.target_share:.2%} of positions, with separate documents (document masking)"),
+        ("split documents", f"{packing.share_cut:.1%} of documents continue in the next sequence"),
+        ("without packing", f"{packing.padded_share:.1%} of positions would be tokens, the rest padding"),
     ]
 
 
@@ -279,7 +272,7 @@ def _first_documents(dataset: "TokenFile", count: int) -> list[str]:
 
     tokenizer = tokenizer_of(dataset.folder, dataset.manifest.tokenizer)
     shown = range(min(count, dataset.manifest.num_documents))
-    # A character is at most four byte tokens: this many are enough, and a huge document costs nothing.
+    # A character is at most four byte tokens: this many are enough, even of a huge document.
     tokens = (dataset.document(index)[: 4 * _SHOWN_CHARACTERS + 4] for index in shown)
     return [_shortened(tokenizer.decode(each.tolist())) for each in tokens]
 
@@ -318,7 +311,7 @@ def _print_documents(texts: list[str]) -> None:
     for number, text in enumerate(texts):
         typer.echo(f"\ndocument {number}")
         for line in text.splitlines():
-            # What stands in data must not steer the terminal it is shown on.
+            # Control characters in the data must not reach the terminal.
             typer.echo("  | " + "".join(each if each.isprintable() else "·" for each in line))
 
 

@@ -1,14 +1,15 @@
-"""`meshwright env`: what this machine has, for a bug report or a first look. Never secrets."""
+"""`meshwright env`: versions and hardware of this machine, for a bug report. It never prints secrets."""
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+
+from meshwright.cli.check import AsJson
 
 PACKAGES = (
     "meshwright",
@@ -25,7 +26,7 @@ PACKAGES = (
     "transformers",
     "triton",
 )
-# Only these, by name: an environment is full of secrets.
+# The only environment variables that are read: others may hold secrets.
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -60,20 +61,18 @@ LAUNCHER_VARIABLES = (
 )
 
 
-def env(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
-) -> None:
-    """Show what this machine has: versions, cores, memory, accelerators, launcher variables.
+def env(as_json: AsJson = False) -> None:
+    """Print versions, cores, memory, accelerators and launcher variables of this machine.
 
-    Works without torch; what torch would tell is then left out. No other environment variables are
-    read, so the output can go into a bug report as it is.
+    Works without torch, whose facts are then left out. No other environment variables are read, so the
+    output can go into a bug report as it is.
     """
     facts = environment()
     typer.echo(json.dumps(facts, indent=2) if as_json else _as_text(facts))
 
 
 def environment() -> dict[str, Any]:
-    """The facts, as plain values."""
+    """The facts that `env` prints, as plain values."""
     return {
         "versions": {"python": platform.python_version(), **_package_versions()},
         "machine": _machine(),
@@ -107,7 +106,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _accelerators() -> list[dict[str, Any]] | None:
-    """Each CUDA device; None when there is no torch to ask."""
+    """The CUDA devices; None without torch."""
     try:
         import torch
     except ModuleNotFoundError:

@@ -77,7 +77,7 @@ def probe(
 
     chosen = choose_device(_device_kind(device), 0)
     _require_room(output)
-    document = measure(chosen, seconds=seconds, say=lambda text: typer.echo(f"measuring {text}", err=True))
+    document = measure(chosen, seconds=seconds, log=lambda text: typer.echo(f"measuring {text}", err=True))
     num_ranks = ranks or (torch.cuda.device_count() if chosen.type == "cuda" else 1)
     if num_ranks > 1:
         document["collectives"] = _collectives(num_ranks, chosen.type, seconds)

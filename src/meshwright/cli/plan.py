@@ -100,7 +100,7 @@ def _asked(model: str, pins: list[str], **said: Any) -> Any:
     """The question in numbers."""
     from meshwright.hardware import cluster_of
     from meshwright.plan.search.pins import parse_pins
-    from meshwright.plan.search.request import Request, ask
+    from meshwright.plan.search.request import Request, fill_request
     from meshwright.spec.violations import nearest
     from meshwright.units import parse_count
 
@@ -120,7 +120,7 @@ def _asked(model: str, pins: list[str], **said: Any) -> Any:
         allow=said["allow"],
         objective=said["objective"],
     )
-    return ask(request)
+    return fill_request(request)
 
 
 def _number(option: str, text: str | None, parse: Callable[[object], object]) -> Any:
@@ -195,16 +195,16 @@ def _print(made: Any, asked: Any, why: list[str], instead: list[str]) -> None:
     for name in ("", "layout", "step", "tokens/s/GPU", "MFU", "memory", "duration", "GPU-hours"):
         left = name in ("", "layout")
         table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="fold")
-    for number, choice in enumerate(made.top, start=1):
+    for number, candidate in enumerate(made.top, start=1):
         table.add_row(
             str(number),
-            layout_words(choice.run),
-            show_seconds(choice.step_seconds),
-            f"{choice.tokens_per_second / choice.num_ranks:,.0f}",
-            f"{choice.mfu:.1%}",
-            show_bytes(choice.device_bytes),
-            show_seconds(choice.days(asked.tokens) * 86400),
-            _hours(choice.device_hours(asked.tokens)),
+            layout_words(candidate.run),
+            show_seconds(candidate.step_seconds),
+            f"{candidate.tokens_per_second / candidate.num_ranks:,.0f}",
+            f"{candidate.mfu:.1%}",
+            show_bytes(candidate.device_bytes),
+            show_seconds(candidate.days(asked.tokens) * 86400),
+            _hours(candidate.device_hours(asked.tokens)),
         )
     console.print(table)
     low, high = best.interval_seconds

@@ -1,49 +1,52 @@
-"""`meshwright rehearse`: be any rank of a run on this machine, before anything is queued."""
+"""`meshwright rehearse`: trace any rank of a run on this machine, and prove the run on a few local ranks."""
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.check import AsJson, Overrides, Run
-from meshwright.cli.proof import tell_proof
+from meshwright.cli.check import AsJson, On, Overrides, Run
 from meshwright.errors import SpecError
 
 
 def rehearse(
     run: Run,
     overrides: Overrides = None,
+    on: On = "",
     rank: Annotated[
         int | None,
-        typer.Option("--rank", help="One rank; by default one of the first, a middle and the last stage."),
+        typer.Option("--rank", help="Trace this rank; by default one of the first, a middle and last stage."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to trace; the last one counts.")] = 2,
-    on: Annotated[str, typer.Option("--on", help="The device it must fit, such as h100:8x16.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Steps to trace; the report is of the last one.")] = 2,
     imbalance: Annotated[
-        float, typer.Option(min=1.0, help="Rows that the experts of this rank get, over the mean.")
+        float, typer.Option(min=1.0, help="Rows that this rank's experts receive, over the mean.")
     ] = 1.0,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Trace every layer and micro-batch, also those that repeat.")
-    ] = False,
+    extrapolate: Annotated[
+        bool, typer.Option(help="Trace long steps with fewer layers and micro-batches, and extrapolate.")
+    ] = True,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Run the rank for real on this machine's GPU too.")
+        bool, typer.Option("--measure", help="Also run the rank's step on this machine's GPU.")
     ] = False,
-    proof: Annotated[bool, typer.Option(help="Prove the numbers on a small world of this machine.")] = True,
-    full: Annotated[
-        bool, typer.Option("--full", help="As many small worlds as it takes to run every two axes together.")
+    proof: Annotated[bool, typer.Option(help="Prove the run on local ranks after the trace.")] = True,
+    all_pairs: Annotated[
+        bool,
+        typer.Option(
+            "--all-pairs", help="Prove in as many small worlds as it takes to run every pair of axes."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build one rank of the full world on this machine, and prove the numbers on a small one.
+    """Trace a rank of the full run on this machine, then prove the run on a few local ranks.
 
-    The very step of the run is traced on the CPU: what each rank allocates, at its fullest moment and by
-    item, what it sends and what it computes. No GPU is needed. Exit code 3: it does not fit the device
-    named by --on.
+    The trace runs the step of `train` on fake tensors, as one rank of the full world. It reports peak memory
+    by item, the bytes that the allocator reserves, collectives and FLOPs. It needs no GPU. Exit code 3: the
+    rank does not fit the device named by --on.
 
-    Then the run shrinks until local ranks can train it: fewer layers, narrow widths, every axis at its
-    smallest degree, the same schedule and rules. Three steps in float64 must equal one device: loss, every
-    gradient, weights and optimizer states. Where there is a CUDA card, NCCL ranks on it are proved too.
-    Exit code 4: something differs, and the worst parameter is named.
+    The proof shrinks the run to at most 8 local ranks: fewer layers, smaller widths, every axis at its
+    smallest degree, the same schedule and settings. Three steps in float64 must equal one device: loss, every
+    gradient, weights and optimizer states. With a CUDA device the proof also runs on NCCL ranks. Exit code 4:
+    something differs, and the worst parameter is named.
     """
     from meshwright.hardware.catalogue import parse_cluster
     from meshwright.spec.text import read_run
@@ -51,22 +54,22 @@ def rehearse(
     loaded = read_run(run, overrides or [])
     loaded.require_valid()
     cluster = parse_cluster(on) if on else None
-    _require_sense(loaded.run, rank, imbalance, measure=measure, proof=proof, full=full)
-    reports = _traced(loaded.run, rank, steps, imbalance, is_whole=whole)
-    measured = _measured(loaded.run, reports, imbalance) if measure else []
+    _check_options(loaded.run, rank, imbalance, measure=measure, proof=proof, all_pairs=all_pairs)
+    reports = _trace(loaded.run, rank, steps, imbalance, extrapolate=extrapolate)
+    measured = _measure(loaded.run, reports, imbalance) if measure else []
     if not as_json:
-        _print(reports, measured, cluster)
-    proved = list(tell_proof(loaded.run, full=full, quiet=as_json)) if proof else []
+        _print_reports(reports, measured, cluster)
+    proved = list(_prove(loaded.run, all_pairs=all_pairs, as_json=as_json)) if proof else []
     if as_json:
         typer.echo(json.dumps({**_document(reports, measured, cluster), "proof": proved}))
     if cluster is not None:
         _require_fit(loaded.run, reports, cluster)
 
 
-def _require_sense(
-    run: Any, rank: int | None, imbalance: float, *, measure: bool, proof: bool, full: bool
+def _check_options(
+    run: Any, rank: int | None, imbalance: float, *, measure: bool, proof: bool, all_pairs: bool
 ) -> None:
-    """What the options ask for is refused before seconds of tracing, not after."""
+    """Refuse options that cannot work before the trace, which takes seconds."""
     from meshwright.rehearse.measure import measuring_device
     from meshwright.rehearse.world import require_rank
 
@@ -80,56 +83,92 @@ def _require_sense(
             where="--imbalance",
             hint="leave it out",
         )
-    if full and not proof:
+    if all_pairs and not proof:
         raise SpecError(
-            "--full has no effect with --no-proof: it is about the worlds of the proof",
-            where="--full",
+            "--all-pairs has no effect with --no-proof: it is an option of the proof",
+            where="--all-pairs",
             hint="leave one of the two out",
         )
 
 
-def _traced(run: Any, rank: int | None, steps: int, imbalance: float, *, is_whole: bool) -> list[Any]:
+def _trace(run: Any, rank: int | None, steps: int, imbalance: float, *, extrapolate: bool) -> list[Any]:
     from meshwright.rehearse.parallel_traces import rehearse_ranks
     from meshwright.rehearse.rank_report import ranks_to_rehearse
 
     ranks = ranks_to_rehearse(run.parallel) if rank is None else [rank]
     named = ", ".join(map(str, ranks))
-    typer.echo(f"tracing rank{'s' * (len(ranks) > 1)} {named} of {run.parallel.num_ranks}", err=True)
+    _log(f"tracing rank{'s' * (len(ranks) > 1)} {named} of {run.parallel.num_ranks}")
     return rehearse_ranks(
         run,
         ranks,
         num_steps=steps,
         imbalance=imbalance,
-        is_whole=is_whole,
-        tell=lambda words: typer.echo(f"  {words}", err=True),
+        extrapolate=extrapolate,
+        log=lambda line: _log(f"  {line}"),
     )
 
 
-def _measured(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
-    from meshwright.rehearse.measure import keep_pair, measure_rank
+def _measure(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
+    from meshwright.rehearse.measure import log_prediction, measure_rank
 
     measured = [measure_rank(run, report.rank, imbalance=imbalance) for report in reports]
-    line = keep_pair(run, measured)
+    line = log_prediction(run, measured)
     if line is not None:
-        typer.echo(line, err=True)
+        _log(line)
     return measured
 
 
-def _print(reports: list[Any], measured: list[Any], cluster: Any) -> None:
+def _print_reports(reports: list[Any], measured: list[Any], cluster: Any) -> None:
     from rich.console import Console
 
-    from meshwright.rehearse.tables import draw_collectives, draw_measured, draw_memory, moment_lines
+    from meshwright.rehearse.tables import draw_collectives, draw_measured, draw_memory, peak_lines
 
     console = Console()
     console.print(draw_memory(reports, cluster, width=console.width))
     console.print()
-    for line in moment_lines(reports):
+    for line in peak_lines(reports):
         console.print(line, highlight=False)
     console.print()
     console.print(draw_collectives(reports))
     if measured:
         console.print()
         console.print(draw_measured(reports, measured))
+
+
+def _prove(run: Any, *, all_pairs: bool, as_json: bool) -> Iterator[dict[str, Any]]:
+    """Prove the run on local ranks; one document per verdict. A failed proof is raised, exit code 4."""
+    import torch
+
+    from meshwright.rehearse.prove import layout_text, prove, require_proved
+    from meshwright.rehearse.shrink import shrink
+
+    smalls = shrink(run, all_pairs=all_pairs)
+    has_cuda = torch.cuda.is_available() and run.device != "cpu"
+    for small in smalls:
+        _log(f"proving {layout_text(small.run.parallel)} in float64 against one device")
+        if small.changes:
+            _log(f"  smaller or left out: {', '.join(small.changes)}")
+    for verdict in prove(smalls, ranks=("cpu", "cuda") if has_cuda else ("cpu",)):
+        require_proved(verdict)
+        if not as_json:
+            typer.echo(f"proved: {verdict.line}")
+        yield _proof_document(verdict)
+
+
+def _proof_document(verdict: Any) -> dict[str, Any]:
+    name, error = verdict.worst
+    return {
+        "layout": verdict.shrunken.run.parallel.model_dump(mode="json"),
+        "ranks": verdict.ranks,
+        "left_out": list(verdict.shrunken.changes),
+        "optimizers": list(verdict.optimizers),
+        "num_gradients": verdict.num_gradients,
+        "worst_error": error,
+        "worst": name,
+        "tolerance": verdict.tolerance,
+        "seconds": verdict.seconds,
+        "line": verdict.line,
+    }
 
 
 def _document(reports: list[Any], measured: list[Any], cluster: Any) -> dict[str, Any]:
@@ -148,3 +187,8 @@ def _require_fit(run: Any, reports: list[Any], cluster: Any) -> None:
     from meshwright.rehearse.fits_device import require_fit
 
     require_fit(run, reports, cluster)
+
+
+def _log(line: str) -> None:
+    """One line on stderr, at once."""
+    typer.echo(line, err=True)

@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import typer
 
-# What a person may write for a number: `4M`, `1_000`, `80GiB`.
-_HUMAN_NUMBER = {
+# Numbers as text: `4M`, `1_000`, `80GiB`.
+_NUMBER_TEXT = {
     "type": "string",
     "pattern": r"^\s*[+-]?[0-9][0-9_,]*\.?[0-9]*([eE][+-]?[0-9]+)?\s*[a-zA-Z]*\s*$",
 }
-_KEPT_OUTSIDE = ("title", "description", "default")
+_ANNOTATIONS = ("title", "description", "default")
 
 
 def schema() -> None:
@@ -24,14 +24,14 @@ def schema() -> None:
 
 
 def run_schema() -> dict[str, Any]:
-    """The schema of `RunSpec`, loosened by what the text form accepts besides.
+    """The schema of `RunSpec`, widened by what a run file may contain besides.
 
-    Numbers may be text (`4M`), the model a name, and no key is required, since a recipe may say it.
+    A number may be text (`4M`), the model may be a name, and no key is required, since a recipe may set it.
     """
     from meshwright.spec.families import FAMILIES
     from meshwright.spec.run import RunSpec
 
-    document = _loosened(RunSpec.model_json_schema(mode="validation"))
+    document = _widened(RunSpec.model_json_schema(mode="validation"))
     document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     properties = document["properties"]
     properties["model"] = {
@@ -39,21 +39,21 @@ def run_schema() -> dict[str, Any]:
         "anyOf": [{"enum": list(FAMILIES)}, {"type": "string"}, {"$ref": "#/$defs/ModelSpec"}],
     }
     properties["recipe"] = {
-        "description": "A recipe's name or another run file; this file is laid over it.",
+        "description": "The name of a recipe, or another run file; this file overrides its values.",
         "type": "string",
     }
     return document
 
 
-def _loosened(node: Any) -> Any:
-    """The same schema with human numbers allowed and nothing required."""
+def _widened(node: Any) -> Any:
+    """The same schema with numbers as text allowed and nothing required."""
     if isinstance(node, list):
-        return [_loosened(item) for item in cast(list[Any], node)]
+        return [_widened(item) for item in cast(list[Any], node)]
     if not isinstance(node, dict):
         return node
     fields = cast(dict[str, Any], node)
-    changed = {key: _loosened(value) for key, value in fields.items() if key != "required"}
+    changed = {key: _widened(value) for key, value in fields.items() if key != "required"}
     if changed.get("type") not in ("integer", "number"):
         return changed
-    outside = {key: changed.pop(key) for key in _KEPT_OUTSIDE if key in changed}
-    return {**outside, "anyOf": [changed, _HUMAN_NUMBER]}
+    outside = {key: changed.pop(key) for key in _ANNOTATIONS if key in changed}
+    return {**outside, "anyOf": [changed, _NUMBER_TEXT]}

@@ -76,24 +76,24 @@ def memory(
     from meshwright.errors import SpecError
     from meshwright.hardware import cluster_of
     from meshwright.plan.draw.memory import draw_memory_svg, draw_memory_text, shown_stages
-    from meshwright.plan.search.decision import choice_of
+    from meshwright.plan.search.decision import candidate_of
     from meshwright.spec.text import load_run
 
     if not on:
         raise SpecError("no device is given", where="--on", hint="such as --on h100:8 or --on leonardo:16")
-    choice = choice_of(load_run(run, overrides or []), cluster_of(on))
+    candidate = candidate_of(load_run(run, overrides or []), cluster_of(on))
     if svg is not None:
-        _write(svg, draw_memory_svg(choice))
+        _write(svg, draw_memory_svg(candidate))
     if as_json:
         document = {
-            "fits": choice.may_fit,
-            "device_bytes": choice.device_bytes,
-            "stages": shown_stages(choice),
-            "host": shown_stages(choice, on_host=True),
+            "fits": candidate.may_fit,
+            "device_bytes": candidate.device_bytes,
+            "stages": shown_stages(candidate),
+            "host": shown_stages(candidate, on_host=True),
         }
         typer.echo(json.dumps(document))
     else:
-        Console().print(draw_memory_text(choice))
+        Console().print(draw_memory_text(candidate))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Batches for one data-parallel rank, cut from a global order that no number of ranks changes.
+"""Batches for one data-parallel rank, sharding from a global order that no number of ranks changes.
 
 The global batch at position p is the samples p ... p + batch_sequences - 1 of the global order (during a
 ramp the position tells how many). Its
@@ -31,7 +31,7 @@ _BATCHES_AHEAD = 2
 
 
 class Microbatch(NamedTuple):
-    """One forward and backward of one rank; every tensor has B first, so a schedule may cut it."""
+    """One forward and backward of one rank; every tensor has B first, so a schedule may sharding it."""
 
     tokens_BS: Tensor
     """int64."""
@@ -77,7 +77,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSharding:
     """How a global batch is dealt out to ranks and microbatches, and what the tensors are."""
 
     batch_sequences: int
@@ -116,16 +116,16 @@ class Batches:
         self,
         samples: Samples,
         order: SampleOrder,
-        cut: Cut,
+        sharding: BatchSharding,
         *,
         max_epochs: int | None,
         size_at: Callable[[int], int],
     ) -> None:
-        self.samples, self.order, self.cut, self._size_at = samples, order, cut, size_at
+        self.samples, self.order, self.sharding, self._size_at = samples, order, sharding, size_at
         self.num_samples = None if max_epochs is None else max_epochs * order.num_samples
         self.position = 0
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
-        self._worker = ThreadPoolExecutor(1, "batches", initializer=_use_device, initargs=(cut.device,))
+        self._worker = ThreadPoolExecutor(1, "batches", initializer=_use_device, initargs=(sharding.device,))
 
     def __iter__(self) -> Self:
         return self
@@ -139,7 +139,7 @@ class Batches:
         batch = future.result()
         self.position = position
         self._make_ahead()
-        return on_device(batch, self.cut.device)
+        return on_device(batch, self.sharding.device)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -177,8 +177,8 @@ class Batches:
 
     def _batch(self, position: int, count: int) -> Batch:
         ids = self.order.sample_ids(position, count)
-        cut = replace(self.cut, batch_sequences=self._size_at(position))
-        return cut_batch(self.samples, ids, cut, total_ids=ids)
+        sharding = replace(self.sharding, batch_sequences=self._size_at(position))
+        return build_local_batch(self.samples, ids, sharding, total_ids=ids)
 
     def _discard(self) -> None:
         for _, future in self._ahead:
@@ -212,8 +212,8 @@ def build_batches(
     samples = open_samples(spec, vocab_size=vocab_size)
     num_training = len(samples) - spec.holdout_sequences
     order = SampleOrder(num_training, seed, spec.shuffle)
-    cut = _cut(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
-    return Batches(samples, order, cut, max_epochs=spec.max_epochs, size_at=spec.batch_sequences_at)
+    sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
+    return Batches(samples, order, sharding, max_epochs=spec.max_epochs, size_at=spec.batch_sequences_at)
 
 
 def evaluation_batches(
@@ -225,26 +225,26 @@ def evaluation_batches(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Batch]:
-    """The held-out samples once, in order, cut like training batches and filled up with padding rows.
+    """The held-out samples once, in order, sharding like training batches and filled up with padding rows.
 
     Weights divide by the target tokens of the whole holdout (and `sequence_weights_B` by its sequences):
-    the evaluation loss is the plain sum of loss x weight over all batches and ranks, whatever the cut.
+    the evaluation loss is the plain sum of loss x weight over all batches and ranks, whatever the sharding.
     """
     samples = open_samples(spec, vocab_size=vocab_size)
-    cut = _cut(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
+    sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
     holdout = np.arange(len(samples) - spec.holdout_sequences, len(samples), dtype=np.int64)
     for start in range(0, len(holdout), spec.batch_sequences):
         ids = holdout[start : start + spec.batch_sequences]
-        yield on_device(cut_batch(samples, ids, cut, total_ids=holdout), cut.device)
+        yield on_device(build_local_batch(samples, ids, sharding, total_ids=holdout), sharding.device)
 
 
-def _cut(
+def _sharding(
     spec: DataSpec, *, dp_rank: int, dp_size: int, device: torch.device | str, dtype: torch.dtype
-) -> Cut:
+) -> BatchSharding:
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:  # threads have a current device of their own
         place = torch.device("cuda", torch.cuda.current_device())
-    return Cut(spec.batch_sequences, spec.microbatch_sequences, dp_rank, dp_size, place, dtype)
+    return BatchSharding(spec.batch_sequences, spec.microbatch_sequences, dp_rank, dp_size, place, dtype)
 
 
 def open_samples(spec: DataSpec, *, vocab_size: int) -> Samples:
@@ -266,14 +266,16 @@ def open_source(spec: DataSpec) -> TokenSource:
     return TokenFile.open(str(spec.path))
 
 
-def cut_batch(samples: Samples, ids: NDArray[np.int64], cut: Cut, *, total_ids: NDArray[np.int64]) -> Batch:
+def build_local_batch(
+    samples: Samples, ids: NDArray[np.int64], sharding: BatchSharding, *, total_ids: NDArray[np.int64]
+) -> Batch:
     """One rank's part of the global batch `ids`, on the host; weights divide by the totals of `total_ids`."""
-    local = cut.local(ids)
+    local = sharding.local(ids)
     rows = samples.rows(local)
     # At least 1: a batch in which no target counts has weight zero, not not-a-number.
     token_weight = 1 / max(1, samples.num_targets(total_ids))
-    weights = torch.from_numpy(rows.counts_BS * token_weight).to(cut.dtype)
-    sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(cut.dtype)
+    weights = torch.from_numpy(rows.counts_BS * token_weight).to(sharding.dtype)
+    sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(sharding.dtype)
     whole = Microbatch(
         tokens_BS=torch.from_numpy(rows.tokens_BS),
         targets_BS=torch.from_numpy(rows.targets_BS),
@@ -283,7 +285,7 @@ def cut_batch(samples: Samples, ids: NDArray[np.int64], cut: Cut, *, total_ids: 
         sequence_weights_B=sequence_weights,
     )
     return Batch(
-        microbatches=_split(whole, cut),
+        microbatches=_split(whole, sharding),
         num_tokens=samples.num_targets(ids),
         num_sequences=len(ids),
         sample_ids=tuple(ids.tolist()),
@@ -306,11 +308,11 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _split(whole: Microbatch, cut: Cut) -> tuple[Microbatch, ...]:
+def _split(whole: Microbatch, sharding: BatchSharding) -> tuple[Microbatch, ...]:
     whole = whole.each(Tensor.contiguous)
-    if cut.device.type == "cuda":  # only from pinned memory is a copy asynchronous
+    if sharding.device.type == "cuda":  # only from pinned memory is a copy asynchronous
         whole = whole.each(Tensor.pin_memory)
-    size, num_rows = cut.microbatch_sequences, len(whole.tokens_BS)
+    size, num_rows = sharding.microbatch_sequences, len(whole.tokens_BS)
     return tuple(_rows(whole, start, start + size) for start in range(0, num_rows, size))
 
 

@@ -1,4 +1,4 @@
-"""The blocks of a module that is not ours: what is recomputed, compiled and gathered one at a time."""
+"""The blocks of a user module: the modules that are recomputed, compiled and gathered one at a time."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from meshwright.errors import SpecError
 from meshwright.spec.violations import nearest
 
 Blocks = dict[str, nn.Module]
-"""By their names in the model; a module that is used several times stands once."""
+"""Blocks by their names in the model; a module that is used several times appears once."""
 
 
 def find_blocks(model: nn.Module, pattern: str | None = None) -> Blocks:
-    """The blocks of a model, named by a pattern or found; empty when nothing looks like one.
+    """The blocks of a model, named by a pattern or found; empty when no module looks like one.
 
-    Found are the members of every ModuleList or Sequential that share their class with another. Where they
-    differ in the shapes of their parameters, as the stages of a convolutional network do, and each of them
-    holds such a list itself, those inner ones are the blocks.
+    Blocks that are found are members of a ModuleList or Sequential that share their class with another
+    member. Where such members differ in the shapes of their parameters, as the stages of a convolutional
+    network do, and each of them holds such a list itself, the inner members are the blocks.
     """
     found = _named(model, pattern) if pattern is not None else list(_found(model, ""))
     by_module = {id(module): (name, module) for name, module in reversed(found)}
@@ -42,45 +42,45 @@ def _named(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
         raise SpecError(
             f"pattern {pattern!r} matches none of the {len(names)} modules of {type(model).__name__}",
             where="blocks",
-            hint=hint or "leave `blocks` out: this model has no list of alike modules",
+            hint=hint or "leave `blocks` out: this model has no list of modules of one class",
         )
     return found
 
 
 def list_names(model: nn.Module) -> list[str]:
-    """Names of the lists that hold the blocks that are found without a pattern."""
+    """Names of the lists that hold the blocks found without a pattern."""
     names = [name.rpartition(".")[0] for name, _ in _found(model, "")]
     return list(dict.fromkeys(names))
 
 
 def _found(module: nn.Module, name: str, *, can_descend: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    members = _alike(module)
+    members = _members_of_one_class(module)
     inner = {
         key: list(_found(child, _joined(name, key), can_descend=can_descend and key not in members))
         for key, child in module.named_children()
     }
-    goes_inside = can_descend and _has_other_shapes(members) and all(inner[key] for key in members)
+    descends = can_descend and _differ_in_shapes(members) and all(inner[key] for key in members)
     for key, child in module.named_children():
-        if key in members and not goes_inside:
+        if key in members and not descends:
             yield _joined(name, key), child
         else:
             yield from inner[key]
 
 
-def _alike(module: nn.Module) -> Blocks:
-    """Members of a list that share their class with another; a bare layer without modules inside is none."""
+def _members_of_one_class(module: nn.Module) -> Blocks:
+    """Members of a list that share their class with another member and have submodules."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return {}
-    full = {key: one for key, one in module.named_children() if any(one.children()) and _has_parameters(one)}
-    counts = Counter(type(one) for one in full.values())
-    return {key: one for key, one in full.items() if counts[type(one)] > 1}
+    found = {key: one for key, one in module.named_children() if any(one.children()) and _has_parameters(one)}
+    counts = Counter(type(one) for one in found.values())
+    return {key: one for key, one in found.items() if counts[type(one)] > 1}
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _has_other_shapes(members: Blocks) -> bool:
+def _differ_in_shapes(members: Blocks) -> bool:
     shapes = {tuple(tuple(one.shape) for one in member.parameters()) for member in members.values()}
     return len(shapes) > 1
 

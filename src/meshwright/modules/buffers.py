@@ -1,4 +1,4 @@
-"""Buffers of a module that forward changes, such as running statistics: no gradient keeps them together."""
+"""Buffers of a module that forward changes, such as running statistics: no gradient keeps them equal."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from meshwright.mesh import Mesh
 
 
 class SharedBuffers:
-    """The saved buffers of this rank's modules; all data-parallel ranks take the values of the first."""
+    """The persistent buffers of this rank's modules; all data-parallel ranks take the values of the first."""
 
     def __init__(self, modules: Sequence[nn.Module], mesh: Mesh) -> None:
         self._group = mesh.data.get_group("data")
@@ -21,8 +21,8 @@ class SharedBuffers:
             self._by_dtype[buffer.dtype].append(buffer)
 
     @torch.no_grad()
-    def follow_first(self) -> None:
-        """One broadcast for each dtype; every data-parallel rank calls it. No host sync."""
+    def broadcast(self) -> None:
+        """Broadcast the first rank's values; every data-parallel rank calls it. No host sync."""
         if self._group.size() == 1:
             return
         for buffers in self._by_dtype.values():

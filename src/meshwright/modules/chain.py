@@ -1,9 +1,9 @@
-"""A module as a chain of its parts, which is what a pipeline can cut.
+"""A module as a chain of its parts, which a pipeline can split into stages.
 
-Nothing tells from the outside what a forward does between its submodules. So whoever wants pp names the
-parts in the order in which they run, each taking the output of the one before; an `nn.Sequential` is such a
-chain as it stands. The claim is tried on a batch before anything is cut: the chain must give the loss that
-the whole module gives.
+Nothing shows from the outside what a forward does between its submodules. So for pp the user names the parts
+in the order in which they run, each taking the output of the one before; an `nn.Sequential` is such a chain
+already. The order is verified on a batch before anything is split: the chain must give the same loss as the
+module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from meshwright.errors import SpecError
 from meshwright.modules.blocks import find_blocks
 from meshwright.modules.hf_layers import is_published, published_order
-from meshwright.modules.program import Loss
-from meshwright.spec.stages import balanced_cuts
+from meshwright.modules.module_program import Loss
+from meshwright.spec.stages import balanced_bounds
 
 _WHERE = "model"
-# The same operators in the same order: only kernels chosen by memory layout may differ in the last bits.
+# The same operators in the same order: only kernels that depend on memory layout may differ in the last bits.
 _SAME_LOSS = 1e-4
 
 
 def first_of(batch: Any) -> Tensor:
-    """What a module is called with, by habit: the batch, its first member, or its `input_ids`."""
+    """The default input of a module: the batch itself, its first member, or its `input_ids`."""
     if isinstance(batch, Mapping):
         return batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
     return batch if isinstance(batch, Tensor) else batch[0]
@@ -34,12 +34,12 @@ def first_of(batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Chain:
-    """A module, its parts in the order in which they run, and what the first of them is given."""
+    """A module, its parts in the order in which they run, and the input of the first part."""
 
     model: nn.Module
     order: Sequence[str] | None = None
-    """Names of submodules, or patterns such as `blocks.*`; absent: the children of an nn.Sequential,
-    or what a Hugging Face decoder publishes."""
+    """Names of submodules, or patterns such as `blocks.*`; None: the children of an nn.Sequential, or the
+    order that a Hugging Face decoder publishes."""
     inputs: Callable[[Any], Tensor] = first_of
     """From a batch to the tensor that the module is called with."""
 
@@ -51,8 +51,8 @@ class Chain:
         if order is None:
             if not isinstance(self.model, nn.Sequential):
                 raise SpecError(
-                    f"nothing says in which order {type(self.model).__name__} runs its parts, so pp cannot "
-                    "cut it",
+                    f"the order in which {type(self.model).__name__} runs its parts is not known, so pp "
+                    "cannot split it into stages",
                     where=_WHERE,
                     hint="meshwright.Chain(model, ['embedding', 'blocks.*', 'head']), or use pp=1",
                 )
@@ -61,13 +61,13 @@ class Chain:
         names = [name for name, _ in found]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            fact = f"part {twice!r} is named twice, and it can stand in one stage only"
+            fact = f"part {twice!r} is named twice, and it can be in one stage only"
             raise SpecError(fact, where=_WHERE, hint="name each part once, or use pp=1")
         return dict(found)
 
 
 def run_parts(parts: Sequence[nn.Module], x: Any) -> Any:
-    """One after the other; of a part that gives a tuple the first member goes on."""
+    """Run parts one after the other; of a part that returns a tuple, the first member is passed on."""
     for part in parts:
         x = part(x)
         x = x[0] if isinstance(x, tuple) else x
@@ -82,20 +82,20 @@ class ChainStage(nn.Module):
         self._parts = list(parts.values())
         for name, part in parts.items():
             *path, last = name.split(".")
-            home: nn.Module = self
+            parent: nn.Module = self
             for key in path:
-                if key not in home._modules:
-                    home.add_module(key, nn.Module())
-                home = home.get_submodule(key)
-            home.add_module(last, part)
+                if key not in dict(parent.named_children()):
+                    parent.add_module(key, nn.Module())
+                parent = parent.get_submodule(key)
+            parent.add_module(last, part)
 
     def forward(self, x: Tensor) -> Tensor:
         """The output of the last part."""
         return run_parts(self._parts, x)
 
 
-def cut(parts: dict[str, nn.Module], num_stages: int) -> list[dict[str, nn.Module]]:
-    """The parts of each stage: consecutive, with parameters spread as evenly as can be."""
+def split_into_stages(parts: dict[str, nn.Module], num_stages: int) -> list[dict[str, nn.Module]]:
+    """The parts of each stage: consecutive, with parameters balanced as evenly as possible."""
     if num_stages > len(parts):
         raise SpecError(
             f"{num_stages} pipeline stages for the {len(parts)} parts of the chain",
@@ -103,56 +103,56 @@ def cut(parts: dict[str, nn.Module], num_stages: int) -> list[dict[str, nn.Modul
             hint=f"use at most {len(parts)} stages, or name finer parts",
         )
     costs = tuple(_cost(part) for part in parts.values())
-    borders = balanced_cuts(costs, num_stages)
+    bounds = balanced_bounds(costs, num_stages)
     items = list(parts.items())
-    return [dict(items[begin:end]) for begin, end in pairwise(borders)]
+    return [dict(items[begin:end]) for begin, end in pairwise(bounds)]
 
 
 def _cost(part: nn.Module) -> int:
-    """Parameters, those of look-up tables apart: a look-up costs nothing."""
+    """Parameters without those of embeddings, whose look-up costs nothing."""
     tables = {id(one.weight) for one in part.modules() if isinstance(one, nn.Embedding)}
     return 1 + sum(one.numel() for one in part.parameters() if id(one) not in tables)
 
 
 def require_chain(chain: Chain, loss: Loss, batch: Any) -> list[Tensor]:
-    """Refuse a chain that is not what the module computes; gives what passes each border, as meta tensors.
+    """Refuse a chain that does not compute what the module computes.
 
-    The first is the input of the chain and the last its output.
+    Returns the input of the chain and the output of each part, as meta tensors.
     """
     model, parts = chain.model, chain.parts()
-    _require_whole(model, parts)
+    _require_complete(model, parts)
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        borders = [chain.inputs(batch)]
+        part_io = [chain.inputs(batch)]
         for name, part in parts.items():
-            borders.append(_passed(name, part, borders[-1]))
-        whole, pieces = _loss_of(loss, model, batch), _loss_of(loss, lambda *_, **__: borders[-1], batch)
+            part_io.append(_output_of(name, part, part_io[-1]))
+        full, chained = _loss_of(loss, model, batch), _loss_of(loss, lambda *_, **__: part_io[-1], batch)
     model.train(was_training)
-    if abs(whole - pieces) > _SAME_LOSS * max(abs(whole), abs(pieces)):
+    if abs(full - chained) > _SAME_LOSS * max(abs(full), abs(chained)):
         raise SpecError(
-            f"the parts one after the other give a loss of {pieces:.6g}, the module gives {whole:.6g}: its "
+            f"the parts one after the other have a loss of {chained:.6g}, the module has {full:.6g}: its "
             "forward does something else between them",
             where=_WHERE,
             hint="name every part, in the order of forward; what forward does itself must become a part",
         )
-    first, *others = [border.to("meta") for border in borders]
-    return [first, *(border.requires_grad_() for border in others)]  # what comes back is their gradient
+    first, *others = [one.to("meta") for one in part_io]
+    return [first, *(one.requires_grad_() for one in others)]  # backward passes their gradients
 
 
-def _passed(name: str, part: nn.Module, x: Tensor) -> Tensor:
+def _output_of(name: str, part: nn.Module, x: Tensor) -> Tensor:
     try:
         y = run_parts([part], x)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise SpecError(
-            f"part {name!r} does not take the output of the part before it: {reason}",
+            f"part {name!r} does not accept the output of the part before it: {reason}",
             where=_WHERE,
             hint="a chain passes one tensor from part to part",
         ) from None
     if not isinstance(y, Tensor):
-        fact = f"part {name!r} gives {type(y).__name__}, and a pipeline passes one tensor"
-        raise SpecError(fact, where=_WHERE, hint="let it return the tensor alone")
+        fact = f"part {name!r} returns {type(y).__name__}, and a pipeline passes one tensor"
+        raise SpecError(fact, where=_WHERE, hint="make it return only the tensor")
     return y
 
 
@@ -161,24 +161,24 @@ def _loss_of(loss: Loss, model: Any, batch: Any) -> float:
         loss_sum, count = loss(model, batch)
     except (TypeError, AttributeError, KeyError) as error:
         raise SpecError(
-            f"the loss does not take what the last part gives: {error}",
+            f"the loss does not accept the output of the last part: {error}",
             where="loss",
-            hint="under pp `model(...)` in the loss is the tensor that the last part gives",
+            hint="with pp `model(...)` in the loss returns the tensor that the last part returns",
         ) from None
     return float(loss_sum) / float(count)
 
 
-def _require_whole(model: nn.Module, parts: dict[str, nn.Module]) -> None:
-    """Every parameter stands in exactly one part."""
-    homes: dict[int, list[str]] = {id(one): [] for one in model.parameters()}
+def _require_complete(model: nn.Module, parts: dict[str, nn.Module]) -> None:
+    """Refuse parts unless every parameter is in exactly one of them."""
+    parts_of: dict[int, list[str]] = {id(one): [] for one in model.parameters()}
     for name, part in parts.items():
         for parameter in part.parameters():
-            homes[id(parameter)].append(name)
+            parts_of[id(parameter)].append(name)
     for name, parameter in model.named_parameters():
-        found = homes[id(parameter)]
+        found = parts_of[id(parameter)]
         if not found:
             fact = f"parameter {name} is in none of the parts {', '.join(parts)}"
             raise SpecError(fact, where=_WHERE, hint="name the part that it is in, or put it into one")
         if len(found) > 1:
-            fact = f"parameter {name} is in {' and '.join(found)}, which may stand in different stages"
-            raise SpecError(fact, where=_WHERE, hint="make one part of them, or use pp=1")
+            fact = f"parameter {name} is in {' and '.join(found)}, which may be in different stages"
+            raise SpecError(fact, where=_WHERE, hint="make them one part, or use pp=1")

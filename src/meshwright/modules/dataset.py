@@ -1,8 +1,8 @@
-"""Samples of anybody's dataset, dealt out to ranks and micro-batches.
+"""Samples of a user's dataset, assigned to ranks and micro-batches.
 
-A batch of n samples is cut into as many even pieces as there are ranks times micro-batches; piece
-m x dp + r is micro-batch m of rank r. Every rank has the same number of micro-batches, so collectives meet.
-Where fewer samples are left than ranks, a rank without one takes a sample that does not count.
+A batch of n samples is split into as many even parts as there are ranks times micro-batches; part m x dp + r
+is micro-batch m of rank r. Every rank has the same number of micro-batches, so their collectives match.
+Where fewer samples are left than ranks, a rank without one computes a filler sample that does not count.
 """
 
 from collections.abc import Iterator
@@ -20,42 +20,42 @@ from meshwright.ops.trees import on_device
 
 
 class SampleSet(Protocol):
-    """A dataset as torch knows it: samples by number."""
+    """A map-style dataset, as torch calls it: it has a length, and samples by index."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
-class Portion(NamedTuple):
+class DatasetMicrobatch(NamedTuple):
     """One micro-batch of one rank, as the loader's collate function made it."""
 
     content: Any
     is_counted: bool = True
-    """False for a stand-in, which keeps ranks together and counts for nothing."""
+    """False for a filler, which lets ranks run the same collectives and does not count in the loss."""
 
 
 @dataclass(frozen=True)
-class DealtBatch:
+class DatasetBatch:
     """One rank's part of a global batch."""
 
-    microbatches: tuple[Portion, ...]
+    microbatches: tuple[DatasetMicrobatch, ...]
     num_positions: int
-    """Over all ranks."""
+    """Positions of the global batch."""
     sample_ids: tuple[int, ...]
-    """Of the global batch, in global order."""
+    """Samples of the global batch, in global order."""
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Who gets which samples of a batch."""
+class SampleAssignment:
+    """Which samples of a batch a rank gets."""
 
     microbatch_samples: int
     dp_rank: int
     dp_size: int
 
-    def pieces(self, ids: NDArray[np.int64]) -> list[tuple[list[int], bool]]:
-        """(sample numbers, whether they count) of each micro-batch of this rank."""
+    def microbatches(self, ids: NDArray[np.int64]) -> list[tuple[list[int], bool]]:
+        """(sample ids, whether they count) of each micro-batch of this rank."""
         num_microbatches = -(-len(ids) // (self.microbatch_samples * self.dp_size))
         parts = np.array_split(ids, num_microbatches * self.dp_size)[self.dp_rank :: self.dp_size]
         return [(part.tolist(), True) if len(part) else ([int(ids[0])], False) for part in parts]
@@ -66,19 +66,19 @@ class LoaderOptions:
     """How samples become tensors."""
 
     collate: Any = None
-    """torch's default where absent."""
+    """The collate function; None is torch's default."""
     num_workers: int = 0
     pin_memory: bool = False
 
 
-class DealtBatches:
-    """Batches of a dataset in an order drawn from the seed; the whole state is `position`."""
+class DatasetBatches:
+    """Batches of a dataset in an order drawn from the seed; `position` is the full state."""
 
     def __init__(
         self,
         dataset: SampleSet,
         order: SampleOrder,
-        deal: Deal,
+        assignment: SampleAssignment,
         *,
         batch_samples: int,
         num_samples: int | None,
@@ -86,35 +86,36 @@ class DealtBatches:
         device: torch.device,
         options: LoaderOptions,
     ) -> None:
-        self._dataset, self._order, self._deal, self._options = dataset, order, deal, options
+        self._dataset, self._order, self._assignment, self._options = dataset, order, assignment, options
         self._batch_samples, self._num_samples = batch_samples, num_samples
         self._sample_tokens, self._device = sample_tokens, device
         self.position = 0
-        self._ahead: Iterator[Any] | None = None
+        self._loader: Iterator[Any] | None = None
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> DealtBatch:
+    def __next__(self) -> DatasetBatch:
         """The batch at `position`; StopIteration when the samples are used up."""
         ids = self._ids(self.position)
         if len(ids) == 0:
             raise StopIteration
-        if self._ahead is None:
-            self._ahead = iter(load_pieces(self._dataset, self._pieces_from(self.position), self._options))
-        pieces = self._deal.pieces(ids)
-        portions = tuple(
-            Portion(on_device(next(self._ahead), self._device), is_counted) for _, is_counted in pieces
+        if self._loader is None:
+            ids_of_microbatches = self._ids_from(self.position)
+            self._loader = iter(load_microbatches(self._dataset, ids_of_microbatches, self._options))
+        microbatches = tuple(
+            DatasetMicrobatch(on_device(next(self._loader), self._device), is_counted)
+            for _, is_counted in self._assignment.microbatches(ids)
         )
         self.position += len(ids)
-        return DealtBatch(portions, len(ids) * self._sample_tokens, tuple(ids.tolist()))
+        return DatasetBatch(microbatches, len(ids) * self._sample_tokens, tuple(ids.tolist()))
 
     def state(self) -> dict[str, int]:
-        """The position, and what it counts in."""
+        """The position, and the number of samples of the dataset that it counts in."""
         return {"position": self.position, "num_samples": self._order.num_samples}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go on at a saved position; DataError when the dataset has another number of samples."""
+        """Continue at a saved position; DataError when the dataset has another number of samples."""
         if state["num_samples"] != self._order.num_samples:
             raise DataError(
                 f"the saved position counts in {state['num_samples']} samples, "
@@ -122,38 +123,39 @@ class DealtBatches:
                 where="dataset",
                 hint="use the dataset of the saved run",
             )
-        self.position, self._ahead = state["position"], None
+        self.position, self._loader = state["position"], None
 
     def close(self) -> None:
-        """Lets the workers go."""
-        self._ahead = None
+        """Free the loader and its worker processes."""
+        self._loader = None
 
     def _ids(self, position: int) -> NDArray[np.int64]:
         stop = position + self._batch_samples
         stop = stop if self._num_samples is None else min(stop, self._num_samples)
         return self._order.sample_ids(position, max(0, stop - position))
 
-    def _pieces_from(self, position: int) -> Iterator[list[int]]:
+    def _ids_from(self, position: int) -> Iterator[list[int]]:
+        """Sample ids of this rank's micro-batches, from a position on."""
         while len(ids := self._ids(position)):
-            yield from (numbers for numbers, _ in self._deal.pieces(ids))
+            yield from (sample_ids for sample_ids, _ in self._assignment.microbatches(ids))
             position += len(ids)
 
 
-def all_once(
-    dataset: SampleSet, deal: Deal, *, device: torch.device, options: LoaderOptions
-) -> Iterator[Portion]:
-    """Every sample of a dataset once, in order: this rank's micro-batches."""
-    pieces = deal.pieces(np.arange(len(dataset), dtype=np.int64))
-    contents = load_pieces(dataset, [numbers for numbers, _ in pieces], options)
-    for content, (_, is_counted) in zip(contents, pieces, strict=True):
-        yield Portion(on_device(content, device), is_counted)
+def one_pass(
+    dataset: SampleSet, assignment: SampleAssignment, *, device: torch.device, options: LoaderOptions
+) -> Iterator[DatasetMicrobatch]:
+    """This rank's micro-batches of one pass over a dataset, in order."""
+    microbatches = assignment.microbatches(np.arange(len(dataset), dtype=np.int64))
+    contents = load_microbatches(dataset, [sample_ids for sample_ids, _ in microbatches], options)
+    for content, (_, is_counted) in zip(contents, microbatches, strict=True):
+        yield DatasetMicrobatch(on_device(content, device), is_counted)
 
 
-def load_pieces(dataset: SampleSet, pieces: Any, options: LoaderOptions) -> DataLoader[Any]:
-    """Torch's loader over lists of sample numbers, which it may make ahead in worker processes."""
+def load_microbatches(dataset: SampleSet, sample_ids: Any, options: LoaderOptions) -> DataLoader[Any]:
+    """Torch's loader over lists of sample ids, which it may prefetch in worker processes."""
     return DataLoader(
-        dataset,  # pyright: ignore[reportArgumentType]  anything with a length and numbers will do
-        batch_sampler=pieces if isinstance(pieces, list) else _Generated(pieces),
+        dataset,  # pyright: ignore[reportArgumentType]  any object with a length and samples by index will do
+        batch_sampler=sample_ids if isinstance(sample_ids, list) else _Generated(sample_ids),
         collate_fn=options.collate,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
@@ -163,24 +165,24 @@ def load_pieces(dataset: SampleSet, pieces: Any, options: LoaderOptions) -> Data
 class _Generated:
     """A batch sampler without a length."""
 
-    def __init__(self, pieces: Iterator[list[int]]) -> None:
-        self._pieces = pieces
+    def __init__(self, sample_ids: Iterator[list[int]]) -> None:
+        self._sample_ids = sample_ids
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._pieces
+        return self._sample_ids
 
 
 def require_samples(dataset: Any, *, where: str = "dataset") -> None:
-    """Refuse what cannot be dealt out by number."""
+    """Refuse a dataset that is not map-style or that is empty."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            f"{type(dataset).__name__} has no length or no samples by number",
+            f"{type(dataset).__name__} has no __len__ or no __getitem__",
             where=where,
-            hint="give it __len__ and __getitem__; a stream goes with meshwright.prepare",
+            hint="give it both; an iterable dataset works with meshwright.prepare",
         )
     if len(dataset) == 0:
         raise DataError(
             f"{type(dataset).__name__} has no samples",
             where=where,
-            hint="look at how it was filtered or read",
+            hint="check how it was filtered or read",
         )

@@ -10,27 +10,28 @@ from torch import nn
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError, SpecError
 from meshwright.mesh import Mesh, World, build_mesh, join_world, leave_world
-from meshwright.modules.build import build_module_training, require_module
+from meshwright.modules.build_training import build_module_training, require_module
 from meshwright.modules.chain import Chain
+from meshwright.modules.chain_program import ChainProgram
 from meshwright.modules.dataset import (
-    Deal,
-    DealtBatches,
+    DatasetBatches,
     LoaderOptions,
+    SampleAssignment,
     SampleSet,
-    all_once,
-    load_pieces,
+    load_microbatches,
+    one_pass,
     require_samples,
 )
-from meshwright.modules.pipeline import ChainProgram
-from meshwright.modules.program import Loss, ModuleProgram
+from meshwright.modules.module_program import Loss, ModuleProgram
 from meshwright.parallel.program import Program
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.settings import read_settings, spread
-from meshwright.train.capacity import lack_of_room
+from meshwright.train.capacity import capacity_error
 from meshwright.train.evaluate import sum_over_world
-from meshwright.train.job import Job, Workload
+from meshwright.train.job import Job
 from meshwright.train.loop import Outcome, drive
 from meshwright.train.session import claim_directory, on_first_rank
+from meshwright.train.workload import Workload
 from meshwright.user_errors import errors_end_at_caller
 
 
@@ -47,12 +48,12 @@ def fit(
     stop_after: int | None = None,
     **settings: Any,
 ) -> Outcome:
-    """Train a module, in place, and write the run directory that `meshwright train` writes.
+    """Train a module, in place, and write the same run directory as `meshwright train`.
 
-    `loss(model, batch)` gives (sum, count) of a batch as `collate` (torch's default) made it from samples.
+    `loss(model, batch)` returns (sum, count) of a batch that `collate` (torch's default) made from samples.
     `evaluation` holds samples for `evaluate={"every_steps": n}`. `settings` are the fields of `FitSpec`;
-    `run` is a YAML file of them. Ranks are those that torchrun started; plain Python is one. Started again
-    with the same directory it goes on from the last checkpoint.
+    `run` is a YAML file of them. The ranks are those that torchrun started; plain Python is one rank. Started
+    again with the same directory, it resumes from the last checkpoint.
     """
     spec = read_settings(FitSpec, run, settings)
     run_dir = Path(directory) if directory is not None else Path("runs") / spec.name
@@ -67,7 +68,7 @@ def fit(
         on_first_rank(lambda: claim_directory(spec, run_dir))
         return drive(_job(model, data, loss, spec, world), run_dir, stop_after=stop_after)
     except OSError as error:
-        raise lack_of_room(error, run_dir, rank=world.rank) or error from None
+        raise capacity_error(error, run_dir, rank=world.rank) or error from None
     finally:
         if not was_joined:
             leave_world()
@@ -81,13 +82,13 @@ def _require_stop(stop_after: int | None) -> None:
 
 
 class _Data:
-    """The samples of a run and how they become batches."""
+    """The datasets of a run and how their samples become batches."""
 
     def __init__(self, training: SampleSet, evaluation: SampleSet | None, collate: Any) -> None:
         self.training, self.evaluation, self.collate = training, evaluation, collate
 
     def require(self, spec: FitSpec) -> None:
-        """Refuse samples that the spec cannot use."""
+        """Refuse datasets that the spec cannot use."""
         require_samples(self.training)
         if self.evaluation is not None:
             require_samples(self.evaluation, where="evaluation")
@@ -99,33 +100,33 @@ class _Data:
             raise SpecError(
                 f"{given} without {missing}: nothing would be evaluated",
                 where=missing,
-                hint="give both: evaluation=dataset, evaluate={'every_steps': 100}",
+                hint="set both: evaluation=dataset, evaluate={'every_steps': 100}",
             )
 
     def first(self, spec: FitSpec) -> Any:
-        """A micro-batch on the CPU, to try things on; None where nothing is tried."""
+        """A micro-batch on the CPU, on which pp and cp are verified; None where both are 1."""
         if spec.parallel.num_stages == 1 and spec.parallel.cp == 1:
             return None
-        numbers = list(range(min(spec.microbatch_samples, len(self.training))))
-        return next(iter(load_pieces(self.training, [numbers], LoaderOptions(self.collate))))
+        sample_ids = list(range(min(spec.microbatch_samples, len(self.training))))
+        return next(iter(load_microbatches(self.training, [sample_ids], LoaderOptions(self.collate))))
 
-    def batches(self, spec: FitSpec, mesh: Mesh) -> DealtBatches:
-        """Of training, for this rank."""
-        said = spec.data
-        return DealtBatches(
+    def batches(self, spec: FitSpec, mesh: Mesh) -> DatasetBatches:
+        """The training batches of this rank."""
+        data = spec.data
+        return DatasetBatches(
             self.training,
-            SampleOrder(len(self.training), spec.seed, said.shuffle),
-            self.deal(spec, mesh),
-            batch_samples=said.batch_samples,
-            num_samples=said.max_epochs * len(self.training) if said.max_epochs else None,
-            sample_tokens=said.sample_tokens,
+            SampleOrder(len(self.training), spec.seed, data.shuffle),
+            self.assignment(spec, mesh),
+            batch_samples=data.batch_samples,
+            num_samples=data.max_epochs * len(self.training) if data.max_epochs else None,
+            sample_tokens=data.sample_tokens,
             device=mesh.device,
             options=self.options(spec, mesh),
         )
 
-    def deal(self, spec: FitSpec, mesh: Mesh) -> Deal:
-        """This rank's share."""
-        return Deal(spec.microbatch_samples, mesh.dp_rank, spec.parallel.dp)
+    def assignment(self, spec: FitSpec, mesh: Mesh) -> SampleAssignment:
+        """Which samples of a batch this rank gets."""
+        return SampleAssignment(spec.microbatch_samples, mesh.dp_rank, spec.parallel.dp)
 
     def options(self, spec: FitSpec, mesh: Mesh) -> LoaderOptions:
         """How samples are loaded."""
@@ -136,7 +137,7 @@ def _require_full_batches(num_samples: int, spec: FitSpec) -> None:
     if num_samples % spec.data.batch_samples:
         raise DataError(
             f"max_epochs={spec.data.max_epochs} leaves {num_samples % spec.data.batch_samples} samples for a "
-            "last batch, and a pipeline takes full ones only",
+            "last batch, and a pipeline needs full batches",
             where="data.max_epochs",
             hint="leave data.max_epochs out, choose batch_samples that divides, or use pp=1",
         )
@@ -144,8 +145,8 @@ def _require_full_batches(num_samples: int, spec: FitSpec) -> None:
 
 def _job(model: nn.Module | Chain, data: _Data, loss: Loss, spec: FitSpec, world: World) -> Job:
     mesh = build_mesh(spec.parallel, world)
-    whole = model.model if isinstance(model, Chain) else model
-    num_parameters = sum(one.numel() for one in whole.parameters())
+    module = model.model if isinstance(model, Chain) else model
+    num_parameters = sum(one.numel() for one in module.parameters())
     training = build_module_training(model, loss, spec, mesh, data.first(spec))
     return Job(
         run=spec,
@@ -158,15 +159,15 @@ def _job(model: nn.Module | Chain, data: _Data, loss: Loss, spec: FitSpec, world
             lambda: None,
             counted="samples" if spec.data.sample_tokens == 1 else "tokens",
         ),
-        load_initial=lambda: None,
+        load_initial_weights=lambda: None,
         evaluate=lambda: _evaluate(data, training.program, spec, mesh),
     )
 
 
 def _evaluate(data: _Data, program: Program, spec: FitSpec, mesh: Mesh) -> float:
-    """Sum over the held-out samples / their count; all ranks call it. Host sync."""
+    """Loss sum over the evaluation samples / their count; all ranks call it. Host sync."""
     assert data.evaluation is not None and isinstance(program, ModuleProgram | ChainProgram)
-    portions = all_once(
-        data.evaluation, data.deal(spec, mesh), device=mesh.device, options=data.options(spec, mesh)
+    microbatches = one_pass(
+        data.evaluation, data.assignment(spec, mesh), device=mesh.device, options=data.options(spec, mesh)
     )
-    return float(sum_over_world(program.evaluate(portions), mesh))
+    return float(sum_over_world(program.evaluate(microbatches), mesh))

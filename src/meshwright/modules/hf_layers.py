@@ -1,9 +1,9 @@
 """The layers of a Hugging Face decoder as parts that take one tensor.
 
-Its forward hands every layer more than the stream: rotary tables, positions, a mask. They depend on the
-shape of a micro-batch and not on its tokens, and a pipeline has one shape. So they are recorded on a trial
-batch, compared with those of other tokens, and given again on every stage; anything that differs, or that
-layers could write to, is refused.
+Its forward passes every layer more than the hidden states: rope tables, positions, a mask. They depend on the
+shape of a micro-batch and not on its tokens, and a pipeline has one shape. So they are recorded on a first
+batch, compared with those of other tokens, and passed again on every stage. Arguments that differ between
+tokens, or that layers could write to, are refused.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,36 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import DataError, SpecError
-from meshwright.modules.program import Loss
+from meshwright.modules.module_program import Loss
 from meshwright.ops.trees import map_tensors, tensors_of
 
 _WHERE = "model"
 _PLAIN = (type(None), bool, int, float, str, Tensor, list, tuple, dict)
-_SAID_ANYWAY = {"input_ids", "use_cache", "return_dict"}
+_ALLOWED_ARGUMENTS = {"input_ids", "use_cache", "return_dict"}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a layer was given besides the stream."""
+"""The arguments of a layer after the hidden states."""
 
 
 class Logits(NamedTuple):
-    """What the last part gives, under the name that losses for such models use."""
+    """The output of the last part, under the name that losses for such models use."""
 
     logits: Tensor
 
 
 def is_published(model: nn.Module) -> bool:
-    """Whether a module says by itself which parts it runs, in the way of transformers."""
+    """Whether a module publishes a pipeline plan, which transformers keeps in the private `_pp_plan`."""
     return bool(getattr(model, "_pp_plan", None)) and hasattr(model, "base_model_prefix")
 
 
 def published_order(model: Any) -> list[str]:
-    """Names of the parts in the order of forward: those of the trunk, then its head."""
+    """Names of the parts in the order of forward: those of the base model, then the head."""
     trunk = [key for key in model._pp_plan if key.startswith(f"{model.base_model_prefix}.")]
     names = [*trunk, *(key for key in model._pp_plan if key not in trunk)]
     return [f"{name}.*" if isinstance(model.get_submodule(name), nn.ModuleList) else name for name in names]
 
 
 def replay_calls(model: nn.Module, parts: Iterable[tuple[str, nn.Module]], ids_BS: Tensor) -> None:
-    """Let each part be called with the stream alone, in place; tried on a micro-batch of tokens."""
+    """Make each part callable with the hidden states alone, in place; recorded on a micro-batch of tokens."""
     named = dict(parts)
     calls = _record(model, named, ids_BS)
     others = _record(model, named, ids_BS.roll(1, dims=-1))
@@ -50,12 +50,12 @@ def replay_calls(model: nn.Module, parts: Iterable[tuple[str, nn.Module]], ids_B
         if len(calls[name]) != 1:
             fact = f"{type(model).__name__} runs {name} {len(calls[name])} times in a forward, not once"
             raise SpecError(fact, where=_WHERE, hint="use pp=1")
-        _require_alike(name, calls[name][0], others[name][0])
+        _require_replayable(name, calls[name][0], others[name][0])
         _replay(part, calls[name][0], ids_BS)
 
 
 def as_logits(loss: Loss) -> Loss:
-    """The loss of a decoder, for which the tensor of the last part is its `logits`."""
+    """A loss that sees the tensor of the last part as `logits`."""
 
     def called(model: Callable[..., Any], batch: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -69,10 +69,10 @@ def as_logits(loss: Loss) -> Loss:
 
 
 def _require_tokens_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    more = [key for key, value in kwargs.items() if key not in _SAID_ANYWAY and value is not None]
+    more = [key for key, value in kwargs.items() if key not in _ALLOWED_ARGUMENTS and value is not None]
     if more or len(args) > 1:
         raise SpecError(
-            f"the loss gives the model more than tokens ({', '.join(more) or 'a second argument'}), and a "
+            f"the loss passes the model more than tokens ({', '.join(more) or 'a second argument'}), and a "
             "pipeline passes one tensor",
             where="loss",
             hint="call model(input_ids=...) and compute the loss from its logits, or use pp=1",
@@ -97,11 +97,11 @@ def _record(model: nn.Module, parts: dict[str, nn.Module], ids_BS: Tensor) -> di
     return calls
 
 
-def _require_alike(name: str, call: Call, other: Call) -> None:
+def _require_replayable(name: str, call: Call, other: Call) -> None:
     for key, value in [*enumerate(call[0], 1), *call[1].items()]:
         if not isinstance(value, _PLAIN):
             raise SpecError(
-                f"{name} is given a {type(value).__name__} as {key}, which layers may write to; stages do "
+                f"{name} gets a {type(value).__name__} as {key}, which layers may write to; stages do "
                 "not share it",
                 where=_WHERE,
                 hint="set model.config.use_cache = False, or use pp=1",
@@ -109,7 +109,7 @@ def _require_alike(name: str, call: Call, other: Call) -> None:
     pairs = zip(tensors_of(call), tensors_of(other), strict=True)
     if not all(one.shape == two.shape and torch.equal(one, two) for one, two in pairs):
         raise SpecError(
-            f"{name} is given numbers that depend on the tokens, besides the stream that a pipeline passes",
+            f"{name} gets arguments that depend on the tokens, and a pipeline passes only the hidden states",
             where=_WHERE,
             hint="use pp=1",
         )
@@ -117,31 +117,31 @@ def _require_alike(name: str, call: Call, other: Call) -> None:
 
 def _replay(part: nn.Module, call: Call, ids_BS: Tensor) -> None:
     forward, length = part.forward, ids_BS.shape[1]
-    args, kwargs = map_tensors(call, lambda one: _of_one_sample(one, ids_BS.shape[0]))
+    args, kwargs = map_tensors(call, lambda one: _first_sample(one, ids_BS.shape[0]))
     if not args and not kwargs:
         return
 
     def replayed(x: Tensor, *given: Any, **named: Any) -> Any:
-        if given or named:  # by the whole model
+        if given or named:  # called by the full model
             return forward(x, *given, **named)
         if x.shape[1] != length:
             raise DataError(
-                f"a sequence of {x.shape[1]} tokens, and the first had {length}",
+                f"a sequence of {x.shape[1]} tokens; the first one had {length}",
                 where="dataset",
                 hint="a pipeline passes tensors of one shape: pad the samples, or use pp=1",
             )
-        here_args, here = map_tensors((args, kwargs), lambda one: _beside(one, x))
-        return forward(x, *here_args, **here)
+        local_args, local_kwargs = map_tensors((args, kwargs), lambda one: _moved_to(one, x))
+        return forward(x, *local_args, **local_kwargs)
 
     part.forward = replayed
 
 
-def _of_one_sample(tensor: Tensor, num_samples: int) -> Tensor:
-    """One row where all samples have the same: micro-batches of any size can then use it."""
+def _first_sample(tensor: Tensor, num_samples: int) -> Tensor:
+    """One row where all samples have the same row, so that micro-batches of any size can use it."""
     is_repeated = tensor.ndim > 1 and tensor.shape[0] == num_samples
     return tensor[:1] if is_repeated and torch.equal(tensor, tensor[:1].expand_as(tensor)) else tensor
 
 
-def _beside(tensor: Tensor, x: Tensor) -> Tensor:
-    """On the device of the stream and, where it is no index or mask, in its format."""
+def _moved_to(tensor: Tensor, x: Tensor) -> Tensor:
+    """The tensor on the device of the hidden states and, if it is floating point, in their dtype."""
     return tensor.to(x.device, x.dtype if tensor.is_floating_point() else tensor.dtype)

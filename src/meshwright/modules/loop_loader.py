@@ -1,8 +1,8 @@
-"""The loader of somebody's own loop, so that each data-parallel rank gets its part of it.
+"""The loader of a user's own loop, distributed over data-parallel ranks.
 
-A DataLoader over numbered samples is dealt out by sample: its batch size is what one rank takes at once.
-Any other iterable of batches is dealt out by batch. Either way an epoch hands out every sample once, and
-every rank the same number of batches.
+A DataLoader over a map-style dataset is distributed by sample: its batch size is the number of samples that
+one rank takes at once. Any other iterable of batches is distributed by batch. Either way an epoch has every
+sample once, and every rank has the same number of batches.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,60 +14,60 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError
-from meshwright.modules.dataset import Deal, LoaderOptions, Portion, load_pieces
+from meshwright.modules.dataset import DatasetMicrobatch, LoaderOptions, SampleAssignment, load_microbatches
 from meshwright.ops.trees import on_device
 
 
 class LoopLoader:
-    """Iterate it once per epoch. It knows where it stands, so a resumed loop goes on in mid-epoch."""
+    """The loader of one rank, iterated once per epoch. It saves its position, so a loop resumes mid-epoch."""
 
     def __init__(
         self, loader: Iterable[Any], *, seed: int, dp_rank: int, dp_size: int, device: torch.device
     ) -> None:
         self._loader, self._seed, self._device = loader, seed, device
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._is_numbered = _is_numbered(loader)
+        self._is_map_style = _is_map_style(loader)
         self.epoch = 0
         self.position = 0
-        """Samples (or batches, where they have no numbers) of this epoch handed out, over all ranks."""
+        """Samples (or batches, if distributed by batch) of this epoch already returned, over all ranks."""
         self.is_last = False
-        """Whether the batch at hand is the last of its epoch."""
+        """Whether the current batch is the last of its epoch."""
         self.is_counted = True
-        """False for a stand-in on a rank for which the epoch has no sample left."""
+        """False for a filler batch on a rank for which the epoch has no sample left."""
 
     def __iter__(self) -> Iterator[Any]:
-        portions = self._numbered() if self._is_numbered else self._by_batch()
-        for portion, position, is_last in _with_last(portions):
-            self.position, self.is_last, self.is_counted = position, is_last, portion.is_counted
-            yield on_device(portion.content, self._device)
+        microbatches = self._by_sample() if self._is_map_style else self._by_batch()
+        for microbatch, position, is_last in _with_last(microbatches):
+            self.position, self.is_last, self.is_counted = position, is_last, microbatch.is_counted
+            yield on_device(microbatch.content, self._device)
         self.epoch, self.position, self.is_last = self.epoch + 1, 0, False
 
     def __len__(self) -> int:
         """Batches of one epoch on each rank; TypeError where the loader has no length."""
-        if not self._is_numbered:
+        if not self._is_map_style:
             return -(-len(self._loader) // self._dp_size)  # pyright: ignore[reportArgumentType]
         size = self._loader.batch_size * self._dp_size  # pyright: ignore[reportAttributeAccessIssue]
         return -(-self._num_samples() // size)
 
     def state(self) -> dict[str, Any]:
-        """Where the loop stands."""
+        """The epoch and the position in it."""
         done = self.is_last
         return {"epoch": self.epoch + done, "position": 0 if done else self.position}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Continue at a saved epoch and position."""
         self.epoch, self.position = state["epoch"], state["position"]
 
     def close(self) -> None:
-        """Nothing is made ahead between epochs."""
+        """Does nothing: no batch is prefetched between epochs."""
 
     def _num_samples(self) -> int:
-        """Of one epoch, over all ranks."""
+        """Samples of one epoch over all ranks."""
         loader: Any = self._loader
         size, count = loader.batch_size * self._dp_size, len(loader.dataset)
         return count // size * size if loader.drop_last else count
 
-    def _numbered(self) -> Iterator[tuple[Portion, int]]:
+    def _by_sample(self) -> Iterator[tuple[DatasetMicrobatch, int]]:
         """(micro-batch of this rank, position after it) for the rest of the epoch."""
         loader: Any = self._loader
         size, count = loader.batch_size * self._dp_size, self._num_samples()
@@ -75,48 +75,54 @@ class LoopLoader:
         order = SampleOrder(len(loader.dataset), self._seed, shuffle)
         starts = range(self.position, count, size)
         begin = self.epoch * order.num_samples
-        deal = Deal(loader.batch_size, self._dp_rank, self._dp_size)
-        dealt = [
-            deal.pieces(order.sample_ids(begin + start, min(size, count - start)))[0] for start in starts
+        assignment = SampleAssignment(loader.batch_size, self._dp_rank, self._dp_size)
+        assigned = [
+            assignment.microbatches(order.sample_ids(begin + start, min(size, count - start)))[0]
+            for start in starts
         ]
         options = LoaderOptions(loader.collate_fn, loader.num_workers, loader.pin_memory)
-        contents = load_pieces(loader.dataset, [numbers for numbers, _ in dealt], options)
-        for start, content, (_, is_counted) in zip(starts, contents, dealt, strict=True):
-            yield Portion(content, is_counted), min(start + size, count)
+        contents = load_microbatches(loader.dataset, [sample_ids for sample_ids, _ in assigned], options)
+        for start, content, (_, is_counted) in zip(starts, contents, assigned, strict=True):
+            yield DatasetMicrobatch(content, is_counted), min(start + size, count)
 
-    def _by_batch(self) -> Iterator[tuple[Portion, int]]:
-        """Every dp-th batch; where the last round is short, a rank without one repeats the round's first."""
+    def _by_batch(self) -> Iterator[tuple[DatasetMicrobatch, int]]:
+        """Every dp-th batch of the rest of the epoch, as in `_by_sample`.
+
+        Where fewer batches than ranks are left, a rank without one gets the first of them as a filler.
+        """
         batches = islice(iter(self._loader), self.position, None)
         position = self.position
         while chosen := list(islice(batches, self._dp_size)):
             position += len(chosen)
             is_counted = self._dp_rank < len(chosen)
-            yield Portion(chosen[self._dp_rank if is_counted else 0], is_counted), position
+            yield DatasetMicrobatch(chosen[self._dp_rank if is_counted else 0], is_counted), position
 
 
-def _with_last(portions: Iterator[tuple[Portion, int]]) -> Iterator[tuple[Portion, int, bool]]:
-    """Each with whether it is the last, which takes looking one ahead."""
-    ahead = next(portions, None)
+def _with_last(
+    microbatches: Iterator[tuple[DatasetMicrobatch, int]],
+) -> Iterator[tuple[DatasetMicrobatch, int, bool]]:
+    """Each item with whether it is the last; reads one item ahead."""
+    ahead = next(microbatches, None)
     while ahead is not None:
-        (portion, position), ahead = ahead, next(portions, None)
-        yield portion, position, ahead is None
+        (microbatch, position), ahead = ahead, next(microbatches, None)
+        yield microbatch, position, ahead is None
 
 
-def _is_numbered(loader: Any) -> bool:
+def _is_map_style(loader: Any) -> bool:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader, Iterable):
             raise DataError(
-                f"{type(loader).__name__} cannot be iterated", where="loader", hint="give a DataLoader"
+                f"{type(loader).__name__} is not iterable", where="loader", hint="pass a DataLoader"
             )
         return False
     if type(loader.sampler) not in (RandomSampler, SequentialSampler) or loader.batch_size is None:
         raise DataError(
-            f"{type(loader.sampler).__name__} makes an order of its own, which ranks cannot share",
+            f"{type(loader.sampler).__name__} is a custom sampler, whose order ranks cannot share",
             where="loader",
-            hint="use shuffle=True or False, or give an iterable of batches that is the same on every rank",
+            hint="use shuffle=True or False, or pass an iterable of batches that is the same on every rank",
         )
     if len(loader.dataset) == 0:  # pyright: ignore[reportArgumentType]
         raise DataError(
-            "the loader's dataset has no samples", where="loader", hint="look at how it was filtered or read"
+            "the loader's dataset has no samples", where="loader", hint="check how it was filtered or read"
         )
     return True

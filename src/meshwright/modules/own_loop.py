@@ -1,4 +1,4 @@
-"""Somebody's own training loop on any number of ranks.
+"""A user's own training loop on any number of ranks.
 
     run = meshwright.prepare(model, optimizer, loader, zero=2)
     for batch in run.loader:
@@ -6,7 +6,8 @@
         run.step()
     run.end()
 
-The module is changed in place and called as before. Everything after `backward` is the trainer's own step.
+The module is changed in place and called as before. Everything after `backward` is the same step as in
+`train`.
 """
 
 import json
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
-from meshwright.modules.build import build_loop_training, require_module
+from meshwright.modules.build_training import build_loop_training, require_module
 from meshwright.modules.loop_loader import LoopLoader
-from meshwright.modules.program import ModuleProgram, require_pair
+from meshwright.modules.module_program import ModuleProgram, require_pair
 from meshwright.optim.user_optimizer import adopted_numbers, allocate, require_optimizer, restore_numbers
 from meshwright.spec.modules import LoopSpec
 from meshwright.spec.settings import read_settings, spread
@@ -45,12 +46,12 @@ def prepare(
     keep: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> "OwnLoop":
-    """Spread a loop over the ranks that torchrun started; plain Python is one rank.
+    """Distribute a loop over the ranks that torchrun started; plain Python is one rank.
 
-    With a directory the loop saves there (`checkpoint={"every_steps": n}`, and at the end) and, started
-    again, goes on from its last checkpoint. `keep` names what else to save, such as a scheduler: objects
+    With a directory the loop saves checkpoints there (`checkpoint={"every_steps": n}`, and at the end) and,
+    started again, resumes from the last one. `keep` names other objects to save, such as a scheduler: objects
     with `state_dict` and `load_state_dict`. `settings` are the fields of `LoopSpec`; `run` is a YAML file of
-    them. `optimizer=None` goes with an update rule of ours: `optim={"kind": "muon", "lr": 1e-3}`.
+    them. `optimizer=None` selects a built-in optimizer: `optim={"kind": "muon", "lr": 1e-3}`.
     """
     spec = read_settings(LoopSpec, run, settings)
     _require_one_optimizer(optimizer, spec)
@@ -65,7 +66,7 @@ def prepare(
         batches = LoopLoader(
             loader, seed=spec.seed, dp_rank=mesh.dp_rank, dp_size=spec.parallel.dp, device=mesh.device
         )
-        user_state = _UserObjects(training, dict(keep or {}), is_adopted=optimizer is not None)
+        user_state = _UserObjects(training, dict(keep or {}), has_user_optimizer=optimizer is not None)
         saver = None
         if directory is not None:
             saver = Checkpoints(spec, Path(directory) / "checkpoints", training, batches, user_state)
@@ -78,39 +79,40 @@ def prepare(
 
 def _require_one_optimizer(optimizer: torch.optim.Optimizer | None, spec: LoopSpec) -> None:
     if (optimizer is None) == (spec.optim is None):
-        fact = "there is neither an optimizer nor optim" if optimizer is None else "there are two optimizers"
-        hint = "give a torch optimizer, or None and optim={'kind': 'adamw', 'lr': 1e-3}"
-        raise SpecError(fact, where="optimizer", hint=hint)
+        state = "neither optimizer nor optim is" if optimizer is None else "both optimizer and optim are"
+        hint = "pass a torch optimizer, or None and optim={'kind': 'adamw', 'lr': 1e-3}"
+        raise SpecError(f"{state} set", where="optimizer", hint=hint)
     if optimizer is not None:
         require_optimizer(optimizer)
 
 
 def _require_directory(directory: str | Path | None, keep: Mapping[str, Any] | None, spec: LoopSpec) -> None:
-    """What would be saved needs a place."""
-    said = "keep" if keep else "checkpoint" if spec.checkpoint != type(spec.checkpoint)() else None
-    if directory is None and said is not None:
+    """Refuse settings that save something where no directory is set."""
+    setting = "keep" if keep else "checkpoint" if spec.checkpoint != type(spec.checkpoint)() else None
+    if directory is None and setting is not None:
         raise SpecError(
-            f"{said} has no effect without a directory: nothing is saved",
-            where=said,
+            f"{setting} has no effect without a directory: nothing is saved",
+            where=setting,
             hint="prepare(..., directory='runs/x'), or leave it out",
         )
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did, over all ranks. Device tensors: reading them waits for the step."""
+    """The result of a step over all ranks. Its tensors are on the device: reading them waits for the step."""
 
     number: int
-    """Optimizer updates done, this one included."""
+    """Optimizer updates so far, this one included."""
     loss: Tensor
     """Sum of all losses of the step / their count."""
     grad_norm: Tensor
+    """Global gradient norm before clipping."""
     is_skipped: bool
-    """fp16: the gradients overflowed, so no update was made."""
+    """Whether the update was skipped because fp16 gradients overflowed."""
 
 
 class OwnLoop:
-    """The ranks of a loop, seen from one of them; every method is called by all."""
+    """A user's loop on one of its ranks; all ranks call every method."""
 
     def __init__(
         self,
@@ -132,16 +134,16 @@ class OwnLoop:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the loader is in; after a resume, the one to go on with."""
+        """The epoch of the loader; after a resume, the epoch to continue with."""
         return self.loader.epoch
 
     @property
     def num_steps(self) -> int:
-        """Optimizer updates done."""
+        """Optimizer updates so far."""
         return self._state.step
 
     def backward(self, loss_sum: Tensor, count: Tensor | float) -> None:
-        """Gradients of one batch, whose losses are summed, not averaged; `count` says how many there are."""
+        """Compute the gradients of one batch; `loss_sum` is the sum, not the mean, of `count` losses."""
         loss_sum, count = require_pair((loss_sum, count))
         if not self.loader.is_counted:
             loss_sum, count = loss_sum * 0.0, count * 0.0
@@ -150,9 +152,9 @@ class OwnLoop:
         self._program.backward(loss_sum, count, is_last=self._is_due, scale=self._training.scale)
 
     def step(self, learning_rate: float | None = None) -> StepReport | None:
-        """Clip and update once `accumulation` batches (or the last of the epoch) are in; None before that.
+        """Clip and update after `accumulation` batches (or the last of the epoch); before that return None.
 
-        Without a rate the optimizer's own counts.
+        Without a learning rate the optimizer uses its own.
         """
         if self._num_backwards == 0:
             raise SpecError(
@@ -173,7 +175,7 @@ class OwnLoop:
         return StepReport(self._state.step, self._program.loss, grad_norm, is_skipped=not is_sound)
 
     def save(self) -> Path:
-        """A checkpoint now."""
+        """Save a checkpoint now."""
         if self._saver is None:
             raise SpecError(
                 "there is no directory to save to", where="directory", hint="prepare(..., directory='runs/x')"
@@ -181,7 +183,7 @@ class OwnLoop:
         return self._saver.save(self._state)
 
     def end(self) -> None:
-        """Save what was not saved yet, and leave the other ranks."""
+        """Save a last checkpoint if needed, and leave the process group."""
         if self._saver is not None and self._saver.saved_step != self._state.step:
             self._saver.save(self._state)
         if self._leaves_world:
@@ -194,31 +196,31 @@ def _restored(saver: Checkpoints | None) -> TrainState:
 
 
 class _UserObjects:
-    """A brought optimizer's counts, and objects with a state of plain values."""
+    """The user's optimizer and the `keep` objects, whose state is plain values."""
 
-    def __init__(self, training: Training, keep: dict[str, Any], *, is_adopted: bool) -> None:
-        self._training, self._keep, self._is_adopted = training, keep, is_adopted
+    def __init__(self, training: Training, keep: dict[str, Any], *, has_user_optimizer: bool) -> None:
+        self._training, self._keep, self._has_user_optimizer = training, keep, has_user_optimizer
         for name, thing in keep.items():
             if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
                 raise SpecError(
                     f"{type(thing).__name__} has no state_dict and load_state_dict",
                     where=f"keep.{name}",
-                    hint="give an object that has both, such as a scheduler of torch",
+                    hint="pass an object that has both, such as a torch scheduler",
                 )
             _require_plain(name, thing.state_dict())
 
     def allocate(self) -> None:
-        if self._is_adopted:
+        if self._has_user_optimizer:
             allocate(self._training.optimizer)
 
     def state(self) -> dict[str, Any]:
         numbers = None
-        if self._is_adopted:
+        if self._has_user_optimizer:
             numbers = adopted_numbers(self._training.optimizer, self._training.named_shards)
         return {"optimizer": numbers, "keep": {name: one.state_dict() for name, one in self._keep.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if self._is_adopted:
+        if self._has_user_optimizer:
             restore_numbers(self._training.optimizer, self._training.named_shards, state["optimizer"])
         for name, thing in self._keep.items():
             thing.load_state_dict(state["keep"][name])
@@ -229,7 +231,7 @@ def _require_plain(name: str, state: Any) -> None:
         json.dumps(state)
     except (TypeError, ValueError) as error:
         raise SpecError(
-            f"its state is not made of plain values: {error}",
+            f"its state_dict is not JSON: {error}",
             where=f"keep.{name}",
-            hint="only numbers, texts, lists and dicts are kept",
+            hint="only numbers, strings, lists and dicts can be saved",
         ) from None

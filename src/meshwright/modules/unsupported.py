@@ -1,4 +1,4 @@
-"""What cannot be done with a module, said before anything is changed."""
+"""What cannot be done with a user module, refused before anything is changed."""
 
 from collections import defaultdict
 
@@ -11,19 +11,21 @@ from meshwright.spec.modules import ModuleSpec
 
 
 def require_trainable(model: nn.Module, blocks: Blocks, spec: ModuleSpec) -> None:
-    """Raise SpecError for the first thing that stands in the way."""
+    """Raise SpecError for the first setting that the module does not support."""
     kind = type(model).__name__
     parameters = dict(model.named_parameters())
     if not any(one.requires_grad for one in parameters.values()):
         raise SpecError(
-            f"{kind} has no parameter that wants a gradient", where="model", hint="what should train?"
+            f"{kind} has no parameter with requires_grad",
+            where="model",
+            hint="set requires_grad on the parameters to train",
         )
     empty = [name for name, one in parameters.items() if one.is_meta]
     if empty:
         raise SpecError(
             f"{len(empty)} parameters of {kind} have no values (meta device), first {empty[0]}",
             where="model",
-            hint="build it on the CPU, or load its weights before",
+            hint="build it on the CPU, or load its weights first",
         )
     if spec.memory.on_oom != "stop":
         raise SpecError(
@@ -52,32 +54,32 @@ def _require_blocks(kind: str, blocks: Blocks, spec: ModuleSpec) -> None:
     for where, is_wanted in wanted.items():
         if is_wanted and not blocks:
             raise SpecError(
-                f"{kind} has no list of alike modules, and {where} works block by block",
+                f"{kind} has no list of modules of one class, and {where} works block by block",
                 where=where,
                 hint="name the modules: blocks='*' takes all children of the model",
             )
 
 
 def _require_one_forward(model: nn.Module, spec: ModuleSpec) -> None:
-    """Recompute runs a forward twice; what it leaves behind must not be there twice."""
+    """Recompute runs a forward twice, so a forward with side effects is refused."""
     if spec.memory.recompute == "none":
         return
     if _keeps_keys(getattr(model, "config", None)):
         raise SpecError(
-            "config.use_cache is on: keys kept in forward would be kept again in recompute",
+            "config.use_cache is on: recompute would add keys to the cache a second time",
             where="memory.recompute",
             hint="set model.config.use_cache = False",
         )
     if spec.compile and batch_norms(model):
         raise SpecError(
-            "compiled blocks would move the running statistics of batch norm twice when recomputed",
+            "compiled blocks would update the running statistics of batch norm twice when recomputed",
             where="compile",
             hint="set compile=False or recompute='none'",
         )
 
 
 def _keeps_keys(config: object) -> bool:
-    """Whether a Hugging Face decoder would fill a cache; encoders have the switch without using it."""
+    """Whether a Hugging Face decoder would fill a cache; encoders have the setting without using it."""
     is_decoder = getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False)
     return bool(getattr(config, "use_cache", False) and is_decoder)
 
@@ -92,7 +94,7 @@ def _require_shardable(model: nn.Module, blocks: Blocks) -> None:
         names.setdefault(id(parameter), name)
         if parameter.ndim == 0:
             raise SpecError(
-                f"{name} is a single number, which ZeRO-3 cannot divide",
+                f"{name} is a scalar, which ZeRO-3 cannot shard",
                 where="parallel.zero",
                 hint="use zero=2, or give it the shape [1]",
             )

@@ -1,1 +1,1 @@
-"""One file per mesh axis, and `apply`, which says in which order they are laid over a model."""
+"""One file per mesh axis (dp, tp, cp, ep, pp), and `apply`, which applies them in a fixed order."""

@@ -1,16 +1,16 @@
 """From a RunSpec to the program of this rank: the order of transforms, written once.
 
-1. meta       the stages of this rank are built without memory, so no rank ever holds the whole model
-2. tp, ep     parameters are cut first: everything after sees the local layer
+1. meta       the stages of this rank are built on the meta device, so no rank ever holds the full model
+2. tp, ep     parameters are sharded first: every later transform sees the local layer
 3. cp         replaces the attention core; touches no parameter
-4. fp8        replaces the products of linears; after tp, whose cuts say over whom a scale is agreed
-5. joint      linears that share their input become one product, unless tp or fp8 made them another
+4. fp8        replaces the matmuls of linears; after tp, whose sharding decides where an amax is all-reduced
+5. fusion     linears that share their input become one matmul, unless tp or fp8 replaced their matmuls
 6. precision  the forward enters autocast itself, so a pipeline's backward runs outside it
-7. recompute  wraps blocks before they are compiled or sharded, so that both see the wrapped block
+7. recompute  (activation checkpointing) wraps blocks before compile and ZeRO-3, so both see the wrapped block
 8. compile    block by block: one graph serves all layers, and the collectives of ZeRO-3 stay outside
-9. offload    around the compiled block: copies to the host are no part of its graph
-10. ZeRO-3    last, because it takes over the parameters as what tp and ep left of them
-11. memory    allocate and fill: every tensor has its own seed, so the layout does not matter
+9. offload    around the compiled block: copies to the host are not part of its graph
+10. ZeRO-3    last, because it takes over the parameters as tp and ep have sharded them
+11. memory    allocate and initialise: every tensor has its own seed, so the layout does not matter
 """
 
 from collections.abc import Callable
@@ -32,20 +32,20 @@ from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
-from meshwright.parallel.fp8_weights import NarrowWeights
-from meshwright.parallel.fused_projections import join_products, lay_joint_weights
-from meshwright.parallel.pp import Border, PipelineProgram, StageModule, build_stages
-from meshwright.parallel.pp.tied import TIED_NAME, tie
+from meshwright.parallel.fp8_weights import Fp8Weights
+from meshwright.parallel.fused_projections import fuse_projections, pack_fused_weights
+from meshwright.parallel.pp import PipelineProgram, StageIO, StageModule, build_stages
+from meshwright.parallel.pp.tied import TIED_NAME, find_tied_embedding
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
-from meshwright.parallel.shard_parameters import place_parameters
-from meshwright.parallel.shards import OwnedParameter, own, set_gradient_dtype
+from meshwright.parallel.shard_parameters import shard_parameters
+from meshwright.parallel.shards import ParameterShard, parameter_shard, set_gradient_dtype
 from meshwright.parallel.tp import apply_tp
-from meshwright.parallel.wgrad_fusion import summed_gradients
+from meshwright.parallel.wgrad_fusion import build_wgrad_fusion
 from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype, wide_dtype
 from meshwright.spec import PrecisionSpec, RunSpec
 
 Fill = Callable[..., None]
-"""`initialise`, or what takes its place: gives a stage on the meta device memory and values."""
+"""`initialise`, or a replacement: it gives a stage on the meta device memory and values."""
 
 
 def build_program(
@@ -58,44 +58,48 @@ def build_program(
     for stage in stages:
         transform(stage.module, run, mesh, weights)
         give_memory(stage.module, run, mesh, fill)
-        lay_joint_weights(stage.module)
-    owned = own_parameters(stages, run, mesh)
-    set_gradient_dtype(owned, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
+        pack_fused_weights(stage.module)
+    shards = parameter_shards(stages, run, mesh)
+    set_gradient_dtype(shards, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
     weights.move_in()
-    reducer = build_reducer(owned, mesh, roots=[stage.module for stage in stages])
+    reducer = build_reducer(shards, mesh, roots=[stage.module for stage in stages])
     localise = localiser(mesh)
-    narrow = NarrowWeights([stage.module for stage in stages], mesh)
-    narrow.write()
+    fp8_weights = Fp8Weights([stage.module for stage in stages], mesh)
+    fp8_weights.cast()
     if run.parallel.num_stages == 1:
         model = stages[0].module
-        summed = summed_gradients(model, run, reducer)
         return SingleProgram(
-            model, owned=owned, reducer=reducer, summed=summed, narrow=narrow, localise=localise
+            model,
+            shards=shards,
+            reducer=reducer,
+            wgrad_fusion=build_wgrad_fusion(model, run, reducer),
+            fp8_weights=fp8_weights,
+            localise=localise,
         )
     return PipelineProgram(
         stages,
         mesh=mesh,
-        border=stage_border(run),
-        owned=owned,
-        tied=tie(run.model, mesh, owned),
+        stage_io=stage_io(run),
+        shards=shards,
+        tied=find_tied_embedding(run.model, mesh, shards),
         reducer=reducer,
-        narrow=narrow,
+        fp8_weights=fp8_weights,
         localise=localise,
     )
 
 
 def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) -> None:
-    """Steps 2 to 10 on one stage."""
+    """Apply steps 2 to 10 to one stage."""
     parallel = mesh.parallel
     if parallel.tp > 1 or parallel.ep > 1:
-        place_parameters(model, mesh)
+        shard_parameters(model, mesh)
     if parallel.tp > 1:
         apply_tp(model, mesh, regather=run.memory.regather)
     apply_moe(model, mesh)
     if parallel.cp > 1:
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
     apply_fp8(model, run, mesh)
-    join_products(model, run)
+    fuse_projections(model, run)
     compute_in(model, run.precision, mesh.device)
     offload = ActivationOffload(weights.link) if "activations" in run.memory.offload else None
     vouch_for_blocks()
@@ -120,7 +124,7 @@ def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) 
 
 
 def give_memory(model: Decoder, run: RunSpec, mesh: Mesh, fill: Fill) -> None:
-    """Step 11 on one stage: shards that live in host memory begin there; buffers are on the device."""
+    """Apply step 11 to one stage: shards that live in host memory start there, buffers on the device."""
     if not run.has_shards_on_host:
         fill(model, run.seed, device=mesh.device)
         return
@@ -133,7 +137,8 @@ def give_memory(model: Decoder, run: RunSpec, mesh: Mesh, fill: Fill) -> None:
 def compute_in(model: Decoder, precision: PrecisionSpec, device: torch.device) -> None:
     """Make the forward enter autocast; with bf16 the residual stream is bf16 too, at any ZeRO stage.
 
-    fp16 keeps it in fp32 where the weights are: sums over many layers can leave fp16's range.
+    With fp16 the residual stream stays fp32 where the weights are: sums over many layers can leave fp16's
+    range.
     """
     context = compute_context(precision, device)
     if context is None:
@@ -144,42 +149,42 @@ def compute_in(model: Decoder, precision: PrecisionSpec, device: torch.device) -
 
 
 def sharding_units(model: Decoder) -> list[nn.Module]:
-    """Modules gathered one at a time under ZeRO-3; a tied table, used at both ends, stays with the root."""
+    """Modules that ZeRO-3 gathers one at a time; a tied embedding, used at both ends, stays with the root."""
     ends: list[nn.Module] = []
     if not model.spec.tied_head:
         ends = [end for end in (model.embedding, model.head) if end is not None]
     return [*model.blocks.values(), *ends]
 
 
-def own_parameters(stages: list[StageModule], run: RunSpec, mesh: Mesh) -> list[OwnedParameter]:
-    """What this rank updates. Of a table tied across stages only the first copy counts in the norm."""
+def parameter_shards(stages: list[StageModule], run: RunSpec, mesh: Mesh) -> list[ParameterShard]:
+    """The shards that this rank updates. Of an embedding tied across stages the norm counts one copy."""
     last = run.parallel.num_stages - 1
     return [
-        own(name, parameter, mesh, is_counted=name != TIED_NAME or stage.index == 0 or last == 0)
+        parameter_shard(name, parameter, mesh, is_counted=name != TIED_NAME or stage.index == 0 or last == 0)
         for stage in stages
         for name, parameter in stage.module.named_parameters()
     ]
 
 
-def stage_border(run: RunSpec) -> Border:
-    """What one micro-batch looks like between stages: its rows are cut by cp and, as sp, by tp."""
+def stage_io(run: RunSpec) -> StageIO:
+    """Inputs and outputs of the stages for one micro-batch: cp and tp (as sp) shard the sequence."""
     parallel, lower = run.parallel, lower_dtype(run.precision)
-    wide = weight_dtype(run.precision)
-    # fp16 keeps the stream in the weights' dtype, and those are fp16 only where ZeRO-3 gathers them so.
+    full = weight_dtype(run.precision)
+    # fp16 keeps the stream in the weights' dtype, and the weights are fp16 only where ZeRO-3 gathers them so.
     is_lowered = run.precision.compute == "bf16" or parallel.zero == 3
     rows = run.data.microbatch_sequences, run.data.sequence_length // parallel.cp
-    part = rows[0], rows[1] // parallel.tp, run.model.width
-    return Border(
+    hidden = rows[0], rows[1] // parallel.tp, run.model.width
+    return StageIO(
         tokens_BS=torch.empty(rows, dtype=torch.int64, device="meta"),
         x_BSD=torch.empty(
-            part, dtype=lower if lower and is_lowered else wide, device="meta", requires_grad=True
+            hidden, dtype=lower if lower and is_lowered else full, device="meta", requires_grad=True
         ),
         loss=torch.empty((), dtype=wide_dtype(run.precision), device="meta", requires_grad=True),
     )
 
 
 def localiser(mesh: Mesh) -> Localise:
-    """This rank's part of a micro-batch: whole sequences, or their zig-zag part under cp."""
+    """The function that takes this rank's part of a micro-batch; with cp its zig-zag shard."""
     cp, cp_rank = mesh.parallel.cp, mesh.coordinate("cp")
 
     def localise(microbatch: Microbatch, scale: float) -> Microbatch:

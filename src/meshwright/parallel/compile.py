@@ -1,4 +1,4 @@
-"""Compile, block by block: one graph serves all alike blocks, and collectives of ZeRO-3 stay outside."""
+"""Block-by-block compile: one graph serves all blocks of a kind, and ZeRO-3 collectives stay outside it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +10,9 @@ from meshwright.spec import MemorySpec
 
 
 def compile_blocks(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
-    """Compile each block; where offload will wrap its forward, that forward alone.
+    """Compile each block; where offload will wrap its forward, only that forward.
 
-    A compiled module looks into everything its call does, and copies to the host are no part of a graph.
+    A compiled module traces everything in its call, and copies to the host must stay outside the graph.
     """
     is_wrapped = not {"activations", "parameters"}.isdisjoint(memory.offload)
     for block in blocks:
@@ -23,6 +23,6 @@ def compile_blocks(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
 
 
 def num_compiled_graphs() -> int:
-    """Graphs that torch's compiler has made in this process; it says so in a private counter only."""
+    """Graphs that torch's compiler has made in this process. Private API: torch has no public counter."""
     dynamo: Any = torch._dynamo
     return dynamo.utils.counters["stats"]["unique_graphs"]

@@ -1,16 +1,22 @@
-"""Data parallel: every rank computes the gradient of its own tokens; the sum of all is the gradient.
+"""Data parallel: every rank computes the gradient of its own tokens; the sum over ranks is the gradient.
 
-    dW[D, F] = sum over ranks r of dW_r[D, F]          the loss has divided already, so nothing divides here
+    dW[D, F] = sum over ranks r of dW_r[D, F]       the loss is divided already, so nothing is divided here
 
 ZeRO-0  all-reduce of gradients once per step                       2 x P elements per rank
 ZeRO-1  reduce-scatter once per step, all-gather after the update   2 x P
 ZeRO-2  the same, reduce-scatter after every micro-batch            (1 + micro-batches) x P
-ZeRO-3  FSDP2: parameters gathered for forward and again for        3 x P, overlapped
+ZeRO-3  FSDP2: parameters all-gathered for forward and again for    3 x P, overlapped
         backward, gradients reduce-scattered; see `shard_fully`
-With `reduce=last` stages 2 and 3 keep whole gradients and scatter once, after the last micro-batch.
+With `grad_reduce=last_microbatch` stages 2 and 3 keep unsharded gradients and reduce-scatter once, after the
+last micro-batch.
 
-Stages 0 to 2 are one mechanism: gradients are laid into flat buckets of [shards, chunk], the bucket is
-reduced over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row.
+Stages 0 to 2 are one mechanism: gradients are copied into buckets of [shards, chunk], each bucket is reduced
+over the axes that hold other tokens, and rank k keeps row k. With ZeRO-0 there is one row. A bucket is
+launched as soon as backward has filled it, so it is in flight while earlier layers compute. Under ZeRO-3
+FSDP2 prefetches: it all-gathers the next block while the current one computes.
+
+Data parallel pays first: it adds no work, and its traffic hides behind compute when a rank has many tokens.
+ZeRO stages pay when optimizer states (1), gradients (2) or parameters (3) do not fit.
 """
 
 import weakref
@@ -20,7 +26,6 @@ from functools import partial
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -32,253 +37,127 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
-from meshwright.ops.collectives import all_gather_single, reduce_scatter_single
-from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.gradient_bucket import Bucket, is_partial_over_tp, local_gradient
+from meshwright.parallel.shards import ParameterShard
 from meshwright.spec.placement import is_routed_expert
 
 BUCKET_ELEMENTS = 25_000_000  # 100 MB of fp32: large enough for full bandwidth, small enough to overlap
 
 
-class Bucket:
-    """Parameters whose gradients are reduced together over the same axes."""
-
-    def __init__(self, owned: list[OwnedParameter], mesh: Mesh) -> None:
-        self.owned = owned
-        self.scatter, self.sums = _reduction_groups(owned[0], mesh)
-        self.num_rows = self.scatter.size() if self.scatter else 1
-        self.waiting: set[int] = set()
-        self._flat: Tensor | None = None
-        self._work: dist.Work | None = None
-        self._total: Tensor | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank has a part of these gradients: then they are used where they are."""
-        return self.scatter is None and not self.sums
-
-    def launch(self) -> None:
-        """Lay the gradients into the flat buffer, free them, and start the first reduction."""
-        rows = [_padded_rows(_local_gradient(one), self.num_rows) for one in self.owned]
-        flat_RC = torch.cat(rows, dim=1)
-        for one in self.owned:
-            one.parameter.grad = None
-        if self.scatter is not None:
-            self._flat = flat_RC.new_empty(flat_RC.shape[1])
-            self._work = reduce_scatter_single(
-                self._flat, flat_RC.view(-1), group=self.scatter, async_op=True
-            )
-        else:  # not before the last micro-batch, so the sum itself can start
-            self._flat = flat_RC.view(-1)
-            self._work = dist.all_reduce(self._flat, group=self.sums[0], async_op=True) if self.sums else None
-
-    def finish(self, *, is_last: bool) -> None:
-        """Wait and add up; after the last micro-batch sum over the remaining axes and serve the shards."""
-        assert self._flat is not None
-        if self._work is not None:
-            self._work.wait()
-        self._total = self._flat if self._total is None else self._total.add_(self._flat)
-        self._flat = self._work = None
-        if is_last:
-            for group in self.sums if self.scatter is not None else self.sums[1:]:
-                dist.all_reduce(self._total, group=group)
-            self._serve_shards(self._total)
-            self._total = None
-
-    def _serve_shards(self, flat: Tensor) -> None:
-        offset = 0
-        for one in self.owned:
-            one.shard.grad = flat[offset : offset + one.shard.numel()].view_as(one.shard)
-            offset += _chunk_elements(one, self.num_rows)
-
-    def gather_parameters(self) -> None:
-        """After an update of the shards: every rank's rows to every rank."""
-        if self.scatter is None:
-            return
-        mine = torch.cat(
-            [_padded_rows(one.shard.detach(), 1, _chunk_elements(one, self.num_rows)) for one in self.owned],
-            dim=1,
-        )
-        everyone_RC = mine.new_empty(self.num_rows, mine.shape[1])
-        all_gather_single(everyone_RC.view(-1), mine.view(-1), group=self.scatter)
-        offset = 0
-        for one in self.owned:
-            width = _chunk_elements(one, self.num_rows)
-            whole = _whole(one.parameter)
-            rows = everyone_RC[:, offset : offset + width].reshape(-1)[: whole.numel()]
-            whole.copy_(rows.view_as(whole))
-            offset += width
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    """The tp-local tensor the model computes with."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-
-
-def _local_gradient(one: OwnedParameter) -> Tensor:
-    """This rank's gradient; zeros when nothing on this rank touched the parameter."""
-    gradient = one.parameter.grad
-    if gradient is None:
-        return torch.zeros_like(_whole(one.parameter), dtype=one.shard.grad_dtype)
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _chunk_elements(one: OwnedParameter, num_rows: int) -> int:
-    """Elements of one (padded) chunk of rows of a parameter."""
-    whole = torch.atleast_1d(_whole(one.parameter))
-    return -(-whole.shape[0] // num_rows) * (whole.numel() // max(1, whole.shape[0]))
-
-
-def _padded_rows(tensor: Tensor, num_rows: int, width: int | None = None) -> Tensor:
-    """[rows of dim 0, ...] -> [num_rows, chunk], zeros where dim 0 does not divide."""
-    tensor = torch.atleast_1d(tensor)
-    if width is None:
-        per_row = tensor.numel() // max(1, tensor.shape[0])
-        width = -(-tensor.shape[0] // num_rows) * per_row
-    missing = num_rows * width - tensor.numel()
-    flat = tensor.reshape(-1)
-    padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
-    return padded.view(num_rows, width)
-
-
-def _reduction_groups(
-    one: OwnedParameter, mesh: Mesh
-) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
-    """(group to scatter over, groups to sum over) for the gradient of one parameter."""
-    on_experts = is_routed_expert(one.name) and mesh.parallel.ep > 1
-    axes, shard_axis = (mesh.expert, "expert_shard") if on_experts else (mesh.dense, "shard")
-    sums = [mesh.dense.get_group("tp")] if _is_partial_over_tp(one, mesh) else []
-    if (mesh.parallel.zero == 0 or one.shard.ndim == 0) and not on_experts:
-        return None, ([mesh.data.get_group("data")] if mesh.data["data"].size() > 1 else []) + sums
-    if axes["dp_replicate"].size() > 1:
-        sums.insert(0, axes.get_group("dp_replicate"))
-    if mesh.parallel.zero == 0:
-        extra = [axes.get_group(shard_axis)] if axes[shard_axis].size() > 1 else []
-        return None, extra + sums
-    return axes.get_group(shard_axis), sums
-
-
-def _is_partial_over_tp(one: OwnedParameter, mesh: Mesh) -> bool:
-    """A parameter that tp does not cut gets a part of its gradient on each tp rank.
-
-    One that does not lie on the tp axis at all (in modules that are not ours) has its whole gradient there.
-    """
-    names = one.mesh.mesh_dim_names or ()
-    if mesh.parallel.tp == 1 or "tp" not in names:
-        return False
-    return one.placements[names.index("tp")].is_replicate()
-
-
 class GradientReducer:
-    """Stages 0 to 2: sums gradients over the mesh, overlapping the last backward where it can."""
+    """ZeRO stages 0 to 2: reduces gradients over the mesh, overlapped with the last backward."""
 
-    def __init__(self, owned: list[OwnedParameter], mesh: Mesh, roots: Sequence[nn.Module]) -> None:
-        self.reduces_each = mesh.parallel.zero == 2 and mesh.parallel.reduce == "each"
+    def __init__(self, shards: list[ParameterShard], mesh: Mesh, roots: Sequence[nn.Module]) -> None:
+        self.reduces_each_microbatch = mesh.parallel.zero == 2 and mesh.parallel.reduce == "each"
         root_of = {id(one): number for number, root in enumerate(roots) for one in root.parameters()}
-        trainable = [one for one in owned if one.parameter.requires_grad]
-        # Backward finds the last layers first, so buckets are filled and launched from the end.
-        # A stage that is reduced by itself has buckets of its own.
-        apart = root_of if self.reduces_each else dict.fromkeys(root_of, 0)
-        buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh, apart)]
-        self.buckets = [bucket for bucket in buckets if not bucket.is_alone]
-        self._alone = [one for bucket in buckets if bucket.is_alone for one in bucket.owned]
-        self._bucket_of = {id(one.parameter): bucket for bucket in self.buckets for one in bucket.owned}
+        trainable = [one for one in shards if one.parameter.requires_grad]
+        # Backward reaches the last layers first, so buckets are filled and launched from the end.
+        # Pipeline stages that are reduced one by one have buckets of their own.
+        group_of = root_of if self.reduces_each_microbatch else dict.fromkeys(root_of, 0)
+        buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh, group_of)]
+        self.buckets = [bucket for bucket in buckets if not bucket.is_local]
+        self._local = [one for bucket in buckets if bucket.is_local for one in bucket.shards]
+        self._bucket_of = {id(one.parameter): bucket for bucket in self.buckets for one in bucket.shards}
         self._by_root = {
-            id(root): [one for one in self.buckets if apart[id(one.owned[0].parameter)] == number]
+            id(root): [one for one in self.buckets if group_of[id(one.shards[0].parameter)] == number]
             for number, root in enumerate(roots)
         }
         self._due: list[Bucket] = []
-        """Of the backward that runs: launched in this order, each as soon as it is full."""
+        """Buckets of the current backward: launched in this order, each as soon as it is full."""
         self._next = 0
         self._is_last = True
-        self._left: list[Bucket] = []
-        """Not yet reduced for the last time in this step."""
-        # A parameter must not keep the reducer that has it: Python does not see autograd's half of that ring.
-        ready = partial(_tell, weakref.WeakMethod(self._gradient_ready))
+        self._unfinished: list[Bucket] = []
+        """Buckets whose last reduction of this step is still to come."""
+        # A parameter must not keep its reducer alive: Python does not see autograd's half of that cycle.
+        ready = partial(_call_if_alive, weakref.WeakMethod(self._gradient_ready))
         for bucket in self.buckets:
-            for one in bucket.owned:
+            for one in bucket.shards:
                 one.parameter.register_post_accumulate_grad_hook(ready)
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Entered around the backward of one micro-batch; on leaving, what is due has been reduced."""
-        is_due = is_last or self.reduces_each
+        """Entered around the backward of one micro-batch; on exit the buckets that were due are reduced."""
+        is_due = is_last or self.reduces_each_microbatch
         self._begin(self.buckets if is_due else [], is_last=is_last)
         yield
         self._end()
         if is_last:
-            self._serve_alone()
+            self._setlocal_gradients()
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
-        """Entered around a pipeline's schedule, which runs all micro-batches of a step."""
-        self._left = list(self.buckets)
+        """Entered around a pipeline schedule, which runs all micro-batches of a step."""
+        self._unfinished = list(self.buckets)
         self._begin([], is_last=False)
         yield
         self._end()
-        self._begin(self._left, is_last=True)
+        self._begin(self._unfinished, is_last=True)
         self._end()
-        self._serve_alone()
+        self._setlocal_gradients()
 
     def begin_backward(self, root: nn.Module, *, is_last: bool) -> None:
-        """Inside a schedule: a micro-batch's backward begins on a stage. Only where `reduces_each`."""
+        """Called inside a schedule as a micro-batch's backward begins on a stage.
+
+        Only where `reduces_each_microbatch`.
+        """
         self._end()
         self._begin(self._by_root[id(root)], is_last=is_last)
 
     def _begin(self, due: list[Bucket], *, is_last: bool) -> None:
         self._due, self._next, self._is_last = list(due), 0, is_last
         for bucket in self._due:
-            bucket.waiting = {id(one.parameter) for one in bucket.owned}
+            bucket.pending = {id(one.parameter) for one in bucket.shards}
 
     def _end(self) -> None:
-        """Launch what never became full, and wait for all."""
+        """Launch the buckets that never became full, and wait for all."""
         for bucket in self._due[self._next :]:
             bucket.launch()
         for bucket in self._due:
             bucket.finish(is_last=self._is_last)
         if self._is_last:
-            self._left = [bucket for bucket in self._left if bucket not in self._due]
+            self._unfinished = [bucket for bucket in self._unfinished if bucket not in self._due]
         self._due = []
 
-    def _serve_alone(self) -> None:
-        for one in self._alone:
-            one.shard.grad, one.parameter.grad = _local_gradient(one), None
+    def _setlocal_gradients(self) -> None:
+        for one in self._local:
+            one.shard.grad, one.parameter.grad = local_gradient(one), None
 
     def _gradient_ready(self, parameter: Tensor) -> None:
-        """Launch every bucket that is full, in the one order that all ranks share."""
-        self._bucket_of[id(parameter)].waiting.discard(id(parameter))
-        while self._next < len(self._due) and not self._due[self._next].waiting:
+        """Launch every full bucket, in the one order that all ranks share."""
+        self._bucket_of[id(parameter)].pending.discard(id(parameter))
+        while self._next < len(self._due) and not self._due[self._next].pending:
             self._due[self._next].launch()
             self._next += 1
 
     def gather_parameters(self) -> None:
-        """After the optimizer's update."""
+        """All-gather the updated shards, after the optimizer step."""
         for bucket in self.buckets:
             bucket.gather_parameters()
 
 
-def _tell(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
-    """Call a method of something that may be gone."""
+def _call_if_alive(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+    """Call a method of an object that may have been freed."""
     found = method()
     if found is not None:
         found(parameter)
 
 
 def _bucketed(
-    owned: list[OwnedParameter], mesh: Mesh, apart: Mapping[int, int]
-) -> Iterator[list[OwnedParameter]]:
-    """Runs of parameters with the same reduction, dtype and number in `apart`, cut at BUCKET_ELEMENTS."""
+    shards: list[ParameterShard], mesh: Mesh, group_of: Mapping[int, int]
+) -> Iterator[list[ParameterShard]]:
+    """Parameters with the same reduction, dtype and number in `group_of`, in buckets of BUCKET_ELEMENTS."""
 
-    def kind(one: OwnedParameter) -> tuple[int, bool, bool, bool, torch.dtype]:
+    def kind(one: ParameterShard) -> tuple[int, bool, bool, bool, torch.dtype]:
         return (
-            apart[id(one.parameter)],
+            group_of[id(one.parameter)],
             one.shard.ndim == 0,
             is_routed_expert(one.name) and mesh.parallel.ep > 1,
-            _is_partial_over_tp(one, mesh),
+            is_partial_over_tp(one, mesh),
             one.shard.dtype,
         )
 
-    for _, run in groupby(sorted(owned, key=lambda one: repr(kind(one))), key=kind):
-        bucket: list[OwnedParameter] = []
+    for _, run in groupby(sorted(shards, key=lambda one: repr(kind(one))), key=kind):
+        bucket: list[ParameterShard] = []
         for one in run:
             bucket.append(one)
             if sum(member.parameter.numel() for member in bucket) >= BUCKET_ELEMENTS:
@@ -289,57 +168,58 @@ def _bucketed(
 
 
 class FullyShardedReducer:
-    """Stage 3: FSDP2 reduces by itself; what remains is to show each shard its gradient."""
+    """ZeRO-3: FSDP2 reduces by itself; this sets the gradient of each shard from what FSDP2 leaves."""
 
     def __init__(
-        self, owned: list[OwnedParameter], roots: Sequence[nn.Module], *, every_microbatch: bool
+        self, shards: list[ParameterShard], roots: Sequence[nn.Module], *, every_microbatch: bool
     ) -> None:
-        self.reduces_each = every_microbatch
-        self._trainable = [one for one in owned if one.parameter.requires_grad]
+        self.reduces_each_microbatch = every_microbatch
+        self._trainable = [one for one in shards if one.parameter.requires_grad]
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
 
     @contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Scattered gradients are added up; replicas are summed once, after the last micro-batch."""
+        """Accumulate the shards' gradients; all-reduce over replicas once, after the last micro-batch."""
         for root in self._roots:
-            _synchronise(root, now=is_last or self.reduces_each, replicas=is_last)
+            _synchronise(root, now=is_last or self.reduces_each_microbatch, replicas=is_last)
         yield
-        self._take(is_last=is_last)
+        self._collect_gradients(is_last=is_last)
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
-        """Entered around a pipeline's schedule, whose last act lets FSDP2 reduce what is still whole."""
+        """Entered around a pipeline schedule, whose last action lets FSDP2 reduce unsharded gradients."""
         yield
-        self._take(is_last=True)
+        self._collect_gradients(is_last=True)
 
     def begin_backward(self, root: nn.Module, *, is_last: bool) -> None:
-        """Inside a schedule: a micro-batch's backward begins on a stage. Only where `reduces_each`.
+        """Called inside a schedule as a micro-batch's backward begins on a stage.
 
-        Torch's stages have just told FSDP2 to keep gradients whole, and not to wait for anything.
+        Only where `reduces_each_microbatch`. Torch's pipeline stages have just told FSDP2 to keep gradients
+        unsharded and to wait for nothing.
         """
         assert isinstance(root, FSDPModule)
-        self._take(is_last=False)  # of the micro-batch before, in which FSDP2 would go on adding in 16 bits
+        self._collect_gradients(is_last=False)  # or FSDP2 would add the next micro-batch to them in 16 bits
         root.set_is_last_backward(True)
         _synchronise(root, now=True, replicas=is_last)
 
-    def _take(self, *, is_last: bool) -> None:
+    def _collect_gradients(self, *, is_last: bool) -> None:
         for one in self._trainable:
-            _take_gradient(one)
+            _collect_gradient(one)
             if is_last and one.shard.grad is None:
                 one.shard.grad = torch.zeros_like(one.shard, dtype=one.shard.grad_dtype)
 
     def gather_parameters(self) -> None:
-        """Nothing: the next forward gathers."""
+        """Does nothing: the next forward all-gathers."""
 
 
 def _synchronise(root: FSDPModule, *, now: bool, replicas: bool) -> None:
-    """Whether the next backward scatters gradients, and sums those of replicas."""
-    root.set_requires_gradient_sync(now)  # first: it also says yes or no to the all-reduce
+    """Set whether the next backward reduce-scatters gradients, and whether it all-reduces over replicas."""
+    root.set_requires_gradient_sync(now)  # first: it also sets the all-reduce
     root.set_requires_all_reduce(replicas)
 
 
-def _take_gradient(one: OwnedParameter) -> None:
-    """Add what FSDP2 left to the shard's gradient, which may be wider."""
+def _collect_gradient(one: ParameterShard) -> None:
+    """Add the gradient that FSDP2 left to the shard's gradient, which may have a wider dtype."""
     gradient, one.parameter.grad = one.parameter.grad, None
     if isinstance(gradient, DTensor):
         local = gradient.to_local().to(one.shard.grad_dtype)
@@ -349,11 +229,11 @@ def _take_gradient(one: OwnedParameter) -> None:
 Reducer = GradientReducer | FullyShardedReducer
 
 
-def build_reducer(owned: list[OwnedParameter], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
-    """The reducer of the mesh's ZeRO stage; `roots` are the models of this rank."""
+def build_reducer(shards: list[ParameterShard], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
+    """The reducer for the mesh's ZeRO stage; `roots` are the models of this rank."""
     if mesh.parallel.zero == 3:
-        return FullyShardedReducer(owned, roots, every_microbatch=mesh.parallel.reduce == "each")
-    return GradientReducer(owned, mesh, roots)
+        return FullyShardedReducer(shards, roots, every_microbatch=mesh.parallel.reduce == "each")
+    return GradientReducer(shards, mesh, roots)
 
 
 def shard_fully(
@@ -366,20 +246,20 @@ def shard_fully(
     gradients: torch.dtype,
     on_host: bool = False,
 ) -> None:
-    """ZeRO-3 over shard (and replicas over dp_replicate): each unit is gathered when it is used.
+    """ZeRO-3 (FSDP, HSDP with dp_replicate): each unit is all-gathered when it is used, then freed.
 
-    A pipeline keeps parameters gathered during a step: gathering them anew for every micro-batch of
-    every stage would cost pp times the traffic. `on_host`: shards and their gradients live in host memory,
-    and only what is gathered is on the device.
+    FSDP2 prefetches the next unit while one computes. A pipeline keeps parameters gathered during a step:
+    to gather them for every micro-batch of every stage would cost pp times the traffic. With `on_host` shards
+    and their gradients live in host memory, and only gathered parameters are on the device.
     """
     parallel = mesh.parallel
-    # Inputs are left alone: loss weights and rotary tables stay fp32; autocast lowers what should be lower.
+    # Inputs are not cast: loss weights and rope tables stay fp32; autocast lowers what should be lower.
     policy = MixedPrecisionPolicy(
         param_dtype=lower, reduce_dtype=gradients if lower else None, cast_forward_inputs=False
     )
-    home = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
     shard = partial(
-        fully_shard, mp_policy=policy, offload_policy=home, reshard_after_forward=parallel.pp == 1
+        fully_shard, mp_policy=policy, offload_policy=offload, reshard_after_forward=parallel.pp == 1
     )
     if parallel.ep > 1:
         expert_mesh = _sharding_mesh(mesh.expert, "expert_shard", parallel.dp_replicate)
@@ -390,8 +270,8 @@ def shard_fully(
         shard(module, mesh=dense_mesh)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            # The loss has divided by the global token count: sum, never average. A factor other than the
-            # group size would ask for PREMUL_SUM, which gloo lacks and NCCL gets wrong for bf16.
+            # The loss is divided by the global token count: sum, never average. A factor other than the
+            # group size would need PREMUL_SUM, which gloo lacks and NCCL gets wrong for bf16.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -1,16 +1,18 @@
-"""Expert parallel: routed experts are dealt out over ranks that otherwise hold other tokens.
+"""Expert parallel: routed experts are distributed over ranks that otherwise hold other tokens.
 
-    x[N, D]  rows sorted by expert  ->  rows to the rank that has the expert      all-to-all
+    x[N, D]  rows sorted by expert  ->  rows to the rank that has the expert      all-to-all (dispatch)
     y[N, D] = experts(x)  on the rank that has them
-    y[N, D]  back to the rank that sent the row                                   all-to-all
+    y[N, D]  back to the rank that sent the row                                   all-to-all (combine)
 
 ep borrows its ranks from dp_shard x cp, so it adds none: dp_shard=4 with ep=2 is four ranks, each holding
 half of the experts. Two all-to-alls forward and two backward per routed layer, of top_k x T x D elements
 each way under even routing. The gradient of an expert already holds the tokens of all ep ranks; it is
-summed over the rest of the data ranks only.
+all-reduced over the other data ranks only.
 
-With etp = tp each expert is cut over tp as well: tokens are gathered over tp first and the partial results
-scattered after. With etp = 1 each tp rank sends its own part of the sequence.
+With etp = tp each expert is sharded over tp as well: tokens are all-gathered over tp first and the partial
+results reduce-scattered after. With etp = 1 each tp rank sends its own part of the sequence.
+
+It pays when the experts do not fit, or when gathering them under ZeRO-3 costs more than sending tokens.
 """
 
 from functools import partial
@@ -28,18 +30,18 @@ from meshwright.parallel.cp.zigzag import shard_sequence, unshard_sequence
 
 
 class ExchangeDispatch(nn.Module):
-    """Computes on the ranks that have the experts; sorting and weighing stay with the inner dispatch."""
+    """Runs the experts on the ranks that have them; the inner dispatch sorts rows and applies weights."""
 
     def __init__(self, inner: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
         self.inner, self.group = inner, group
 
     def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
-        """As Dispatch."""
-        return self.inner(x_TD, experts_TC, weights_TC, partial(self._elsewhere, compute))
+        """The same result as the inner dispatch. Communicates over ep."""
+        return self.inner(x_TD, experts_TC, weights_TC, partial(self._on_expert_ranks, compute))
 
-    def _elsewhere(self, compute: Compute, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert to the experts' ranks, through the experts, and back in the same order."""
+    def _on_expert_ranks(self, compute: Compute, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """Send rows sorted by expert to the experts' ranks, run the experts, and send the rows back."""
         sent_RE = counts_E.view(self.group.size(), -1)
         received_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=self.group)
@@ -53,7 +55,7 @@ class ExchangeDispatch(nn.Module):
 
 
 def _order_by_expert(counts_RE: Tensor, num_rows: int) -> Tensor:
-    """Row numbers that bring rows sorted by (rank, expert) into the order (expert, rank)."""
+    """Row numbers that reorder rows sorted by (rank, expert) to (expert, rank)."""
     num_experts = counts_RE.shape[1]
     expert_of_run = torch.arange(num_experts, device=counts_RE.device).repeat(counts_RE.shape[0])
     expert_N = expert_of_run.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
@@ -61,48 +63,48 @@ def _order_by_expert(counts_RE: Tensor, num_rows: int) -> Tensor:
 
 
 class GatherDispatch(nn.Module):
-    """etp: all tokens of the tp ranks to each of them, which holds a part of every expert."""
+    """etp: all-gathers the tokens of the tp ranks, each of which holds a shard of every expert."""
 
     def __init__(self, inner: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
         self.inner, self.group = inner, group
 
     def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
-        """As Dispatch; x[T_tp, D] -> x[T, D] before, y{tp}[T, D] -> y[T_tp, D] after."""
-        whole = self.inner(
+        """The inner dispatch between x[T_tp, D] -> x[T, D] and y{tp}[T, D] -> y[T_tp, D]."""
+        y_TD = self.inner(
             all_gather(x_TD, 0, self.group),
-            gather_plain(experts_TC, 0, self.group),
+            all_gather_no_grad(experts_TC, 0, self.group),
             all_gather(weights_TC, 0, self.group),
             compute,
         )
-        return reduce_scatter(whole, 0, self.group)
+        return reduce_scatter(y_TD, 0, self.group)
 
 
-def gather_plain(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The parts of all ranks joined along `dim`, without gradients."""
-    part = x.movedim(dim, 0).contiguous()
-    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
-    all_gather_single(whole, part, group=group)
-    return whole.movedim(0, dim)
+def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The shards of all ranks concatenated along `dim`, without gradients."""
+    shard = x.movedim(dim, 0).contiguous()
+    full = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
+    all_gather_single(full, shard, group=group)
+    return full.movedim(0, dim)
 
 
 class SumCounts(nn.Module):
-    """Counts of whole sequences from the counts of their parts."""
+    """Counts of full sequences from the counts of their shards."""
 
     def __init__(self, groups: list[ProcessGroup]) -> None:
         super().__init__()
         self.groups = groups
 
     def forward(self, counts_BE: Tensor) -> Tensor:
-        """Summed over the axes that cut sequences."""
+        """The counts all-reduced over the axes that shard sequences."""
         total = counts_BE.clone()
         for group in self.groups:
             dist.all_reduce(total, group=group)
         return total
 
 
-class CutCapacity(nn.Module):
-    """Capacity of whole sequences: who comes first is decided in the order of the whole sequence."""
+class ShardedCapacity(nn.Module):
+    """Capacity of full sequences: tokens are kept or dropped in the order of the full sequence."""
 
     def __init__(self, inner: nn.Module, mesh: Mesh) -> None:
         super().__init__()
@@ -110,23 +112,23 @@ class CutCapacity(nn.Module):
         self.tp, self.cp = mesh.group("tp"), mesh.group("cp")
 
     def forward(self, experts_BSC: Tensor) -> Tensor:
-        """As Capacity, for this rank's part of the sequences."""
-        over_cp = gather_plain(gather_plain(experts_BSC, 1, self.tp), 1, self.cp)
+        """The inner capacity's decisions for this rank's tokens. Communicates over tp and cp."""
+        over_cp = all_gather_no_grad(all_gather_no_grad(experts_BSC, 1, self.tp), 1, self.cp)
         kept_BSC = self.inner(unshard_sequence(over_cp, 1, self.cp.size()))
-        own_BSC = shard_sequence(kept_BSC, 1, self.cp.rank(), self.cp.size())
-        return own_BSC.chunk(self.tp.size(), 1)[self.tp.rank()]
+        local_BSC = shard_sequence(kept_BSC, 1, self.cp.rank(), self.cp.size())
+        return local_BSC.chunk(self.tp.size(), 1)[self.tp.rank()]
 
 
 def apply_moe(model: nn.Module, mesh: Mesh) -> None:
-    """Make every routed layer of a stage right for its axes: ep, etp, and sequences cut by tp and cp."""
+    """Adapt every routed layer of a stage to ep, etp, and sequences sharded by tp and cp."""
     parallel = mesh.parallel
-    cutting = [mesh.group(axis) for axis in ("tp", "cp") if getattr(parallel, axis) > 1]
+    sequence_groups = [mesh.group(axis) for axis in ("tp", "cp") if getattr(parallel, axis) > 1]
     for layer in [module for module in model.modules() if isinstance(module, Moe)]:
         if parallel.ep > 1:
             layer.dispatch = ExchangeDispatch(layer.dispatch, mesh.expert.get_group("ep"))
         if parallel.etp > 1:
             layer.dispatch = GatherDispatch(layer.dispatch, mesh.group("tp"))
-        if cutting:
-            layer.balance.total = SumCounts(cutting)
+        if sequence_groups:
+            layer.balance.total = SumCounts(sequence_groups)
             if layer.capacity is not None:
-                layer.capacity = CutCapacity(layer.capacity, mesh)
+                layer.capacity = ShardedCapacity(layer.capacity, mesh)

@@ -1,4 +1,4 @@
-"""How evenly routed experts are used over the whole step, and the bias that evens it out."""
+"""Expert load balance of a step over all ranks, and the bias-based balancing that evens it out."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from meshwright.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ExpertFigures:
-    """Since they were last asked for; 1 is perfect balance in all three."""
+    """Expert load since the figures were last read; 1 is perfect balance in all three."""
 
     aux_loss: float | None
     """Mean over layers and steps, before the coefficient; None where the model has no such loss."""
@@ -35,14 +35,14 @@ class ExpertBalance:
         self._num_steps = 0
 
     def after_step(self, *, scale: float, is_sound: bool) -> None:
-        """Take the routers' records of one step; move the bias. No host sync."""
+        """Collect the routers' records of one step and update the balance bias. No host sync."""
         for stage in self._stages:
             records = take_records(stage)
             if not is_sound:  # gradients overflowed: the step did not happen
                 continue
             loads = {name: load for name, (load, _) in records.items()}
             if self._has_bias:
-                loads = self._summed(loads)
+                loads = self._reduced(loads)
                 step_balance_bias(stage, loads)
             for name, load in loads.items():
                 self._loads[name] = self._loads[name] + load if name in self._loads else load
@@ -51,9 +51,9 @@ class ExpertBalance:
         self._num_steps += is_sound
 
     def figures(self) -> ExpertFigures:
-        """Over the whole world, then starts to count anew. Communicates, host sync."""
-        loads = self._loads if self._has_bias else self._summed(self._loads)
-        # A stage without experts has nothing to say: -inf never wins a maximum.
+        """The figures over the whole world; counting then starts again. Communicates, host sync."""
+        loads = self._loads if self._has_bias else self._reduced(self._loads)
+        # A stage without experts contributes nothing: -inf never wins a maximum.
         extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=self._aux_loss.device)
         for load_E in loads.values():
             share_E = load_E.double() / load_E.double().mean()
@@ -66,8 +66,8 @@ class ExpertBalance:
         self._aux_loss.zero_()
         return ExpertFigures(aux_loss=aux_loss, load_max=float(extremes[0]), load_min=-float(extremes[1]))
 
-    def _summed(self, loads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Over every rank of the stage: all of them route other tokens."""
+    def _reduced(self, loads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The loads summed over every rank of the stage; each rank routes other tokens."""
         if not loads:
             return loads
         stacked_LE = torch.stack(list(loads.values()))

@@ -1,15 +1,16 @@
-"""fp8 products in the linears of a stage, with scales that do not depend on the layout.
+"""fp8 matmuls in the linears of a stage, with scales that do not depend on the layout.
 
-A scale for a whole tensor needs the largest magnitude of the whole tensor, so it is agreed over the ranks
-that hold its parts (n scalars in one all-reduce of a few bytes):
+A per-tensor scale needs the amax of the full tensor, so the amax is all-reduced (MAX) over the ranks that
+hold its shards (n scalars in one all-reduce of a few bytes):
 
-    cut by columns   x[B, S_cp, D]        W[N_tp, D]   dy[B, S_cp, N_tp]
-    cut by rows      x[B, S_cp, K_tp]     W[D, K_tp]   dy[B, S_cp, D]
+    column-wise   x[B, S_cp, D]        W[N_tp, D]   dy[B, S_cp, N_tp]
+    row-wise      x[B, S_cp, K_tp]     W[D, K_tp]   dy[B, S_cp, D]
 
-dp ranks hold other micro-batches, which are other tensors. Under ZeRO-3 the product sees the gathered
-weight. Scales of blocks need no agreement: a block lies on one rank.
+dp ranks hold other micro-batches, which are other tensors. Under ZeRO-3 the matmul sees the gathered weight.
+Blockwise scales need no all-reduce: a block lies on one rank.
 
-Linears that multiply the same input (q, k, v; gate, up) become one product.
+Linears that share their input (q, k, v; gate, up) become one fused matmul. fp8 pays for wide layers on
+devices with fp8 tensor cores, in compiled blocks.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -39,7 +40,7 @@ from meshwright.spec.placement import tp_dim
 
 
 def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
-    """Replace the products that the table names."""
+    """Replace the matmuls of the linears that `spec/fp8.py` selects."""
     if run.precision.fp8 is None:
         return
     chosen = {weight.name for layer in fp8_layers(run) for weight in fp8_weights(run, layer)}
@@ -63,26 +64,26 @@ def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
 
 
 def _product(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear]) -> Fp8Product:
-    """For linears that are cut alike; `name` is that of one of them."""
+    """The fp8 matmul of linears that tp shards alike; `name` is the name of one of them."""
     fp8 = run.precision.fp8
     assert fp8 is not None
     recipe, shapes = RECIPES[fp8.recipe], [local(linear.weight).shape for linear in linears]
-    is_kept = fp8.cast_weights == "per_step"
+    is_cached = fp8.cast_weights == "per_step"
     return Fp8Product(
         fp8.recipe,
         dtype=lower_dtype(run.precision) or weight_dtype(run.precision),
         native=is_native(recipe, mesh.device) and lower_dtype(run.precision) is not None,
         cuts=_cuts(f"{name}.weight", mesh) if recipe.token_block is None else UNCUT,
-        kept=KeptWeight(fp8.recipe, sum(rows for rows, _ in shapes), shapes[0][1]) if is_kept else None,
+        kept=KeptWeight(fp8.recipe, sum(rows for rows, _ in shapes), shapes[0][1]) if is_cached else None,
         scales=KnownScales() if recipe.is_delayed else None,
     )
 
 
 def _cuts(weight: str, mesh: Mesh) -> Cuts:
-    """Over which groups the operands of one linear are cut."""
+    """The groups over which the operands of one linear are sharded."""
     tp, cp = _group(mesh, "tp"), _group(mesh, "cp")
-    is_by_columns = tp_dim(weight, mesh.parallel) == 0
-    return Cuts(x=cp if is_by_columns else tp + cp, weight=tp, gradient=tp + cp if is_by_columns else cp)
+    is_column_wise = tp_dim(weight, mesh.parallel) == 0
+    return Cuts(x=cp if is_column_wise else tp + cp, weight=tp, gradient=tp + cp if is_column_wise else cp)
 
 
 def _group(mesh: Mesh, axis: str) -> tuple[ProcessGroup, ...]:
@@ -90,15 +91,15 @@ def _group(mesh: Mesh, axis: str) -> tuple[ProcessGroup, ...]:
 
 
 def fp8_blocks(run: RunSpec) -> list[int]:
-    """The blocks of the whole model that have an fp8 linear."""
+    """The blocks of the full model that have an fp8 linear."""
     return [layer for layer in fp8_layers(run) if fp8_weights(run, layer)]
 
 
 _PLAIN = {"project": Projections, "inner": Gated, "product": Product}
 
 
-class NarrowProduct(NamedTuple):
-    """A product in fp8 where it stands: as an attribute of a module, by itself or inside a joint one."""
+class Fp8Site(NamedTuple):
+    """An fp8 matmul and the module attribute that holds it, by itself or inside a fused projection."""
 
     name: str
     module: nn.Module
@@ -106,32 +107,32 @@ class NarrowProduct(NamedTuple):
     linears: tuple[Linear, ...]
 
     @property
-    def place(self) -> nn.Module:
-        """What stands there."""
+    def installed(self) -> nn.Module:
+        """The module that the attribute holds now."""
         return getattr(self.module, self.attribute)
 
     @property
     def product(self) -> Fp8Product:
-        """The product itself."""
-        place = self.place
-        return place if isinstance(place, Fp8Product) else place.product  # pyright: ignore[reportReturnType]
+        """The fp8 matmul itself."""
+        found = self.installed
+        return found if isinstance(found, Fp8Product) else found.product  # pyright: ignore[reportReturnType]
 
-    def replace(self, place: nn.Module | None) -> None:
-        """Put something else there; None: what computes plainly."""
-        setattr(self.module, self.attribute, place or _PLAIN[self.attribute]())
+    def install(self, replacement: nn.Module | None) -> None:
+        """Set the attribute to another module; None installs the plain one without fp8."""
+        setattr(self.module, self.attribute, replacement or _PLAIN[self.attribute]())
 
 
-def narrow_products(stages: Iterable[nn.Module]) -> list[NarrowProduct]:
-    """All products in fp8, in the order of the model."""
+def fp8_sites(stages: Iterable[nn.Module]) -> list[Fp8Site]:
+    """All fp8 matmuls, in the order of the model."""
     found = [named for stage in stages for named in stage.named_modules()]
     return [
-        NarrowProduct(f"{name}.{attribute}", module, attribute, linears)
+        Fp8Site(f"{name}.{attribute}", module, attribute, linears)
         for name, module in found
-        for attribute, linears in _places(module)
+        for attribute, linears in _fp8_attributes(module)
     ]
 
 
-def _places(module: nn.Module) -> list[tuple[str, tuple[Linear, ...]]]:
+def _fp8_attributes(module: nn.Module) -> list[tuple[str, tuple[Linear, ...]]]:
     if isinstance(module, Attention) and isinstance(module.project, NarrowProjections):
         return [("project", sharing(module))]
     if isinstance(module, SwiGlu) and isinstance(module.inner, NarrowGated):
@@ -142,18 +143,18 @@ def _places(module: nn.Module) -> list[tuple[str, tuple[Linear, ...]]]:
 
 
 def fall_back(stages: Iterable[nn.Module], layers: Collection[int]) -> None:
-    """Give the linears of these blocks, where a stage has them, plain products again."""
-    for narrow in narrow_products(stages):
-        if int(narrow.name.split(".")[1]) in layers:
-            narrow.replace(None)
+    """Switch the linears of these blocks, where a stage has them, back to plain matmuls."""
+    for site in fp8_sites(stages):
+        if int(site.name.split(".")[1]) in layers:
+            site.install(None)
 
 
 @contextmanager
 def in_bf16(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, every linear has a plain product."""
-    found = [(narrow, narrow.place) for narrow in narrow_products(stages)]
-    for narrow, _ in found:
-        narrow.replace(None)
+    """A context in which every linear has a plain matmul."""
+    found = [(site, site.installed) for site in fp8_sites(stages)]
+    for site, _ in found:
+        site.install(None)
     yield
-    for narrow, place in found:
-        narrow.replace(place)
+    for site, installed in found:
+        site.install(installed)

@@ -1,4 +1,4 @@
-"""Weights kept in fp8: written anew whenever the weights have changed, with scales agreed over tp."""
+"""Cached fp8 weights: cast once after every weight update, with the amax all-reduced (MAX) over tp."""
 
 from collections.abc import Sequence
 
@@ -8,35 +8,35 @@ from torch import Tensor, nn
 
 from meshwright.mesh import Mesh
 from meshwright.ops.sharded import local
-from meshwright.parallel.fp8 import narrow_products
+from meshwright.parallel.fp8 import fp8_sites
 from meshwright.precision.fp8.quantise import unit_of
 from meshwright.precision.fp8.recipes import E4M3
 
 
-class NarrowWeights:
-    """The fp8 copies of this rank's stages; empty where none are kept."""
+class Fp8Weights:
+    """The cached fp8 weights of this rank's stages; none unless `fp8.cast_weights=per_step`."""
 
     def __init__(self, stages: Sequence[nn.Module], mesh: Mesh) -> None:
         self._stages = stages
         self._group = mesh.group("tp") if mesh.parallel.tp > 1 else None
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Cast the weights as they are now. All ranks call it; with tp one small all-reduce, no host sync."""
-        kept = [
-            (narrow.product.kept, [local(linear.weight) for linear in narrow.linears])
-            for narrow in narrow_products(self._stages)  # looked up each time: blocks may have fallen back
-            if narrow.product.kept is not None
+    def cast(self) -> None:
+        """Cast the current weights. All ranks call it; with tp one small all-reduce, no host sync."""
+        cached = [
+            (site.product.kept, [local(linear.weight) for linear in site.linears])
+            for site in fp8_sites(self._stages)  # looked up each time: blocks may have fallen back to bf16
+            if site.product.kept is not None
         ]
-        if not kept:
+        if not cached:
             return
-        largest = torch.stack([_largest(weights) for _, weights in kept])
+        amax = torch.stack([_amax(weights) for _, weights in cached])
         if self._group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        for (copy, weights), unit in zip(kept, unit_of(largest, E4M3), strict=True):
-            copy.write(weights, unit)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._group)
+        for (copy, weights), scale in zip(cached, unit_of(amax, E4M3), strict=True):
+            copy.write(weights, scale)
 
 
-def _largest(weights: Sequence[Tensor]) -> Tensor:
+def _amax(weights: Sequence[Tensor]) -> Tensor:
     """The largest magnitude, fp32, in one pass; nan where there is one."""
     return torch.stack([torch.linalg.vector_norm(weight, torch.inf) for weight in weights]).amax().float()

@@ -8,25 +8,27 @@ from torch import Tensor, nn
 
 from meshwright.data.batches import Microbatch
 from meshwright.parallel.dp import Reducer
-from meshwright.parallel.fp8_weights import NarrowWeights
-from meshwright.parallel.shards import OwnedParameter
-from meshwright.parallel.wgrad_fusion import SummedGradients
+from meshwright.parallel.fp8_weights import Fp8Weights
+from meshwright.parallel.shards import ParameterShard
+from meshwright.parallel.wgrad_fusion import WgradFusion
 
 Localise = Callable[[Microbatch, float], Microbatch]
-"""This rank's part of a micro-batch, with its loss weights multiplied by a scale."""
+"""(micro-batch, scale) -> this rank's part of it, with its loss weights multiplied by the scale."""
 
 
 class Program(Protocol):
-    """With and without a pipeline, a model of ours or not: the step sees only this.
+    """What a step sees of a model: the same with and without a pipeline, for our families and user modules.
 
     Micro-batches are of the kind that the program was built for.
     """
 
     stages: list[nn.Module]
-    owned: list[OwnedParameter]
+    """The pipeline stages of this rank; without a pipeline one module, the model."""
+    shards: list[ParameterShard]
+    """The parameter shards that this rank updates."""
 
     def accumulate(self, microbatches: Sequence[Any], *, scale: float = 1.0) -> Tensor:
-        """Forward and backward of all micro-batches; gradients of the scaled loss are then reduced and in
+        """Run forward and backward of all micro-batches, and reduce the gradients of the scaled loss into
         `shard.grad`. Returns this rank's part of the unscaled loss. Communicates; no host sync."""
         ...
 
@@ -35,19 +37,19 @@ class Program(Protocol):
         ...
 
     def gather_parameters(self) -> None:
-        """After the shards were updated or loaded: the model computes with the new values."""
+        """Make the model compute with the new values, after the shards were updated or loaded."""
         ...
 
 
 def model_arguments(microbatch: Microbatch) -> dict[str, Tensor]:
-    """The keyword arguments of `Decoder.forward` besides the tokens; absent ones are left out."""
+    """The keyword arguments of `Decoder.forward` other than the tokens; None values are left out."""
     fields = microbatch._asdict()
     del fields["tokens_BS"]
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def scaled(microbatch: Microbatch, scale: float) -> Microbatch:
-    """Every loss term times `scale`: scaling the weights reaches auxiliary losses too."""
+    """The micro-batch with every loss weight times `scale`, which reaches auxiliary losses too."""
     if scale == 1.0:
         return microbatch
     return microbatch._replace(
@@ -56,35 +58,35 @@ def scaled(microbatch: Microbatch, scale: float) -> Microbatch:
 
 
 class SingleProgram:
-    """All layers on this rank: micro-batches one after the other."""
+    """The program of a rank that holds all layers: micro-batches run one after the other."""
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        owned: list[OwnedParameter],
+        shards: list[ParameterShard],
         reducer: Reducer,
-        summed: SummedGradients,
-        narrow: NarrowWeights,
+        wgrad_fusion: WgradFusion,
+        fp8_weights: Fp8Weights,
         localise: Localise,
     ) -> None:
-        self.stages, self.owned = [model], owned
+        self.stages, self.shards = [model], shards
         self._model, self._reducer, self._localise = model, reducer, localise
-        self._summed, self._narrow = summed, narrow
+        self._wgrad_fusion, self._fp8_weights = wgrad_fusion, fp8_weights
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
-        """See Program."""
+        """Implements `Program.accumulate`."""
         parts = []
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
-            with self._reducer.microbatch(is_last=is_last), self._summed.microbatch():
+            with self._reducer.microbatch(is_last=is_last), self._wgrad_fusion.microbatch():
                 part = self._loss(microbatch, scale)
                 part.backward()
             parts.append(part.detach())
         return torch.stack(parts).sum() / scale
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """See Program."""
+        """Implements `Program.evaluate`."""
         self._model.eval()
         with torch.no_grad():
             loss = torch.stack([self._loss(microbatch, 1.0) for microbatch in microbatches]).sum()
@@ -92,9 +94,9 @@ class SingleProgram:
         return loss
 
     def gather_parameters(self) -> None:
-        """See Program."""
+        """Implements `Program.gather_parameters`."""
         self._reducer.gather_parameters()
-        self._narrow.write()
+        self._fp8_weights.cast()
 
     def _loss(self, microbatch: Microbatch, scale: float) -> Tensor:
         local = self._localise(microbatch, scale)

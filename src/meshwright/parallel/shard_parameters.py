@@ -1,4 +1,4 @@
-"""Cuts a model's parameters over tp and ep as the placement table says."""
+"""Shards a model's parameters over tp and ep by the placement table (`spec/placement.py`)."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,8 +8,8 @@ from meshwright.mesh import Mesh
 from meshwright.spec.placement import ep_dim, is_routed_expert, tp_dim
 
 
-def place_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Every parameter becomes a DTensor over the inner axes that concern it; none where there are none.
+def shard_parameters(model: nn.Module, mesh: Mesh) -> None:
+    """Make every parameter a DTensor over its inner axes (tp, ep); one without inner axes stays as it is.
 
     The model is on the meta device, so nothing is moved.
     """
@@ -17,12 +17,12 @@ def place_parameters(model: nn.Module, mesh: Mesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             axes, placements = inner_placements(f"{module_name}.{name}" if module_name else name, mesh)
             if axes is not None:
-                cut = distribute_tensor(parameter, axes, placements, src_data_rank=None)
-                module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+                sharded = distribute_tensor(parameter, axes, placements, src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def inner_placements(name: str, mesh: Mesh) -> tuple[DeviceMesh | None, list[Placement]]:
-    """The axes inside data parallelism that a parameter lives on, and how each cuts it."""
+    """The axes inside data parallelism that a parameter lives on, and its placement on each."""
     parallel = mesh.parallel
     dim = tp_dim(name, parallel)
     over_tp: Placement = Replicate() if dim is None else Shard(dim)

@@ -1,7 +1,7 @@
-"""What this rank updates: for each parameter the shard it owns, and where that shard lies in the whole.
+"""The parameter shards of this rank: what it updates, and where each shard lies in the full parameter.
 
-Every way of cutting state (ZeRO stages, tp, ep, pipeline stages) ends in the same list. The optimizer,
-the gradient norm and checkpoints read nothing else, so they know no axis by name.
+Every way to shard state (ZeRO stages, tp, ep, pipeline stages) ends in the same list. The optimizer, the
+gradient norm and checkpoints read nothing else, so they know no axis by name.
 """
 
 import dataclasses
@@ -12,38 +12,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
-# The order of cuts on one dim is not in the public Shard: when tp has cut dim 0 and ZeRO cuts the rest of it
-# again, the shards of one ZeRO rank are not contiguous in the whole. FSDP2 uses the same class for this.
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.mesh import Mesh
 from meshwright.optim.full_parameter import Whole
+from meshwright.parallel.strided_shard import is_strided, moved_to_dim, row_shard, sharded_dim
 from meshwright.spec.placement import is_routed_expert
 
 
 @dataclasses.dataclass
-class OwnedParameter:
-    """A parameter of this rank's pipeline stage(s) and the part of it that this rank updates."""
+class ParameterShard:
+    """A parameter of this rank's pipeline stages, and the shard of it that this rank updates."""
 
     name: str
     parameter: nn.Parameter
-    """What the model computes with; a DTensor when tp, ep or ZeRO-3 cut it."""
+    """The parameter that the model computes with; a DTensor when tp, ep or ZeRO-3 shard it."""
     shard: nn.Parameter
-    """Plain tensor that shares storage with `parameter`: what the optimizer updates."""
+    """A plain tensor that shares storage with `parameter`. The optimizer updates it."""
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the full parameter."""
     norm_share: float
-    """1 / ranks that hold this very shard; 0 for a second copy of a tied weight."""
+    """1 / the number of ranks that hold this very shard; 0 for a second copy of a tied weight."""
 
     def as_global(self, tensor: Tensor, dims: Sequence[int | None] | None = None) -> DTensor:
-        """A tensor of the shard's shape as its part of the whole: what checkpoints and tests see.
+        """A tensor of the shard's shape as a DTensor of the full shape, for checkpoints and tests.
 
-        A tensor of another shape tells by `dims` which dim of the parameter each of its own is cut with;
-        None: that one is whole on every rank.
+        For a tensor of another shape, `dims` gives the parameter dim that each of its dims is sharded with; a
+        dim with None is unsharded.
         """
         dims = range(len(self.shape)) if dims is None else dims
         pairs = zip(dims, tensor.shape, strict=True)
@@ -51,7 +48,7 @@ class OwnedParameter:
         return DTensor.from_local(
             tensor.detach(),
             self.mesh if tensor.device.type == self.mesh.device_type else host_mesh(self.mesh),
-            [_along(place, dims) for place in self.placements],
+            [_placement_along(placement, dims) for placement in self.placements],
             run_check=False,
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
@@ -60,134 +57,132 @@ class OwnedParameter:
 
 @functools.cache
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks and groups for tensors in host memory: a mesh of the device would copy them to it."""
+    """The same ranks and groups for tensors in host memory: a device mesh would copy them to the device."""
     groups = mesh.get_all_groups()
     return DeviceMesh.from_group(
         groups if mesh.ndim > 1 else groups[0], "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
     )
 
 
-def _along(place: Placement, dims: Sequence[int | None]) -> Placement:
-    """The placement of a tensor whose dims go along with these dims of the parameter."""
-    if place.is_replicate() or _cut_dim(place) not in dims:
+def _placement_along(placement: Placement, dims: Sequence[int | None]) -> Placement:
+    """The placement of a tensor whose dims are sharded with these dims of the parameter."""
+    if placement.is_replicate() or sharded_dim(placement) not in dims:
         return Replicate()
-    dim = dims.index(_cut_dim(place))
-    return (
-        _StridedShard(dim, split_factor=place.split_factor)
-        if isinstance(place, _StridedShard)
-        else Shard(dim)
-    )
+    return moved_to_dim(placement, dims.index(sharded_dim(placement)))
 
 
-def _cut_dim(place: Placement) -> int:
-    return place.dim  # pyright: ignore[reportAttributeAccessIssue]  every cut has one
+def global_slices(one: ParameterShard) -> tuple[slice, ...]:
+    """Where this rank's shard lies in the full parameter; a shard is one contiguous box.
 
-
-def held_slices(one: OwnedParameter) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the whole parameter; a shard is one contiguous box.
-
-    Cuts are made in the order of the mesh, except that a strided one (ZeRO over rows that tp or ep
-    have cut already) comes after the others.
+    Axes shard in the order of the mesh, except that a strided placement (ZeRO over rows that tp or ep have
+    sharded already) comes after the others.
     """
     bounds = [(0, size) for size in one.shape]
-    for axis in sorted(range(one.mesh.ndim), key=lambda axis: not isinstance(one.placements[axis], Shard)):
-        place = one.placements[axis]
-        if place.is_replicate():
+    for axis in sorted(range(one.mesh.ndim), key=lambda axis: is_strided(one.placements[axis])):
+        placement = one.placements[axis]
+        if placement.is_replicate():
             continue
-        dim = _cut_dim(place)
+        dim = sharded_dim(placement)
         begin, end = bounds[dim]
         first, last = chunk_rows(end - begin, one.mesh.size(axis), one.mesh.get_local_rank(axis))
         bounds[dim] = (begin + first, begin + last)
     slices = tuple(slice(begin, end) for begin, end in bounds)
-    held = tuple(part.stop - part.start for part in slices)
-    assert held == tuple(one.shard.shape), f"{one.name}: {held} of {one.shape}, holds {one.shard.shape}"
+    found = tuple(part.stop - part.start for part in slices)
+    assert found == tuple(one.shard.shape), f"{one.name}: {found} of {one.shape}, holds {one.shard.shape}"
     return slices
 
 
-def whole_of(one: OwnedParameter) -> Whole:
-    """What update rules may know of the parameter behind a shard."""
-    cuts = tuple(
-        (_cut_dim(place), one.mesh.get_group(axis))
-        for axis, place in enumerate(one.placements)
-        if not place.is_replicate() and one.mesh.size(axis) > 1
+def full_parameter_of(one: ParameterShard) -> Whole:
+    """What update rules may know of the full parameter behind a shard."""
+    sharded = tuple(
+        (sharded_dim(placement), one.mesh.get_group(axis))
+        for axis, placement in enumerate(one.placements)
+        if not placement.is_replicate() and one.mesh.size(axis) > 1
     )
     return Whole(
-        one.name, one.shape, held_slices(one), cuts, lambda tensor: one.as_global(tensor).full_tensor()
+        one.name, one.shape, global_slices(one), sharded, lambda tensor: one.as_global(tensor).full_tensor()
     )
 
 
 def state_axes(name: str, mesh: Mesh) -> tuple[DeviceMesh, str]:
-    """The mesh that cuts the state of a parameter, and the axis of it that ZeRO divides over."""
+    """The mesh that shards the state of a parameter, and the axis of it that ZeRO shards over."""
     if is_routed_expert(name) and mesh.parallel.ep > 1:
         return mesh.expert, "expert_shard"
     return mesh.dense, "shard"
 
 
 def chunk_rows(num_rows: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Begin and end of one chunk of dim 0; like torch.chunk, the last chunks may be short or empty."""
+    """Begin and end of one chunk of dim 0; as with torch.chunk, the last chunks may be short or empty."""
     size = -(-num_rows // num_chunks)
     return min(index * size, num_rows), min((index + 1) * size, num_rows)
 
 
-def own(name: str, parameter: nn.Parameter, mesh: Mesh, *, is_counted: bool = True) -> OwnedParameter:
-    """The owned form of one parameter, by the ZeRO stage of the mesh."""
+def parameter_shard(
+    name: str, parameter: nn.Parameter, mesh: Mesh, *, is_counted: bool = True
+) -> ParameterShard:
+    """The shard of one parameter on this rank, by the ZeRO stage of the mesh.
+
+    `is_counted` is False for a second copy of a tied weight, which must not count in the gradient norm.
+    """
     axes, shard_axis = state_axes(name, mesh)
     if mesh.parallel.zero == 3:
-        owned = _own_fsdp(name, parameter)
+        found = _fsdp_shard(name, parameter)
     else:
-        owned = _own_chunk(name, parameter, axes, shard_axis, is_cut=mesh.parallel.zero in (1, 2))
+        found = _row_chunk(name, parameter, axes, shard_axis, is_sharded=mesh.parallel.zero in (1, 2))
     ranks_per_stage = mesh.parallel.num_ranks // mesh.parallel.pp
     distinct = math.prod(
         size
-        for size, place in zip(owned.mesh.shape, owned.placements, strict=True)
-        if not place.is_replicate()
+        for size, placement in zip(found.mesh.shape, found.placements, strict=True)
+        if not placement.is_replicate()
     )
-    return dataclasses.replace(owned, norm_share=is_counted * distinct / ranks_per_stage)
+    return dataclasses.replace(found, norm_share=is_counted * distinct / ranks_per_stage)
 
 
-def _own_fsdp(name: str, parameter: nn.Parameter) -> OwnedParameter:
-    """ZeRO-3: FSDP2 made the parameter a DTensor whose local part is the shard."""
+def _fsdp_shard(name: str, parameter: nn.Parameter) -> ParameterShard:
+    """ZeRO-3: FSDP2 made the parameter a DTensor whose local tensor is the shard."""
     assert isinstance(parameter, DTensor)
     shard = _share_storage(parameter.to_local(), parameter)
-    return OwnedParameter(
+    return ParameterShard(
         name, parameter, shard, parameter.device_mesh, parameter.placements, parameter.shape, 1.0
     )
 
 
-def _own_chunk(
-    name: str, parameter: nn.Parameter, axes: DeviceMesh, shard_axis: str, *, is_cut: bool
-) -> OwnedParameter:
-    """ZeRO-0..2: the model holds the whole (tp-local) parameter; the shard is a chunk of its rows."""
-    inner_names, inner = _inner_cuts(parameter)
-    whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _row_chunk(
+    name: str, parameter: nn.Parameter, axes: DeviceMesh, shard_axis: str, *, is_sharded: bool
+) -> ParameterShard:
+    """ZeRO-0..2: the model holds the full (tp-local) parameter; the shard is a chunk of its rows."""
+    inner_names, inner = _inner_placements(parameter)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     state_mesh = axes[("dp_replicate", shard_axis, *inner_names)]
-    if not is_cut or whole.ndim == 0:  # a single number has no rows to divide
-        shard = _share_storage(whole.detach(), parameter)
-        return OwnedParameter(
+    if not is_sharded or local.ndim == 0:  # a scalar has no rows to shard
+        shard = _share_storage(local.detach(), parameter)
+        return ParameterShard(
             name, parameter, shard, state_mesh, (Replicate(), Replicate(), *inner), parameter.shape, 1.0
         )
-    begin, end = chunk_rows(whole.shape[0], axes[shard_axis].size(), axes.get_local_rank(shard_axis))
-    shard = _share_storage(whole.detach()[begin:end], parameter)
-    placements = (Replicate(), _row_cut(inner, state_mesh), *inner)
-    return OwnedParameter(name, parameter, shard, state_mesh, placements, parameter.shape, 1.0)
+    begin, end = chunk_rows(local.shape[0], axes[shard_axis].size(), axes.get_local_rank(shard_axis))
+    shard = _share_storage(local.detach()[begin:end], parameter)
+    placements = (Replicate(), _row_placement(inner, state_mesh), *inner)
+    return ParameterShard(name, parameter, shard, state_mesh, placements, parameter.shape, 1.0)
 
 
-def _inner_cuts(parameter: nn.Parameter) -> tuple[tuple[str, ...], tuple[Placement, ...]]:
+def _inner_placements(parameter: nn.Parameter) -> tuple[tuple[str, ...], tuple[Placement, ...]]:
+    """Names and placements of the axes inside data parallelism (tp, ep) that a parameter lives on."""
     if not isinstance(parameter, DTensor):
         return (), ()
     return parameter.device_mesh.mesh_dim_names or (), parameter.placements
 
 
-def _row_cut(inner: tuple[Placement, ...], state_mesh: DeviceMesh) -> Placement:
-    """ZeRO cuts rows after the inner axes have: strided where one of them cut rows too."""
+def _row_placement(inner: tuple[Placement, ...], state_mesh: DeviceMesh) -> Placement:
+    """ZeRO shards rows after the inner axes: strided where one of them sharded rows too."""
     sizes = state_mesh.shape[2:]
-    split = math.prod(n for n, place in zip(sizes, inner, strict=True) if place.is_shard(0))
-    return _StridedShard(0, split_factor=split) if split > 1 else Shard(0)
+    return row_shard(
+        math.prod(size for size, placement in zip(sizes, inner, strict=True) if placement.is_shard(0))
+    )
 
 
-def set_gradient_dtype(owned: Sequence[OwnedParameter], dtype: torch.dtype, *, by_fsdp: bool) -> None:
-    """Let gradients of bf16 weights be summed in fp32; FSDP keeps its own in the weights' dtype."""
-    for one in owned:
+def set_gradient_dtype(shards: Sequence[ParameterShard], dtype: torch.dtype, *, by_fsdp: bool) -> None:
+    """Let gradients of bf16 weights be accumulated in fp32; FSDP keeps its own in the weights' dtype."""
+    for one in shards:
         if one.parameter.requires_grad and one.shard.dtype != dtype:
             one.shard.grad_dtype = dtype
             if not by_fsdp:

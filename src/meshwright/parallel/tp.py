@@ -8,11 +8,12 @@
     embedding   x{tp}[B, S, D] = rows of table[V_tp, D]; reduce-scatter
     head        logits[B, S, V_tp] = x[B, S, D] W[D, V_tp] after an all-gather; the loss never gathers them
 
-With `memory.regather` a pair keeps x[B, S_tp, D] and gathers x[B, S, D] once more in backward.
+With `memory.regather_tp_inputs` a pair saves x[B, S_tp, D] and all-gathers x[B, S, D] again in backward.
 
-Per block forward: two all-gathers and two reduce-scatters of B S D elements, as many backward (a gather's
-backward is a scatter). Parameters that tp does not cut (norms, biases after a row cut, routers) see a part
-of the sequence or of the heads on each rank: their gradients are partial and summed over tp.
+Per block forward: two all-gathers and two reduce-scatters of B S D elements, as many backward (an
+all-gather's backward is a reduce-scatter). Parameters that tp does not shard (norms, biases after a row-wise
+matmul, routers) see a part of the sequence or of the heads on each rank: their gradients are partial and are
+all-reduced over tp.
 
 It pays inside an NVLink domain, when layers are too wide for one device or a micro-batch of one sequence
 is too large; it costs four exposed collectives a block.
@@ -29,53 +30,53 @@ from meshwright.models.layers.moe import Moe
 from meshwright.ops.collectives import all_gather, reduce_scatter
 from meshwright.ops.regather import RegatheredProduct, RegatheredProducts
 from meshwright.ops.vocabulary import partial_lookup
-from meshwright.spec.placement import crossing
+from meshwright.spec.placement import tp_boundary
 
 SEQUENCE_DIM = 1
 
 
-class ScatterSum(nn.Module):
-    """y{tp}[B, S, D] -> y[B, S_tp, D]."""
+class ReduceScatterOutput(nn.Module):
+    """The output of a row-wise matmul: y{tp}[B, S, D] -> y[B, S_tp, D]."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
         self.group = group
 
     def forward(self, y_BSD: Tensor) -> Tensor:
-        """Summed over tp, this rank's part of the sequence."""
+        """This rank's part of the sequence, summed over tp."""
         return reduce_scatter(y_BSD, SEQUENCE_DIM, self.group)
 
 
-class CutLookup(Lookup):
-    """Rows of a table cut over the vocabulary; the result is cut over the sequence."""
+class VocabularyParallelLookup(Lookup):
+    """The look-up in an embedding sharded over the vocabulary; its result is sharded over the sequence."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
         self.group = group
 
     def forward(self, ids_BS: Tensor, table_VD: Tensor) -> Tensor:
-        """x[B, S_tp, D]."""
+        """The embeddings x[B, S_tp, D] of this rank's part of the sequence."""
         return reduce_scatter(partial_lookup(ids_BS, table_VD, self.group), SEQUENCE_DIM, self.group)
 
 
 def apply_tp(model: Decoder, mesh: Mesh, *, regather: bool = False) -> None:
-    """Put the table's crossings into a stage whose parameters are already cut.
+    """Add the collectives of the tp boundaries to a stage whose parameters are already sharded.
 
-    `regather`: blocks keep their gathered inputs no longer than forward. The head keeps its own: backward
-    begins there.
+    With `regather` blocks free their gathered inputs after forward. The head saves its own: backward begins
+    there.
     """
     group = mesh.group("tp")
     routed = {name for name, module in model.named_modules() if isinstance(module, Moe)}
     for name, module in model.named_modules():
-        kind = crossing(name, is_routed=name in routed)
+        kind = tp_boundary(name, is_routed=name in routed)
         if kind == "gather" and regather and module is not model.head:
             _regather_input(module, group)
         elif kind == "gather":
             _gather_input(module, group)
         elif kind == "scatter" and isinstance(module, Linear):
-            module.collect = ScatterSum(group)
+            module.collect = ReduceScatterOutput(group)
     if isinstance(model.embedding, Embedding):
-        _cut_embedding(model.embedding, group)
+        _shard_embedding(model.embedding, group)
     if model.head is not None:
         model.head.vocabulary_group = group
 
@@ -100,11 +101,11 @@ def _regather_input(module: nn.Module, group: ProcessGroup) -> None:
             layer.product = RegatheredProduct(products)
 
 
-def _cut_embedding(embedding: Embedding, group: ProcessGroup) -> None:
-    embedding.tokens.lookup = CutLookup(group)
+def _shard_embedding(embedding: Embedding, group: ProcessGroup) -> None:
+    embedding.tokens.lookup = VocabularyParallelLookup(group)
     if embedding.positions is not None:
 
-        def own_part(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def local_positions(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0].chunk(group.size(), SEQUENCE_DIM)[group.rank()],)
 
-        embedding.positions.register_forward_pre_hook(own_part)
+        embedding.positions.register_forward_pre_hook(local_positions)

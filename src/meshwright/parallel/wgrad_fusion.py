@@ -1,8 +1,10 @@
-"""Gradients of several micro-batches summed by the products that make them.
+"""Weight-gradient accumulation fusion: the weight-gradient matmul adds to the gradient in place.
 
-The first micro-batch of a step leaves each weight its gradient. In the others the product dy^T x of a linear
-adds to it in place: no gradient of its own is written and read again (8 bytes for each bf16 weight become 4),
-and where sums are wider than the products they are not rounded in between.
+    dW[N, K] += dy[T, N]^T x[T, K]      one GEMM with beta = 1 for every micro-batch after the first
+
+No separate gradient is written and read again (8 bytes of traffic for each bf16 weight become 4), and where
+gradients are kept in fp32 the matmul's result is not rounded to bf16 before it is added. It communicates
+nothing. It pays with several micro-batches per step, where no other rank has a part of the gradients.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -19,15 +21,15 @@ from meshwright.spec import RunSpec
 Maker = Linear | JointProjections | JointGated
 
 
-class SummedGradients:
-    """What makes products that may add, with the linears whose weights they are of."""
+class WgradFusion:
+    """The modules whose weight-gradient matmuls may accumulate, each with the linears it computes."""
 
     def __init__(self, makers: Iterable[tuple[Maker, Sequence[Linear]]] = ()) -> None:
         self._makers = list(makers)
 
     @contextmanager
     def microbatch(self) -> Generator[None]:
-        """Entered around forward and backward of one micro-batch, one after the other."""
+        """Entered around forward and backward of one micro-batch."""
         for maker, linears in self._makers:
             maker.totals = _totals([linear.weight.grad for linear in linears])
         try:
@@ -38,28 +40,28 @@ class SummedGradients:
 
 
 def _totals(gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """What to add to: nothing yet, all as one tensor where they lie so, or each."""
+    """The gradients to add to: none yet, one tensor where they are contiguous, or one for each linear."""
     found = tuple(gradient for gradient in gradients if gradient is not None)
     if len(found) < len(gradients):
         return ()
     return (seen_as_one(found),) if lies_behind(found) else found
 
 
-def summed_gradients(model: nn.Module, run: RunSpec, reducer: Reducer) -> SummedGradients:
-    """Compiled blocks whose gradients no other rank has a part of; nothing that moves tensors to the host.
+def build_wgrad_fusion(model: nn.Module, run: RunSpec, reducer: Reducer) -> WgradFusion:
+    """Fusion for compiled blocks whose gradients no other rank has a part of, without offload.
 
-    A bias is added by the same kernel as a plain product, so linears with one stay as they are.
+    Linears with a bias are left out: a plain matmul adds the bias in the same kernel.
     """
-    is_alone = isinstance(reducer, GradientReducer) and not reducer.buckets
-    if not run.compile or not is_alone or run.memory.offload:
-        return SummedGradients()
+    is_local = isinstance(reducer, GradientReducer) and not reducer.buckets
+    if not run.compile or not is_local or run.memory.offload:
+        return WgradFusion()
     found = ((joint_maker(module), sharing(module)) for module in model.modules())
-    groups = {maker: linears for maker, linears in found if maker is not None}
-    taken = {linear for linears in groups.values() for linear in linears}
-    alone = (module for module in model.modules() if isinstance(module, Linear) and module not in taken)
-    return SummedGradients(
+    fused = {maker: linears for maker, linears in found if maker is not None}
+    in_fused = {linear for linears in fused.values() for linear in linears}
+    single = (module for module in model.modules() if isinstance(module, Linear) and module not in in_fused)
+    return WgradFusion(
         (maker, linears)
-        for maker, linears in [*groups.items(), *((linear, (linear,)) for linear in alone)]
+        for maker, linears in [*fused.items(), *((linear, (linear,)) for linear in single)]
         if all(_can_add(linear) for linear in linears)
     )
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from meshwright.errors import SpecError
 from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.margins import Margin, memory_margin
 from meshwright.plan.memory.offload import HOST_SHARE
 from meshwright.plan.memory.rank_bytes import FIT_SHARE, STAGES, Memory, host_peak_bytes, memory
 from meshwright.plan.time.pipeline import simulated_items
 from meshwright.plan.time.step_time import step_cost
 from meshwright.plan.workload.formats import runtime_of, workload_of
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import Layouts, one_layout
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.run import RunSpec

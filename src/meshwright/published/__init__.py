@@ -1,1 +1,1 @@
-"""Published runs of other frameworks: tables read, conventions, their stacks priced beside ours."""
+"""Predictions against published runs: their tables, FLOP conventions, models, and other frameworks."""

@@ -10,33 +10,33 @@ SECONDS_PER_DAY = 86400.0
 
 
 def strict(model: ModelSpec, sequence_length: int) -> float:
-    """Ours: 6 per matmul parameter, the causal half of attention once, recompute never."""
+    """Our convention: 6 per matmul parameter, the causal half of attention once, recompute never."""
     return flops_per_token(model, sequence_length)
 
 
 def noncausal(model: ModelSpec, sequence_length: int) -> float:
-    """As strict, with attention counted as if every query saw every key."""
+    """The strict convention, with attention counted as if every query saw every key."""
     attention = model.attention
     pair_width = attention.num_heads * (attention.head_width + attention.value_width)
     return 6.0 * num_matmul_parameters(model) + 6.0 * model.num_layers * pair_width * sequence_length
 
 
 def hardware_four_passes(model: ModelSpec, sequence_length: int) -> float:
-    """96 B s l h^2 (1 + s/(6h) + V/(16 l h)) per token: the recomputed forward pass counts as work."""
+    """96 B s l h^2 (1 + s/(6h) + V/(16 l h)) per token: GPT, with the recomputed forward pass counted."""
     layers, width = model.num_layers, model.width
     rest = sequence_length / (6.0 * width) + model.vocab_size / (16.0 * layers * width)
     return 96.0 * layers * width**2 * (1.0 + rest)
 
 
 def three_passes(model: ModelSpec, sequence_length: int) -> float:
-    """72 B s l h^2 (1 + s/(6h) + V/(12 l h)) per token: the same GPT count without recompute."""
+    """72 B s l h^2 (1 + s/(6h) + V/(12 l h)) per token: GPT, without recompute."""
     layers, width = model.num_layers, model.width
     rest = sequence_length / (6.0 * width) + model.vocab_size / (12.0 * layers * width)
     return 72.0 * layers * width**2 * (1.0 + rest)
 
 
 def lora(model: ModelSpec, sequence_length: int) -> float:
-    """Frozen weights need no weight gradient: two passes of three, attention whole."""
+    """LoRA: 4 per matmul parameter, as frozen weights have no weight gradient; attention in full."""
     matmuls = 4.0 * num_matmul_parameters(model)
     return matmuls + attention_flops_per_token(model, sequence_length)
 
@@ -59,5 +59,8 @@ def training_days(
     flops_per_second: float,
     passes: float = 8.0,
 ) -> float:
-    """tokens x parameters x 8 / (devices x achieved FLOP/s): 8 with full recompute, 6 without."""
+    """Days of training: passes x tokens x parameters / (devices x achieved FLOP/s).
+
+    `passes` is 8 FLOPs per token and parameter with full recompute, 6 without.
+    """
     return passes * num_tokens * num_parameters / (num_devices * flops_per_second) / SECONDS_PER_DAY

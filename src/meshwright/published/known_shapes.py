@@ -1,7 +1,7 @@
-"""Published MoE shapes that a table row does not spell out: experts, chosen experts, head widths.
+"""Published MoE models whose shape a table row does not fully give: experts, top-k, head widths.
 
-The table's columns name layers, hidden, ffn, heads, kv_heads and vocab only. A routed model needs more; it
-is recognised by those columns (never by its name) among the families and the shapes below.
+The columns of a table give layers, hidden, ffn, heads, kv_heads and vocab. A routed model is recognised by
+these columns (never by its name) among the families and the models below.
 """
 
 from functools import cache
@@ -11,7 +11,7 @@ from meshwright.spec.model import AttentionSpec, LatentSpec, MlpSpec, ModelSpec,
 
 
 def _gpt_oss(name: str, num_layers: int, num_experts: int) -> ModelSpec:
-    # Every other layer sees 128 keys only; one window with the same mean over 4096 tokens.
+    # Every other layer has a window of 128 keys; this window gives the same mean over 4096 tokens.
     attention = AttentionSpec(num_heads=64, num_kv_heads=8, head_width=64, qkv_bias=True, window=1300)
     return ModelSpec(
         family=name,

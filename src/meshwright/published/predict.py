@@ -1,4 +1,4 @@
-"""Every row of a table of published runs, priced: the columns that `predict --table` appends."""
+"""Predictions for every row of a table of published runs: the columns that `predict --table` appends."""
 
 import csv
 import io
@@ -26,13 +26,13 @@ PREDICTED_COLUMNS = (
 
 
 def predict_table_run(row: TableRun) -> Prediction:
-    """Price one row of a table, with the FLOP convention that its own figures use."""
-    found = predict_layout(row.work, row.at, row.cluster, row.stack)
+    """The prediction for one row, with the FLOP convention that its own figures use."""
+    found = predict_layout(row.workload, row.at, row.cluster, row.framework)
     return replace(found, model_flops_per_token=row.flops_per_token, num_devices=row.num_devices)
 
 
 def _columns(row: Mapping[str, str | None], where: str) -> dict[str, str]:
-    """The predicted cells of one row; a row that cannot be priced says why in `error` only."""
+    """The predicted cells of one row; a row that cannot be priced has only the reason in `error`."""
     cells = dict.fromkeys(PREDICTED_COLUMNS, "")
     try:
         run = read_row(row, where=where)
@@ -59,7 +59,7 @@ def predict_rows(rows: Iterable[Mapping[str, str | None]]) -> list[dict[str, str
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
-    """Header and rows of a CSV file; a file that is no table is refused, a bad row is kept for its error."""
+    """Header and rows of a CSV file; a malformed row is kept with its error."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         reader = csv.reader(io.StringIO(text), strict=True)
@@ -73,7 +73,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str | None]]]:
     header = [name.strip() for name in lines[0]]
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
-        raise SpecError(f"column {twice[0]!r} stands twice in the header", where=f"{path}:1")
+        raise SpecError(f"column {twice[0]!r} occurs twice in the header", where=f"{path}:1")
     missing = [name for name in ("gpu", "gpus", "tp", "pp", "seq", "layers", "hidden") if name not in header]
     if missing:
         raise SpecError(

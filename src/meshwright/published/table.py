@@ -1,7 +1,7 @@
-"""Rows of a table of runs (the columns of published_runs.csv) as workload, layout, cluster and stack.
+"""Rows of a table of runs (the columns of published_runs.csv) as workload, layout, cluster and framework.
 
-A cell that is empty is filled by a default that is said in the `assumed` column; one that is needed and
-cannot be filled, or is malformed, gives that row an error and leaves the others alone.
+An empty cell gets a default, which the `assumed` column lists. A cell that is malformed, or required and
+empty, gives its row an error; the other rows are still read.
 """
 
 import math
@@ -11,30 +11,27 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import SpecError
 from meshwright.hardware.catalogue import Cluster, Device, Link, find_device, generic_cluster
-from meshwright.plan.workload.frameworks import Framework, StateBytes, framework
+from meshwright.plan.framework import Framework
 from meshwright.plan.workload.layouts import Layouts, layouts
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.plan.workload.workload import Adapters, Workload, count_parameters
 from meshwright.published.conventions import CONVENTIONS
+from meshwright.published.frameworks import RECIPES, Recipe, find_framework
 from meshwright.published.known_shapes import routed_shape
 from meshwright.published.table_text import parse_network, parse_precision, parse_recompute
 from meshwright.spec.model import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
-NUMBER_COLUMNS = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq", "gpus", "gpus_per_node")
-DEGREE_COLUMNS = ("tp", "pp", "vpp", "cp", "ep", "dp", "zero", "mbs", "gbs")
-# The stack's own recipes, where a row does not say.
-DEFAULT_RECOMPUTE = {"fsdp2-automodel": "full"}
 _FLOP = re.compile(r"flop=([a-z0-9]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class TableRun:
-    """One row, understood."""
+    """One row of a table as the inputs of a prediction."""
 
-    work: Workload
+    workload: Workload
     at: Layouts
     cluster: Cluster
-    stack: Framework
+    framework: Framework
     convention: str
     num_devices: int
     batch_sequences: int
@@ -43,16 +40,16 @@ class TableRun:
     @property
     def batch_tokens(self) -> int:
         """Tokens per optimizer step."""
-        return self.batch_sequences * self.work.sequence_length
+        return self.batch_sequences * self.workload.sequence_length
 
     @property
     def flops_per_token(self) -> float:
-        """By the convention the row's own figure uses."""
-        return CONVENTIONS[self.convention](self.work.model, self.work.sequence_length)
+        """FLOPs per token by the convention that the row's own figure uses."""
+        return CONVENTIONS[self.convention](self.workload.model, self.workload.sequence_length)
 
 
 def measured_seconds(row: Mapping[str, str | None], run: TableRun) -> float | None:
-    """The step time a row publishes, directly or through tokens/s or TFLOP/s; None where it gives none."""
+    """The published step time of a row, given directly or as tokens/s or TFLOP/s; None without one."""
 
     def given(column: str) -> float | None:
         text = (row.get(column) or "").strip()
@@ -69,7 +66,7 @@ def measured_seconds(row: Mapping[str, str | None], run: TableRun) -> float | No
 
 
 class _Cells:
-    """The cells of one row, read with the column's name in every complaint."""
+    """The cells of one row; every error names the column."""
 
     def __init__(self, row: Mapping[str, str | None], where: str) -> None:
         self.row = row
@@ -112,19 +109,18 @@ class _Cells:
 def read_row(row: Mapping[str, str | None], *, where: str) -> TableRun:
     """One row as a run to price; raises a SpecError that names the column."""
     cells = _Cells(row, where)
-    stack_name = cells.text("framework") or "meshwright"
-    stack = framework(stack_name)
+    framework = find_framework(cells.text("framework") or "meshwright")
     device = find_device(_required_text(cells, "gpu"))
     num_devices = cells.positive("gpus")
-    work = _workload(cells, stack)
-    stack = _of_its_time(stack, work, cells)
+    workload = _workload(cells, framework)
+    framework = _release(framework, workload, cells)
     cluster = _cluster(cells, device, num_devices)
-    at = _layout(cells, work, stack, num_devices)
+    at = _layout(cells, workload, framework, num_devices)
     return TableRun(
-        work=work,
+        workload=workload,
         at=at,
         cluster=cluster,
-        stack=stack,
+        framework=framework,
         convention=_convention(cells),
         num_devices=num_devices,
         batch_sequences=int(at.batch_sequences[0]),
@@ -136,6 +132,10 @@ def _required_text(cells: _Cells, column: str) -> str:
     if not cells.text(column):
         raise SpecError(f"{column} is not stated", where=cells.where)
     return cells.text(column)
+
+
+def _recipe(framework: Framework) -> Recipe:
+    return RECIPES.get(framework.name, Recipe())
 
 
 def _convention(cells: _Cells) -> str:
@@ -154,7 +154,7 @@ def _cluster(cells: _Cells, device: Device, num_devices: int) -> Cluster:
     return replace(cluster, devices_per_node=per_node, num_nodes=-(-num_devices // per_node), network=network)
 
 
-def _workload(cells: _Cells, stack: Framework) -> Workload:
+def _workload(cells: _Cells, framework: Framework) -> Workload:
     precision_text = cells.text("precision")
     if not precision_text:
         cells.assumed.append("precision=bf16")
@@ -162,17 +162,17 @@ def _workload(cells: _Cells, stack: Framework) -> Workload:
         precision = parse_precision(precision_text or "bf16")
     except SpecError as error:
         raise SpecError(error.fact, where=cells.where, hint=error.hint) from error
-    first_era = precision == "fp16" and stack.name in ("megatron", "megatron-deepspeed")
+    is_first_release = precision == "fp16" and framework.name in ("megatron", "megatron-deepspeed")
     notes = cells.text("notes").lower()
     adapters = Adapters() if re.search(r"\bq?lora\b", notes) else None
     if adapters and "qlora" in notes:
         adapters = Adapters(base_bits=4)
     model = _model(cells)
     # The published recipes for latent attention keep gradients and both moments in bf16.
-    latent = stack.name == "megatron" and model.attention.latent is not None
+    latent = framework.name == "megatron" and model.attention.latent is not None
     if latent:
         cells.assumed.append("optimizer states and gradients in bf16")
-    if first_era:
+    if is_first_release:
         model = model.with_(dropout=0.1)
         cells.assumed.append("attention=unfused, dropout on (fp16 release)")
     return Workload(
@@ -180,9 +180,10 @@ def _workload(cells: _Cells, stack: Framework) -> Workload:
         sequence_length=cells.positive("seq"),
         precision=precision,
         optimizer="adamw_bf16" if latent else "adamw",
-        attention_kernel="unfused" if first_era else "flash",
+        attention_kernel="unfused" if is_first_release else "flash",
         adapters=adapters,
-        compiled=stack.name in ("olmo-core",),
+        compiled=_recipe(framework).compiled,
+        low_precision_experts=_recipe(framework).low_precision_experts,
     )
 
 
@@ -206,7 +207,7 @@ def _model(cells: _Cells) -> ModelSpec:
 def _dense_models(
     layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int
 ) -> list[ModelSpec]:
-    """The shapes these columns can mean: gated or not, head tied or not; GPT style first when ffn = 4h."""
+    """The models that have these columns: gated or not, tied head or not; GPT style first when ffn = 4h."""
 
     def build(*, gated: bool, tied: bool) -> ModelSpec:
         return ModelSpec(
@@ -234,7 +235,7 @@ def _dense_models(
 
 
 def _nearest_size(cells: _Cells, candidates: list[ModelSpec]) -> ModelSpec:
-    """The candidate whose parameter count is nearest to params_b; the usual one where it is not stated."""
+    """The candidate whose parameter count is nearest to params_b; the first one where that is empty."""
     text = cells.text("params_b")
     try:
         stated = float(text) * 1e9 if text else None
@@ -245,20 +246,19 @@ def _nearest_size(cells: _Cells, candidates: list[ModelSpec]) -> ModelSpec:
     return min(candidates, key=lambda model: abs(count_parameters(model).total - stated))
 
 
-def _of_its_time(stack: Framework, work: Workload, cells: _Cells) -> Framework:
-    """Releases that computed in fp16 had no sequence parallel and overlapped nothing over tp or pp."""
-    if stack.name != "megatron":
-        return stack
-    if work.optimizer == "adamw_bf16":
-        return replace(stack, state=replace(stack.state, gradient=2))
-    if work.precision != "fp16":
-        return stack if cells.text("zero") != "0" else _plain_flags(stack, cells)
+def _release(framework: Framework, workload: Workload, cells: _Cells) -> Framework:
+    """Megatron as it was at the time of the run: fp16 releases had no overlap, and sequence parallel late."""
+    if framework.name != "megatron":
+        return framework
+    if workload.optimizer == "adamw_bf16":
+        return replace(framework, state=replace(framework.state, gradient=2))
+    if workload.precision != "fp16":
+        return framework if cells.text("zero") != "0" else without_overlap(framework, cells.assumed)
     sequence_parallel = "sequence parallel" in cells.text("recompute").lower()
     if not sequence_parallel:
         cells.assumed.append("no sequence parallel (fp16 release)")
     return replace(
-        stack,
-        state=StateBytes(weight=2, gradient=4, master=4, gather=2, reduce=2),
+        framework,
         sequence_parallel=sequence_parallel,
         tp_overlap=0.0,
         pp_overlap=0.0,
@@ -268,14 +268,14 @@ def _of_its_time(stack: Framework, work: Workload, cells: _Cells) -> Framework:
     )
 
 
-def _plain_flags(stack: Framework, cells: _Cells) -> Framework:
-    """Without the distributed optimizer a run has the default flags: nothing overlaps, fp32 all-reduce."""
-    cells.assumed.append("no overlap, gradients reduced in fp32 (zero=0)")
-    state = replace(stack.state, reduce=4)
-    return replace(stack, state=state, tp_overlap=0.0, dp_overlap=0.0, pp_overlap=0.0)
+def without_overlap(framework: Framework, assumed: list[str]) -> Framework:
+    """Megatron with default flags (no distributed optimizer): no overlap, fp32 all-reduce of gradients."""
+    assumed.append("no overlap, gradients reduced in fp32 (zero=0)")
+    state = replace(framework.state, reduce=4)
+    return replace(framework, state=state, tp_overlap=0.0, dp_overlap=0.0, pp_overlap=0.0)
 
 
-def _layout(cells: _Cells, work: Workload, stack: Framework, num_devices: int) -> Layouts:
+def _layout(cells: _Cells, workload: Workload, framework: Framework, num_devices: int) -> Layouts:
     tp, pp, cp = (cells.filled(name, 1) for name in ("tp", "pp", "cp"))
     if not cells.text("tp") or not cells.text("pp"):
         raise SpecError("tp and pp are not stated", where=cells.where)
@@ -284,7 +284,7 @@ def _layout(cells: _Cells, work: Workload, stack: Framework, num_devices: int) -
             f"tp x pp x cp = {tp * pp * cp} does not divide gpus = {num_devices}", where=cells.where
         )
     dp = num_devices // (tp * pp * cp)
-    routed = work.model.moe
+    routed = workload.model.moe
     ep = cells.filled("ep", math.gcd(routed.num_experts, dp * cp) if routed else 1)
     stated = cells.number("dp")
     if stated not in (None, dp):
@@ -293,17 +293,17 @@ def _layout(cells: _Cells, work: Workload, stack: Framework, num_devices: int) -
     if batch % (dp * microbatch):
         raise SpecError(f"dp x mbs = {dp * microbatch} does not divide gbs = {batch}", where=cells.where)
     micro = batch // (dp * microbatch)
-    virtual = _virtual_stages(cells, work, stack, pp)
+    virtual = _virtual_stages(cells, workload, framework, pp)
     schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
     recompute = cells.text("recompute")
     if not recompute:
-        recompute = "none" if routed else DEFAULT_RECOMPUTE.get(stack.name, "none")
+        recompute = "none" if routed else _recipe(framework).recompute
         cells.assumed.append(f"recompute={recompute}")
     try:
         bits = parse_recompute(recompute)
     except SpecError as error:
         raise SpecError(error.fact, where=cells.where, hint=error.hint) from error
-    zero_default = 0 if work.precision == "fp16" else 1
+    zero_default = 0 if workload.precision == "fp16" else 1
     return layouts(
         dp_shard=dp,
         zero=cells.filled("zero", zero_default),
@@ -319,11 +319,11 @@ def _layout(cells: _Cells, work: Workload, stack: Framework, num_devices: int) -
     )
 
 
-def _virtual_stages(cells: _Cells, work: Workload, stack: Framework, pp: int) -> int:
-    """Stated, or for a stack that interleaves the smallest even cut of a stage's layers."""
+def _virtual_stages(cells: _Cells, workload: Workload, framework: Framework, pp: int) -> int:
+    """The stated number, or for interleaved recipes the smallest one that divides a rank's layers."""
     if pp == 1:
         return 1
-    held = work.model.num_layers // pp
-    cuts = [cut for cut in range(2, held + 1) if held % cut == 0]
-    default = cuts[0] if stack.interleaves and work.model.num_layers % pp == 0 and cuts else 1
-    return min(cells.filled("vpp", default), max(held, 1))
+    per_rank, rest = divmod(workload.model.num_layers, pp)
+    divisors = [count for count in range(2, per_rank + 1) if per_rank % count == 0]
+    default = divisors[0] if _recipe(framework).interleaved and rest == 0 and divisors else 1
+    return min(cells.filled("vpp", default), max(per_rank, 1))

@@ -1,4 +1,4 @@
-"""What published tables call a precision, a recompute policy and a network."""
+"""Parsers of what published tables write for a precision, a recompute policy and a network."""
 
 import re
 
@@ -14,7 +14,7 @@ from meshwright.plan.workload.layouts import (
 )
 from meshwright.plan.workload.workload import Precision
 
-RECOMPUTE_WORDS = (
+RECOMPUTE_NAMES = (
     ("full", FULL),
     ("core", CORE_ATTENTION),
     ("norm", NORMS),
@@ -29,7 +29,7 @@ _RATE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(Gb/s|GB/s)", re.IGNOREC
 def parse_precision(text: str) -> Precision:
     """`FP8-CS`, `bf16 (fp32 grad accumulation)`, `16-bit (bf16 assumed)` ... as a precision."""
     lowered = text.lower()
-    words: tuple[tuple[str, Precision], ...] = (
+    names: tuple[tuple[str, Precision], ...] = (
         ("nvfp4", "nvfp4"),
         ("mxfp8", "mxfp8"),
         ("fp8-mx", "mxfp8"),
@@ -41,8 +41,8 @@ def parse_precision(text: str) -> Precision:
         ("fp32", "fp32"),
         ("16", "bf16"),
     )
-    for word, precision in words:
-        if word in lowered:
+    for name, precision in names:
+        if name in lowered:
             return precision
     raise SpecError(
         f"precision = {text!r} is not understood", hint="bf16, fp16, fp8, mxfp8, nvfp4, tf32 or fp32"
@@ -55,8 +55,8 @@ def parse_recompute(text: str) -> int:
     if lowered.startswith("none"):
         return 0
     bits = 0
-    for word, part in RECOMPUTE_WORDS:
-        if word in lowered:
+    for name, part in RECOMPUTE_NAMES:
+        if name in lowered:
             bits |= part
     if re.search(r"\bmoe\b", lowered):
         bits |= EXPERTS
@@ -72,7 +72,7 @@ def parse_recompute(text: str) -> int:
 
 
 def parse_network(text: str, gpus_per_node: int) -> float | None:
-    """`NVLink3 + 8x200Gb/s HDR IB per node`, `800Gb/s per node` as bytes/s per device; None if not said."""
+    """`NVLink3 + 8x200Gb/s HDR IB per node`, `800Gb/s per node` as bytes/s per device; None if not stated."""
     beyond = text.split("+", 1)[-1]
     found = _RATE.search(beyond)
     if found is None:

@@ -2,12 +2,12 @@
 
 Requests are rounded up to 512 B. Those up to 1 MiB are served from segments of 2 MiB, larger ones below
 10 MiB from segments of 20 MiB, the rest from a segment of their own, rounded up to 2 MiB. The smallest free
-block that is large enough is taken, and cut when enough is left over. Freed blocks join their free
-neighbours and are kept: reserved bytes never fall. Every stream has pools of its own.
+block that is large enough is taken, and split when enough is left over. Freed blocks merge with their free
+neighbours and stay reserved: reserved bytes never fall. Every stream has pools of its own.
 
 With expandable segments a pool is one segment that grows at its end, in pages of 2 MiB (small) or 20 MiB
-(large), so free bytes before the end are found again whatever the requests were. A free end counts as the
-whole space it could grow into: it is taken last.
+(large), so free bytes before the end are reused whatever the requests were. A free block at the end counts
+as all the space it could grow into: it is taken last.
 """
 
 import bisect
@@ -25,7 +25,7 @@ LARGE_ROUNDING = 2 * MIB
 
 @dataclass(slots=True)
 class _Block:
-    """A stretch of a segment; neighbours of the same segment are linked."""
+    """A contiguous range of a segment, linked to its neighbours in the same segment."""
 
     start: int
     size: int
@@ -42,7 +42,7 @@ class _Pool:
     free: list[tuple[int, int]] = field(default_factory=list)
     by_start: dict[int, _Block] = field(default_factory=dict)
     tail: _Block | None = None
-    """Of an expandable segment: its last block."""
+    """The last block of an expandable segment; None for segments of fixed size."""
 
     def add(self, block: _Block) -> None:
         block.is_free = True
@@ -55,14 +55,14 @@ class _Pool:
         del self.by_start[block.start]
 
     def best(self, size: int) -> _Block | None:
-        """The smallest that is large enough; the end of an expandable segment if there is no other."""
+        """The smallest block that is large enough; the end of an expandable segment only as a last resort."""
         index = bisect.bisect_left(self.free, (size, -1))
         found = [self.by_start[start] for _, start in self.free[index : index + 2]]
         return found[-1] if found and found[0] is self.tail else next(iter(found), None)
 
 
 class CachingAllocator:
-    """Serves requests; `reserved_bytes` and `allocated_bytes` are as torch.cuda counts them."""
+    """Serves requests; `reserved_bytes` and `allocated_bytes` are counted as torch.cuda counts them."""
 
     def __init__(self, *, is_expandable: bool = False) -> None:
         self.is_expandable = is_expandable
@@ -71,7 +71,7 @@ class CachingAllocator:
         self._next_start = 0
 
     def malloc(self, num_bytes: int, stream: int = 0) -> tuple[_Pool, _Block]:
-        """A block for this many bytes; hand it back to `free`."""
+        """A block for this many bytes; `free` takes it back."""
         size = max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
         is_small = size <= SMALL_REQUEST
         pool = self._pools.setdefault((is_small, stream), _Pool(is_small))
@@ -84,13 +84,13 @@ class CachingAllocator:
         return pool, block
 
     def free(self, handle: tuple[_Pool, _Block]) -> None:
-        """Release a block: it joins its free neighbours."""
+        """Release a block; it merges with its free neighbours."""
         pool, block = handle
         self.allocated_bytes -= block.size
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 pool.remove(other)
-                self._join(pool, block, other)
+                self._merge(pool, block, other)
         pool.add(block)
 
     def _new_segment(self, pool: _Pool, size: int) -> _Block:
@@ -101,7 +101,7 @@ class CachingAllocator:
         else:
             length = -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
         block = _Block(self._next_start, length)
-        self._next_start += 2 * length  # a gap: segments never join
+        self._next_start += 2 * length  # a gap, so that segments never merge
         self.reserved_bytes += length
         pool.add(block)
         return block
@@ -141,8 +141,8 @@ class CachingAllocator:
             pool.tail = left_over
         pool.add(left_over)
 
-    def _join(self, pool: _Pool, block: _Block, other: _Block) -> None:
-        """`other` lies beside `block` and becomes a part of it."""
+    def _merge(self, pool: _Pool, block: _Block, other: _Block) -> None:
+        """Merge `other`, a neighbour, into `block`."""
         if other.start < block.start:
             block.start, block.before = other.start, other.before
             if block.before is not None:
@@ -158,7 +158,7 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Request:
-    """A storage that comes (bytes > 0) or goes (bytes < 0)."""
+    """An allocation (num_bytes > 0) or a release (num_bytes < 0) of storage `number`."""
 
     number: int
     num_bytes: int
@@ -166,7 +166,7 @@ class Request:
 
 
 def replay(requests: Iterable[Request], *, is_expandable: bool) -> CachingAllocator:
-    """The allocator after these requests."""
+    """The allocator after it has served these requests."""
     allocator = CachingAllocator(is_expandable=is_expandable)
     handles: dict[int, tuple[_Pool, _Block]] = {}
     for request in requests:

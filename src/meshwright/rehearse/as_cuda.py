@@ -1,9 +1,9 @@
-"""Make torch's own functions choose on the CPU what they choose on CUDA.
+"""Makes torch's functions allocate and save on the CPU what they allocate and save on CUDA.
 
-A tensor of CUDA type without a CUDA build aborts the process in autograd, so the rehearsal's tensors are CPU
-tensors without numbers. Most operators save and allocate alike on both devices. Two do not: attention (the
-CPU repeats key heads) and the root-mean-square norm (the CPU takes it apart into five tensors). Here they
-are replaced by what CUDA's operators allocate and keep.
+A fake CUDA tensor in a CPU build of torch aborts the process in autograd, so a trace's tensors are fake CPU
+tensors. Most operators allocate and save for backward the same tensors on both devices. Two do not: attention
+(the CPU repeats key heads) and RMSNorm (the CPU decomposes it into five tensors). torch offers no switch, so
+both functions are patched here with what CUDA's operators allocate and save.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ _aten = torch.ops.aten
 
 
 @contextlib.contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Inside, functions whose CPU form differs are those of CUDA, also where a backward computes again."""
+def cuda_choices() -> Iterator[None]:
+    """Inside, attention and RMSNorm behave as on CUDA, also where a backward recomputes them."""
     with (
         patch.object(functional, "scaled_dot_product_attention", _attention),
         patch.object(functional, "rms_norm", _rms_norm),
@@ -40,7 +40,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Hopper's choice: cuDNN, which reads grouped heads and an additive mask; fp32 is computed in blocks."""
+    """Hopper's choice: cuDNN, which takes grouped heads and an additive mask; fp32 runs memory-efficient."""
     del enable_gqa
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)
@@ -61,12 +61,12 @@ def _attention(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """What CUDA's fused norm keeps and makes; torch offers it on the CPU only taken apart."""
+    """What CUDA's fused RMSNorm allocates and saves for backward; on the CPU torch decomposes it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        rstd = x.new_empty((*x.shape[:-1], 1), dtype=wide)
+        at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
+        rstd = x.new_empty((*x.shape[:-1], 1), dtype=at_least_fp32)
         ctx.save_for_backward(x, rstd, *([] if weight is None else [weight]))
         return torch.empty_like(x)
 
@@ -79,6 +79,6 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # the compiler takes CUDA's operator apart itself, by its own rules
+    if torch.compiler.is_compiling():  # the compiler decomposes CUDA's operator itself
         return _aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
     return _RmsNorm.apply(input, weight)  # pyright: ignore[reportReturnType]

@@ -1,12 +1,9 @@
 """What the trace of a block says of its memory: kept tensors and peaks, as sums of monomials of named dims."""
 
 import itertools
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
-
-from meshwright.plan.memory.dims import MONOMIALS, PAIR_MONOMIALS, TOKEN_MONOMIALS, Dims, dims_of, evaluate
+from meshwright.plan.memory.dims import MONOMIALS, TOKEN_MONOMIALS, Dims, dims_of, evaluate
 from meshwright.plan.workload.layouts import one_layout
 from meshwright.rehearse.trace import Trace
 from meshwright.spec import RunSpec
@@ -119,20 +116,20 @@ class _Live:
     def read(self, index: int) -> None:
         event = self.trace.events[index]
         if event.num_bytes > 0:
-            self.now[event.number] = (event.num_bytes, event.moment)
+            self.now[event.number] = (event.num_bytes, event.phase_id)
         else:
             self.now.pop(event.number, None)
 
 
 def read_block(trace: Trace, units: Units) -> Reading:
     """The first of the two blocks."""
-    live, events, moments = _Live(trace), trace.events, trace.moments
-    parts = [moments[event.moment] for event in events]
+    live, events, phases = _Live(trace), trace.events, trace.phases
+    parts = [phases[event.phase_id] for event in events]
     inside = [i for i, part in enumerate(parts) if _block(part.part) == 0 and part.microbatch == 0]
-    forward = [i for i in inside if parts[i].phase == "forward"]
-    backward = [i for i in inside if parts[i].phase == "backward"]
-    second = next(i for i, part in enumerate(parts) if part.phase == "forward" and _block(part.part) == 1)
-    turn = next(i for i, part in enumerate(parts) if part.phase == "backward")
+    forward = [i for i in inside if parts[i].kind == "forward"]
+    backward = [i for i in inside if parts[i].kind == "backward"]
+    second = next(i for i, part in enumerate(parts) if part.kind == "forward" and _block(part.part) == 1)
+    turn = next(i for i, part in enumerate(parts) if part.kind == "backward")
     points: dict[str, list[Point]] = {}
     at_second: dict[int, tuple[int, int]] = {}
     at_turn: dict[int, tuple[int, int]] = {}
@@ -148,14 +145,14 @@ def read_block(trace: Trace, units: Units) -> Reading:
         live.read(index)
         if forward[0] <= index < second or backward[0] <= index <= backward[-1]:
             half = _half(parts[index].part)
-            seen_mlp = seen_mlp or (parts[index].phase == "backward" and half == "mlp")
-            phase = parts[index].phase
+            seen_mlp = seen_mlp or (parts[index].kind == "backward" and half == "mlp")
+            phase = parts[index].kind
             if phase == "backward" and half == "attention" and not seen_mlp:
                 phase = "recompute"
             if events[index].num_bytes > 0 and half and _is_top(events, index):
                 point = _point(trace, units, live.now, begin, half, events[index].number)
                 points.setdefault(f"{phase}/{half}", []).append(point)
-    kept = {n: v for n, v in at_turn.items() if _block(moments[v[1]].part) == 0 and moments[v[1]].phase == "forward"}
+    kept = {n: v for n, v in at_turn.items() if _block(phases[v[1]].part) == 0 and phases[v[1]].kind == "forward"}
     gone = {n: v for n, v in at_second.items() if n not in at_turn and trace.records[n].kind == "cast weights"}
     return Reading(
         kept=_by_half(trace, units, kept, lambda kind: kind is None or kind == "exchange"),
@@ -180,9 +177,9 @@ def _half(part: str) -> str:
 
 def _by_half(trace: Trace, units: Units, live: dict[int, tuple[int, int]], wanted) -> dict[str, Terms]:
     found: dict[str, Terms] = {"attention": {}, "mlp": {}}
-    for number, (num_bytes, moment) in live.items():
+    for number, (num_bytes, phase_id) in live.items():
         if wanted(trace.records[number].kind):
-            half = _half(trace.moments[moment].part) or "mlp"
+            half = _half(trace.phases[phase_id].part) or "mlp"
             add(found[half], units.terms(num_bytes))
     return found
 
@@ -196,11 +193,11 @@ def _point(trace, units, now, begin, half, latest) -> Point:
     come = {n: v for n, v in now.items() if n not in begin}
     gone = {n: v for n, v in begin.items() if n not in now}
     for sign, group in ((1.0, come), (-1.0, gone)):
-        for number, (num_bytes, moment) in group.items():
+        for number, (num_bytes, phase_id) in group.items():
             kind = trace.records[number].kind
             if kind in STATE_KINDS or (kind == "gathered"):
                 continue
-            made = trace.moments[moment]
+            made = trace.phases[phase_id]
             its = _half(made.part) if _block(made.part) == 0 else half
             is_own = its in ("", half)
             if kind == "gradients":

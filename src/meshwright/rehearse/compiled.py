@@ -1,11 +1,11 @@
-"""Compiled blocks in a trace: torch's compiler up to its kernels, then a model of their bytes.
+"""Compiled blocks in a trace: torch's compiler up to code generation, then a model of its kernels' memory.
 
-Everything up to the two graphs of a block is torch's own: Dynamo, AOTAutograd, the decompositions and passes
-of its default compiler, and the partitioner that chooses what is saved for backward. Only code generation is
-left out: the graphs' kernels are worked out by `fusion` and run on tensors without numbers. torch has no
-public entrance there, so what is private is in this file: its default backend with another inner compiler,
-and the passes that run just before kernels are made. Both are looked up when they are needed, because torch
-loads its compiler only then.
+Up to the forward and backward graph of a block everything is torch's own: Dynamo, AOTAutograd, inductor's
+decompositions and passes, and the partitioner that chooses what is saved for backward. Code generation is
+left out: `fusion` works out the graphs' kernels, and `kernel_replay` runs them on fake tensors. torch has no
+public entry point there, so this file uses two private ones: inductor's backend with another inner compiler,
+and the passes that run just before code generation. Both are looked up on use, because torch loads its
+compiler only then.
 """
 
 import contextlib
@@ -26,22 +26,23 @@ from torch.fx import GraphModule
 
 from meshwright.parallel import apply
 from meshwright.rehearse.fusion import Kernel
-from meshwright.rehearse.kernel_replay import Boxed, replayed
+from meshwright.rehearse.kernel_replay import Boxed, replay_graph
 from meshwright.spec import MemorySpec
 
 
 @dataclasses.dataclass
 class Compiler:
-    """Counts the graphs that it compiled: none means that the trace is one of an uncompiled run."""
+    """A backend of `torch.compile` whose graphs allocate as inductor's kernels would, and compute nothing."""
 
     num_graphs: int = 0
+    """Graphs compiled so far; with 0 the blocks ran uncompiled."""
     watch: Callable[[Kernel], None] | None = None
-    """Called before each kernel of a graph runs."""
+    """Called with each kernel of a graph before it runs."""
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A backend of `torch.compile`."""
+        """The compiled form of a graph that Dynamo captured."""
         default: Any = lookup_backend("inductor")
-        # Neither processes to make kernels in nor a store for what was compiled are needed.
+        # No kernels are generated, so neither compile workers nor a cache are needed.
         with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(compile_threads=1):
             return default(module, inputs, inner_compile=self._inner)
 
@@ -50,38 +51,38 @@ class Compiler:
         with inductor.virtualized.V.set_fake_mode(detect_fake_mode(inputs)):
             inductor.fx_passes.post_grad.post_grad_passes(module, is_inference=False)
         self.num_graphs += 1
-        return replayed(module, self._seen)
+        return replay_graph(module, self._see)
 
-    def _seen(self, kernel: Kernel) -> None:
+    def _see(self, kernel: Kernel) -> None:
         if self.watch is not None:
             self.watch(kernel)
 
     def compile_blocks(self, blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
-        """In the place of `memory.compiled.compile_blocks`. Hooks stay outside of what is compiled."""
+        """In the place of `parallel.compile.compile_blocks`; the hooks of phases stay outside the graph."""
         del memory
         for block in blocks:
             block.forward = torch.compile(block.forward, backend=self)
 
 
 @contextlib.contextmanager
-def compiling(*, is_wanted: bool) -> Iterator[Compiler]:
-    """Inside, programs are built with blocks that this compiler compiles, if any are."""
+def compiled_blocks(*, is_wanted: bool) -> Iterator[Compiler]:
+    """Inside, `build_training` compiles blocks with the compiler that is yielded, if compiling is wanted."""
     compiler = Compiler()
     if not is_wanted:
         yield compiler
         return
-    # Code compiled before, and by another compiler, counts against the number of forms that torch allows.
+    # Code compiled earlier in this process counts against torch's recompile limit.
     torch.compiler.reset()
     try:
-        with patch.object(apply, "compile_blocks", compiler.compile_blocks), _quiet():
+        with patch.object(apply, "compile_blocks", compiler.compile_blocks), _silenced():
             yield compiler
     finally:
         torch.compiler.reset()
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What torch's compiler says of our code belongs to a run of it, not to a rehearsal."""
+def _silenced() -> Iterator[None]:
+    """Inside, warnings of torch's compiler are dropped: a training run prints them, a rehearsal need not."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.")

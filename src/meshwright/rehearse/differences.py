@@ -1,4 +1,4 @@
-"""How far the training of several ranks is from that of one device, quantity by quantity."""
+"""Relative errors between training on several ranks and on one device, by quantity."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from meshwright.rehearse.steps import Trained
 
 # float64 carries 16 digits; sums in another order cost two or three of them, three steps one more.
 RTOL = 1e-9
-# A tensor that is zero but for rounding (the key bias of attention without rotation) has no scale of its
-# own; below this part of the largest tensor of its kind the error is measured against that part.
+# A tensor that is zero but for rounding (the key bias of attention without rope) has no scale of its own;
+# below this fraction of the largest tensor of its kind the error is relative to that fraction.
 SMALLEST_SCALE = 1e-4
 
 
 class Expected(Protocol):
-    """What a run of some steps must give, on any mesh."""
+    """The result of a few steps, which must be the same on every mesh."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -29,7 +29,7 @@ class Expected(Protocol):
 
 
 def merged(results: Sequence[Trained], choose: Callable[[Trained], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all pipeline stages under one roof."""
+    """The tensors of all pipeline stages in one mapping."""
     found: dict[str, Tensor] = {}
     for result in results:
         found |= choose(result)
@@ -37,7 +37,7 @@ def merged(results: Sequence[Trained], choose: Callable[[Trained], dict[str, Ten
 
 
 def worst_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """max |a - b| / max |b| of each tensor, named; infinite for one that is missing or of another shape."""
+    """max |a - b| / max |b| of each tensor by name; infinite where one is missing or has another shape."""
     largest = max((float(tensor.abs().max()) for tensor in expected.values()), default=1.0)
     errors = dict.fromkeys(actual.keys() ^ expected.keys(), math.inf)
     for name in actual.keys() & expected.keys():
@@ -52,7 +52,7 @@ def worst_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict
 
 
 def training_errors(results: Sequence[Trained], expected: Expected) -> dict[str, float]:
-    """The worst relative error of everything that is known, by what it is."""
+    """The worst relative error of losses, gradients, weights, states and buffers, by name."""
     first, errors = results[0], {}
     for step in range(len(first.losses)):
         scalars = {
@@ -77,7 +77,7 @@ def training_errors(results: Sequence[Trained], expected: Expected) -> dict[str,
 
 
 def disagreements(results: Sequence[Trained]) -> list[str]:
-    """What ranks tell differently that must be the same on all, bit by bit."""
+    """Quantities that must be bitwise equal on all ranks and are not."""
     first = results[0]
     found = [
         f"{name} of rank {result.rank} and of rank 0"

@@ -1,10 +1,10 @@
-"""The figures of a deep rank with many micro-batches from traces of a few layers and micro-batches.
+"""The figures of a deep rank with many micro-batches, extrapolated from truncated traces.
 
-Every layer of a kind keeps and sends the same, and from some micro-batch on a step repeats itself. So each
-figure is linear in the number of layers and of micro-batches, and two traces give it exactly. The fullest
-moment may be another one in the whole step than in a short one (the maximum of straight lines is not
-straight), so every moment is extended for itself and the fullest is chosen afterwards. Moments are told
-apart by their place from both ends: the first block, the last but one, the second micro-batch.
+All layers of a kind save and communicate the same, and the micro-batches in the middle of a step are alike.
+So each figure is linear in the number of layers and of micro-batches, and two traces along each give it
+exactly. The peak may fall into another phase in the full step than in a truncated one (a maximum of linear
+functions is not linear), so each phase is extrapolated by itself and the peak is taken afterwards. A phase
+is identified by its position from both ends: the first block, the last but one, the second micro-batch.
 """
 
 import contextlib
@@ -14,59 +14,63 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 from meshwright.parallel.pp import stages as runtime_stages
-from meshwright.rehearse.categories import fullest_by_moment, peak_at
-from meshwright.rehearse.phases import Moment
+from meshwright.rehearse.categories import peak_at, peaks_by_phase
+from meshwright.rehearse.phases import Phase
 from meshwright.rehearse.trace import Trace
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import stage_layers, stages_of_rank
 
-# Layers of a kind that stay in each stage of the shortest trace, and the work below which nothing is cut.
-LEAST_LAYERS = 2
-WORTH_CUTTING = 24
+# Layers of a kind that stay in each stage of the shortest trace.
+MIN_LAYERS = 2
+# Layers times micro-batches of a rank below which the full step is traced.
+MIN_WORK = 24
+# Layers of a stage beyond which fragmentation hardly grows; a trace of 32 layers takes seconds.
+MAX_DEEP_LAYERS = 30
 
 Key = tuple[str, str, str]
-
-
-# Layers of a stage beyond which the allocator's holes no longer grow by much: 32 of 80 take seconds.
-DEEP = 30
+"""Kind of phase, position of its module, position of its micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How much shorter a trace is than the step: layers of every stage, and micro-batches."""
+class Truncation:
+    """What a trace leaves out of the full step."""
 
     layers: int = 0
+    """Layers left out of every stage."""
     microbatches: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Shortening:
-    """The largest cuts after which a step is still like the whole, and how far apart two of them lie."""
+    """The largest truncation of a rank's step from which the full step can be extrapolated."""
 
     num_layers: int = 0
+    """Layers of every stage that can be left out."""
     layer_step: int = 1
+    """Layers by which two traces differ: the period of recompute."""
     num_microbatches: int = 0
+    """Micro-batches that can be left out."""
     microbatch_step: int = 1
-    microbatch_border: int = 1
-    """Micro-batches at either end of a step that are unlike those between."""
+    edge_microbatches: int = 1
+    """Micro-batches at either end of a step that differ from those in the middle."""
 
-    def cuts(self) -> list[tuple[Cut, float]]:
-        """Traces to make and the weight of each: f(0) = f(r) + r (f(r - 1) - f(r)) along both."""
+    def truncations(self) -> list[tuple[Truncation, float]]:
+        """The traces to make and the weight of each: f(0) = f(r) + r (f(r - 1) - f(r)) along both."""
         along_microbatches = _weights(self.num_microbatches, self.microbatch_step)
         return [
-            (Cut(layers, microbatches), one * other)
+            (Truncation(layers, microbatches), one * other)
             for (layers, one), (microbatches, other) in itertools.product(
                 self.along_layers(), along_microbatches
             )
         ]
 
-    def deep(self) -> Cut:
-        """Few micro-batches but, up to DEEP of them, all layers: how full the allocator's segments lie."""
-        kept_out = max(0, self.num_layers - DEEP)
-        return Cut(-(-kept_out // self.layer_step) * self.layer_step, self.num_microbatches)
+    def deep(self) -> Truncation:
+        """Few micro-batches and up to MAX_DEEP_LAYERS layers more: the trace that shows fragmentation."""
+        left_out = max(0, self.num_layers - MAX_DEEP_LAYERS)
+        return Truncation(-(-left_out // self.layer_step) * self.layer_step, self.num_microbatches)
 
     def along_layers(self) -> list[tuple[int, float]]:
-        """Layers left out and the weight of each choice."""
+        """Numbers of layers to leave out, and the weight of each."""
         return _weights(self.num_layers, self.layer_step)
 
 
@@ -78,42 +82,42 @@ def _weights(removed: int, step: int) -> list[tuple[int, float]]:
 
 
 def shortening_of(run: RunSpec, pp_rank: int) -> Shortening:
-    """What may be left out of the trace of a rank; nothing where the whole is short."""
+    """What can be left out of the traces of a rank; nothing where the full step is short."""
     parallel = run.parallel
     layers = stage_layers(run.model, parallel.num_stages)
     mine = [layers[index] for index in stages_of_rank(parallel, pp_rank)]
     period = run.memory.recompute_every if run.memory.recompute != "none" else 1
-    removable = min(_tail(run.model, held) for held in mine) - max(LEAST_LAYERS, period)
-    # A pipeline fills with one round of micro-batches, or two where stages take turns, and empties likewise.
+    removable = min(_tail(run.model, held) for held in mine) - max(MIN_LAYERS, period)
+    # A pipeline fills with one round of micro-batches, or two with interleaved stages, and drains likewise.
     round_ = parallel.pp
-    border = round_ * min(2, parallel.virtual_stages)
-    spare = run.accumulation - 2 * border
-    if sum(map(len, mine)) * run.accumulation < WORTH_CUTTING:
+    edge = round_ * min(2, parallel.virtual_stages)
+    spare = run.accumulation - 2 * edge
+    if sum(map(len, mine)) * run.accumulation < MIN_WORK:
         return Shortening()
     return Shortening(
-        max(0, removable) // period * period, period, max(0, spare) // round_ * round_, round_, border
+        max(0, removable) // period * period, period, max(0, spare) // round_ * round_, round_, edge
     )
 
 
 def _tail(model: ModelSpec, layers: range) -> int:
-    """Layers at the end of a stage that are of one kind."""
+    """Number of layers at the end of a stage that are of one kind (dense or MoE)."""
     last = model.is_moe_layer(layers[-1])
     return len(list(itertools.takewhile(lambda layer: model.is_moe_layer(layer) == last, reversed(layers))))
 
 
-def shortened(run: RunSpec, cut: Cut) -> RunSpec:
+def truncated(run: RunSpec, truncation: Truncation) -> RunSpec:
     """The run with fewer micro-batches; layers are left out by `without_layers`."""
-    microbatches = run.accumulation - cut.microbatches
+    microbatches = run.accumulation - truncation.microbatches
     sequences = microbatches * run.data.microbatch_sequences * run.parallel.dp
     return run.with_(data=run.data.with_(batch_sequences=sequences))
 
 
 @contextlib.contextmanager
 def without_layers(count: int) -> Iterator[None]:
-    """Inside, every stage is built without its last `count` layers."""
+    """Inside, every pipeline stage is built without its last `count` layers."""
 
     def fewer(model: ModelSpec, num_stages: int) -> list[range]:
-        # Other ranks' stages may be shorter than what this one can spare; they are never built here.
+        # A stage of another rank may have fewer layers than are left out; it is never built here.
         return [held[: max(1, len(held) - count)] for held in stage_layers(model, num_stages)]
 
     with patch.object(runtime_stages, "stage_layers", fewer):
@@ -121,22 +125,24 @@ def without_layers(count: int) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """Figures of the whole step."""
+class StepFigures:
+    """Figures of the full step of a rank."""
 
     allocated_bytes: float
+    """Bytes at the peak."""
     items: dict[str, float]
-    moment: Moment
+    phase: Phase
+    """The phase of the peak."""
     traffic: dict[tuple[str, str], tuple[float, float]]
-    """Count and bytes by axis and kind."""
+    """Count and bytes of collectives by axis and kind."""
     flops: float
     host_bytes: float
 
 
-def extended(traces: list[tuple[Trace, float]], shortening: Shortening) -> Whole:
-    """Weighted sums of the traces' figures."""
-    cut, _ = shortening.cuts()[-1]
-    tables = [_by_key(trace, shortening.microbatch_border) for trace, _ in traces]
+def extrapolated(traces: list[tuple[Trace, float]], shortening: Shortening) -> StepFigures:
+    """The figures of the full step: weighted sums over truncated traces."""
+    truncation, _ = shortening.truncations()[-1]
+    tables = [_by_key(trace, shortening.edge_microbatches) for trace, _ in traces]
     weights = [weight for _, weight in traces]
     common = set.intersection(*(set(table) for table in tables))
     totals = {key: _sum(weights, [table[key][0] for table in tables]) for key in common}
@@ -144,10 +150,10 @@ def extended(traces: list[tuple[Trace, float]], shortening: Shortening) -> Whole
     peaks = [peak_at(trace, table[best][1]) for (trace, _), table in zip(traces, tables, strict=True)]
     names = dict.fromkeys(name for peak in peaks for name in peak.items)
     kinds = dict.fromkeys(kind for trace, _ in traces for kind in trace.traffic)
-    return Whole(
+    return StepFigures(
         allocated_bytes=totals[best],
         items={name: _sum(weights, [peak.items.get(name, 0) for peak in peaks]) for name in names},
-        moment=_in_the_whole(peaks[-1].moment, best, cut),
+        phase=_in_full_step(peaks[-1].phase, best, truncation),
         traffic={
             kind: (
                 _sum(weights, [getattr(trace.traffic.get(kind), "count", 0) for trace, _ in traces]),
@@ -160,54 +166,54 @@ def extended(traces: list[tuple[Trace, float]], shortening: Shortening) -> Whole
     )
 
 
-def _in_the_whole(moment: Moment, key: Key, cut: Cut) -> Moment:
-    """The moment of a shorter step as the whole one counts: places from the end move by what was left out."""
-    part, microbatch = moment.part, moment.microbatch
+def _in_full_step(phase: Phase, key: Key, truncation: Truncation) -> Phase:
+    """A phase of a truncated step, numbered as in the full one: positions from the end move."""
+    part, microbatch = phase.part, phase.microbatch
     if "/-" in key[1]:
-        words, number = _number(part)
-        part = f"{words}.{number + cut.layers}"
+        prefix, number = _split_number(part)
+        part = f"{prefix}.{number + truncation.layers}"
     if key[2].startswith("-") and microbatch is not None:
-        microbatch += cut.microbatches
-    return dataclasses.replace(moment, part=part, microbatch=microbatch)
+        microbatch += truncation.microbatches
+    return dataclasses.replace(phase, part=part, microbatch=microbatch)
 
 
 def _sum(weights: list[float], values: list[int]) -> float:
     return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
 
-def _by_key(trace: Trace, border: int) -> dict[Key, tuple[int, int]]:
-    """Largest bytes of each moment, under every name it has."""
+def _by_key(trace: Trace, edge: int) -> dict[Key, tuple[int, int]]:
+    """Peak bytes of each phase and the event that reaches them, under every position the phase has."""
     found: dict[Key, tuple[int, int]] = {}
-    last = max((moment.microbatch or 0 for moment in trace.moments), default=0)
-    blocks = sorted({moment.part for moment in trace.moments if "blocks." in moment.part}, key=_number)
-    for number, value in fullest_by_moment(trace).items():
-        moment = trace.moments[number]
+    last = max((phase.microbatch or 0 for phase in trace.phases), default=0)
+    blocks = sorted({phase.part for phase in trace.phases if "blocks." in phase.part}, key=_split_number)
+    for number, value in peaks_by_phase(trace).items():
+        phase = trace.phases[number]
         for part, microbatch in itertools.product(
-            _part_names(moment.part, blocks), _microbatch_names(moment.microbatch, last, border)
+            _part_positions(phase.part, blocks), _microbatch_positions(phase.microbatch, last, edge)
         ):
-            key = (moment.phase, part, microbatch)
+            key = (phase.kind, part, microbatch)
             found[key] = max(found.get(key, (0, 0)), value)
     return found
 
 
-def _number(part: str) -> tuple[str, int]:
-    words, _, number = part.rpartition(".")
-    return words, int(number)
+def _split_number(part: str) -> tuple[str, int]:
+    """`after blocks.3` -> (`after blocks`, 3)."""
+    prefix, _, number = part.rpartition(".")
+    return prefix, int(number)
 
 
-def _part_names(part: str, blocks: list[str]) -> list[str]:
+def _part_positions(part: str, blocks: list[str]) -> list[str]:
     if "blocks." not in part:
         return [part]
-    words, number = _number(part)
-    mine = [_number(block)[1] for block in blocks if _number(block)[0] == words]
-    runs = _runs(mine)
-    run = next(run for run in runs if number in run)
-    place, which = run.index(number), runs.index(run)
-    return [f"{words}/{which}/{name}" for name in _places(place, len(run))]
+    prefix, number = _split_number(part)
+    numbers = [_split_number(block)[1] for block in blocks if _split_number(block)[0] == prefix]
+    stages = _consecutive(numbers)
+    stage = next(stage for stage in stages if number in stage)
+    return [f"{prefix}/{stages.index(stage)}/{name}" for name in _positions(stage.index(number), len(stage))]
 
 
-def _runs(numbers: list[int]) -> list[range]:
-    """Consecutive numbers together: one run for each stage of the rank."""
+def _consecutive(numbers: list[int]) -> list[range]:
+    """Ranges of consecutive block numbers: one for each stage of the rank."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:
@@ -217,16 +223,17 @@ def _runs(numbers: list[int]) -> list[range]:
     return found
 
 
-def _microbatch_names(microbatch: int | None, last: int, border: int) -> list[str]:
-    return [""] if microbatch is None else _places(microbatch, last + 1, border)
+def _microbatch_positions(microbatch: int | None, last: int, edge: int) -> list[str]:
+    return [""] if microbatch is None else _positions(microbatch, last + 1, edge)
 
 
-def _places(index: int, count: int, border: int = 1) -> list[str]:
-    """From both ends; the first ones have no place from the end and the last none from the beginning.
+def _positions(index: int, count: int, edge: int = 1) -> list[str]:
+    """The position from the beginning and from the end; at the ends only the nearer one.
 
-    Those are like no others (no gradients before the first micro-batch, a reduction in the last, a pipeline
-    that fills and empties), and in a short step one between them would share its name with one of them.
+    The `edge` ones at either end differ from the others (no gradients exist before the first micro-batch, the
+    last one reduces them, a pipeline fills and drains). In a truncated step a position from the far end would
+    mistake one of them for one from the middle.
     """
-    from_begin = [str(index)] if index < count - border or count == 1 else []
-    from_end = [str(index - count)] if index >= border or count == 1 else []
+    from_begin = [str(index)] if index < count - edge or count == 1 else []
+    from_end = [str(index - count)] if index >= edge or count == 1 else []
     return from_begin + from_end

@@ -1,4 +1,4 @@
-"""Whether the traced ranks fit a device, and what to change where they do not."""
+"""Whether the rehearsed ranks fit a device, and what to change where they do not."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from meshwright.units import show_bytes
 
 
 def outside_of(run: RunSpec) -> float:
-    """Bytes of the device that torch does not see: the context and the communicators."""
+    """Device bytes outside of torch's allocator: CUDA's context and NCCL's communicators."""
     at = one_layout(
         run.parallel,
         run.memory,
@@ -28,7 +28,7 @@ def outside_of(run: RunSpec) -> float:
 
 
 def require_fit(run: RunSpec, reports: Sequence[RankReport], cluster: Cluster) -> None:
-    """PlanError when the fullest rank does not fit; the hint says what would."""
+    """PlanError when the rank with the most reserved bytes does not fit; the hint lists what would fit."""
     fullest = max(reports, key=lambda report: report.reserved_bytes)
     needed = fullest.reserved_bytes + outside_of(run)
     usable = FIT_SHARE * cluster.device.memory_bytes
@@ -37,14 +37,14 @@ def require_fit(run: RunSpec, reports: Sequence[RankReport], cluster: Cluster) -
     largest = max(fullest.items, key=lambda name: fullest.items[name])
     raise PlanError(
         f"rank {fullest.rank} needs {show_bytes(needed)}, {cluster.device.title} has {show_bytes(usable)} "
-        f"to give; most of it is {largest}, {show_bytes(fullest.items[largest])}",
-        where=fullest.moment,
+        f"usable; the largest item is {largest}, {show_bytes(fullest.items[largest])}",
+        where=fullest.peak_phase,
         hint=_ways(run, cluster, needed - usable),
     )
 
 
 def _ways(run: RunSpec, cluster: Cluster, missing: float) -> str:
-    """Changes that are predicted to save what is missing, on the same devices; then more of those."""
+    """Changes that are predicted to save what is missing on the same devices; last, more devices."""
     ways = ["more devices along dp_shard, tp or pp: `meshwright plan` finds a layout"]
     if run.parallel.num_ranks == cluster.num_devices:
         spared = int(predict_run(run, cluster).fullest.device_bytes - missing)

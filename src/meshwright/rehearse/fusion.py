@@ -1,9 +1,9 @@
-"""The kernels of a compiled graph: which operations share one, in which order they run, what each holds.
+"""The kernels of a compiled graph: which operations are fused, in which order they run, what each allocates.
 
-A model of what torch's compiler does with the operations of a graph. Written values over the same elements
-that read the same bytes, or one the other, share a kernel; one that is read nowhere else is never written.
-The order is the graph's, or the one that always takes what frees most, whichever needs fewer bytes. A
-kernel writes over an input that nobody reads after it.
+A model of inductor's scheduler. Operations over the same number of elements are fused when they read the same
+buffer or one reads the other's output; an output that is read only inside its kernel is never written. The
+order is the graph's, or greedily the one that frees most, whichever has the lower peak. A kernel writes its
+output over an input that is not read afterwards (inductor's buffer reuse).
 """
 
 import dataclasses
@@ -13,53 +13,53 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from meshwright.rehearse.ledger import rounded
+from meshwright.rehearse.allocation_log import rounded
 from meshwright.rehearse.operations import Operation, Operations
 
-# The caller of a graph holds these inputs itself: nothing is written over them.
-_HELD_OUTSIDE = ("primals_", "tangents_")
+# Inputs that the caller of a graph holds as well: they are neither freed nor overwritten.
+_CALLER_INPUTS = ("primals_", "tangents_")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Operations that run together."""
+    """Operations that are fused into one kernel, and what running it does to memory."""
 
     operations: tuple[Operation, ...]
     overwritten: tuple[Node, ...]
-    """Values whose bytes its outputs take."""
+    """Inputs whose memory its outputs reuse."""
     written: tuple[Node, ...]
-    """Outputs that get bytes."""
-    forgotten: tuple[Node, ...]
-    """Values that nobody reads after it."""
+    """Outputs that are written to memory."""
+    freed: tuple[Node, ...]
+    """Values that are not read after it."""
 
 
 def kernels_of(operations: Operations) -> list[Kernel]:
-    """The kernels of a graph, in the order they run."""
-    groups = _fused(operations.found)
+    """The kernels of a graph, in the order in which they run."""
+    groups = _fused(operations.ordered)
     orders = (_in_order(groups), _least_first(groups, operations))
     return min((_scheduled(order, operations) for order in orders), key=peak_bytes)
 
 
 def num_bytes(node: Node) -> int:
-    """What CUDA's allocator gives for the tensors of a node."""
+    """Bytes that CUDA's allocator hands out for the tensors of a node."""
     tensors = [one for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
-    # The state of a generator has no fixed size; asking for it would bind the graph to one.
+    # The size of a random generator's state is symbolic; reading it would specialise the graph.
     fixed = [one for one in tensors if isinstance(one.numel(), int)]
     return sum(rounded(one.numel() * one.element_size()) for one in fixed)
 
 
 def peak_bytes(kernels: Sequence[Kernel]) -> int:
-    """The most that values of the graph hold at once, beyond what they held when it began."""
+    """The most bytes that a graph allocates at once, beyond those of its inputs."""
     held = highest = 0
     for kernel in kernels:
         held += sum(map(num_bytes, kernel.written)) - sum(map(num_bytes, kernel.overwritten))
         highest = max(highest, held)
-        held -= sum(num_bytes(one) for one in kernel.forgotten if not one.name.startswith(_HELD_OUTSIDE))
+        held -= sum(num_bytes(one) for one in kernel.freed if not one.name.startswith(_CALLER_INPUTS))
     return highest
 
 
 class _Group:
-    """Operations of one kernel, while it grows."""
+    """Operations of one kernel while operations are being fused."""
 
     def __init__(self, operation: Operation) -> None:
         self.operations = [operation]
@@ -70,8 +70,8 @@ class _Group:
     def first(self) -> int:
         return min(one.number for one in self.operations)
 
-    def take(self, other: "_Group") -> None:
-        """Become one."""
+    def merge(self, other: "_Group") -> None:
+        """Take the other group's operations and edges over."""
         self.operations += other.operations
         for mine, theirs, back in (
             (self.needs, other.needs, "readers"),
@@ -83,9 +83,9 @@ class _Group:
             mine |= theirs
             mine -= {self, other}
 
-    def reaches(self, other: "_Group", *, apart_from: "_Group") -> bool:
-        """Whether something after this one, other than `apart_from` directly, comes before the other."""
-        waiting, seen = [one for one in self.readers if one is not apart_from], set[_Group]()
+    def reaches(self, other: "_Group") -> bool:
+        """Whether the other group depends on this one through a third one."""
+        waiting, seen = [one for one in self.readers if one is not other], set[_Group]()
         while waiting:
             group = waiting.pop()
             if group is other:
@@ -105,14 +105,14 @@ def _fused(operations: Sequence[Operation]) -> list[_Group]:
             groups[before].readers.add(groups[one])
     for one, other in _candidates(operations):
         left, right = groups[one], groups[other]
-        if left is not right and _may_join(left, right):
-            left.take(right)
+        if left is not right and _may_fuse(left, right):
+            left.merge(right)
             groups.update(dict.fromkeys(right.operations, left))
     return list(dict.fromkeys(groups.values()))
 
 
 def _candidates(operations: Sequence[Operation]) -> list[tuple[Operation, Operation]]:
-    """Pairs over the same elements that share bytes, those that share most first."""
+    """Pairs over the same number of elements with a buffer in common, those that share most bytes first."""
     fusible = [one for one in operations if one.kind != "extern" and one.outputs]
     pairs = []
     for index, other in enumerate(fusible):
@@ -123,18 +123,18 @@ def _candidates(operations: Sequence[Operation]) -> list[tuple[Operation, Operat
     return [(one, other) for _, _, one, other in sorted(pairs, key=lambda pair: pair[:2])]
 
 
-def _may_join(left: _Group, right: _Group) -> bool:
+def _may_fuse(left: _Group, right: _Group) -> bool:
     together = left.operations + right.operations
     read = frozenset[Node]().union(*(one.reads for one in together))
     for one in together:
-        # The sum of a column or of everything is known only when the whole kernel has run.
+        # A reduction over other dims than the last is complete only when the kernel has ended.
         if one.kind == "reduction" and not one.is_row_wise and not read.isdisjoint(one.outputs):
             return False
-    return not (left.reaches(right, apart_from=right) or right.reaches(left, apart_from=left))
+    return not (left.reaches(right) or right.reaches(left))
 
 
 def _in_order(groups: Sequence[_Group]) -> list[_Group]:
-    """As the graph has them; what a kernel needs comes before it."""
+    """The order of the graph, with what a kernel needs before it."""
     found: dict[_Group, None] = {}
 
     def place(group: _Group) -> None:
@@ -149,7 +149,7 @@ def _in_order(groups: Sequence[_Group]) -> list[_Group]:
 
 
 def _least_first(groups: Sequence[_Group], operations: Operations) -> list[_Group]:
-    """Of those that could run next always the one after which least is held."""
+    """Greedily the kernel after which the fewest bytes are live, of those that can run next."""
     left = {group: len(group.needs) for group in groups}
     uses = _uses(groups)
     found: list[_Group] = []
@@ -168,12 +168,14 @@ def _least_first(groups: Sequence[_Group], operations: Operations) -> list[_Grou
 def _growth(group: _Group, uses: dict[Node, set[_Group]], operations: Operations) -> int:
     written = sum(map(num_bytes, _written(group, uses, operations)))
     return written - sum(
-        num_bytes(root) for root in _reads(group) if uses[root] == {group} and _is_ours(root, operations)
+        num_bytes(root)
+        for root in _reads(group)
+        if uses[root] == {group} and _is_freed_here(root, operations)
     )
 
 
 def _uses(groups: Iterable[_Group]) -> dict[Node, set[_Group]]:
-    """Groups that read each value."""
+    """The groups that read each value."""
     uses: dict[Node, set[_Group]] = {}
     for group in groups:
         for root in _reads(group):
@@ -185,24 +187,24 @@ def _reads(group: _Group) -> frozenset[Node]:
     return frozenset[Node]().union(*(one.reads for one in group.operations))
 
 
-def _is_ours(root: Node, operations: Operations) -> bool:
-    """Whether a value's bytes are let go when the graph needs them no more."""
-    return root not in operations.kept and not root.name.startswith(_HELD_OUTSIDE)
+def _is_freed_here(root: Node, operations: Operations) -> bool:
+    """Whether a value is freed after its last read: neither the graph's output nor held by its caller."""
+    return root not in operations.outputs and not root.name.startswith(_CALLER_INPUTS)
 
 
 def _written(group: _Group, uses: dict[Node, set[_Group]], operations: Operations) -> list[Node]:
-    """Outputs that are read outside of the kernel, by the caller too; those of extern ones all."""
+    """Outputs that are read outside of the kernel or returned; of extern kernels all."""
     return [
         output
         for one in group.operations
         for output in one.outputs
-        if one.kind == "extern" or output in operations.kept or uses.get(output, set()) - {group}
+        if one.kind == "extern" or output in operations.outputs or uses.get(output, set()) - {group}
     ]
 
 
 def _scheduled(order: Sequence[_Group], operations: Operations) -> list[Kernel]:
     uses = _uses(order)
-    waiting = {root: {one for one in operations.found if root in one.reads} for root in uses}
+    waiting = {root: {one for one in operations.ordered if root in one.reads} for root in uses}
     kernels = []
     for group in order:
         written = _written(group, uses, operations)
@@ -216,7 +218,7 @@ def _scheduled(order: Sequence[_Group], operations: Operations) -> list[Kernel]:
                 operations=tuple(sorted(group.operations, key=lambda one: one.number)),
                 overwritten=tuple(over),
                 written=tuple(written),
-                forgotten=tuple(one for one in done if one not in {*over, *unwritten, *operations.kept}),
+                freed=tuple(one for one in done if one not in {*over, *unwritten, *operations.outputs}),
             )
         )
     return kernels
@@ -229,24 +231,24 @@ def _is_extern(group: _Group) -> bool:
 def _overwritten(
     group: _Group, written: Sequence[Node], waiting: dict[Node, set[Operation]], operations: Operations
 ) -> list[Node]:
-    """Inputs whose bytes an output takes: of the same kind and size, and read by nobody else any more.
+    """Inputs whose memory an output reuses: same dtype and size, and no read is left.
 
-    Others of the same kernel count, unless what they make is read by this one: they come before it.
+    A read by the same kernel counts as left, unless the output depends on it: then it comes first.
     """
     makers = {output: one for one in group.operations for output in one.outputs}
     taken: list[Node] = []
     for output in written:
         before = _ancestors(makers[output], makers)
         for root in makers[output].reads - set(taken):
-            is_free = waiting[root] <= before and _is_ours(root, operations)
-            if is_free and root not in makers and _alike(root, output):
+            is_free = waiting[root] <= before and _is_freed_here(root, operations)
+            if is_free and root not in makers and _same_size(root, output):
                 taken.append(root)
                 break
     return taken
 
 
 def _ancestors(operation: Operation, makers: dict[Node, Operation]) -> set[Operation]:
-    """Itself and those of its kernel whose results it needs."""
+    """The operation itself and those of its kernel that it depends on."""
     found: set[Operation] = set()
     waiting = [operation]
     while waiting:
@@ -257,7 +259,7 @@ def _ancestors(operation: Operation, makers: dict[Node, Operation]) -> set[Opera
     return found
 
 
-def _alike(one: Node, other: Node) -> bool:
+def _same_size(one: Node, other: Node) -> bool:
     left, right = one.meta.get("val"), other.meta.get("val")
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return False

@@ -1,4 +1,4 @@
-"""Run the kernels of a compiled graph on tensors without numbers: bytes come and go as they would."""
+"""Runs the kernels of a compiled graph on fake tensors: memory is allocated and freed as on the device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,24 +10,27 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from meshwright.rehearse.fusion import Kernel, kernels_of
-from meshwright.rehearse.operations import WAIT, Operation, Operations, is_view
+from meshwright.rehearse.operations import WAIT, Operation, Operations, is_operator, is_view
 
 _CASTS = (torch.ops.prims.convert_element_type, torch.ops.aten._to_copy)
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-def replayed(module: GraphModule, watch: Callable[[Kernel], None] | None = None) -> Boxed:
-    """The graph as a function of a list of inputs, which it empties; `watch` sees each kernel before it runs."""
+def replay_graph(module: GraphModule, watch: Callable[[Kernel], None] | None = None) -> Boxed:
+    """The graph as a boxed function: it empties the list of inputs it gets, so that they can be freed.
+
+    `watch` gets each kernel before it runs.
+    """
     operations = Operations(module.graph)
     kernels = kernels_of(operations)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    unread = [node for node in inputs if not any(node in one.reads for one in operations.found)]
+    unread = [node for node in inputs if not any(node in one.reads for one in operations.ordered)]
 
     def run(given: list[Any]) -> Sequence[Any]:
         values = dict(zip(inputs, given, strict=True))
         given.clear()
         for node in unread:
-            if node not in operations.kept:
+            if node not in operations.outputs:
                 del values[node]
         return _Run(values, operations, kernels, watch).result()
 
@@ -36,7 +39,7 @@ def replayed(module: GraphModule, watch: Callable[[Kernel], None] | None = None)
 
 
 class _Run:
-    """One call of a graph: the bytes that exist, by the node that wrote them."""
+    """One call of a graph: the tensors that are live, by the node that wrote them."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class _Run:
         self._watch = watch
 
     def result(self) -> Sequence[Any]:
-        """What the graph returns."""
+        """Run all kernels and return the graph's outputs."""
         for node in self._operations.constants:
             self._values[node] = _empty(node.meta["val"])
         for kernel in self._kernels:
@@ -71,11 +74,11 @@ class _Run:
                 self._values[node] = (
                     casts.get(node) if casts.get(node) is not None else _empty(node.meta["val"])
                 )
-        for node in kernel.forgotten:
+        for node in kernel.freed:
             self._values.pop(node, None)
 
     def _cast(self, one: Operation) -> Tensor | None:
-        """A plain copy of bytes that exist in another dtype: made by its operator, so that it is named."""
+        """The result of a dtype cast of a live tensor, by its own operator, so that the log can label it."""
         source = one.node.args[0] if one.node.args else None
         if getattr(one.node.target, "_overloadpacket", None) not in _CASTS or not isinstance(source, Node):
             return None
@@ -92,28 +95,28 @@ class _Run:
             self._values[output] = found[output.args[1]]
 
     def _value(self, node: Node) -> Any:
-        """A tensor on the bytes that a node shows."""
+        """The tensor of a node; a view is made of the tensor that it views."""
         if node in self._values:
             return self._values[node]
         target: Any = node.target
         is_other = is_view(node) and getattr(target, "_overloadpacket", None) is not WAIT
         if is_other:
             return target(*map_arg(node.args, self._value), **map_arg(node.kwargs, self._value))
-        return self._value(node.all_input_nodes[0])  # what was waited for, or written into
+        return self._value(node.all_input_nodes[0])  # the tensor that was waited for, or mutated
 
 
 def _run(target: Any, args: Any, kwargs: Any, node: Node) -> Any:
-    """An operator that runs by itself; those made of others come apart, others only return."""
-    if isinstance(target, torch._ops.OpOverload):
+    """Call an extern operator; of a higher-order one only its outputs are allocated."""
+    if is_operator(target):
         return target(*args, **kwargs)
     name = getattr(target, "__name__", "")
     if name == "run_and_save_rng_state":
-        return torch.empty(0), args[0](*args[1:], **kwargs)  # CUDA's state of 16 bytes is on the host
+        return torch.empty(0), args[0](*args[1:], **kwargs)  # CUDA's generator state is on the host
     if name == "run_with_rng_state":
         return args[1](*args[2:], **kwargs)
     return tree_map_only(Tensor, _empty, node.meta.get("val"))
 
 
 def _empty(like: Tensor) -> Tensor:
-    """Memory of its own for a tensor of this shape."""
+    """A new tensor of the same shape, strides and dtype."""
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")

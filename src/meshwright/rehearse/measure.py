@@ -19,7 +19,7 @@ from meshwright.errors import MeshError
 from meshwright.hardware.prediction_log import store_pair
 from meshwright.observe.prediction_check import pair_of, predict_here
 from meshwright.ops.routed_rows import routed_evenly
-from meshwright.rehearse.trace import blank_batch
+from meshwright.rehearse.trace import zero_batch
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_training
@@ -46,8 +46,8 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
     device = measuring_device(run)
     before = _clean(device)
     with fake_world(run.parallel, rank, device) as mesh, routed_evenly(imbalance):
-        training = build_training(run, mesh, fill=fill_any)
-        batch = any_batch(run, device)
+        training = build_training(run, mesh, fill=fill_random)
+        batch = random_batch(run, device)
         seconds = _timed(training, batch, device, num_steps)
         found = Measured(
             rank=rank,
@@ -64,7 +64,7 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
     return found
 
 
-def keep_pair(run: RunSpec, measured: Sequence[Measured]) -> str | None:
+def log_prediction(run: RunSpec, measured: Sequence[Measured]) -> str | None:
     """Predicted beside measured, kept for this machine and in words; None where there is nothing to compare.
 
     One rank of many has its bytes but not its seconds here, since it never waits for the others; so only
@@ -113,7 +113,7 @@ def measuring_device(run: RunSpec) -> torch.device:
 
 
 @torch.no_grad()
-def fill_any(model: nn.Module, seed: int, *, device: torch.device) -> None:
+def fill_random(model: nn.Module, seed: int, *, device: torch.device) -> None:
     """Takes the place of `initialise`: small numbers, drawn where they are, whatever the layout."""
     model.to_empty(device=device)
     for parameter in model.parameters():
@@ -123,9 +123,9 @@ def fill_any(model: nn.Module, seed: int, *, device: torch.device) -> None:
         buffer.zero_()
 
 
-def any_batch(run: RunSpec, device: torch.device) -> Batch:
+def random_batch(run: RunSpec, device: torch.device) -> Batch:
     """One rank's part of a batch of random tokens."""
-    batch = blank_batch(run, device.type)
+    batch = zero_batch(run, device.type)
     for part in batch.microbatches:
         part.tokens_BS.random_(0, run.model.vocab_size)
         part.targets_BS.random_(0, run.model.vocab_size)

@@ -1,16 +1,16 @@
-"""A compiled graph as the compiler sees it: operations that write bytes, and values computed on the way.
+"""A compiled graph as inductor lowers it: operations that write memory, and values that are inlined.
 
-torch's compiler turns a graph of operators into kernels. Products, attention and everything else it has no
-code for run by themselves and write what they return. Elementwise operators cost no bytes: each is computed
-inside whatever reads it, unless somebody needs it in memory: an operator that runs by itself, the graph's
-caller, or readers that would compute too much again. Reductions are always written. Views are names.
+Matmuls, attention and everything else that inductor does not generate code for are extern kernels, which
+write what they return. A pointwise operator is inlined into each operation that reads it, unless it must be
+realized (written to memory): for an extern kernel, for the graph's caller, or because too much would be
+computed several times. Reductions are always realized. Views allocate nothing.
 
-The thresholds are those of torch's compiler (`realize_*` of its settings).
+The thresholds are inductor's own (`realize_*` of its config).
 """
 
 import dataclasses
 import operator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 
-# Reads of an elementwise value above which it is written: when it has several readers, and in any case.
+# Buffers read by a pointwise value above which it is realized: with several readers, and in any case.
 READS_IF_SHARED = 4
 READS_AT_MOST = 8
 OPERATORS_AT_MOST = 30
 
-# Elementwise for the compiler, though torch does not mark them so: made where they are read.
-_MADE_IN_PLACE = {
+# Pointwise for inductor although torch does not tag them so: inlined where they are read.
+_COMPUTED_WHERE_READ = {
     _prims.convert_element_type,
     _prims.iota,
     _aten._to_copy,
@@ -65,34 +65,34 @@ _REDUCTIONS = {
     _aten.var,
     _aten.var_mean,
 }
-# Waiting for a collective gives the tensor that it was given.
+# Waiting for a collective returns the collective's own output.
 WAIT = torch.ops._c10d_functional.wait_tensor
 _VIEWS = {_aten.reshape, _aten._unsafe_view, WAIT}
 
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """Something that writes memory: one operator that runs by itself, or one written value of a kernel."""
+    """One write to memory: an extern operator, or a realized value of a fused kernel."""
 
     number: int
     node: Node
     kind: str
     """extern, pointwise or reduction."""
     reads: frozenset[Node]
-    """Nodes whose bytes it reads: inputs of the graph and outputs of other operations."""
+    """The buffers that it reads: inputs of the graph and outputs of other operations."""
     outputs: tuple[Node, ...]
-    """Nodes whose bytes it writes; two or more where an operator returns several tensors."""
+    """The buffers that it writes; several where an operator returns several tensors."""
     num_elements: int
-    """That it goes over."""
+    """Elements that it iterates over."""
     is_row_wise: bool = False
-    """Of reductions: over the last dims, so that what reads the result can stand in the same kernel."""
+    """Whether it is a reduction over the last dims, so that a reader of its result can be fused with it."""
     after: tuple["Operation", ...] = ()
-    """Operations that must come before it for another reason than its reads: something is written over."""
+    """Operations that must run before it because one of the two overwrites what the other reads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """What computing a node means: bytes it reads (and through which view) and operators in between."""
+    """How a node is computed: the buffers it reads, each with the view it reads, and inlined operators."""
 
     reads: frozenset[tuple[Node, Node]]
     inlined: frozenset[Node] = frozenset()
@@ -103,10 +103,10 @@ class _Value:
 
 
 class Operations:
-    """All operations of a graph, in its order."""
+    """The operations of a graph, in its order."""
 
     def __init__(self, graph: Graph) -> None:
-        self.found: list[Operation] = []
+        self.ordered: list[Operation] = []
         self.constants: list[Node] = []
         self._values: dict[Node, _Value] = {}
         self._writers: dict[Node, Operation] = {}
@@ -114,18 +114,16 @@ class Operations:
         for node in graph.nodes:
             self._visit(node)
         (self.returned,) = (node for node in graph.nodes if node.op == "output")
-        self.kept = frozenset(root for node in _inputs(self.returned) for root in self._values[node].roots)
-
-    def roots(self, node: Node) -> frozenset[Node]:
-        """Nodes whose bytes a node shows or is computed from."""
-        return self._values[node].roots
+        self.outputs = frozenset(root for node in _inputs(self.returned) for root in self._values[node].roots)
 
     def _visit(self, node: Node) -> None:
         if node.op == "placeholder" or node.op == "get_attr":
             self._values[node] = _written(node)
             if node.op == "get_attr":
                 self.constants.append(node)
-        elif node.op == "call_function" and node not in self._values:  # one of several outputs has its own
+        elif (
+            node.op == "call_function" and node not in self._values
+        ):  # an output of several is set by its operator
             self._call(node)
 
     def _call(self, node: Node) -> None:
@@ -149,7 +147,7 @@ class Operations:
         overwritten = frozenset[Node]().union(*(self._values[one].roots for one in mutated))
         outputs = () if mutated else _outputs(node)
         found = Operation(
-            number=len(self.found),
+            number=len(self.ordered),
             node=node,
             kind=kind,
             reads=value.roots,
@@ -158,7 +156,7 @@ class Operations:
             is_row_wise=kind == "reduction" and _is_row_wise(node),
             after=self._order(value.roots, overwritten),
         )
-        self.found.append(found)
+        self.ordered.append(found)
         for root in value.roots:
             self._readers.setdefault(root, []).append(found)
         for root in overwritten:
@@ -169,9 +167,14 @@ class Operations:
             self._values[node] = self._values[mutated[0]] if mutated else _Value(frozenset())
 
     def _order(self, read: frozenset[Node], overwritten: frozenset[Node]) -> tuple[Operation, ...]:
-        """Whoever wrote over what is read, and whoever still reads what is written over."""
+        """Operations that overwrote what is read, and operations that read what is overwritten."""
         writers = [self._writers[root] for root in read if root in self._writers]
         return (*writers, *(one for root in overwritten for one in self._readers.get(root, ())))
+
+
+def is_operator(target: object) -> TypeGuard[torch._ops.OpOverload]:
+    """Whether a node calls an operator of torch; its class is private, and used in this file only."""
+    return isinstance(target, torch._ops.OpOverload)
 
 
 def _written(node: Node) -> _Value:
@@ -179,16 +182,16 @@ def _written(node: Node) -> _Value:
 
 
 def _inputs(node: Node) -> list[Node]:
-    """Nodes that hold tensors among the arguments."""
+    """Nodes among the arguments."""
     return [one for one in node.all_input_nodes if one.op != "output"]
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node is another name for bytes that exist, or for a value that does."""
+    """Whether a node is a view of a buffer, or of an inlined value."""
     if node.target is operator.getitem:
         return True
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not is_operator(target) or target._schema.is_mutable:
         return False
     return target._overloadpacket in _VIEWS or any(one.alias_info for one in target._schema.returns)
 
@@ -198,10 +201,11 @@ def _is_mutable(node: Node) -> bool:
 
 
 def _mutated(node: Node) -> list[Node]:
-    """Arguments that an operator writes into."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    """Arguments that an operator mutates."""
+    target = node.target
+    if not is_operator(target) or not target._schema.is_mutable:
         return []
-    arguments = node.target._schema.arguments
+    arguments = target._schema.arguments
     given = {**dict(zip((one.name for one in arguments), node.args, strict=False)), **node.kwargs}
     written = [given.get(one.name) for one in arguments if one.alias_info and one.alias_info.is_write]
     return [one for one in tree_leaves(written) if isinstance(one, Node)]
@@ -211,8 +215,8 @@ def _kind(node: Node) -> str:
     packet = getattr(node.target, "_overloadpacket", None)
     if packet in _REDUCTIONS:
         return "reduction"
-    is_random = str(packet).startswith("prims.inductor_")  # the compiler's own, which exist once it is loaded
-    if packet in _MADE_IN_PLACE or is_random or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    is_random = str(packet).startswith("prims.inductor_")  # inductor's own; they exist once it is loaded
+    if packet in _COMPUTED_WHERE_READ or is_random or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return "pointwise"
     return "extern"
 
@@ -250,7 +254,7 @@ def _num_elements(node: Node, kind: str) -> int:
 
 
 def _is_row_wise(node: Node) -> bool:
-    """Whether a reduction keeps some dims and goes over those behind them."""
+    """Whether a reduction is over the last dims and leaves at least one."""
     source = _tensor(_inputs(node)[0])
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     dims = [dims] if isinstance(dims, int) else dims

@@ -1,6 +1,6 @@
-"""The traces of several ranks, side by side where they are long and there are cores for it.
+"""The traces of several ranks, in parallel processes where they are long and there are several cores.
 
-Each trace is one process's work on one core, and a rank of a deep run takes several of them.
+A trace keeps one core busy, and a rank of a deep run takes several traces.
 """
 
 import os
@@ -11,52 +11,52 @@ from multiprocessing import active_children, get_context
 from typing import Any
 
 from meshwright.hardware.machine import usable_cores
-from meshwright.rehearse.rank_report import RankReport, Task, Traced, do_task, report_of, tasks_of
+from meshwright.rehearse.rank_report import RankReport, Traced, TraceTask, report_of, run_task, trace_tasks
 from meshwright.rehearse.trace import Trace
 from meshwright.spec import RunSpec
 
-# Blocks times micro-batches, at about ten a second, below which starting processes is not worth it.
-WORTH_PROCESSES = 200
+# Blocks times micro-batches (about ten are traced per second) below which starting processes costs more.
+MIN_WORK_FOR_PROCESSES = 200
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def rehearse_ranks(
-    run: RunSpec, ranks: Iterable[int], *, tell: Tell = lambda _: None, is_whole: bool = False, **how: Any
+    run: RunSpec, ranks: Iterable[int], *, log: Log = lambda _: None, extrapolate: bool = True, **how: Any
 ) -> list[RankReport]:
-    """As `rehearse_rank`, for each rank; `tell` hears of every trace that is there."""
-    tasks = {rank: tasks_of(run, rank, is_whole=is_whole, **how) for rank in ranks}
-    done = _all_done([task for some in tasks.values() for task in some], tell)
+    """The reports of `rehearse_rank` for several ranks; `log` gets a line for each trace."""
+    tasks = {rank: trace_tasks(run, rank, extrapolate=extrapolate, **how) for rank in ranks}
+    done = _run_all([task for some in tasks.values() for task in some], log)
     traced: dict[int, Traced] = {
-        rank: {task.cut: done[task] for task in some} for rank, some in tasks.items()
+        rank: {task.truncation: done[task] for task in some} for rank, some in tasks.items()
     }
-    return [report_of(run, rank, traced[rank], is_whole=is_whole) for rank in traced]
+    return [report_of(run, rank, traced[rank], extrapolate=extrapolate) for rank in traced]
 
 
-def _all_done(tasks: list[Task], tell: Tell) -> dict[Task, tuple[Trace, str]]:
+def _run_all(tasks: list[TraceTask], log: Log) -> dict[TraceTask, tuple[Trace, str]]:
     num_processes = min(usable_cores(), len(tasks))
-    if num_processes > 1 and sum(task.work for task in tasks) >= WORTH_PROCESSES:
-        return _done_in_processes(tasks, num_processes, tell)
+    if num_processes > 1 and sum(task.work for task in tasks) >= MIN_WORK_FOR_PROCESSES:
+        return _run_in_processes(tasks, num_processes, log)
     found = {}
     for number, task in enumerate(tasks, start=1):
-        tell(f"trace {number} of {len(tasks)}, rank {task.rank}")
-        found[task] = do_task(task)
+        log(f"trace {number} of {len(tasks)}, rank {task.rank}")
+        found[task] = run_task(task)
     return found
 
 
-def _done_in_processes(tasks: list[Task], count: int, tell: Tell) -> dict[Task, tuple[Trace, str]]:
-    """The longest first, so that none of them is left over for the end."""
-    found: dict[Task, tuple[Trace, str]] = {}
-    tell(f"{len(tasks)} traces in {count} processes")
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_be_a_worker) as pool:
-        futures = {pool.submit(do_task, task): task for task in sorted(tasks, key=lambda one: -one.work)}
+def _run_in_processes(tasks: list[TraceTask], count: int, log: Log) -> dict[TraceTask, tuple[Trace, str]]:
+    """Run the tasks in a process pool, the longest first."""
+    found: dict[TraceTask, tuple[Trace, str]] = {}
+    log(f"{len(tasks)} traces in {count} processes")
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_init_worker) as pool:
+        futures = {pool.submit(run_task, task): task for task in sorted(tasks, key=lambda one: -one.work)}
         try:
             for future in as_completed(futures):
                 found[futures[future]] = future.result()
-                tell(f"trace {len(found)} of {len(tasks)}")
-        except BaseException as error:  # nobody waits for what is still being traced
+                log(f"trace {len(found)} of {len(tasks)}")
+        except BaseException as error:  # the remaining traces are of no use
             if isinstance(error, KeyboardInterrupt):
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process is about to end: once is enough
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second interrupt would print a traceback
             pool.shutdown(wait=False, cancel_futures=True)
             for child in active_children():
                 child.terminate()
@@ -64,7 +64,7 @@ def _done_in_processes(tasks: list[Task], count: int, tell: Tell) -> dict[Task, 
     return found
 
 
-def _be_a_worker() -> None:
-    """One thread; an interrupt is the parent's to tell."""
+def _init_worker() -> None:
+    """Use one thread, and leave an interrupt to the parent."""
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""The proof: small worlds of this run's kind, on ranks of this machine, against one device in float64.
+"""The proof: a run shrunk to a few local ranks must train as one device does, in float64.
 
-The one device runs the same model without any axis, recompute or cut of the batch: the whole batch in one
-forward pass. That program is itself tested against plain torch; here it is what the axes must not change.
+The one device runs the same model without parallelism, recompute or micro-batches: the global batch in one
+forward pass. Tests compare that program with plain torch; here it is the reference.
 """
 
 import tempfile
@@ -26,30 +26,32 @@ from meshwright.spec.text import dump_run
 
 NUM_STEPS = 3
 NUM_BATCHES = 2
-"""Sequences of data, in batches: the third step begins a second epoch."""
+"""Batches of training data: the third step begins a second epoch."""
 Ranks = Literal["cpu", "cuda"]
 Job = Callable[[list[RunSpec], int], list[Trained]]
-# muon's polynomial lifts small singular values by up to 3.4445 ** 5, and rounding with them.
+# muon's polynomial amplifies small singular values by up to 3.4445 ** 5, and rounding errors with them.
 MUON_GROWTH = 500.0
-RANK_WORDS = {"cpu": "gloo rank{s}", "cuda": "NCCL rank{s} on one card"}
+RANK_TEXT = {"cpu": "gloo rank{s}", "cuda": "NCCL rank{s} on one card"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one small world showed."""
+    """The outcome of the proof on one small world."""
 
     shrunken: Shrunken
     ranks: Ranks
     optimizers: tuple[str, ...]
     num_gradients: int
+    """Number of parameters whose gradients were compared."""
     errors: Mapping[str, float]
-    """Relative, by quantity: the worst over the optimizers."""
+    """Relative error by quantity, the worst over the optimizers."""
     disagreements: tuple[str, ...]
+    """Quantities that differ between ranks although they must not."""
     seconds: float
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The quantity that is furthest from one device."""
+        """The quantity with the largest error against one device, and that error."""
         return max(self.errors.items(), key=lambda item: item[1])
 
     @property
@@ -59,25 +61,25 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Everything is equal but for rounding, and all ranks tell the same."""
+        """Whether everything equals one device but for rounding, and all ranks agree."""
         return self.worst[1] <= self.tolerance and not self.disagreements
 
     @property
     def line(self) -> str:
-        """In one line."""
+        """The verdict in one line of text."""
         parallel = self.shrunken.run.parallel
-        words = RANK_WORDS[self.ranks].format(s="s" * (parallel.num_ranks > 1))
-        said = f"{layout_words(parallel)} on {parallel.num_ranks} {words}"
+        ranks = RANK_TEXT[self.ranks].format(s="s" * (parallel.num_ranks > 1))
+        world = f"{layout_text(parallel)} on {parallel.num_ranks} {ranks}"
         if self.holds:
             return (
-                f"{said}: loss, {self.num_gradients} gradients and weights after {NUM_STEPS} steps of "
+                f"{world}: loss, {self.num_gradients} gradients and weights after {NUM_STEPS} steps of "
                 f"{' and '.join(self.optimizers)} equal one device to {self.worst[1]:.0e}"
             )
-        return f"{said}: {self.trouble}"
+        return f"{world}: {self.failure}"
 
     @property
-    def trouble(self) -> str:
-        """The worst that is wrong."""
+    def failure(self) -> str:
+        """The largest error, or the quantities in which ranks disagree."""
         wrong = [name for name, error in self.errors.items() if not error <= self.tolerance]
         if not wrong:
             return f"ranks differ in {', '.join(self.disagreements[:3])}"
@@ -88,8 +90,8 @@ class Verdict:
         )
 
 
-def layout_words(parallel: ParallelSpec) -> str:
-    """`pp2 x cp2 x tp2, 1f1b, zero 3, ep2`."""
+def layout_text(parallel: ParallelSpec) -> str:
+    """A layout as text: `pp2 x cp2 x tp2, 1f1b, zero 3, ep2`."""
     axes = " x ".join(
         f"{axis}{getattr(parallel, axis)}" for axis in MESH_ORDER if getattr(parallel, axis) > 1
     )
@@ -100,13 +102,13 @@ def layout_words(parallel: ParallelSpec) -> str:
         f"ep{parallel.ep}": parallel.ep > 1,
         f"etp{parallel.etp}": parallel.etp > 1,
     }
-    return ", ".join([axes or "one rank", *(word for word, is_said in extras.items() if is_said)])
+    return ", ".join([axes or "one rank", *(text for text, is_used in extras.items() if is_used)])
 
 
 def prove(
     smalls: Sequence[Shrunken], *, ranks: Sequence[Ranks] = ("cpu",), job: Job | None = None
 ) -> Iterator[Verdict]:
-    """A verdict for each small run and kind of ranks, as soon as it is there; `job` is what a rank does."""
+    """A verdict for each small run and kind of ranks, as soon as it is known; `job` is what a rank runs."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-proof-")))
         pools: dict[Ranks, RankPool] = {}
@@ -120,13 +122,13 @@ def prove(
 
 
 def train_here(runs: list[RunSpec], num_steps: int) -> list[Trained]:
-    """As one rank of the pool: the first steps of each run, all on the same mesh."""
+    """Train the first steps of each run, all on the same mesh; every rank of the pool calls it."""
     mesh = build_mesh(runs[0].parallel, this_world())
     return [train_steps(run, mesh, num_steps) for run in runs]
 
 
 def one_device(run: RunSpec) -> RunSpec:
-    """The same course without an axis: nothing is cut, nothing is made twice."""
+    """The same training on one device: no parallelism, no recompute, one micro-batch."""
     data = run.data.with_(microbatch_sequences=run.data.batch_sequences)
     return run.with_(parallel=ParallelSpec(), memory=MemorySpec(), data=data)
 
@@ -146,9 +148,9 @@ def _verdict(
     start = time.perf_counter()
     found = _on_ranks(pool, job, runs)
     errors: dict[str, float] = {}
-    apart: list[str] = []
+    mismatches: list[str] = []
     for results, (reference,) in zip(found, expected, strict=True):
-        apart += disagreements(results)
+        mismatches += disagreements(results)
         for name, error in training_errors(results, reference).items():
             errors[name] = max(error, errors.get(name, 0.0))
     return Verdict(
@@ -157,13 +159,13 @@ def _verdict(
         optimizers=tuple(run.optim.kind for run in runs),
         num_gradients=len(expected[0][0].gradients[0]),
         errors=errors,
-        disagreements=tuple(apart),
+        disagreements=tuple(mismatches),
         seconds=time.perf_counter() - start,
     )
 
 
 def _on_ranks(pool: RankPool, job: Job, runs: list[RunSpec]) -> list[list[Trained]]:
-    """By run, the results of all ranks."""
+    """The results of all ranks, by run."""
     parallel = runs[0].parallel
     try:
         by_rank = pool.run(job, parallel.num_ranks, runs, NUM_STEPS)
@@ -178,13 +180,13 @@ def _failed(failure: RankFailure, parallel: ParallelSpec) -> RunError:
     last_line = str(failure).strip().splitlines()[-1]
     return RunError(
         f"a rank of the proof failed: {last_line}",
-        where=layout_words(parallel),
+        where=layout_text(parallel),
         hint=f"the tracebacks of all ranks are in {file.name}",
     )
 
 
 def require_proved(verdict: Verdict) -> None:
-    """Raise what a person must know when a proof failed; the small run is kept for whoever looks into it."""
+    """RunError when a proof failed; the small run is written to a file, so that it can be repeated."""
     if verdict.holds:
         return
     with tempfile.NamedTemporaryFile("w", prefix="meshwright-proof-", suffix=".yaml", delete=False) as file:
@@ -192,6 +194,6 @@ def require_proved(verdict: Verdict) -> None:
     raise RunError(
         f"the proof failed: {verdict.line}",
         where=file.name,
-        hint="this layout would train something else than one device does: use another one, and report the "
-        "file above, with which `meshwright rehearse` shows the fault again",
+        hint="this layout does not train what one device trains: use another one, and report the file above; "
+        "`meshwright rehearse` reproduces the failure with it",
     )

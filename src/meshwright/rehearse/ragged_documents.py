@@ -1,4 +1,4 @@
-"""Random documents of awkward lengths, so that their borders fall anywhere in a sequence."""
+"""Random documents of uneven lengths, so that their boundaries fall anywhere in a sequence."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import numpy as np
 from meshwright.data.tokenize import Tokenizer
 from meshwright.data.write import new_dataset
 
-# For sequences of 16: shorter than one, longer than two, of one token, and just as long as one.
+# For sequences of 16 tokens: shorter than one, longer than two, of one token, and exactly as long.
 DOCUMENT_LENGTHS = (1, 7, 40, 3, 16, 2, 23, 5)
 
 

@@ -1,8 +1,8 @@
-"""A pool of local ranks that run one job after the other: gloo on CPU cores, or NCCL on one card.
+"""A pool of local ranks that run one job after the other: gloo on CPU cores, or NCCL on one GPU.
 
-Starting torch in eight processes takes most of a minute on two cores, so it is done once: a fork
-server imports torch, the ranks are forked from it and stay. Each job forms a fresh process group of
-the size it asks for (tens of milliseconds) and leaves none behind.
+Starting torch in eight processes takes most of a minute on two cores, so it is done once: a fork server
+imports torch, and the ranks are forked from it and stay alive. Each job creates a new process group of the
+size it asks for (tens of milliseconds) and destroys it at the end.
 """
 
 import contextlib
@@ -29,16 +29,15 @@ import torch.distributed as dist
 
 from meshwright.mesh import World
 
-# A collective that waits this long has lost a partner: no job computes for a minute.
+# A collective that waits this long has lost a peer: no job computes for a minute.
 JOB_TIMEOUT_SECONDS = 120.0
-# What is left of a job after its collectives have given up.
+# Time for a job to end after its collectives have timed out.
 GRACE_SECONDS = 30.0
-# Before ranks that hang are killed they say where they stand.
-LAST_WORDS_SECONDS = 4.0
-# gloo keeps the threads of a destroyed group while anything in torch remembers it (a mesh leaves about 20
-# groups), and torch's caches may name a group of an earlier world; fresh forks are cheap beside both.
+# Time for ranks that hang to dump their stacks before they are killed.
+STACK_DUMP_SECONDS = 4.0
+# gloo keeps the threads of a destroyed group while anything in torch refers to it (a mesh leaves about 20
+# groups), and torch's caches may refer to a group of an earlier world; forking again is cheap.
 JOBS_PER_FORK = 5
-_STORE_VARIABLE = "MESHWRIGHT_RANK_STORE"
 _PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -50,12 +49,12 @@ _PRELOAD = [
 
 
 class Limits(NamedTuple):
-    """What a job may take."""
+    """Time limits of a job."""
 
     job_seconds: float
-    """Each of its collectives."""
+    """Timeout of each collective."""
     silent_seconds: float
-    """Until ranks that have not answered are killed."""
+    """Time after which ranks that have not answered are killed."""
 
 
 class RankFailure(Exception):
@@ -72,40 +71,39 @@ def _unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False, map_location="cpu")
 
 
-def _take_device(rank: int, device: str) -> str:
-    """Make this process a rank of one kind; returns the backend of its process groups."""
+def _set_device(rank: int, device: str) -> str:
+    """Set this process up as a rank on CPU or CUDA; returns the backend of its process groups."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    # DTensor warns about the order of gathers of a parameter that is cut twice: right, and of no use here.
+    # DTensor warns about the order of gathers of a parameter that is sharded twice: correct, and no use here.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     if device == "cpu":
         return "gloo"
-    # NCCL refuses two ranks on one card of one host, so each rank says that it is a host of its own.
+    # NCCL refuses two ranks on one GPU of one host, so each rank claims to be a host of its own.
     os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     torch.cuda.set_device(0)
     return "cpu:gloo,cuda:nccl"
 
 
 def rank_device() -> torch.device:
-    """The device of the rank that this process is."""
+    """The device of this process's rank."""
     return torch.device("cuda", 0) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 def this_world() -> World:
-    """The world of the job that the pool runs at the moment."""
+    """The world of the job that the pool is running; called inside a rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.FileStore(os.environ[_STORE_VARIABLE], size)
-    return World(rank=rank, local_rank=rank, num_ranks=size, device=rank_device(), store=store)
+    return World(rank=rank, local_rank=rank, num_ranks=size, device=rank_device())
 
 
 def _serve(rank: int, connection: Connection, device: str, limits: Limits, trace_path: Path) -> None:
-    """Run jobs until the pipe closes; when asked, or when time runs out, say where this rank stands."""
+    """Run jobs until the pipe closes; on SIGUSR1, or when time runs out, dump the stacks of all threads."""
     try:
         trace = trace_path.open("w")
     except FileNotFoundError:
         return  # the pool was closed, by Ctrl-C, while this rank was forked
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
-    backend = _take_device(rank, device)
+    backend = _set_device(rank, device)
     while True:
         try:
             function, world_size, store_path, args = connection.recv()
@@ -113,15 +111,14 @@ def _serve(rank: int, connection: Connection, device: str, limits: Limits, trace
             return
         try:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-            os.environ[_STORE_VARIABLE] = store_path
             store = dist.FileStore(store_path, world_size)
             timeout = datetime.timedelta(seconds=limits.job_seconds)
-            # By itself as well: a thread that a driver holds in the kernel takes no signal.
-            faulthandler.dump_traceback_later(limits.silent_seconds - LAST_WORDS_SECONDS, file=trace)
+            # Without a signal as well: a thread that a driver blocks in the kernel receives none.
+            faulthandler.dump_traceback_later(limits.silent_seconds - STACK_DUMP_SECONDS, file=trace)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             torch.manual_seed(0)
             result = _pack(function(*args))
-            dist.barrier()  # a rank that left early would close connections that another still makes
+            dist.barrier()  # a rank that left early would close connections that another is still opening
             connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
@@ -132,12 +129,12 @@ def _serve(rank: int, connection: Connection, device: str, limits: Limits, trace
 
 
 def _start_server() -> None:
-    """Start the process that ranks are forked from, deaf to Ctrl-C: a terminal sends that to all of them.
+    """Start the process that ranks are forked from, with SIGINT blocked: a terminal sends it to all of them.
 
-    A mask of signals is inherited. This process hears the signal as soon as the server is started, and
-    ends the ranks itself.
+    A signal mask is inherited. This process unblocks SIGINT once the server is started, and ends the ranks
+    itself.
     """
-    resource_tracker.ensure_running()  # starting it lifts the mask
+    resource_tracker.ensure_running()  # starting it clears the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -146,7 +143,7 @@ def _start_server() -> None:
 
 
 def _threads_of(process_id: int) -> str:
-    """What the system says of a process's threads: name, and R for running, S for waiting, D for held."""
+    """The threads of a process by name and state: R running, S sleeping, D blocked in the kernel."""
     found = Counter[str]()
     for status in Path(f"/proc/{process_id}/task").glob("*/status"):
         with contextlib.suppress(OSError, IndexError):
@@ -158,7 +155,7 @@ def _threads_of(process_id: int) -> str:
 class RankPool:
     """Forked ranks that run `function(*args)` together in a process group of any size up to `max_ranks`.
 
-    Ranks that give no answer in time are killed, and the failure tells where they stood.
+    Ranks that do not answer in time are killed, and the failure contains their stacks.
     """
 
     def __init__(
@@ -193,14 +190,14 @@ class RankPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks that stand at the moment."""
+        """Process ids of the ranks that are alive."""
         return [process.pid for process, _ in self._workers]
 
     def run(self, function: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
         """What each rank returned, by rank; raises RankFailure with every traceback."""
         assert 1 <= world_size <= self.max_ranks
         if self._num_jobs == JOBS_PER_FORK or not all(process.is_alive() for process, _ in self._workers):
-            self.restart()  # a rank may also be dead because somebody killed it
+            self.restart()  # a rank may have been killed from outside
         self._num_jobs += 1
         self._grow(world_size)
         store_path = os.path.join(self._folder.name, uuid.uuid4().hex)
@@ -212,18 +209,18 @@ class RankPool:
     def _trace_of(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank}.trace"
 
-    def _standing(self, ranks: list[int]) -> str:
-        """Where these ranks hang: what each of their threads runs."""
+    def _stacks(self, ranks: list[int]) -> str:
+        """The stacks of ranks that hang, and the states of their threads."""
         self._signal(ranks, signal.SIGUSR1)
-        time.sleep(1.0)  # they write by themselves
+        time.sleep(1.0)  # the ranks write their stacks themselves
         found = "".join(
-            f"\nrank {rank} stands at:\n{self._trace_of(rank).read_text()}"
+            f"\nrank {rank} hangs at:\n{self._trace_of(rank).read_text()}"
             f"threads: {_threads_of(self.process_ids[rank])}\n"
             for rank in ranks
         )
-        if self.device != "cpu":  # their last words, if torch was asked to print stacks on a fatal signal
+        if self.device != "cpu":  # C++ stacks, if torch was set to print them on a fatal signal
             self._signal(ranks, signal.SIGABRT)
-            time.sleep(LAST_WORDS_SECONDS)
+            time.sleep(STACK_DUMP_SECONDS)
         return found
 
     def _signal(self, ranks: list[int], number: signal.Signals) -> None:
@@ -236,7 +233,7 @@ class RankPool:
         failures: dict[int, str] = {}
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
-            # After a first failure the others hang in a collective: give them a moment to report too.
+            # After a first failure the others hang in a collective: give them two seconds to report too.
             ready = wait(list(waiting), timeout=2.0 if failures else self._limits.silent_seconds)
             if not ready:
                 break
@@ -250,7 +247,7 @@ class RankPool:
         if failures or waiting:
             silent = f"\nno answer from ranks {sorted(waiting.values())}" if waiting else ""
             if not failures:
-                silent += self._standing(sorted(waiting.values()))
+                silent += self._stacks(sorted(waiting.values()))
             self.restart()
             raise RankFailure(
                 "".join(f"\nrank {r}:\n{text}" for r, text in sorted(failures.items())) + silent
@@ -264,7 +261,7 @@ class RankPool:
         self.close()
 
     def close(self) -> None:
-        """End the pool for good."""
+        """End the ranks and remove the pool's files."""
         self.restart()
         self._folder.cleanup()
 

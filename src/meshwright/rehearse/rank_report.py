@@ -1,4 +1,4 @@
-"""What one rank of a run needs, sends and computes in a step: the trace in figures."""
+"""The report of one rank: peak bytes by item, collectives and FLOPs of a step, from its traces."""
 
 import dataclasses
 import textwrap
@@ -6,13 +6,13 @@ from typing import Any
 
 from meshwright.errors import SpecError
 from meshwright.rehearse.allocator import Request, replay
-from meshwright.rehearse.categories import peak_of
+from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.extrapolate import (
-    Cut,
     Shortening,
-    extended,
-    shortened,
+    Truncation,
+    extrapolated,
     shortening_of,
+    truncated,
     without_layers,
 )
 from meshwright.rehearse.trace import Trace, trace_rank
@@ -20,49 +20,53 @@ from meshwright.rehearse.world import mesh_coordinates, require_rank
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.stages import stage_layers, stages_of_rank
 
-# cuBLAS and cuBLASLt ask torch for 32 MiB each on Hopper: what six measured runs had beyond their tensors.
+# cuBLAS and cuBLASLt allocate 32 MiB each through torch on Hopper: what six measured runs had beyond tensors.
 WORKSPACE_BYTES = 64 * 2**20
 
-# Five compiled runs on an H200 were traced so: they held up to 15.8% more than measured.
-AS_IF_UNCOMPILED = "traced as if uncompiled, which reads up to 16% high"
+# Uncompiled traces of five compiled runs on an H200 were up to 15.8% above the measured bytes.
+TRACED_UNCOMPILED = "traced as if uncompiled, which reads up to 16% high"
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """All calls of one kind over one axis in a step."""
+    """All calls of one kind of collective over one axis in a step."""
 
     axis: str
     kind: str
     count: int
     num_bytes: int
-    """Of the larger side of each call: what is gathered, scattered or reduced."""
+    """Sum over the calls of the larger of input and output: what is gathered, scattered or reduced."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankReport:
-    """One rank of a world; bytes as torch counts them, at the fullest moment of a step."""
+    """The step of one rank; bytes are counted as torch counts them."""
 
     rank: int
     coordinates: dict[str, int]
+    """The rank's coordinate on each mesh axis."""
     items: dict[str, float]
-    moment: str
+    """Bytes by item at the peak of the step."""
+    peak_phase: str
+    """The phase of the step that the peak falls into."""
     reserved_bytes: float
-    """With expandable segments."""
+    """Bytes that the caching allocator reserves with expandable segments."""
     reserved_default_bytes: float
-    """With segments of fixed sizes, torch's default."""
+    """Bytes that it reserves with segments of fixed sizes, torch's default."""
     collectives: list[Collective]
     flops: float
     num_traces: int
-    """1: the whole step was traced; more: it was put together from shorter ones."""
+    """1 where the full step was traced; more where it was extrapolated from truncated traces."""
     seconds: float
+    """Wall time of the traces."""
     host_bytes: float = 0.0
-    """Pinned host memory that `memory.offload` needs."""
+    """Bytes of pinned host memory that `memory.offload` needs."""
     form: str = "uncompiled"
-    """Of the blocks that were traced: compiled, uncompiled, or as if uncompiled and why."""
+    """How the blocks were traced: compiled, uncompiled, or as if uncompiled with the reason."""
 
     @property
     def allocated_bytes(self) -> float:
-        """Peak of what tensors need."""
+        """Bytes of all items at the peak."""
         return sum(self.items.values())
 
 
@@ -74,78 +78,79 @@ def ranks_to_rehearse(parallel: ParallelSpec) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class TraceTask:
     """One trace that the report of a rank needs."""
 
     run: RunSpec
     rank: int
-    cut: Cut
+    truncation: Truncation
     num_steps: int
     imbalance: float
 
     @property
     def work(self) -> int:
-        """Blocks times micro-batches that are traced: what its seconds go with."""
+        """Blocks times micro-batches times steps: the time of a trace is proportional to it."""
         stages = stages_of_rank(self.run.parallel, mesh_coordinates(self.rank, self.run.parallel)["pp"])
         layers = stage_layers(self.run.model, self.run.parallel.num_stages)
-        num_blocks = sum(max(1, len(layers[index]) - self.cut.layers) for index in stages)
-        return num_blocks * (self.run.accumulation - self.cut.microbatches) * self.num_steps
+        num_blocks = sum(max(1, len(layers[index]) - self.truncation.layers) for index in stages)
+        return num_blocks * (self.run.accumulation - self.truncation.microbatches) * self.num_steps
 
 
-Traced = dict[Cut, tuple[Trace, str]]
+Traced = dict[Truncation, tuple[Trace, str]]
+"""The traces of one rank, each with the form of its blocks."""
 
 
-def tasks_of(
-    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, is_whole: bool = False
-) -> list[Task]:
-    """The traces of a rank; the parts of a long step that repeat are traced once unless `is_whole`."""
+def trace_tasks(
+    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, extrapolate: bool = True
+) -> list[TraceTask]:
+    """The traces of a rank: truncated ones where the step is long, unless `extrapolate` is False."""
     require_rank(run.parallel, rank)
-    shortening = _shortening(run, rank, is_whole=is_whole)
-    cuts = dict.fromkeys([shortening.deep(), *(cut for cut, _ in shortening.cuts())])
-    # Shortened, the first step is like all others, which a test holds; a second one would cost as much.
-    count = num_steps if len(cuts) == 1 else 1
-    return [Task(run, rank, cut, count, imbalance) for cut in cuts]
+    shortening = _shortening(run, rank, extrapolate=extrapolate)
+    truncations = dict.fromkeys([shortening.deep(), *(one for one, _ in shortening.truncations())])
+    # The first step of a truncated trace is like a later one, as a test asserts; a second would cost as much.
+    count = num_steps if len(truncations) == 1 else 1
+    return [TraceTask(run, rank, truncation, count, imbalance) for truncation in truncations]
 
 
-def _shortening(run: RunSpec, rank: int, *, is_whole: bool) -> Shortening:
+def _shortening(run: RunSpec, rank: int, *, extrapolate: bool) -> Shortening:
     found = shortening_of(run, mesh_coordinates(rank, run.parallel)["pp"])
-    return Shortening() if is_whole or len(found.cuts()) == 1 else found
+    return found if extrapolate and len(found.truncations()) > 1 else Shortening()
 
 
-def do_task(task: Task) -> tuple[Trace, str]:
-    """The trace, and what it is one of."""
-    with without_layers(task.cut.layers):
-        run = shortened(task.run, task.cut)
+def run_task(task: TraceTask) -> tuple[Trace, str]:
+    """The trace, and the form of its blocks."""
+    with without_layers(task.truncation.layers):
+        run = truncated(task.run, task.truncation)
         return _traced(run, task.rank, num_steps=task.num_steps, imbalance=task.imbalance)
 
 
 def rehearse_rank(
-    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, is_whole: bool = False
+    run: RunSpec, rank: int, *, num_steps: int = 2, imbalance: float = 1.0, extrapolate: bool = True
 ) -> RankReport:
-    """Trace a rank, here and one trace after the other."""
-    tasks = tasks_of(run, rank, num_steps=num_steps, imbalance=imbalance, is_whole=is_whole)
-    return report_of(run, rank, {task.cut: do_task(task) for task in tasks}, is_whole=is_whole)
+    """Trace a rank in this process, one trace after the other."""
+    tasks = trace_tasks(run, rank, num_steps=num_steps, imbalance=imbalance, extrapolate=extrapolate)
+    return report_of(run, rank, {task.truncation: run_task(task) for task in tasks}, extrapolate=extrapolate)
 
 
-def report_of(run: RunSpec, rank: int, traced: Traced, *, is_whole: bool = False) -> RankReport:
-    """The figures of a rank from all its traces."""
-    shortening = _shortening(run, rank, is_whole=is_whole)
-    weighted = [(traced[cut][0], weight) for cut, weight in shortening.cuts()]
+def report_of(run: RunSpec, rank: int, traced: Traced, *, extrapolate: bool = True) -> RankReport:
+    """The report of a rank from all its traces."""
+    shortening = _shortening(run, rank, extrapolate=extrapolate)
+    weighted = [(traced[truncation][0], weight) for truncation, weight in shortening.truncations()]
     deep, form = traced[shortening.deep()]
     return _report(rank, mesh_coordinates(rank, run.parallel), weighted, shortening, deep, form)
 
 
 def _traced(run: RunSpec, rank: int, **how: Any) -> tuple[Trace, str]:
-    """A trace and what it is one of: a run that cannot be compiled here is traced as if it were not to be."""
+    """A trace and the form of its blocks; a run that cannot be compiled here is traced uncompiled."""
     if not run.compile:
         return trace_rank(run, rank, **how), "uncompiled"
     try:
         trace = trace_rank(run, rank, **how)
     except SpecError as error:
         plain = trace_rank(run.with_(compile=False), rank, **how)
-        return plain, f"{AS_IF_UNCOMPILED}: {textwrap.shorten(error.fact, 160, placeholder=' ...')}"
+        return plain, f"{TRACED_UNCOMPILED}: {textwrap.shorten(error.fact, 160, placeholder=' ...')}"
     if trace.num_graphs == 0:
-        return trace, "uncompiled, as torch's compiler passed over every block; else it reads up to 16% high"
+        return trace, "uncompiled, as torch's compiler skipped every block; otherwise it reads up to 16% high"
     return trace, "compiled"
 
 
@@ -157,29 +162,29 @@ def _report(
     deep: Trace,
     form: str,
 ) -> RankReport:
-    whole = extended(traces, shortening)
+    full = extrapolated(traces, shortening)
     seconds = {id(trace): trace.seconds for trace in (deep, *(one for one, _ in traces))}
     return RankReport(
         rank=rank,
         coordinates=coordinates,
-        items={**whole.items, "workspace": float(WORKSPACE_BYTES)},
-        moment=str(whole.moment),
-        reserved_bytes=_reserved(deep, whole.allocated_bytes, is_expandable=True),
-        reserved_default_bytes=_reserved(deep, whole.allocated_bytes, is_expandable=False),
+        items={**full.items, "workspace": float(WORKSPACE_BYTES)},
+        peak_phase=str(full.phase),
+        reserved_bytes=_reserved(deep, full.allocated_bytes, is_expandable=True),
+        reserved_default_bytes=_reserved(deep, full.allocated_bytes, is_expandable=False),
         collectives=[
             Collective(axis, kind, round(count), round(num_bytes))
-            for (axis, kind), (count, num_bytes) in sorted(whole.traffic.items())
+            for (axis, kind), (count, num_bytes) in sorted(full.traffic.items())
         ],
-        flops=whole.flops,
+        flops=full.flops,
         num_traces=len(seconds),
         seconds=sum(seconds.values()),
-        host_bytes=whole.host_bytes,
+        host_bytes=full.host_bytes,
         form=form,
     )
 
 
 def _reserved(deep: Trace, allocated: float, *, is_expandable: bool) -> float:
-    """What the allocator holds: holes do not grow with micro-batches, nor evenly with layers."""
+    """Reserved bytes: fragmentation does not grow with micro-batches, and not linearly with layers."""
     requests = (Request(event.number, event.num_bytes, event.stream) for event in deep.events)
-    held = replay(requests, is_expandable=is_expandable).reserved_bytes
-    return allocated + held - peak_of(deep).allocated_bytes + WORKSPACE_BYTES
+    reserved = replay(requests, is_expandable=is_expandable).reserved_bytes
+    return allocated + reserved - step_peak(deep).allocated_bytes + WORKSPACE_BYTES

@@ -1,8 +1,8 @@
 """A run small enough to prove on this machine, made from any run that `check` accepts.
 
-What decides how the program is put together stays: axes and schedule, kinds of layers and their order,
-ties, windows, routing, recompute. What only costs time shrinks: depth, widths, lengths, counts. The rest
-is set so that float64 can tell a mistake from rounding, and is listed in `Shrunken.changes`.
+What decides how the program is built stays: axes and schedule, kinds of layers and their order, tied weights,
+windows, routing, recompute. What only costs time shrinks: depth, widths, lengths, counts. The rest is set so
+that float64 can tell a mistake from rounding, and is listed in `Shrunken.changes`.
 """
 
 import math
@@ -33,20 +33,20 @@ from meshwright.spec.rules_run import ADAM_KINDS, settings_have_effect
 WIDTH = 16
 HEAD_WIDTH = 4
 INNER_WIDTH = 12
-"""Of feed-forward parts, per rank that shares one."""
+"""Width of an MLP or expert per tp rank."""
 LEAST_LENGTH = 16
 WINDOW = 5
-"""Shorter than a sequence, and no multiple of anything."""
+"""An attention window that is shorter than a sequence and no multiple of a tile."""
 BYTE_VOCABULARY = 257
 LARGEST_GROUP = 4
 """Query heads per key/value head."""
 HOLDOUT_SEQUENCES = 3
 NUM_STEPS = 6
-# A large spread of weights: attention and routing are then far from uniform, so mistakes in them show.
+# With a large spread of weights attention and routing are far from uniform, so mistakes in them show.
 INIT_STD = 0.3
-# A gradient that is zero but for rounding must not be blown up to a step.
+# A gradient that is zero but for rounding must not be amplified to an update.
 LEAST_EPS = 1e-5
-# Rates at which three steps move the weights visibly, whatever the warm-up of the run.
+# Learning rates at which three steps change the weights visibly, whatever the run's warm-up.
 _RATES = {"sgd": 0.05, "lars": 2.0, "lamb": 0.05, "adafactor": 0.02, "muon": 0.02}
 _USUAL_RATE = 0.01
 _TRUST = 0.02
@@ -54,21 +54,21 @@ _TRUST = 0.02
 
 @dataclass(frozen=True)
 class Shrunken:
-    """A small run and what it leaves out of the large one."""
+    """A small run, and what it leaves out of the large one."""
 
     run: RunSpec
     changes: tuple[str, ...]
-    """Degrees that are smaller, and settings that no proof can keep: `dp_shard 64 -> 2`."""
+    """Degrees that are smaller (`dp_shard 64 -> 2`), and settings that a proof cannot have."""
 
 
-def shrink(run: RunSpec, *, max_ranks: int = MAX_RANKS, full: bool = False) -> list[Shrunken]:
-    """One small run; with `full` as many as it takes to have every two axes side by side."""
+def shrink(run: RunSpec, *, max_ranks: int = MAX_RANKS, all_pairs: bool = False) -> list[Shrunken]:
+    """One small run; with `all_pairs` as many as it takes to run every pair of axes together."""
     worlds = covering_worlds(run.parallel, max_ranks=max_ranks)
-    return [shrink_to(run, parallel) for parallel in (worlds if full else worlds[:1])]
+    return [shrink_to(run, parallel) for parallel in (worlds if all_pairs else worlds[:1])]
 
 
 def shrink_to(run: RunSpec, parallel: ParallelSpec) -> Shrunken:
-    """The run on a small world; it passes every rule that the large one passes."""
+    """The run on a small world; it is valid whenever the large one is."""
     data = _small_data(run, parallel)
     model = _small_model(run, parallel, data.sequence_length)
     small = run.with_(
@@ -89,29 +89,29 @@ def shrink_to(run: RunSpec, parallel: ParallelSpec) -> Shrunken:
 
 
 def _without_idle_settings(small: RunSpec) -> tuple[RunSpec, list[str]]:
-    """What belongs to an axis that this world leaves out goes back to its default."""
-    told: list[str] = []
+    """The run with settings of left-out axes at their defaults, and a line for each of them."""
+    changes: list[str] = []
     for violation in settings_have_effect(small):
         section, _, field = violation.where.partition(".")
         spec = getattr(small, section)
         if "." not in field:
             default = type(spec).model_fields[field].default
-            told.append(f"{violation.where} {getattr(spec, field)} -> {default}")
+            changes.append(f"{violation.where} {getattr(spec, field)} -> {default}")
             small = small.with_(**{section: spec.with_(**{field: default})})
-    return small, told
+    return small, changes
 
 
 def _left_out(run: RunSpec) -> list[str]:
-    told: list[str] = []
+    changes: list[str] = []
     if run.model.dropout or run.model.attention.dropout:
-        told.append("no dropout: every layout draws other masks")
+        changes.append("no dropout: masks depend on the layout")
     if run.compile:
-        told.append("not compiled")
+        changes.append("not compiled")
     if run.data.ramp:
-        told.append("no ramp of the batch")
+        changes.append("no batch-size ramp")
     if run.precision.fp8 is not None:
-        told.append("no fp8: products in float64")
-    return told
+        changes.append("no fp8: matmuls in float64")
+    return changes
 
 
 def _small_memory(memory: MemorySpec) -> MemorySpec:
@@ -156,12 +156,12 @@ def _small_attention(run: RunSpec, parallel: ParallelSpec, length: int) -> Atten
 
 
 def _head_exchange(parallel: ParallelSpec) -> int:
-    """Ways in which heads are dealt out besides tp."""
+    """Ways in which cp shards heads, besides tp: the ranks of a Ulysses all-to-all."""
     return {"ulysses": parallel.cp, "hierarchical": parallel.cp_inner}.get(parallel.cp_kind, 1)
 
 
 def _small_group(group: int) -> int:
-    """An odd number of query heads per key/value head stays odd."""
+    """Query heads per key/value head: at most LARGEST_GROUP, and odd where the run's number is odd."""
     return group if group <= LARGEST_GROUP else LARGEST_GROUP - group % 2
 
 
@@ -209,7 +209,7 @@ def _small_data(run: RunSpec, parallel: ParallelSpec) -> DataSpec:
 
 
 def _num_microbatches(run: RunSpec, parallel: ParallelSpec) -> int:
-    """As many rounds as it takes to fill the schedule like the large run: one, just full, or more."""
+    """Micro-batches that fill the pipeline as far as the large run does: one, exactly full, or more."""
     if parallel.pp == 1:
         return min(run.accumulation, 2)
     if run.accumulation < run.parallel.pp:
@@ -221,7 +221,7 @@ def _num_microbatches(run: RunSpec, parallel: ParallelSpec) -> int:
 
 
 def _small_optim(optim: OptimSpec, model: ModelSpec) -> OptimSpec:
-    """The update rule with rates that move; groups that the small model has no parameters for go."""
+    """The optimizer with learning rates that change weights, without groups that match no parameter."""
     taken = {group_of(parameter.name, optim.groups) for parameter in parameters(model)}
     changes: dict[str, Any] = {"eps": max(optim.eps, LEAST_EPS)} if optim.kind in ADAM_KINDS else {}
     if optim.kind == "lars":
@@ -235,7 +235,7 @@ def _small_optim(optim: OptimSpec, model: ModelSpec) -> OptimSpec:
 
 
 def proof_optimizers(optim: OptimSpec) -> list[OptimSpec]:
-    """SGD shows a wrong scale of the gradient, which Adam hides; Adam, or the run's own, shows its state."""
+    """SGD, which shows a wrong gradient scale that Adam hides, and the run's own or AdamW, for its states."""
     kept = {name: getattr(optim, name) for name in ("weight_decay", "decay", "groups", "max_grad_norm")}
     other = "adamw" if optim.kind == "sgd" else "sgd"
     plain = OptimSpec(kind=other, lr=_RATES.get(other, _USUAL_RATE)).with_(

@@ -1,7 +1,7 @@
-"""Small worlds with the axes of a large one: which degrees a proof on one machine runs.
+"""Small worlds with the axes of a large one: the degrees that a proof on one machine runs.
 
-A mistake in an axis, or between two axes, shows at the smallest degree that has it: two ranks, four for
-the two levels of hierarchical cp, more than two for pipeline stages in the middle.
+A mistake in an axis, or between two axes, shows at the smallest degree: two ranks, four for the two levels of
+hierarchical cp, more than two for pipeline stages in the middle.
 """
 
 import math
@@ -11,8 +11,8 @@ from itertools import combinations
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 
 MAX_RANKS = 8
-"""Processes that one machine runs side by side without trouble."""
-# When not all fit into one world: first those that cut the model, last plain copies of it.
+"""Processes that one machine runs at the same time without trouble."""
+# Order in which axes are kept when not all fit: first those that shard the model, last its replicas.
 _KEPT_FIRST = ("pp", "tp", "cp", "dp_shard", "dp_replicate")
 _MIDDLE_STAGES = 4
 """Pipeline ranks at which a stage has neighbours on both sides."""
@@ -21,12 +21,12 @@ Degrees = dict[str, int]
 
 
 def small_world(parallel: ParallelSpec, *, max_ranks: int = MAX_RANKS) -> ParallelSpec:
-    """One world of at most `max_ranks` ranks with as many of the axes as it has room for."""
+    """One world of at most `max_ranks` ranks with as many of the axes as fit."""
     return _world(parallel, _kept_axes(parallel, max_ranks), max_ranks)
 
 
 def covering_worlds(parallel: ParallelSpec, *, max_ranks: int = MAX_RANKS) -> list[ParallelSpec]:
-    """Worlds that together run every axis, and every two of them side by side; `small_world` is the first."""
+    """Worlds that together run every axis and every pair of axes; `small_world` is the first."""
     used = _used(parallel)
     worlds = [small_world(parallel, max_ranks=max_ranks)]
     missing = _pairs(used) - _pairs(_kept_axes(parallel, max_ranks))
@@ -34,14 +34,14 @@ def covering_worlds(parallel: ParallelSpec, *, max_ranks: int = MAX_RANKS) -> li
     while missing:
         axes = max(fitting, key=lambda axes: len(missing & _pairs(axes)))
         if not missing & _pairs(axes):
-            break  # two axes that need more ranks than there may be
+            break  # a pair of axes that needs more ranks than allowed
         missing -= _pairs(axes)
         worlds.append(_world(parallel, axes, max_ranks))
     return worlds
 
 
 def degree_changes(before: ParallelSpec, after: ParallelSpec) -> list[str]:
-    """`dp_shard 64 -> 2` for every degree that is another."""
+    """`dp_shard 64 -> 2` for every degree that changed."""
     names = (*MESH_ORDER, "cp_inner", "virtual_stages", "ep", "etp")
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
     return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
@@ -72,7 +72,7 @@ def _subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _pairs(axes: Iterable[str]) -> set[tuple[str, ...]]:
-    """Every axis and every two of them."""
+    """Every axis and every pair of axes."""
     listed = tuple(axes)
     return {(axis,) for axis in listed} | set(combinations(listed, 2))
 
@@ -83,7 +83,7 @@ def _world(parallel: ParallelSpec, axes: tuple[str, ...], max_ranks: int) -> Par
 
 
 def _grown(parallel: ParallelSpec, degrees: Degrees, max_ranks: int) -> Degrees:
-    """Room that is left goes to stages in the middle, then to state that ep divides only in part."""
+    """Use spare ranks for stages in the middle, then for experts whose state dp_shard shards further."""
     wishes: list[tuple[str, int]] = []
     if degrees["pp"] > 1 and parallel.virtual_stages == 1:
         wishes.append(("pp", min(parallel.pp, _MIDDLE_STAGES)))
@@ -97,7 +97,7 @@ def _grown(parallel: ParallelSpec, degrees: Degrees, max_ranks: int) -> Degrees:
 
 
 def _with_degrees(parallel: ParallelSpec, degrees: Degrees) -> ParallelSpec:
-    """What belongs to an axis goes when the axis goes; what ep and ZeRO divide over may be less."""
+    """The layout with these degrees; settings of an axis that is left out go back to their defaults."""
     has_cp, has_pp = degrees["cp"] > 1, degrees["pp"] > 1
     lenders = degrees["dp_shard"] * degrees["cp"]
     return parallel.with_(
@@ -113,7 +113,7 @@ def _with_degrees(parallel: ParallelSpec, degrees: Degrees) -> ParallelSpec:
 
 
 def _small_ep(parallel: ParallelSpec, lenders: int) -> int:
-    """All the ranks it may borrow, where it does so in the large world; else half of them or so."""
+    """All ranks that ep may borrow where the large world borrows all; else the smallest degree above 1."""
     if parallel.ep == 1:
         return 1
     if parallel.ep == parallel.dp_shard * parallel.cp:

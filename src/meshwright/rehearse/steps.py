@@ -1,4 +1,4 @@
-"""A few steps of a run with everything kept: losses, every gradient, and the state they end in, whole."""
+"""A few training steps with everything recorded: losses, every gradient, and the full (unsharded) state."""
 
 import dataclasses
 import hashlib
@@ -12,7 +12,7 @@ from meshwright.mesh import Mesh
 from meshwright.optim.build import state_dims, state_tensors
 from meshwright.optim.combined import part_of
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel.shards import OwnedParameter
+from meshwright.parallel.shards import ParameterShard
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate, sum_over_world
@@ -25,14 +25,14 @@ _NOT_STATES = ("weight", "ema")
 
 @dataclasses.dataclass
 class Trained:
-    """What one rank saw, its tensors gathered to whole ones by name; a rank knows its own stages only."""
+    """The results of one rank; tensors are full (unsharded), by name, and of the rank's own stages only."""
 
     rank: int
     stage: int
     losses: list[float]
     grad_norms: list[float]
     gradients: list[dict[str, Tensor]]
-    """Of each step, after clipping."""
+    """Gradients of each step, after clipping."""
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     """State tensors by `parameter.state`."""
@@ -40,15 +40,15 @@ class Trained:
     ema: dict[str, Tensor]
     eval_loss: float
     digests: dict[str, str]
-    """Of the gathered weights: equal on all ranks of a stage."""
+    """Hashes of the full weights, which must be equal on all ranks of a stage."""
     sample_ids: list[tuple[int, ...]]
 
 
 class _Gradients:
-    """Keeps this rank's part of every gradient, just before each update."""
+    """Records this rank's shard of every gradient just before each update."""
 
     def __init__(self, training: Training) -> None:
-        self._owned = {one.name: one for one in training.program.owned if one.parameter.requires_grad}
+        self._owned = {one.name: one for one in training.program.shards if one.parameter.requires_grad}
         self.parts: dict[str, dict[str, Tensor]] = {name: {} for name in self._owned}
         self._num_updates = 0
         self._optimizer = training.optimizer
@@ -57,7 +57,7 @@ class _Gradients:
     def _keep(self, *_: object) -> None:
         for name, one in self._owned.items():
             assert one.shard.grad is not None, f"{name} has no gradient"
-            # Some rules clip as they read.
+            # Some optimizers clip when they read the gradient.
             factor = getattr(part_of(self._optimizer, one.shard), "gradient_factor", 1.0)
             self.parts[name][f"gradient {self._num_updates}"] = one.shard.grad * factor
         self._num_updates += 1
@@ -66,7 +66,7 @@ class _Gradients:
 def train_steps(
     run: RunSpec, mesh: Mesh, num_steps: int, *, step: Callable[..., StepOutcome] = train_step
 ) -> Trained:
-    """Build, train and gather; all ranks of the mesh call it."""
+    """Build, train and gather the results; all ranks of the mesh call it."""
     training, batches = build_training(run, mesh), build_data(run, mesh)
     gradients = _Gradients(training)
     losses, norms, sample_ids = [], [], []
@@ -114,25 +114,25 @@ def _states(whole: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
 def gather(
     run: RunSpec, training: Training, parts: dict[str, dict[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """Weight, states, averages and the given parts of every parameter, made whole; communicates."""
+    """Weight, optimizer states, EMA and the given shards of every parameter, unsharded. Communicates."""
     states = state_tensors(training.optimizer, training.named_shards, run.optim)
     averages = training.ema.averages if training.ema else {}
     found = {}
-    for one in training.program.owned:
+    for one in training.program.shards:
         kinds = {"weight": one.shard.detach(), **parts.get(one.name, {})}
         held = states.get(one.name, {})
         kinds |= {key: state.to(one.shard.device) for key, state in held.items() if key in LIKE_WEIGHTS}
         if one.name in averages:
             kinds["ema"] = averages[one.name]
-        found[one.name] = dict(zip(kinds, make_whole(one, list(kinds.values())), strict=True))
+        found[one.name] = dict(zip(kinds, gather_full(one, list(kinds.values())), strict=True))
         for key in sorted(held.keys() - kinds.keys()):
             part = one.as_global(held[key], state_dims(key, len(one.shape)))
             found[one.name][key] = part.full_tensor()
     return found
 
 
-def make_whole(one: OwnedParameter, parts: list[Tensor]) -> list[Tensor]:
-    """Tensors of the shard's shape as whole ones: side by side in a last dim, so one gather does for all."""
+def gather_full(one: ParameterShard, parts: list[Tensor]) -> list[Tensor]:
+    """Unshard tensors of the shard's shape; they are stacked in a last dim, so one gather serves all."""
     stacked = dataclasses.replace(one, shape=torch.Size([*one.shape, len(parts)]))
     return list(stacked.as_global(torch.stack(parts, dim=-1)).full_tensor().unbind(-1))
 

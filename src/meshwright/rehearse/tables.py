@@ -1,4 +1,4 @@
-"""The figures of rehearsed ranks as tables for a terminal."""
+"""The reports of rehearsed ranks as tables for a terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,14 +12,14 @@ from meshwright.rehearse.rank_report import RankReport
 from meshwright.units import show_bytes, show_seconds
 
 BAR_WIDTH, SMALLEST_BAR_WIDTH = 32, 8
-# Of the names and of a rank's bytes, each with the space before the next column.
+# Columns of the item names and of one rank's bytes, each with the space before the next column.
 _NAME_WIDTH, _BYTES_WIDTH = 31, 12
 
 
 def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None, *, width: int = 80) -> Table:
-    """Bytes by item at the fullest moment of each rank, and a bar for the fullest, in so many columns."""
-    room = width - _NAME_WIDTH - _BYTES_WIDTH * len(reports)
-    bar_width = max(SMALLEST_BAR_WIDTH, min(BAR_WIDTH, room))
+    """Bytes by item at the peak of each rank, with a bar for the largest, in a terminal of this width."""
+    remaining = width - _NAME_WIDTH - _BYTES_WIDTH * len(reports)
+    bar_width = max(SMALLEST_BAR_WIDTH, min(BAR_WIDTH, remaining))
     largest = max(report.reserved_bytes for report in reports)
     scale = float(cluster.device.memory_bytes) if cluster else largest
     table = _table("", *(f"rank {report.rank}" for report in reports))
@@ -40,19 +40,19 @@ def draw_memory(reports: Sequence[RankReport], cluster: Cluster | None, *, width
     return table
 
 
-def moment_lines(reports: Sequence[RankReport]) -> Iterator[str]:
-    """When each rank is fullest, and how much it computes."""
+def peak_lines(reports: Sequence[RankReport]) -> Iterator[str]:
+    """One line per rank: the phase of its peak, its FLOPs, and how it was traced."""
     for report in reports:
         place = ", ".join(f"{axis} {number}" for axis, number in report.coordinates.items() if number)
-        how = "traced whole" if report.num_traces == 1 else f"from {report.num_traces} shorter traces"
+        how = "full trace" if report.num_traces == 1 else f"from {report.num_traces} truncated traces"
         yield (
-            f"rank {report.rank}{f' ({place})' if place else ''}: fullest in the {report.moment}; "
+            f"rank {report.rank}{f' ({place})' if place else ''}: peak in the {report.peak_phase}; "
             f"{report.flops:.3g} FLOP a step ({how}, {show_seconds(report.seconds)}, {report.form})"
         )
 
 
 def draw_collectives(reports: Sequence[RankReport]) -> Table:
-    """What each rank sends and receives in a step."""
+    """Collectives of each rank in a step: calls and bytes by axis and kind."""
     table = _table("axis", "collective", *(f"rank {report.rank}" for report in reports), left=2)
     kinds = dict.fromkeys((each.axis, each.kind) for report in reports for each in report.collectives)
     for axis, kind in sorted(kinds):
@@ -67,7 +67,7 @@ def draw_collectives(reports: Sequence[RankReport]) -> Table:
 
 
 def draw_measured(reports: Sequence[RankReport], measured: Sequence[Measured]) -> Table:
-    """Traced beside measured."""
+    """Measured bytes with the error of the trace, and compute time."""
     table = _table("measured here", *(f"rank {report.rank}" for report in reports))
     pairs = list(zip(reports, measured, strict=True))
     allocated = [_beside(r.allocated_bytes, m.allocated_bytes) for r, m in pairs]

@@ -1,7 +1,8 @@
-"""The very step of a run as rank k of N, on the CPU, with tensors that have no numbers.
+"""The trace of a run's step as rank k of N, on the CPU, with fake tensors (shapes and dtypes, no data).
 
-Everything is built by `build_training` and run by `train_step`; what is particular here is around them: a
-world without other ranks, weights without bytes, functions that choose as on CUDA, and a ledger.
+The step is built by `build_training` and run by `train_step`, as in training. Around them are a process group
+without other ranks, weights without data, the kernel choices of CUDA, and an allocation log. torch has fake
+tensors in a private package (`torch._subclasses`) only; this is the one file that imports them.
 """
 
 import contextlib
@@ -15,21 +16,21 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from meshwright.data.batches import Batch, Microbatch
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.hardware.stand_in import standing_for
-from meshwright.memory.offload.activations import storage_key
 from meshwright.memory.offload.host import HostBuffer, HostPool
 from meshwright.ops.routed_rows import routed_evenly
 from meshwright.precision.policy import wide_dtype
-from meshwright.rehearse.as_cuda import as_on_cuda
-from meshwright.rehearse.compiled import compiling
+from meshwright.rehearse.allocation_log import AllocationLog, Event, StorageRecord
+from meshwright.rehearse.as_cuda import cuda_choices
+from meshwright.rehearse.compiled import compiled_blocks
 from meshwright.rehearse.dispatch import Observer, Traffic
-from meshwright.rehearse.ledger import Event, Held, Ledger
 from meshwright.rehearse.fusion import Kernel
-from meshwright.rehearse.phases import HALVES, Moment, Moments
+from meshwright.rehearse.operations import is_operator
+from meshwright.rehearse.phases import HALVES, Phase, PhaseTracker
+from meshwright.rehearse.torch_sharding import propagation_excluded
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
 from meshwright.train import build
@@ -41,32 +42,39 @@ NUM_STEPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What one rank did in its last step; the steps before it filled what stays."""
+    """One rank's allocations, and the collectives and FLOPs of its last step.
+
+    The steps before the last one allocate what persists: gradients, optimizer states, buckets.
+    """
 
     rank: int
     events: list[Event]
-    """From the beginning of the process."""
+    """Allocations and releases in order, from the building of the model on."""
     step_begins_at: int
     """Index of the first event of the last step."""
-    records: list[Held]
-    moments: list[Moment]
+    records: list[StorageRecord]
+    """One record per storage; an event's `number` is its index."""
+    phases: list[Phase]
+    """In the order in which they were entered; an event's `phase_id` is an index."""
     traffic: dict[tuple[str, str], Traffic]
-    """By axis and kind of collective, of the last step."""
+    """Collectives of the last step by axis and kind."""
     flops: int
     num_operators: int
     seconds: float
+    """Wall time of tracing."""
     num_graphs: int = 0
-    """That were compiled; 0: the trace is one of an uncompiled run."""
+    """Number of compiled graphs; with 0 the blocks ran uncompiled."""
     host_bytes: int = 0
-    """Pinned buffers of host memory that offload needs."""
+    """Bytes of pinned host memory that offload needs."""
 
 
 def trace_rank(
     run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0, by_half: bool = False
 ) -> Trace:
-    """Trace one rank; nothing is computed and nothing is sent. Routed rows come as `imbalance` says.
+    """Trace one rank; nothing is computed and nothing is communicated.
 
-    `by_half`: the attention and the MLP of a block are phases of their own.
+    Its experts receive `imbalance` times the mean number of rows. `by_half`: the attention and the MLP of a
+    block are phases of their own.
     """
     started_at = time.perf_counter()
     run = traceable(run)
@@ -74,32 +82,32 @@ def trace_rank(
         fake_world(run.parallel, rank, torch.device("cpu")) as mesh,
         standing_for("cuda"),
         routed_evenly(imbalance),
-        compiling(is_wanted=run.compile) as compiler,
+        compiled_blocks(is_wanted=run.compile) as compiler,
     ):
-        ledger = Ledger()
-        moments, observer = Moments(ledger, by_half=by_half), Observer(ledger, mesh)
+        allocations = AllocationLog()
+        phases, observer = PhaseTracker(allocations, by_half=by_half), Observer(allocations, mesh)
         if by_half:
-            compiler.watch = lambda kernel: _enter_half_of(kernel, moments)
+            compiler.watch = partial(_enter_half_of, phases)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
-        with _host_apart(observer, fake), contextlib.ExitStack() as stack:
-            training = build_training(run, mesh, fill=_Empty(fake))
-            _adopt_state(training, ledger)
-            stack.enter_context(_watching(training, moments, observer, fake, ledger))
-            batch = blank_batch(run)
+        with _host_buffers_excluded(observer, fake), contextlib.ExitStack() as stack:
+            training = build_training(run, mesh, fill=_Uninitialised(fake))
+            _label_state(training, allocations)
+            stack.enter_context(_tracked(training, phases, observer, fake, allocations))
+            batch = zero_batch(run)
             for tensor in (x for part in batch.microbatches for x in part if x is not None):
-                ledger.see(tensor, "batch", "batch")
+                allocations.record(tensor, "batch", "batch")
             for _ in range(num_steps):
                 observer.traffic.clear()
                 observer.flops, observer.num_operators = 0, 0
-                begins_at = len(ledger.events)
-                _step(training, batch, moments)
+                begins_at = len(allocations.events)
+                _step(training, batch, phases)
     return Trace(
         rank=rank,
-        events=ledger.events,
+        events=allocations.events,
         step_begins_at=begins_at,
-        records=ledger.records,
-        moments=moments.seen,
+        records=allocations.records,
+        phases=phases.entered,
         traffic=dict(observer.traffic),
         flops=observer.flops,
         num_operators=observer.num_operators,
@@ -109,23 +117,23 @@ def trace_rank(
     )
 
 
-def _enter_half_of(kernel: Kernel, moments: Moments) -> None:
-    """The half of the block whose modules a kernel comes from; a plain sum between them belongs to neither."""
+def _enter_half_of(phases: PhaseTracker, kernel: Kernel) -> None:
+    """Begin the half of the block whose modules a kernel comes from; a sum between them belongs to neither."""
     meta = kernel.operations[0].node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
-    paths = [str(path) for path, _ in modules.values()]
-    found = [half for name, half in HALVES.items() if any(f"].{name}" in f"{path}." for path in paths)]
+    paths = [f"{path}." for path, _ in modules.values()]
+    found = [half for name, half in HALVES.items() if any(f"].{name}" in path for path in paths)]
     if found:
-        moments.enter_half(found[0])
+        phases.enter_half(found[0])
 
 
 def traceable(run: RunSpec) -> RunSpec:
-    """The same bytes without what a trace cannot follow: TF32 is a switch of kernels, not of bytes."""
+    """The run with the same bytes and without what a trace cannot follow: TF32 changes kernels, not bytes."""
     if run.has_shards_on_host:
         raise SpecError(
-            "a trace cannot tell shards that FSDP2 keeps on the host from those on the device",
+            "a trace cannot tell shards that FSDP2 keeps on the host from shards on the device",
             where="memory.offload",
-            hint="rehearse without parameters; `meshwright predict` prices what moves",
+            hint="rehearse without `parameters` in offload; `meshwright predict` has the closed form of it",
         )
     if run.precision.compute == "tf32":
         run = run.with_(precision=run.precision.with_(compute="fp32"))
@@ -133,22 +141,26 @@ def traceable(run: RunSpec) -> RunSpec:
 
 
 @contextlib.contextmanager
-def _watching(
-    training: Training, moments: Moments, observer: Observer, fake: FakeTensorMode, ledger: Ledger
+def _tracked(
+    training: Training,
+    phases: PhaseTracker,
+    observer: Observer,
+    fake: FakeTensorMode,
+    allocations: AllocationLog,
 ) -> Iterator[None]:
     with (
-        moments.following(training),
-        ledger.watching_sizes(),
-        _unseen_propagation(observer),
-        as_on_cuda(),
+        phases.tracking(training),
+        allocations.tracking_resizes(),
+        propagation_excluded(observer.paused),
+        cuda_choices(),
         fake,
         observer,
     ):
         yield
 
 
-def _step(training: Training, batch: Batch, moments: Moments) -> None:
-    moments.begin_step()
+def _step(training: Training, batch: Batch, phases: PhaseTracker) -> None:
+    phases.begin_step()
     try:
         train_step(training, batch, learning_rate=1e-4)
     except MeshwrightError:
@@ -158,8 +170,8 @@ def _step(training: Training, batch: Batch, moments: Moments) -> None:
 
 
 def _untraceable(error: Exception) -> SpecError:
-    error = getattr(error, "inner_exception", error)  # the compiler tells of another's failure
-    operator = next((str(part) for part in error.args if isinstance(part, torch._ops.OpOverload)), "")
+    error = getattr(error, "inner_exception", error)  # the compiler wraps the error of an operator
+    operator = next((str(part) for part in error.args if is_operator(part)), "")
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     return SpecError(
         f"the step cannot be traced: {operator or type(error).__name__}: {first_line}",
@@ -168,8 +180,8 @@ def _untraceable(error: Exception) -> SpecError:
     )
 
 
-class _Empty:
-    """Takes the place of `initialise`: memory without numbers."""
+class _Uninitialised:
+    """A `Fill` in the place of `initialise`: gives a model fake tensors, without values."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake
@@ -179,44 +191,44 @@ class _Empty:
             model.to_empty(device=device)
 
 
-def _adopt_state(training: Training, ledger: Ledger) -> None:
-    """What stays from step to step: weights, buffers, optimizer states, averages."""
+def _label_state(training: Training, allocations: AllocationLog) -> None:
+    """Label what persists from step to step: weights, buffers, gradients, optimizer states, EMA."""
     for stage in training.program.stages:
         for tensor in (*stage.parameters(), *stage.buffers()):
-            ledger.see(_plain(tensor), "build", "weights")
-    for one in training.program.owned:
-        ledger.see(_plain(one.shard), "build", "weights")
+            allocations.record(_plain(tensor), "build", "weights")
+    for one in training.program.shards:
+        allocations.record(_plain(one.shard), "build", "weights")
         if one.parameter.requires_grad:
-            one.parameter.register_hook(partial(_adopt_gradient, ledger))
-    training.optimizer.register_step_pre_hook(lambda *_: _adopt_gradients(training, ledger))
+            one.parameter.register_hook(partial(_label_gradient, allocations))
+    training.optimizer.register_step_pre_hook(lambda *_: _label_gradients(training, allocations))
     for state in training.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                ledger.see(_plain(value), "build", "optimizer")
+                allocations.record(_plain(value), "build", "optimizer")
     if training.ema is not None:
         for average in training.ema.averages.values():
-            ledger.see(_plain(average), "build", "optimizer")
+            allocations.record(_plain(average), "build", "optimizer")
 
 
-def _adopt_gradient(ledger: Ledger, gradient: torch.Tensor | None) -> None:
-    if gradient is None:  # a product has added it to the sum by itself
+def _label_gradient(allocations: AllocationLog, gradient: torch.Tensor | None) -> None:
+    if gradient is None:  # weight-gradient accumulation fusion: the matmul has added it already
         return
-    ledger.see(_plain(gradient), "backward", "gradients")
+    allocations.record(_plain(gradient), "backward", "gradients")
 
 
-def _adopt_gradients(training: Training, ledger: Ledger) -> None:
-    """What the update reads: before it, the gradient was a tensor like others."""
-    for one in training.program.owned:
+def _label_gradients(training: Training, allocations: AllocationLog) -> None:
+    """Label the gradients that the update reads; until then they are like any tensor of the backward."""
+    for one in training.program.shards:
         if one.shard.grad is not None:
-            ledger.see(_plain(one.shard.grad), "backward", "gradients")
+            allocations.record(_plain(one.shard.grad), "backward", "gradients")
 
 
 def _plain(tensor: Any) -> torch.Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
-def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
-    """One rank's part of a batch, of the right shapes, all zero."""
+def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
+    """One rank's share of a batch: all zeros, of the right shapes."""
     data = run.data
     shape = (data.microbatch_sequences, data.sequence_length)
 
@@ -236,36 +248,15 @@ def blank_batch(run: RunSpec, device: str = "cpu") -> Batch:
 
 
 @contextlib.contextmanager
-def _host_apart(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
-    """Buffers of offload are no bytes of the device; and the host that matters is not this one."""
+def _host_buffers_excluded(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
+    """Offload's host buffers are not device memory, and this machine's host memory sets no limit."""
     take: Any = HostPool.take
 
-    def apart(pool: HostPool, num_bytes: int) -> HostBuffer:
-        was_paused, observer.is_paused = observer.is_paused, True
-        try:
-            with fake:
-                buffer = take(pool, num_bytes)
-        finally:
-            observer.is_paused = was_paused
-        observer.ledger.elsewhere.add(storage_key(buffer.bytes))
+    def excluded(pool: HostPool, num_bytes: int) -> HostBuffer:
+        with observer.paused(), fake:
+            buffer = take(pool, num_bytes)
+        observer.allocations.exclude(buffer.bytes)
         return buffer
 
-    with patch.object(HostPool, "take", apart), patch.object(build, "host_budget", lambda _: None):
-        yield
-
-
-@contextlib.contextmanager
-def _unseen_propagation(observer: Observer) -> Iterator[None]:
-    """DTensor tries an operator at its global shape to learn the result's: no bytes of this rank."""
-    name = "_propagate_tensor_meta_non_cached"
-    propagate: Any = getattr(ShardingPropagator, name)
-
-    def unseen(*args: Any, **kwargs: Any) -> Any:
-        was_paused, observer.is_paused = observer.is_paused, True
-        try:
-            return propagate(*args, **kwargs)
-        finally:
-            observer.is_paused = was_paused
-
-    with patch.object(ShardingPropagator, name, unseen):
+    with patch.object(HostPool, "take", excluded), patch.object(build, "host_budget", lambda _: None):
         yield

@@ -1,9 +1,9 @@
 """One rank of a world whose other ranks do not exist.
 
-torch's `fake` process group answers every collective at once and moves nothing, so a single process can be
-rank k of N. It lives in torch's testing package, the first step of its pipelines asks the other stages to
-vote, groups are known by name only to itself, and DTensor remembers results on meshes of worlds that are
-gone; all are touched in this file only.
+torch's `fake` process group completes every collective at once and moves nothing, so a single process can be
+rank k of N. What is private to torch here, and used in this file only: the fake group's store in torch's
+testing package; the vote among pipeline stages before the first step; the names of process groups; and
+DTensor's cache, which refers to meshes of earlier worlds.
 """
 
 import contextlib
@@ -26,12 +26,14 @@ from meshwright.spec.parallel import MESH_ORDER
 
 @contextlib.contextmanager
 def fake_world(parallel: ParallelSpec, rank: int, device: torch.device) -> Iterator[Mesh]:
-    """The mesh of rank `rank`, with process groups that communicate nothing."""
+    """The mesh of rank `rank`, with process groups that do not communicate."""
     require_rank(parallel, rank)
     num_ranks = parallel.num_ranks
     if dist.is_initialized():
         raise MeshError(
-            "this process belongs to a world of ranks already", where="rehearse", hint="rehearse on its own"
+            "this process is a rank of another world already",
+            where="rehearse",
+            hint="rehearse in a process of its own, outside of torchrun",
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
@@ -41,7 +43,7 @@ def fake_world(parallel: ParallelSpec, rank: int, device: torch.device) -> Itera
             yield mesh
     finally:
         leave_world()
-        # A mesh of the next world may equal one of this world, whose groups are gone.
+        # A mesh of the next world may equal one of this world, whose groups no longer exist.
         _clear_sharding_prop_cache()
 
 
@@ -57,7 +59,7 @@ def require_rank(parallel: ParallelSpec, rank: int) -> None:
 
 
 def _make_groups(mesh: Mesh) -> None:
-    """The lazy views of the world too: making them computes with real numbers."""
+    """Create the lazy meshes now: creating them inside a trace would compute on fake tensors."""
     if mesh.parallel.ep > 1:
         _ = mesh.expert
     _ = mesh.data
@@ -65,7 +67,7 @@ def _make_groups(mesh: Mesh) -> None:
 
 @contextlib.contextmanager
 def _no_vote() -> Iterator[None]:
-    """From torch 2.13 on, stages vote in the first step whether all shapes are known; here they are."""
+    """Inside, pipeline stages skip the vote on whether all shapes are static (torch 2.13 and later)."""
     schedule: Any = schedules._PipelineSchedule
     if not hasattr(schedule, "_warmup_p2p"):
         yield
@@ -81,13 +83,13 @@ def _no_vote() -> Iterator[None]:
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
-    """The group of this name, as operators in compiled graphs have it; None for other words."""
+    """The process group of this name, as operators in compiled graphs refer to it; None for other text."""
     known = distributed_c10d._world.pg_names.items()
     return next((group for group, its_name in known if its_name == name), None)
 
 
 def axis_of(group: dist.ProcessGroup, mesh: Mesh) -> str:
-    """The axes along which the ranks of a group differ: `tp`, `dp_shard x cp`; `ep`, which borrows them."""
+    """The mesh axes along which the ranks of a group differ, such as `tp` or `dp_shard x cp`; or `ep`."""
     if mesh.parallel.ep > 1 and group.group_name == mesh.expert.get_group("ep").group_name:
         return "ep"
     coordinates = [mesh_coordinates(rank, mesh.parallel) for rank in dist.get_process_group_ranks(group)]
@@ -96,7 +98,7 @@ def axis_of(group: dist.ProcessGroup, mesh: Mesh) -> str:
 
 
 def mesh_coordinates(rank: int, parallel: ParallelSpec) -> dict[str, int]:
-    """Where a rank stands on every axis, the innermost last."""
+    """A rank's coordinate on every mesh axis, the innermost last."""
     found: dict[str, int] = {}
     for axis in reversed(MESH_ORDER):
         rank, found[axis] = divmod(rank, getattr(parallel, axis))

@@ -35,11 +35,12 @@ class Fp8Spec(Spec):
     not offloaded. The numbers are the same."""
     history_steps: Positive = 16
     """delayed: steps whose largest magnitudes count."""
-    shadow_every: Positive | None = None
+    compare_every_steps: Positive | None = None
     """Every k steps one micro-batch runs in fp8 and in bf16 on the same weights and the gradients of each
     block are compared; None: never."""
-    shadow_min_cosine: Fraction = 0.95
-    """With shadow_every: a block whose gradients' cosine is below this falls back to bf16 and stays there."""
+    min_gradient_cosine: Fraction = 0.95
+    """With compare_every_steps: a block whose gradients have a smaller cosine falls back to bf16 and stays
+    there."""
 
 
 def _of_recipe(value: Any) -> Any:

@@ -271,9 +271,9 @@ CONDITIONS: list[Condition] = [
         "fp8.recipe=delayed",
     ),
     Condition(
-        "precision.fp8.shadow_min_cosine",
-        lambda run: run.precision.fp8 is not None and run.precision.fp8.shadow_every is not None,
-        "fp8.shadow_every is set",
+        "precision.fp8.min_gradient_cosine",
+        lambda run: run.precision.fp8 is not None and run.precision.fp8.compare_every_steps is not None,
+        "fp8.compare_every_steps is set",
     ),
     *(
         Condition(

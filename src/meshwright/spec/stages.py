@@ -19,7 +19,7 @@ def stage_layers(model: ModelSpec, num_stages: int) -> list[range]:
     lookup costs nothing. Every stage has at least one layer.
     """
     costs = layer_costs(model)
-    bounds = balanced_cuts(tuple(costs), num_stages, last_extra=model.vocab_size * model.width)
+    bounds = balanced_bounds(tuple(costs), num_stages, last_extra=model.vocab_size * model.width)
     return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
@@ -43,7 +43,7 @@ def _layer_cost(model: ModelSpec, is_routed: bool) -> int:  # noqa: FBT001 - one
 
 
 @lru_cache(maxsize=1024)
-def balanced_cuts(costs: tuple[int, ...], num_parts: int, *, last_extra: int = 0) -> tuple[int, ...]:
+def balanced_bounds(costs: tuple[int, ...], num_parts: int, *, last_extra: int = 0) -> tuple[int, ...]:
     """Borders 0 = b0 < b1 < ... < bn: the costliest part as cheap as can be, the others as even as can be.
 
     best[end] is the least (largest part, sum of squares) of the parts so far over layers 0 .. end.

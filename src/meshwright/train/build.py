@@ -18,7 +18,7 @@ from meshwright.parallel.apply import Fill, build_program
 from meshwright.parallel.expert_balance import ExpertBalance
 from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.program import Program
-from meshwright.parallel.shards import whole_of
+from meshwright.parallel.shards import full_parameter_of
 from meshwright.precision.loss_scale import LossScale
 from meshwright.precision.policy import prepare_device, wide_dtype
 from meshwright.spec import RunSpec
@@ -36,9 +36,9 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
     offload = run.memory.offload
     weights = HostedWeights(HostLink(mesh.device, limit_bytes=host_budget(run) if offload else None))
     program = build_program(run, mesh, weights, fill=fill)
-    trainable = [one for one in program.owned if one.parameter.requires_grad]
+    trainable = [one for one in program.shards if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
-    wholes = {one.name: whole_of(one) for one in trainable}
+    wholes = {one.name: full_parameter_of(one) for one in trainable}
     optimizer = (
         build_streamed_optimizer(
             shards,

@@ -25,12 +25,12 @@ class Held:
 
 def held_bytes(training: Training) -> Held:
     """What the state of this rank takes at the moment."""
-    owned = training.program.owned
+    shards = training.program.shards
     computing = [parameter for stage in training.program.stages for parameter in stage.parameters()]
-    gradients = [one.shard.grad for one in owned] + [one.parameter.grad for one in owned]
+    gradients = [one.shard.grad for one in shards] + [one.parameter.grad for one in shards]
     states = [value for state in training.optimizer.state.values() for value in state.values()]
     return Held(
-        parameters=storage_bytes(computing + [one.shard for one in owned]),
+        parameters=storage_bytes(computing + [one.shard for one in shards]),
         gradients=storage_bytes(gradients),
         optimizer=storage_bytes([value for value in states if isinstance(value, Tensor) and value.ndim]),
     )

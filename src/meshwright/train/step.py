@@ -33,7 +33,7 @@ class Training:
     fp8_scales: DelayedScales | None = None
 
     def __post_init__(self) -> None:
-        trainable = [one for one in self.program.owned if one.parameter.requires_grad]
+        trainable = [one for one in self.program.shards if one.parameter.requires_grad]
         self.shards = [(one.shard, one.norm_share) for one in trainable]
         self.named_shards = {one.name: one.shard for one in trainable}
 

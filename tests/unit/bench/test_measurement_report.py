@@ -1,4 +1,4 @@
-"""Rows as tables, pages and pictures."""
+"""Rows as tables, pages and charts."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshwright.bench.measurement_report import KIND_OF, heading, line, pictures, told, write_folder
+from meshwright.bench.measurement_report import KIND_OF, charts, heading, line, log_rows, write_folder
 from meshwright.bench.picture import bars, chart, show_size
 from meshwright.errors import SpecError
 from meshwright.hardware import find_device
@@ -18,7 +18,7 @@ SWEEP = [{**SHAPE, "n": n, "teraflops": n / 10.0} for n in range(2048, 4097, 64)
 def test_every_kind_has_a_heading_as_wide_as_its_rows() -> None:
     assert len(line("shapes", SWEEP[0])) == len(heading("shapes"))
     assert set(KIND_OF.values()) <= {
-        "products",
+        "matmuls",
         "shapes",
         "attention",
         "copies",
@@ -30,12 +30,14 @@ def test_every_kind_has_a_heading_as_wide_as_its_rows() -> None:
 
 def test_rows_are_told_as_they_come() -> None:
     said: list[str] = []
-    kept = told("shapes", iter(SWEEP[:2]), said.append)
+    kept = log_rows("shapes", iter(SWEEP[:2]), said.append)
     assert kept == SWEEP[:2] and len(said) == 3 and "204.8" in said[1]
 
 
 def test_a_refusal_stands_at_the_end_of_its_row() -> None:
-    assert line("attention", {"backend": "cudnn", "error": "not available for this"}).endswith("for this")
+    assert line("attention", {"backend": "cudnn", "error": "not available for this case"}).endswith(
+        "for this case"
+    )
 
 
 def test_a_chart_is_svg_with_a_line_for_each_series() -> None:
@@ -47,7 +49,7 @@ def test_a_chart_is_svg_with_a_line_for_each_series() -> None:
 
 
 def test_the_sweep_is_drawn_beside_the_planner_s_tiles() -> None:
-    drawn = pictures("gemm", {"quantised": SWEEP}, find_device("h200"))["gemm_quantisation"]
+    drawn = charts("gemm", {"widths": SWEEP}, find_device("h200"))["gemm_widths"]
     assert "model: tiles and waves" in drawn and "measured" in drawn
 
 
@@ -61,13 +63,13 @@ def test_a_folder_holds_page_numbers_and_pictures(tmp_path: Path) -> None:
         "device": "NVIDIA H200",
         "date": "2026-11-15",
         "torch": "2.11",
-        "sections": {"quantised": SWEEP},
+        "sections": {"widths": SWEEP},
     }
     written = write_folder(tmp_path / "results", "gemm", document, find_device("h200"))
-    assert sorted(path.name for path in written) == ["gemm.json", "gemm.md", "gemm_quantisation.svg"]
+    assert sorted(path.name for path in written) == ["gemm.json", "gemm.md", "gemm_widths.svg"]
     assert json.loads((tmp_path / "results/gemm.json").read_text()) == document
     page = (tmp_path / "results/gemm.md").read_text()
-    assert "| 4096 | 2048 | 4096 | bf16 |" in page and "(gemm_quantisation.svg)" in page
+    assert "| 4096 | 2048 | 4096 | bf16 |" in page and "(gemm_widths.svg)" in page
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench.parity import DEFAULT_KINDS, parse, seeds_of
-from bench.parity_results import Curve, judge, spread, verdict_lines, write_results
-from bench.parity_task import library_documents, library_files, write_library
+from bench.reports.parity import Curve, judge, spread, verdict_lines, write_results
+from bench.workloads.library_text import library_documents, library_files, write_library
 
 from meshwright.data.sources import TokenFile
 from meshwright.errors import SpecError

@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 def document(monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setitem(copy.MEMORY_BYTES, "cpu", 1 << 16)
     monkeypatch.setitem(gemm.TOKENS, "cpu", 8)
-    said: list[str] = []
-    found = probe.probe(CPU, seconds=1e-4, say=said.append)
-    assert said == ["matrix products", "attention", "copies"]
+    lines: list[str] = []
+    found = probe.probe(CPU, seconds=1e-4, log=lines.append)
+    assert lines == ["matmuls", "attention", "copies"]
     return found
 
 

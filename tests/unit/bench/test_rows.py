@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.harness import this_world
-from tests.support.ranks import RankPool
+from tests.support.equivalence import this_world
 
 from meshwright.bench import attention, comm, copy, gemm, storage
 from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.data.sources import TokenFile
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec.families import family
 
 CPU = torch.device("cpu")
@@ -18,20 +18,20 @@ CPU = torch.device("cpu")
 
 def test_a_product_is_the_one_of_a_linear_layer() -> None:
     torch.manual_seed(0)
-    call = gemm.product(3, 5, 7, "fp32", CPU)
+    call = gemm.matmul_call(3, 5, 7, "fp32", CPU)
     torch.manual_seed(0)
     a, b = torch.randn(3, 7), torch.randn(5, 7)
     assert torch.equal(call(), a @ b.t())
 
 
 def test_a_rate_is_two_m_n_k_over_the_time() -> None:
-    row = gemm.time_product(16, 32, 64, "bf16", CPU, seconds=1e-4)
+    row = gemm.time_matmul(16, 32, 64, "bf16", CPU, seconds=1e-4)
     assert row["teraflops"] == pytest.approx(2 * 16 * 32 * 64 / row["seconds"] / 1e12)
 
 
 def test_a_tf32_measurement_leaves_the_switch_as_it_was() -> None:
     before = torch.get_float32_matmul_precision()
-    gemm.time_product(8, 8, 8, "tf32", CPU, seconds=1e-4)
+    gemm.time_matmul(8, 8, 8, "tf32", CPU, seconds=1e-4)
     assert torch.get_float32_matmul_precision() == before
 
 
@@ -46,7 +46,7 @@ def test_shapes_of_a_layer_are_those_of_the_model() -> None:
 
 
 def test_a_sweep_grows_in_equal_steps() -> None:
-    widths = [row["n"] for row in gemm.quantised(CPU, seconds=1e-4)]
+    widths = [row["n"] for row in gemm.width_sweep(CPU, seconds=1e-4)]
     assert {b - a for a, b in itertools.pairwise(widths)} == {32}
 
 
@@ -62,7 +62,7 @@ def test_attention_by_kernel_names_the_chosen_one() -> None:
 
 def test_a_kernel_that_does_not_exist_here_says_so() -> None:
     row = attention.time_attention("cudnn", CPU, 64, 32, seconds=1e-4)
-    assert row["error"] == "not available for this"
+    assert row["error"] == "not available for this case"
 
 
 def test_copies_count_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

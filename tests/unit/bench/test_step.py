@@ -7,15 +7,15 @@ from unittest.mock import patch
 import bench.step as program
 import pytest
 import torch
-from bench.cases import CASES, contenders_of, entries_of, notes_of, with_microbatch
-from bench.contender import Job
-from bench.contender_plain import plain_model
-from bench.hf_model import hf_model
+from bench.contenders.hf_model import hf_model
+from bench.contenders.plain import plain_model
+from bench.contenders.protocol import Job
 from bench.ladder import climb, rungs_of, without_rungs
 from bench.ladder import measure as measure_ladder
 from bench.ladder import parse as ladder_options
-from bench.step_results import losses_agree, merged, picture, write_results
-from tests.support.tiny_runs import tiny_run
+from bench.reports.step import losses_agree, merged, picture, write_results
+from bench.workloads.cases import CASES, contenders_of, entries_of, notes_of, with_microbatch
+from tests.support.runs import tiny_run
 
 from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step import drawn_on, measure_step, on_random_tokens

@@ -6,7 +6,7 @@ import torch
 from meshwright.bench.kernel_time import budget_of, class_of, show_budget
 from meshwright.bench.machine_facts import machine_facts, read_samples, sampled_clock
 from meshwright.bench.step_clock import FEWEST_STEPS, StepClock
-from meshwright.bench.timing import hold, measure, timing_of
+from meshwright.bench.timing import measure, sustained_seconds, timing_of
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_only_the_last_third_of_a_long_hold_is_timed(monkeypatch: pytest.MonkeyP
         now[0] += 2.0 if len(calls) <= 15 else 1.0
 
     monkeypatch.setattr("meshwright.bench.timing.time.perf_counter", lambda: now[0])
-    assert hold(call, CPU, seconds=18.0) == 1.0
+    assert sustained_seconds(call, CPU, seconds=18.0) == 1.0
     assert len(calls) == 18
 
 

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import bench.step as program
 import pytest
 import torch
-from bench.cases import CASES, entries_of
-from bench.channel import Channel
-from bench.contender import Job
-from bench.contender_plain import plain_model
-from bench.residents import CONTEXT_BYTES, GIB, Entry, Resident, last_words
-from bench.turn_clock import TurnClock
-from bench.turns import Pace, Turns, group_bytes
+from bench.contenders.plain import plain_model
+from bench.contenders.protocol import Job
+from bench.interleaved.channel import Channel
+from bench.interleaved.clock import TurnClock
+from bench.interleaved.process import CONTEXT_BYTES, GIB, Entry, Resident, last_words
+from bench.interleaved.schedule import Pace, Turns, group_bytes
+from bench.workloads.cases import CASES, entries_of
 
 
 def entry(peer: str, label: str = "", *, gib: tuple[float, float] = (1.0, 2.0), case: str = "1b") -> Entry:
@@ -82,11 +82,11 @@ class Actor(Resident):
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Callable[..., tuple[list[str], list[tuple[str, str]]]]:
-    """Run entries on a card of so many GiB; what was ordered, and what was told."""
+    """Run entries on a card of so many GiB; what was ordered, and what was reported."""
 
     def run(entries: list[Entry], gib: float = 100.0, **pace: Any) -> tuple[list[str], list[tuple[str, str]]]:
         log: list[str] = []
-        told: list[tuple[str, str]] = []
+        reported: list[tuple[str, str]] = []
         actors: list[Actor] = []
 
         def make(one: Entry) -> Actor:
@@ -96,11 +96,11 @@ def drive(tmp_path: Path) -> Callable[..., tuple[list[str], list[tuple[str, str]
             return actor
 
         turns = Turns(
-            int(gib * GIB), Pace(**pace), tmp_path, lambda kind, one: told.append((kind, one.entry.label))
+            int(gib * GIB), Pace(**pace), tmp_path, lambda kind, one: reported.append((kind, one.entry.label))
         )
         turns.run(entries, make)
         assert all(actor.state == "gone" for actor in actors)
-        return log, told
+        return log, reported
 
     return run
 
@@ -116,15 +116,15 @@ def test_turns_go_round_when_all_are_warm(drive: Any) -> None:
 
 
 def test_the_best_setting_of_a_peer_takes_part_in_the_rounds(drive: Any) -> None:
-    log, told = drive([entry("ours"), entry("hf", "hf 3"), entry("hf", "hf 2"), entry("hf", "hf 4")])
+    log, reported = drive([entry("ours"), entry("hf", "hf 3"), entry("hf", "hf 2"), entry("hf", "hf 4")])
     assert turns_of(log) == ["hf 3", "hf 2", "hf 4", "hf 2", "ours", "hf 2", "ours"]
-    assert [kind for kind, label in told if label == "hf 2"] == ["sweep", "round", "round"]
+    assert [kind for kind, label in reported if label == "hf 2"] == ["sweep", "round", "round"]
 
 
 @pytest.mark.parametrize("how", ["dies", "dies later"])
 def test_a_contender_that_dies_is_told_and_the_others_go_on(drive: Any, how: str) -> None:
-    log, told = drive([entry("a"), entry("b", how), entry("c")])
-    assert ("error", how) in told
+    log, reported = drive([entry("a"), entry("b", how), entry("c")])
+    assert ("error", how) in reported
     assert [name for name in turns_of(log) if name != how] == ["a", "c", "a", "c"]
 
 
@@ -155,15 +155,15 @@ def test_losers_of_a_sweep_make_room_for_the_next(drive: Any) -> None:
 
 def test_who_ran_out_of_memory_beside_others_is_tried_again_alone(drive: Any) -> None:
     entries = [entry("a", gib=(20.0, 30.0)), entry("b", "thirsty", gib=(20.0, 30.0))]
-    log, told = drive(entries)
+    log, reported = drive(entries)
     assert turns_of(log) == ["a", "a", "thirsty", "thirsty"]
-    assert "error" not in [kind for kind, _ in told]
+    assert "error" not in [kind for kind, _ in reported]
 
 
 def test_so_is_who_had_no_room_beside_those_who_only_wait(drive: Any) -> None:
-    log, told = drive([entry("a", "very thirsty", gib=(60.0, 85.0)), entry("b", gib=(60.0, 85.0))])
+    log, reported = drive([entry("a", "very thirsty", gib=(60.0, 85.0)), entry("b", gib=(60.0, 85.0))])
     assert turns_of(log) == ["b", "b", "very thirsty", "very thirsty"]
-    assert "error" not in [kind for kind, _ in told]
+    assert "error" not in [kind for kind, _ in reported]
 
 
 def test_where_nobody_can_share_a_setting_is_timed_once_unless_it_is_the_best(drive: Any) -> None:
@@ -174,16 +174,16 @@ def test_where_nobody_can_share_a_setting_is_timed_once_unless_it_is_the_best(dr
 
 
 def test_the_best_of_a_sweep_that_had_to_make_room_is_made_again(drive: Any) -> None:
-    log, told = drive([entry("hf", "hf 1", gib=(40.0, 60.0)), entry("hf", "hf 2", gib=(45.0, 55.0))])
+    log, reported = drive([entry("hf", "hf 1", gib=(40.0, 60.0)), entry("hf", "hf 2", gib=(45.0, 55.0))])
     assert turns_of(log) == ["hf 1", "hf 2", "hf 1", "hf 1"]
     assert log.count("build hf 1") == 2 and log.index("end hf 1") < log.index("go hf 2")
-    assert [kind for kind, label in told if label == "hf 1"] == ["sweep", "round", "round"]
+    assert [kind for kind, label in reported if label == "hf 1"] == ["sweep", "round", "round"]
 
 
 def test_two_that_run_out_of_memory_at_once_are_both_tried_again(drive: Any) -> None:
     pair = [entry("a", "thirsty", gib=(10.0, 30.0)), entry("b", "thirsty", gib=(10.0, 30.0))]
-    log, told = drive(pair)
-    assert turns_of(log) == ["thirsty"] * 4 and "error" not in [kind for kind, _ in told]
+    log, reported = drive(pair)
+    assert turns_of(log) == ["thirsty"] * 4 and "error" not in [kind for kind, _ in reported]
 
 
 def test_what_can_only_be_alone_comes_last(drive: Any) -> None:
@@ -197,8 +197,8 @@ def test_cases_are_not_mixed_in_a_group(drive: Any) -> None:
 
 
 def test_more_micro_batches_are_timed_after_the_rounds(drive: Any) -> None:
-    _, told = drive([dataclasses.replace(entry("a"), times=4), entry("b")], rounds=1)
-    assert told == [("round", "a"), ("round", "b"), ("times", "a")]
+    _, reported = drive([dataclasses.replace(entry("a"), times=4), entry("b")], rounds=1)
+    assert reported == [("round", "a"), ("round", "b"), ("times", "a")]
 
 
 def test_real_processes_take_turns_and_one_that_breaks_leaves_its_words(
@@ -228,7 +228,7 @@ def test_real_processes_take_turns_and_one_that_breaks_leaves_its_words(
     (path,) = (tmp_path / "out").glob("step_tiny_fp32_*.json")
     plain, failed = sorted(json.loads(path.read_text())["rows"], key=lambda row: "error" in row)
     assert plain["kind"] == "round" and plain["num_steps"] >= 2
-    assert "No module named 'bench.contender_nobody'" in failed["error"]
+    assert "No module named 'bench.contenders.nobody'" in failed["error"]
     assert "No module named" in capsys.readouterr().out
 
 
@@ -244,9 +244,9 @@ def test_a_clock_answers_each_order_and_multiplies_micro_batches_when_told() -> 
         is_wanted = clock.after_step(torch.tensor(7.0))
     # The first step, warm-up; lead and two timed ones; two timed ones of four times the size.
     assert times == [1, 1, 1, 1, 1, 4, 4]
-    told = [json.loads(line) for line in answers.getvalue().splitlines()]
-    assert [message["state"] for message in told] == ["ready", "timed", "timed"]
-    assert told[0]["first_loss"] == 7.0 and told[1]["row"]["num_steps"] == 2
+    reported = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert [message["state"] for message in reported] == ["ready", "timed", "timed"]
+    assert reported[0]["first_loss"] == 7.0 and reported[1]["row"]["num_steps"] == 2
 
 
 def test_last_words_are_the_error() -> None:
@@ -255,7 +255,7 @@ def test_last_words_are_the_error() -> None:
 
 
 def test_the_gate_waits_once_between_compiling_and_running() -> None:
-    from bench.compile_gate import compile_fx, functorch_config, gate_after_compiling
+    from bench.interleaved.compile_gate import compile_fx, functorch_config, gate_after_compiling
 
     seen: list[str] = []
 

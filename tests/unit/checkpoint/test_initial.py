@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.tiny_models import tiny
+from tests.support.shrunk_families import shrunk_family
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.initial import load_initial_weights
@@ -23,7 +23,7 @@ from meshwright.spec import ModelSpec, RunSpec
 from meshwright.train.build import build_training
 
 # The model's widths are chosen uneven so that shards of rows are uneven too.
-MODEL = tiny("llama-3.1-8b", vocab_size=70)
+MODEL = shrunk_family("llama-3.1-8b", vocab_size=70)
 MESHES = {
     "one": {},
     "zero0": {"dp_replicate": 2},
@@ -82,14 +82,14 @@ def load_and_compare(run: RunSpec) -> dict[str, int]:
     finally:
         HuggingFaceReader.read_slice = original
     expected = whole_weights(run.model)
-    for one in training.program.owned:
+    for one in training.program.shards:
         assert torch.equal(one.as_global(one.shard).full_tensor(), expected[one.name]), one.name
         computing = one.parameter
         whole = computing.full_tensor() if isinstance(computing, DTensor) else computing
         assert torch.equal(whole.detach(), expected[one.name]), f"{one.name} as the model computes"
         assert training.ema is not None
         assert torch.equal(training.ema.averages[one.name], one.shard.detach()), f"average of {one.name}"
-    held = sum(one.shard.nbytes for one in training.program.owned)
+    held = sum(one.shard.nbytes for one in training.program.shards)
     return {"read": bytes_read, "held": held, "whole": sum(tensor.nbytes for tensor in expected.values())}
 
 
@@ -131,7 +131,7 @@ def test_checkpoint_of_another_mesh(ranks, tmp_path: Path, kind: str):
 
 
 def test_experts_and_balance_bias(ranks, tmp_path: Path):
-    model = tiny("deepseek-v3")
+    model = shrunk_family("deepseek-v3")
     weights = whole_weights(model)
     for name, tensor in weights.items():
         if name.endswith("balance_bias"):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_runs import tiny_run
+from tests.support.runs import tiny_run
 
 from meshwright.checkpoint.run_checkpoints import require_same_course
 from meshwright.errors import CheckpointError

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.small_runs import write_run_file
+from tests.support.run_files import write_run_file
 
 from meshwright.bench import copy, gemm
 from meshwright.cli.main import run
@@ -19,11 +19,11 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_are_shown_and_written(tmp_path: Path, capsys: Captured) -> None:
-    words = ["bench", "gemm", "--section", "quantised", "--device", "cpu", "--seconds", "0.001"]
+    words = ["bench", "gemm", "--section", "widths", "--device", "cpu", "--seconds", "0.001"]
     assert run([*words, "-o", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert err == "" and "TFLOP/s" in out and "####" in out and "written:" in out
-    assert (tmp_path / "gemm_quantisation.svg").exists() and (tmp_path / "gemm.md").exists()
+    assert (tmp_path / "gemm_widths.svg").exists() and (tmp_path / "gemm.md").exists()
 
 
 @pytest.mark.parametrize("verb", ["copy", "attention", "data"])
@@ -51,7 +51,7 @@ def test_a_step_of_a_run_file(tmp_path: Path, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        (["bench", "gemm", "--section", "quantized"], "--section"),
+        (["bench", "gemm", "--section", "width"], "--section"),
         (["bench", "copy", "--device", "tpu"], "--device"),
         (["bench", "copy", "--device", "cuda"], "device"),
         (["bench", "checkpoint", "--size", "big"], "--size"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.golden_files import assert_golden
-from tests.support.run_texts import DENSE
+from tests.support.run_files import DENSE
 
 from meshwright.cli.main import run
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.small_runs import train_small, write_run_file
+from tests.support.run_files import train_run_file, write_run_file
 
 from meshwright.cli.main import run
 
@@ -15,8 +15,8 @@ Captured = pytest.CaptureFixture[str]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs that differ in their seed."""
     folder = tmp_path_factory.mktemp("runs")
-    train_small(folder, "checkpoint.every_steps=2", name="a")
-    train_small(folder, "seed=1", name="b")
+    train_run_file(folder, "checkpoint.every_steps=2", name="a")
+    train_run_file(folder, "seed=1", name="b")
     return folder
 
 

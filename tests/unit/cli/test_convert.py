@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from tests.support.small_runs import train_small
-from tests.support.tiny_models import tiny
+from tests.support.run_files import train_run_file
+from tests.support.shrunk_families import shrunk_family
 
 from meshwright.checkpoint.weights import build_model, open_weights
 from meshwright.cli.main import run
@@ -19,7 +19,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_small(tmp_path_factory.mktemp("trained"))
+    return train_run_file(tmp_path_factory.mktemp("trained"))
 
 
 def convert(source: Path, target: Path, *options: str) -> Path:
@@ -64,7 +64,7 @@ def test_transformers_reads_the_folder(trained: Path, tmp_path: Path):
 def test_a_converted_checkpoint_starts_a_run(trained: Path, tmp_path: Path):
     checkpoint = convert(convert(trained, tmp_path / "hf"), tmp_path / "checkpoint")
     directories = [
-        train_small(tmp_path, f"checkpoint.start_from={start}", "schedule.num_steps=2", name=name)
+        train_run_file(tmp_path, f"checkpoint.start_from={start}", "schedule.num_steps=2", name=name)
         for name, start in (("a", trained), ("b", checkpoint), ("c", tmp_path / "hf"))
     ]
     for other in directories[1:]:
@@ -80,7 +80,7 @@ def test_dtype_and_average(trained: Path, tmp_path: Path):
 
 
 def test_experts_and_their_bias_survive(tmp_path: Path):
-    model = tiny("deepseek-v3")
+    model = shrunk_family("deepseek-v3")
     decoder = build_decoder(model)
     initialise(decoder, 3)
     state = {name: tensor.detach() for name, tensor in decoder.state_dict().items()}

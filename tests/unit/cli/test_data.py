@@ -70,9 +70,9 @@ def test_stats_of_a_sequence_longer_than_the_data(dataset: Path, capsys: pytest.
 
 def test_verify_of_a_sound_dataset(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "verify", str(dataset)]) == 0
-    assert "sound" in capsys.readouterr().out
+    assert "intact" in capsys.readouterr().out
     assert run(["data", "verify", str(dataset), "--json"]) == 0
-    assert one_json(capsys.readouterr().out)["sound"] is True
+    assert one_json(capsys.readouterr().out)["intact"] is True
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
@@ -89,7 +89,7 @@ def test_verify_of_damage(dataset: Path, capsys: pytest.CaptureFixture[str], nam
     assert name in captured.err
     assert run(["data", "verify", str(dataset), "--json"]) == 2
     facts = one_json(capsys.readouterr().out)
-    assert facts["sound"] is False
+    assert facts["intact"] is False
     assert name in str(facts["damage"])
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.malformed import malformed
-from tests.support.run_texts import DENSE, LATENT, MOE
+from tests.support.run_files import DENSE, LATENT, MOE
 
 from meshwright.cli.main import run
 

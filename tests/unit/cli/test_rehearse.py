@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.support.small_runs import write_run_file
+from tests.support.run_files import write_run_file
 from tests.unit.rehearse import test_prove
 from tests.unit.rehearse.test_prove import KeptPool
 
@@ -42,7 +42,7 @@ def test_a_failed_proof_exits_four_and_names_the_worst(ranks, monkeypatch, tmp_p
     [
         (["--rank", "1"], "rank 1 is outside a world of 1 rank"),
         (["--imbalance", "2"], "--imbalance 2 has no effect: custom has no experts"),
-        (["--full", "--no-proof"], "--full has no effect with --no-proof"),
+        (["--all-pairs", "--no-proof"], "--all-pairs has no effect with --no-proof"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support.small_runs import train_small
+from tests.support.run_files import train_run_file
 
 from meshwright.cli.main import run
 
@@ -13,7 +13,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_small(tmp_path_factory.mktemp("trained"), "checkpoint.every_steps=2")
+    return train_run_file(tmp_path_factory.mktemp("trained"), "checkpoint.every_steps=2")
 
 
 def sampled(trained: Path, capsys: Captured, *options: str) -> str:
@@ -80,6 +80,6 @@ def test_no_such_directory(tmp_path: Path, capsys: Captured):
 
 
 def test_run_without_an_average(tmp_path: Path, capsys: Captured):
-    directory = train_small(tmp_path, "optim.ema_decay=null", "schedule.num_steps=1")
+    directory = train_run_file(tmp_path, "optim.ema_decay=null", "schedule.num_steps=1")
     assert run(["sample", str(directory), "--prompt", "x", "--ema"]) == 2
     assert "the run kept no average" in capsys.readouterr().err

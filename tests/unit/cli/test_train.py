@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.support.small_runs import SMALL, train_small, write_run_file
+from tests.support.run_files import TRAINABLE, train_run_file, write_run_file
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.cli.main import run
@@ -17,13 +17,13 @@ from meshwright.observe.summary import read_summary
 from meshwright.train import loop
 
 Captured = pytest.CaptureFixture[str]
-MODEL = SMALL["model"]
+MODEL = TRAINABLE["model"]
 assert isinstance(MODEL, dict)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_small(tmp_path_factory.mktemp("trained"))
+    return train_run_file(tmp_path_factory.mktemp("trained"))
 
 
 def refusal(arguments: list[str], capsys: Captured) -> tuple[str, str, str]:
@@ -101,7 +101,7 @@ def test_an_interrupt_that_cannot_save_is_a_failure(
 
 
 def test_start_from_takes_weights_only(trained: Path, tmp_path: Path):
-    changed = train_small(tmp_path, f"checkpoint.start_from={trained}", "schedule.num_steps=2")
+    changed = train_run_file(tmp_path, f"checkpoint.start_from={trained}", "schedule.num_steps=2")
     rows = read_metrics(changed)
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["loss"] < read_metrics(trained)[1]["loss"], "the loaded weights know something already"

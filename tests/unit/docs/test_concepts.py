@@ -7,12 +7,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.support.harness import Result, run_case
-from tests.support.ranks import RankPool
-from tests.support.tiny_runs import MODELS, SEQUENCE_LENGTH, tiny_run
+from tests.support.equivalence import Result, run_case
+from tests.support.runs import MODELS, SEQUENCE_LENGTH, tiny_run
 
 from meshwright.plan.time.timeline import StageSeconds, simulate
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.rules_memory import MEMORY_RULES
@@ -134,7 +134,7 @@ def run_of(parallel: ParallelSpec, model: str = "gqa") -> RunSpec:
 def test_data_parallel_holds_and_sends_what_the_page_says(ranks: RankPool, zero: int):
     run = run_of(ParallelSpec(dp_shard=2, zero=zero) if zero else ParallelSpec(dp_replicate=2))
     p, m, n = num_parameters(run.model), run.accumulation, 2
-    results = run_case(ranks, run, num_steps=NUM_STEPS)
+    results = run_case(ranks, run, num_steps=NUM_STEPS, records_traffic=True)
     axis = "dp_shard" if zero else "dp_replicate"
     sent = 2 * elements(results, "all_reduce", axis)
     sent += elements(results, "all_gather", axis) + elements(results, "reduce_scatter", axis)
@@ -151,7 +151,7 @@ def test_a_pipeline_gathers_once(ranks: RankPool, reduce: str):
     model = MODELS["gqa"].with_(num_layers=3)
     parallel = ParallelSpec(pp=2, dp_shard=2, zero=3, reduce=reduce)
     run = tiny_run(model, parallel=parallel, optim="adamw")
-    results = run_case(ranks, run, num_steps=NUM_STEPS)
+    results = run_case(ranks, run, num_steps=NUM_STEPS, records_traffic=True)
     held = sum(weight.numel() for weight in results[0].weights.values())
     scatters = run.accumulation if reduce == "each" else 1
     assert elements(results, "reduce_scatter", "dp_shard") == scatters * held
@@ -160,7 +160,7 @@ def test_a_pipeline_gathers_once(ranks: RankPool, reduce: str):
 
 def test_tensor_parallel_sends_what_the_page_says(ranks: RankPool):
     run = run_of(ParallelSpec(tp=2))
-    results = run_case(ranks, run, num_steps=NUM_STEPS)
+    results = run_case(ranks, run, num_steps=NUM_STEPS, records_traffic=True)
     size = SEQUENCE_LENGTH * run.model.width
     calls = run.accumulation * (4 * run.model.num_layers + 2)
     assert elements(results, "all_gather", "tp") == calls * size
@@ -172,7 +172,7 @@ def test_tensor_parallel_sends_what_the_page_says(ranks: RankPool):
 def test_pipeline_parallel_sends_what_the_page_says(ranks: RankPool):
     model = MODELS["tied"].with_(num_layers=3)
     run = tiny_run(model, parallel=ParallelSpec(pp=2), optim="adamw")
-    results = run_case(ranks, run, num_steps=NUM_STEPS)
+    results = run_case(ranks, run, num_steps=NUM_STEPS, records_traffic=True)
     assert elements(results, "send", "pp") == run.accumulation * SEQUENCE_LENGTH * model.width
     assert elements(results, "recv", "pp") == run.accumulation * SEQUENCE_LENGTH * model.width
     assert elements(results, "all_reduce", "pp") == model.vocab_size * model.width
@@ -182,7 +182,7 @@ def test_expert_parallel_sends_what_the_page_says(ranks: RankPool):
     run = run_of(ParallelSpec(dp_shard=2, zero=1, ep=2), "moe")
     moe = run.model.moe
     assert moe is not None
-    results = run_case(ranks, run, num_steps=NUM_STEPS)
+    results = run_case(ranks, run, num_steps=NUM_STEPS, records_traffic=True)
     calls = Counter()
     for (kind, _, size), count in results[0].communication.items():
         calls[size // FLOAT64] += count if kind == "all_to_all" else 0

@@ -6,7 +6,7 @@ from mmap import PAGESIZE
 
 import pytest
 import torch
-from tests.support.tiny_runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

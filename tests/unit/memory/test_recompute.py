@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo as dynamo
-from tests.support.tiny_runs import MODELS
+from tests.support.runs import MODELS
 from torch import nn
 from torch._logging._internal import warning_once
 

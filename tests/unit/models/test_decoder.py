@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.tiny_models import TINY_FAMILIES, tiny
+from tests.support.shrunk_families import TINY_FAMILIES, shrunk_family
 from torch import Tensor
 
 from meshwright.models import Decoder, build_decoder, initialise
@@ -38,14 +38,14 @@ def _loss(model: Decoder, tokens_BS: Tensor, **rest: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_parameters_are_the_listed_ones(name: str) -> None:
-    spec = tiny(name)
+    spec = shrunk_family(name)
     built = [(key, tuple(value.shape)) for key, value in build_decoder(spec).named_parameters()]
     assert built == [(parameter.name, parameter.shape) for parameter in parameters(spec)]
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_every_parameter_gets_a_gradient(name: str) -> None:
-    model = _model(tiny(name))
+    model = _model(shrunk_family(name))
     tokens_BS = _tokens(2, 16)
     _loss(model, tokens_BS, sequence_weights_B=torch.full((2,), 0.5)).backward()
     without = [key for key, value in model.named_parameters() if value.grad is None or not value.grad.any()]
@@ -55,7 +55,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.1-8b", "deepseek-v3"])
 def test_the_loss_is_a_weighted_sum(name: str) -> None:
-    model = _model(tiny(name))
+    model = _model(shrunk_family(name))
     tokens_BS, targets_BS = _tokens(2, 9), _tokens(2, 9, seed=1)
     weights_BS = torch.rand(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     logits_BSV = model(tokens_BS, positions_BS=_positions(tokens_BS))
@@ -67,7 +67,7 @@ def test_the_loss_is_a_weighted_sum(name: str) -> None:
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_stages_compose_to_the_whole(name: str) -> None:
     """Loss and gradients of three stages equal the whole model's, from the same seed."""
-    spec = tiny(name).with_(init_std=0.2)
+    spec = shrunk_family(name).with_(init_std=0.2)
     whole = _model(spec)
     stages = [
         build_decoder(spec, layers=range(1), has_head=False, dtype=torch.float64),
@@ -103,7 +103,7 @@ def _summed_gradients(stages: list[Decoder]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
     """loss(pack(a, b)) == loss(a) + loss(b)."""
-    model = _model(tiny(name))
+    model = _model(shrunk_family(name))
     first, second = _tokens(1, 7), _tokens(1, 11, seed=3)
     packed = torch.cat((first, second), dim=1)
     targets_BS = torch.cat((packed[:, 1:], torch.tensor([[-100]])), dim=1)
@@ -118,7 +118,7 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
 
 
 def test_one_document_per_row_needs_no_mask() -> None:
-    model = _model(tiny("llama-3.1-8b"))
+    model = _model(shrunk_family("llama-3.1-8b"))
     tokens_BS = _tokens(2, 10)
     masked = _loss(model, tokens_BS, documents_BS=torch.zeros(2, 10, dtype=torch.int64))
     torch.testing.assert_close(masked, _loss(model, tokens_BS), **SAME_FLOAT64)
@@ -175,7 +175,7 @@ def test_rotation_keeps_the_dtype_and_computes_wide() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_and_narrow_weights_stay_close(name: str, dtype: torch.dtype) -> None:
     """Norms, tables, router and loss stay wide, so the loss moves by rounding only."""
-    spec = tiny(name)
+    spec = shrunk_family(name)
     tokens_BS = _tokens(2, 12)
     reference = build_decoder(spec)
     initialise(reference, 0)
@@ -192,7 +192,7 @@ def test_autocast_and_narrow_weights_stay_close(name: str, dtype: torch.dtype) -
 
 
 def test_dropout_acts_in_training_only() -> None:
-    model = _model(tiny("gpt2-124m").with_(dropout=0.5))
+    model = _model(shrunk_family("gpt2-124m").with_(dropout=0.5))
     tokens_BS = _tokens(1, 8)
     model.train()
     assert not torch.equal(_loss(model, tokens_BS), _loss(model, tokens_BS))
@@ -201,7 +201,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 def test_attention_dropout_acts_in_training_only() -> None:
-    spec = tiny("gpt2-124m")
+    spec = shrunk_family("gpt2-124m")
     model = _model(spec.with_(attention=spec.attention.with_(dropout=0.5)))
     tokens_BS = _tokens(1, 8)
     assert not torch.equal(_loss(model, tokens_BS), _loss(model, tokens_BS))

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from tests.support.tiny_models import TINY_FAMILIES, tiny
+from tests.support.shrunk_families import TINY_FAMILIES, shrunk_family
 
 from meshwright.models import build_decoder, initialise
 from meshwright.models.initialise import initial_std
@@ -12,7 +12,7 @@ from meshwright.spec.parameters import parameters
 
 def test_stages_hold_the_numbers_of_the_whole() -> None:
     for name in TINY_FAMILIES:
-        spec = tiny(name)
+        spec = shrunk_family(name)
         whole = build_decoder(spec)
         initialise(whole, 7)
         for layers, has_embedding, has_head in ((range(1), True, False), (range(1, 3), False, True)):
@@ -23,7 +23,7 @@ def test_stages_hold_the_numbers_of_the_whole() -> None:
 
 
 def test_dtypes_start_from_the_same_numbers() -> None:
-    spec = tiny("deepseek-v3")
+    spec = shrunk_family("deepseek-v3")
     models = [build_decoder(spec, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
     for model in models:
         initialise(model, 1)
@@ -33,7 +33,7 @@ def test_dtypes_start_from_the_same_numbers() -> None:
 
 
 def test_seeds_and_names_give_different_numbers() -> None:
-    spec = tiny("llama-2-7b")
+    spec = shrunk_family("llama-2-7b")
     first, second = build_decoder(spec), build_decoder(spec)
     initialise(first, 0)
     initialise(second, 1)
@@ -44,7 +44,7 @@ def test_seeds_and_names_give_different_numbers() -> None:
 
 
 def test_every_kind_of_tensor() -> None:
-    spec = tiny("gpt2-124m")
+    spec = shrunk_family("gpt2-124m")
     model = build_decoder(spec)
     initialise(model, 0)
     state = model.state_dict()
@@ -56,7 +56,7 @@ def test_every_kind_of_tensor() -> None:
 
 
 def test_projections_into_the_residual_start_smaller_when_asked() -> None:
-    spec = tiny("mixtral-8x7b")
+    spec = shrunk_family("mixtral-8x7b")
     smaller = {
         p.name.split(".", 2)[2] for p in parameters(spec) if p.layer == 0 and initial_std(spec, p) < 0.02
     }
@@ -66,7 +66,7 @@ def test_projections_into_the_residual_start_smaller_when_asked() -> None:
 
 
 def test_the_balance_bias_survives_a_cast() -> None:
-    model = build_decoder(tiny("deepseek-v3"))
+    model = build_decoder(shrunk_family("deepseek-v3"))
     initialise(model, 0)
     bias = model.blocks["1"].mlp.router.balance_bias
     bias += 1.0009765625  # not a bf16 number

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.support.tiny_models import tiny
+from tests.support.shrunk_families import shrunk_family
 from torch import Tensor, nn
 
 from meshwright.errors import CheckpointError
@@ -170,7 +170,7 @@ def test_what_we_write_transformers_reads(case: str, tmp_path: Path) -> None:
     "family", ["gpt2-124m", "llama-3.2-1b", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3"]
 )
 def test_round_trip_is_bitwise(family: str, tmp_path: Path) -> None:
-    ours = _initialised(tiny(family))
+    ours = _initialised(shrunk_family(family))
     save_folder(ours.state_dict(), ours.spec, tmp_path / "out", max_shard_bytes=20_000)
     back = _read(tmp_path / "out")
     for name, tensor in ours.state_dict().items():
@@ -184,14 +184,14 @@ def _initialised(spec: ModelSpec) -> Decoder:
 
 
 def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
-    ours = _initialised(tiny("llama-3.2-1b"))
+    ours = _initialised(shrunk_family("llama-3.2-1b"))
     save_folder(ours.state_dict(), ours.spec, tmp_path / "out")
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
 @pytest.mark.parametrize("family", ["gpt2-124m", "llama-3.1-8b", "deepseek-v3"])
 def test_slices_are_parts_of_the_whole(family: str, tmp_path: Path) -> None:
-    ours = _initialised(tiny(family))
+    ours = _initialised(shrunk_family(family))
     save_folder(ours.state_dict(), ours.spec, tmp_path / "out")
     reader = HuggingFaceReader(tmp_path / "out")
     for name in reader.names():
@@ -201,7 +201,7 @@ def test_slices_are_parts_of_the_whole(family: str, tmp_path: Path) -> None:
 
 
 def test_a_stage_loads_only_its_part(tmp_path: Path) -> None:
-    ours = _initialised(tiny("qwen3-8b"))
+    ours = _initialised(shrunk_family("qwen3-8b"))
     save_folder(ours.state_dict(), ours.spec, tmp_path / "out")
     stage = build_decoder(ours.spec, layers=range(1, 2), has_embedding=False, has_head=False)
     initialise(stage, seed=9)
@@ -211,7 +211,7 @@ def test_a_stage_loads_only_its_part(tmp_path: Path) -> None:
 
 
 def test_narrow_weights_leave_the_balance_bias_wide(tmp_path: Path) -> None:
-    ours = _initialised(tiny("deepseek-v3"))
+    ours = _initialised(shrunk_family("deepseek-v3"))
     save_folder(ours.state_dict(), ours.spec, tmp_path / "out", dtype=torch.bfloat16)
     saved = load_file(tmp_path / "out" / "model.safetensors")
     dtypes = {name: tensor.dtype for name, tensor in saved.items()}
@@ -223,7 +223,7 @@ def test_narrow_weights_leave_the_balance_bias_wide(tmp_path: Path) -> None:
 
 def test_the_first_gpt2_files_are_read(tmp_path: Path) -> None:
     """They have no `transformer.` prefix and carry mask buffers."""
-    ours = _initialised(tiny("gpt2-124m"))
+    ours = _initialised(shrunk_family("gpt2-124m"))
     save_folder(ours.state_dict(), ours.spec, tmp_path / "new")
     tensors = load_file(tmp_path / "new" / "model.safetensors")
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -236,7 +236,7 @@ def test_the_first_gpt2_files_are_read(tmp_path: Path) -> None:
 
 def _written(tmp_path: Path, **changes: Tensor | None) -> Path:
     """A small Llama folder with tensors replaced, or left out where None."""
-    ours = _initialised(tiny("llama-3.1-8b"))
+    ours = _initialised(shrunk_family("llama-3.1-8b"))
     folder = tmp_path / "out"
     save_folder(ours.state_dict(), ours.spec, folder)
     with safe_open(folder / "model.safetensors", framework="pt") as handle:
@@ -273,7 +273,7 @@ def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(to_config(tiny("llama-2-7b"))))
+    (tmp_path / "config.json").write_text(json.dumps(to_config(shrunk_family("llama-2-7b"))))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError) as caught:
         HuggingFaceReader(tmp_path)
@@ -288,7 +288,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
-    ours = _initialised(tiny("llama-2-7b"))
+    ours = _initialised(shrunk_family("llama-2-7b"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
     with pytest.raises(CheckpointError, match="not empty"):
@@ -296,7 +296,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_state_is_refused_before_writing(tmp_path: Path) -> None:
-    ours = _initialised(tiny("llama-2-7b"))
+    ours = _initialised(shrunk_family("llama-2-7b"))
     state = dict(ours.state_dict())
     del state["head.weight"]
     with pytest.raises(CheckpointError, match=r"1 missing tensor: head\.weight"):

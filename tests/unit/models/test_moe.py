@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.tiny_models import tiny
+from tests.support.shrunk_families import shrunk_family
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -179,7 +179,7 @@ def test_evaluation_counts_nothing() -> None:
 
 
 def test_records_are_taken_once_and_the_bias_steps_towards_even_use() -> None:
-    model = build_decoder(tiny("deepseek-v3"))
+    model = build_decoder(shrunk_family("deepseek-v3"))
     initialise(model, 0)
     tokens_BS = torch.arange(20).view(2, 10)
     positions_BS = torch.arange(10).expand(2, 10)

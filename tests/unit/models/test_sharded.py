@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import torch
-from tests.support.ranks import RankPool
-from tests.support.tiny_models import tiny
+from tests.support.shrunk_families import shrunk_family
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -12,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshwright.models import Decoder, build_decoder, initialise
 from meshwright.models.interop import HuggingFaceReader, load_folder, save_folder
 from meshwright.ops.sharded import held_part
+from meshwright.rehearse.rank_pool import RankPool
 
 FAMILY = "mixtral-8x7b"
 
@@ -34,7 +34,7 @@ def _gathered(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 def _initialised_when_cut() -> dict[str, torch.Tensor]:
-    model = build_decoder(tiny(FAMILY))
+    model = build_decoder(shrunk_family(FAMILY))
     _cut(model)
     initialise(model, 7)
     return _gathered(model)
@@ -50,7 +50,7 @@ def _loaded_when_cut(folder: str) -> dict[str, torch.Tensor]:
 
 
 def _whole() -> Decoder:
-    model = build_decoder(tiny(FAMILY))
+    model = build_decoder(shrunk_family(FAMILY))
     initialise(model, 7)
     return model
 

@@ -1,12 +1,12 @@
-"""What a pipeline can cut, and why it refuses the rest."""
+"""Chains that a pipeline can split into stages, and chains that it refuses."""
 
 import pytest
 import torch
-from tests.support.own_modules import plain_token_loss, sequential, token_batch
+from tests.support.user_modules import plain_token_loss, sequential, token_batch
 from torch import nn
 
 from meshwright.errors import SpecError
-from meshwright.modules.chain import Chain, ChainStage, cut, require_chain
+from meshwright.modules.chain import Chain, ChainStage, require_chain, split_into_stages
 
 
 class Plain(nn.Module):
@@ -55,9 +55,9 @@ ORDER = ["table", "blocks.*", "head"]
 
 
 def test_a_chain_is_proved_on_a_batch():
-    borders = require_chain(Chain(Plain(), ORDER), plain_token_loss, token_batch(0))
-    assert [tuple(border.shape) for border in borders] == [(8, 12), *[(8, 12, 8)] * 4, (8, 12, 37)]
-    assert all(border.is_meta for border in borders)
+    part_io = require_chain(Chain(Plain(), ORDER), plain_token_loss, token_batch(0))
+    assert [tuple(one.shape) for one in part_io] == [(8, 12), *[(8, 12, 8)] * 4, (8, 12, 37)]
+    assert all(one.is_meta for one in part_io)
 
 
 def test_a_sequential_needs_no_order():
@@ -72,12 +72,12 @@ def test_a_sequential_needs_no_order():
         (Offset(), ORDER, "parameter offset is in none of the parts"),
         (Tied(), ORDER, "parameter table.weight is in table and head"),
         (Plain(), ["table", "blocks.*"], "parameter head.weight is in none of the parts"),
-        (Plain(), ["blocks.*", "table", "head"], "part 'blocks.0' does not take the output"),
+        (Plain(), ["blocks.*", "table", "head"], "part 'blocks.0' does not accept the output"),
         (Plain(), ["table", "layers.*", "head"], "pattern 'layers.*' matches none"),
-        (Plain(), None, "nothing says in which order Plain runs its parts"),
+        (Plain(), None, "the order in which Plain runs its parts is not known"),
     ],
 )
-def test_what_cannot_be_cut_is_told(model, order, fact):
+def test_a_chain_that_cannot_be_split_is_refused(model, order, fact):
     with pytest.raises(SpecError) as caught:
         require_chain(Chain(model, order), plain_token_loss, token_batch(0))
     assert fact in caught.value.fact
@@ -88,7 +88,7 @@ def test_a_loss_that_wants_more_than_a_tensor():
     def loss(model, batch):
         return model(batch[0]).logits.sum(), 1
 
-    with pytest.raises(SpecError, match="the loss does not take what the last part gives"):
+    with pytest.raises(SpecError, match="the loss does not accept the output of the last part"):
         require_chain(
             Chain(Plain(), ORDER), lambda model, batch: loss(lambda x: model(x), batch), token_batch(0)
         )
@@ -96,7 +96,7 @@ def test_a_loss_that_wants_more_than_a_tensor():
 
 def test_stages_keep_the_names_and_share_the_parameters():
     model = Plain()
-    stages = cut(Chain(model, ORDER).parts(), 2)
+    stages = split_into_stages(Chain(model, ORDER).parts(), 2)
     names = [name for parts in stages for name, _ in ChainStage(parts).named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]
     assert [list(parts) for parts in stages] == [["table", "blocks.0", "blocks.1", "blocks.2"], ["head"]]
@@ -104,4 +104,4 @@ def test_stages_keep_the_names_and_share_the_parameters():
 
 def test_more_stages_than_parts():
     with pytest.raises(SpecError, match="6 pipeline stages for the 5 parts"):
-        cut(Chain(Plain(), ORDER).parts(), 6)
+        split_into_stages(Chain(Plain(), ORDER).parts(), 6)

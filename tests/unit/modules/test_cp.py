@@ -2,13 +2,17 @@
 
 import pytest
 import torch
-from tests.support.harness import this_world
-from tests.support.own_modules import decoder, fit_spec, parallel, sequential, token_batch, token_loss
+from tests.support.equivalence import this_world
+from tests.support.module_training import (
+    fit_spec,
+    parallel,
+)
+from tests.support.user_modules import decoder, sequential, token_batch, token_loss
 from torch.nn.functional import cross_entropy
 
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.mesh import build_mesh
-from meshwright.modules.build import build_module_training
+from meshwright.modules.build_training import build_module_training
 from meshwright.modules.cp import _interface, require_interface
 
 
@@ -20,10 +24,10 @@ def refusal(model) -> str:
 
 
 def test_attention_that_is_not_called_by_name():
-    assert "the attention of Sequential is its own" in refusal(sequential())
+    assert "Sequential does not call attention through the attention interface" in refusal(sequential())
     # Caps its logits, so the library itself chooses eager.
-    assert "computes attention by itself (eager)" in refusal(decoder("Gemma2", head_dim=4))
-    assert "drops 0.5 of its attention" in refusal(decoder("Olmo2", attention_dropout=0.5))
+    assert "uses eager attention" in refusal(decoder("Gemma2", head_dim=4))
+    assert "has attention_dropout=0.5" in refusal(decoder("Olmo2", attention_dropout=0.5))
     require_interface(decoder("Olmo2"), 2)
 
 
@@ -33,7 +37,9 @@ UNKNOWN = {"softcap": 30.0, "s_aux": torch.ones(4), "dropout": 0.1, "is_causal":
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_attention_that_ranks_cannot_share(name):
     attention, q_BHSK = _interface(torch.nn.Identity()), torch.ones(1, 4, 8, 4)
-    with pytest.raises(MeshwrightError, match=r"Linear .*, which attention over several ranks cannot"):
+    with pytest.raises(
+        MeshwrightError, match=r"Linear .*, which attention over several ranks does not support"
+    ):
         attention(torch.nn.Linear(1, 1), q_BHSK, q_BHSK, q_BHSK, None, **{name: UNKNOWN[name]})
 
 
@@ -65,17 +71,17 @@ def _facts() -> list[str]:
     }
     spec = fit_spec(parallel=parallel(cp=2))
     mesh = build_mesh(spec.parallel, this_world())
-    told = []
+    facts = []
     for model, loss, batch in cases.values():
         with pytest.raises(MeshwrightError) as caught:
             build_module_training(model, loss, spec, mesh, batch)
-        told.append(f"{caught.value.where}: {caught.value.fact}")
-    return told
+        facts.append(f"{caught.value.where}: {caught.value.fact}")
+    return facts
 
 
-def test_what_a_trial_shows(ranks):
+def test_what_the_first_batch_shows(ranks):
     shifted, masked, uneven, lengths = ranks.run(_facts, 2)[0]
-    assert shifted.startswith("loss: the loss of a batch is") and "no sum over positions" in shifted
-    assert "attention_mask is given" in masked
+    assert shifted.startswith("loss: the loss of a batch is") and "not a sum over positions" in shifted
+    assert "attention_mask is set" in masked
     assert "a sequence of 10 tokens does not divide into 2 x cp = 4" in uneven
     assert "a batch has shapes [(8, 12), (8, 8)]" in lengths

@@ -1,4 +1,4 @@
-"""Samples of anybody's dataset: every one once, the same number of micro-batches on every rank."""
+"""Samples of a user's dataset: every one once, the same number of micro-batches on every rank."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError
-from meshwright.modules.dataset import Deal, DealtBatches, LoaderOptions, all_once
+from meshwright.modules.dataset import DatasetBatches, LoaderOptions, SampleAssignment, one_pass
 from meshwright.modules.loop_loader import LoopLoader
 
 CPU = torch.device("cpu")
@@ -15,20 +15,22 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [1, 3, 5, 8, 11, 12])
-def test_a_batch_is_dealt_out_once(count, dp):
+def test_a_batch_is_assigned_once(count, dp):
     ids = np.arange(count)
-    pieces = [Deal(2, rank, dp).pieces(ids) for rank in range(dp)]
-    assert len({len(mine) for mine in pieces}) == 1
-    counted = [number for mine in pieces for numbers, is_counted in mine if is_counted for number in numbers]
+    microbatches = [SampleAssignment(2, rank, dp).microbatches(ids) for rank in range(dp)]
+    assert len({len(mine) for mine in microbatches}) == 1
+    counted = [
+        number for mine in microbatches for numbers, is_counted in mine if is_counted for number in numbers
+    ]
     assert sorted(counted) == ids.tolist()
-    assert all(1 <= len(numbers) <= 2 for mine in pieces for numbers, _ in mine)
+    assert all(1 <= len(numbers) <= 2 for mine in microbatches for numbers, _ in mine)
 
 
-def _batches(rank: int, dp: int, *, batch: int = 6, epochs: int | None = 1) -> DealtBatches:
-    return DealtBatches(
+def _batches(rank: int, dp: int, *, batch: int = 6, epochs: int | None = 1) -> DatasetBatches:
+    return DatasetBatches(
         [torch.tensor(number) for number in range(10)],
         SampleOrder(10, 0, True),
-        Deal(batch // dp, rank, dp),
+        SampleAssignment(batch // dp, rank, dp),
         batch_samples=batch,
         num_samples=epochs * 10 if epochs else None,
         sample_tokens=3,
@@ -37,14 +39,14 @@ def _batches(rank: int, dp: int, *, batch: int = 6, epochs: int | None = 1) -> D
     )
 
 
-def _seen(batches: list[DealtBatches]) -> list[int]:
+def _seen(batches: list[DatasetBatches]) -> list[int]:
     return sorted(
         int(number)
         for stream in batches
         for batch in stream
-        for portion in batch.microbatches
-        if portion.is_counted
-        for number in portion.content
+        for microbatch in batch.microbatches
+        if microbatch.is_counted
+        for number in microbatch.content
     )
 
 
@@ -53,7 +55,7 @@ def test_an_epoch_has_every_sample_once(dp):
     assert _seen([_batches(rank, dp) for rank in range(dp)]) == list(range(10))
 
 
-def test_a_position_brings_the_rest_back_on_other_ranks():
+def test_a_position_means_the_same_on_other_ranks():
     first = _batches(0, 2, epochs=None)
     batch = next(first)
     assert batch.num_positions == 18 and len(batch.sample_ids) == 6
@@ -67,13 +69,13 @@ def test_a_position_brings_the_rest_back_on_other_ranks():
 
 def test_evaluation_reads_everything_once():
     data = [torch.tensor(number) for number in range(7)]
-    portions = [
-        list(all_once(data, Deal(2, rank, 2), device=CPU, options=LoaderOptions())) for rank in (0, 1)
+    microbatches = [
+        list(one_pass(data, SampleAssignment(2, rank, 2), device=CPU, options=LoaderOptions()))
+        for rank in (0, 1)
     ]
-    assert len(portions[0]) == len(portions[1]) == 2
-    assert sorted(int(one) for mine in portions for portion in mine for one in portion.content) == list(
-        range(7)
-    )
+    assert len(microbatches[0]) == len(microbatches[1]) == 2
+    contents = [one for mine in microbatches for microbatch in mine for one in microbatch.content]
+    assert sorted(map(int, contents)) == list(range(7))
 
 
 def _loaders(loader, dp: int) -> list[LoopLoader]:
@@ -134,7 +136,7 @@ def test_drop_last():
 
 def test_an_order_of_its_own_is_refused():
     sampler = WeightedRandomSampler([1.0] * 4, 4)
-    with pytest.raises(DataError, match="WeightedRandomSampler makes an order of its own"):
+    with pytest.raises(DataError, match="WeightedRandomSampler is a custom sampler"):
         _loaders(DataLoader(TensorDataset(torch.arange(4)), sampler=sampler), 1)
-    with pytest.raises(DataError, match="int cannot be iterated"):
+    with pytest.raises(DataError, match="int is not iterable"):
         _loaders(3, 1)

@@ -161,7 +161,7 @@ def test_settings_from_a_file(tmp_path):
 BAD = {
     "no steps": ({"num_steps": None}, "schedule.num_steps is null"),
     "an uneven batch": ({"batch_samples": 9}, "batch_samples=9 is not a multiple of"),
-    "no samples by number": ({"dataset": iter([])}, "has no length or no samples by number"),
+    "not map-style": ({"dataset": iter([])}, "has no __len__ or no __getitem__"),
     "no samples": ({"dataset": []}, "list has no samples"),
     "evaluation that never comes": ({"evaluation": samples(1)}, "evaluation without observe.evaluate"),
     "no evaluation": ({"evaluate": {"every_steps": 1}}, "observe.evaluate without evaluation"),
@@ -170,20 +170,26 @@ BAD = {
     "parameters of theirs": ({"offload": "parameters"}, "offloaded from blocks of our own models only"),
     "regather": ({"regather": True}, "regather=True has no effect"),
     "reduce": ({"reduce": "last"}, "reduce=last has no effect"),
-    "nothing to offload": ({"offload": "activations", "model": nn.Linear(6, 3)}, "has no list of alike"),
-    "nothing to recompute": ({"recompute": "full", "model": nn.Linear(6, 3)}, "has no list of alike modules"),
-    "nothing trains": ({"model": nn.ReLU()}, "ReLU has no parameter that wants a gradient"),
+    "nothing to offload": (
+        {"offload": "activations", "model": nn.Linear(6, 3)},
+        "has no list of modules",
+    ),
+    "nothing to recompute": (
+        {"recompute": "full", "model": nn.Linear(6, 3)},
+        "has no list of modules",
+    ),
+    "nothing trains": ({"model": nn.ReLU()}, "ReLU has no parameter with requires_grad"),
     "a meta module": ({"model": nn.Linear(6, 3, device="meta")}, "have no values (meta device)"),
     "a mean": ({"loss": lambda model, batch: model(batch[0]).mean()}, "where (sum, count) was expected"),
     "a sum per sample": (
         {"loss": lambda model, batch: (model(batch[0])[:, 0], 8)},
-        "the loss gave (a tensor of shape (2,), int) where",
+        "the loss returned (a tensor of shape (2,), int) where",
     ),
     "a sum without a graph": (
         {"loss": lambda model, batch: (model(batch[0]).detach().sum(), 8)},
-        "the sum that the loss gave depends on no parameter",
+        "the loss sum depends on no parameter",
     ),
-    "no module": ({"model": len}, "builtin_function_or_method is no nn.Module"),
+    "no module": ({"model": len}, "builtin_function_or_method is not an nn.Module"),
     "parts that are not there": (
         {"model": meshwright.Chain(network(), ["blocks.*"])},
         "pattern 'blocks.*' matches none",

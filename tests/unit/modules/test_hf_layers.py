@@ -1,8 +1,8 @@
-"""Which decoders a pipeline cannot cut by the parts that they publish."""
+"""Decoders that a pipeline cannot split by the parts that they publish."""
 
 import pytest
 import torch
-from tests.support.own_modules import decoder, token_batch, token_loss
+from tests.support.user_modules import decoder, token_batch, token_loss
 from torch.nn.functional import cross_entropy
 
 from meshwright.errors import DataError, MeshwrightError
@@ -16,7 +16,7 @@ def untied(family: str = "Olmo2", **changes):
     return decoder(family, tie_word_embeddings=False, **changes).double()
 
 
-def cut(model, loss=token_loss):
+def split(model, loss=token_loss):
     chain = Chain(model)
     replay_calls(model, chain.parts().items(), chain.inputs(BATCH))
     return require_chain(chain, as_logits(loss), BATCH)
@@ -33,12 +33,12 @@ def test_parts_give_what_the_model_gives():
         "Gemma3", head_dim=4, sliding_window=4, layer_types=["sliding_attention"] * 2 + ["full_attention"] * 2
     )
     expected = model(BATCH[0]).logits
-    cut(model)
+    split(model)
     parts = list(Chain(model).parts().values())
     assert torch.equal(run_parts(parts, BATCH[0]), expected)
     assert torch.equal(run_parts(parts, BATCH[0][:3]), expected[:3])
     assert torch.equal(model(BATCH[0]).logits, expected)
-    with pytest.raises(DataError, match="a sequence of 8 tokens, and the first had 12"):
+    with pytest.raises(DataError, match="a sequence of 8 tokens; the first one had 12"):
         run_parts(parts, BATCH[0][:, :8])
 
 
@@ -78,10 +78,10 @@ REFUSED = {
         token_loss,
         "its forward does something else between them",
     ),
-    "cache": (lambda: untied(use_cache=True), token_loss, "is given a DynamicCache as past_key_values"),
+    "cache": (lambda: untied(use_cache=True), token_loss, "gets a DynamicCache as past_key_values"),
     "labels": (untied, labelled_loss, "more than tokens (labels)"),
     "mask": (untied, masked_loss, "more than tokens (attention_mask)"),
-    "state": (looking_at_tokens, token_loss, "numbers that depend on the tokens"),
+    "state": (looking_at_tokens, token_loss, "arguments that depend on the tokens"),
 }
 
 
@@ -89,5 +89,5 @@ REFUSED = {
 def test_refused_with_the_reason(case):
     build, loss, fact = REFUSED[case]
     with pytest.raises(MeshwrightError) as caught:
-        cut(build(), loss)
+        split(build(), loss)
     assert fact in caught.value.fact and caught.value.where and caught.value.hint

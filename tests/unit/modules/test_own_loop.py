@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.own_modules import BATCH, NUM_STEPS, OPTIMIZERS, foreign_named, reference
+from tests.support.module_training import (
+    NUM_STEPS,
+    OPTIMIZERS,
+    train_plain_loop,
+)
+from tests.support.user_modules import BATCH, user_module
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -103,7 +108,7 @@ def own_loop(
             if step.number == stop_at:
                 run.save()
                 return losses, {}
-    weights = {one.name: one.as_global(one.shard).full_tensor() for one in run._program.owned}
+    weights = {one.name: one.as_global(one.shard).full_tensor() for one in run._program.shards}
     run.end()
     return losses, {name: weight.clone() for name, weight in weights.items()}
 
@@ -191,7 +196,7 @@ BAD = {
     "a pipeline": ({"parallel": {"pp": 2}}, "pp=2 in a loop of your own"),
     "a pattern of nothing": ({"blocks": "layers.*"}, "'layers.*' matches none"),
     "fp16 without a scale": ({"compute": "fp16"}, "compute=fp16 without loss_scale"),
-    "two optimizers": ({"optim": {"lr": 0.1}}, "there are two optimizers"),
+    "two optimizers": ({"optim": {"lr": 0.1}}, "both optimizer and optim are set"),
     "more ranks than there are": ({"dp_replicate": 4}, "parallel asks for 4 ranks"),
 }
 
@@ -236,7 +241,7 @@ def _refusals() -> list[str]:
 def test_what_cannot_be_divided_is_told(ranks):
     expected = [
         "Whole may look at whole parameters",
-        "scale is a single number, which ZeRO-3 cannot divide",
+        "scale is a scalar, which ZeRO-3 cannot shard",
         "SGD has made state already",
         "SGD holds 7 parameters that the model has not",
         "blocks.0.0.weight is shared by blocks.0 and blocks.1",
@@ -259,7 +264,7 @@ def test_a_mean_is_refused():
     [
         ({"optimizer": "adamw"}, "'adamw' is no torch optimizer"),
         ({"optimizer": "lbfgs"}, "LBFGS computes the loss again within a step"),
-        ({"model": len}, "builtin_function_or_method is no nn.Module"),
+        ({"model": len}, "builtin_function_or_method is not an nn.Module"),
         ({"keep": {"rates": object()}}, "keep has no effect without a directory"),
         ({"checkpoint": {"every_steps": 5}}, "checkpoint has no effect without a directory"),
     ],
@@ -294,10 +299,10 @@ def test_importing_the_package_loads_no_torch():
 
 
 def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Three batches in order through a decoder of transformers, as `own_modules.reference` takes them."""
-    foreign, said = foreign_named(name), OPTIMIZERS["adamw"]
+    """Three batches in order through a decoder of transformers, the same as in `train_plain_loop`."""
+    user, said = user_module(name), OPTIMIZERS["adamw"]
     torch.manual_seed(dist.get_rank())
-    model = foreign.build()
+    model = user.build()
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=said.lr,
@@ -305,7 +310,7 @@ def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], 
         eps=said.eps,
         weight_decay=said.weight_decay,
     )
-    parts = zip(*(foreign.batch(step) for step in range(NUM_STEPS)), strict=True)
+    parts = zip(*(user.batch(step) for step in range(NUM_STEPS)), strict=True)
     loader = DataLoader(TensorDataset(*map(torch.cat, parts)), batch_size=BATCH)
     run = meshwright.prepare(
         model,
@@ -318,17 +323,17 @@ def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], 
     )
     steps = []
     for batch in run.loader:
-        run.backward(*foreign.loss(model, batch))
+        run.backward(*user.loss(model, batch))
         steps.append(run.step())
     run.end()
-    weights = {one.name: one.as_global(one.shard).full_tensor().clone() for one in run._program.owned}
+    weights = {one.name: one.as_global(one.shard).full_tensor().clone() for one in run._program.shards}
     return [float(one.loss) for one in steps], [float(one.grad_norm) for one in steps], weights
 
 
 @pytest.mark.parametrize("name", ["starcoder2"])
 def test_tp_in_a_loop_equals_the_plain_loop(ranks, name):
     """The plan is what the decoder publishes; the module is called as before."""
-    expected = reference(name, "adamw")
+    expected = train_plain_loop(name, "adamw")
     for losses, norms, weights in ranks.run(_decoder_loop, 2, name, {"tp": 2}):
         torch.testing.assert_close(losses, expected.losses, rtol=RTOL, atol=0.0)
         torch.testing.assert_close(norms, expected.grad_norms, rtol=RTOL, atol=0.0)

@@ -1,21 +1,21 @@
 """What of a published tp plan is refused, and what is read from it."""
 
 import pytest
-from tests.support.own_modules import decoder, sequential
+from tests.support.user_modules import decoder, sequential
 
 from meshwright.errors import SpecError
-from meshwright.modules.tp_plan import read_plan
+from meshwright.modules.tp_plan import read_tp_plan
 
 
 def refusal(model, tp: int = 2) -> str:
     with pytest.raises(SpecError) as caught:
-        read_plan(model, tp)
+        read_tp_plan(model, tp)
     assert caught.value.where == "parallel.tp" and caught.value.hint
     return caught.value.fact
 
 
 def test_every_layer_of_a_plan_is_found():
-    styles = read_plan(decoder("Starcoder2", residual_dropout=0.0, embedding_dropout=0.0), 2)
+    styles = read_tp_plan(decoder("Starcoder2", residual_dropout=0.0, embedding_dropout=0.0), 2)
     assert styles["model.layers.3.mlp.c_proj"] == "rowwise"
     assert styles["lm_head"] == "colwise_gather_output"
     assert styles["model.embed_tokens"] == "embedding_rowwise"
@@ -46,21 +46,21 @@ def test_what_does_not_divide():
 
 
 def test_norms_that_the_plan_forgets():
-    """Their gradients would be of a part of the heads, without a word."""
+    """Their gradients would silently be those of a part of the heads."""
     fact = refusal(decoder("Phi", qk_layernorm=True))
-    assert "self_attn.q_layernorm stands between matrices that tp cuts" in fact
+    assert "self_attn.q_layernorm is between matrices that tp shards" in fact
 
 
 def test_styles_and_parameters_that_are_not_known():
     model = decoder("Olmo2")
     model._tp_plan = {"model.layers.*.mlp.up_proj": "packed_colwise"}
-    assert "cuts model.layers.0.mlp.up_proj as packed_colwise" in refusal(model)
+    assert "shards model.layers.0.mlp.up_proj as packed_colwise" in refusal(model)
     model._tp_plan = {"model.layers.*.mlp.up_proj.weight": "colwise"}
-    assert "cuts the parameter model.layers.0.mlp.up_proj.weight (colwise)" in refusal(model)
+    assert "shards the parameter model.layers.0.mlp.up_proj.weight (colwise)" in refusal(model)
     model._tp_plan = {"model.layers.*.self_attn.q_norm": "colwise"}
-    assert "is a Olmo2RMSNorm, and colwise cuts Linear" in refusal(model)
+    assert "is a Olmo2RMSNorm, and colwise shards Linear" in refusal(model)
     model._tp_plan = {"layers.*.mlp.up_proj": "colwise"}
-    assert "names no module that there is" in refusal(model)
+    assert "matches no module of the model" in refusal(model)
 
 
 def test_dropout():

@@ -1,7 +1,7 @@
 """GELU and SwiGLU as compiled blocks have them, against torch's own; their Triton kernels, interpreted."""
 
 import torch
-from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.triton_interpreter import IS_INTERPRETED, needs_triton, printed_in_interpreter
 from torch.nn import functional
 
 from meshwright.ops.gelu import biased_gelu, gelu_by_sigmoid, gelu_gradient
@@ -49,7 +49,7 @@ def test_tracing_knows_the_shapes() -> None:
 
 @needs_triton
 def test_interpreted_passes_equal_the_plain_ones() -> None:
-    assert words_of(__name__) == ["float32", "bfloat16"]
+    assert printed_in_interpreter(__name__) == ["float32", "bfloat16"]
 
 
 def compare(dtype: torch.dtype) -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import RankPool, rank_device
 from torch import Tensor, nn
 
 from meshwright.errors import SpecError
 from meshwright.ops.batch_norm import synchronise
+from meshwright.rehearse.rank_pool import RankPool, rank_device
 
 # Sums in another order cost float64 a few of its 16 digits.
 RTOL = 1e-11

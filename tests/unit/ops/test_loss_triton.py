@@ -1,14 +1,14 @@
 """The Triton passes over logits, in Triton's interpreter, against the plain ones."""
 
 import torch
-from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.triton_interpreter import IS_INTERPRETED, needs_triton, printed_in_interpreter
 
 from meshwright.ops.loss_rows import PLAIN
 
 
 @needs_triton
 def test_interpreted_passes_equal_the_plain_ones() -> None:
-    assert words_of(__name__) == ["float32", "bfloat16"]
+    assert printed_in_interpreter(__name__) == ["float32", "bfloat16"]
 
 
 def compare(dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.triton_interpreter import IS_INTERPRETED, needs_triton, printed_in_interpreter
 from torch import Tensor
 
 from meshwright.optim.adamw import adamw_pass
@@ -22,7 +22,7 @@ SHAPE = (3, 2500)
 @needs_triton
 def test_the_interpreted_kernel_equals_the_plain_pass() -> None:
     kinds = [f"{weight}/{moment}" for weight, moment in product(WEIGHTS, MOMENTS)]
-    assert words_of("tests.unit.optim.test_adamw_triton") == kinds
+    assert printed_in_interpreter("tests.unit.optim.test_adamw_triton") == kinds
 
 
 class Kept(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support.tiny_runs import tiny_run
+from tests.support.runs import tiny_run
 from torch import Tensor
 
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
@@ -12,7 +12,7 @@ from meshwright.models.decoder import build_decoder
 from meshwright.models.layers.fused import joint_maker, sharing
 from meshwright.ops.fused_linear import lies_behind
 from meshwright.parallel import apply
-from meshwright.parallel.fused_projections import join_products
+from meshwright.parallel.fused_projections import fuse_projections
 from meshwright.spec import ParallelSpec, PrecisionSpec, RunSpec
 from meshwright.train.build import build_data, build_training
 from meshwright.train.step import Training, train_step
@@ -30,7 +30,7 @@ def _steps(run: RunSpec, mesh: Mesh) -> tuple[Training, list[Tensor], dict[str, 
     training, batches = build_training(run, mesh), build_data(run, mesh)
     losses = [train_step(training, next(batches), learning_rate=0.05).loss for _ in range(3)]
     batches.close()
-    return training, losses, {one.name: one.shard.detach().clone() for one in training.program.owned}
+    return training, losses, {one.name: one.shard.detach().clone() for one in training.program.shards}
 
 
 @pytest.mark.parametrize("model", ["gqa", "tied", "gpt", "mla", "moe_shared"])
@@ -66,5 +66,5 @@ def test_bf16_weights_of_a_joint_product_lie_behind_each_other_and_train_as_apar
 def test_cut_or_uncompiled_weights_stay_apart(changes: dict[str, object]) -> None:
     run = tiny_run("gqa", **{"compile": True, **changes})
     model = build_decoder(run.model)
-    join_products(model, run)
+    fuse_projections(model, run)
     assert not any(map(joint_maker, model.modules()))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.support.harness import make_whole, this_world
-from tests.support.tiny_runs import tiny_run
+from tests.support.equivalence import gather_full, this_world
+from tests.support.runs import tiny_run
 
 from meshwright.mesh import build_mesh
 from meshwright.models.decoder import build_decoder
@@ -26,8 +26,8 @@ def _initial(parallel: ParallelSpec, model: str) -> tuple[dict[str, torch.Tensor
     """Gathered weights of a fresh program, and the sum over ranks of its shares in the norm."""
     run = tiny_run(model, parallel=parallel)
     program = build_program(run, build_mesh(parallel, this_world()))
-    whole = {one.name: make_whole(one, [one.shard.detach()])[0] for one in program.owned}
-    share = sum(one.norm_share * one.shard.numel() for one in program.owned)
+    whole = {one.name: gather_full(one, [one.shard.detach()])[0] for one in program.shards}
+    share = sum(one.norm_share * one.shard.numel() for one in program.shards)
     return whole, share
 
 

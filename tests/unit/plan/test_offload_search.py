@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.questions import asked, planned
+from tests.support.plans import asked, planned
 
 from meshwright.errors import PlanError
 from meshwright.plan.explain.reasons import explain
@@ -13,7 +13,7 @@ from meshwright.plan.explain.rejected import rejected
 from meshwright.plan.explain.relax import plan_or_relax
 from meshwright.plan.predict import predict_run
 from meshwright.plan.search.decision import make_plan, with_layout
-from meshwright.plan.search.search import LEAST_OFFLOAD_GAIN, search
+from meshwright.plan.search.search import MIN_OFFLOAD_GAIN, search
 from meshwright.spec.check import check
 
 
@@ -46,7 +46,7 @@ def test_it_is_kept_only_where_it_is_clearly_faster_than_recompute() -> None:
     assert here.any()
     if moved.any():
         least = fitting.step_seconds[here].min()
-        assert fitting.step_seconds[moved].max() <= (1 - LEAST_OFFLOAD_GAIN) * least
+        assert fitting.step_seconds[moved].max() <= (1 - MIN_OFFLOAD_GAIN) * least
 
 
 def test_a_host_that_is_too_small_does_not_help() -> None:

@@ -194,7 +194,7 @@ def test_published_networks(text: str, rate: float | None) -> None:
 
 def test_a_routed_model_is_known_by_its_shape() -> None:
     row = {**ROW, "layers": "48", "hidden": "2048", "ffn": "768", "heads": "32", "vocab": "151936", "ep": "8"}
-    model = read_row({**row, "params_b": "30.5"}, where="row 2").work.model
+    model = read_row({**row, "params_b": "30.5"}, where="row 2").workload.model
     assert model.moe is not None
     assert (model.moe.num_experts, model.moe.top_k, model.attention.head_width) == (128, 8, 128)
 
@@ -223,7 +223,7 @@ class TestFiles:
         [
             (b"", "is empty"),
             (b"\xff\xfe\x00", "cannot read"),
-            (b"gpu,gpu\n1,2\n", "stands twice"),
+            (b"gpu,gpu\n1,2\n", "occurs twice"),
             (b"model,speed\na,1\n", "no column 'gpu'"),
         ],
     )

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.triton_interpreter import IS_INTERPRETED, needs_triton, printed_in_interpreter
 
 from meshwright.precision.fp8.cast import _cast_and_turn, cast_and_turn, turned_cast_late, write_cast
 from meshwright.precision.fp8.quantise import encode
@@ -58,7 +58,7 @@ def test_tracing_knows_the_shapes() -> None:
 
 @needs_triton
 def test_interpreted_tiles_equal_the_plain_cast() -> None:
-    assert words_of(__name__) == ["float8_e4m3fn", "float8_e5m2"]
+    assert printed_in_interpreter(__name__) == ["float8_e4m3fn", "float8_e5m2"]
 
 
 def compare(dtype: torch.dtype, source: torch.dtype) -> None:

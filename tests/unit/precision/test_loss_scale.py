@@ -6,8 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.harness import this_world
-from tests.support.tiny_runs import tiny_run
+from tests.support.equivalence import this_world
+from tests.support.runs import tiny_run
 
 from meshwright.mesh import build_mesh
 from meshwright.precision.loss_scale import LossScale

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.support.harness import run_case, this_world
-from tests.support.tiny_runs import tiny_run
+from tests.support.equivalence import run_case, this_world
+from tests.support.runs import tiny_run
 
 from meshwright.errors import SpecError
 from meshwright.mesh import build_mesh

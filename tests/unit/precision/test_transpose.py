@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.interpreted import IS_INTERPRETED, needs_triton, words_of
+from tests.support.triton_interpreter import IS_INTERPRETED, needs_triton, printed_in_interpreter
 
 from meshwright.precision.fp8.transpose import turned
 
@@ -21,7 +21,7 @@ def test_tracing_knows_its_shape() -> None:
 
 @needs_triton
 def test_interpreted_tiles_equal_the_plain_copy() -> None:
-    assert words_of(__name__) == ["float8_e4m3fn", "bfloat16"]
+    assert printed_in_interpreter(__name__) == ["float8_e4m3fn", "bfloat16"]
 
 
 def compare(dtype: torch.dtype) -> None:

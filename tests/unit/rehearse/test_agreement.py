@@ -12,7 +12,7 @@ from meshwright.plan.memory.margins import EXACT, ROUTED, Margin, memory_margin
 from meshwright.plan.memory.rank_bytes import memory
 from meshwright.plan.workload.formats import runtime_of, workload_of
 from meshwright.plan.workload.layouts import one_layout
-from meshwright.rehearse.categories import peak_of
+from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.trace import Trace, trace_rank
 from meshwright.spec import (
     AttentionSpec,
@@ -160,7 +160,7 @@ def compare(run: RunSpec, *, at_last: bool) -> Compared:
     parallel = run.parallel
     first = parallel.num_ranks // parallel.pp * (parallel.pp - 1) if at_last else 0
     trace = trace_rank(run, first + parallel.cp * parallel.tp - 1, num_steps=1)
-    peak = peak_of(trace)
+    peak = step_peak(trace)
     found = memory(workload_of(run), _layout(run), parse_cluster("h200:1"), runtime_of(run))
     column = 2 if at_last else 0
     closed = {name: float(values[0, column]) for name, values in found.items.items() if name != "workspace"}
@@ -169,7 +169,7 @@ def compare(run: RunSpec, *, at_last: bool) -> Compared:
 
 
 def _gradients_of_the_update(trace: Trace) -> int:
-    first = next(i for i, event in enumerate(trace.events) if trace.moments[event.moment].phase == "update")
+    first = next(i for i, event in enumerate(trace.events) if trace.phases[event.phase_id].kind == "update")
     live = {event.number for event in trace.events[:first] if trace.records[event.number].kind == "gradients"}
     held = dict.fromkeys(live, 0)
     for event in trace.events[:first]:

@@ -18,9 +18,9 @@ from meshwright.memory.recompute import apply_recompute
 from meshwright.models.decoder import build_decoder
 from meshwright.models.layers.rope import rotation
 from meshwright.parallel import apply
-from meshwright.rehearse import compiled as compiling
+from meshwright.rehearse import compiled as compiled_blocks
 from meshwright.rehearse.compiled import Compiler
-from meshwright.rehearse.rank_report import AS_IF_UNCOMPILED, rehearse_rank
+from meshwright.rehearse.rank_report import TRACED_UNCOMPILED, rehearse_rank
 from meshwright.spec import MemorySpec
 
 # Of an H200: everything saved, everything made again, and a model with biases and layer norm.
@@ -83,8 +83,8 @@ def test_a_block_saves_what_torch_saves(recompute):
 )
 def test_compiled_runs_hold_what_an_h200_measured(name, monkeypatch):
     # They were measured before linears of one input had one product.
-    monkeypatch.setattr(apply, "join_products", lambda *_: None)
-    monkeypatch.setattr(apply, "lay_joint_weights", lambda *_: None)
+    monkeypatch.setattr(apply, "fuse_projections", lambda *_: None)
+    monkeypatch.setattr(apply, "pack_fused_weights", lambda *_: None)
     family, sequences, recompute = MEASURED[name]
     rows = json.loads((Path(RESULTS) / "runtime_h200_2026-11-15.json").read_text())
     (row,) = (
@@ -109,9 +109,9 @@ def compiled_run(parallel: dict, **how):
 def test_shorter_traces_of_compiled_blocks_give_the_whole_step_exactly():
     run = compiled_run({}, microbatches=2)
     run = run.with_(model=run.model.with_(num_layers=12))
-    short, whole = rehearse_rank(run, 0), rehearse_rank(run, 0, is_whole=True, num_steps=1)
+    short, whole = rehearse_rank(run, 0), rehearse_rank(run, 0, extrapolate=False, num_steps=1)
     assert short.num_traces > 1 == whole.num_traces
-    assert (short.items, short.moment) == (whole.items, whole.moment)
+    assert (short.items, short.peak_phase) == (whole.items, whole.peak_phase)
 
 
 def test_collectives_inside_a_compiled_block_are_counted():
@@ -141,10 +141,10 @@ def test_what_cannot_be_compiled_is_traced_as_if_uncompiled_and_says_so(monkeypa
     def fail(*_: object) -> None:
         raise RuntimeError("no kernels for this graph")
 
-    monkeypatch.setattr(compiling, "replayed", fail)
+    monkeypatch.setattr(compiled_blocks, "replay_graph", fail)
     run = compiled_run({})
     report = rehearse_rank(run, 0)
-    assert report.form.startswith(AS_IF_UNCOMPILED)
+    assert report.form.startswith(TRACED_UNCOMPILED)
     assert "no kernels for this graph" in report.form
     assert report.items == rehearse_rank(run.with_(compile=False), 0).items
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from meshwright.rehearse.allocation_log import AllocationLog
 from meshwright.rehearse.dispatch import Observer
-from meshwright.rehearse.ledger import Ledger
 
 NUM_BYTES = 4 * 1024
 
@@ -42,16 +42,18 @@ class _Held(torch.autograd.Function):
 
 def bytes_of_sums(*functions: Any) -> int:
     """What the sums of the gradients of one tensor allocate, with these functions of it added up."""
-    ledger = Ledger()
-    with FakeTensorMode(), Observer(ledger, Mock()):
+    allocations = AllocationLog()
+    with FakeTensorMode(), Observer(allocations, Mock()):
         leaf = torch.ones(NUM_BYTES // 4, requires_grad=True)
         middle = leaf * 1.0
         first, second = (function.apply(middle) for function in functions)
         torch.autograd.backward(first + second)
-        made = [held for held in ledger.records if held.operator == "aten.add"]
+        made = [held for held in allocations.records if held.operator == "aten.add"]
     # The sum of the two losses is an addition too, of one number.
     return sum(
-        event.num_bytes for event in ledger.events if event.num_bytes == NUM_BYTES and _is_of(event, made)
+        event.num_bytes
+        for event in allocations.events
+        if event.num_bytes == NUM_BYTES and _is_of(event, made)
     )
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from meshwright.rehearse.allocation_log import rounded
 from meshwright.rehearse.fusion import Kernel, kernels_of, peak_bytes
-from meshwright.rehearse.ledger import rounded
 from meshwright.rehearse.operations import Operations
 
 SIZE = 64
@@ -57,7 +57,7 @@ def test_values_of_the_same_bytes_share_a_kernel_and_write_over_nothing_that_one
     shared = next(kernel for kernel in found if len(kernel.written) == 2)
     assert {node.name for node in shared.written} == {"sin", "cos"}
     assert shared.overwritten == ()
-    assert [node.name for node in shared.forgotten] == ["mm"]
+    assert [node.name for node in shared.freed] == ["mm"]
     assert peak_bytes(found) == 3 * MATRIX
 
 
@@ -77,7 +77,7 @@ def test_many_reads_are_written_before_they_are_read_twice():
 def test_returned_values_are_kept_and_views_cost_nothing():
     found = kernels(lambda x: ((x + 1).t(), x.view(-1)), 1)
     assert written(found) == [["add"]]
-    assert found[0].forgotten == ()
+    assert found[0].freed == ()
 
 
 def test_what_writes_into_a_tensor_waits_for_its_readers():

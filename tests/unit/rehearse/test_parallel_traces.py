@@ -1,10 +1,10 @@
-"""Traces made in processes are those that are made here."""
+"""Traces made in parallel processes equal those made in this one."""
 
 import pytest
 from tests.unit.rehearse.test_trace import small_run
 
 from meshwright.errors import SpecError
-from meshwright.rehearse import parallel_traces as side_by_side
+from meshwright.rehearse import parallel_traces
 from meshwright.rehearse.parallel_traces import rehearse_ranks
 from meshwright.rehearse.rank_report import RankReport, rehearse_rank
 from meshwright.spec import RunSpec
@@ -20,19 +20,19 @@ def figures(report: RankReport) -> dict[str, object]:
 
 
 def test_reports_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "WORTH_PROCESSES", 0)
-    monkeypatch.setattr(side_by_side, "usable_cores", lambda: 2)
-    told: list[str] = []
-    first, last = rehearse_ranks(run_of(), [0, 2], tell=told.append)
+    monkeypatch.setattr(parallel_traces, "MIN_WORK_FOR_PROCESSES", 0)
+    monkeypatch.setattr(parallel_traces, "usable_cores", lambda: 2)
+    lines: list[str] = []
+    first, last = rehearse_ranks(run_of(), [0, 2], log=lines.append)
     assert figures(last) == figures(rehearse_rank(run_of(), 2))
     assert first.rank == 0 and first.items != last.items
-    assert "in 2 processes" in told[0]
-    assert told[-1] == f"trace {(count := first.num_traces + last.num_traces)} of {count}"
+    assert "in 2 processes" in lines[0]
+    assert lines[-1] == f"trace {(count := first.num_traces + last.num_traces)} of {count}"
 
 
-def test_what_a_process_refuses_is_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "WORTH_PROCESSES", 0)
-    monkeypatch.setattr(side_by_side, "usable_cores", lambda: 2)
+def test_an_error_in_a_worker_process_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_traces, "MIN_WORK_FOR_PROCESSES", 0)
+    monkeypatch.setattr(parallel_traces, "usable_cores", lambda: 2)
     run = run_of(parallel={"dp_shard": 2, "zero": 3}, memory={"offload": "optimizer,parameters"})
     with pytest.raises(SpecError, match="cannot tell shards") as refused:
         rehearse_ranks(run, [0])

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from meshwright.errors import EXIT_RUN_FAILED, RunError
 from meshwright.rehearse import prove as proving
-from meshwright.rehearse.prove import layout_words, prove, require_proved, train_here
+from meshwright.rehearse.prove import layout_text, prove, require_proved, train_here
 from meshwright.rehearse.shrink import shrink
 from meshwright.spec import DataSpec, MemorySpec, ParallelSpec, RunSpec, ScheduleSpec
 from meshwright.spec.families import family
@@ -129,4 +129,4 @@ def test_a_rank_that_fails_is_told_without_a_traceback(ranks, monkeypatch):
     ],
 )
 def test_layouts_in_words(parallel, words):
-    assert layout_words(parallel) == words
+    assert layout_text(parallel) == words

@@ -18,7 +18,7 @@ def report(rank: int) -> RankReport:
         rank=rank,
         coordinates={},
         items={"weights": 1.0 * GIB, "activations": 2.0 * GIB, "workspace": 1.0 * GIB},
-        moment="forward of head, micro-batch 0",
+        peak_phase="forward of head, micro-batch 0",
         reserved_bytes=4.0 * GIB,
         reserved_default_bytes=5.0 * GIB,
         collectives=[],

@@ -1,6 +1,5 @@
 """The trace against what really happens: torch's own CPU allocator, and a second step."""
 
-import contextlib
 import gc
 import weakref
 
@@ -9,10 +8,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.errors import MeshError, SpecError
-from meshwright.rehearse import trace as tracing
-from meshwright.rehearse.categories import peak_of
-from meshwright.rehearse.measure import fill_any
-from meshwright.rehearse.trace import blank_batch, trace_rank
+from meshwright.rehearse.categories import step_peak
+from meshwright.rehearse.measure import fill_random
+from meshwright.rehearse.trace import trace_rank, zero_batch
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import (
     AttentionSpec,
@@ -79,8 +77,8 @@ LAYOUTS = {
 def _real_rise(run: RunSpec) -> int:
     """Bytes that torch's CPU allocator hands out in the second step beyond those held before it."""
     with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
-        training = build_training(run, mesh, fill=fill_any)
-        batch = blank_batch(run)
+        training = build_training(run, mesh, fill=fill_random)
+        batch = zero_batch(run)
         train_step(training, batch, learning_rate=1e-3)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             train_step(training, batch, learning_rate=1e-3)
@@ -97,25 +95,23 @@ def test_the_ledger_is_what_the_allocator_hands_out_to_the_byte(name, monkeypatc
     parallel, microbatches = LAYOUTS[name]
     run = small_run(parallel, microbatches=microbatches)
     # As on the CPU itself: its own kernels, its allocator's rounding.
-    monkeypatch.setattr(tracing, "as_on_cuda", contextlib.nullcontext)
-    monkeypatch.setattr(tracing, "standing_for", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr("meshwright.rehearse.ledger.BLOCK_BYTES", 1)
-    trace = trace_rank(run, 0)
+    monkeypatch.setattr("meshwright.rehearse.allocation_log.BLOCK_BYTES", 1)
+    trace = trace_rank(run, 0, device=None)
     before = sum(event.num_bytes for event in trace.events[: trace.step_begins_at])
-    assert peak_of(trace).allocated_bytes - before == _real_rise(run)
+    assert step_peak(trace).allocated_bytes - before == _real_rise(run)
 
 
 @pytest.mark.parametrize("name", ["zero_1", "zero_3", "pp_zero_3"])
 def test_the_first_step_is_as_full_as_the_third(name):
     parallel, microbatches = LAYOUTS[name]
     run = small_run(parallel, microbatches=microbatches, compute="bf16")
-    peaks = [peak_of(trace_rank(run, 0, num_steps=count)).allocated_bytes for count in (1, 3)]
+    peaks = [step_peak(trace_rank(run, 0, num_steps=count)).allocated_bytes for count in (1, 3)]
     assert peaks[0] == peaks[1]
 
 
 def test_state_is_exact():
     run = small_run({"dp_shard": 4, "zero": 3}).with_(optim=OptimSpec(kind="adamw"))
-    items = peak_of(trace_rank(run, 0)).items
+    items = step_peak(trace_rank(run, 0)).items
     num_parameters = 2 * 512 * 128 + 128 + 4 * (128 * 256 * 3 + 128 * 128 * 3 + 2 * 128)
     # The shards of 9 norms are 128 B each and take the allocator's smallest block.
     slack = 9 * (512 - 128)
@@ -128,14 +124,14 @@ def test_routed_experts_of_zero_3_are_recomputed_selectively():
     """FSDP wraps the experts inside a block, and marks its work for profilers once more the second time."""
     run = small_run({"dp_shard": 4, "zero": 3, "ep": 4}, recompute="selective", compute="bf16")
     routed = MODEL.with_(moe=MoeSpec(num_experts=8, top_k=2, width=64))
-    kept = peak_of(trace_rank(run.with_(model=routed), 0)).items["activations"]
+    kept = step_peak(trace_rank(run.with_(model=routed), 0)).items["activations"]
     whole = run.with_(model=routed, memory=MemorySpec(recompute="none"))
-    assert 0 < kept < peak_of(trace_rank(whole, 0)).items["activations"]
+    assert 0 < kept < step_peak(trace_rank(whole, 0)).items["activations"]
 
 
 def test_recompute_keeps_less():
     kept = [
-        peak_of(trace_rank(small_run({}, recompute=kind, compute="bf16"), 0)).items["activations"]
+        step_peak(trace_rank(small_run({}, recompute=kind, compute="bf16"), 0)).items["activations"]
         for kind in ("none", "selective", "full")
     ]
     assert kept[0] > kept[1] > kept[2]
@@ -159,28 +155,26 @@ def test_collectives_have_their_axis_bytes_and_count():
 def test_what_is_offloaded_is_not_on_the_device():
     run = small_run({})
     moved = run.with_(memory=run.memory.with_(offload="optimizer"))
-    plain, without = (peak_of(trace_rank(one, 0)) for one in (run, moved))
+    plain, without = (step_peak(trace_rank(one, 0)) for one in (run, moved))
     assert plain.items["optimizer"] > 0
     assert without.items.get("optimizer", 0) == 0
     assert without.allocated_bytes < plain.allocated_bytes
 
 
 @pytest.mark.parametrize("what", ["activations", "parameters"])
-def test_what_comes_and_goes_in_a_pass_is_on_the_host(what, monkeypatch):
+def test_what_comes_and_goes_in_a_pass_is_on_the_host(what):
     run = small_run({})
     moved = run.with_(memory=run.memory.with_(offload=what))
     # As on the CPU itself, so that the very program can be asked for its buffers.
-    monkeypatch.setattr(tracing, "as_on_cuda", contextlib.nullcontext)
-    monkeypatch.setattr(tracing, "standing_for", lambda _: contextlib.nullcontext())
-    plain, without = (trace_rank(one, 0) for one in (run, moved))
+    plain, without = (trace_rank(one, 0, device=None) for one in (run, moved))
     with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
-        training = build_training(moved, mesh, fill=fill_any)
-        train_step(training, blank_batch(moved), learning_rate=1e-3)
+        training = build_training(moved, mesh, fill=fill_random)
+        train_step(training, zero_batch(moved), learning_rate=1e-3)
         held = training.weights.link.account.pool_bytes
     assert plain.host_bytes == 0
     assert without.host_bytes == held > 0
     item = {"activations": "activations", "parameters": "weights"}[what]
-    before, after = (peak_of(one).items.get(item, 0) for one in (plain, without))
+    before, after = (step_peak(one).items.get(item, 0) for one in (plain, without))
     # Two of the four blocks are on the device at once, and what is no block's own.
     assert after < 0.75 * before
 
@@ -197,9 +191,9 @@ def test_a_finished_training_lets_go_of_its_parameters(name):
     parallel, microbatches = LAYOUTS[name]
     run = small_run(parallel, microbatches=microbatches)
     with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
-        training = build_training(run, mesh, fill=fill_any)
-        train_step(training, blank_batch(run), learning_rate=1e-3)
-        held = [weakref.ref(one.parameter) for one in training.program.owned]
+        training = build_training(run, mesh, fill=fill_random)
+        train_step(training, zero_batch(run), learning_rate=1e-3)
+        held = [weakref.ref(one.parameter) for one in training.program.shards]
         del training
     gc.collect()
     assert held

@@ -1,7 +1,7 @@
 """Each advisor with a run it leaves alone and a run it speaks about."""
 
 import pytest
-from tests.support.run_texts import GOOD
+from tests.support.run_files import VALID
 
 from meshwright.spec.advice import ADVISORS, advise
 from meshwright.spec.text import load_run, parse_run, recipe_names
@@ -47,14 +47,14 @@ def test_every_advisor_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_it_speaks_exactly_when_it_should(name: str):
     base, good, wasteful, words = CASES[name]
-    assert list(BY_NAME[name](parse_run(GOOD[base], good).require_valid())) == []
-    (advice,) = BY_NAME[name](parse_run(GOOD[base], wasteful).require_valid())
+    assert list(BY_NAME[name](parse_run(VALID[base], good).require_valid())) == []
+    (advice,) = BY_NAME[name](parse_run(VALID[base], wasteful).require_valid())
     assert words in advice.hint
     assert advice.fact and advice.where
 
 
 def test_the_share_of_a_rank_counts():
-    (advice,) = advise(parse_run(GOOD["dense"], [*GPU, "parallel.tp=4"]).require_valid())
+    (advice,) = advise(parse_run(VALID["dense"], [*GPU, "parallel.tp=4"]).require_valid())
     assert (advice.where, advice.hint) == ("model.mlp.width", "model.mlp.width=256 fills the tiles")
 
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 from tests.support.golden_files import assert_golden
-from tests.support.run_texts import GOOD
+from tests.support.run_files import VALID
 
 from meshwright.errors import SpecErrors
 from meshwright.spec.check import RULES, check, require_valid
@@ -333,7 +333,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["memory.recompute_every=2"],
             ["memory.on_oom=halve_microbatch", "data.microbatch_sequences=1"],
             ["precision.compute=bf16", "precision.fp8.history_steps=4"],
-            ["precision.compute=bf16", "precision.fp8.shadow_min_cosine=0.9"],
+            ["precision.compute=bf16", "precision.fp8.min_gradient_cosine=0.9"],
             ["optim.kind=sgd", "optim.beta2=0.99"],
             ["optim.kind=lars", "optim.eps=1e-6"],
             ["optim.momentum=0.9"],
@@ -366,14 +366,14 @@ def test_every_rule_has_cases_and_a_text():
 @pytest.mark.parametrize("name", CASES)
 def test_a_good_run_passes_every_rule(name: str):
     base, good, _ = CASES[name]
-    assert check(parse_run(GOOD[base], good).run) == []
+    assert check(parse_run(VALID[base], good).run) == []
 
 
 @pytest.mark.parametrize(
     ("name", "bad"), [(name, bad) for name, (_, _, all_bad) in CASES.items() for bad in all_bad], ids=str
 )
 def test_a_bad_run_breaks_the_rule(name: str, bad: list[str]):
-    run = parse_run(GOOD[CASES[name][0]], bad).run
+    run = parse_run(VALID[CASES[name][0]], bad).run
     violations = list(RULE_BY_NAME[name](run))
     assert len(violations) == 1
     assert violations[0].where and violations[0].hint
@@ -383,7 +383,7 @@ def test_every_condition_is_broken_by_a_case():
     told = {
         violation.where
         for bad in CASES["settings_have_effect"][2]
-        for violation in RULE_BY_NAME["settings_have_effect"](parse_run(GOOD["dense"], bad).run)
+        for violation in RULE_BY_NAME["settings_have_effect"](parse_run(VALID["dense"], bad).run)
     }
     assert told == {condition.key for condition in CONDITIONS}
 
@@ -393,13 +393,13 @@ def test_texts_of_broken_rules():
     for name, (base, _, all_bad) in CASES.items():
         lines += [f"# {name}: {inspect.getdoc(RULE_BY_NAME[name])}"]
         for bad in all_bad:
-            run = parse_run(GOOD[base], bad).run
+            run = parse_run(VALID[base], bad).run
             lines += [f"$ {base} {' '.join(bad)}", *map(str, RULE_BY_NAME[name](run)), ""]
     assert_golden("errors/rules.txt", "\n".join(lines))
 
 
 def test_all_violations_are_told_at_once():
-    run = parse_run(GOOD["dense"], ["parallel.tp=3", "schedule.warmup_steps=200", "data.synthetic=null"]).run
+    run = parse_run(VALID["dense"], ["parallel.tp=3", "schedule.warmup_steps=200", "data.synthetic=null"]).run
     with pytest.raises(SpecErrors) as caught:
         require_valid(run)
     assert {violation.where for violation in caught.value.violations} >= {
@@ -410,5 +410,5 @@ def test_all_violations_are_told_at_once():
 
 
 def test_a_valid_run_comes_back():
-    run = parse_run(GOOD["dense"]).run
+    run = parse_run(VALID["dense"]).run
     assert require_valid(run) is run

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.spec import ParallelSpec
 from meshwright.spec.families import family
-from meshwright.spec.stages import balanced_cuts, layer_costs, stage_layers, stages_of_rank
+from meshwright.spec.stages import balanced_bounds, layer_costs, stage_layers, stages_of_rank
 
 
 def _loads(costs, bounds, last_extra):
@@ -20,7 +20,7 @@ def _loads(costs, bounds, last_extra):
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 20))
 def test_no_cut_has_a_cheaper_costliest_part(costs, num_parts, last_extra):
     num_parts = min(num_parts, len(costs))
-    bounds = balanced_cuts(tuple(costs), num_parts, last_extra=last_extra)
+    bounds = balanced_bounds(tuple(costs), num_parts, last_extra=last_extra)
     assert bounds[0] == 0 and bounds[-1] == len(costs) and list(bounds) == sorted(set(bounds))
     inner = itertools.combinations(range(1, len(costs)), num_parts - 1)
     best = min(max(_loads(costs, (0, *cut, len(costs)), last_extra)) for cut in inner)
@@ -37,7 +37,7 @@ def test_layers_of_one_cost_are_cut_as_well_as_any(num_layers, cost, num_parts, 
         loads = _loads(costs, cut, last_extra)
         return max(loads), sum(load * load for load in loads), cut
 
-    assert balanced_cuts(costs, num_parts, last_extra=last_extra) == min(cuts, key=judged)
+    assert balanced_bounds(costs, num_parts, last_extra=last_extra) == min(cuts, key=judged)
 
 
 def test_the_stage_of_the_head_has_fewer_layers():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.golden_files import assert_golden
-from tests.support.run_texts import DENSE, GOOD
+from tests.support.run_files import DENSE, VALID
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec import text as text_module
@@ -253,9 +253,9 @@ class TestVersions:
             migrated({"version": version}, "run.yaml")
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", VALID)
 def test_a_dump_loads_back_equal(name: str):
-    run = parse_run(GOOD[name]).run
+    run = parse_run(VALID[name]).run
     assert parse_run(dump_run(run)).run == run
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.support.harness import run_case, this_world
-from tests.support.tiny_runs import MODELS, tiny_run
+from tests.support.equivalence import run_case, this_world
+from tests.support.runs import MODELS, tiny_run
 from torch import nn
 
 from meshwright.mesh import build_mesh

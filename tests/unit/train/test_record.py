@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.tiny_models import tiny
+from tests.support.shrunk_families import shrunk_family
 
 from meshwright.data.corpus import generated_tokens, unigram_entropy
 from meshwright.errors import RunError
@@ -25,7 +25,7 @@ from meshwright.train.record import NOT_COMPILED
 def run_of(**changes: Any) -> RunSpec:
     values: dict[str, Any] = {
         "device": "cpu",
-        "model": tiny("llama-3.1-8b", vocab_size=257, num_layers=1).model_dump(),
+        "model": shrunk_family("llama-3.1-8b", vocab_size=257, num_layers=1).model_dump(),
         "schedule": {"num_steps": 3},
         "data": {"synthetic": {"num_documents": 4}, "sequence_length": 16, "batch_sequences": 4},
     }
@@ -59,7 +59,7 @@ def _trained_compiled(run: RunSpec, run_dir: Path, backend: str) -> Any:
 @pytest.mark.parametrize(("recompute", "passes_over"), [("none", False), ("full", True)])
 def test_a_compiler_that_passes_over_everything_is_told(ranks, tmp_path: Path, recompute, passes_over):
     """Routed experts count their rows on the host, which torch does not compile inside recompute."""
-    model = tiny("qwen3-30b-a3b", vocab_size=257, num_layers=1).model_dump()
+    model = shrunk_family("qwen3-30b-a3b", vocab_size=257, num_layers=1).model_dump()
     run = run_of(model=model, compile=True, memory={"recompute": recompute}, schedule={"num_steps": 1})
     ranks.run(_trained_compiled, 1, run, tmp_path, "aot_eager")
     events = [json.loads(line) for line in (tmp_path / "events-0.jsonl").read_text().splitlines()]
@@ -92,7 +92,7 @@ def test_overflows_are_counted(ranks, tmp_path: Path):
 
 
 def moe_run(parallel: dict[str, int], rate: float) -> RunSpec:
-    model = tiny("deepseek-v3", vocab_size=257)
+    model = shrunk_family("deepseek-v3", vocab_size=257)
     assert model.moe is not None
     moe = model.moe.with_(balance_bias_rate=rate, aux_loss=0.01)
     return run_of(model=model.with_(moe=moe).model_dump(), parallel=parallel, precision={"compute": "fp64"})

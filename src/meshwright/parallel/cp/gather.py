@@ -1,4 +1,4 @@
-"""cp by gathering: every rank fetches all keys and values, and computes its own queries.
+"""cp by all-gather: every rank gathers all keys and values, and computes its own queries.
 
     out[B, S_cp, H, V] = attend(q[B, S_cp, H, K], all_gather_cp(k[B, S_cp, G, K]), all_gather_cp(v))
 
@@ -6,10 +6,10 @@ Per layer and rank, e bytes per element, one microbatch:
     forward   1 all-gather       (cp - 1) / cp  B S G (K + V) e   bytes sent
     backward  1 reduce-scatter   (cp - 1) / cp  B S G (K + V) e
     with documents, forward only, 1 all-gather of their numbers: (cp - 1) / cp  8 B S
-Held from forward to backward: the gathered keys and values, B S G (K + V) e.
+Saved for backward: the gathered keys and values, B S G (K + V) e.
 
-It pays when the keys are small beside the queries (GQA) or the sequence is not very long: one large
-collective, no limit from the number of heads. Nothing hides it, and its memory does not shrink with cp.
+It pays when the keys are small compared to the queries (GQA) or the sequence is not very long: one large
+collective, no limit from the number of heads. It is fully exposed, and its memory does not shrink with cp.
 """
 
 import torch
@@ -39,7 +39,7 @@ class GatherAttend(nn.Module):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """This rank's rows of the attention over the whole sequence. Communicates over cp."""
+        """This rank's rows of the attention over the full sequence. Communicates over cp."""
         del positions_BS  # causality follows from the layout
         cp, rank, length = self.group.size(), self.group.rank(), q_BSHK.shape[1]
         k_BTGK, v_BTGV = self._gather_keys(k_BSGK, v_BSGV)
@@ -57,5 +57,5 @@ class GatherAttend(nn.Module):
 
 
 def gather_rows(rows_BS: Tensor | None, group: ProcessGroup) -> Tensor | None:
-    """Per-token numbers of the whole sequence in true order; None stays None. x[B, S_cp] -> x[B, S]."""
+    """Per-token numbers of the full sequence in sequence order; None stays None. x[B, S_cp] -> x[B, S]."""
     return None if rows_BS is None else unshard_sequence(all_gather(rows_BS, 1, group), 1, group.size())

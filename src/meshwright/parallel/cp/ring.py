@@ -1,20 +1,20 @@
-"""cp by a ring: keys and values travel from rank to rank, and each stop adds its part of the softmax.
+"""cp by ring attention: keys and values pass from rank to rank, and each step adds its part of the softmax.
 
     out[B, S_cp, H, V] = merge over owners o of attend(q[B, S_cp, H, K], k_o[B, S_cp, G, K], v_o)
 
-At step i rank r holds the keys of rank r - i and already sends them on while it computes. In the
-zig-zag layout each step is one kernel call without a mask: the causal triangle on the own keys, the
+At step i rank r holds the keys of rank r - i, and their send to the next rank is in flight while it computes.
+In the zig-zag layout each step is one kernel call without a mask: the causal triangle on the local keys, the
 head half of an earlier owner's keys for all queries, or all keys of a later owner for the tail half of
-the queries; the same work on every rank. Backward runs the ring again; gradients of the keys travel
+the queries; the same work on every rank. Backward runs the ring again; gradients of the keys follow
 one step behind, in fp32, and end at their owner.
 
 Per layer and rank, e bytes per element, w = max(e, 4), one microbatch:
     forward   cp - 1 messages       (cp - 1) / cp  B S G (K + V) e        bytes sent
     backward  2 (cp - 1) messages   (cp - 1) / cp  B S G (K + V) (e + w)
     with documents, forward only, 1 all-gather of their numbers: (cp - 1) / cp  8 B S
-Held from forward to backward: this rank's own q, k, v, out only.
+Saved for backward: only this rank's own q, k, v, out.
 
-It pays for very long sequences: compute per step grows with (S / cp)^2 and hides messages that grow
+It pays for very long sequences: compute per step grows with (S / cp)^2 and overlaps messages that grow
 with S / cp; memory shrinks with cp; no limit from the number of heads.
 """
 
@@ -49,7 +49,7 @@ class RingAttend(nn.Module):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """This rank's rows of the attention over the whole sequence. Communicates over cp."""
+        """This rank's rows of the attention over the full sequence. Communicates over cp."""
         del positions_BS  # causality follows from the layout
         cp, length = self.group.size(), q_BSHK.shape[1]
         # documents[B, S_cp] -> documents[cp, B, S_cp]  all-gather over cp
@@ -60,7 +60,7 @@ class RingAttend(nn.Module):
 
 
 class _Ring(NamedTuple):
-    """The ranks, what each of them holds, and the rules of who sees whom."""
+    """The ranks, the rows that each of them holds, and the attention mask between them."""
 
     group: ProcessGroup
     rows_by_rank: tuple[Rows, ...]
@@ -76,11 +76,11 @@ class _Ring(NamedTuple):
 
 
 class _Message:
-    """A buffer on its way to the next rank while another one arrives from the previous rank."""
+    """A send to the next rank and a receive from the previous one, both in flight."""
 
     def __init__(self, sent: Tensor, group: ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
-        # Kept until `receive`: the transfer still reads it.
+        # Referenced until `receive`: the send still reads it.
         self._sent, self._received = sent, torch.empty_like(sent)
         following = dist.get_global_rank(group, (rank + 1) % size)
         previous = dist.get_global_rank(group, (rank - 1) % size)
@@ -97,7 +97,7 @@ class _Message:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one flat message."""
+    """Keys and values as one contiguous message."""
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
@@ -110,12 +110,12 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         running = RunningSoftmax(q, v.shape[-1])
-        held = _pack(k, v)
+        received = _pack(k, v)
         last = ring.group.size() - 1
         for step in range(last + 1):
-            message = _Message(held, ring.group) if step < last else None
-            add_part(running, q, *_unpack(held, k, v), ring.scope(ring.owner_at(step)))
-            held = message.receive() if message else held
+            message = _Message(received, ring.group) if step < last else None
+            add_part(running, q, *_unpack(received, k, v), ring.scope(ring.owner_at(step)))
+            received = message.receive() if message else received
         out = cast(running.out_BSHV, q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, running.lse_BHS)
@@ -128,18 +128,18 @@ class _RingAttention(torch.autograd.Function):
         last = ring.group.size() - 1
         side, dq = QuerySide(q, out, lse, grad), torch.zeros_like(q, dtype=lse.dtype)
         message = _Message(_pack(k, v), ring.group) if last else None
-        own = _pack(*part_backward(side, k, v, ring.scope(ring.owner_at(0)), dq))
-        travelling: Tensor | None = None  # gradients of the keys held, from the ranks they passed
+        local = _pack(*part_backward(side, k, v, ring.scope(ring.owner_at(0)), dq))
+        key_gradients: Tensor | None = None  # of the keys at hand, from the ranks they have passed
         for step in range(1, last + 1):
             assert message is not None
-            held = message.receive()
-            message = _Message(held, ring.group) if step < last else None
-            behind = _Message(travelling, ring.group) if travelling is not None else None
+            received = message.receive()
+            message = _Message(received, ring.group) if step < last else None
+            in_flight = _Message(key_gradients, ring.group) if key_gradients is not None else None
             scope = ring.scope(ring.owner_at(step))
-            travelling = _pack(*part_backward(side, *_unpack(held, k, v), scope, dq))
-            if behind is not None:
-                travelling += behind.receive()
-        if travelling is not None:
-            own += _Message(travelling, ring.group).receive()
-        dk, dv = _unpack(own, k, v)
+            key_gradients = _pack(*part_backward(side, *_unpack(received, k, v), scope, dq))
+            if in_flight is not None:
+                key_gradients += in_flight.receive()
+        if key_gradients is not None:
+            local += _Message(key_gradients, ring.group).receive()
+        dk, dv = _unpack(local, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

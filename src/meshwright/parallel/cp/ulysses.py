@@ -1,11 +1,11 @@
-"""cp by heads (Ulysses): trade rows for heads, attend to the whole sequence, trade back.
+"""cp by heads (Ulysses): all-to-all from rows to heads, attention over the full sequence, all-to-all back.
 
     q[B, S_cp, H, K] -> q[B, S, H_cp, K]   all-to-all over cp, with k and v in the same message
     out[B, S, H_cp, V] = attend(q, k, v)   the ordinary attention of one device, any mask
     out[B, S, H_cp, V] -> out[B, S_cp, H, V]   all-to-all over cp
 
 `hierarchical` does this among cp_inner neighbouring ranks, whose rows together are the zig-zag layout
-of cp / cp_inner ranks, and lets a ring (ring.py) across those groups do the attending.
+of cp / cp_inner ranks, with ring attention (ring.py) across those groups.
 
 Per layer and rank, e bytes per element, n ranks that exchange heads, one microbatch:
     forward   2 all-to-all   (n - 1) / n  B S_cp (H K + G K + G V + H V) e   bytes sent
@@ -13,7 +13,7 @@ Per layer and rank, e bytes per element, n ranks that exchange heads, one microb
     with documents, forward only, 1 all-gather of their numbers: (n - 1)  8 B S_cp
     hierarchical adds the ring of its cp / n ranks over n S_cp rows of G / n heads
 
-It pays inside a fast domain: bytes shrink with cp, the kernel sees whole sequences, packed documents
+It pays inside an NVLink domain: bytes shrink with cp, the kernel sees full sequences, packed documents
 cost nothing extra. n must divide both the query and the key heads (of a tp rank).
 """
 
@@ -33,7 +33,7 @@ class UlyssesAttend(nn.Module):
     def __init__(self, group: ProcessGroup, attend: nn.Module) -> None:
         super().__init__()
         self.group = group
-        self.whole_attend = attend
+        self.full_attend = attend
 
     def forward(
         self,
@@ -46,10 +46,10 @@ class UlyssesAttend(nn.Module):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """This rank's rows of the attention over the whole sequence. Communicates over cp."""
-        del positions_BS  # the rows are put in true order, which is all that attending needs
+        """This rank's rows of the attention over the full sequence. Communicates over cp."""
+        del positions_BS  # the rows are put in sequence order, which is all that attention needs
         self._check_heads(q_BSHK, k_BSGK)
-        out_BSHV = self.whole_attend(
+        out_BSHV = self.full_attend(
             *self._rows_for_heads(q_BSHK, k_BSGK, v_BSGV),
             documents_BS=gather_rows(documents_BS, self.group),
             positions_BS=None,

@@ -1,8 +1,8 @@
-"""A forward pass through the pipeline without gradients: for evaluation.
+"""A forward pass through the pipeline without gradients, for evaluation.
 
-Torch's schedules always plan for a backward, and those with several stages on a rank cannot do without. A
-plain walk is enough here: each rank takes the micro-batches in order and hands them on, so ranks with one
-stage each still overlap.
+Torch's schedules always include a backward, and those with several stages on a rank require one. A plain loop
+is enough here: each rank runs the micro-batches in order and sends them on, so ranks with one stage each
+still overlap.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ def forward_losses(stages: Sequence[StageModule], mesh: Mesh, microbatches: Sequ
             total += loss
     for stage in stages:
         if isinstance(stage.module, FSDPModule):
-            stage.module.reshard()  # a pipeline keeps parameters gathered for a backward that does not come
+            stage.module.reshard()  # a pipeline keeps parameters gathered for backward; here there is none
     return total
 
 
 def _walk(stages: Sequence[StageModule], mesh: Mesh, microbatch: Microbatch) -> Tensor | None:
-    """One micro-batch through the stages of this rank; the loss where the last stage is."""
+    """Run one micro-batch through the stages of this rank; returns the loss where the last stage is."""
     group, rank_of = mesh.group("pp"), ranks_of_stages(mesh)
     arguments = model_arguments(microbatch)
     kept: Tensor | None = None
@@ -58,13 +58,13 @@ def _walk(stages: Sequence[StageModule], mesh: Mesh, microbatch: Microbatch) -> 
 
 
 def ranks_of_stages(mesh: Mesh) -> dict[int, int]:
-    """Which rank of pp holds each stage."""
+    """The pp rank that holds each stage."""
     parallel = mesh.parallel
     return {stage: rank for rank in range(parallel.pp) for stage in stages_of_rank(parallel, rank)}
 
 
 def send(x: Tensor, to: int, group: ProcessGroup) -> None:
-    """To a rank of pp, which calls `receive`."""
+    """Send a tensor to a pp rank, which calls `receive`."""
     header = torch.zeros(_HEADER, dtype=torch.int64)
     header[: 2 + x.ndim] = torch.tensor([_DTYPES.index(x.dtype), x.ndim, *x.shape])
     dist.send(header.to(x.device), group=group, group_dst=to)
@@ -72,7 +72,7 @@ def send(x: Tensor, to: int, group: ProcessGroup) -> None:
 
 
 def receive(source: int, group: ProcessGroup, device: torch.device) -> Tensor:
-    """Shape and dtype come first: they depend on precision and ZeRO stage. Host sync."""
+    """Receive a tensor from a pp rank; its shape and dtype arrive first. Host sync."""
     header = torch.empty(_HEADER, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=source)
     code, num_dims, *shape = header.tolist()

@@ -1,4 +1,4 @@
-"""The part of the model that each pipeline stage holds."""
+"""Pipeline stages: the layers of the model that each stage holds."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class StageModule(NamedTuple):
 def build_stages(
     model: ModelSpec, parallel: ParallelSpec, pp_rank: int, *, dtype: torch.dtype
 ) -> list[StageModule]:
-    """The stages of one pipeline rank on the meta device; without a pipeline, one: the whole model."""
+    """The stages of one pipeline rank on the meta device; without a pipeline there is one, the full model."""
     layers = stage_layers(model, parallel.num_stages)
     last = parallel.num_stages - 1
     return [

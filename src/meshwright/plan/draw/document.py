@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.plan.draw.rank_map import coordinates
 from meshwright.plan.explain.offers import Offer
 from meshwright.plan.explain.rejected import Rejected
-from meshwright.plan.search.decision import Choice, Plan
+from meshwright.plan.search.decision import Candidate, Plan
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 from meshwright.spec.run import RunSpec
 from meshwright.spec.text import dump_run
@@ -52,10 +52,10 @@ def format_words(run: RunSpec) -> str:
     return ", ".join(words)
 
 
-def choice_document(choice: Choice, tokens: int) -> dict[str, Any]:
+def candidate_document(candidate: Candidate, tokens: int) -> dict[str, Any]:
     """Everything predicted about one layout."""
-    low, high = choice.interval_seconds
-    run = choice.run
+    low, high = candidate.interval_seconds
+    run = candidate.run
     return {
         "parallel": run.parallel.model_dump(mode="json"),
         "microbatch_sequences": run.data.microbatch_sequences,
@@ -63,21 +63,21 @@ def choice_document(choice: Choice, tokens: int) -> dict[str, Any]:
         "recompute": run.memory.recompute,
         "recompute_every": run.memory.recompute_every,
         "offload": list(run.memory.offload),
-        "num_ranks": choice.num_ranks,
-        "step_seconds": choice.step_seconds,
+        "num_ranks": candidate.num_ranks,
+        "step_seconds": candidate.step_seconds,
         "step_seconds_interval": [low, high],
-        "step_seconds_items": choice.seconds_items,
-        "tokens_per_second": choice.tokens_per_second,
-        "tokens_per_second_per_device": choice.tokens_per_second / choice.num_ranks,
-        "mfu": choice.mfu,
-        "device_bytes": choice.device_bytes,
-        "reserved_bytes": choice.reserved_bytes,
-        "allocated_bytes": choice.allocated_bytes,
-        "memory_margin": choice.memory_margin and choice.memory_margin._asdict(),
-        "memory_items": choice.memory_items,
-        "fits": choice.fits,
-        "days": choice.days(tokens),
-        "device_hours": choice.device_hours(tokens),
+        "step_seconds_items": candidate.seconds_items,
+        "tokens_per_second": candidate.tokens_per_second,
+        "tokens_per_second_per_device": candidate.tokens_per_second / candidate.num_ranks,
+        "mfu": candidate.mfu,
+        "device_bytes": candidate.device_bytes,
+        "reserved_bytes": candidate.reserved_bytes,
+        "allocated_bytes": candidate.allocated_bytes,
+        "memory_margin": candidate.memory_margin and candidate.memory_margin._asdict(),
+        "memory_items": candidate.memory_items,
+        "fits": candidate.fits,
+        "days": candidate.days(tokens),
+        "device_hours": candidate.device_hours(tokens),
     }
 
 
@@ -113,9 +113,9 @@ def plan_document(
         "allowed": list(question.allow),
         "changes": [change.said() for change in plan.changes],
         "assumed": list(assumed),
-        "best": choice_document(plan.best, tokens),
-        "top": [choice_document(choice, tokens) for choice in plan.top],
-        "pareto": [choice_document(choice, tokens) for choice in plan.pareto],
+        "best": candidate_document(plan.best, tokens),
+        "top": [candidate_document(candidate, tokens) for candidate in plan.top],
+        "pareto": [candidate_document(candidate, tokens) for candidate in plan.pareto],
         "why": why,
         "rejected": [vars(each) for each in rejected],
         "offers": [vars(each) for each in offers],

@@ -5,7 +5,7 @@ from rich.text import Text
 
 from meshwright.plan.draw.charts import PALETTE
 from meshwright.plan.draw.plan_report import memory_chart
-from meshwright.plan.search.decision import Choice
+from meshwright.plan.search.decision import Candidate
 from meshwright.units import show_bytes
 
 BAR_WIDTH = 32
@@ -17,18 +17,18 @@ SVG_STYLE = (
 )
 
 
-def shown_stages(choice: Choice, *, on_host: bool = False) -> dict[str, dict[str, float]]:
+def shown_stages(candidate: Candidate, *, on_host: bool = False) -> dict[str, dict[str, float]]:
     """Items by the words of the stage; one entry without a pipeline."""
-    items_of = choice.host_items if on_host else choice.memory_items
-    if choice.run.parallel.pp == 1:
+    items_of = candidate.host_items if on_host else candidate.memory_items
+    if candidate.run.parallel.pp == 1:
         return {"every rank": items_of["first"]}
     return {STAGE_WORDS[stage]: items for stage, items in items_of.items()}
 
 
-def draw_memory_text(choice: Choice) -> Table:
+def draw_memory_text(candidate: Candidate) -> Table:
     """One row per item, with a bar on the scale of the device."""
-    stages = shown_stages(choice)
-    capacity = float(choice.question.cluster.device.memory_bytes)
+    stages = shown_stages(candidate)
+    capacity = float(candidate.question.cluster.device.memory_bytes)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("")
     for words in stages:
@@ -43,11 +43,11 @@ def draw_memory_text(choice: Choice) -> Table:
             )
             table.add_row(name, *map(show_bytes, values), bar)
     totals = [sum(items.values()) for items in stages.values()]
-    verdict = "fits" if choice.may_fit else "does NOT fit"
+    verdict = "fits" if candidate.may_fit else "does NOT fit"
     table.add_row(
         "on the device", *map(show_bytes, totals), f"{max(totals) / capacity:.0%}: {verdict}", style="bold"
     )
-    host = shown_stages(choice, on_host=True)
+    host = shown_stages(candidate, on_host=True)
     for name in next(iter(host.values())):
         values = [items[name] for items in host.values()]
         if max(values) > 0:
@@ -55,9 +55,9 @@ def draw_memory_text(choice: Choice) -> Table:
     return table
 
 
-def draw_memory_svg(choice: Choice) -> str:
+def draw_memory_svg(candidate: Candidate) -> str:
     """The bars of the report as a file of their own."""
-    chart = memory_chart(choice)
+    chart = memory_chart(candidate)
     return (
         chart.replace("<svg ", "<svg xmlns='http://www.w3.org/2000/svg' ", 1).replace(">", f">{SVG_STYLE}", 1)
         + "\n"

@@ -11,8 +11,8 @@ from meshwright.plan.draw.charts import PALETTE, Bar, Line, line_chart, stacked_
 from meshwright.plan.draw.document import compute_optimal, format_words, layout_words, rank_map
 from meshwright.plan.draw.schedule import draw_svg, picture
 from meshwright.plan.explain.offers import Offer
-from meshwright.plan.explain.rejected import ITEM_WORDS, Rejected
-from meshwright.plan.search.decision import Choice, Plan
+from meshwright.plan.explain.rejected import ITEM_NAMES, Rejected
+from meshwright.plan.search.decision import Candidate, Plan
 from meshwright.plan.search.sizing import ScalingPoint, scaling_counts, strong_scaling, weak_scaling
 from meshwright.plan.workload.schedules import PipelineShape
 from meshwright.spec.run import RunSpec
@@ -53,7 +53,7 @@ def report_html(
         prices=[f"{each:g}" for each in _prices(price)],
         budgets=_budgets(best, tokens, price),
         budget_note=_budget_note(plan, tokens),
-        alternatives=[_row(choice, tokens) for choice in plan.top],
+        alternatives=[_row(candidate, tokens) for candidate in plan.top],
         rejected=rejected,
         offers=[each.text for each in offers],
         rank_map=rank_map(best.run.parallel, cluster.devices_per_node),
@@ -71,7 +71,7 @@ def _subtitle(plan: Plan, tokens: int) -> str:
     )
 
 
-def _cards(best: Choice, tokens: int) -> list[dict[str, str]]:
+def _cards(best: Candidate, tokens: int) -> list[dict[str, str]]:
     low, high = best.interval_seconds
     per_device = best.tokens_per_second / best.num_ranks
     memory = best.question.cluster.device.memory_bytes
@@ -86,9 +86,11 @@ def _cards(best: Choice, tokens: int) -> list[dict[str, str]]:
     return [{"name": name, "value": value, "note": note} for name, value, note in values]
 
 
-def memory_chart(choice: Choice) -> str:
+def memory_chart(candidate: Candidate) -> str:
     """Stacked bars of the first, a middle and the last pipeline rank against the device's memory."""
-    stages = choice.memory_items if choice.run.parallel.pp > 1 else {"each": choice.memory_items["first"]}
+    stages = (
+        candidate.memory_items if candidate.run.parallel.pp > 1 else {"each": candidate.memory_items["first"]}
+    )
     names = {"first": "first stage", "middle": "middle stage", "last": "last stage", "each": "every rank"}
     bars = [
         Bar(
@@ -98,7 +100,7 @@ def memory_chart(choice: Choice) -> str:
         )
         for stage, items in stages.items()
     ]
-    capacity = float(choice.question.cluster.device.memory_bytes)
+    capacity = float(candidate.question.cluster.device.memory_bytes)
     full = max(capacity, *(_total(items) for items in stages.values())) * 1.02
     return stacked_bars(bars, full=full, limit=(capacity, f"device {show_bytes(capacity)}"))
 
@@ -107,7 +109,7 @@ def _total(items: dict[str, float]) -> float:
     return sum(items.values())
 
 
-def _memory_note(best: Choice) -> str:
+def _memory_note(best: Candidate) -> str:
     budget = show_bytes(best.question.memory_budget_bytes)
     return (
         f"Peak of the step: {show_bytes(best.allocated_bytes)} allocated by tensors, "
@@ -121,19 +123,21 @@ def _memory_note(best: Choice) -> str:
 def _step_chart(plan: Plan) -> str:
     shown = plan.top[:4]
     bars = [
-        Bar(f"layout {number}", _named_seconds(choice), show_seconds(choice.step_seconds))
-        for number, choice in enumerate(shown, start=1)
+        Bar(f"layout {number}", _named_seconds(candidate), show_seconds(candidate.step_seconds))
+        for number, candidate in enumerate(shown, start=1)
     ]
-    return stacked_bars(bars, full=max(choice.step_seconds for choice in shown) * 1.02)
+    return stacked_bars(bars, full=max(candidate.step_seconds for candidate in shown) * 1.02)
 
 
-def _named_seconds(choice: Choice) -> dict[str, float]:
+def _named_seconds(candidate: Candidate) -> dict[str, float]:
     return {
-        ITEM_WORDS.get(name, name): seconds for name, seconds in choice.seconds_items.items() if seconds > 0
+        ITEM_NAMES.get(name, name): seconds
+        for name, seconds in candidate.seconds_items.items()
+        if seconds > 0
     }
 
 
-def _step_note(best: Choice) -> str:
+def _step_note(best: Candidate) -> str:
     largest = sorted(_named_seconds(best).items(), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{name} {seconds / best.step_seconds:.0%}" for name, seconds in largest)
     return f"Layout 1 is the plan; the others are the next best in the table below. Largest parts: {parts}."
@@ -181,7 +185,7 @@ def _prices(price: float | None) -> tuple[float, ...]:
     return (price,) if price is not None else PRICES_SHOWN
 
 
-def _budgets(best: Choice, tokens: int, price: float | None) -> list[dict[str, Any]]:
+def _budgets(best: Candidate, tokens: int, price: float | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for factor in BUDGETS_SHOWN:
         count = int(tokens * factor)
@@ -208,14 +212,14 @@ def _budget_note(plan: Plan, tokens: int) -> str:
     )
 
 
-def _row(choice: Choice, tokens: int) -> dict[str, str]:
+def _row(candidate: Candidate, tokens: int) -> dict[str, str]:
     return {
-        "layout": layout_words(choice.run),
-        "devices": f"{choice.num_ranks:,}",
-        "step": show_seconds(choice.step_seconds),
-        "mfu": f"{choice.mfu:.1%}",
-        "memory": show_bytes(choice.device_bytes),
-        "days": _days(choice.days(tokens)),
+        "layout": layout_words(candidate.run),
+        "devices": f"{candidate.num_ranks:,}",
+        "step": show_seconds(candidate.step_seconds),
+        "mfu": f"{candidate.mfu:.1%}",
+        "memory": show_bytes(candidate.device_bytes),
+        "days": _days(candidate.days(tokens)),
     }
 
 

@@ -87,12 +87,12 @@ def draw_text(drawn: RankMap) -> str:
 
 def _title(drawn: RankMap) -> str:
     parallel = drawn.parallel
-    cuts = (
+    degrees = (
         " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in drawn.axes if axis != "ep") or "one device"
     )
     borrowed = f", ep {parallel.ep} inside dp_shard x cp" if parallel.ep > 1 else ""
     ranks = "rank" if parallel.num_ranks == 1 else "ranks"
-    return f"{parallel.num_ranks} {ranks} on {drawn.num_nodes} x {drawn.ranks_per_node}: {cuts}{borrowed}"
+    return f"{parallel.num_ranks} {ranks} on {drawn.num_nodes} x {drawn.ranks_per_node}: {degrees}{borrowed}"
 
 
 def _node_lines(drawn: RankMap, node: int) -> Iterator[str]:

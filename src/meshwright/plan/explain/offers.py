@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.search.allow import Allowance, single_changes
+from meshwright.plan.search.allow import NumericsChange, single_changes
 from meshwright.plan.search.choose_precision import with_run
 from meshwright.plan.search.decision import Plan
-from meshwright.plan.search.search import SAME_FRACTION, search_meshes
+from meshwright.plan.search.search import TIE_FRACTION, search_meshes
 from meshwright.plan.search.space import Table
 from meshwright.units import show_bytes, show_seconds
 
@@ -40,11 +40,11 @@ def _offers(plan: Plan) -> Iterator[Offer]:
             continue
         row = int(fitting.step_seconds.argmin())
         seconds, need = float(fitting.step_seconds[row]), float(fitting.device_bytes[row])
-        if seconds < (1.0 - SAME_FRACTION) * fastest:
+        if seconds < (1.0 - TIE_FRACTION) * fastest:
             yield _offer(variant.changes[0], seconds, need, fastest)
 
 
-def _offer(change: Allowance, seconds: float, need: float, now: float) -> Offer:
+def _offer(change: NumericsChange, seconds: float, need: float, now: float) -> Offer:
     text = (
         f"with --allow {change.word} ({change.meaning}) the fastest layout would take "
         f"{show_seconds(seconds)} instead of {show_seconds(now)}, at {show_bytes(need)} per device"
@@ -54,7 +54,7 @@ def _offer(change: Allowance, seconds: float, need: float, now: float) -> Offer:
 
 def _meshes(plan: Plan) -> Table:
     """The meshes of the layouts on top."""
-    rows = [choice.at for choice in plan.top]
+    rows = [candidate.at for candidate in plan.top]
     names = ("tp", "cp", "cp_kind", "cp_inner", "ep", "etp", "pp")
     table = {name: np.concatenate([getattr(at, name) for at in rows]) for name in names}
     table["dp"] = np.concatenate([at.dp for at in rows])

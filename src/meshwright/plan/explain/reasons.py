@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.plan.search.allow import default_of
-from meshwright.plan.search.decision import Choice, Plan
+from meshwright.plan.search.decision import Candidate, Plan
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import Question, price_memory
-from meshwright.plan.search.search import SAME_FRACTION, search
-from meshwright.plan.search.space import leanest, meshes
+from meshwright.plan.search.search import TIE_FRACTION, search
+from meshwright.plan.search.space import least_memory, meshes
 from meshwright.plan.workload.layouts import FULL, Layouts, layouts
 from meshwright.units import show_bytes, show_count, show_seconds
 
@@ -42,21 +42,21 @@ def explain(plan: Plan) -> list[str]:
     ]
 
 
-def state_bytes(choice: Choice) -> float:
+def state_bytes(candidate: Candidate) -> float:
     """Weights, gradients and optimizer states of the fullest rank."""
-    items = choice.memory_items[choice.fullest_stage]
+    items = candidate.memory_items[candidate.peak_stage]
     return sum(items.get(name, 0.0) for name in STATE_ITEMS)
 
 
-def whole_state_bytes(question: Question) -> float:
+def full_state_bytes(question: Question) -> float:
     """The same for the whole model on one device."""
     found = price_memory(question, layouts(num_microbatches=2))
     return float(sum(found.items[name][0, 0] for name in STATE_ITEMS if name in found.items))
 
 
-def _state(best: Choice) -> Iterator[str]:
+def _state(best: Candidate) -> Iterator[str]:
     question = best.question
-    whole, room = whole_state_bytes(question), question.cluster.device.memory_bytes
+    whole, room = full_state_bytes(question), question.cluster.device.memory_bytes
     each = whole / question.work.counts.total
     family, total = question.run.model.family, show_count(question.work.counts.total)
     state = f"{family} has {total} parameters; their whole state ({each:.0f} B each) is {show_bytes(whole)}"
@@ -86,12 +86,12 @@ def _data_parallel(plan: Plan) -> Iterator[str]:
     )
 
 
-def _ddp_words(best: Choice, dp: int) -> Iterator[str]:
-    shared = Choice(best.question, _shared(best.at))
+def _ddp_words(best: Candidate, dp: int) -> Iterator[str]:
+    shared = Candidate(best.question, _shared(best.at))
     saved = show_bytes(best.device_bytes - shared.device_bytes)
     alone = int(best.at.tp[0]) * int(best.at.pp[0]) * int(best.at.cp[0]) == 1
     what = "The whole state fits on one GPU" if alone else "The state of each cut fits on its GPU"
-    margin = "" if shared.step_seconds >= best.step_seconds else f" (to within {SAME_FRACTION:.0%})"
+    margin = "" if shared.step_seconds >= best.step_seconds else f" (to within {TIE_FRACTION:.0%})"
     yield f"{what}: DDP over {dp} ranks is fastest{margin}; ZeRO-1 would save {saved} you do not need."
 
 
@@ -105,12 +105,12 @@ def _lower_zero(plan: Plan, zero: int) -> str:
     lower = replace(at, zero=at.zero - 1)
     if zero == 1:
         lower = replace(lower, dp_shard=at.dp_shard * 0 + 1, dp_replicate=at.dp)
-    choice = Choice(plan.question, lower)
+    candidate = Candidate(plan.question, lower)
     name = f"ZeRO-{zero - 1}" if zero > 1 else "DDP"
-    need = f"{show_bytes(choice.device_bytes)}"
-    if not choice.fits:
+    need = f"{show_bytes(candidate.device_bytes)}"
+    if not candidate.fits:
         return f"{name} would need {need} per rank and does not fit."
-    slower = choice.step_seconds / plan.best.step_seconds - 1.0
+    slower = candidate.step_seconds / plan.best.step_seconds - 1.0
     return (
         f"{name} would fit ({need}) but is {slower:.1%} slower."
         if slower > 0
@@ -141,12 +141,12 @@ def _without(plan: Plan, axis: str) -> _Without:
 
 
 def least_bytes(question: Question) -> float:
-    """What the leanest layout of a question reserves, with host memory; infinite when it has none."""
+    """What the least_memory layout of a question reserves, with host memory; infinite when it has none."""
     question = replace(question, offloads=question.may_offload)
     table = meshes(question.space, range(1, question.cluster.num_devices + 1))
     if len(table["tp"]) == 0:
         return float("inf")
-    return float(price_memory(question, leanest(question.space, table)).peak_device_bytes.min())
+    return float(price_memory(question, least_memory(question.space, table)).peak_device_bytes.min())
 
 
 def _technique(plan: Plan, axis: str, words: str) -> Iterator[str]:
@@ -168,13 +168,13 @@ def _technique(plan: Plan, axis: str, words: str) -> Iterator[str]:
     yield f"{words} Without it the best step takes {show_seconds(other.step_seconds)} ({slower:+.1%})."
 
 
-def _tp_words(best: Choice) -> str:
+def _tp_words(best: Candidate) -> str:
     tp, per_node = int(best.at.tp[0]), best.question.cluster.devices_per_node
     place = f"inside the {per_node} GPUs of a node" if tp <= per_node else "ACROSS nodes"
     return f"tp={tp}: layers are cut (with sequence parallel between them) {place}."
 
 
-def _pp_words(best: Choice) -> str:
+def _pp_words(best: Candidate) -> str:
     parallel = best.run.parallel
     chunks = f", {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     bubble = best.seconds_items.get("bubble", 0.0) / best.step_seconds
@@ -184,13 +184,13 @@ def _pp_words(best: Choice) -> str:
     )
 
 
-def _cp_words(best: Choice) -> str:
+def _cp_words(best: Candidate) -> str:
     parallel, length = best.run.parallel, best.question.run.data.sequence_length
     share = f"{length // parallel.cp} of {length} positions"
     return f"cp={parallel.cp} ({parallel.cp_kind}): each rank holds {share}."
 
 
-def _ep_words(best: Choice) -> str:
+def _ep_words(best: Candidate) -> str:
     moe = best.question.run.model.moe
     experts = moe.num_experts if moe else 0
     ep = int(best.at.ep[0])
@@ -203,7 +203,7 @@ def _recompute(plan: Plan) -> Iterator[str]:
     bits = int(best.at.recompute[0])
     if bits == 0:
         return
-    kept = Choice(plan.question, replace(best.at, recompute=best.at.recompute * 0))
+    kept = Candidate(plan.question, replace(best.at, recompute=best.at.recompute * 0))
     every = int(best.at.recompute_every[0])
     where = "every layer" if every == 1 else f"one layer in {every}"
     word = "" if bits == FULL else "the cheap part of "
@@ -220,9 +220,9 @@ def _offload(plan: Plan) -> Iterator[str]:
     moved = best.run.memory.offload
     if not moved:
         return
-    kept = Choice(plan.question, replace(best.at, offload=best.at.offload * 0))
+    kept = Candidate(plan.question, replace(best.at, offload=best.at.offload * 0))
     share = best.seconds_items.get("offload", 0.0) / best.step_seconds
-    host = sum(best.host_items[best.fullest_stage].values())
+    host = sum(best.host_items[best.peak_stage].values())
     yield (
         f"Offload of {' and '.join(moved)}: {show_bytes(host)} per rank in host memory; the copies show for "
         f"{share:.1%} of the step. On the device this layout would need {show_bytes(kept.device_bytes)}"
@@ -238,7 +238,7 @@ def _formats(plan: Plan) -> Iterator[str]:
         spec = getattr(best.question.run, section)
         plain = spec.model_copy(update={name: default_of(change)})
         question = replace(best.question, run=best.question.run.model_copy(update={section: plain}))
-        without = Choice(question, best.at)
+        without = Candidate(question, best.at)
         seconds, need = show_seconds(without.step_seconds), show_bytes(without.device_bytes)
         other = f"take {seconds} per step and need {need}" + ("" if without.fits else ", and not fit")
         yield f"{change.said()}, as allowed ({change.meaning}): without it this layout would {other}."
@@ -246,7 +246,7 @@ def _formats(plan: Plan) -> Iterator[str]:
     if left:
         yield (
             f"Allowed and not taken: {', '.join(left)}; no plan with more of a change is "
-            f"{SAME_FRACTION:.0%} better."
+            f"{TIE_FRACTION:.0%} better."
         )
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from meshwright.plan.search.decision import RECOMPUTE_WORDS, Choice
-from meshwright.plan.search.search import SAME_FRACTION
+from meshwright.plan.search.decision import RECOMPUTE_NAMES, Candidate
+from meshwright.plan.search.search import TIE_FRACTION
 from meshwright.plan.workload.layouts import OFFLOAD_BITS, RECOMPUTE_BITS, Layouts, layouts
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.spec.check import check
 from meshwright.units import show_bytes, show_seconds
 
-ITEM_WORDS = {
+ITEM_NAMES = {
     "matmul": "matmuls",
     "attention": "attention",
     "elementwise": "norms and activations",
@@ -43,7 +43,7 @@ class Rejected:
     step_seconds: float | None
 
 
-def rejected(best: Choice) -> list[Rejected]:
+def rejected(best: Candidate) -> list[Rejected]:
     """Every single-step change that the pins permit: first those that fit, from fast to slow."""
     found: dict[str, Rejected] = {}
     for change, row in _neighbours(_row(best.at), best):
@@ -57,7 +57,7 @@ def _row(at: Layouts) -> Row:
     return {f.name: int(getattr(at, f.name)[0]) for f in fields(at)}
 
 
-def _neighbours(row: Row, best: Choice) -> Iterator[tuple[str, Row]]:
+def _neighbours(row: Row, best: Candidate) -> Iterator[tuple[str, Row]]:
     for axis in ("tp", "cp", "pp", "ep"):
         for degree in (row[axis] // 2, row[axis] * 2):
             changed = _with_degree(row, axis, degree, best) if degree >= 1 else None
@@ -66,7 +66,7 @@ def _neighbours(row: Row, best: Choice) -> Iterator[tuple[str, Row]]:
     yield from _shardings(row)
     for word, bits in RECOMPUTE_BITS.items():
         if bits != row["recompute"]:
-            name = RECOMPUTE_WORDS[row["recompute"]]
+            name = RECOMPUTE_NAMES[row["recompute"]]
             yield f"recompute={name} -> {word}", {**row, "recompute": bits, "recompute_every": 1}
     if best.question.may_offload:
         yield from _offloads(row)
@@ -74,7 +74,7 @@ def _neighbours(row: Row, best: Choice) -> Iterator[tuple[str, Row]]:
     yield from _pipelines(row)
 
 
-def _with_degree(row: Row, axis: str, degree: int, best: Choice) -> Row | None:
+def _with_degree(row: Row, axis: str, degree: int, best: Candidate) -> Row | None:
     """The same number of devices with one axis changed and data parallelism taking up the difference."""
     changed = {**row, axis: degree}
     if axis == "ep":
@@ -135,37 +135,43 @@ def _pipelines(row: Row) -> Iterator[tuple[str, Row]]:
             yield f"schedule={SCHEDULES[row['schedule']]} -> {schedule}", changed
 
 
-def _judge(best: Choice, change: str, row: Row) -> Rejected:
-    choice = Choice(best.question, layouts(**row))
-    violations = check(choice.run)
+def _judge(best: Candidate, change: str, row: Row) -> Rejected:
+    candidate = Candidate(best.question, layouts(**row))
+    violations = check(candidate.run)
     if violations:
         return Rejected(change, f"not allowed: {violations[0].fact}", None, None)
-    if not choice.fits:
-        need, over = choice.device_bytes, choice.device_bytes - best.question.memory_budget_bytes
+    if not candidate.fits:
+        need, over = candidate.device_bytes, candidate.device_bytes - best.question.memory_budget_bytes
         if over <= 0:
-            host = sum(choice.host_items[choice.fullest_stage].values())
+            host = sum(candidate.host_items[candidate.peak_stage].values())
             return Rejected(change, f"{show_bytes(host)} per rank do not fit in host memory", need, None)
         reason = f"does not fit: {show_bytes(need)}, {show_bytes(over)} too much"
         return Rejected(change, reason, need, None)
-    return Rejected(change, _slower(best, choice), choice.device_bytes, choice.step_seconds)
+    return Rejected(change, _slower(best, candidate), candidate.device_bytes, candidate.step_seconds)
 
 
-def _slower(best: Choice, choice: Choice) -> str:
+def _slower(best: Candidate, candidate: Candidate) -> str:
     """How much slower, and which item grew most."""
-    difference = choice.step_seconds / best.step_seconds - 1.0
-    saved = best.device_bytes - choice.device_bytes
+    difference = candidate.step_seconds / best.step_seconds - 1.0
+    saved = best.device_bytes - candidate.device_bytes
     memory = "as much memory"
     if abs(saved) >= SMALLEST_BYTES_TOLD:
         memory = f"saves {show_bytes(saved)} not needed" if saved > 0 else f"costs {show_bytes(-saved)} more"
-    if difference < -SAME_FRACTION:
-        pin = "not proposed at this length, pin cp to take it" if choice.run.parallel.cp > 1 else "not priced"
+    if difference < -TIE_FRACTION:
+        pin = (
+            "not proposed at this length, pin cp to take it"
+            if candidate.run.parallel.cp > 1
+            else "not priced"
+        )
         return f"{-difference:.1%} faster by this estimate: {pin}; {memory}"
     if difference < 0:
-        return f"{-difference:.1%} faster, within {SAME_FRACTION:.0%}, and not as simple; {memory}"
-    names = {*choice.seconds_items, *best.seconds_items}
-    growth = {name: choice.seconds_items.get(name, 0.0) - best.seconds_items.get(name, 0.0) for name in names}
+        return f"{-difference:.1%} faster, within {TIE_FRACTION:.0%}, and not as simple; {memory}"
+    names = {*candidate.seconds_items, *best.seconds_items}
+    growth = {
+        name: candidate.seconds_items.get(name, 0.0) - best.seconds_items.get(name, 0.0) for name in names
+    }
     worst = max(growth, key=lambda name: growth[name])
     if growth[worst] <= 0 or difference < 0.001:
         return f"equally fast; {memory}"
-    more = f"{show_seconds(growth[worst])} more for {ITEM_WORDS.get(worst, worst)}"
+    more = f"{show_seconds(growth[worst])} more for {ITEM_NAMES.get(worst, worst)}"
     return f"{difference:.1%} slower: {more}; {memory}"

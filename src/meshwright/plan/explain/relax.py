@@ -9,8 +9,8 @@ from meshwright.errors import MeshwrightError, PlanError, SpecError
 from meshwright.hardware.catalogue import Cluster, built_in_devices, generic_cluster
 from meshwright.plan.explain.reasons import least_bytes
 from meshwright.plan.search.allow import Variant, parse_allow, single_changes, variants
-from meshwright.plan.search.choose_precision import settle, with_run
-from meshwright.plan.search.decision import RECOMPUTE_WORDS, Choice, Plan, choose, no_fit_error
+from meshwright.plan.search.choose_precision import choose_precision, with_run
+from meshwright.plan.search.decision import RECOMPUTE_NAMES, Candidate, Plan, choose, no_fit_error
 from meshwright.plan.search.pins import KEY_OF_COLUMN, Pins
 from meshwright.plan.search.question import Question
 from meshwright.plan.search.search import search
@@ -19,17 +19,17 @@ from meshwright.plan.workload.schedules import SCHEDULES, V_SHAPED
 from meshwright.spec.check import check
 from meshwright.units import show_bytes, show_seconds
 
-MOST_DEVICES = 2**17
+MAX_DEVICES = 2**17
 
 
 def plan_or_relax(question: Question, *, top: int = 8) -> Plan:
     """The plan; or an error that says which pin to drop, or what would make it fit, each with its number."""
     start = time.perf_counter()
-    settled = settle(question)
+    settled = choose_precision(question)
     seconds = time.perf_counter() - start
     if len(settled.found.fitting):
         return choose(settled, top=top, search_seconds=seconds)
-    if settled.found.leanest is None:
+    if settled.found.least_memory is None:
         raise contradiction(question)
     error = no_fit_error(question, settled.found)
     raise PlanError(error.fact, where=error.where, hint=_hint(question))
@@ -37,7 +37,7 @@ def plan_or_relax(question: Question, *, top: int = 8) -> Plan:
 
 def _has_no_layout(question: Question) -> bool:
     found = search(question, ranks=_upper_half(question))
-    return found.leanest is None and len(found.fitting) == 0
+    return found.least_memory is None and len(found.fitting) == 0
 
 
 def _upper_half(question: Question) -> range:
@@ -71,7 +71,7 @@ def _broken_rule(question: Question) -> str:
         words.setdefault("zero", 3)
     data = {"microbatch_sequences": first.get("microbatch_sequences", 1)}
     recompute = {
-        "recompute": RECOMPUTE_WORDS[first.get("recompute", 0)],
+        "recompute": RECOMPUTE_NAMES[first.get("recompute", 0)],
         "recompute_every": first.get("recompute_every", 1),
     }
     try:
@@ -115,10 +115,11 @@ def _fit_words(question: Question) -> str | None:
     if len(found.fitting) == 0:
         return None
     row = int(found.fitting.step_seconds.argmin())
-    choice = Choice(question, found.fitting.layouts.take([row]))
-    moved = choice.run.memory.offload
+    candidate = Candidate(question, found.fitting.layouts.take([row]))
+    moved = candidate.run.memory.offload
     host = f" with {' and '.join(moved)} on the host" if moved else ""
-    return f"{show_bytes(choice.device_bytes)} per device, {show_seconds(choice.step_seconds)} per step{host}"
+    need, seconds = show_bytes(candidate.device_bytes), show_seconds(candidate.step_seconds)
+    return f"{need} per device, {seconds} per step{host}"
 
 
 def _unpinned(question: Question) -> Iterator[str]:
@@ -157,7 +158,7 @@ def _larger(cluster: Cluster) -> Iterator[int]:
     """The next sizes: whole nodes, doubling."""
     full = max(cluster.devices_per_node, cluster.device.devices_per_node)
     count = cluster.num_devices
-    while count < MOST_DEVICES:
+    while count < MAX_DEVICES:
         count = 2 * count if count < full or count % full == 0 else -(-count // full) * full
         yield count
 

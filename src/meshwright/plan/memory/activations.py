@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from meshwright.plan.framework import Framework
 from meshwright.plan.workload import operators
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import (
     ACTIVATION,
     CORE_ATTENTION,
@@ -29,7 +29,7 @@ def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe
         return np.where((bits & part) > 0, 0.0, value)
 
     # A narrow recipe keeps the cast output of the norm for the weight gradient, recomputed or not.
-    keeps_cast = work.is_narrow and not stack.recasts_inputs
+    keeps_cast = work.is_low_precision and not stack.recasts_inputs
     norms = kept["norms"] if keeps_cast else unless(NORMS, kept["norms"])
     partial = kept["inputs"] + norms + kept["attention"]
     partial = partial + unless(CORE_ATTENTION, kept["scores"])
@@ -93,15 +93,15 @@ def kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> I
         "inner": inner,
         "activation": activation,
     }
-    return _in_8_bits(work, at, parts, moe=moe) if work.is_narrow and stack.recasts_inputs else parts
+    return _in_8_bits(work, at, parts, moe=moe) if work.is_low_precision and stack.recasts_inputs else parts
 
 
 def _in_8_bits(work: Workload, at: Layouts, parts: Items, *, moe: bool) -> Items:
     """The same where linears keep their inputs in 8 bits: of norms, of attention (beside the kernel's own
     copy), and the MLP's product, which a compiled block makes again from what it has."""
-    share, attention = work.narrow_layers, work.model.attention
+    share, attention = work.low_precision_layers, work.model.attention
     tokens = at.microbatch_tokens(work.sequence_length)
-    product = 1.0 if moe and not work.narrow_experts else 0.0 if work.compiled else 0.5
+    product = 1.0 if moe and not work.low_precision_experts else 0.0 if work.compiled else 0.5
     return {
         **parts,
         "norms": (1.0 - 0.5 * share) * parts["norms"],

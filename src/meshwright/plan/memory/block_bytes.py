@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.block_table import BlockMemory, Mode, Terms, block_memory
 from meshwright.plan.memory.dims import WEIGHT_MONOMIALS, dims_of, evaluate
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import CP_KINDS, FULL, NORMS, Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 
@@ -135,7 +135,8 @@ class BlockBytes:
         return found
 
     def _stack_of(self, terms: Iterable[Terms]) -> Floats:
-        return np.stack([self._sum(one) for one in terms])
+        rows = [self._sum(one) for one in terms]
+        return np.stack(rows) if rows else np.zeros((1, len(self._at)))
 
     def _sum(self, terms: Terms) -> Floats:
         found = np.zeros(len(self._at))
@@ -177,7 +178,7 @@ def _blocks_of(work: Workload, at: Layouts, stack: Framework, row: int) -> Block
     attention = _attention_words(work, at, row)
     found: Blocks = []
     for mlp, share in _mlps(work, ep=int(at.ep[row])):
-        narrow = share * work.narrow_layers if work.is_narrow else 0.0
+        narrow = share * work.low_precision_layers if work.is_low_precision else 0.0
         if narrow:
             found.append((block_memory(plain._replace(fp8="current"), attention, mlp), narrow))
         if share - narrow > 0:

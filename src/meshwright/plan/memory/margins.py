@@ -8,8 +8,8 @@ hold the first two kinds; the others are told so that nobody takes them for exac
 
 from typing import NamedTuple
 
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.phases import covered_layouts, is_covered
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import Layouts
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.plan.workload.workload import Workload
@@ -58,7 +58,7 @@ def memory_margin(work: Workload, at: Layouts, stack: Framework) -> Margin | Non
 def _margins(work: Workload, at: Layouts, stack: Framework) -> list[Margin]:
     schedule = SCHEDULES[int(at.schedule[0])]
     found = [EXACT if work.model.moe is None else ROUTED]
-    if work.is_narrow and not work.compiled:
+    if work.is_low_precision and not work.compiled:
         found.append(NARROW)
     if work.compiled:
         found.append(COMPILED)

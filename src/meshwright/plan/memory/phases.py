@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.block_bytes import Items
 from meshwright.plan.memory.phase_sums import Sums
 from meshwright.plan.memory.rank_facts import EARLY_BLOCKS, TURNS, Mask, Rank
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import Layouts
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.model import MoeSpec

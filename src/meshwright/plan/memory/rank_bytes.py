@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.activations import (
     kept_parts,
     layer_activation_bytes,
@@ -28,7 +29,6 @@ from meshwright.plan.memory.offload import (
 from meshwright.plan.memory.phases import Rank, covered_layouts, fullest_items, is_covered
 from meshwright.plan.memory.rank_facts import expert_padding
 from meshwright.plan.workload import operators
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import (
     CP_KINDS,
     FULL,
@@ -123,7 +123,7 @@ class Memory:
         return self.peak_host_bytes * cluster.devices_per_node <= HOST_SHARE * cluster.host_memory_bytes
 
     @property
-    def fullest_stage(self) -> NDArray[np.intp]:
+    def peak_stage(self) -> NDArray[np.intp]:
         """Which of the three ranks is fullest, shape (N,)."""
         return self.reserved_bytes.argmax(axis=1)
 
@@ -296,9 +296,9 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: _Rank
         each = work.working_bytes * rank.layers * rank.layer
         dropped = (at.zero == 3) | ((at.recompute & FULL) > 0)
         items["cast weights"] = np.where(dropped[:, None], 0.0, flight * each)
-    if work.is_narrow and work.keeps_narrow_weights:
+    if work.is_low_precision and work.keeps_low_precision_weights:
         matrices = (1.0 - share) * counts.dense_layer + share * counts.moe_layer
-        items["fp8 weights"] = 2.0 * work.narrow_layers * rank.layers * _column(matrices / at.tp)
+        items["fp8 weights"] = 2.0 * work.low_precision_layers * rank.layers * _column(matrices / at.tp)
     return items
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.block_bytes import TURNS, BlockBytes, Items, Reduction, Turn
 from meshwright.plan.memory.buckets import ARRIVAL, Stage
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import FULL, NORMS, Floats, Layouts
 from meshwright.plan.workload.schedules import SCHEDULES, V_SHAPED
 from meshwright.plan.workload.workload import Workload

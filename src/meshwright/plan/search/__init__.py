@@ -1,1 +1,1 @@
-"""From a question to a decision: the space of layouts, their prices, the choice."""
+"""From a question to a decision: the space of layouts, their prices, the candidate."""

@@ -20,7 +20,7 @@ from meshwright.spec.violations import nearest
 
 
 @dataclass(frozen=True)
-class Allowance:
+class NumericsChange:
     """One change: a key of the run, the value it may take, and how much it changes what is computed."""
 
     word: str
@@ -34,24 +34,24 @@ class Allowance:
         return f"{self.key}={self.value}"
 
 
-ALLOWANCES = (
-    Allowance("bf16_weights", "precision.weights", "bf16_exact", "weights in bf16, lower bits exact", 1),
-    Allowance(
+NUMERICS_CHANGES = (
+    NumericsChange("bf16_weights", "precision.weights", "bf16_exact", "weights in bf16, lower bits exact", 1),
+    NumericsChange(
         "stochastic_weights", "precision.weights", "bf16_stochastic", "weights in bf16, rounded at random", 3
     ),
-    Allowance("bf16_gradients", "precision.gradients", "bf16", "gradients in bf16", 2),
-    Allowance("bf16_moments", "optim.state", "bf16", "moments in bf16", 2),
-    Allowance("adamw_8bit", "optim.kind", "adamw_8bit", "moments in 8 bits", 3),
-    Allowance("adafactor", "optim.kind", "adafactor", "adafactor instead of adamw", 6),
-    Allowance("sgd", "optim.kind", "sgd", "sgd with momentum instead of adamw", 8),
-    Allowance("fp8", "precision.fp8", "current", "linear layers in fp8", 4),
+    NumericsChange("bf16_gradients", "precision.gradients", "bf16", "gradients in bf16", 2),
+    NumericsChange("bf16_moments", "optim.state", "bf16", "moments in bf16", 2),
+    NumericsChange("adamw_8bit", "optim.kind", "adamw_8bit", "moments in 8 bits", 3),
+    NumericsChange("adafactor", "optim.kind", "adafactor", "adafactor instead of adamw", 6),
+    NumericsChange("sgd", "optim.kind", "sgd", "sgd with momentum instead of adamw", 8),
+    NumericsChange("fp8", "precision.fp8", "current", "linear layers in fp8", 4),
 )
 """From narrow to wide within a key, the later ones need less memory."""
 BY_NAME_ONLY = ("adafactor", "sgd")
 """Other update rules want other settings, so `all` leaves them out."""
 SECTIONS: dict[str, type[Spec]] = {"precision": PrecisionSpec, "optim": OptimSpec}
-KEYS = tuple(dict.fromkeys(each.key for each in ALLOWANCES))
-WORDS = tuple(each.word for each in ALLOWANCES)
+KEYS = tuple(dict.fromkeys(each.key for each in NUMERICS_CHANGES))
+WORDS = tuple(each.word for each in NUMERICS_CHANGES)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Variant:
     """A run in some of the allowed formats."""
 
     run: RunSpec
-    changes: tuple[Allowance, ...] = ()
+    changes: tuple[NumericsChange, ...] = ()
 
     @property
     def weight(self) -> int:
@@ -79,10 +79,10 @@ def parse_allow(text: str | None) -> tuple[str, ...]:
     return tuple(word for word in WORDS if word in words)
 
 
-def refuse_pinned(text: str | None, overrides: Sequence[str]) -> None:
+def reject_pinned(text: str | None, overrides: Sequence[str]) -> None:
     """A change that is allowed by name and whose key is pinned would have no effect."""
     said = [word.strip() for word in (text or "").split(",")]
-    for allowance in ALLOWANCES:
+    for allowance in NUMERICS_CHANGES:
         for pin in overrides:
             if allowance.word in said and pin.partition("=")[0].strip() == allowance.key:
                 fact = f"--allow {allowance.word} has no effect: {pin} is pinned"
@@ -92,7 +92,14 @@ def refuse_pinned(text: str | None, overrides: Sequence[str]) -> None:
 def variants(run: RunSpec, allow: Sequence[str], pinned: Sequence[str], device: Device) -> list[Variant]:
     """The run as it is and in every combination of formats that is allowed, from the least change on."""
     options = [
-        [None, *(each for each in ALLOWANCES if each.key == key and _may(each, allow, pinned, device, run))]
+        [
+            None,
+            *(
+                each
+                for each in NUMERICS_CHANGES
+                if each.key == key and _may(each, allow, pinned, device, run)
+            ),
+        ]
         for key in KEYS
     ]
     found = [_variant(run, tuple(each for each in chosen if each)) for chosen in product(*options)]
@@ -115,7 +122,7 @@ def single_changes(
     run: RunSpec, allow: Sequence[str], pinned: Sequence[str], device: Device
 ) -> Iterator[Variant]:
     """One change each, of those that are not allowed yet; gradients in bf16 go with weights in bf16."""
-    for allowance in ALLOWANCES:
+    for allowance in NUMERICS_CHANGES:
         if allowance.word in allow or allowance.word in BY_NAME_ONLY:
             continue
         if _may(allowance, (allowance.word,), pinned, device, run):
@@ -125,27 +132,27 @@ def single_changes(
 
 
 def _may(
-    allowance: Allowance, allow: Sequence[str], pinned: Sequence[str], device: Device, run: RunSpec
+    allowance: NumericsChange, allow: Sequence[str], pinned: Sequence[str], device: Device, run: RunSpec
 ) -> bool:
     is_pinned = any(word.partition("=")[0].strip() == allowance.key for word in pinned)
     lacks_fp8 = allowance.word == "fp8" and "fp8" not in device.peak_flops_per_second
     return allowance.word in allow and not is_pinned and not lacks_fp8 and not _is_set(allowance, run)
 
 
-def _is_set(allowance: Allowance, run: RunSpec) -> bool:
+def _is_set(allowance: NumericsChange, run: RunSpec) -> bool:
     """The run says it already, or has said something that is no default."""
     section, name = allowance.key.split(".")
     return bool(getattr(getattr(run, section), name) != default_of(allowance))
 
 
-def default_of(allowance: Allowance) -> Any:
+def default_of(allowance: NumericsChange) -> Any:
     """The value of its key in a run that says nothing."""
     section, name = allowance.key.split(".")
     spec: type[Spec] = SECTIONS[section]
     return spec.model_fields[name].default
 
 
-def _variant(run: RunSpec, changes: tuple[Allowance, ...]) -> Variant | None:
+def _variant(run: RunSpec, changes: tuple[NumericsChange, ...]) -> Variant | None:
     """The run with these changes; None where the rules refuse them together."""
     sections: dict[str, dict[str, str]] = {}
     for change in changes:

@@ -11,10 +11,10 @@ from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.memory.margins import Margin, memory_margin
 from meshwright.plan.memory.rank_bytes import STAGES
-from meshwright.plan.search.allow import Allowance
-from meshwright.plan.search.choose_precision import Settled, settle
+from meshwright.plan.search.allow import NumericsChange
+from meshwright.plan.search.choose_precision import ChosenPrecision, choose_precision
 from meshwright.plan.search.question import Objective, Priced, Question, price_memory, price_time
-from meshwright.plan.search.search import SAME_FRACTION, Found
+from meshwright.plan.search.search import TIE_FRACTION, SearchResult
 from meshwright.plan.time.pipeline import simulated_items
 from meshwright.plan.workload.layouts import (
     CP_KINDS,
@@ -32,12 +32,12 @@ from meshwright.units import show_bytes
 NUM_PARETO = 24
 NUM_SIMULATED = 8
 """The best layouts by closed form whose pipelines are simulated before one is chosen."""
-RECOMPUTE_WORDS = {bits: word for word, bits in RECOMPUTE_BITS.items()}
+RECOMPUTE_NAMES = {bits: word for word, bits in RECOMPUTE_BITS.items()}
 SECONDS_PER_DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One layout with everything predicted about it."""
 
     question: Question
@@ -89,9 +89,9 @@ class Choice:
         return memory_margin(self.question.work, self.at, self.question.stack)
 
     @cached_property
-    def fullest_stage(self) -> str:
+    def peak_stage(self) -> str:
         """Which pipeline rank is fullest."""
-        return STAGES[int(price_memory(self.question, self.at).fullest_stage[0])]
+        return STAGES[int(price_memory(self.question, self.at).peak_stage[0])]
 
     @cached_property
     def seconds_items(self) -> dict[str, float]:
@@ -154,7 +154,7 @@ def with_layout(run: RunSpec, at: Layouts) -> RunSpec:
     """The run with the first layout of a table."""
     bits = int(at.recompute[0])
     recompute = run.memory.with_(
-        recompute=RECOMPUTE_WORDS[bits],
+        recompute=RECOMPUTE_NAMES[bits],
         recompute_every=int(at.recompute_every[0]) if bits else 1,
         offload=[word for word, bit in OFFLOAD_BITS.items() if int(at.offload[0]) & bit],
     )
@@ -165,7 +165,7 @@ def with_layout(run: RunSpec, at: Layouts) -> RunSpec:
     )
 
 
-def choice_of(run: RunSpec, cluster: Cluster) -> Choice:
+def candidate_of(run: RunSpec, cluster: Cluster) -> Candidate:
     """What is predicted about exactly this run on this cluster."""
     at = one_layout(
         run.parallel,
@@ -173,7 +173,7 @@ def choice_of(run: RunSpec, cluster: Cluster) -> Choice:
         microbatch_sequences=run.data.microbatch_sequences,
         num_microbatches=run.accumulation,
     )
-    return Choice(Question(run, cluster), at)
+    return Candidate(Question(run, cluster), at)
 
 
 @dataclass(frozen=True)
@@ -182,25 +182,25 @@ class Plan:
 
     question: Question
     """In the formats that were settled on."""
-    best: Choice
-    top: tuple[Choice, ...]
+    best: Candidate
+    top: tuple[Candidate, ...]
     """The best of each mesh, the chosen one first."""
-    pareto: tuple[Choice, ...]
+    pareto: tuple[Candidate, ...]
     """No other layout is at once faster, leaner and smaller than one of these."""
-    found: Found
+    found: SearchResult
     search_seconds: float
-    changes: tuple[Allowance, ...] = ()
+    changes: tuple[NumericsChange, ...] = ()
     """What it takes of what was allowed."""
 
 
 def make_plan(question: Question, *, top: int = 8) -> Plan:
     """Search, choose, and keep the alternatives; raises PlanError when nothing fits."""
     start = time.perf_counter()
-    settled = settle(question)
+    settled = choose_precision(question)
     return choose(settled, top=top, search_seconds=time.perf_counter() - start)
 
 
-def choose(settled: Settled, *, top: int, search_seconds: float) -> Plan:
+def choose(settled: ChosenPrecision, *, top: int, search_seconds: float) -> Plan:
     """The best of what was found; raises PlanError when nothing fits."""
     question, found = settled.question, settled.found
     if len(found.fitting) == 0:
@@ -209,8 +209,8 @@ def choose(settled: Settled, *, top: int, search_seconds: float) -> Plan:
     rows = dict.fromkeys(
         [*map(int, order[:NUM_SIMULATED]), *_first_of_each_mesh(found.fitting.layouts, order, top)]
     )
-    simulated = _ranked([Choice(question, found.fitting.layouts.take([row])) for row in rows])
-    best = next((choice for choice in simulated if not check(choice.run)), None)
+    simulated = _ranked([Candidate(question, found.fitting.layouts.take([row])) for row in rows])
+    best = next((candidate for candidate in simulated if not check(candidate.run)), None)
     if best is None:
         violation = check(simulated[0].run)[0]
         raise PlanError(f"the rules refuse the best layouts: {violation.fact}", hint=violation.hint)
@@ -219,7 +219,7 @@ def choose(settled: Settled, *, top: int, search_seconds: float) -> Plan:
         best=best,
         top=tuple(_one_per_mesh([best, *simulated])[:top]),
         pareto=tuple(
-            Choice(question, found.fitting.layouts.take([row])) for row in pareto_rows(found.fitting)
+            Candidate(question, found.fitting.layouts.take([row])) for row in pareto_rows(found.fitting)
         ),
         found=found,
         search_seconds=search_seconds,
@@ -227,19 +227,19 @@ def choose(settled: Settled, *, top: int, search_seconds: float) -> Plan:
     )
 
 
-def _ranked(choices: list[Choice]) -> list[Choice]:
+def _ranked(candidates: list[Candidate]) -> list[Candidate]:
     """From best to worst by simulated time, by the same rules as `ranking`."""
-    rows = [choice.at for choice in choices]
+    rows = [candidate.at for candidate in candidates]
     at = Layouts(**{f.name: np.concatenate([getattr(row, f.name) for row in rows]) for f in fields(Layouts)})
-    reserved = np.array([choice.device_bytes for choice in choices])
-    priced = Priced(at, reserved, np.array([choice.step_seconds for choice in choices]))
-    return [choices[row] for row in ranking(priced, choices[0].question.objective)]
+    reserved = np.array([candidate.device_bytes for candidate in candidates])
+    priced = Priced(at, reserved, np.array([candidate.step_seconds for candidate in candidates]))
+    return [candidates[row] for row in ranking(priced, candidates[0].question.objective)]
 
 
-def _one_per_mesh(choices: list[Choice]) -> list[Choice]:
-    seen: dict[tuple[int, ...], Choice] = {}
-    for choice in choices:
-        seen.setdefault(tuple(int(row[0]) for row in _mesh_columns(choice.at)), choice)
+def _one_per_mesh(candidates: list[Candidate]) -> list[Candidate]:
+    seen: dict[tuple[int, ...], Candidate] = {}
+    for candidate in candidates:
+        seen.setdefault(tuple(int(row[0]) for row in _mesh_columns(candidate.at)), candidate)
     return list(seen.values())
 
 
@@ -272,7 +272,7 @@ def ranking(priced: Priced, objective: Objective, best: float = np.inf) -> NDArr
     `best`: the best score there is, where it is not among these.
     """
     score = priced.score(objective)
-    close = score <= max(score.min(), min(score.min(), best) * (1.0 + SAME_FRACTION))
+    close = score <= max(score.min(), min(score.min(), best) * (1.0 + TIE_FRACTION))
     tie = complexity(priced.layouts) if objective == "speed" else priced.step_seconds
     tie = np.where(close, tie, np.inf)
     return np.lexsort((priced.layouts.num_ranks, score, tie, ~close))
@@ -299,15 +299,15 @@ def pareto_rows(priced: Priced) -> list[int]:
     return kept
 
 
-def no_fit_error(question: Question, found: Found) -> PlanError:
+def no_fit_error(question: Question, found: SearchResult) -> PlanError:
     """Nothing fits: the numbers of the layout that comes closest."""
     budget = show_bytes(question.memory_budget_bytes)
-    if found.leanest is None:
+    if found.least_memory is None:
         return PlanError("no layout satisfies the pins", where="pins")
-    need = show_bytes(float(found.leanest.device_bytes[0]))
+    need = show_bytes(float(found.least_memory.device_bytes[0]))
     devices = question.cluster.num_devices
     fact = (
         f"{question.run.model.family} does not fit on {devices} x {question.cluster.device.title}: "
-        f"the leanest layout needs {need} per device of {budget}"
+        f"the layout with the least memory needs {need} per device of {budget}"
     )
     return PlanError(fact, where="--on")

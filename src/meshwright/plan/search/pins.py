@@ -14,7 +14,7 @@ from meshwright.spec.run import RunSpec
 from meshwright.spec.violations import all_keys, nearest
 from meshwright.units import parse_count
 
-DECIDED = {
+SEARCHED_KEYS = {
     **{
         f"parallel.{name}": name
         for name in (
@@ -29,7 +29,7 @@ DECIDED = {
     "num_ranks": "num_ranks",
 }
 """Keys that the search decides, and the column of a layout that each restricts."""
-KEY_OF_COLUMN = {column: key for key, column in DECIDED.items()}
+KEY_OF_COLUMN = {column: key for key, column in SEARCHED_KEYS.items()}
 _WORDS: Mapping[str, Sequence[str]] = {
     "schedule": SCHEDULES,
     "cp_kind": CP_KINDS,
@@ -75,7 +75,7 @@ def parse_pins(words: Sequence[str]) -> Pins:
         if not equals or not key.strip() or not text.strip():
             hint = "pins are key=value, such as tp=8 or memory.recompute=none"
             raise SpecError(f"{word!r} is not a pin", where="command line", hint=hint)
-        column = DECIDED.get(_full_key(key.strip()))
+        column = SEARCHED_KEYS.get(_full_key(key.strip()))
         if column is None:
             overrides.append(word)
             continue
@@ -89,9 +89,9 @@ def parse_pins(words: Sequence[str]) -> Pins:
 
 def _full_key(key: str) -> str:
     """`tp` is short for `parallel.tp`; a key that is nothing at all is refused."""
-    if key in DECIDED:
+    if key in SEARCHED_KEYS:
         return key
-    short = {full.rsplit(".", 1)[-1]: full for full in DECIDED}
+    short = {full.rsplit(".", 1)[-1]: full for full in SEARCHED_KEYS}
     if key in short:
         return short[key]
     if "." not in key and key not in RunSpec.model_fields:

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.rank_bytes import Memory, memory
 from meshwright.plan.search.pins import Pins
-from meshwright.plan.search.space import SHORTEST_PART, Space
+from meshwright.plan.search.space import MIN_CP_POSITIONS, Space
 from meshwright.plan.time.step_time import StepCost, step_cost
 from meshwright.plan.workload.formats import runtime_of, workload_of
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.run import RunSpec
@@ -31,7 +31,7 @@ class Question:
     cluster: Cluster
     pins: Pins = field(default_factory=Pins)
     objective: Objective = "speed"
-    shortest_part: int = SHORTEST_PART
+    min_cp_positions: int = MIN_CP_POSITIONS
     """Positions of a sequence that a rank of cp keeps at least."""
     offloads: bool = False
     """Something lives in host memory."""
@@ -41,7 +41,7 @@ class Question:
     @property
     def space(self) -> Space:
         """What bounds the enumeration."""
-        return Space(self.run, self.cluster, self.pins, self.shortest_part, self.offloads)
+        return Space(self.run, self.cluster, self.pins, self.min_cp_positions, self.offloads)
 
     @cached_property
     def work(self) -> Workload:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from meshwright.errors import SpecError, SpecErrors, read_trouble
 from meshwright.hardware.catalogue import Cluster
-from meshwright.plan.search.allow import parse_allow, refuse_pinned
+from meshwright.plan.search.allow import parse_allow, reject_pinned
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import Objective, Question
 from meshwright.plan.workload.schedules import SCHEDULES, SPLIT_BACKWARD
@@ -26,7 +26,7 @@ DEFAULT_SEQUENCE = 8192
 # Batches that published runs of each size use, in tokens.
 DEFAULT_BATCH_TOKENS = ((1e9, 2**19), (5e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
 OPTIMAL_TOKENS_PER_PARAMETER = 20
-MOST_WARMUP_STEPS = 2000
+MAX_WARMUP_STEPS = 2000
 NEAR_FRACTION = 0.1
 """A batch may be this much off what was said, to divide well."""
 OPTION_OF_KEY = {
@@ -35,7 +35,7 @@ OPTION_OF_KEY = {
     "precision.compute": "--precision",
     "schedule.num_steps": "--tokens",
 }
-MOST_SEQUENCE, MOST_TOKENS = 2**24, 10**16
+MAX_SEQUENCE, MAX_TOKENS = 2**24, 10**16
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Asked:
+class FilledRequest:
     """The question, how many tokens are to be trained, and what was filled in."""
 
     question: Question
@@ -62,7 +62,7 @@ class Asked:
     assumed: tuple[str, ...]
 
 
-def ask(request: Request) -> Asked:
+def fill_request(request: Request) -> FilledRequest:
     """The question that a request means."""
     tree = _model_tree(request.model)
     model = _model_of(tree, request.model)
@@ -74,7 +74,7 @@ def ask(request: Request) -> Asked:
     num_steps = max(1, -(-tokens // (batch_sequences * length)))
     tree["precision"] = tree.get("precision") or _precision(request, assumed)
     tree["schedule"] = {
-        "warmup_steps": min(MOST_WARMUP_STEPS, num_steps // 50),
+        "warmup_steps": min(MAX_WARMUP_STEPS, num_steps // 50),
         **_mapping(tree.get("schedule")),
         "num_steps": num_steps,
     }
@@ -84,10 +84,10 @@ def ask(request: Request) -> Asked:
         assumed.append("compiled blocks (compile=false turns it off)")
     tree.setdefault("name", _name(model, request.cluster))
     run = _parsed(tree, request)
-    refuse_pinned(request.allow, request.pins.overrides)
+    reject_pinned(request.allow, request.pins.overrides)
     allow = parse_allow(request.allow)
     question = Question(run, request.cluster, request.pins, request.objective, allow=allow)
-    return Asked(question, tokens, tuple(assumed))
+    return FilledRequest(question, tokens, tuple(assumed))
 
 
 def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:
@@ -153,7 +153,7 @@ def _model_of(tree: dict[str, Any], text: str) -> ModelSpec:
 
 def _sequence_length(request: Request, model: ModelSpec, assumed: list[str]) -> int:
     if request.sequence_length is not None:
-        return _within("--seq", request.sequence_length, MOST_SEQUENCE)
+        return _within("--seq", request.sequence_length, MAX_SEQUENCE)
     length = min(model.max_positions, DEFAULT_SEQUENCE)
     assumed.append(f"sequences of {length} tokens (--seq)")
     return length
@@ -174,7 +174,7 @@ def _batch_sequences(request: Request, model: ModelSpec, length: int, assumed: l
         batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
         assumed.append(f"{batch}, usual for this size (--batch-tokens)")
         return sequences
-    tokens = _within("--batch-tokens", request.batch_tokens, MOST_TOKENS)
+    tokens = _within("--batch-tokens", request.batch_tokens, MAX_TOKENS)
     if tokens < length:
         fact = f"--batch-tokens {tokens} is less than one sequence of {length}"
         raise SpecError(fact, where="--batch-tokens", hint=f"use at least {length}, or a shorter --seq")
@@ -203,7 +203,7 @@ def _divisible(wanted: float, num_devices: int) -> int:
 
 def _tokens(request: Request, model: ModelSpec, assumed: list[str]) -> int:
     if request.tokens is not None:
-        return _within("--tokens", request.tokens, MOST_TOKENS)
+        return _within("--tokens", request.tokens, MAX_TOKENS)
     tokens = OPTIMAL_TOKENS_PER_PARAMETER * num_parameters(model)
     assumed.append(f"{show_count(tokens)} tokens, 20 per parameter: compute-optimal (--tokens)")
     return tokens

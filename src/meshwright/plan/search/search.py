@@ -2,7 +2,7 @@
 
 Nothing is sampled. For the fastest plan, worlds are priced from the largest down, and smaller ones are
 skipped only once even a perfect device could not make them faster than what was found. Layouts that do
-not fit are counted, and the leanest of them kept, so that "it does not fit" comes with a number.
+not fit are counted, and the least_memory of them kept, so that "it does not fit" comes with a number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from meshwright.plan.search.question import Objective, Priced, Question, price, price_memory, price_time
 from meshwright.plan.search.space import (
-    SHORTEST_PART_IN_NEED,
+    MIN_CP_POSITIONS_IF_NEEDED,
     Table,
     expand,
-    leanest,
+    least_memory,
     meshes,
     where,
 )
@@ -26,9 +26,9 @@ from meshwright.plan.workload.layouts import (
     Layouts,
 )
 
-SAME_FRACTION = 0.05
+TIE_FRACTION = 0.05
 """Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
-LEAST_OFFLOAD_GAIN = 0.1
+MIN_OFFLOAD_GAIN = 0.1
 """How much faster offload must be where something fits without: no published run tells how copies hide."""
 FAST_HOST_BYTES_PER_SECOND = 200e9
 """Of a superchip's link to its CPU, where that is worth asking; over PCIe host memory is for need alone."""
@@ -49,25 +49,27 @@ GROUP_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the search kept: the best of every kind of layout, and the leanest that does not fit."""
+class SearchResult:
+    """What the search kept: the best of every kind of layout, and the least_memory that does not fit."""
 
     fitting: Priced
     num_considered: int
     num_fitting: int
-    leanest: Priced | None
+    least_memory: Priced | None
     """The layout with the lowest need, when nothing fits; its step time is priced as if it fitted."""
 
 
-def search(question: Question, *, ranks: range | None = None, within_seconds: float | None = None) -> Found:
+def search(
+    question: Question, *, ranks: range | None = None, within_seconds: float | None = None
+) -> SearchResult:
     """Price every layout on at most the cluster's devices (or with a world size in `ranks`).
 
     With `within_seconds`, every layout that is at least as fast counts, not only the best.
     """
     sizes = ranks or range(1, question.cluster.num_devices + 1)
     found = _search(question, sizes, within_seconds)
-    if len(found.fitting) == 0 and question.shortest_part > SHORTEST_PART_IN_NEED:
-        question = replace(question, shortest_part=SHORTEST_PART_IN_NEED)
+    if len(found.fitting) == 0 and question.min_cp_positions > MIN_CP_POSITIONS_IF_NEEDED:
+        question = replace(question, min_cp_positions=MIN_CP_POSITIONS_IF_NEEDED)
         found = _search(question, sizes, within_seconds)
     if not question.may_offload:
         return found
@@ -76,15 +78,17 @@ def search(question: Question, *, ranks: range | None = None, within_seconds: fl
     return _faster_with_offload(question, found, sizes)
 
 
-def _with_offload(question: Question, found: Found, ranks: range, within_seconds: float | None) -> Found:
+def _with_offload(
+    question: Question, found: SearchResult, ranks: range, within_seconds: float | None
+) -> SearchResult:
     """Nothing fits on the devices alone: with host memory, from little to much of it."""
-    if found.leanest is None and found.num_considered == 0:
+    if found.least_memory is None and found.num_considered == 0:
         return found
     moved = _search(replace(question, offloads=True), ranks, within_seconds)
-    return moved if len(moved.fitting) or moved.leanest is not None else found
+    return moved if len(moved.fitting) or moved.least_memory is not None else found
 
 
-def _faster_with_offload(question: Question, found: Found, ranks: range) -> Found:
+def _faster_with_offload(question: Question, found: SearchResult, ranks: range) -> SearchResult:
     """Where the best plan recomputes: what host memory makes clearly faster, or cheaper."""
     score = found.fitting.score(question.objective)
     best = int(score.argmin())
@@ -92,7 +96,7 @@ def _faster_with_offload(question: Question, found: Found, ranks: range) -> Foun
     is_fast = question.cluster.host.bytes_per_second >= FAST_HOST_BYTES_PER_SECOND
     if question.objective == "memory" or not recomputes or not is_fast:
         return found
-    limit, within = float(score[best]) * (1.0 - LEAST_OFFLOAD_GAIN), None
+    limit, within = float(score[best]) * (1.0 - MIN_OFFLOAD_GAIN), None
     if question.objective == "speed":
         ranks, within = range(max(ranks.start, int(found.fitting.layouts.num_ranks[best])), ranks.stop), limit
     moved = _search(replace(question, offloads=True), ranks, within)
@@ -107,14 +111,14 @@ def _faster_with_offload(question: Question, found: Found, ranks: range) -> Foun
     )
 
 
-def search_meshes(question: Question, table: Table) -> Found:
+def search_meshes(question: Question, table: Table) -> SearchResult:
     """Price every layout on these meshes alone."""
     kept = _Kept(question, None)
     kept.add(table)
     return kept.found()
 
 
-def _search(question: Question, ranks: range, within_seconds: float | None) -> Found:
+def _search(question: Question, ranks: range, within_seconds: float | None) -> SearchResult:
     table = _fastest_kinds(question, meshes(question.space, ranks))
     kept = _Kept(question, within_seconds)
     for block in _blocks(table):
@@ -124,7 +128,7 @@ def _search(question: Question, ranks: range, within_seconds: float | None) -> F
     return kept.found()
 
 
-def perfect_seconds(question: Question, num_ranks: int) -> float:
+def lower_bound_seconds(question: Question, num_ranks: int) -> float:
     """No step on this many devices is faster: every model FLOP at the best matmul rate ever measured."""
     work, data = question.work, question.run.data
     flops = work.model_flops_per_token * data.batch_sequences * data.sequence_length
@@ -204,7 +208,7 @@ class _Kept:
 
     def cannot_improve(self, num_ranks: int) -> bool:
         """Whether no world of this size or smaller can be faster than what was found."""
-        perfect = perfect_seconds(self._question, num_ranks)
+        perfect = lower_bound_seconds(self._question, num_ranks)
         if self._within_seconds is not None:
             return perfect > self._within_seconds
         return self._question.objective == "speed" and perfect > self._best_seconds
@@ -212,7 +216,7 @@ class _Kept:
     def add(self, block: Table) -> None:
         """Price one block of meshes."""
         question = self._question
-        lean = leanest(question.space, block)
+        lean = least_memory(question.space, block)
         least = price_memory(question, lean).peak_device_bytes.reshape(-1, 3).min(axis=1)
         possible = least <= question.memory_budget_bytes
         at = expand(question.space, where(block, possible))
@@ -244,14 +248,16 @@ class _Kept:
         row = priced.take([int(priced.device_bytes.argmin())])
         return row if known is None or row.device_bytes[0] < known.device_bytes[0] else known
 
-    def found(self) -> Found:
+    def found(self) -> SearchResult:
         """Everything kept, the best first."""
         nothing = price(self._question, _no_layouts())
         fitting = concatenate(self._parts) if self._parts else nothing
         order = np.argsort(fitting.score(self._question.objective), kind="stable")[:MAX_KEPT]
         # Meshes with room, yet no layout on them: the pins contradict each other, and no number helps.
         bound = None if self._some_possible else self._leanest_bound
-        return Found(fitting.take(order), self.num_considered, self.num_fitting, self._leanest or bound)
+        return SearchResult(
+            fitting.take(order), self.num_considered, self.num_fitting, self._leanest or bound
+        )
 
 
 def _no_layouts() -> Layouts:
@@ -270,7 +276,7 @@ def concatenate(parts: list[Priced]) -> Priced:
 
 
 def best_of_groups(priced: Priced, objective: Objective) -> Priced:
-    """The best, the fastest and the leanest layout of each group that agrees in GROUP_COLUMNS."""
+    """The best, the fastest and the least_memory layout of each group that agrees in GROUP_COLUMNS."""
     keys = np.stack([getattr(priced.layouts, name) for name in GROUP_COLUMNS], axis=1)
     _, inverse = np.unique(keys, axis=0, return_inverse=True)
     rows: list[NDArray[np.intp]] = []

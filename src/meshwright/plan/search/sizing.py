@@ -10,10 +10,10 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.search.choose_precision import corner_questions
 from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.question import Question
-from meshwright.plan.search.search import perfect_seconds, search
+from meshwright.plan.search.search import lower_bound_seconds, search
 from meshwright.units import show_seconds
 
-MOST_DEVICES = 2**16
+MAX_DEVICES = 2**16
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def size_for_deadline(
     `open_ended`: the user named a device, not a number; otherwise the cluster is the limit.
     """
     allowed = seconds_allowed(question, tokens=tokens, deadline_seconds=deadline_seconds)
-    limit = MOST_DEVICES if open_ended else question.cluster.num_devices
+    limit = MAX_DEVICES if open_ended else question.cluster.num_devices
     enough, fastest = _first_that_suffices(question, allowed, limit)
     if enough is None:
         raise _too_late(question, tokens, deadline_seconds, fastest, limit)
@@ -70,7 +70,7 @@ def _first_that_suffices(question: Question, allowed: float, limit: int) -> tupl
     fastest, count = float("inf"), 1
     while True:
         count = min(count, limit)
-        if perfect_seconds(question, count) <= allowed or count == limit:
+        if lower_bound_seconds(question, count) <= allowed or count == limit:
             fastest = min(fastest, best_seconds(question, count))
         if fastest <= allowed:
             return count, fastest

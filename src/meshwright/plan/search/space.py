@@ -31,12 +31,12 @@ from meshwright.spec.check import check
 from meshwright.spec.parallel import ParallelSpec, Schedule
 from meshwright.spec.run import RunSpec
 
-SHORTEST_PART = 8192
+MIN_CP_POSITIONS = 8192
 """Context parallel is for long context: it is proposed while each rank keeps this many positions."""
-SHORTEST_PART_IN_NEED = 1024
+MIN_CP_POSITIONS_IF_NEEDED = 1024
 """... or this many, where nothing fits without it."""
-MOST_CP, MOST_PP, MOST_EP, MOST_VIRTUAL_STAGES = 64, 64, 64, 8
-MOST_MICROBATCH_TOKENS = 131072
+MAX_CP, MAX_PP, MAX_EP, MAX_VIRTUAL_STAGES = 64, 64, 64, 8
+MAX_MICROBATCH_TOKENS = 131072
 RECOMPUTE_CHOICES = (
     (RECOMPUTE_NONE, 1),
     (RECOMPUTE_SELECTIVE, 1),
@@ -55,10 +55,10 @@ class Space:
     run: RunSpec
     cluster: Cluster
     pins: Pins
-    shortest_part: int = SHORTEST_PART
+    min_cp_positions: int = MIN_CP_POSITIONS
     """Positions of a sequence that a rank of cp keeps at least."""
     offloads: bool = False
-    """Something lives in host memory: every sensible choice of what, where the run does not say it."""
+    """Something lives in host memory: every sensible candidate of what, where the run does not say it."""
 
     @property
     def batch_sequences(self) -> int:
@@ -67,7 +67,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelSharding:
     """How the model itself is cut, apart from data and pipeline."""
 
     tp: int
@@ -85,27 +85,27 @@ def divisors(number: int) -> list[int]:
 
 
 def _expert_cuts(num_experts: int) -> list[int]:
-    """Ways to deal out experts: powers of two up to MOST_EP, and one expert per rank."""
+    """Ways to deal out experts: powers of two up to MAX_EP, and one expert per rank."""
     return [
-        d for d in divisors(num_experts) if (d & (d - 1) == 0 and d <= MOST_EP) or d == num_experts <= MOST_EP
+        d for d in divisors(num_experts) if (d & (d - 1) == 0 and d <= MAX_EP) or d == num_experts <= MAX_EP
     ]
 
 
-def cuts(space: Space) -> list[Cut]:
+def model_shardings(space: Space) -> list[ModelSharding]:
     """Every admissible cut of the model: the rules decide."""
-    found = [cut for cut in _proposed_cuts(space) if not cut_violations(space.run, cut)]
+    found = [cut for cut in _proposed_cuts(space) if not sharding_violations(space.run, cut)]
     return [cut for cut in found if space.pins.permits(**{f.name: getattr(cut, f.name) for f in fields(cut)})]
 
 
-def _proposed_cuts(space: Space) -> list[Cut]:
+def _proposed_cuts(space: Space) -> list[ModelSharding]:
     model, pins = space.run.model, space.pins
     heads = gcd(model.attention.num_heads, model.attention.num_kv_heads)
     tps = pins.keep("tp", [d for d in divisors(heads) if d <= space.cluster.devices_per_node])
-    longest = min(MOST_CP, max(1, space.run.data.sequence_length // space.shortest_part))
+    longest = min(MAX_CP, max(1, space.run.data.sequence_length // space.min_cp_positions))
     cps = pins.keep("cp", [2**k for k in range(longest.bit_length())])
     eps = pins.keep("ep", _expert_cuts(model.moe.num_experts) if model.moe else [1])
     return [
-        Cut(tp, cp, kind, inner, ep, etp)
+        ModelSharding(tp, cp, kind, inner, ep, etp)
         for tp, cp, ep in product(tps, cps, eps)
         for kind, inner in _cp_kinds(cp, pins)
         for etp in pins.keep("etp", [1])
@@ -121,12 +121,12 @@ def _cp_kinds(cp: int, pins: Pins) -> list[tuple[int, int]]:
     return [(kind, size) for kind in kinds for size in (inner if kind == hierarchical else [1])]
 
 
-def cut_violations(run: RunSpec, cut: Cut) -> list[str]:
+def sharding_violations(run: RunSpec, cut: ModelSharding) -> list[str]:
     """What the rules say against a cut on a mesh that is otherwise as small as it can be."""
     dp_shard = cut.ep // gcd(cut.ep, cut.cp)
     parallel = ParallelSpec(
         dp_shard=dp_shard,
-        zero=_most_zero(run) if dp_shard * cut.cp > 1 else 0,
+        zero=_max_zero(run) if dp_shard * cut.cp > 1 else 0,
         cp=cut.cp,
         cp_kind=CP_KINDS[cut.cp_kind],
         cp_inner=cut.cp_inner,
@@ -142,12 +142,14 @@ def cut_violations(run: RunSpec, cut: Cut) -> list[str]:
 
 def meshes(space: Space, ranks: range) -> Table:
     """Cuts x pp x dp whose world size lies in `ranks` (whole nodes where it is more than one node)."""
-    found = cuts(space)
-    pps = np.array(space.pins.keep("pp", range(1, min(MOST_PP, space.run.model.num_layers) + 1)))
+    found = model_shardings(space)
+    pps = np.array(space.pins.keep("pp", range(1, min(MAX_PP, space.run.model.num_layers) + 1)))
     dps = np.array(divisors(space.batch_sequences))
-    columns = [np.array([getattr(cut, f.name) for cut in found], dtype=np.int64) for f in fields(Cut)]
+    columns = [
+        np.array([getattr(cut, f.name) for cut in found], dtype=np.int64) for f in fields(ModelSharding)
+    ]
     row, pp, dp = (grid.ravel() for grid in np.meshgrid(np.arange(len(found)), pps, dps, indexing="ij"))
-    table = {f.name: column[row] for f, column in zip(fields(Cut), columns, strict=True)}
+    table = {f.name: column[row] for f, column in zip(fields(ModelSharding), columns, strict=True)}
     table |= {"pp": pp.astype(np.int64), "dp": dp.astype(np.int64)}
     world = table["num_ranks"] = table["tp"] * table["cp"] * pp * dp
     per_node = space.cluster.devices_per_node
@@ -173,7 +175,7 @@ def expand(space: Space, table: Table) -> Layouts:
     table = where(table, _pinned(space.pins, table, "dp_replicate"))
     key = ("zero", "pp", "schedule", "num_microbatches")
     table = _expand(table, key, ("reduce_last",), lambda *key: _reductions(space.run, *key))
-    said = said_by_the_run(space.run, table["tp"])
+    said = columns_from_run(space.run, table["tp"])
     said.pop("reduce_last")
     if not space.offloads:
         return Layouts(**table, **said)
@@ -201,13 +203,13 @@ def _offloads(run: RunSpec, zero: int, pp: int, schedule: int) -> list[tuple[int
     activations, parameters = OFFLOAD_BITS["activations"], OFFLOAD_BITS["parameters"]
     if pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD:
         return [(optimizer,)] if optimizer else []
-    choices = [optimizer, activations, optimizer | activations]
+    candidates = [optimizer, activations, optimizer | activations]
     fp8 = run.precision.fp8
     stays = fp8 is not None and (fp8.recipe == "delayed" or fp8.cast_weights == "per_step")
     alone = zero == 0 and run.optim.ema_decay is None
     if not stays and (alone or (zero == 3 and pp == 1 and optimizer)):
-        choices += [optimizer | parameters, optimizer | parameters | activations]
-    return [(bits,) for bits in dict.fromkeys(choices) if bits]
+        candidates += [optimizer | parameters, optimizer | parameters | activations]
+    return [(bits,) for bits in dict.fromkeys(candidates) if bits]
 
 
 def _most_offloaded(space: Space, zero: Ints, pp: Ints) -> Ints:
@@ -219,7 +221,7 @@ def _most_offloaded(space: Space, zero: Ints, pp: Ints) -> Ints:
     )
 
 
-def said_by_the_run(run: RunSpec, like: Ints) -> Table:
+def columns_from_run(run: RunSpec, like: Ints) -> Table:
     """Columns that the search takes from the run as they are."""
     said = {
         "offload": offload_bits(run.memory),
@@ -229,7 +231,7 @@ def said_by_the_run(run: RunSpec, like: Ints) -> Table:
     return {name: np.full_like(like, value) for name, value in said.items()}
 
 
-def leanest(space: Space, table: Table) -> Layouts:
+def least_memory(space: Space, table: Table) -> Layouts:
     """For each mesh (three rows each, one per ZeRO stage) the layout that needs least memory."""
     repeated = {name: np.repeat(column, 3) for name, column in table.items() if name != "num_ranks"}
     dp = repeated.pop("dp")
@@ -238,8 +240,8 @@ def leanest(space: Space, table: Table) -> Layouts:
     one = np.ones_like(dp)
     enough = num_microbatches >= repeated["pp"]
     schedule = np.where(enough, SCHEDULES.index("1f1b"), SCHEDULES.index("gpipe"))
-    zero = np.where(shared, np.minimum(np.tile([1, 2, 3], len(dp) // 3), _most_zero(space.run)), 0)
-    said = said_by_the_run(space.run, one)
+    zero = np.where(shared, np.minimum(np.tile([1, 2, 3], len(dp) // 3), _max_zero(space.run)), 0)
+    said = columns_from_run(space.run, one)
     if space.offloads:
         said["offload"] = _most_offloaded(space, zero, repeated["pp"])
     return Layouts(
@@ -302,11 +304,11 @@ def _shardings(space: Space, dp: int, cp: int, tp: int, ep: int) -> list[tuple[i
         (size, zero)
         for size, zero in dict.fromkeys(proposed)
         if dp % size == 0 and _sharding_is_whole(size, zero, cp, ep) and pins.permits(zero=zero)
-        if zero <= _most_zero(space.run)
+        if zero <= _max_zero(space.run)
     ]
 
 
-def _most_zero(run: RunSpec) -> int:
+def _max_zero(run: RunSpec) -> int:
     """Weights that are kept in fp8 beside themselves are whole on every rank."""
     fp8 = run.precision.fp8
     return 2 if fp8 is not None and fp8.cast_weights == "per_step" else 3
@@ -321,15 +323,15 @@ def _sharding_is_whole(dp_shard: int, zero: int, cp: int, ep: int) -> bool:
 def _microbatches(space: Space, dp: int, cp: int) -> list[tuple[int]]:
     per_rank = space.batch_sequences // dp
     length = space.run.data.sequence_length // cp
-    sizes = [d for d in divisors(per_rank) if d == 1 or d * length <= MOST_MICROBATCH_TOKENS]
+    sizes = [d for d in divisors(per_rank) if d == 1 or d * length <= MAX_MICROBATCH_TOKENS]
     return [(size,) for size in space.pins.keep("microbatch_sequences", sizes) if per_rank % size == 0]
 
 
 def _recomputes(pins: Pins) -> list[tuple[int, int]]:
-    choices = set(RECOMPUTE_CHOICES)
+    candidates = set(RECOMPUTE_CHOICES)
     for every in pins.allowed.get("recompute_every", ()):
-        choices |= {(RECOMPUTE_SELECTIVE, every), (FULL, every)}
-    return [pair for pair in sorted(choices) if pins.permits(recompute=pair[0], recompute_every=pair[1])]
+        candidates |= {(RECOMPUTE_SELECTIVE, every), (FULL, every)}
+    return [pair for pair in sorted(candidates) if pins.permits(recompute=pair[0], recompute_every=pair[1])]
 
 
 def _pipelines(space: Space, pp: int, num_microbatches: int, recompute: int) -> list[tuple[int, int]]:
@@ -351,7 +353,7 @@ def _pipelines(space: Space, pp: int, num_microbatches: int, recompute: int) -> 
 
 @cache
 def _schedule_choices(pp: int, num_microbatches: int, num_layers: int) -> tuple[tuple[Schedule, int], ...]:
-    chunks = [count for count in range(1, MOST_VIRTUAL_STAGES + 1) if pp * count <= num_layers]
+    chunks = [count for count in range(1, MAX_VIRTUAL_STAGES + 1) if pp * count <= num_layers]
     return tuple(
         (schedule, count)
         for schedule in SCHEDULES

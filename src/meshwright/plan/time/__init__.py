@@ -1,1 +1,1 @@
-"""Seconds of a step: kernels, collectives, the pipeline's bubble, the update."""
+"""Seconds of a step: kernels, collectives, exposed communication, the pipeline bubble, the update."""

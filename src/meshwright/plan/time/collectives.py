@@ -1,8 +1,8 @@
-"""Seconds of a collective on the links it really crosses: alpha-beta, ring or tree, node against network.
+"""Seconds of a collective on the links that it crosses: an alpha-beta model of rings and trees.
 
-A group of n ranks with stride w (ranks between two neighbours of the group) has `inside` ranks on one
-node. Inside a node it uses the peer link; across nodes each of its ranks on a node drives its own
-adapter, so the group moves `inside` adapters' worth of bytes, at most what the peer link carries.
+A group of n ranks with stride w (the distance between neighbours of the group) has `inside` ranks on one
+node. Inside a node it uses the peer link. Across nodes each of its ranks on a node drives its own network
+adapter, so a node sends at the rate of `inside` adapters, at most at that of the peer link.
 """
 
 import math
@@ -13,25 +13,25 @@ import numpy as np
 from meshwright.hardware.catalogue import Cluster, Link
 from meshwright.plan.workload.layouts import Floats, Ints, Layouts
 
-# Part of the data-sheet rate that large collectives reach: NVLink bus bandwidth of nccl-tests on DGX
-# A100 and H100 (235 of 300, 370 of 450 GB/s), InfiniBand with protocol and routing losses.
+# Share of the data-sheet rate that large collectives reach: NVLink bus bandwidth of nccl-tests on DGX A100
+# and H100 (235 of 300, 370 of 450 GB/s), InfiniBand with protocol and routing losses.
 PEER_EFFICIENCY = 0.78
 NETWORK_EFFICIENCY = 0.80
 LAUNCH_SECONDS = 8e-6
-# Bandwidth of trees against rings.
+# Bandwidth of tree algorithms against rings.
 TREE_EFFICIENCY = 0.9
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in one collective, and how many of them share a node."""
+    """Number of ranks of one collective, and of those that share a node."""
 
     ranks: Floats
     inside: Floats
 
     @property
     def nodes(self) -> Floats:
-        """Nodes the group spans."""
+        """Number of nodes that the group spans."""
         return self.ranks / self.inside
 
 
@@ -48,16 +48,16 @@ class Groups:
     tp: Group
     cp: Group
     shard: Group
-    """dp_shard x cp: what ZeRO divides the state over."""
+    """dp_shard x cp: the ranks that ZeRO shards the state over."""
     replicate: Group
     data: Group
-    """All ranks that sum gradients: dp_replicate x dp_shard x cp."""
+    """dp_replicate x dp_shard x cp: the ranks that gradients are reduced over."""
     expert: Group
     expert_data: Group
 
 
 def axis_groups(at: Layouts, cluster: Cluster) -> Groups:
-    """Every axis's group from the mesh order pp, dp_replicate, dp_shard, cp, tp."""
+    """The group of every axis, from the mesh order pp, dp_replicate, dp_shard, cp, tp."""
     one = np.ones_like(at.tp)
     shards = at.dp_shard * at.cp
     expert_stride = np.where(at.etp > 1, at.tp, one)
@@ -80,7 +80,7 @@ def _rate(link: Link, efficiency: float) -> float:
 
 
 def bandwidth(members: Group, cluster: Cluster, adapters: float = math.inf) -> Floats:
-    """Bytes per second and rank of a ring over this group, on at most this many adapters of a node."""
+    """Bytes per second of a ring over this group, with at most this many network adapters of a node."""
     peer = _rate(cluster.peer, PEER_EFFICIENCY)
     network = _rate(cluster.network, NETWORK_EFFICIENCY)
     across = np.minimum(members.inside, adapters) * network
@@ -103,9 +103,9 @@ def gather_seconds(
     adapters: float = math.inf,
     by_tree: bool = False,
 ) -> Floats:
-    """All-gather or reduce-scatter of `num_bytes` in this many messages; nothing for a group of one.
+    """All-gather or reduce-scatter of `num_bytes` in this many messages; zero for a group of one.
 
-    `by_tree`: one rank per node may send along binomial trees, log n hops, where that is faster than a ring.
+    `by_tree`: a group with one rank per node may use binomial trees, log n hops, where that is faster.
     """
     moved = (members.ranks - 1) / members.ranks * num_bytes / bandwidth(members, cluster, adapters)
     seconds = messages * ring_latency(members, cluster) + moved
@@ -131,9 +131,9 @@ def all_reduce_seconds(
 def all_to_all_seconds(
     num_bytes: Floats, members: Group, cluster: Cluster, *, far_copies: Floats | float = 1.0
 ) -> Floats:
-    """Each rank sends num_bytes / n to every other: near part on the peer link, far part on its adapter.
+    """Each rank sends num_bytes / n to every other rank, on the peer link and on its network adapter.
 
-    `far_copies` below one: copies of a token for the same node cross the network merged.
+    `far_copies` is the share of the bytes for other nodes that cross the network.
     """
     near = (members.inside - 1) / members.ranks * num_bytes / _rate(cluster.peer, PEER_EFFICIENCY)
     far_share = far_copies * (members.ranks - members.inside) / members.ranks
@@ -143,7 +143,7 @@ def all_to_all_seconds(
 
 
 def send_seconds(num_bytes: Floats, at: Layouts, cluster: Cluster) -> Floats:
-    """One message to the next pipeline rank; the slowest boundary counts, across nodes if any is."""
+    """One message to the next pipeline rank, across nodes where any stage boundary is."""
     inside = at.num_ranks <= cluster.devices_per_node
     near = cluster.peer.latency_seconds + num_bytes / _rate(cluster.peer, PEER_EFFICIENCY)
     far = cluster.network.latency_seconds + num_bytes / _rate(cluster.network, NETWORK_EFFICIENCY)

@@ -1,6 +1,6 @@
-"""Forward and backward of one layer, the head and the embedding for one micro-batch on one rank.
+"""Seconds of one layer, the head and the embedding for one micro-batch on one rank, forward and backward.
 
-Kernel time by cause, and of the communication what the compute beside it does not hide.
+Each time consists of kernel time by cause and of exposed communication: what does not overlap with compute.
 """
 
 from dataclasses import dataclass
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.hardware.catalogue import Cluster
-from meshwright.plan.time import collectives as traffic
+from meshwright.plan.framework import Framework
 from meshwright.plan.time import kernels
-from meshwright.plan.time.collectives import Groups, all_to_all_seconds, gather_seconds
+from meshwright.plan.time.collectives import Groups, all_to_all_seconds, axis_groups, gather_seconds
 from meshwright.plan.workload import operators
-from meshwright.plan.workload.frameworks import Framework
 from meshwright.plan.workload.layouts import (
     ACTIVATION,
     CORE_ATTENTION,
@@ -30,313 +29,321 @@ from meshwright.plan.workload.workload import Workload
 Items = dict[str, Floats]
 
 HOST_SECONDS_PER_LAUNCH = 10e-6
+# Relative delay of the slowest host, for each further rank of tp.
 HOST_JITTER = 0.05
-# Part of the launches left in a compiled block: its products, attention, and one kernel between them.
+# Share of the launches left in a compiled block: its matmuls, attention, and one fused kernel between them.
 COMPILED_LAUNCHES = 0.4
+# Share of the cp traffic that may overlap with attention.
+CP_OVERLAP = 0.8
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Seconds of one layer (or the head, or the embedding) for one micro-batch, by cause."""
+class PassTime:
+    """Seconds of one forward or backward pass of a layer, the head or the embedding, by cause."""
 
     compute: Items
     exposed: Items
+    """Communication and host time that does not overlap with compute."""
 
     @property
     def seconds(self) -> Floats:
-        """Everything one after the other."""
+        """Compute and exposed time together."""
         return sum(self.compute.values()) + sum(self.exposed.values())  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every item needs: the workload on a cluster with a stack, over these layouts."""
+    """The inputs of every formula: a workload and a framework on a cluster, over these layouts."""
 
-    work: Workload
+    workload: Workload
     cluster: Cluster
-    stack: Framework
+    framework: Framework
     at: Layouts
     groups: Groups
 
     @property
     def tokens(self) -> Floats:
         """Tokens of one micro-batch on one rank of cp."""
-        return self.at.microbatch_tokens(self.work.sequence_length)
+        return self.at.microbatch_tokens(self.workload.sequence_length)
 
-    def has(self, bits: int) -> Floats:
-        """1 where one of these parts is recomputed (FULL recomputes every part), by the share of layers."""
-        hit = (self.at.recompute & (bits | FULL)) > 0
-        return hit / self.at.recompute_every
+    def recomputes(self, bits: int) -> Floats:
+        """Share of the layers that recompute one of these parts; FULL recomputes every part."""
+        is_hit = (self.at.recompute & (bits | FULL)) > 0
+        return is_hit / self.at.recompute_every
 
-    def moved(self, num_bytes: Floats) -> Floats:
-        """Seconds of a memory-bound kernel."""
+    def copy_seconds(self, num_bytes: Floats) -> Floats:
+        """Seconds of a memory-bound kernel that moves so many bytes."""
         return num_bytes / kernels.copy_rate(self.cluster.device)
 
 
-def context(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> Context:
-    """Bundle the inputs and lay the groups on the cluster's links."""
-    return Context(work, cluster, stack, at, traffic.axis_groups(at, cluster))
+def context(workload: Workload, at: Layouts, cluster: Cluster, framework: Framework) -> Context:
+    """The inputs with the group of every mesh axis on the cluster's links."""
+    return Context(workload, cluster, framework, at, axis_groups(at, cluster))
+
+
+def total(items: Items) -> Floats:
+    """Sum of all items."""
+    return sum(items.values())  # pyright: ignore[reportReturnType]
+
+
+def exposed_seconds(communication: Floats, compute: Floats, overlap: float) -> Floats:
+    """The part of a transfer that is exposed when a share `overlap` of it may run beside this compute."""
+    return np.maximum(communication - np.minimum(overlap * communication, compute), 0.0)
+
+
+def _scaled(items: Items, factor: float) -> Items:
+    return {name: factor * seconds for name, seconds in items.items()}
+
+
+# Kernels -------------------------------------------------------------------------------------------------
 
 
 def _matmuls_seconds(ctx: Context, matmuls: list[Matmul], part: str | None = None) -> tuple[Floats, Floats]:
-    """Forward and backward seconds of these products; frozen weights need no weight gradient."""
+    """Forward and backward seconds of these matmuls; frozen weights have no weight gradient."""
     zero = np.zeros(len(ctx.at))
     forward, backward = zero, zero
     device = ctx.cluster.device
     for matmul in matmuls:
         if part is not None and matmul.part != part:
             continue
-        slow = ctx.stack.narrow_slowdown if operators.is_narrow(matmul, ctx.work) else 1.0
-        data, weight = matmul.backward()
-        forward = forward + slow * kernels.matmul_seconds(matmul, device, ctx.work)
-        backward = backward + slow * kernels.matmul_seconds(data, device, ctx.work)
-        if ctx.work.adapters is None:
-            backward = backward + slow * kernels.matmul_seconds(weight, device, ctx.work)
+        is_fp8 = operators.runs_in_low_precision(matmul, ctx.workload)
+        slowdown = ctx.framework.low_precision_slowdown if is_fp8 else 1.0
+        input_gradient, weight_gradient = matmul.backward()
+        forward = forward + slowdown * kernels.matmul_seconds(matmul, device, ctx.workload)
+        backward = backward + slowdown * kernels.matmul_seconds(input_gradient, device, ctx.workload)
+        if ctx.workload.adapters is None:
+            backward = backward + slowdown * kernels.matmul_seconds(weight_gradient, device, ctx.workload)
     return forward, backward
-
-
-def _attention_core(ctx: Context) -> tuple[Floats, Floats]:
-    """Forward and backward seconds of softmax(q k) v of one layer."""
-    work, at, device = ctx.work, ctx.at, ctx.cluster.device
-    core_flops = operators.attention_core_flops(work, at)
-    if work.attention_kernel == "flash":
-        forward = kernels.flash_seconds(core_flops, device, work, backward=False)
-        return forward, kernels.flash_seconds(core_flops, device, work, backward=True)
-    attention = work.model.attention
-    per_head = at.microbatch_sequences * attention.num_heads / at.tp
-    rows = np.full(len(at), float(work.sequence_length))
-    narrow = np.full(len(at), float(attention.head_width))
-    scores = Matmul("scores", rows, rows, narrow, per_head, narrow=False)
-    values = Matmul("values", rows, narrow, rows, per_head, narrow=False)
-    elements = operators.score_elements(work, at)
-    products = kernels.matmul_seconds(scores, device, work) + kernels.matmul_seconds(values, device, work)
-    forward = products + ctx.moved(operators.SCORE_PASSES_FORWARD * elements)
-    return forward, 2.0 * products + ctx.moved(operators.SCORE_PASSES_BACKWARD * elements)
-
-
-def _tp_seconds(ctx: Context) -> Floats:
-    """One block's gather and reduce-scatter (or its all-reduce, of equal volume) over tp, forward."""
-    message = ctx.tokens * ctx.work.model.width * ctx.work.working_bytes
-    if ctx.stack.sequence_parallel:
-        return 2.0 * gather_seconds(message, ctx.groups.tp, ctx.cluster)
-    return traffic.all_reduce_seconds(message, ctx.groups.tp, ctx.cluster)
-
-
-def _cp_seconds(ctx: Context) -> Floats:
-    """Forward traffic of one layer's attention over cp: keys and values, or heads."""
-    attention = ctx.work.model.attention
-    kv = 2.0 * attention.num_kv_heads * attention.head_width / ctx.at.tp
-    query = 2.0 * attention.num_heads * attention.head_width / ctx.at.tp
-    kv_bytes = ctx.tokens * ctx.at.cp * kv * ctx.work.working_bytes
-    ring = gather_seconds(kv_bytes, ctx.groups.cp, ctx.cluster)
-    swapped = ctx.tokens * (query + kv) * ctx.work.working_bytes
-    swap = 2.0 * all_to_all_seconds(swapped, ctx.groups.cp, ctx.cluster)
-    is_swap = ctx.at.cp_kind == CP_KINDS.index("ulysses")
-    return np.where(is_swap, swap, ring)
-
-
-def _dispatch_seconds(ctx: Context) -> Floats:
-    """One all-to-all of routed tokens; a narrow recipe still sends 16 bits."""
-    moe = ctx.work.model.moe
-    assert moe is not None
-    message = operators.expert_tokens(ctx.work, ctx.at) * ctx.work.model.width * ctx.work.working_bytes
-    nodes = ctx.groups.expert.nodes
-    hit = 1.0 - (1.0 - 1.0 / nodes) ** moe.top_k
-    far = np.minimum(nodes * hit / moe.top_k, 1.0) if ctx.stack.merges_dispatch else np.ones(len(ctx.at))
-    return all_to_all_seconds(message, ctx.groups.expert, ctx.cluster, far_copies=far)
-
-
-def _slower(items: Items, factor: float) -> Items:
-    return {name: factor * seconds for name, seconds in items.items()}
 
 
 def _layer_matmuls(ctx: Context, *, moe: bool) -> list[Matmul]:
     feed_forward = operators.moe_matmuls if moe else operators.mlp_matmuls
-    return operators.attention_matmuls(ctx.work, ctx.at) + feed_forward(ctx.work, ctx.at)
+    return operators.attention_matmuls(ctx.workload, ctx.at) + feed_forward(ctx.workload, ctx.at)
 
 
 def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
-    """Bytes to widen a layer's frozen weights from 8 or 4 bits before they are multiplied."""
-    adapters = ctx.work.adapters
+    """Bytes moved to dequantise a layer's frozen 8-bit or 4-bit weights for one pass."""
+    adapters = ctx.workload.adapters
     if adapters is None or adapters.base_bits >= 16:
         return np.zeros(len(ctx.at))
     dense, experts = layer_elements(ctx, moe=moe)
-    return (adapters.base_bits / 8.0 + ctx.work.working_bytes) * (dense + experts)
+    return (adapters.base_bits / 8.0 + ctx.workload.working_bytes) * (dense + experts)
 
 
 def _weight_bytes(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
-    """Bytes to cast a layer's weights for the forward pass, and to cast and add up its gradients."""
-    state, work = ctx.stack.state, ctx.work
-    if not ctx.stack.casts_weights or work.adapters is not None:
+    """Bytes moved to cast a layer's weights (forward), and to cast and accumulate gradients (backward)."""
+    if ctx.workload.adapters is not None:
         return np.zeros(len(ctx.at)), np.zeros(len(ctx.at))
     dense, experts = layer_elements(ctx, moe=moe)
-    narrow = work.working_bytes
-    cast = narrow + state.weight if state.weight > narrow else 0.0
-    widened = narrow + state.gradient if state.gradient > narrow else 0.0
-    # All micro-batches but the first read the sum and write it back.
-    added = 3.0 * state.gradient * (1.0 - 1.0 / ctx.at.num_microbatches)
-    return cast * (dense + experts), (widened + added) * (dense + experts)
+    cast, accumulated = ctx.framework.weight_cast_rates(ctx.workload, ctx.at.num_microbatches)
+    return cast * (dense + experts), accumulated * (dense + experts)
+
+
+def _elementwise_seconds(ctx: Context, matmuls: list[Matmul], *, moe: bool) -> tuple[Floats, Floats]:
+    """Forward and backward seconds of everything between matmuls and attention: norms, activations, casts."""
+    framework, workload = ctx.framework, ctx.workload
+    plain = operators.elementwise_bytes(
+        workload,
+        ctx.at,
+        moe=moe,
+        passes=framework.compiled_passes if workload.compiled else framework.elementwise_passes,
+        residual_tokens=framework.residual_tokens(ctx.tokens, ctx.at.tp),
+    )
+    cast = operators.quantise_bytes(workload, ctx.at, matmuls, weight_cast_bytes=framework.weight_cast_bytes)
+    dequantised, weights = _dequantise_bytes(ctx, moe=moe), _weight_bytes(ctx, moe=moe)
+    forward, backward = (
+        ctx.copy_seconds(plain[side] + cast[side] + dequantised + weights[side]) for side in (0, 1)
+    )
+    return forward, backward
 
 
 def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
-    """Kernel seconds of one layer forward and backward, recompute as its own item."""
+    """Kernel seconds of one layer forward and backward, with recompute as an item of its own."""
     matmuls = _layer_matmuls(ctx, moe=moe)
     by_part = {part: _matmuls_seconds(ctx, matmuls, part) for part in ("projection", "mlp", "experts")}
-    core_forward, core_backward = _attention_core(ctx)
-    bytes_forward, bytes_backward = operators.elementwise_bytes(ctx.work, ctx.at, ctx.stack, moe=moe)
-    cast_forward, cast_backward = operators.quantise_bytes(ctx.work, ctx.at, ctx.stack, matmuls)
-    widened = _dequantise_bytes(ctx, moe=moe)
-    weights_forward, weights_backward = _weight_bytes(ctx, moe=moe)
-    cheap_forward = ctx.moved(bytes_forward + cast_forward + widened + weights_forward)
-    forward = {
-        "matmul": sum((pair[0] for pair in by_part.values()), np.zeros(len(ctx.at))),
-        "attention": core_forward,
-        "elementwise": cheap_forward,
-    }
-    again = ctx.has(CORE_ATTENTION) * core_forward + ctx.has(NORMS | ACTIVATION) * 0.6 * cheap_forward
-    again = again + ctx.has(MLP) * by_part["mlp"][0] + ctx.has(EXPERTS) * by_part["experts"][0]
-    again = again + ctx.has(FULL) * (by_part["projection"][0] + 0.4 * cheap_forward)
-    if ctx.stack.stops_recompute_early and not moe:
-        again = again - ctx.has(FULL) * _matmuls_seconds(ctx, matmuls[-1:])[0]
-    backward = {
-        "matmul": sum((pair[1] for pair in by_part.values()), np.zeros(len(ctx.at))),
-        "attention": core_backward,
-        "elementwise": ctx.moved(bytes_backward + cast_backward + widened + weights_backward),
-        "recompute": again,
-    }
-    slowdown = ctx.stack.kernel_slowdown
-    return _slower(forward, slowdown), _slower(backward, slowdown)
-
-
-def hidden(exposed: Floats, behind: Floats, share: float) -> Floats:
-    """What of a transfer shows when `share` of it may run behind this much compute."""
-    return np.maximum(exposed - np.minimum(share * exposed, behind), 0.0)
-
-
-def layer_passes(ctx: Context, *, moe: bool) -> tuple[Pass, Pass]:
-    """Forward and backward of one layer for one micro-batch, communication that shows included."""
-    forward, backward = _layer_compute(ctx, moe=moe)
-    stack, full = ctx.stack, ctx.has(FULL)
-    compute_forward, compute_backward = total(forward), total(backward)
-    tp_once = _tp_seconds(ctx)
-    tp_forward = hidden(2.0 * tp_once, compute_forward, stack.tp_overlap)
-    # Selective recompute gathers the inputs of column-parallel products again: half of the forward traffic.
-    again = full + (0.5 * (ctx.has(NORMS) - full) if stack.keeps_matmul_outputs else 0.0)
-    again = again + np.where(again == 0, 0.5 * ctx.at.regather, 0.0)
-    tp_backward = hidden(2.0 * tp_once * (1.0 + again), compute_backward, stack.tp_overlap)
-    cp = _cp_seconds(ctx)
-    core = forward["attention"]
-    shown_forward = {"tp": tp_forward, "cp": hidden(cp, core, 0.8)}
-    shown_backward = {"tp": tp_backward, "cp": hidden(cp * (2.0 + full), backward["attention"], 0.8)}
-    if moe:
-        swap = 2.0 * _dispatch_seconds(ctx)
-        shown_forward["ep"] = (1.0 - stack.ep_overlap) * swap
-        shown_backward["ep"] = (1.0 - stack.ep_overlap) * swap * (1.0 + ctx.has(EXPERTS))
-    gather, reduce = _fsdp_layer_seconds(ctx, moe=moe)
-    shown_forward["fsdp"] = hidden(gather, compute_forward, stack.fsdp_overlap)
-    shown_backward["fsdp"] = hidden(gather + reduce, compute_backward, stack.fsdp_overlap)
-    slower = stack.exposed_communication
-    return (
-        _at_host_speed(ctx, Pass(forward, _slower(shown_forward, slower)), passes=1.0, moe=moe),
-        _at_host_speed(ctx, Pass(backward, _slower(shown_backward, slower)), passes=1.5 + full, moe=moe),
+    attention = ctx.framework.attention_seconds(ctx.workload, ctx.at, ctx.cluster.device)
+    elementwise = _elementwise_seconds(ctx, matmuls, moe=moe)
+    forward, backward = (
+        {
+            "matmul": sum((pair[side] for pair in by_part.values()), np.zeros(len(ctx.at))),
+            "attention": attention[side],
+            "elementwise": elementwise[side],
+        }
+        for side in (0, 1)
     )
+    recomputed = ctx.recomputes(CORE_ATTENTION) * attention[0]
+    recomputed = recomputed + ctx.recomputes(NORMS | ACTIVATION) * 0.6 * elementwise[0]
+    recomputed = recomputed + ctx.recomputes(MLP) * by_part["mlp"][0]
+    recomputed = recomputed + ctx.recomputes(EXPERTS) * by_part["experts"][0]
+    recomputed = recomputed + ctx.recomputes(FULL) * (by_part["projection"][0] + 0.4 * elementwise[0])
+    if not moe:
+        skipped = 1.0 - ctx.framework.recomputed_last_matmul
+        recomputed = recomputed - skipped * ctx.recomputes(FULL) * _matmuls_seconds(ctx, matmuls[-1:])[0]
+    backward["recompute"] = recomputed
+    slowdown = ctx.framework.kernel_slowdown
+    return _scaled(forward, slowdown), _scaled(backward, slowdown)
 
 
-def _at_host_speed(ctx: Context, passed: Pass, *, passes: Floats | float, moe: bool) -> Pass:
-    """A layer cannot run faster than the host launches its kernels."""
-    launches = ctx.stack.launches_per_routed_layer if moe else ctx.stack.launches_per_layer
-    if ctx.work.compiled:
-        launches *= COMPILED_LAUNCHES
-    if ctx.cluster.host.name == "c2c":
-        launches *= ctx.stack.superchip_launches
-    # Ranks of tp wait at every collective for the slowest host among them.
-    host = passes * launches * HOST_SECONDS_PER_LAUNCH * (1.0 + HOST_JITTER * (ctx.at.tp - 1))
-    waiting = np.maximum(host - passed.seconds, 0.0)
-    return Pass(passed.compute, {**passed.exposed, "host": waiting})
+# Communication -------------------------------------------------------------------------------------------
 
 
-def total(items: Items) -> Floats:
-    """Everything added up."""
-    return sum(items.values())  # pyright: ignore[reportReturnType]
+def _tp_seconds(ctx: Context) -> Floats:
+    """Communication of one sublayer (attention or MLP) over tp, forward."""
+    message = ctx.tokens * ctx.workload.model.width * ctx.workload.working_bytes
+    return ctx.framework.tp_seconds(message, ctx.groups.tp, ctx.cluster)
+
+
+def _cp_seconds(ctx: Context) -> Floats:
+    """Communication of one layer's attention over cp, forward: keys and values, or heads (ulysses)."""
+    attention = ctx.workload.model.attention
+    kv = 2.0 * attention.num_kv_heads * attention.head_width / ctx.at.tp
+    query = 2.0 * attention.num_heads * attention.head_width / ctx.at.tp
+    kv_bytes = ctx.tokens * ctx.at.cp * kv * ctx.workload.working_bytes
+    ring = gather_seconds(kv_bytes, ctx.groups.cp, ctx.cluster)
+    head_bytes = ctx.tokens * (query + kv) * ctx.workload.working_bytes
+    ulysses = 2.0 * all_to_all_seconds(head_bytes, ctx.groups.cp, ctx.cluster)
+    return np.where(ctx.at.cp_kind == CP_KINDS.index("ulysses"), ulysses, ring)
+
+
+def _dispatch_seconds(ctx: Context) -> Floats:
+    """One all-to-all of routed tokens, in the activation precision also where linears run in fp8."""
+    moe, workload = ctx.workload.model.moe, ctx.workload
+    assert moe is not None
+    message = operators.expert_tokens(workload, ctx.at) * workload.model.width * workload.working_bytes
+    copies = ctx.framework.network_copies(ctx.groups.expert.nodes, moe.top_k)
+    return all_to_all_seconds(message, ctx.groups.expert, ctx.cluster, far_copies=copies)
 
 
 def layer_elements(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
-    """Parameters of one layer on one rank before any sharding: dense part and routed experts."""
-    counts, at = ctx.work.counts, ctx.at
+    """Parameters of one layer on one rank before any sharding by ZeRO: dense part and routed experts."""
+    counts, at = ctx.workload.counts, ctx.at
     matrices = counts.moe_layer if moe else counts.dense_layer
     dense = matrices / at.tp + counts.replicated_layer + (counts.router_layer if moe else 0)
     experts = counts.experts_layer / (at.ep * at.etp) if moe else np.zeros(len(at))
     return dense, experts
 
 
-def _fsdp_layer_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
-    """ZeRO-3 gathers a layer's weights for every pass; ZeRO-2 and 3 reduce-scatter every micro-batch.
+def _fsdp_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
+    """All-gather of a layer's weights for one pass (ZeRO-3), reduce-scatter of its gradients (ZeRO-2 and 3).
 
-    With a pipeline the weights stay gathered for the step.
+    With a pipeline the weights stay unsharded for the step.
     """
     dense, experts = layer_elements(ctx, moe=moe)
-    state, groups = ctx.stack.state, ctx.groups
-    trained = 1.0 if ctx.work.adapters is None else 0.0
-    adapters = ctx.stack.adapters_per_group
+    framework, groups = ctx.framework, ctx.groups
+    state, trained = framework.state, 1.0 if ctx.workload.adapters is None else 0.0
     gather, reduce = (
         gather_seconds(
-            width * dense, groups.shard, ctx.cluster, adapters=adapters, by_tree=ctx.stack.gathers_by_tree
+            width * dense,
+            groups.shard,
+            ctx.cluster,
+            adapters=framework.adapters_per_group,
+            by_tree=framework.gathers_by_tree,
         )
         for width in (state.gather, trained * state.reduce)
     )
     if moe:
         gather = gather + gather_seconds(state.gather * experts, groups.expert_data, ctx.cluster)
         reduce = reduce + gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)
+    scatters = ctx.at.scatters_each(in_pipelines=framework.scatters_in_pipelines)
     return (
         np.where((ctx.at.zero == 3) & (ctx.at.pp == 1), gather, 0.0),
-        np.where(ctx.at.scatters_each(in_pipelines=ctx.stack.scatters_in_pipelines), reduce, 0.0),
+        np.where(scatters, reduce, 0.0),
     )
 
 
-def head_passes(ctx: Context) -> tuple[Pass, Pass]:
-    """Logits and loss of one micro-batch."""
-    matmul = operators.head_matmul(ctx.work, ctx.at)
-    forward, backward = _matmuls_seconds(ctx, [matmul])
-    logits = ctx.tokens * ctx.work.model.vocab_size / ctx.at.tp
-    loss = ctx.moved(ctx.stack.logits_traffic * logits)
-    tp = 0.5 * _tp_seconds(ctx) * ctx.stack.exposed_communication
-    slow = ctx.stack.kernel_slowdown
+def _exposed_tp(ctx: Context, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+    """Exposed communication of one layer over tp beside this compute, forward and backward."""
+    framework, full = ctx.framework, ctx.recomputes(FULL)
+    once = _tp_seconds(ctx)
+    repeated = full + framework.selective_regathers * (ctx.recomputes(NORMS) - full)
+    repeated = repeated + np.where(repeated == 0, 0.5 * ctx.at.regather, 0.0)
     return (
-        Pass({"head": slow * (forward + 0.5 * loss)}, {"tp": tp}),
-        Pass({"head": slow * (backward + 0.5 * loss)}, {"tp": tp}),
+        exposed_seconds(2.0 * once, forward, framework.tp_overlap),
+        exposed_seconds(2.0 * once * (1.0 + repeated), backward, framework.tp_overlap),
     )
 
 
-def embedding_passes(ctx: Context) -> tuple[Pass, Pass]:
-    """Lookup and its scattered gradient."""
-    moved = ctx.moved(4.0 * ctx.work.working_bytes * ctx.tokens * ctx.work.model.width)
-    tp = 0.5 * _tp_seconds(ctx) * ctx.stack.exposed_communication
-    return Pass({"embedding": moved}, {"tp": tp}), Pass({"embedding": 2.0 * moved}, {"tp": tp})
+# Layer, head and embedding -------------------------------------------------------------------------------
 
 
-def _mix(work: Workload, dense: tuple[Pass, Pass] | None, moe: tuple[Pass, Pass] | None) -> tuple[Pass, Pass]:
-    """The mean layer of a model that has both kinds."""
-    if dense is None or moe is None:
-        only = dense or moe
-        assert only is not None
-        return only
-    share = work.counts.num_moe_layers / work.model.num_layers
+def layer_time(ctx: Context, *, moe: bool) -> tuple[PassTime, PassTime]:
+    """Forward and backward of one layer for one micro-batch, exposed communication included."""
+    forward, backward = _layer_compute(ctx, moe=moe)
+    framework, full = ctx.framework, ctx.recomputes(FULL)
+    compute_forward, compute_backward = total(forward), total(backward)
+    tp_forward, tp_backward = _exposed_tp(ctx, compute_forward, compute_backward)
+    cp = _cp_seconds(ctx)
+    exposed_forward = {"tp": tp_forward, "cp": exposed_seconds(cp, forward["attention"], CP_OVERLAP)}
+    exposed_backward = {
+        "tp": tp_backward,
+        "cp": exposed_seconds(cp * (2.0 + full), backward["attention"], CP_OVERLAP),
+    }
+    if moe:
+        dispatch = 2.0 * _dispatch_seconds(ctx)
+        exposed_forward["ep"] = (1.0 - framework.ep_overlap) * dispatch
+        exposed_backward["ep"] = (1.0 - framework.ep_overlap) * dispatch * (1.0 + ctx.recomputes(EXPERTS))
+    gather, reduce = _fsdp_seconds(ctx, moe=moe)
+    exposed_forward["fsdp"] = exposed_seconds(gather, compute_forward, framework.fsdp_overlap)
+    exposed_backward["fsdp"] = exposed_seconds(gather + reduce, compute_backward, framework.fsdp_overlap)
+    slower = framework.exposed_communication
+    return (
+        _with_host(ctx, PassTime(forward, _scaled(exposed_forward, slower)), passes=1.0, moe=moe),
+        _with_host(ctx, PassTime(backward, _scaled(exposed_backward, slower)), passes=1.5 + full, moe=moe),
+    )
 
-    def blend(plain: Items, routed: Items) -> Items:
-        names = {**plain, **routed}
-        return {
-            name: (1.0 - share) * plain.get(name, np.zeros(1)) + share * routed.get(name, np.zeros(1))
-            for name in names
-        }
 
-    forward = Pass(blend(dense[0].compute, moe[0].compute), blend(dense[0].exposed, moe[0].exposed))
-    backward = Pass(blend(dense[1].compute, moe[1].compute), blend(dense[1].exposed, moe[1].exposed))
+def _with_host(ctx: Context, device: PassTime, *, passes: Floats | float, moe: bool) -> PassTime:
+    """The pass with the time that the device waits for the host to launch its kernels."""
+    launches = ctx.framework.launches(ctx.cluster, moe=moe)
+    if ctx.workload.compiled:
+        launches *= COMPILED_LAUNCHES
+    # At every collective the ranks of tp wait for the slowest host among them.
+    host = passes * launches * HOST_SECONDS_PER_LAUNCH * (1.0 + HOST_JITTER * (ctx.at.tp - 1))
+    waiting = np.maximum(host - device.seconds, 0.0)
+    return PassTime(device.compute, {**device.exposed, "host": waiting})
+
+
+def head_time(ctx: Context) -> tuple[PassTime, PassTime]:
+    """Forward and backward of logits and loss for one micro-batch."""
+    forward, backward = _matmuls_seconds(ctx, [operators.head_matmul(ctx.workload, ctx.at)])
+    logits = ctx.tokens * ctx.workload.model.vocab_size / ctx.at.tp
+    loss = ctx.copy_seconds(ctx.framework.logits_traffic * logits)
+    tp = 0.5 * _tp_seconds(ctx) * ctx.framework.exposed_communication
+    slowdown = ctx.framework.kernel_slowdown
+    return (
+        PassTime({"head": slowdown * (forward + 0.5 * loss)}, {"tp": tp}),
+        PassTime({"head": slowdown * (backward + 0.5 * loss)}, {"tp": tp}),
+    )
+
+
+def embedding_time(ctx: Context) -> tuple[PassTime, PassTime]:
+    """Lookup of the embeddings and scatter of their gradient for one micro-batch."""
+    moved = ctx.copy_seconds(4.0 * ctx.workload.working_bytes * ctx.tokens * ctx.workload.model.width)
+    tp = 0.5 * _tp_seconds(ctx) * ctx.framework.exposed_communication
+    return PassTime({"embedding": moved}, {"tp": tp}), PassTime({"embedding": 2.0 * moved}, {"tp": tp})
+
+
+def mean_layer_time(ctx: Context) -> tuple[PassTime, PassTime]:
+    """Forward and backward of the mean layer of a model, which may have dense and MoE layers."""
+    counts = ctx.workload.counts
+    if not counts.num_moe_layers:
+        return layer_time(ctx, moe=False)
+    routed = layer_time(ctx, moe=True)
+    if not counts.num_dense_layers:
+        return routed
+    share = counts.num_moe_layers / ctx.workload.model.num_layers
+    forward, backward = (
+        PassTime(
+            _mean(dense.compute, moe.compute, share),
+            _mean(dense.exposed, moe.exposed, share),
+        )
+        for dense, moe in zip(layer_time(ctx, moe=False), routed, strict=True)
+    )
     return forward, backward
 
 
-def mean_layer(ctx: Context) -> tuple[Pass, Pass]:
-    """Forward and backward of the model's mean layer."""
-    counts = ctx.work.counts
-    dense = layer_passes(ctx, moe=False) if counts.num_dense_layers else None
-    moe = layer_passes(ctx, moe=True) if counts.num_moe_layers else None
-    return _mix(ctx.work, dense, moe)
+def _mean(dense: Items, moe: Items, share: float) -> Items:
+    return {
+        name: (1.0 - share) * dense.get(name, np.zeros(1)) + share * moe.get(name, np.zeros(1))
+        for name in {**dense, **moe}
+    }

@@ -1,12 +1,11 @@
-"""When each pipeline action starts and ends: the bubble, simulated.
+"""Simulation of a pipeline: when each action starts and ends, and the bubble.
 
-A rank runs its actions in order and waits for what an action needs: a forward for the stage before, a
-backward for the stage after, across `hop` where that stage lives on another rank. Sends are
-asynchronous, so a message delays its receiver only.
+A rank runs its actions in order. A forward waits for the stage before, a backward for the stage after, and
+for a message of `hop` seconds where that stage is on another rank. Sends are asynchronous, so a message
+delays only its receiver.
 
-`simulate` is exact for any stage times. `finish_seconds` is the same recursion without the drawing, for
-many stage times at once, and extends a short run to thousands of micro-batches: the steady state of a
-pipeline is periodic.
+`simulate` is exact for any stage times. `finish_seconds` evaluates the same recursion for many stage times at
+once. It simulates few micro-batches and extrapolates to thousands: a pipeline's steady state is periodic.
 """
 
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro-batch in each stage, in model order; a whole backward is input + weight.
+    """Seconds of one micro-batch in each stage, in model order; a full backward is input + weight.
 
-    Each is an array whose first axis is the stage; further axes are layouts priced together.
+    Each field is an array whose first dim is the stage; further dims are layouts priced together.
     """
 
     forward: Floats
@@ -44,19 +43,19 @@ class StageSeconds:
         backward_weight: float,
         hop: float = 0.0,
     ) -> "StageSeconds":
-        """Every stage takes the same time."""
+        """Stages that all take the same time."""
         equal = np.ones(num_stages)
         return cls(equal * forward, equal * backward_input, equal * backward_weight, hop)
 
     def by_kind(self) -> dict[str, Floats]:
-        """Seconds of every kind of action, stage by stage."""
-        whole = self.backward_input + self.backward_weight
-        return {"F": self.forward, "B": whole, "I": self.backward_input, "W": self.backward_weight}
+        """Seconds of every kind of action, by stage."""
+        full = self.backward_input + self.backward_weight
+        return {"F": self.forward, "B": full, "I": self.backward_input, "W": self.backward_weight}
 
 
 @dataclass(frozen=True)
 class TimedAction:
-    """An action and the moments it starts and ends."""
+    """An action with its start and end, in seconds."""
 
     action: Action
     start: float
@@ -65,35 +64,35 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Every rank's actions with their times."""
+    """The timed actions of every pipeline rank."""
 
     ranks: tuple[tuple[TimedAction, ...], ...]
 
     @property
     def finish_seconds(self) -> float:
-        """The end of the last action of any rank."""
+        """End of the last action of any rank."""
         return max(rank[-1].end for rank in self.ranks)
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Seconds each rank computes."""
+        """Seconds that each rank computes."""
         return tuple(sum(timed.end - timed.start for timed in rank) for rank in self.ranks)
 
     @property
     def bubble_overhead(self) -> float:
-        """Time lost over the busiest rank's work: (p-1)/m for 1f1b with equal stages."""
+        """Idle over busy seconds of the busiest rank: (p-1)/m for 1f1b with equal stages."""
         busiest = max(self.busy_seconds)
         return (self.finish_seconds - busiest) / busiest
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle part of all ranks' time."""
+        """Idle share of the time of all ranks."""
         return 1.0 - sum(self.busy_seconds) / (len(self.ranks) * self.finish_seconds)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """An action, what precedes it on its rank, and what it waits for: positions, -1 is nothing."""
+    """An action, the position of its predecessor on its rank and of what it waits for; -1 is none."""
 
     action: Action
     rank: int
@@ -104,7 +103,7 @@ class _Step:
 
 @lru_cache(maxsize=512)
 def _program(schedule: Schedule, shape: PipelineShape) -> tuple[_Step, ...]:
-    """All ranks' actions in an order in which everything an action needs stands before it."""
+    """The actions of all ranks in topological order: everything an action waits for comes before it."""
     orders = actions(schedule, shape)
     program: list[_Step] = []
     done: dict[tuple[bool, int, int], int] = {}
@@ -126,12 +125,12 @@ def _program(schedule: Schedule, shape: PipelineShape) -> tuple[_Step, ...]:
             next_action[rank] += 1
         stalled = 0 if len(program) > before else stalled + 1
         rank = (rank + 1) % shape.pp
-    assert len(program) == sum(map(len, orders)), "a schedule that waits for itself"
+    assert len(program) == sum(map(len, orders)), "the schedule deadlocks"
     return tuple(program)
 
 
 def _needed(action: Action, num_stages: int) -> tuple[bool, int, int] | None:
-    """The (is forward, stage, micro-batch) that an action waits for; its own rank's order does the rest."""
+    """The (is forward, stage, micro-batch) of another stage that an action waits for, or None."""
     kind, stage, microbatch = action
     if kind == "F":
         return (True, stage - 1, microbatch) if stage else None
@@ -141,7 +140,7 @@ def _needed(action: Action, num_stages: int) -> tuple[bool, int, int] | None:
 
 
 def _end_seconds(program: tuple[_Step, ...], seconds: StageSeconds) -> list[Floats]:
-    """When each action of the program ends, for every layout priced together."""
+    """End of each action of the program, for every layout priced together."""
     durations = seconds.by_kind()
     ends: list[Floats] = []
     zero = np.zeros(seconds.forward.shape[1:])
@@ -155,7 +154,7 @@ def _end_seconds(program: tuple[_Step, ...], seconds: StageSeconds) -> list[Floa
 
 
 def simulate(schedule: Schedule, shape: PipelineShape, seconds: StageSeconds) -> Timeline:
-    """Run the schedule with these stage times (one layout)."""
+    """The timeline of a schedule with these stage times (one layout)."""
     program = _program(schedule, shape)
     durations, ends = seconds.by_kind(), _end_seconds(program, seconds)
     ranks: list[list[TimedAction]] = [[] for _ in range(shape.pp)]
@@ -166,7 +165,7 @@ def simulate(schedule: Schedule, shape: PipelineShape, seconds: StageSeconds) ->
 
 
 def finish_seconds(schedule: Schedule, shape: PipelineShape, seconds: StageSeconds) -> Floats:
-    """When the last action ends; a long run is a short one plus whole periods of the steady state."""
+    """End of the last action; many micro-batches are extrapolated from a few by whole periods."""
     short, period = _short_shape(schedule, shape)
     finish = _finish(schedule, short, seconds)
     if short == shape:
@@ -184,7 +183,7 @@ def _finish(schedule: Schedule, shape: PipelineShape, seconds: StageSeconds) -> 
 
 
 def _short_shape(schedule: Schedule, shape: PipelineShape) -> tuple[PipelineShape, int]:
-    """A shape with few micro-batches that has reached the steady state, and the length of its period."""
+    """A shape with enough micro-batches for the steady state, and the period of that in micro-batches."""
     per_round = shape.microbatches_per_round
     interleaved = schedule in ("interleaved_1f1b", "interleaved_zero_bubble")
     period = per_round if interleaved else shape.pp

@@ -1,1 +1,1 @@
-"""What a step consists of, apart from any machine: operators, FLOPs, formats, layouts, schedules."""
+"""What a step consists of, apart from any machine: operators, FLOPs, number formats, layouts, schedules."""

@@ -3,10 +3,10 @@
 FLOPs per token = 6 x (parameters in matmuls, head in, embedding lookup out)
                 + 6 x layers x attention width x sequence
 
-The 6 is forward (2: a multiply and an add) plus backward (4). Attention multiplies queries with
-keys and weights with values, 2 x 2 x width x keys seen forward, so 12 with the backward pass; a
-causal query sees half of the sequence on average, which leaves 6. A sliding window sees less.
-Of routed experts only the chosen ones count. Recomputed work never counts (that is HFU).
+The 6 is forward (2: a multiply and an add) plus backward (4). Attention multiplies queries with keys and
+scores with values, 2 x 2 x width x keys seen forward, so 12 with the backward pass; a causal query sees half
+of the sequence on average, which leaves 6. With a sliding window it sees less. Of routed experts only the
+chosen ones count. Recomputed FLOPs never count (that is HFU).
 """
 
 from meshwright.spec.model import ModelSpec
@@ -19,7 +19,7 @@ def flops_per_token(model: ModelSpec, sequence_length: int) -> float:
 
 
 def attention_flops_per_token(model: ModelSpec, sequence_length: int) -> float:
-    """The part that grows with the sequence: query-key and weight-value products, causal."""
+    """FLOPs per token that grow with the sequence: causal query-key and score-value matmuls."""
     attention = model.attention
     pair_width = attention.num_heads * (attention.head_width + attention.value_width)
     keys_seen = mean_keys_seen(sequence_length, attention.window)
@@ -27,10 +27,10 @@ def attention_flops_per_token(model: ModelSpec, sequence_length: int) -> float:
 
 
 def mean_keys_seen(sequence_length: int, window: int | None = None) -> float:
-    """Keys a causal query sees, averaged over the sequence: half of it, less with a window.
+    """Mean number of keys that a causal query sees: half of the sequence, less with a window.
 
-    The triangle of the first `window` queries plus the band of all later ones, over the sequence;
-    the diagonal counts half, so that no window gives exactly sequence / 2.
+    This is the triangle of the first `window` queries plus the band of all later ones, over the sequence. The
+    diagonal counts half, so that the mean without a window is exactly sequence / 2.
     """
     width = min(window or sequence_length, sequence_length)
     return width - width * width / (2.0 * sequence_length)

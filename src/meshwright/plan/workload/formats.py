@@ -1,18 +1,18 @@
-"""Number formats of a run as our runtime keeps them: bytes per parameter, and how much of it is in fp8.
+"""Number formats of a run file as our runtime keeps them: bytes per parameter, and the share of fp8 layers.
 
     weights          weight   lower bits      gradients   moments
     fp32             4        -               4           8 (bf16: 4, adamw_8bit: 2)
     bf16_exact       2        2               4 or 2      as above
     bf16_stochastic  2        -               4 or 2      as above
 
-so that AdamW's state is 16 bytes per parameter at most, 10 with everything in bf16 and exact weights, 8 with
-weights rounded at random, and 6 with 8-bit moments on top. Weights of fp8 linears that are cast once per step
-are kept in two bytes more.
+AdamW's state takes 16 bytes per parameter at most, 10 with everything in bf16 and exact weights, 8 with
+stochastically rounded weights, and 6 with 8-bit moments on top. Weights of fp8 linears that are cast once per
+step take two bytes more.
 """
 
 from dataclasses import replace
 
-from meshwright.plan.workload.frameworks import Framework, StateBytes, meshwright
+from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.workload.workload import WORKING_BYTES, Precision, Workload
 from meshwright.spec.precision import Fp8Spec, PrecisionSpec
 from meshwright.spec.run import RunSpec
@@ -23,12 +23,12 @@ RECIPE_PRECISION: dict[str, Precision] = {
     "blocks": "fp8",
     "mxfp8": "mxfp8",
 }
-# The norm of the gradients reads them once; clipping reads and writes them, mostly beside the update.
+# The gradient norm reads the gradients once; clipping reads and writes them, mostly fused with the update.
 GRADIENT_PASSES = 2.5
 
 
 def state_bytes(precision: PrecisionSpec) -> StateBytes:
-    """Bytes per parameter beside the optimizer's moments; `fp64` doubles them where they are priced."""
+    """Bytes per parameter without the optimizer's moments."""
     weight = 4.0 if precision.weights == "fp32" else 2.0
     gradient = 4.0 if precision.gradients == "fp32" else 2.0
     lower_bits = 2.0 if precision.weights == "bf16_exact" else 0.0
@@ -45,11 +45,11 @@ def state_bytes(precision: PrecisionSpec) -> StateBytes:
 
 def runtime_of(run: RunSpec) -> Framework:
     """Our own runtime in the formats of this run."""
-    return replace(meshwright(), state=state_bytes(run.precision))
+    return replace(our_runtime(), state=state_bytes(run.precision))
 
 
 def workload_of(run: RunSpec) -> Workload:
-    """What a run file trains."""
+    """The workload of a run file."""
     fp8 = run.precision.fp8
     precision: Precision = run.precision.compute
     if fp8 is not None and precision == "bf16":
@@ -61,19 +61,18 @@ def workload_of(run: RunSpec) -> Workload:
         optimizer=_optimizer(run),
         compiled=run.compile,
         separate_documents=run.data.documents == "separate",
-        narrow_layers=_narrow_layers(run.model.num_layers, fp8),
-        narrow_experts=False,
-        keeps_narrow_weights=fp8 is not None and fp8.cast_weights == "per_step",
+        low_precision_layers=_fp8_layers(run.model.num_layers, fp8),
+        keeps_low_precision_weights=fp8 is not None and fp8.cast_weights == "per_step",
     )
 
 
-def _narrow_layers(num_layers: int, fp8: Fp8Spec | None) -> float:
-    """Part of the blocks that compute in fp8."""
+def _fp8_layers(num_layers: int, fp8: Fp8Spec | None) -> float:
+    """Share of the blocks whose linears run in fp8."""
     return max(num_layers - 2 * fp8.bf16_ends, 0) / num_layers if fp8 else 1.0
 
 
 def _optimizer(run: RunSpec) -> str:
-    """Name of the moments' bytes in OPTIMIZER_BYTES."""
+    """Key of the run's optimizer states in OPTIMIZER_BYTES."""
     optim = run.optim
     if optim.keeps_nothing:
         return "none"

@@ -1,7 +1,6 @@
-"""Many layouts at once, as a struct of arrays: what `work`, `memory`, `traffic` and `cost` compute on.
+"""Many layouts at once, as a struct of arrays: the input of every formula of the planner.
 
-One layout is the same thing with arrays of length one, so the search and an exact prediction run the
-very same formulas.
+One layout has arrays of length one, so the search and an exact prediction evaluate the same formulas.
 """
 
 from collections.abc import Mapping
@@ -18,22 +17,24 @@ from meshwright.spec.parallel import CpKind, ParallelSpec
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+# Fields of ParallelSpec that are columns of the same name.
+DEGREES = ("dp_replicate", "dp_shard", "zero", "cp", "cp_inner", "tp", "pp", "virtual_stages", "ep", "etp")
 CP_KINDS: tuple[CpKind, ...] = ("gather", "ring", "ulysses", "hierarchical")
 
-# Parts of a layer whose activations are thrown away and computed again; FULL keeps only the layer's input.
+# Parts of a layer whose activations are recomputed in backward; FULL keeps only the layer's input.
 NORMS, CORE_ATTENTION, MLP, EXPERTS, ACTIVATION, FULL = 1, 2, 4, 8, 16, 32
 RECOMPUTE_NONE = 0
 RECOMPUTE_SELECTIVE = NORMS | ACTIVATION
-"""What our runtime calls selective: matmul and attention outputs stay, the cheap rest is recomputed."""
+"""`recompute: selective` of our runtime: matmul and attention outputs are kept, the rest is recomputed."""
 RECOMPUTE_BITS: Mapping[str, int] = {"none": RECOMPUTE_NONE, "selective": RECOMPUTE_SELECTIVE, "full": FULL}
 
-# What lives in host memory.
+# What is offloaded to host memory.
 OFFLOAD_BITS: Mapping[str, int] = {"optimizer": 1, "parameters": 2, "activations": 4}
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Degrees, batch cut and memory policy of N layouts; every field has shape (N,)."""
+    """Degrees, micro-batches and memory policy of N layouts; every field has shape (N,)."""
 
     dp_replicate: Ints
     dp_shard: Ints
@@ -48,7 +49,7 @@ class Layouts:
     num_microbatches: Ints
     """Micro-batches per optimizer step of one data-parallel rank."""
     recompute: Ints
-    """Bits of the parts recomputed: RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, FULL, or a union of parts."""
+    """Bits of the recomputed parts: RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, FULL, or a union of parts."""
     recompute_every: Ints
     schedule: Ints
     """Position in SCHEDULES."""
@@ -56,46 +57,46 @@ class Layouts:
     """Position in CP_KINDS."""
     cp_inner: Ints
     offload: Ints
-    """Bits of what lives in host memory, by OFFLOAD_BITS."""
+    """Bits of what is offloaded to host memory, by OFFLOAD_BITS."""
     reduce_last: Ints
-    """1: ZeRO-2 and 3 keep whole gradients and reduce them once, after the last micro-batch."""
+    """1: ZeRO-2 and 3 keep unsharded gradients and reduce them once, after the last micro-batch."""
     regather: Ints
-    """1: inputs of column-cut layers are gathered over tp again in backward, not kept."""
+    """1: inputs of column-parallel layers are all-gathered over tp again in backward, not kept."""
 
     def __len__(self) -> int:
         return len(self.tp)
 
     @property
     def dp(self) -> Ints:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def num_ranks(self) -> Ints:
-        """Size of the world."""
+        """Number of ranks of the world."""
         return self.dp * self.cp * self.tp * self.pp
 
     @property
     def num_stages(self) -> Ints:
-        """Pipeline stages over the whole model."""
+        """Number of pipeline stages of the model."""
         return self.pp * self.virtual_stages
 
     @property
     def shards(self) -> Ints:
-        """Ranks that share one copy of the state of a dense parameter."""
+        """Number of ranks that one copy of a dense parameter's state is sharded over."""
         return self.dp_shard * self.cp
 
     @property
     def batch_sequences(self) -> Ints:
-        """Global batch in sequences."""
+        """Sequences of the global batch."""
         return self.microbatch_sequences * self.num_microbatches * self.dp
 
     def offloads(self, what: str) -> Floats:
-        """1.0 where this lives in host memory, else 0.0."""
+        """1.0 where `what` is offloaded to host memory, else 0.0."""
         return ((self.offload & OFFLOAD_BITS[what]) > 0).astype(np.float64)
 
     def scatters_each(self, *, in_pipelines: bool) -> NDArray[np.bool_]:
-        """Whether gradients are reduced after every micro-batch, so that only a shard is kept."""
+        """Whether gradients are reduce-scattered after every micro-batch, so that only a shard is kept."""
         return (self.zero >= 2) & (self.reduce_last == 0) & ((self.pp == 1) | in_pipelines)
 
     def microbatch_tokens(self, sequence_length: int) -> Floats:
@@ -108,20 +109,8 @@ class Layouts:
         return Layouts(**{f.name: np.atleast_1d(getattr(self, f.name)[chosen]) for f in fields(self)})
 
     def parallel(self, index: int) -> ParallelSpec:
-        """One layout as the spec the runtime reads."""
-        names = (
-            "dp_replicate",
-            "dp_shard",
-            "zero",
-            "cp",
-            "cp_inner",
-            "tp",
-            "pp",
-            "virtual_stages",
-            "ep",
-            "etp",
-        )
-        degrees = {name: int(getattr(self, name)[index]) for name in names}
+        """The parallel spec of one layout."""
+        degrees = {name: int(getattr(self, name)[index]) for name in DEGREES}
         return ParallelSpec.model_validate(
             {
                 **degrees,
@@ -145,7 +134,7 @@ _DEFAULTS: Mapping[str, int] = {
 
 
 def layouts(**columns: object) -> Layouts:
-    """Layouts from columns that broadcast together; what is not given is 1, or nothing."""
+    """Layouts from columns that broadcast together; a column that is not given is 1, or off."""
     unknown = set(columns) - set(_DEFAULTS)
     assert not unknown, f"no such layout column: {unknown}"
     given = [np.asarray(columns.get(name, default), dtype=np.int64) for name, default in _DEFAULTS.items()]
@@ -156,10 +145,9 @@ def layouts(**columns: object) -> Layouts:
 def one_layout(
     parallel: ParallelSpec, memory: MemorySpec, *, microbatch_sequences: int, num_microbatches: int
 ) -> Layouts:
-    """The single layout of a run."""
-    names = ("dp_replicate", "dp_shard", "zero", "cp", "cp_inner", "tp", "pp", "virtual_stages", "ep", "etp")
+    """The layout of a run, as arrays of length one."""
     return layouts(
-        **{name: getattr(parallel, name) for name in names},
+        **{name: getattr(parallel, name) for name in DEGREES},
         schedule=SCHEDULES.index(parallel.schedule),
         cp_kind=CP_KINDS.index(parallel.cp_kind),
         microbatch_sequences=microbatch_sequences,
@@ -173,5 +161,5 @@ def one_layout(
 
 
 def offload_bits(memory: MemorySpec) -> int:
-    """What lives in host memory, as one number."""
+    """Bits of what a run offloads to host memory."""
     return sum(OFFLOAD_BITS[what] for what in memory.offload)

@@ -1,11 +1,10 @@
 """The order in which each pipeline rank runs its forward and backward micro-batches.
 
-Torch-free, and tested equal to what `torch.distributed.pipelining` executes. `timeline.py` puts seconds
-on these orders; `draw_schedule.py` draws them.
+Nothing here imports torch; a test compares these orders with what `torch.distributed.pipelining` executes.
+`time/timeline.py` gives every action its seconds, `draw/schedule.py` draws the result.
 
-A stage is a run of consecutive blocks; a rank holds `virtual_stages` of them. Looping schedules place
-stage s on rank s mod pp; V-shaped ones (zbv, dualpipev) fold the line, so that the first and the last
-stage meet on rank 0.
+A stage is a range of consecutive blocks; a rank has `virtual_stages` of them. Looped schedules place stage s
+on rank s mod pp; V-shaped ones (zbv, dualpipev) place the first and the last stage on rank 0.
 """
 
 from collections import Counter, deque
@@ -34,7 +33,7 @@ ONE_STAGE: frozenset[Schedule] = frozenset({"gpipe", "1f1b"})
 
 
 class Action(NamedTuple):
-    """One stage works on one micro-batch: F forward, B whole backward, I input and W weight gradient."""
+    """One micro-batch in one stage: F forward, B full backward, I input and W weight gradient."""
 
     kind: Kind
     stage: int
@@ -43,7 +42,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """What decides the order, apart from the schedule's name."""
+    """The sizes that the order depends on, beside the schedule's name."""
 
     pp: int
     virtual_stages: int
@@ -51,12 +50,12 @@ class PipelineShape:
 
     @property
     def num_stages(self) -> int:
-        """Stages over the whole model."""
+        """Number of pipeline stages of the model."""
         return self.pp * self.virtual_stages
 
     @property
     def microbatches_per_round(self) -> int:
-        """Micro-batches an interleaved rank passes through one stage before it turns to the next."""
+        """Micro-batches that an interleaved rank runs in one stage before it goes on to the next."""
         return self.num_microbatches // max(1, self.num_microbatches // self.pp)
 
 
@@ -64,9 +63,9 @@ RankActions = tuple[Action, ...]
 
 
 def problem(schedule: Schedule, shape: PipelineShape) -> str | None:
-    """Why this schedule cannot run on this shape, or None."""
+    """The reason why this schedule cannot run with this shape, or None."""
     if schedule in ONE_STAGE and shape.virtual_stages != 1:
-        return f"{schedule} holds one stage per rank, not {shape.virtual_stages}"
+        return f"{schedule} has one stage per rank, not {shape.virtual_stages}"
     if schedule in V_SHAPED and shape.virtual_stages != 2:
         return f"{schedule} needs exactly 2 stages per rank, not {shape.virtual_stages}"
     if schedule == "1f1b" and shape.num_microbatches < shape.pp:
@@ -81,20 +80,20 @@ def problem(schedule: Schedule, shape: PipelineShape) -> str | None:
 
 
 def stage_rank(schedule: Schedule, stage: int, pp: int) -> int:
-    """The pipeline rank that holds a stage."""
+    """The pipeline rank of a stage."""
     if schedule in V_SHAPED:
         return min(stage, 2 * pp - 1 - stage)
     return stage % pp
 
 
 def rank_stages(schedule: Schedule, rank: int, shape: PipelineShape) -> tuple[int, ...]:
-    """The stages a pipeline rank holds, in model order."""
+    """The stages of a pipeline rank, in model order."""
     return tuple(s for s in range(shape.num_stages) if stage_rank(schedule, s, shape.pp) == rank)
 
 
 @lru_cache(maxsize=512)
 def actions(schedule: Schedule, shape: PipelineShape) -> tuple[RankActions, ...]:
-    """Every rank's actions in the order it runs them; `problem` must be None for this shape."""
+    """The actions of every rank in execution order; `problem` must be None for this shape."""
     reason = problem(schedule, shape)
     if reason is not None:
         raise ValueError(reason)
@@ -102,20 +101,19 @@ def actions(schedule: Schedule, shape: PipelineShape) -> tuple[RankActions, ...]
     return tuple(tuple(order(rank, shape)) for rank in range(shape.pp))
 
 
-def peak_in_flight(rank_actions: RankActions, held_by_stage: dict[int, float] | None = None) -> float:
-    """Most micro-batches of activations a rank holds at one moment, each weighted by its stage.
+def peak_in_flight(rank_actions: RankActions) -> float:
+    """Most micro-batches whose activations a rank keeps at the same time, counted for each of its stages.
 
-    Activations live from the forward to the end of the backward (to W where it is split: the weight
-    gradient needs the layers' inputs). Unweighted, the unit is one stage, not one rank.
+    Activations are kept from the forward to the end of the backward (to W where it is split: the weight
+    gradient needs the layers' inputs).
     """
-    held = peak = 0.0
-    for kind, stage, _ in rank_actions:
-        weight = 1.0 if held_by_stage is None else held_by_stage[stage]
+    kept = peak = 0.0
+    for kind, _, _ in rank_actions:
         if kind == "F":
-            held += weight
-            peak = max(peak, held)
+            kept += 1.0
+            peak = max(peak, kept)
         elif kind in ("B", "W"):
-            held -= weight
+            kept -= 1.0
     return peak
 
 
@@ -148,7 +146,7 @@ def _looped_breadth_first(rank: int, shape: PipelineShape) -> list[Action]:
 
 
 def _rounds(rank: int, shape: PipelineShape, *, backward: bool) -> list[tuple[int, int]]:
-    """(stage, micro-batch) of an interleaved rank: a round of micro-batches through each stage in turn."""
+    """(stage, micro-batch) of an interleaved rank: a round of micro-batches, stage by stage."""
     per_round, chunks = shape.microbatches_per_round, range(shape.virtual_stages)
     return [
         (chunk * shape.pp + rank, first + offset)
@@ -182,133 +180,133 @@ def _interleaved_zero_bubble(rank: int, shape: PipelineShape) -> list[Action]:
     return [*ordered, *weights]
 
 
-class _Folded:
-    """Writes down the actions of one V-shaped rank; each (kind, stage) counts its own micro-batches."""
+class _VShaped:
+    """Collects the actions of one rank of a V-shaped schedule; micro-batches count per kind and stage."""
 
     def __init__(self, rank: int, shape: PipelineShape) -> None:
         self.down = rank
         self.up = shape.num_stages - 1 - rank
         self.ordered: list[Action] = []
         self._next: Counter[tuple[Kind, int]] = Counter()
-        self._owed: deque[Action] = deque()
+        self._pending: deque[Action] = deque()
 
     def add(self, kind: Kind, stage: int) -> None:
-        """The next micro-batch of this kind on this stage; an I owes a W."""
+        """Append the next micro-batch of this kind on this stage; an I leaves its W pending."""
         counter: Kind = "I" if kind == "B" else kind
         microbatch = self._next[counter, stage]
         self._next[counter, stage] += 1
         self.ordered.append(Action(kind, stage, microbatch))
         if kind == "I":
-            self._owed.append(Action("W", stage, microbatch))
+            self._pending.append(Action("W", stage, microbatch))
 
-    def pay_weight(self) -> None:
-        """The oldest weight gradient that is still owed, if any."""
-        if self._owed:
-            self.ordered.append(self._owed.popleft())
+    def add_pending(self) -> None:
+        """Append the oldest pending weight gradient, if there is one."""
+        if self._pending:
+            self.ordered.append(self._pending.popleft())
 
-    def pay_weights_of(self, stage: int) -> None:
-        """Every weight gradient owed on one stage, oldest first."""
-        self.ordered += [action for action in self._owed if action.stage == stage]
-        self._owed = deque(action for action in self._owed if action.stage != stage)
+    def add_pending_of(self, stage: int) -> None:
+        """Append every pending weight gradient of one stage, oldest first."""
+        self.ordered += [action for action in self._pending if action.stage == stage]
+        self._pending = deque(action for action in self._pending if action.stage != stage)
 
-    def pay_weight_of(self, stage: int) -> None:
-        """The oldest weight gradient owed on one stage."""
-        action = next(action for action in self._owed if action.stage == stage)
-        self._owed.remove(action)
+    def add_oldest_pending_of(self, stage: int) -> None:
+        """Append the oldest pending weight gradient of one stage."""
+        action = next(action for action in self._pending if action.stage == stage)
+        self._pending.remove(action)
         self.ordered.append(action)
 
     def num(self, kind: Kind, stage: int) -> int:
-        """Micro-batches of this kind so far."""
+        """Micro-batches of this kind on this stage so far."""
         return self._next[kind, stage]
 
 
 def _zero_bubble_v(rank: int, shape: PipelineShape) -> list[Action]:
-    """The folded zero-bubble schedule: no bubble when F, I and W take equally long.
+    """The V-shaped zero-bubble schedule: no bubble when F, I and W take equally long.
 
-    The pattern needs 2 pp - 1 micro-batches to close; with fewer, the surplus is left out.
+    The pattern is complete with 2 pp - 1 micro-batches; with fewer, the surplus is left out.
     """
-    fold, pp = _Folded(rank, shape), shape.pp
-    _zero_bubble_v_warm_up(fold, rank, pp)
+    order, pp = _VShaped(rank, shape), shape.pp
+    _zero_bubble_v_warm_up(order, rank, pp)
     num_pattern = max(2 * pp - 1, shape.num_microbatches)
-    while fold.num("F", fold.up) < fold.num("F", fold.down) or fold.num("F", fold.down) < num_pattern:
-        if fold.num("F", fold.down) < num_pattern:
-            fold.add("F", fold.down)
-        fold.add("I", fold.down)
-        fold.pay_weight()
-        fold.add("F", fold.up)
-        fold.add("I", fold.up)
-        fold.pay_weight()
-    _zero_bubble_v_cool_down(fold, rank, pp)
-    return [action for action in fold.ordered if action.microbatch < shape.num_microbatches]
+    while order.num("F", order.up) < order.num("F", order.down) or order.num("F", order.down) < num_pattern:
+        if order.num("F", order.down) < num_pattern:
+            order.add("F", order.down)
+        order.add("I", order.down)
+        order.add_pending()
+        order.add("F", order.up)
+        order.add("I", order.up)
+        order.add_pending()
+    _zero_bubble_v_cool_down(order, rank, pp)
+    return [action for action in order.ordered if action.microbatch < shape.num_microbatches]
 
 
-def _zero_bubble_v_warm_up(fold: _Folded, rank: int, pp: int) -> None:
+def _zero_bubble_v_warm_up(order: _VShaped, rank: int, pp: int) -> None:
     for _ in range(2 * (pp - rank) - 1):
-        fold.add("F", fold.down)
+        order.add("F", order.down)
     for _ in range(rank):
-        fold.add("F", fold.up)
-        fold.add("F", fold.down)
+        order.add("F", order.up)
+        order.add("F", order.down)
     for _ in range(pp - rank):
-        fold.add("F", fold.up)
-        fold.add("I", fold.up)
-        fold.pay_weight()
+        order.add("F", order.up)
+        order.add("I", order.up)
+        order.add_pending()
 
 
-def _zero_bubble_v_cool_down(fold: _Folded, rank: int, pp: int) -> None:
+def _zero_bubble_v_cool_down(order: _VShaped, rank: int, pp: int) -> None:
     for _ in range(rank):
-        fold.add("I", fold.down)
-        fold.add("I", fold.up)
+        order.add("I", order.down)
+        order.add("I", order.up)
     for _ in range(pp - rank):
-        fold.add("I", fold.down)
-        fold.pay_weight_of(fold.down)
-    fold.pay_weights_of(fold.up)
-    fold.pay_weights_of(fold.down)
+        order.add("I", order.down)
+        order.add_oldest_pending_of(order.down)
+    order.add_pending_of(order.up)
+    order.add_pending_of(order.down)
 
 
 def _dual_pipe_v(rank: int, shape: PipelineShape) -> list[Action]:
-    """DualPipe cut in half: forwards of one direction pair with backwards of the other.
+    """One direction of DualPipe, V-shaped: a forward of one half is paired with a backward of the other.
 
-    torch runs the two halves of a pair one after the other, so they stand here in that order.
+    torch runs the two actions of a pair one after the other, so they are listed in that order.
     """
-    fold, behind = _Folded(rank, shape), shape.pp - 1 - rank
-    _dual_pipe_v_warm_up(fold, rank, behind)
+    order, behind = _VShaped(rank, shape), shape.pp - 1 - rank
+    _dual_pipe_v_warm_up(order, rank, behind)
     for _ in range(shape.num_microbatches - 2 * shape.pp + rank + 1):
-        _add_all(fold, (("F", fold.down), ("B", fold.up), ("F", fold.up), ("B", fold.down)))
+        _add_all(order, (("F", order.down), ("B", order.up), ("F", order.up), ("B", order.down)))
     for _ in range(behind):
-        _add_all(fold, (("B", fold.up), ("F", fold.up), ("B", fold.down)))
-    _dual_pipe_v_cool_down(fold, rank, behind)
-    return fold.ordered
+        _add_all(order, (("B", order.up), ("F", order.up), ("B", order.down)))
+    _dual_pipe_v_cool_down(order, rank, behind)
+    return order.ordered
 
 
-def _add_all(fold: _Folded, steps: tuple[tuple[Kind, int], ...]) -> None:
+def _add_all(order: _VShaped, steps: tuple[tuple[Kind, int], ...]) -> None:
     for kind, stage in steps:
-        fold.add(kind, stage)
+        order.add(kind, stage)
 
 
-def _dual_pipe_v_warm_up(fold: _Folded, rank: int, behind: int) -> None:
+def _dual_pipe_v_warm_up(order: _VShaped, rank: int, behind: int) -> None:
     for _ in range(2 * behind):
-        fold.add("F", fold.down)
+        order.add("F", order.down)
     for _ in range(rank + 1):
-        fold.add("F", fold.down)
-        fold.add("F", fold.up)
+        order.add("F", order.down)
+        order.add("F", order.up)
     for _ in range(behind):
-        fold.add("I", fold.up)
-        fold.pay_weight()
-        fold.add("F", fold.up)
+        order.add("I", order.up)
+        order.add_pending()
+        order.add("F", order.up)
 
 
-def _dual_pipe_v_cool_down(fold: _Folded, rank: int, behind: int) -> None:
-    """Whole backwards first; from the middle on they are split, and their W fill the gaps at the end."""
-    tail = [fold.up, fold.down] * (rank + 1)
-    # Odd and even ranks split from another half of the pair on, so that neighbours do not wait.
+def _dual_pipe_v_cool_down(order: _VShaped, rank: int, behind: int) -> None:
+    """Full backwards first; from the middle on they are split, and their W fill the gaps at the end."""
+    tail = [order.up, order.down] * (rank + 1)
+    # Odd and even ranks start to split at different actions of a pair, so that neighbours do not wait.
     first_split = 2 * ((rank + 1) // 2) + (1 - rank % 2)
     for position, stage in enumerate(tail):
-        fold.add("I" if position >= first_split else "B", stage)
+        order.add("I" if position >= first_split else "B", stage)
     for _ in range(behind):
-        fold.pay_weight()
-        fold.add("I", fold.down)
+        order.add_pending()
+        order.add("I", order.down)
     for _ in range(rank + 1):
-        fold.pay_weight()
+        order.add_pending()
 
 
 _ORDERS: dict[Schedule, Callable[[int, PipelineShape], list[Action]]] = {

@@ -1,6 +1,6 @@
 """What is trained, apart from the layout: the model, the sequence, the number formats, the optimizer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -12,7 +12,7 @@ from meshwright.spec.parameters import Parameter, layer_parameters, parameters
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 AttentionKernel = Literal["flash", "unfused"]
 
-# Bytes kept per parameter beside weight and gradient; vectors, scales and factors do not count.
+# Bytes of optimizer states per parameter; vectors, scales and factors do not count.
 OPTIMIZER_BYTES = {
     "adamw": 8.0,
     "adamw_8bit": 2.0,
@@ -25,14 +25,14 @@ OPTIMIZER_BYTES = {
     "lamb": 8.0,
     "none": 0.0,
 }
-# Rate that matmuls run at, and the format everything else stays in.
+# Device rate of matmuls in a format, where it has another name; bytes of an activation, where it is not 2.
 MATMUL_RATE = {"mxfp8": "fp8", "nvfp4": "fp4"}
 WORKING_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA: the base is frozen and kept in `base_bits`; pairs of thin matrices are trained beside it."""
+    """LoRA: the base model is frozen, in `base_bits` per weight; pairs of low-rank matrices are trained."""
 
     rank: int = 16
     base_bits: int = 16
@@ -41,27 +41,27 @@ class Adapters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters by how the axes cut them; per layer where it says so."""
+    """Parameters by the axes that shard them; those named `_layer` are of one layer."""
 
     embedding: int
     head: int
     """0 when tied to the embedding."""
     dense_layer: int
-    """Of one layer without experts: cut by tp."""
+    """Matrices of one dense layer: sharded by tp."""
     moe_layer: int
-    """Of one MoE layer apart from its routed experts: cut by tp."""
+    """Matrices of one MoE layer without its routed experts: sharded by tp."""
     experts_layer: int
-    """Routed experts of one MoE layer: cut by ep and etp."""
+    """Routed experts of one MoE layer: sharded by ep and etp."""
     replicated_layer: int
-    """Norms of one layer: on every rank of tp."""
+    """Norms of one layer: replicated over tp."""
     router_layer: int
-    """Router of one MoE layer: on every rank of tp."""
+    """Router of one MoE layer: replicated over tp."""
     num_dense_layers: int
     num_moe_layers: int
 
     @property
     def total(self) -> int:
-        """Every parameter once."""
+        """Parameters of the model, each counted once."""
         layers = self.num_dense_layers * self.dense_layer
         layers += self.num_moe_layers * (self.moe_layer + self.experts_layer + self.router_layer)
         return (
@@ -77,7 +77,7 @@ def _size(listed: list[Parameter], *kinds: str) -> int:
 
 
 def count_parameters(model: ModelSpec) -> ParameterCounts:
-    """Parameter counts by placement, from the same list the model is built from."""
+    """Parameter counts by placement, from the list that the model is built from."""
     outside = [parameter for parameter in parameters(model) if parameter.layer is None]
     num_moe = sum(model.is_moe_layer(layer) for layer in range(model.num_layers))
     moe = layer_parameters(model, model.num_layers - 1) if num_moe else []
@@ -106,25 +106,23 @@ class Workload:
     attention_kernel: AttentionKernel = "flash"
     adapters: Adapters | None = None
     compiled: bool = False
-    narrow_layers: float = 1.0
-    """Part of the layers whose linears a narrow recipe takes."""
-    narrow_experts: bool = True
-    """Routed experts are narrow too."""
-    keeps_narrow_weights: bool = False
-    """Weights are made narrow once per update and kept so beside themselves, as they lie and turned."""
+    low_precision_layers: float = 1.0
+    """Share of the layers whose linears run in fp8 or fp4."""
+    low_precision_experts: bool = False
+    """Routed experts run in fp8 or fp4 too."""
+    keeps_low_precision_weights: bool = False
+    """Weights are cast to fp8 once per update; the copies, plain and transposed, are kept beside them."""
     separate_documents: bool = False
-    """Attention stays inside documents, so that it reads a mask."""
-    imbalance: float = 1.0
-    """Most loaded expert rank over the mean; 1 is forced or perfect balance."""
+    """Attention stays inside documents (document masking, varlen), so that it reads a mask."""
 
     @cached_property
     def counts(self) -> ParameterCounts:
-        """Parameters by placement."""
+        """Parameter counts by placement."""
         return count_parameters(self.model)
 
     @cached_property
     def buckets(self) -> Buckets:
-        """The flat buffers in which gradients are reduced."""
+        """The buckets in which gradients are reduced."""
         return Buckets(self.model)
 
     @property
@@ -133,13 +131,13 @@ class Workload:
         return MATMUL_RATE.get(self.precision, self.precision)
 
     @property
-    def wide_precision(self) -> str:
-        """The format of attention, head and activations: 16 bits below an fp8 or fp4 recipe."""
-        return "bf16" if self.is_narrow else self.precision
+    def activation_precision(self) -> str:
+        """The format of attention, head and activations: bf16 where the linears run in fp8 or fp4."""
+        return "bf16" if self.is_low_precision else self.precision
 
     @property
-    def is_narrow(self) -> bool:
-        """Matmuls run in 8 or 4 bits."""
+    def is_low_precision(self) -> bool:
+        """Whether linears run in fp8 or fp4."""
         return self.precision in ("fp8", "mxfp8", "nvfp4")
 
     @property
@@ -149,21 +147,17 @@ class Workload:
 
     @property
     def has_mask(self) -> bool:
-        """Attention reads a mask: of documents, or of a window that is shorter than the sequence."""
+        """Whether attention reads a mask: of documents, or of a window shorter than the sequence."""
         window = self.model.attention.window
         return self.separate_documents or (window is not None and window < self.sequence_length)
 
     @property
     def keys_seen(self) -> float:
-        """Keys a causal query sees on average."""
+        """Mean number of keys that a causal query sees."""
         return flops.mean_keys_seen(self.sequence_length, self.model.attention.window)
 
     @cached_property
     def model_flops_per_token(self) -> float:
-        """Strict convention: causal half once, recompute never."""
+        """FLOPs by the strict convention: the causal half of attention once, recompute never."""
         full = flops.flops_per_token(self.model, self.sequence_length)
         return full * 2.0 / 3.0 if self.adapters else full
-
-    def with_precision(self, precision: Precision) -> "Workload":
-        """The same in other number formats."""
-        return replace(self, precision=precision)

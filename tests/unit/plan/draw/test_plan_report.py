@@ -5,14 +5,14 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from tests.support.questions import planned
+from tests.support.plans import planned
 
 from meshwright.plan.draw.charts import Bar, Line, line_chart, stacked_bars
 from meshwright.plan.draw.memory import draw_memory_svg, draw_memory_text
 from meshwright.plan.draw.plan_report import report_html
 from meshwright.plan.explain.reasons import explain
 from meshwright.plan.explain.rejected import rejected
-from meshwright.plan.search.decision import choice_of
+from meshwright.plan.search.decision import candidate_of
 from meshwright.plan.search.sizing import scaling_counts, strong_scaling
 
 
@@ -86,7 +86,7 @@ def test_strong_scaling_includes_the_plan_itself() -> None:
 
 def test_memory_of_a_run_file_is_drawn() -> None:
     best = planned("llama-3.2-1b", "dgx-h100:2", "pp=2", seq=2048, batch_tokens=2**19).best
-    same = choice_of(best.run, best.question.cluster)
+    same = candidate_of(best.run, best.question.cluster)
     assert same.device_bytes == best.device_bytes
     assert same.step_seconds == pytest.approx(best.step_seconds)
     assert [column.header for column in draw_memory_text(same).columns][1:4] == [

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tests.support.questions import asked
+from tests.support.plans import asked
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.memory.margins import (
@@ -20,9 +20,9 @@ from meshwright.plan.memory.margins import (
 )
 from meshwright.plan.predict import Prediction, predict_run
 from meshwright.plan.workload.formats import runtime_of, workload_of
-from meshwright.plan.workload.frameworks import framework
 from meshwright.plan.workload.layouts import layouts
 from meshwright.plan.workload.schedules import SCHEDULES
+from meshwright.published.frameworks import find_framework
 from meshwright.spec.run import RunSpec
 
 INTERLEAVED = {"pp": 2, "virtual_stages": 2, "num_microbatches": 8}
@@ -64,7 +64,7 @@ def test_the_kind_decides(margin: Margin, model: str, pins: tuple[str, ...], axe
 
 def test_of_others_nothing_is_said() -> None:
     work = workload_of(run_of("llama-3.2-1b"))
-    assert memory_margin(work, layouts(tp=2), framework("megatron")) is None
+    assert memory_margin(work, layouts(tp=2), find_framework("megatron")) is None
 
 
 def test_bytes_stand_beside_the_share() -> None:

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from meshwright.hardware import parse_cluster
+from meshwright.plan.framework import our_runtime
 from meshwright.plan.memory.activations import layer_activation_bytes
 from meshwright.plan.memory.rank_bytes import Memory, host_items, memory
 from meshwright.plan.predict import host_bytes, predict_run
-from meshwright.plan.search.decision import choice_of, with_layout
+from meshwright.plan.search.decision import candidate_of, with_layout
 from meshwright.plan.time.step_time import step_cost
-from meshwright.plan.workload.frameworks import meshwright
 from meshwright.plan.workload.layouts import (
     FULL,
     OFFLOAD_BITS,
@@ -35,11 +35,11 @@ OPTIMIZER, PARAMETERS, ACTIVATIONS = (
 
 
 def _memory(at: Layouts, work: Workload = WORK) -> Memory:
-    return memory(work, at, H100, meshwright())
+    return memory(work, at, H100, our_runtime())
 
 
 def _seconds(at: Layouts, item: str) -> float:
-    return float(np.atleast_1d(step_cost(WORK, at, H100, meshwright()).items[item])[0])
+    return float(np.atleast_1d(step_cost(WORK, at, H100, our_runtime()).items[item])[0])
 
 
 class TestBytes:
@@ -74,7 +74,7 @@ class TestBytes:
     def test_activations_leave_but_for_two_layers(self, pp: int, num_microbatches: int) -> None:
         at = {"pp": pp, "num_microbatches": num_microbatches}
         plain, moved = _memory(layouts(**at), COMPILED), _memory(layouts(**at, offload=ACTIVATIONS), COMPILED)
-        layer = layer_activation_bytes(COMPILED, layouts(**at), meshwright(), moe=False)[0]
+        layer = layer_activation_bytes(COMPILED, layouts(**at), our_runtime(), moe=False)[0]
         assert moved.host["activations"] == pytest.approx(plain.items["activations"])
         assert moved.items["activations"].max() == pytest.approx(2 * layer)
 
@@ -91,7 +91,7 @@ class TestBytes:
 
     def test_regather_keeps_a_part_of_two_inputs(self) -> None:
         kept, dropped = (
-            layer_activation_bytes(WORK, layouts(tp=8, regather=value), meshwright(), moe=False)[0]
+            layer_activation_bytes(WORK, layouts(tp=8, regather=value), our_runtime(), moe=False)[0]
             for value in (0, 1)
         )
         assert kept - dropped == 2 * 2 * 4096 * MODEL.width * (1 - 1 / 8)
@@ -145,7 +145,7 @@ class TestSeconds:
         at = {"dp_shard": 8 // pp, "pp": pp, "zero": zero, "num_microbatches": 16}
         slow = parse_cluster("a100-40gb:1x8")
         each, last = (
-            step_cost(WORK, layouts(**at, reduce_last=value), slow, meshwright()).step_seconds[0]
+            step_cost(WORK, layouts(**at, reduce_last=value), slow, our_runtime()).step_seconds[0]
             for value in (0, 1)
         )
         assert last < each
@@ -173,10 +173,10 @@ def test_a_run_says_its_host_memory_on_any_cluster() -> None:
 def test_too_much_for_the_host_does_not_fit() -> None:
     work = Workload(family("llama-3.1-70b"), 1024)
     at = layouts(offload=OPTIMIZER)
-    found = memory(work, at, H100, meshwright())
+    found = memory(work, at, H100, our_runtime())
     assert found.peak_host_bytes[0] > H100.host_memory_bytes / H100.devices_per_node
     small = layouts(tp=8, dp_shard=8, zero=3, offload=OPTIMIZER, microbatch_sequences=1)
-    assert memory(work, small, H100, meshwright()).fits(H100)[0]
+    assert memory(work, small, H100, our_runtime()).fits(H100)[0]
     assert not found.fits(H100)[0]
 
 
@@ -185,13 +185,13 @@ def test_the_search_keeps_what_the_run_says() -> None:
     at = one_layout(run.parallel, run.memory, microbatch_sequences=1, num_microbatches=8)
     assert with_layout(run, at).memory.offload == ("optimizer", "activations")
     tp = _run("parallel.tp=2", "memory.regather=true")
-    assert choice_of(tp, parse_cluster("h100:2")).at.regather[0] == 1
+    assert candidate_of(tp, parse_cluster("h100:2")).at.regather[0] == 1
     last = ParallelSpec(dp_shard=2, zero=3, reduce="last")
     assert one_layout(last, MemorySpec(), microbatch_sequences=1, num_microbatches=2).parallel(0) == last
 
 
 def test_the_rank_that_is_priced_holds_what_the_formula_says() -> None:
     """Only blocks move, and the last stage has fewer: it gave some up for the head."""
-    found = host_items(WORK, layouts(pp=4, num_microbatches=8, offload=PARAMETERS), meshwright())
+    found = host_items(WORK, layouts(pp=4, num_microbatches=8, offload=PARAMETERS), our_runtime())
     layer = 4 * sum(one.num_elements for one in parameters(MODEL) if one.layer == 0)
     assert found["parameters"][0] / layer == pytest.approx([8, 9, 6])

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.hardware import parse_cluster
+from meshwright.plan.framework import Framework, our_runtime
 from meshwright.plan.memory.activations import layer_activation_bytes
 from meshwright.plan.memory.rank_bytes import Memory, in_flight, memory
-from meshwright.plan.workload.frameworks import Framework, framework, meshwright
 from meshwright.plan.workload.layouts import FULL, NORMS, OFFLOAD_BITS, RECOMPUTE_SELECTIVE, Layouts, layouts
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
 from meshwright.plan.workload.workload import Adapters, Workload
+from meshwright.published.frameworks import find_framework
 from meshwright.spec.families import family
 from meshwright.spec.parameters import num_parameters
 
@@ -23,7 +24,7 @@ A100_64 = parse_cluster("leonardo:1").with_devices(1)
 
 
 def _memory(work: Workload, at: Layouts, stack: Framework | None = None) -> Memory:
-    return memory(work, at, parse_cluster("h100:8x16"), stack or meshwright())
+    return memory(work, at, parse_cluster("h100:8x16"), stack or our_runtime())
 
 
 def _state_bytes(found: Memory) -> float:
@@ -40,9 +41,9 @@ def test_our_state_is_sixteen_bytes_per_parameter() -> None:
 def test_megatron_state_is_eighteen_bytes_and_six_with_everything_sharded() -> None:
     model = family("llama-3.1-8b")
     work = Workload(model, 2048)
-    whole = _memory(work, layouts(num_microbatches=4), framework("megatron"))
+    whole = _memory(work, layouts(num_microbatches=4), find_framework("megatron"))
     assert _state_bytes(whole) == 18 * num_parameters(model)
-    sharded = _memory(work, layouts(dp_shard=64, zero=1, num_microbatches=4), framework("megatron"))
+    sharded = _memory(work, layouts(dp_shard=64, zero=1, num_microbatches=4), find_framework("megatron"))
     assert _state_bytes(sharded) == pytest.approx((6 + 12 / 64) * num_parameters(model))
 
 
@@ -73,7 +74,7 @@ def test_state_falls_with_the_zero_stage(dp: int, tp: int, pp: int, name: str) -
 
 @pytest.mark.parametrize("recompute", [RECOMPUTE_SELECTIVE, FULL])
 def test_recompute_never_keeps_more(recompute: int) -> None:
-    work, stack = Workload(family("llama-3.1-8b"), 8192), meshwright()
+    work, stack = Workload(family("llama-3.1-8b"), 8192), our_runtime()
     none = layer_activation_bytes(work, layouts(), stack, moe=False)[0]
     less = layer_activation_bytes(work, layouts(recompute=recompute), stack, moe=False)[0]
     half = layer_activation_bytes(work, layouts(recompute=recompute, recompute_every=2), stack, moe=False)[0]
@@ -87,7 +88,7 @@ def test_activations_of_a_layer_are_what_a_trace_found() -> None:
     With the gathered inputs of tp=8 kept: 276. Full recompute keeps the layer's input, 64.
     """
     work = Workload(family("llama-3.1-8b"), 8192)
-    stack = replace(meshwright(), residual_bytes=2.0, rotation_bytes=0.0)
+    stack = replace(our_runtime(), residual_bytes=2.0, rotation_bytes=0.0)
 
     def mebibytes(at: Layouts) -> float:
         return float(layer_activation_bytes(work, at, stack, moe=False)[0]) / 2**20
@@ -101,10 +102,10 @@ def test_activations_of_a_layer_are_what_a_trace_found() -> None:
 def test_a_norm_recomputed_under_fp8_saves_nothing() -> None:
     at, plain = layouts(recompute=NORMS), layouts()
     fp8 = Workload(family("llama-3.1-8b"), 4096, "fp8")
-    stack = framework("megatron")
+    stack = find_framework("megatron")
     kept = layer_activation_bytes(fp8, at, stack, moe=False)[0]
     assert kept == layer_activation_bytes(fp8, plain, stack, moe=False)[0]
-    bf16 = fp8.with_precision("bf16")
+    bf16 = replace(fp8, precision="bf16")
     assert layer_activation_bytes(bf16, at, stack, moe=False)[0] < kept
 
 
@@ -166,13 +167,13 @@ class TestOneA100With64:
     def test_fp32_never_fits(self) -> None:
         work = Workload(family("llama-2-7b"), 4096, "fp32")
         for recompute in (0, RECOMPUTE_SELECTIVE, FULL):
-            found = memory(work, layouts(recompute=recompute), A100_64, meshwright())
+            found = memory(work, layouts(recompute=recompute), A100_64, our_runtime())
             assert not found.fits(A100_64)[0]
 
     def test_half_precision_fits_with_full_recompute_only(self) -> None:
         """Everything in 16 bits: 8 bytes per parameter, 50 GiB of state."""
         work = Workload(family("llama-2-7b"), 4096, "bf16", optimizer="adamw_bf16")
-        stack = framework("pure-bf16")
+        stack = find_framework("pure-bf16")
         kept = memory(work, layouts(), A100_64, stack)
         recomputed = memory(work, layouts(recompute=FULL), A100_64, stack)
         assert not kept.fits(A100_64)[0]
@@ -181,7 +182,7 @@ class TestOneA100With64:
     def test_adapters_fit_where_full_training_does_not(self) -> None:
         work = Workload(family("llama-3.1-8b"), 2048, adapters=Adapters())
         four_bits = Workload(family("llama-3.1-8b"), 2048, adapters=Adapters(base_bits=4))
-        at, stack = layouts(recompute=FULL), framework("accelerate-fsdp")
+        at, stack = layouts(recompute=FULL), find_framework("accelerate-fsdp")
         lora, qlora = memory(work, at, A100_64, stack), memory(four_bits, at, A100_64, stack)
         assert lora.fits(A100_64)[0]
         # 12 of 16 bits of 8 B weights.

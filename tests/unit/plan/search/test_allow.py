@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.questions import asked
+from tests.support.plans import asked
 
 from meshwright.errors import PlanError, SpecError
 from meshwright.hardware.catalogue import parse_cluster
@@ -14,21 +14,21 @@ from meshwright.plan.explain.offers import offers
 from meshwright.plan.explain.reasons import explain
 from meshwright.plan.explain.relax import plan_or_relax
 from meshwright.plan.search.allow import (
-    ALLOWANCES,
     BY_NAME_ONLY,
+    NUMERICS_CHANGES,
     WORDS,
     corners,
     parse_allow,
-    refuse_pinned,
+    reject_pinned,
     single_changes,
     variants,
 )
-from meshwright.plan.search.choose_precision import settle
+from meshwright.plan.search.choose_precision import choose_precision
 from meshwright.plan.search.decision import Plan, choose, make_plan
 from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import Question
-from meshwright.plan.search.request import Request, ask
-from meshwright.plan.search.search import SAME_FRACTION
+from meshwright.plan.search.request import Request, fill_request
+from meshwright.plan.search.search import TIE_FRACTION
 from meshwright.plan.search.sizing import size_for_deadline
 from meshwright.spec.check import check
 from meshwright.spec.run import RunSpec
@@ -58,7 +58,7 @@ def test_words_of_the_command_line() -> None:
 
 
 def test_every_change_is_a_valid_setting() -> None:
-    for allowance in ALLOWANCES:
+    for allowance in NUMERICS_CHANGES:
         word = (allowance.word, "bf16_weights")
         listed = variants(run_of(), word, (), H100)
         assert any(allowance in variant.changes for variant in listed), allowance.word
@@ -83,8 +83,8 @@ def test_pins_fix_and_devices_without_fp8_have_none() -> None:
     ampere = parse_cluster("a100:8").device
     assert all(each.run.precision.fp8 is None for each in variants(run_of(), words, (), ampere))
     with pytest.raises(SpecError, match="has no effect"):
-        refuse_pinned("bf16_weights", pins)
-    refuse_pinned("all", pins)
+        reject_pinned("bf16_weights", pins)
+    reject_pinned("all", pins)
 
 
 def test_a_run_that_says_it_is_left_alone() -> None:
@@ -127,11 +127,9 @@ def test_the_least_change_that_fits_is_taken() -> None:
     assert 0 < len(plan.changes) <= 3
     for change in plan.changes:
         fewer = ",".join(each.word for each in plan.changes if each != change)
-        found = settle(question("llama-3.1-8b", "h200:1", fewer, HERE)).found
+        found = choose_precision(question("llama-3.1-8b", "h200:1", fewer, HERE)).found
         seconds = found.fitting.step_seconds.min() if len(found.fitting) else np.inf
-        assert (
-            seconds > (1 + SAME_FRACTION) * plan.found.fitting.step_seconds.min() or len(found.fitting) == 0
-        )
+        assert seconds > (1 + TIE_FRACTION) * plan.found.fitting.step_seconds.min() or len(found.fitting) == 0
 
 
 def test_what_is_not_needed_is_not_taken() -> None:
@@ -170,7 +168,7 @@ def test_what_is_allowed_more_never_makes_the_best_plan_slower(
     """On the devices alone: offload is a preference, not only a matter of time."""
 
     def found(allow: set[str]) -> tuple[float, Plan | None]:
-        settled = settle(question(model, on, ",".join(sorted(allow)), HERE, seq=2048))
+        settled = choose_precision(question(model, on, ",".join(sorted(allow)), HERE, seq=2048))
         fits = len(settled.found.fitting) > 0
         return settled.best_score, choose(settled, top=1, search_seconds=0.0) if fits else None
 
@@ -184,13 +182,13 @@ def test_what_is_allowed_more_never_makes_the_best_plan_slower(
             assert {change.word for change in each.changes} <= words | more
     if larger_plan is not None:
         closest = larger_plan.found.fitting.step_seconds.min()
-        assert closest <= large * (1 + SAME_FRACTION) * (1 + 1e-12)
+        assert closest <= large * (1 + TIE_FRACTION) * (1 + 1e-12)
 
 
 def test_compiled_by_default_on_accelerators() -> None:
     def compiles(on: str, *pins: str) -> bool:
         request = Request("llama-3.2-1b", parse_cluster(on), parse_pins(pins), sequence_length=2048)
-        return ask(request).question.run.compile
+        return fill_request(request).question.run.compile
 
     assert compiles("h100:8")
     assert not compiles("h100:8", "compile=false")
@@ -202,7 +200,7 @@ def test_compiled_by_default_on_accelerators() -> None:
 def test_precision_fp8_means_linears_in_fp8() -> None:
     def asks(on: str) -> RunSpec:
         request = Request("llama-3.2-1b", parse_cluster(on), parse_pins(()), 2048, precision="fp8")
-        return ask(request).question.run
+        return fill_request(request).question.run
 
     precision = asks("h100:8").precision
     assert precision.compute == "bf16"

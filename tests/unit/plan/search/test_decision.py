@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.questions import asked, planned
+from tests.support.plans import asked, planned
 
 from meshwright.errors import PlanError, SpecError, SpecErrors
 from meshwright.hardware.catalogue import parse_cluster
@@ -25,7 +25,7 @@ from meshwright.plan.predict import predict_run
 from meshwright.plan.search.decision import Plan, make_plan, pareto_rows, ranking
 from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import Priced
-from meshwright.plan.search.request import Request, ask
+from meshwright.plan.search.request import Request, fill_request
 from meshwright.plan.search.sizing import seconds_allowed, size_for_deadline
 from meshwright.plan.workload.layouts import layouts
 from meshwright.spec.check import check
@@ -84,13 +84,13 @@ def test_tensor_parallel_stays_inside_the_node() -> None:
 )
 def test_all_that_is_shown_passes_the_rules_and_fits(model: str, on: str) -> None:
     plan = planned(model, on, seq=2048, batch_tokens=2**20)
-    for choice in (plan.best, *plan.top):
-        assert check(choice.run) == []
-        assert choice.fits
-        assert sum(choice.seconds_items.values()) == pytest.approx(choice.step_seconds)
-        low, high = choice.interval_seconds
-        assert low < choice.step_seconds < high
-        assert 0.05 < choice.mfu < 0.9
+    for candidate in (plan.best, *plan.top):
+        assert check(candidate.run) == []
+        assert candidate.fits
+        assert sum(candidate.seconds_items.values()) == pytest.approx(candidate.step_seconds)
+        low, high = candidate.interval_seconds
+        assert low < candidate.step_seconds < high
+        assert 0.05 < candidate.mfu < 0.9
 
 
 def test_pareto_set_has_no_dominated_member() -> None:
@@ -224,7 +224,7 @@ def test_an_impossible_deadline_says_what_is_possible() -> None:
 
 
 def test_what_is_not_said_is_filled_in_and_told() -> None:
-    filled = ask(Request("llama-3.1-8b", parse_cluster("leonardo:3"), parse_pins([])))
+    filled = fill_request(Request("llama-3.1-8b", parse_cluster("leonardo:3"), parse_pins([])))
     assert len(filled.assumed) == 6
     assert filled.tokens == 20 * filled.question.work.counts.total
     assert filled.question.run.data.batch_sequences % 3 == 0
@@ -232,15 +232,15 @@ def test_what_is_not_said_is_filled_in_and_told() -> None:
 
 def test_a_batch_is_rounded_to_what_can_be_dealt_out() -> None:
     plain = Request("llama-3.1-8b", parse_cluster("h100:8"), parse_pins([]), sequence_length=8192)
-    assert ask(replace(plain, batch_tokens=4_000_000)).question.run.data.batch_sequences == 512
-    assert ask(replace(plain, batch_tokens=7 * 8192)).question.run.data.batch_sequences == 7
+    assert fill_request(replace(plain, batch_tokens=4_000_000)).question.run.data.batch_sequences == 512
+    assert fill_request(replace(plain, batch_tokens=7 * 8192)).question.run.data.batch_sequences == 7
 
 
 def test_a_run_file_is_planned_anew_with_what_it_says(tmp_path: Path) -> None:
     best = planned("llama-3.1-8b", "h100:8x8").best
     file = tmp_path / "run.yaml"
     file.write_text(dump_run(best.run))
-    again = ask(Request(str(file), parse_cluster("leonardo:16"), parse_pins([])))
+    again = fill_request(Request(str(file), parse_cluster("leonardo:16"), parse_pins([])))
     assert again.assumed == ()
     assert again.question.run.data.batch_tokens == best.run.data.batch_tokens
     assert again.question.run.parallel == ParallelSpec()
@@ -261,7 +261,7 @@ def test_a_run_file_is_planned_anew_with_what_it_says(tmp_path: Path) -> None:
 def test_absurd_requests_are_refused(change: dict[str, object], where: str) -> None:
     plain = Request("llama-3.1-8b", parse_cluster("h100:8"), parse_pins([]), sequence_length=4096)
     with pytest.raises(SpecError) as caught:
-        ask(replace(plain, **change))
+        fill_request(replace(plain, **change))
     error = caught.value.violations[0] if isinstance(caught.value, SpecErrors) else caught.value
     assert error.where == where
 

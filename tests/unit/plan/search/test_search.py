@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.questions import asked
+from tests.support.plans import asked
 
 from meshwright.hardware.catalogue import parse_cluster
-from meshwright.plan.search.decision import Choice, with_layout
+from meshwright.plan.search.decision import Candidate, with_layout
 from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import Question, price
 from meshwright.plan.search.search import search
@@ -137,8 +137,8 @@ def test_objectives_differ_as_they_should() -> None:
 def test_what_does_not_fit_keeps_its_number() -> None:
     found = search(question("llama-3.1-8b", "a100:1", "memory.offload=[]", batch_sequences=64))
     assert len(found.fitting) == 0
-    assert found.leanest is not None
-    assert found.leanest.device_bytes[0] > parse_cluster("a100:1").device.memory_bytes
+    assert found.least_memory is not None
+    assert found.least_memory.device_bytes[0] > parse_cluster("a100:1").device.memory_bytes
 
 
 def test_simulated_time_is_near_the_closed_form() -> None:
@@ -147,8 +147,8 @@ def test_simulated_time_is_near_the_closed_form() -> None:
         "llama-3.1-8b", "h100:8x4", "pp=4", "tp=2", "schedule=1f1b", batch_sequences=512, seq=8192
     )
     fitting = search(asks).fitting
-    choice = Choice(asks, fitting.layouts.take([0]))
-    assert choice.step_seconds == pytest.approx(float(fitting.step_seconds[0]), rel=0.08)
+    candidate = Candidate(asks, fitting.layouts.take([0]))
+    assert candidate.step_seconds == pytest.approx(float(fitting.step_seconds[0]), rel=0.08)
 
 
 def test_planning_imports_no_torch() -> None:

@@ -1,27 +1,30 @@
 """Step time: what it is made of, how it moves, and that many layouts cost as each alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.hardware import parse_cluster
+from meshwright.plan.framework import our_runtime
 from meshwright.plan.time import kernels
 from meshwright.plan.time.step_time import stage_seconds, step_cost
 from meshwright.plan.time.timeline import finish_seconds
-from meshwright.plan.workload.frameworks import framework, meshwright
 from meshwright.plan.workload.layouts import FULL, RECOMPUTE_SELECTIVE, Layouts, layouts
 from meshwright.plan.workload.operators import Matmul
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape
 from meshwright.plan.workload.workload import Adapters, Workload
+from meshwright.published.frameworks import find_framework
 from meshwright.spec.families import family
 
 LLAMA = Workload(family("llama-3.1-8b"), 4096)
 H100 = parse_cluster("dgx-h100:8")
 
 
-def _seconds(at: Layouts, work: Workload = LLAMA, on: str = "dgx-h100:8") -> float:
-    return float(step_cost(work, at, parse_cluster(on), meshwright()).step_seconds[0])
+def _seconds(at: Layouts, workload: Workload = LLAMA, on: str = "dgx-h100:8") -> float:
+    return float(step_cost(workload, at, parse_cluster(on), our_runtime()).step_seconds[0])
 
 
 def _matmul(m: float, n: float, k: float) -> Matmul:
@@ -29,7 +32,7 @@ def _matmul(m: float, n: float, k: float) -> Matmul:
 
 
 def test_items_are_seconds_and_add_up() -> None:
-    cost = step_cost(LLAMA, layouts(tp=2, pp=2, dp_shard=4, zero=1, num_microbatches=8), H100, meshwright())
+    cost = step_cost(LLAMA, layouts(tp=2, pp=2, dp_shard=4, zero=1, num_microbatches=8), H100, our_runtime())
     assert all((seconds >= 0).all() for seconds in cost.items.values())
     assert cost.step_seconds[0] == pytest.approx(sum(float(s[0]) for s in cost.items.values()))
     assert cost.low_seconds[0] < cost.step_seconds[0] < cost.high_seconds[0]
@@ -38,7 +41,10 @@ def test_items_are_seconds_and_add_up() -> None:
 def test_many_layouts_cost_as_each_alone() -> None:
     columns = {"tp": [1, 2, 8], "pp": [1, 4, 2], "dp_shard": [64, 8, 4], "zero": [3, 1, 0]}
     together = step_cost(
-        LLAMA, layouts(num_microbatches=8, **{k: np.array(v) for k, v in columns.items()}), H100, meshwright()
+        LLAMA,
+        layouts(num_microbatches=8, **{k: np.array(v) for k, v in columns.items()}),
+        H100,
+        our_runtime(),
     )
     for row in range(3):
         at = layouts(num_microbatches=8, **{name: values[row] for name, values in columns.items()})
@@ -81,15 +87,15 @@ class TestDirections:
         assert full / none == pytest.approx(1 + (1 - last) / 3, rel=0.03)
 
     def test_tp_past_the_node_is_a_cliff(self) -> None:
-        work = Workload(family("llama-3.1-70b"), 4096)
-        inside = _seconds(layouts(tp=8, dp_shard=8, zero=1, num_microbatches=8), work)
-        beyond = _seconds(layouts(tp=16, dp_shard=4, zero=1, num_microbatches=16), work)
+        workload = Workload(family("llama-3.1-70b"), 4096)
+        inside = _seconds(layouts(tp=8, dp_shard=8, zero=1, num_microbatches=8), workload)
+        beyond = _seconds(layouts(tp=16, dp_shard=4, zero=1, num_microbatches=16), workload)
         assert beyond > 1.2 * inside
 
     def test_zero_three_at_a_small_micro_batch_waits_for_the_network(self) -> None:
-        work = Workload(family("llama-3.1-70b"), 2048)
-        small = step_cost(work, layouts(dp_shard=64, zero=3, num_microbatches=4), H100, meshwright())
-        large = step_cost(work, layouts(dp_shard=64, zero=3, microbatch_sequences=4), H100, meshwright())
+        workload = Workload(family("llama-3.1-70b"), 2048)
+        small = step_cost(workload, layouts(dp_shard=64, zero=3, num_microbatches=4), H100, our_runtime())
+        large = step_cost(workload, layouts(dp_shard=64, zero=3, microbatch_sequences=4), H100, our_runtime())
         assert small.items["fsdp"][0] > 3 * large.items["fsdp"][0]
 
     def test_the_same_batch_on_more_devices_loses_efficiency(self) -> None:
@@ -99,12 +105,12 @@ class TestDirections:
         assert many > 1.2 * few / 8
 
     def test_dp_is_exposed_only_once_per_step(self) -> None:
-        one = step_cost(LLAMA, layouts(dp_shard=64, zero=1, num_microbatches=1), H100, meshwright())
-        many = step_cost(LLAMA, layouts(dp_shard=64, zero=1, num_microbatches=16), H100, meshwright())
+        one = step_cost(LLAMA, layouts(dp_shard=64, zero=1, num_microbatches=1), H100, our_runtime())
+        many = step_cost(LLAMA, layouts(dp_shard=64, zero=1, num_microbatches=16), H100, our_runtime())
         assert many.items["dp"][0] <= one.items["dp"][0] * 1.01
 
     def test_fp8_is_faster_but_not_twice(self) -> None:
-        bf16, fp8 = _seconds(layouts()), _seconds(layouts(), LLAMA.with_precision("fp8"))
+        bf16, fp8 = _seconds(layouts()), _seconds(layouts(), replace(LLAMA, precision="fp8"))
         assert 1.1 < bf16 / fp8 < 1.9
 
     def test_offloading_the_optimizer_costs_host_transfers(self) -> None:
@@ -114,16 +120,16 @@ class TestDirections:
         assert superchip < _seconds(away) - _seconds(plain)
 
     def test_adapters_skip_the_weight_gradient(self) -> None:
-        work = Workload(family("llama-3.1-8b"), 4096, adapters=Adapters())
+        workload = Workload(family("llama-3.1-8b"), 4096, adapters=Adapters())
         at = layouts(num_microbatches=32)
         # Two of three matmul passes, no casts of weights, no sums of gradients; the rest stays whole.
-        assert 0.6 < _seconds(at, work) / _seconds(at) < 0.8
+        assert 0.6 < _seconds(at, workload) / _seconds(at) < 0.8
 
     def test_compiled_blocks_move_fewer_bytes_and_launch_less(self) -> None:
         small = Workload(family("llama-3.2-1b"), 1024)
         compiled = Workload(family("llama-3.2-1b"), 1024, compiled=True)
         at = layouts(num_microbatches=8)
-        eager, fused = (step_cost(w, at, H100, meshwright()).items for w in (small, compiled))
+        eager, fused = (step_cost(w, at, H100, our_runtime()).items for w in (small, compiled))
         assert fused["elementwise"][0] < eager["elementwise"][0]
         assert fused["host"][0] < eager["host"][0]
 
@@ -155,11 +161,11 @@ def test_the_closed_form_is_near_the_simulation(schedule: str, virtual: int, pp:
     """Search prices pipelines by closed form; 6% of a simulated step is the error that may hide."""
     index = SCHEDULES.index(schedule)  # type: ignore[arg-type]
     at = layouts(pp=pp, virtual_stages=virtual, num_microbatches=16, schedule=index, tp=2)
-    stack = framework("megatron")
+    stack = find_framework("megatron")
     cost = step_cost(LLAMA, at, H100, stack)
     layers = [32 // (pp * virtual)] * (pp * virtual)
     simulated = float(
-        finish_seconds(SCHEDULES[index], PipelineShape(pp, virtual, 16), stage_seconds(LLAMA, cost, layers))
+        finish_seconds(SCHEDULES[index], PipelineShape(pp, virtual, 16), stage_seconds(cost, layers))
     )
     after = sum(float(cost.items[name][0]) for name in ("dp", "optimizer", "offload"))
     assert float(cost.step_seconds[0]) - after == pytest.approx(simulated, rel=0.06)

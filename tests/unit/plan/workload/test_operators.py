@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.plan.framework import Framework, our_runtime
 from meshwright.plan.workload import operators
 from meshwright.plan.workload.flops import flops_per_token
-from meshwright.plan.workload.frameworks import framework, meshwright
 from meshwright.plan.workload.layouts import layouts
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.plan.workload.workload import Workload, count_parameters
+from meshwright.published.frameworks import find_framework
 from meshwright.spec.families import FAMILIES, family
 from meshwright.spec.parameters import num_parameters
 
@@ -20,18 +21,18 @@ SEQUENCE = 4096
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "mistral-7b"])
 def test_operators_add_up_to_the_flops_of_a_token(name: str) -> None:
     """The matmul shapes that are priced do exactly the work that MFU counts."""
-    work = Workload(family(name), SEQUENCE)
+    workload = Workload(family(name), SEQUENCE)
     at = layouts(microbatch_sequences=2)
-    counts = work.counts
-    dense = operators.mlp_matmuls(work, at) if counts.num_dense_layers else []
-    routed = operators.moe_matmuls(work, at) if counts.num_moe_layers else []
-    layers = work.model.num_layers
-    forward = layers * sum(m.flops[0] for m in operators.attention_matmuls(work, at))
+    counts = workload.counts
+    dense = operators.mlp_matmuls(workload, at) if counts.num_dense_layers else []
+    routed = operators.moe_matmuls(workload, at) if counts.num_moe_layers else []
+    layers = workload.model.num_layers
+    forward = layers * sum(m.flops[0] for m in operators.attention_matmuls(workload, at))
     forward += counts.num_dense_layers * sum(m.flops[0] for m in dense)
     forward += counts.num_moe_layers * sum(m.flops[0] for m in routed)
-    forward += operators.head_matmul(work, at).flops[0]
-    forward += layers * operators.attention_core_flops(work, at)[0]
-    assert 3.0 * forward == pytest.approx(2 * SEQUENCE * flops_per_token(work.model, SEQUENCE), rel=1e-9)
+    forward += operators.head_matmul(workload, at).flops[0]
+    forward += layers * operators.attention_core_flops(workload, at)[0]
+    assert 3.0 * forward == pytest.approx(2 * SEQUENCE * flops_per_token(workload.model, SEQUENCE), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -42,38 +43,44 @@ def test_counts_by_placement_are_all_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tp_divides_the_work_of_a_layer(tp: int) -> None:
-    work = Workload(family("llama-3.1-8b"), SEQUENCE)
+    workload = Workload(family("llama-3.1-8b"), SEQUENCE)
     one, cut = layouts(), layouts(tp=tp)
     for build in (operators.attention_matmuls, operators.mlp_matmuls):
-        whole = sum(matmul.flops[0] for matmul in build(work, one))
-        assert sum(matmul.flops[0] for matmul in build(work, cut)) == pytest.approx(whole / tp)
+        whole = sum(matmul.flops[0] for matmul in build(workload, one))
+        assert sum(matmul.flops[0] for matmul in build(workload, cut)) == pytest.approx(whole / tp)
 
 
 def test_experts_process_every_routed_token_once_over_ep() -> None:
-    work = Workload(family("qwen3-30b-a3b"), SEQUENCE)
+    workload = Workload(family("qwen3-30b-a3b"), SEQUENCE)
     one, dealt = layouts(), layouts(dp_shard=8, ep=8)
-    routed = operators.expert_tokens(work, one)[0]
+    routed = operators.expert_tokens(workload, one)[0]
     assert routed == SEQUENCE * 8
     # Each rank sends its tokens away and receives as many.
-    assert operators.expert_tokens(work, dealt)[0] == routed
-    matmul = operators.moe_matmuls(work, dealt)[1]
+    assert operators.expert_tokens(workload, dealt)[0] == routed
+    matmul = operators.moe_matmuls(workload, dealt)[1]
     assert (matmul.groups[0], matmul.m[0]) == (16, SEQUENCE * 8 / 16)
 
 
 def test_sequence_parallel_divides_the_bytes_of_norms() -> None:
-    work = Workload(family("llama-3.1-8b"), SEQUENCE)
+    workload = Workload(family("llama-3.1-8b"), SEQUENCE)
     at = layouts(tp=8)
-    with_it, _ = operators.elementwise_bytes(work, at, framework("megatron"), moe=False)
-    without, _ = operators.elementwise_bytes(work, at, framework("megatron-deepspeed"), moe=False)
-    assert without[0] > 2 * with_it[0]
+    tokens = at.microbatch_tokens(SEQUENCE)
+
+    def forward_bytes(framework: Framework) -> float:
+        residual = framework.residual_tokens(tokens, at.tp)
+        found = operators.elementwise_bytes(workload, at, moe=False, passes=1.0, residual_tokens=residual)
+        return found[0][0]
+
+    with_it, without = (find_framework(name) for name in ("megatron", "megatron-deepspeed"))
+    assert forward_bytes(without) > 2 * forward_bytes(with_it) == 2 * forward_bytes(our_runtime())
 
 
 @pytest.mark.parametrize(("pp", "virtual"), [(1, 1), (2, 1), (4, 2), (7, 1), (8, 4), (5, 3)])
 @pytest.mark.parametrize("balanced", [False, True])
 def test_the_fullest_rank_has_its_share_of_layers(pp: int, virtual: int, balanced: bool) -> None:
-    work = Workload(family("llama-3.1-70b"), SEQUENCE)
-    split = operators.stage_layers(work, layouts(pp=pp, virtual_stages=virtual), balanced=balanced)
-    mean = work.model.num_layers / pp
+    workload = Workload(family("llama-3.1-70b"), SEQUENCE)
+    split = operators.stage_layers(workload, layouts(pp=pp, virtual_stages=virtual), balanced=balanced)
+    mean = workload.model.num_layers / pp
     assert split.most[0] >= np.floor(mean)
     assert split.most[0] <= mean + virtual
     assert split.first[0] <= split.most[0]
@@ -89,12 +96,12 @@ def test_the_fullest_rank_has_its_share_of_layers(pp: int, virtual: int, balance
         ({"pp": 64}, (0, 1, 0)),  # more stages than layers: refused elsewhere, as if even here
     ],
 )
-def test_the_planner_knows_how_the_runtime_cuts(at: dict[str, Any], expected: tuple[int, int, int]) -> None:
+def test_the_split_of_layers_is_the_runtime_s(at: dict[str, Any], expected: tuple[int, int, int]) -> None:
     if "schedule" in at:
         at = {**at, "schedule": SCHEDULES.index(at["schedule"])}
     split = operators.runtime_stage_layers(Workload(family("llama-3.1-8b"), SEQUENCE), layouts(**at))
     assert (split.first[0], split.most[0], split.last[0]) == expected
 
 
-def test_our_runtime_is_one_of_the_stacks() -> None:
-    assert meshwright().state.weight + meshwright().state.gradient == 8
+def test_our_runtime_keeps_fp32_weights_and_gradients() -> None:
+    assert our_runtime().state.weight + our_runtime().state.gradient == 8

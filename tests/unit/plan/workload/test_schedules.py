@@ -147,11 +147,6 @@ def test_in_flight_counts_follow_the_published_table(pp: int) -> None:
     assert max(by_rank("dualpipev", 2)) == 2 * pp + 1
 
 
-def test_in_flight_weighs_each_stage() -> None:
-    rank_actions = (Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0))
-    assert peak_in_flight(rank_actions, {0: 2.0, 1: 3.0}) == 5.0
-
-
 def test_a_shape_that_cannot_run_says_why() -> None:
     assert problem("zbv", PipelineShape(4, 1, 8)) == "zbv needs exactly 2 stages per rank, not 1"
     with pytest.raises(ValueError, match="at least pp=4"):

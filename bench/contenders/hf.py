@@ -1,0 +1,68 @@
+"""Hugging Face: transformers' model in Accelerate's loop."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
+from bench.contenders.hf_model import hf_model
+from bench.contenders.protocol import Job, endless, loader_of, optimizer_of
+from bench.interleaved.clock import TurnClock
+from torch import Tensor, nn
+
+
+class LossOnly(nn.Module):
+    """Hands out the loss and keeps the logits: Accelerate would copy them all to fp32 again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+
+class FullOutput(LossOnly):
+    """The model's own output, as its documentation trains it."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        return self.model(input_ids=tokens, labels=targets, shift_labels=targets)
+
+
+def dynamo_of(job: Job) -> TorchDynamoPlugin | None:
+    """Accelerate's compiling: of the whole model, or of each of its repeated blocks (`regional`)."""
+    kind = job.setting("compile", True)
+    if not kind:
+        return None
+    return TorchDynamoPlugin(backend="inductor", use_regional_compilation=kind == "regional")
+
+
+def contend(job: Job, clock: TurnClock) -> None:
+    """See bench/contenders/protocol.py."""
+    is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
+    accelerator = Accelerator(
+        mixed_precision="bf16" if is_mixed else "no",
+        cpu=job.device.type == "cpu",
+        dynamo_plugin=dynamo_of(job),
+        dataloader_config=DataLoaderConfiguration(non_blocking=job.device.type == "cuda"),
+        gradient_accumulation_steps=job.run.accumulation,
+    )
+    wrapper = LossOnly if job.setting("output", "loss") == "loss" else FullOutput
+    model = wrapper(hf_model(job))
+    optimizer = optimizer_of(model, job)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(job))
+    rows, more = endless(loader), True
+    while more:
+        total = torch.zeros((), device=job.device)
+        for _ in range(job.run.accumulation):
+            batch = next(rows)
+            with accelerator.accumulate(model):
+                outputs = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+                loss = outputs if isinstance(outputs, Tensor) else outputs.loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), job.run.optim.max_grad_norm or 1e9)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.detach() / job.run.accumulation
+        more = clock.after_step(total)

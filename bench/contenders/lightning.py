@@ -1,0 +1,67 @@
+"""Lightning: the plain model in its Trainer, logging and checkpoints off."""
+
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from bench.contenders.plain import plain_model
+from bench.contenders.protocol import Job, loader_of, optimizer_of
+from bench.interleaved.clock import TurnClock
+from torch import Tensor
+
+
+class Module(pl.LightningModule):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+        self.model = plain_model(job)
+        self.forward_ = torch.compile(self.model) if job.setting("compile", True) else self.model
+
+    def training_step(self, batch: Tensor, _index: int) -> Tensor:
+        return self.forward_(batch[:, :-1], batch[:, 1:])
+
+    def on_before_optimizer_step(self, _optimizer: torch.optim.Optimizer) -> None:
+        """`clip` own: Lightning refuses to clip for a fused AdamW, so the module does it itself."""
+        if self.job.setting("clip", "trainer") == "own":
+            limit = self.job.run.optim.max_grad_norm or 1e9
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self.model, self.job)
+
+
+class Told(pl.Callback):
+    def __init__(self, clock: TurnClock, accumulation: int) -> None:
+        self.clock, self.accumulation = clock, accumulation
+        self.parts: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+        self.parts.append(outputs["loss"].detach())
+        if len(self.parts) < self.accumulation:
+            return
+        loss = torch.stack(self.parts).sum()  # Lightning has divided each by their number
+        self.parts.clear()
+        if not self.clock.after_step(loss):
+            trainer.should_stop = True
+
+
+def contend(job: Job, clock: TurnClock) -> None:
+    """See bench/contenders/protocol.py."""
+    is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
+    trainer = pl.Trainer(
+        accelerator="gpu" if job.device.type == "cuda" else "cpu",
+        devices=1,
+        precision="bf16-mixed" if is_mixed else ("bf16-true" if job.keeps_bf16 else "32-true"),
+        accumulate_grad_batches=job.run.accumulation,
+        gradient_clip_val=None if job.setting("clip", "trainer") == "own" else job.run.optim.max_grad_norm,
+        max_epochs=-1,
+        logger=False,
+        callbacks=[Told(clock, job.run.accumulation)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Module(job), loader_of(job))

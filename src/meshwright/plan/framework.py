@@ -1,0 +1,181 @@
+"""What a training framework does that its memory and its step time depend on.
+
+The defaults of `Framework` describe our own runtime. Other frameworks, against whose published runs the
+predictions are checked, are described in `meshwright.published`: with other values, and with a subclass that
+overrides the methods below.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import numpy as np
+
+from meshwright.hardware.catalogue import Cluster, Device
+from meshwright.plan.time.collectives import Group, gather_seconds
+from meshwright.plan.time.kernels import flash_seconds
+from meshwright.plan.workload.layouts import Floats, Ints, Layouts
+from meshwright.plan.workload.operators import attention_core_flops
+from meshwright.plan.workload.workload import Workload
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter on the device, without the optimizer's moments."""
+
+    weight: float = 4.0
+    """Bytes of the weight that forward and backward read."""
+    gradient: float = 4.0
+    master: float = 0.0
+    """Bytes of an fp32 master copy, or of the lower bits of a bf16 weight; 0 where there is neither."""
+    gather: float = 2.0
+    """Bytes per element of an all-gathered weight."""
+    reduce: float = 4.0
+    """Bytes per element of a reduced gradient."""
+    update: float = 18.0
+    """Bytes of weights and gradients that a fused update reads and writes, clipping included."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Relative half-width of the 90% interval of a step time: shares of the step times these widths.
+
+    The widths are fitted such that nine of ten published times fall inside when their source is left out.
+    """
+
+    kernels: float = 0.08
+    communication: float = 0.4
+    waiting: float = 0.2
+    routed: float = 0.25
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One training framework; the defaults are our own runtime."""
+
+    name: str = "meshwright"
+    state: StateBytes = StateBytes()
+
+    # Step time: communication
+    dp_overlap: float = 0.9
+    """Share of the gradient (and parameter) traffic that may overlap with the last backward pass."""
+    fsdp_overlap: float = 0.9
+    tp_overlap: float = 0.0
+    pp_overlap: float = 0.0
+    ep_overlap: float = 0.0
+    bucket_bytes: float = 100e6
+    """Bytes of a gradient bucket: a group pays its latency once for each."""
+    adapters_per_group: float = 8.0
+    """Network adapters of a node that the all-gathers of one group use."""
+    gathers_by_tree: bool = True
+    """All-gathers and reduce-scatters with one rank per node take log n hops (NCCL from 2.23 on)."""
+    scatters_in_pipelines: bool = True
+    """ZeRO-2 and 3 may reduce-scatter gradients after every micro-batch in a pipeline too."""
+    selective_regathers: float = 0.5
+    """Share of a layer's tp gathers that selective recompute repeats: inputs of column-parallel linears."""
+
+    # Step time: kernels. Measured on one H200: bench/results/runtime_h200_2026-11-15.json and
+    # bench/results/formats_h200_2026-11-15.json.
+    elementwise_passes: float = 3.5
+    """Memory traffic of uncompiled element-wise kernels over that of fully fused ones."""
+    compiled_passes: float = 1.5
+    """Memory traffic of element-wise kernels in blocks that torch.compile fused, over fully fused ones."""
+    logits_traffic: float = 6.0
+    """Bytes moved per logit by the loss: written once, read twice (the second time mostly from the cache)."""
+    recomputed_last_matmul: float = 0.0
+    """Share of a dense block's last matmul that full recompute runs: its output is read by no backward."""
+    weight_cast_bytes: float = 10.0
+    """Bytes moved per weight and micro-batch to cast it to fp8 (amax, cast, transpose) for both passes."""
+    low_precision_slowdown: float = 1.13
+    """Time of fp8 and fp4 matmuls over the shape model's."""
+    launches_per_layer: float = 60.0
+    """Kernels that the host launches for the forward pass of one dense layer."""
+    launches_per_routed_layer: float = 150.0
+    kernel_slowdown: float = 1.0
+    """Compute time over the shape model's; fitted (calibration.toml)."""
+    exposed_communication: float = 1.0
+    """Exposed communication time over the link model's; fitted (calibration.toml)."""
+    interval: Interval = Interval()
+
+    # Memory
+    sequence_parallel: bool = True
+    saves_gathered_input: bool = True
+    """tp: gathered inputs of column-parallel linears are saved for the backward pass."""
+    casts_weights: bool = True
+    """Without FSDP, autocast keeps a working-precision copy of each weight until its backward pass."""
+    eager_activation: bool = True
+    """The MLP's activation saves its input, its output and the gated output (8f), not one of them less."""
+    rotation_bytes: float = 0.0
+    """Bytes per element of queries and keys that are saved beside the rotated ones."""
+    residual_bytes: float = 4.0
+    """Bytes per element that uncompiled norms save of the residual stream in mixed precision."""
+    gradients_after_activations: bool = True
+    """Without accumulation a gradient takes the place of freed activations, so only the larger counts."""
+    keeps_matmul_outputs: bool = True
+    """Selective recompute keeps the output of every matmul, also partial sums before a reduce-scatter."""
+    logits_bytes: float = 12.0
+    """Bytes per logit alive at the peak of the loss."""
+    loss_chunk_bytes: float | None = 2.0**30
+    """Most bytes of logits alive at once (ops/loss.py), beside the gradient of the head in fp32."""
+    cuts_by_cost: bool = True
+    """Layers are assigned to pipeline stages by spec/stages.py."""
+    balances_stages: bool = True
+    """Layers are assigned to pipeline stages such that the head counts as the layers it costs."""
+    cuts_between_experts: bool = True
+    """The state of routed experts is sharded by full experts, and over data ranks alone: not inside tp."""
+    keeps_masks: bool = True
+    """Attention inside documents or a window keeps a mask in every layer."""
+    recasts_inputs: bool = True
+    """fp8 linears save their inputs in 8 bits, and a compiled block recomputes the gated MLP activation."""
+
+    def residual_tokens(self, tokens: Floats, tp: Ints) -> Floats:
+        """Tokens whose norms and residuals one rank of tp computes: sequence parallel shards them."""
+        return tokens / tp
+
+    def tp_seconds(self, num_bytes: Floats, members: Group, cluster: Cluster) -> Floats:
+        """Communication of one sublayer over tp, forward: an all-gather and a reduce-scatter."""
+        return 2.0 * gather_seconds(num_bytes, members, cluster)
+
+    def network_copies(self, nodes: Floats, top_k: int) -> Floats:
+        """Share of the copies of a routed token that cross the network: here each of the `top_k` does."""
+        return np.ones_like(nodes)
+
+    def launches(self, cluster: Cluster, *, moe: bool) -> float:
+        """Kernels that the host launches for the forward pass of one layer."""
+        return self.launches_per_routed_layer if moe else self.launches_per_layer
+
+    def weight_cast_rates(self, workload: Workload, num_microbatches: Ints) -> tuple[Floats | float, Floats]:
+        """Bytes moved per parameter to cast a weight, and to cast and accumulate its gradient."""
+        state, working = self.state, workload.working_bytes
+        cast = working + state.weight if state.weight > working else 0.0
+        to_fp32 = working + state.gradient if state.gradient > working else 0.0
+        # All micro-batches but the first read the accumulated gradient and write it back.
+        accumulated = 3.0 * state.gradient * (1.0 - 1.0 / num_microbatches)
+        return cast, to_fp32 + accumulated
+
+    def attention_seconds(self, workload: Workload, at: Layouts, device: Device) -> tuple[Floats, Floats]:
+        """Forward and backward of softmax(q k) v of one layer: a flash kernel."""
+        flops = attention_core_flops(workload, at)
+        forward = flash_seconds(flops, device, workload, backward=False)
+        return forward, flash_seconds(flops, device, workload, backward=True)
+
+    def slowest_rank_seconds(
+        self, workload: Workload, at: Layouts, *, layer: Floats, head: Floats, embedding: Floats
+    ) -> Floats:
+        """One micro-batch on the slowest pipeline rank: the last stage has fewer layers for its head."""
+        num_layers = workload.model.num_layers
+        mean = (num_layers + head / layer) / at.pp
+        slowest = np.full(len(at), np.inf)
+        for layers in (np.floor(mean), np.ceil(mean)):
+            last = np.maximum(num_layers - (at.pp - 1) * layers, 0.0)
+            slowest = np.minimum(slowest, np.maximum(layers * layer, last * layer + head))
+        return slowest
+
+
+@cache
+def our_runtime() -> Framework:
+    """Our own runtime with its fitted constants."""
+    text = resources.files("meshwright.plan").joinpath("calibration.toml").read_text(encoding="utf-8")
+    fitted = tomllib.loads(text)
+    return Framework(interval=Interval(**fitted["interval"]), **fitted["runtime"])

@@ -1,0 +1,193 @@
+"""Other training frameworks, described so that predictions can be checked against their published runs.
+
+`Peer` adds to `Framework` what only other frameworks do. Their two fitted constants, `kernel_slowdown` and
+`exposed_communication`, are in calibration.toml with the number of rows they were fitted on.
+"""
+
+import difflib
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import SpecError
+from meshwright.hardware.catalogue import Cluster, Device
+from meshwright.plan.framework import Framework, StateBytes, our_runtime
+from meshwright.plan.time.collectives import Group, all_reduce_seconds
+from meshwright.plan.workload.layouts import Floats, Ints, Layouts
+from meshwright.plan.workload.operators import stage_layers
+from meshwright.plan.workload.workload import Workload
+from meshwright.published.unfused_attention import unfused_attention_seconds
+
+
+@dataclass(frozen=True)
+class Peer(Framework):
+    """Another training framework; the defaults are what most of them have in common."""
+
+    gathers_by_tree: bool = False
+    scatters_in_pipelines: bool = False
+    selective_regathers: float = 0.0
+    elementwise_passes: float = 1.0
+    compiled_passes: float = 2.5
+    logits_traffic: float = 24.0
+    recomputed_last_matmul: float = 1.0
+    weight_cast_bytes: float = 0.0
+    low_precision_slowdown: float = 1.0
+    launches_per_layer: float = 45.0
+
+    saves_gathered_input: bool = False
+    casts_weights: bool = False
+    eager_activation: bool = False
+    residual_bytes: float = 2.0
+    gradients_after_activations: bool = False
+    keeps_matmul_outputs: bool = False
+    loss_chunk_bytes: float | None = None
+    cuts_by_cost: bool = False
+    balances_stages: bool = False
+    cuts_between_experts: bool = False
+    keeps_masks: bool = False
+    recasts_inputs: bool = False
+
+    merges_dispatch: bool = False
+    """A token goes to another node once, however many of its experts are there."""
+    superchip_launches: float = 1.0
+    """Share of the launches left on a superchip's host: its recipes capture CUDA graphs."""
+
+    def residual_tokens(self, tokens: Floats, tp: Ints) -> Floats:
+        """Tokens whose norms and residuals one rank of tp computes: all of them without sequence parallel."""
+        return super().residual_tokens(tokens, tp) if self.sequence_parallel else tokens
+
+    def tp_seconds(self, num_bytes: Floats, members: Group, cluster: Cluster) -> Floats:
+        """Communication of one sublayer over tp, forward: an all-reduce without sequence parallel."""
+        if self.sequence_parallel:
+            return super().tp_seconds(num_bytes, members, cluster)
+        return all_reduce_seconds(num_bytes, members, cluster)
+
+    def network_copies(self, nodes: Floats, top_k: int) -> Floats:
+        """Share of the copies of a routed token that cross the network, merged by node where it does so."""
+        if not self.merges_dispatch:
+            return super().network_copies(nodes, top_k)
+        reached = 1.0 - (1.0 - 1.0 / nodes) ** top_k
+        return np.minimum(nodes * reached / top_k, 1.0)
+
+    def launches(self, cluster: Cluster, *, moe: bool) -> float:
+        """Kernels that the host launches for the forward pass of one layer."""
+        share = self.superchip_launches if cluster.host.name == "c2c" else 1.0
+        return share * super().launches(cluster, moe=moe)
+
+    def weight_cast_rates(self, workload: Workload, num_microbatches: Ints) -> tuple[Floats | float, Floats]:
+        """Zero: the `elementwise_passes` of a peer include its casts of weights and gradients."""
+        return 0.0, np.zeros(len(num_microbatches))
+
+    def attention_seconds(self, workload: Workload, at: Layouts, device: Device) -> tuple[Floats, Floats]:
+        """Forward and backward of softmax(q k) v of one layer; first releases wrote the scores to memory."""
+        if workload.attention_kernel == "unfused":
+            return unfused_attention_seconds(workload, at, device)
+        return super().attention_seconds(workload, at, device)
+
+    def slowest_rank_seconds(
+        self, workload: Workload, at: Layouts, *, layer: Floats, head: Floats, embedding: Floats
+    ) -> Floats:
+        """One micro-batch on the slowest pipeline rank; most frameworks split the layers evenly."""
+        if self.balances_stages:
+            return super().slowest_rank_seconds(workload, at, layer=layer, head=head, embedding=embedding)
+        split = stage_layers(workload, at)
+        ends = np.maximum(split.last * layer + head, split.first * layer + embedding)
+        return np.maximum(ends, split.most * layer)
+
+
+_PEERS = (
+    Peer(
+        "megatron",
+        StateBytes(weight=2, gradient=4, master=4, reduce=2),
+        tp_overlap=0.3,
+        pp_overlap=0.7,
+        merges_dispatch=True,
+        elementwise_passes=1.1,
+        launches_per_layer=60.0,
+        launches_per_routed_layer=420.0,
+        superchip_launches=0.25,
+    ),
+    Peer(
+        "megatron-deepspeed",
+        StateBytes(weight=2, gradient=2, master=4, reduce=2),
+        sequence_parallel=False,
+        dp_overlap=0.0,
+        elementwise_passes=1.2,
+        launches_per_layer=95.0,
+    ),
+    Peer(
+        "nanotron",
+        # Gradients are computed in bf16 and added to an fp32 buffer that exists beside them.
+        StateBytes(weight=2, gradient=6, master=4),
+        saves_gathered_input=True,
+        eager_activation=True,
+        rotation_bytes=2.0,
+        logits_bytes=8.0,
+        elementwise_passes=1.6,
+        dp_overlap=0.5,
+        bucket_bytes=25e6,
+        balances_stages=True,
+    ),
+    Peer(
+        "fsdp2-automodel",
+        StateBytes(weight=2, gradient=2, master=4, reduce=2),
+        elementwise_passes=1.3,
+        merges_dispatch=True,
+    ),
+    # Everything in 16 bits, optimizer states too (with the optimizer adamw_bf16): 8 bytes per parameter.
+    Peer("pure-bf16", StateBytes(weight=2, gradient=2, reduce=2), elementwise_passes=1.6),
+    Peer("olmo-core", StateBytes(), elementwise_passes=1.1),
+    Peer("picotron", StateBytes(weight=2, gradient=4, master=4), elementwise_passes=1.6, dp_overlap=0.5),
+    Peer(
+        "colossalai",
+        StateBytes(weight=2, gradient=2, master=4, reduce=2),
+        elementwise_passes=1.3,
+        logits_bytes=8.0,
+    ),
+    Peer("accelerate-fsdp", StateBytes(weight=2, gradient=2, master=4, reduce=2), elementwise_passes=1.6),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the published recipes of a framework do where a table row does not state it."""
+
+    compiled: bool = False
+    interleaved: bool = False
+    """Virtual pipeline stages."""
+    recompute: str = "none"
+    """Recompute of dense models."""
+    low_precision_experts: bool = True
+    """Routed experts run in fp8 or fp4 like the other linears."""
+
+
+RECIPES = {
+    "meshwright": Recipe(low_precision_experts=False),
+    "megatron": Recipe(interleaved=True),
+    "fsdp2-automodel": Recipe(recompute="full"),
+    "olmo-core": Recipe(compiled=True),
+}
+
+
+@cache
+def frameworks() -> dict[str, Framework]:
+    """Our runtime and every peer by the name in the `framework` column, with their fitted constants."""
+    text = resources.files("meshwright.published").joinpath("calibration.toml").read_text(encoding="utf-8")
+    fitted: dict[str, Any] = tomllib.loads(text)
+    ours = our_runtime()
+    peers = {peer.name: replace(peer, interval=ours.interval, **fitted[peer.name]) for peer in _PEERS}
+    return {ours.name: ours, **peers}
+
+
+def find_framework(name: str) -> Framework:
+    """The framework of this name; the error for an unknown one suggests the nearest."""
+    known = frameworks()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
+    raise SpecError(f"unknown framework {name!r}", where="framework", hint=hint)
