@@ -31,7 +31,8 @@ RECOMPUTE = ("none", "selective", "full")
 WEIGHTS = ("cast", "bf16", "zero3")
 """fp32 weights that autocast copies; weights in bf16; weights that ZeRO-3 has gathered in bf16."""
 PLAIN_ATTENTION, PLAIN_MLP = "gqa", "swiglu"
-ATTENTIONS = ("gqa", "qk_norm", "documents", "window", "latent", "gather", "ring", "ulysses")
+CP_KINDS = ("gather", "ring", "ulysses")
+ATTENTIONS = ("gqa", "qk_norm", "documents", "window", "latent", *CP_KINDS)
 MLPS = ("swiglu", "gelu", "routed", "routed_shared", "routed_ep", "routed_shared_ep")
 TP_FORMS = ("1", "tp", "tp_rows")
 OWN_WEIGHTS = ("gqa", "routed", "latent", "routed_ep", "gelu")
@@ -104,7 +105,7 @@ def run_of(kind: Kind) -> RunSpec:
     Of two micro-batches the first is read, in which no gradients are reduced. One that shares gradients with
     nobody needs a single one; its second would be compiled anew, with matmuls that add to gradients.
     """
-    mode, cp = kind.mode, CP if kind.attention in ("gather", "ring", "ulysses", "hierarchical") else 1
+    mode, cp = kind.mode, CP if kind.attention in CP_KINDS else 1
     tp = 1 if mode.tp == "1" else TP
     ep = EP if kind.mlp.endswith("_ep") else 1
     shards = 2 if mode.weights == "zero3" or ep > 1 else 1
@@ -115,7 +116,6 @@ def run_of(kind: Kind) -> RunSpec:
         zero=3 if mode.weights == "zero3" else 0,
         cp=cp,
         cp_kind=kind.attention if cp > 1 else "gather",  # pyright: ignore[reportArgumentType]
-        cp_inner=2 if kind.attention == "hierarchical" else 1,
         tp=tp,
         ep=ep,
     )

@@ -78,7 +78,7 @@ def _without_twins(run: RunSpec) -> list[str]:
 
 def _is(num_bytes: int, size: float) -> bool:
     """Up to the allocator's rounding, and to that of rows to whole experts."""
-    return size <= num_bytes < 1.001 * size + 512
+    return 0.999 * size <= num_bytes < 1.001 * size + 512
 
 
 class Point(NamedTuple):

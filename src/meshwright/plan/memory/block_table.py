@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from itertools import product
 from typing import Any, NamedTuple
 
 Terms = Mapping[str, float]
@@ -118,15 +119,16 @@ def _stored(mode: Mode, half: str, name: str) -> Half | None:
 
 
 def _nearest_modes(mode: Mode) -> list[Mode]:
-    """Modes in which a half may have been traced instead, the nearest first."""
-    found = [mode]
-    if mode.tp == "tp_rows":
-        found.append(mode._replace(tp="tp"))
-    found += [one._replace(weights="zero3") for one in list(found) if one.weights == "bf16"]
-    found += [one._replace(tp="1") for one in list(found) if one.tp != "1"]
-    found += [one._replace(weights="cast") for one in list(found) if one.weights != "cast"]
-    found += [one._replace(fp8="current") for one in list(found) if one.fp8 not in ("bf16", "current")]
-    found += [one._replace(fp8="bf16") for one in list(found) if one.fp8 != "bf16"]
+    """Modes in which a half may have been traced instead, the nearest first; an uncompiled one last."""
+    tps = {"tp_rows": ("tp_rows", "tp", "1"), "tp": ("tp", "1")}.get(mode.tp, ("1",))
+    formats = (mode.fp8,) if mode.fp8 == "bf16" else (mode.fp8, "current", "bf16")
+    weights = {"bf16": ("bf16", "zero3", "cast"), "zero3": ("zero3", "bf16", "cast")}.get(mode.weights, ("cast",))
+    found = [
+        Mode(compiled, mode.recompute, kept, fp8, tp)
+        for compiled, tp, fp8, kept in product(
+            (True, False) if mode.compiled else (False,), tps, formats, weights
+        )
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -194,10 +196,11 @@ def _shifted(found: Half, plain: Half, reference: Half) -> Half:
             total(point.live, total(new.live, old.live, sign=-1.0)), point.gradients, point.arriving
         )
 
+    has_casts = bool(plain.casts or plain.remembered)
     return Half(
         moved("kept"),
-        moved("casts"),
-        moved("remembered"),
+        moved("casts") if has_casts else {},
+        moved("remembered") if has_casts else {},
         {phase: [shift(phase, one) for one in listed] for phase, listed in found.points.items()},
         {phase: shift(phase, one) for phase, one in found.standing.items()},
         found.arrivals,

@@ -125,7 +125,11 @@ class Buckets:
             if one.layer is not None:
                 self._blocks[one.layer].append(one)
         self._before = [one for one in listed if one.kind in ("embedding", "position")]
-        self._after = [one for one in listed if one.layer is None and one not in self._before]
+        self._after = [
+            one for one in listed if one.layer is None and one.kind not in ("embedding", "position")
+        ]
+        self._elements = {one.name: one.num_elements for one in listed}
+        self._filled: dict[Stage, list[list[Parameter]]] = {}
         self._flats: dict[Stage, Flats] = {}
         self._launches: dict[Stage, list[Launch]] = {}
         self._sent: dict[tuple[Stage, int], float] = {}
@@ -178,13 +182,14 @@ class Buckets:
         return sum(self._local(stage, one) for one in bucket)
 
     def _local(self, stage: Stage, one: Parameter) -> float:
+        elements = self._elements[one.name]
         if one.kind in ("norm", "router", "position"):
-            return float(one.num_elements)
+            return float(elements)
         if one.kind != "expert":
-            return one.num_elements / stage.tp
+            return elements / stage.tp
         here = one.shape[0] / stage.ep
         rows = -(-here // stage.expert_rows) * stage.expert_rows
-        return rows * one.num_elements / one.shape[0]
+        return rows * elements / one.shape[0]
 
     def _fill(self, stage: Stage) -> Flats:
         found = self._buckets(stage)
@@ -216,25 +221,30 @@ class Buckets:
         return [*before, *(one for block in blocks for one in block), *after][::-1]
 
     def _buckets(self, stage: Stage) -> list[list[Parameter]]:
+        key = stage._replace(expert_rows=1)  # padding does not change what goes together
+        if key not in self._filled:
+            self._filled[key] = self._fill_buckets(key)
+        return self._filled[key]
+
+    def _fill_buckets(self, stage: Stage) -> list[list[Parameter]]:
         runs: dict[tuple[bool, bool], list[Parameter]] = {}
         for one in self._held(stage):
             is_last = stage.sends_experts_last and one.kind == "expert"
             is_uncut = stage.is_cut and one.kind in ("norm", "router", "position")
             runs.setdefault((is_last, is_uncut), []).append(one)
-        return [bucket for kind in sorted(runs) for bucket in _filled(runs[kind])]
+        return [bucket for kind in sorted(runs) for bucket in self._cut_runs(runs[kind])]
 
-
-def _filled(run: list[Parameter]) -> list[list[Parameter]]:
-    found: list[list[Parameter]] = []
-    bucket: list[Parameter] = []
-    elements = 0
-    for one in run:
-        bucket.append(one)
-        elements += one.num_elements
-        if elements >= BUCKET_ELEMENTS:
-            found.append(bucket)
-            bucket, elements = [], 0
-    return [*found, bucket] if bucket else found
+    def _cut_runs(self, run: list[Parameter]) -> list[list[Parameter]]:
+        found: list[list[Parameter]] = []
+        bucket: list[Parameter] = []
+        elements = 0
+        for one in run:
+            bucket.append(one)
+            elements += self._elements[one.name]
+            if elements >= BUCKET_ELEMENTS:
+                found.append(bucket)
+                bucket, elements = [], 0
+        return [*found, bucket] if bucket else found
 
 
 def _matrix(one: Parameter) -> str:

@@ -62,7 +62,7 @@ def covered_layouts(at: Layouts) -> Mask:
     return ((at.regather == 0) & (at.etp == 1) & here)[:, None]
 
 
-def fullest_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:
+def peak_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:
     """Items of the fullest moment of every rank."""
     sums = Sums(work, at, stack, rank)
     moments: list[Items] = []

@@ -110,6 +110,13 @@ class Blocks:
         return {item: self._column(values) for item, values in items.items()}
 
 
+def kept_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """What one block keeps of one micro-batch for its backward, shape (N, 1)."""
+    rows, inverse = _distinct(at)
+    found = BlockBytes(work, rows, stack)
+    return (found.kept + found.casts)[inverse][:, None]
+
+
 def expert_padding(work: Workload, at: Layouts) -> Floats:
     """Gathered elements of experts over those on a rank: each rank's part is padded to whole experts.
 
@@ -204,10 +211,10 @@ class Facts:
         self.head_gradient = np.where(self.is_last, each * self.table, 0.0)
 
     def tables(self) -> Floats:
-        """Cosines and sines of one micro-batch, fp32."""
+        """Rope cosines and sines of one micro-batch, fp32."""
         attention = self.work.model.attention
-        width = attention.head_width if self.work.model.positions == "rope" else 0
-        return 4.0 * self.tokens * width
+        width = attention.latent.rope_width if attention.latent else attention.head_width
+        return 4.0 * self.tokens * (width if self.work.model.positions == "rope" else 0)
 
     def activations(self, blocks: Floats, flight: Floats) -> Floats:
         """What so many blocks and the tables keep; a received input lies in its receive buffer."""
@@ -338,10 +345,10 @@ class Facts:
             if inner:
                 facts[row] = (inner.block - before, inner.elements, inner.sent, ARRIVAL.index(inner.name))
         block, elements, sent, name = np.moveaxis(facts[inverse], -1, 0)
-        after = np.select(
-            [name == index for index, known in enumerate(ARRIVAL) if known in self.blocks.after],
-            [self.blocks.after[known] + 0.0 * block for known in ARRIVAL if known in self.blocks.after],
-        )
+        after = np.zeros_like(block)
+        for index, known in enumerate(ARRIVAL):
+            if known in self.blocks.after:
+                after = np.where(name == index, self.blocks.after[known], after)
         return InnerLaunch(block, elements / self._cut, sent / self._cut, after)
 
     def exchange(self, flight: Floats) -> Floats:
