@@ -229,9 +229,8 @@ def table(results: list[Compared]) -> str:
     lines = [f"{'kind':32} {'n':>4} {'mean':>7} {'worst over':>11} {'worst under':>12}"]
     for kind, errors in sorted(by_kind.items()):
         mean = sum(map(abs, errors)) / len(errors)
-        lines.append(
-            f"{kind:32} {len(errors):4} {mean:7.2%} {max(0.0, *errors, 0.0):11.2%} {min(0.0, *errors, 0.0):12.2%}"
-        )
+        over, under = max(0.0, *errors, 0.0), min(0.0, *errors, 0.0)
+        lines.append(f"{kind:32} {len(errors):4} {mean:7.2%} {over:11.2%} {under:12.2%}")
     return "\n".join(lines)
 
 
@@ -254,7 +253,12 @@ def main() -> None:
         parts = (one.run.parallel, one.run.memory, one.run.precision, one.run.model, one.run.data)
         print([part.model_dump(exclude_defaults=True) for part in parts])
         names = dict.fromkeys([*one.predicted, *one.traced])
-        print({n: (round(one.predicted.get(n, 0) / 2**20, 1), round(one.traced.get(n, 0) / 2**20, 1)) for n in names})
+        print(
+            {
+                n: (round(one.predicted.get(n, 0) / 2**20, 1), round(one.traced.get(n, 0) / 2**20, 1))
+                for n in names
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from meshwright.plan.memory.block_table import Mode
 from meshwright.spec import (
     AttentionSpec,
     DataSpec,
@@ -28,36 +29,16 @@ from meshwright.spec import (
 from meshwright.spec.model import LatentSpec
 
 RECOMPUTE = ("none", "selective", "full")
-WEIGHTS = ("cast", "bf16", "zero3")
-"""fp32 weights that autocast copies; weights in bf16; weights that ZeRO-3 has gathered in bf16."""
 PLAIN_ATTENTION, PLAIN_MLP = "gqa", "swiglu"
 CP_KINDS = ("gather", "ring", "ulysses")
 ATTENTIONS = ("gqa", "qk_norm", "documents", "window", "latent", *CP_KINDS)
 MLPS = ("swiglu", "gelu", "routed", "routed_shared", "routed_ep", "routed_shared_ep")
-TP_FORMS = ("1", "tp", "tp_rows")
 OWN_WEIGHTS = ("gqa", "routed", "latent", "routed_ep", "gelu")
 """Halves with weights of their own, which formats and tp change."""
 TP = 3
 """No power of two, so that bytes of a number and ranks of tp cannot be mistaken for each other."""
 CP = 4
 EP = 2
-
-
-class Mode(NamedTuple):
-    """What changes both halves of a block."""
-
-    compiled: bool
-    recompute: str
-    weights: str
-    fp8: str
-    """A recipe, or `bf16`."""
-    tp: str
-    """`1`, `tp` with one sequence, `tp_rows` with several: then collectives over tp copy their rows."""
-
-    def __str__(self) -> str:
-        return "/".join(
-            ("compiled" if self.compiled else "eager", self.recompute, self.weights, self.fp8, self.tp)
-        )
 
 
 class Kind(NamedTuple):
@@ -157,9 +138,7 @@ def _model(kind: Kind) -> ModelSpec:
         attention = AttentionSpec(num_heads=36, num_kv_heads=36, head_width=160, latent=latent)
     moe = None
     if kind.mlp.startswith("routed"):
-        moe = MoeSpec(
-            num_experts=10, top_k=2, width=2432, shared_width=6528 if "shared" in kind.mlp else 0
-        )
+        moe = MoeSpec(num_experts=10, top_k=2, width=2432, shared_width=6528 if "shared" in kind.mlp else 0)
     return ModelSpec(
         vocab_size=2688,
         num_layers=2,

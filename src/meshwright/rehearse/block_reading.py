@@ -64,13 +64,11 @@ class Units:
 
 def _without_twins(run: RunSpec) -> list[str]:
     """Monomials that can be told apart: with one sequence a mask of documents looks like one of positions."""
-    twins = set()
+    twins: set[str] = set()
     if run.data.microbatch_sequences == 1:
         twins.add("S*S" if run.data.documents == "separate" else "B*S*S")
     if run.parallel.tp == 1:
-        twins |= {name for name in TOKEN_MONOMIALS if name.split("*")[0] == "T" and name.replace("T", "t") in MONOMIALS}
-        twins.discard("T*D")
-        twins |= {"t*D"} if False else set()
+        twins |= {name for name in TOKEN_MONOMIALS if name[0] == "T" and f"t{name[1:]}" in TOKEN_MONOMIALS}
     if run.parallel.cp == 1:
         twins |= {"cp*T*GK", "cp*T", "W"}
     return [name for name in MONOMIALS if name not in twins]
@@ -149,21 +147,21 @@ def read_block(trace: Trace, units: Units) -> Reading:
             phase = parts[index].kind
             if phase == "backward" and half == "attention" and not seen_mlp:
                 phase = "recompute"
-            if events[index].num_bytes > 0 and half and _is_top(events, index):
+            if events[index].num_bytes > 0 and half:
                 point = _point(trace, units, live.now, begin, half, events[index].number)
                 points.setdefault(f"{phase}/{half}", []).append(point)
-    kept = {n: v for n, v in at_turn.items() if _block(phases[v[1]].part) == 0 and phases[v[1]].kind == "forward"}
-    gone = {n: v for n, v in at_second.items() if n not in at_turn and trace.records[n].kind == "cast weights"}
+    kept = {
+        n: v for n, v in at_turn.items() if _block(phases[v[1]].part) == 0 and phases[v[1]].kind == "forward"
+    }
+    gone = {
+        n: v for n, v in at_second.items() if n not in at_turn and trace.records[n].kind == "cast weights"
+    }
     return Reading(
         kept=_by_half(trace, units, kept, lambda kind: kind is None or kind == "exchange"),
         kept_casts=_by_half(trace, units, kept, lambda kind: kind == "cast weights"),
         remembered=_by_half(trace, units, gone, lambda kind: True),
         points=points,
     )
-
-
-def _is_top(events: list, index: int) -> bool:
-    return index + 1 == len(events) or events[index + 1].num_bytes < 0 or True
 
 
 def _block(part: str) -> int | None:

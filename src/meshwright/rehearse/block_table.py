@@ -5,7 +5,6 @@ that are the peak for some sizes; the rest can never decide.
 """
 
 import argparse
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.errors import SpecError
 from meshwright.plan.memory.block_table import show_terms
 from meshwright.plan.memory.dims import MONOMIALS, Dims, evaluate
 from meshwright.rehearse.block_kinds import PLAIN_ATTENTION, PLAIN_MLP, Kind, kinds, run_of, traced_rank
@@ -33,10 +33,17 @@ def table_path() -> Path:
     return Path(str(resources.files("meshwright.plan.memory").joinpath("block_table.json")))
 
 
-def read_kind(kind: Kind) -> Reading:
-    """Trace one kind of block and read it."""
+def read_kind(kind: Kind) -> Reading | None:
+    """Trace one kind of block and read it; None where torch's compiler passes over it on this machine."""
     run = run_of(kind)
-    trace = trace_rank(run, traced_rank(run), num_steps=1, by_half=True)
+    try:
+        trace = trace_rank(run, traced_rank(run), num_steps=1, by_half=True)
+    except SpecError:
+        if not kind.mode.compiled:
+            raise
+        return None
+    if kind.mode.compiled and not trace.num_graphs:
+        return None
     return read_block(trace, Units(run))
 
 
@@ -45,23 +52,19 @@ def build_table(readings: Mapping[Kind, Reading]) -> dict[str, Any]:
     modes: dict[str, Any] = {}
     for kind, reading in readings.items():
         mode = modes.setdefault(str(kind.mode), {"attention": {}, "mlp": {}})
-        if kind.mlp == PLAIN_MLP:
-            mode["attention"][kind.attention] = _half(reading, "attention")
-        if kind.attention == PLAIN_ATTENTION:
-            mode["mlp"][kind.mlp] = _half(reading, "mlp")
-    return {"sources": sources_digest(), "modes": modes}
+        for half, found in halves_of(kind, reading).items():
+            mode[half].update(found)
+    return {"modes": modes}
 
 
-def sources_digest() -> str:
-    """A hash over what blocks are made of: the table is stale when it is another."""
-    root = Path(str(resources.files("meshwright")))
-    folders = ("models", "ops", "memory", "precision", "parallel", "rehearse")
-    files = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.relative_to(root).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def halves_of(kind: Kind, reading: Reading) -> dict[str, dict[str, Any]]:
+    """The halves of one kind that belong into the table, by `attention` and `mlp`."""
+    found = {}
+    if kind.mlp == PLAIN_MLP:
+        found["attention"] = {kind.attention: _half(reading, "attention")}
+    if kind.attention == PLAIN_ATTENTION:
+        found["mlp"] = {kind.mlp: _half(reading, "mlp")}
+    return found
 
 
 def _half(reading: Reading, half: str) -> dict[str, Any]:
@@ -134,11 +137,28 @@ def _sizes() -> Dims:
     rows = tokens / tp
     expert, experts = width * choice(0.25, 0.5, 1, 2), choice(8, 64, 128)
     return {
-        **{"T": tokens, "t": rows, "B": sequences, "S": length, "cp": cp, "D": width},
-        **{"HK": width / tp, "GK": width / group / tp, "H": heads / tp, "G": heads / group / tp},
-        **{"K": choice(64, 128), "F": width * choice(2.5, 3.5, 4) / tp, "U": expert / tp, "E": experts},
-        **{"M": expert, "n": rows * choice(2, 4, 8), "EDM": experts * width * expert / choice(1, 4, 8)},
-        **{"Q": choice(768, 1536), "C": choice(256, 512), "R": choice(64.0), "HN": width / tp, "HP": width / tp},
+        "T": tokens,
+        "t": rows,
+        "B": sequences,
+        "S": length,
+        "cp": cp,
+        "D": width,
+        "HK": width / tp,
+        "GK": width / group / tp,
+        "H": heads / tp,
+        "G": heads / group / tp,
+        "K": choice(64, 128),
+        "F": width * choice(2.5, 3.5, 4) / tp,
+        "U": expert / tp,
+        "E": experts,
+        "M": expert,
+        "n": rows * choice(2, 4, 8),
+        "EDM": experts * width * expert / choice(1, 4, 8),
+        "Q": choice(768, 1536),
+        "C": choice(256, 512),
+        "R": choice(64.0),
+        "HN": width / tp,
+        "HP": width / tp,
         "W": sequences * np.minimum(length / cp / 2, 2048) * length / cp / 2,
     }
 
@@ -149,14 +169,22 @@ def text_of(table: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Trace every kind and write the table."""
+    """Trace every kind of block and write the planner's table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--only", default="", help="trace only kinds whose name holds this text")
-    args = parser.parse_args()
-    for kind in kinds():
-        if args.only in str(kind):
-            print(kind)
-            read_kind(kind)
+    parser.add_argument("--only", default="", help="replace only kinds whose name holds this text")
+    chosen = [kind for kind in kinds() if parser.parse_args().only in str(kind)]
+    table = json.loads(table_path().read_text()) if len(chosen) < len(list(kinds())) else {"modes": {}}
+    readings: dict[Kind, Reading] = {}
+    for kind in chosen:
+        found = read_kind(kind)
+        print(f"{kind}{'' if found else ': not compiled here'}")
+        if found is not None:
+            readings[kind] = found
+    for mode, halves in build_table(readings)["modes"].items():
+        stored = table["modes"].setdefault(mode, {"attention": {}, "mlp": {}})
+        for half, named in halves.items():
+            stored[half].update(named)
+    table_path().write_text(text_of(table))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The kept tensors and peaks of one block of every kind, as `block_table.json` has them from the trace.
 
-The file is written by `python -m meshwright.rehearse.block_table` and never by hand. It holds halves of blocks
-(attention, MLP) by mode (compiled, recompute, weights, matmul format, tp). Here two halves become one block.
+The file is written by `python -m meshwright.rehearse.block_table` and never by hand. It has halves of
+blocks (attention, MLP) by mode (compiled, recompute, weights, matmul format, tp). Here two halves become one block.
 """
 
 import json
@@ -122,7 +122,9 @@ def _nearest_modes(mode: Mode) -> list[Mode]:
     """Modes in which a half may have been traced instead, the nearest first; an uncompiled one last."""
     tps = {"tp_rows": ("tp_rows", "tp", "1"), "tp": ("tp", "1")}.get(mode.tp, ("1",))
     formats = (mode.fp8,) if mode.fp8 == "bf16" else (mode.fp8, "current", "bf16")
-    weights = {"bf16": ("bf16", "zero3", "cast"), "zero3": ("zero3", "bf16", "cast")}.get(mode.weights, ("cast",))
+    weights = {"bf16": ("bf16", "zero3", "cast"), "zero3": ("zero3", "bf16", "cast")}.get(
+        mode.weights, ("cast",)
+    )
     found = [
         Mode(compiled, mode.recompute, kept, fp8, tp)
         for compiled, tp, fp8, kept in product(
@@ -192,9 +194,7 @@ def _shifted(found: Half, plain: Half, reference: Half) -> Half:
 
     def shift(phase: str, point: Point) -> Point:
         new, old = _largest(plain, phase), _largest(reference, phase)
-        return Point(
-            total(point.live, total(new.live, old.live, sign=-1.0)), point.gradients, point.arriving
-        )
+        return Point(total(point.live, total(new.live, old.live, sign=-1.0)), point.gradients, point.arriving)
 
     has_casts = bool(plain.casts or plain.remembered)
     return Half(
@@ -245,6 +245,4 @@ def _together(attention: Half, mlp: Half, phases: tuple[str, ...]) -> list[Point
 def _beside(point: Point, standing: Point | None) -> Point:
     if standing is None:
         return point
-    return Point(
-        total(point.live, standing.live), total(point.gradients, standing.gradients), point.arriving
-    )
+    return Point(total(point.live, standing.live), total(point.gradients, standing.gradients), point.arriving)

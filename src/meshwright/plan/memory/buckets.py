@@ -1,16 +1,18 @@
-"""The flat buffers in which our runtime reduces gradients at ZeRO 0 to 2, as parallel/dp.py fills them.
+"""The buckets in which our runtime reduces gradients at ZeRO 0 to 2, as parallel/dp.py fills them.
 
 Parameters join from the last to the first; a buffer is full at so many elements of whole parameters. Where
 tp leaves a parameter uncut its gradient has another sum ahead of it, and dealt-out experts are summed over
 other ranks, so each goes with its like.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
 
 BUCKET_ELEMENTS = 25_000_000
+"""100 MB of fp32: large enough for full bandwidth, small enough to overlap; parallel/dp.py reads it here."""
 ARRIVAL = (
     *("down", "up", "gate", "experts.down", "experts.up", "experts.gate"),
     *("output", "value", "key", "query"),
@@ -46,7 +48,7 @@ class Flat(NamedTuple):
     padded: float
     """Of the buffer."""
     copies: float
-    """Of gradients that are padded on their way into it."""
+    """Of gradients that are padded in flight into it."""
     is_experts: bool
     """Of experts alone, which other ranks divide."""
 
@@ -56,7 +58,7 @@ class Flat(NamedTuple):
         return self.padded / rows if shards else 0.0
 
     def launching(self, shard: float) -> float:
-        """Held at the fullest moment of sending it off, beside gradients of other buffers."""
+        """Held at the fullest phase of sending it off, beside gradients of other buffers."""
         if self.copies:
             return max(self.whole, shard) + self.copies + self.padded
         return self.whole + self.padded + shard
@@ -66,7 +68,7 @@ class Flats(NamedTuple):
     """The buffers of one stage."""
 
     each: tuple[Flat, ...]
-    """In the order in which they are sent off."""
+    """In the order in which they are launched."""
     last_index: int
     """Of the buffer with the first parameters of the stage, which backward reaches last."""
     ends: float
@@ -86,11 +88,11 @@ class Flats(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Elements of gradients that are sent off with the last buffer or after it."""
+        """Elements of gradients that are launched with the last buffer or after it."""
         return sum(one.whole for one in self.each[self.last_index :])
 
     def fullest_reduction(self, shards: float, *, is_tail: bool = False) -> float:
-        """Elements held at the fullest moment when all buffers, or those from the last one on, are sent off
+        """Elements held at the fullest phase when all buffers, or those from the last one on, are launched
         one after the other: a buffer, what goes into it, and with ZeRO the shard that becomes of it."""
         flats = self.each[self.last_index :] if is_tail else self.each
         waiting, sent, fullest = sum(one.whole for one in flats), 0.0, 0.0
@@ -103,7 +105,7 @@ class Flats(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A flat buffer that is sent off within the backward of a block."""
+    """A bucket that is launched within the backward of a block."""
 
     block: int
     """Blocks before the one that completes it."""
@@ -111,7 +113,7 @@ class Launch(NamedTuple):
     """Of the matrix whose gradient completes it."""
     elements: float
     sent: float
-    """Elements sent off before."""
+    """Elements launched before."""
 
 
 class Buckets:
@@ -130,6 +132,7 @@ class Buckets:
         ]
         self._elements = {one.name: one.num_elements for one in listed}
         self._filled: dict[Stage, list[list[Parameter]]] = {}
+        self._sizes: dict[Stage, list[float]] = {}
         self._flats: dict[Stage, Flats] = {}
         self._launches: dict[Stage, list[Launch]] = {}
         self._sent: dict[tuple[Stage, int], float] = {}
@@ -149,20 +152,20 @@ class Buckets:
     def _launched(self, stage: Stage) -> list[Launch]:
         found: list[Launch] = []
         sent = 0.0
-        for bucket in self._buckets(stage):
-            elements = self._size(stage, bucket)
+        for bucket, elements in zip(self._buckets(stage), self._bucket_sizes(stage), strict=True):
             layers = [one.layer for one in bucket if one.layer is not None]
             is_last = stage.sends_experts_last and bucket[0].kind == "expert"
             if layers and not is_last and not any(one.kind == "embedding" for one in bucket):
-                names = {_matrix(one) for one in bucket if one.layer == min(layers)}
+                lowest = min(layers)
+                names = {_matrix(one) for one in bucket if one.layer == lowest}
                 last = next((name for name in reversed(ARRIVAL) if name in names), None)
                 if last is not None:
-                    found.append(Launch(min(layers), last, elements, sent))
+                    found.append(Launch(lowest, last, elements, sent))
             sent += elements
         return found
 
     def sent_before(self, stage: Stage, block: int) -> float:
-        """Elements of the buffers that are sent off before the backward of a block of the stage begins."""
+        """Elements of the buffers that are launched before the backward of a block of the stage begins."""
         if (stage, block) not in self._sent:
             self._sent[stage, block] = self._sum_before(stage, block)
         return self._sent[stage, block]
@@ -170,12 +173,17 @@ class Buckets:
     def _sum_before(self, stage: Stage, block: int) -> float:
         first = self._model.num_layers - stage.num_layers
         sent = 0.0
-        for bucket in self._buckets(stage):
-            layers = [_layer_of(one) for one in bucket]
+        for bucket, size in zip(self._buckets(stage), self._bucket_sizes(stage), strict=True):
             is_last = stage.sends_experts_last and bucket[0].kind == "expert"
-            if not is_last and all(layer is None or layer > first + block for layer in layers):
-                sent += self._size(stage, bucket)
+            layers = [layer for layer in map(_layer_of, bucket) if layer is not None]
+            if not is_last and min(layers, default=first + block + 1) > first + block:
+                sent += size
         return sent
+
+    def _bucket_sizes(self, stage: Stage) -> list[float]:
+        if stage not in self._sizes:
+            self._sizes[stage] = [self._size(stage, bucket) for bucket in self._buckets(stage)]
+        return self._sizes[stage]
 
     def _size(self, stage: Stage, bucket: list[Parameter]) -> float:
         """Elements of a buffer; on a rank where there are experts, else before any cut."""
@@ -193,7 +201,7 @@ class Buckets:
 
     def _fill(self, stage: Stage) -> Flats:
         found = self._buckets(stage)
-        # Where tp is larger than 1 norms have a small buffer of their own, which is sent off after this one.
+        # Where tp is larger than 1 norms have a small buffer of their own, which is launched after this one.
         held = self._held(stage)
         first = [one for one in held if one.kind not in ("norm", "router", "expert") or not stage.is_cut][-1]
         return Flats(
@@ -247,8 +255,14 @@ class Buckets:
         return [*found, bucket] if bucket else found
 
 
+@lru_cache(maxsize=8)
+def buckets_of(model: ModelSpec) -> Buckets:
+    """The buckets of a model; the same object for the same model, because filling them takes a while."""
+    return Buckets(model)
+
+
 def _matrix(one: Parameter) -> str:
-    """As tapes name it."""
+    """The name of a matrix as MATRICES has it."""
     parts = one.name.split(".")
     return ".".join(parts[-2:]) if one.kind == "expert" else parts[-2]
 

@@ -4,8 +4,8 @@
     D   model width                           F   width of the MLP / tp         U   of the shared expert / tp
     HK  query heads x head width / tp         GK  key/value heads x head width / tp     H, G   heads / tp
     K   width of the rotary tables            B, S   sequences, positions       cp   ranks of cp
-    E   experts   M   width of one expert     n   routed rows (t x top-k)       EDM  elements of an expert matrix
-    Q, C, R   ranks of the latent queries and keys, rotary width               HN, HP  heads x nope / value width / tp
+    E   experts   M   width of one expert     n   routed rows (t x top-k)       EDM  one expert matrix / ep
+    Q, C, R   ranks of latent queries and keys, rotary width      HN, HP   heads x nope, value width / tp
     W   pairs of the largest masked attention call over cp
 
 A monomial is written `T*D`; the generator (rehearse/block_table.py) finds which one a traced tensor is, the

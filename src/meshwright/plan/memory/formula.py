@@ -20,7 +20,7 @@ from meshwright.plan.workload.layouts import CP_KINDS, FULL, Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 
 HEAD_GRADIENT_BYTES = 4.0
-"""The gradient of the head is summed over chunks of logits in fp32, beside the head in the dtype of compute."""
+"""The gradient of the head is summed over chunks of logits in fp32, beside the head in bf16."""
 
 
 def formula_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters, state: Items) -> Items:

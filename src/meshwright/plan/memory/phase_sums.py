@@ -1,7 +1,7 @@
-"""What is held at each moment of a step that may be the fullest; moments.py says which happen, and chooses.
+"""What is held at each phase of a step that may be the fullest; candidates.py says which happen, and chooses.
 
 Every sum is an array over layouts and the three ranks of a pipeline, without weights and optimizer states,
-which are the same at all moments.
+which are the same at all candidates.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from meshwright.plan.workload.layouts import Floats
 
 
 class Sums(Facts):
-    """The moments of every layout; all arrays have shape (N, 3) or (N, 1)."""
+    """The candidates of every layout; all arrays have shape (N, 3) or (N, 1)."""
 
     # The head.
 
@@ -24,14 +24,14 @@ class Sums(Facts):
         ends = 2.0 * here + 2.0  # the norm's fp32 input; of the present micro-batch its output and x
         whole = 2.0 * self.tokens * self.work.model.vocab_size / self.tp
         count = np.ceil(whole / (self.stack.loss_chunk_bytes or np.inf)).clip(1.0)
-        # The logits of one chunk are let go of when those of the next are there.
+        # The logits of one chunk are freed when those of the next are there.
         chunks = whole / count * np.minimum(count, 2.0)
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.
         remembered = self.rank.layers * self.blocks.remembered
         block = 2.0 * self.blocks.gathered_elements
         table = 2.0 * self.table
         flat = block if self.is_tied else table
-        # A pipeline's first micro-batch finds no gradients, but the flat buffer of what was gathered last.
+        # A pipeline's first micro-batch finds no gradients, but the bucket of what was gathered last.
         is_first = self.is_sharded & (self.pp > 1) & (flight <= 1.0)
         first = np.where(is_first, np.maximum(flat - self._before_a_forward(), 0.0), 0.0)
         return {
@@ -49,7 +49,7 @@ class Sums(Facts):
         """Backward of the head: its gradients are multiplied, so they are there twice."""
         flight = self.rank.in_flight
         here = self.at_the_last_stage(flight)
-        # Then they are let go of, and FSDP2 reduces what was made of the weight's.
+        # Then they are freed, and FSDP2 reduces what was made of the weight's.
         each = self.stack.state.gradient
         shard = (1.0 + self.scattered() * (self.stack.state.weight < each)) / self.shards
         on_the_way = np.where(self.is_sharded & self.overlaps & (not self.is_tied), each * self.table, 0.0)
@@ -85,8 +85,7 @@ class Sums(Facts):
             "activations": self.activations(others, flight) + self.normed(flight),
             "working set": self.stream + self.blocks.forward,
             "logits": self.waiting_head_gradients(flight),
-            "cast weights": others * self.blocks.casts
-            + (self.rank.layers - 1.0) * self.blocks.remembered,
+            "cast weights": others * self.blocks.casts + (self.rank.layers - 1.0) * self.blocks.remembered,
             "exchange": self.exchange(flight - 1.0),
         }
 
@@ -106,7 +105,7 @@ class Sums(Facts):
         block = self.blocks.back[turn]
         return {
             "gradients": self._before_the_block(turn) + block["gradients"],
-            # This block, the next one to come in a flat buffer, and the head's gradient on its way.
+            # This block, the next one to come in a bucket, and the head's gradient in flight.
             "gathered": self.gathered(
                 4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table(), self._heads_way()
             )
@@ -130,7 +129,7 @@ class Sums(Facts):
         head = self.head_gradient * np.where(self.is_sharded & self.overlaps, reduced, 1.0)
         tied = np.where(self.is_sharded, 0.0, self.stack.state.gradient * self.tied_table())
         waits = self.is_tied & self.is_first & ~self.is_sharded
-        # What is sent off with the last micro-batch, or with each, is whole no longer.
+        # What is launched with the last micro-batch, or with each, is whole no longer.
         is_sent = (
             self.is_due() & self.overlaps & (self.scatters | (turn == "last") | (self.microbatches == 1))
         )
@@ -164,7 +163,7 @@ class Sums(Facts):
         }
 
     def after_the_first_block(self, turn: Turn) -> Items:
-        """ZeRO-3: the stage's first block is behind, and FSDP2 reduces its gradients in one flat buffer."""
+        """ZeRO-3: the stage's first block is behind, and FSDP2 reduces its gradients in one bucket."""
         flight, state = self._flight(turn), self.stack.state
         # What comes out of the sum is made narrow again where weights are.
         shard = 1.0 + self.scattered() * (state.weight < state.gradient)
@@ -191,7 +190,7 @@ class Sums(Facts):
         return np.where(waits, (2.0 - reduced) * self.table, 0.0)
 
     def at_a_launch(self, turn: Turn) -> Items:
-        """A flat buffer is sent off in a block before the last: small blocks fill one together."""
+        """A bucket is launched in a block before the last: small blocks fill one together."""
         each, one, flight = self.stack.state.gradient, self.inner_launch, self._flight(turn)
         left = np.where(turn == "first", 0.0, self.left_gradients)
         is_new = (left == 0.0) | self.scatters
@@ -224,7 +223,7 @@ class Sums(Facts):
         return is_alone & (self.tp > 1) & (self.work.model.moe is not None)
 
     def when_experts_are_summed(self) -> Items:
-        """The first flat buffer of experts is summed over tp; in a pipeline, after the schedule."""
+        """The first bucket of experts is summed over tp; in a pipeline, after the schedule."""
         moe, each, layers = self.work.model.moe, self.stack.state.gradient, self.rank.layers
         assert moe is not None
         matrix = moe.num_experts * moe.width * self.work.model.width
@@ -322,7 +321,7 @@ class Sums(Facts):
         }
 
     def on_the_way(self) -> Items:
-        """Gradients sent off after the backward; of each micro-batch in a pipeline, beside the others."""
+        """Gradients launched after the backward; of each micro-batch in a pipeline, beside the others."""
         rank = self.rank
         others = np.where(self.scatters, rank.in_flight - 1.0 / self.chunks, 0.0)
         return {
@@ -336,7 +335,7 @@ class Sums(Facts):
         }
 
     def _reduction(self) -> Floats:
-        """Gradients in all forms while flat buffers are sent off after the backward."""
+        """Gradients in all forms while buckets are launched after the backward."""
         each = self.stack.state.gradient
         last, fullest = self.flats["last"], self.flats["reduction"]
         # A stage that is reduced by itself has buffers of its own.
@@ -353,7 +352,7 @@ class Sums(Facts):
         return np.where(self.is_due(), np.where(self.overlaps, overlapped, each * fullest), 0.0)
 
     def in_the_update(self) -> Items:
-        """ZeRO-1 and 2: the rows of the others come into a flat buffer, and are copied out of it."""
+        """ZeRO-1 and 2: the rows of the others come into a bucket, and are copied out of it."""
         weight = self.stack.state.weight
         largest, parameter = self.flats["largest"], self.flats["largest_parameter"]
         gathers = np.isin(self.at.zero, (1, 2))[:, None]

@@ -42,7 +42,7 @@ CONTEXT_BYTES = 0.55 * GIB
 FIRST_COMMUNICATOR_BYTES = 0.9 * GIB
 COMMUNICATOR_BYTES = 0.25 * GIB
 WORKSPACE_BYTES = 64 * 2**20
-"""cuBLAS and cuBLASLt ask torch for 32 MiB each on Hopper: what six measured runs had beyond their tensors."""
+"""cuBLAS and cuBLASLt ask torch for 32 MiB each on Hopper: what six measured runs had beside tensors."""
 # Part of the short-lived bytes (activations, gathered weights, logits) that the allocator holds beyond need.
 FRAGMENTATION = 0.06
 # The same where need is known to the byte: 2 to 4% in bench/results/rehearsal_h200_2026-11-15.md.

@@ -1,4 +1,4 @@
-"""What the moments of a step are added up from: bytes of one rank, and what a block's tape says."""
+"""What the phases of a step are added up from: bytes of one rank, and what the table says of its blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,16 +37,16 @@ class Rank:
 
 
 class InnerLaunch(NamedTuple):
-    """A flat buffer that is sent off within a block; shape (N, 3)."""
+    """A bucket that is launched within a block; shape (N, 3)."""
 
     block: Floats
     """Blocks before it."""
     elements: Floats
     """On this rank; 0 where there is no such buffer."""
     sent: Floats
-    """Elements sent off before."""
+    """Elements launched before."""
     after: Floats
-    """What the block holds at that moment."""
+    """What the block holds at that phase."""
 
 
 class Blocks:
@@ -71,7 +71,9 @@ class Blocks:
         buckets = partial(_buckets, work, rows, stack)
         self.back = self._by_turn(found, rows, partial(buckets, has_ends=rows.pp == 1))
         """The backward of the last block."""
-        self.inner_back = self._by_turn(found, rows, partial(buckets, has_ends=np.zeros(len(rows), dtype=bool)))
+        self.inner_back = self._by_turn(
+            found, rows, partial(buckets, has_ends=np.zeros(len(rows), dtype=bool))
+        )
         """Of another one."""
 
     def _set_elements(self, work: Workload, at: Layouts) -> None:
@@ -204,7 +206,7 @@ class Facts:
         self.sharded_gradients = np.where(at.zero[:, None] > 0, sharded, self.whole_gradients)
         self.scatters = at.scatters_each(in_pipelines=self.stack.scatters_in_pipelines)[:, None]
         self.overlaps = self.scatters | (self.pp == 1)
-        """Gradients are sent off within a backward."""
+        """Gradients are launched within a backward."""
         left = np.where(self.scatters, self.sharded_gradients, self.whole_gradients)
         self.left_gradients = np.where(self.microbatches > 1, left, 0.0)
         """What earlier micro-batches have left when the last one comes."""
@@ -231,15 +233,15 @@ class Facts:
         return self.whole_stream + 4.0 * self.table
 
     def gathered(self, now: Floats, on_the_way: Floats | float = 0.0) -> Floats:
-        """ZeRO-3: weights gathered at this moment, and gradients that are being reduced.
+        """ZeRO-3: weights gathered at this phase, and gradients that are being reduced.
 
-        A pipeline gathers all weights once; where it reduces once, too, nothing is on its way before the end.
+        A pipeline gathers all weights once; where it reduces once, too, nothing is in flight before the end.
         """
         weights = np.where(self.pp > 1, 2.0 * self.rank.gathered_parameters, now)
         return np.where(self.is_sharded, weights + np.where(self.overlaps, on_the_way, 0.0), 0.0)
 
     def rows(self) -> Floats:
-        """Ranks that divide a flat buffer."""
+        """Ranks that divide a bucket."""
         return np.where(self.at.zero[:, None] > 0, self.shards, 1.0)
 
     def normed(self, flight: Floats) -> Floats:
@@ -268,12 +270,12 @@ class Facts:
         return min(self.stack.state.weight / self.stack.state.gradient, 1.0)
 
     def is_due(self) -> Mask:
-        """Whether our reducer sends gradients off; FSDP2 does it by itself."""
+        """Whether our reducer launches gradients; FSDP2 does it by itself."""
         return (~self.is_sharded) & (self.at.dp * self.at.cp > 1)[:, None]
 
     @cached_property
     def _stages(self) -> tuple[list[tuple[Stage, int]], NDArray[np.intp]]:
-        """Stages that differ in their flat buffers, with the ranks that divide these; which one each is."""
+        """Stages that differ in their buckets, with the ranks that divide these; which one each is."""
         layers = self.rank.layers.astype(np.int64)
         ends = 2 * (self.is_first + 0 * layers) + (self.is_last + 0 * layers)
         shards = np.where(self.at.zero[:, None] > 0, self.at.shards[:, None], 0) + 0 * layers
@@ -305,12 +307,12 @@ class Facts:
 
     @property
     def _cut(self) -> Floats:
-        """What divides the sizes of flat buffers: with experts they are those of a rank already."""
+        """What divides the sizes of buckets: with experts they are those of a rank already."""
         return self.tp if self.work.model.moe is None else np.ones_like(self.tp)
 
     @cached_property
     def flats(self) -> Items:
-        """Elements on this rank of facts of its flat buffers."""
+        """Elements on this rank of facts of its buckets."""
         stages, inverse = self._stages
         known = self.work.buckets
         facts = np.zeros((len(stages), len(FLAT_FACTS) + len(EARLY_BLOCKS)))
@@ -333,7 +335,7 @@ class Facts:
 
     @cached_property
     def inner_launch(self) -> InnerLaunch:
-        """The first flat buffer that a block before the stage's last one completes; in pipelines, any."""
+        """The first bucket that a block before the stage's last one completes; in pipelines, any."""
         stages, inverse = self._stages
         facts = np.zeros((len(stages), 4))
         for row, (stage, _) in enumerate(stages):
