@@ -147,7 +147,7 @@ def memory_errors(rows: list[Priced]) -> list[tuple[Priced, float, float]]:
     for row in rows:
         if row.cells["mem_gb"]:
             published = float(row.cells["mem_gb"])
-            peak = row.found.fullest
+            peak = row.found.peak_stage
             found.append((row, peak.reserved_bytes / GIB / published, peak.allocated_bytes / GIB / published))
     return found
 

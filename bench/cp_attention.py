@@ -1,9 +1,9 @@
-"""What one cp rank computes in attention, against an even share of one device. Needs a CUDA device.
+"""Attention of one context-parallel rank against 1/cp of the time of one device. Needs a CUDA device.
 
-    python bench/cp_attention.py > bench/results/cp_attention_<device>_<date>.md
+    python -m bench.cp_attention > bench/results/cp_attention_<device>_<date>.md
 
-One process, no communication: the rows of rank 1 against keys that are already there. Times are medians
-over runs after warm-up, by device events, of forward and backward together.
+One process without communication: the rows of rank 1 attend to keys that are already local. Times are medians
+after warm-up, by device events, of forward and backward together.
 """
 
 import statistics
@@ -32,7 +32,7 @@ RANK = 1
 
 
 def seconds(function: Callable[[], object]) -> tuple[float, float]:
-    """Median and spread (largest minus smallest) of one call."""
+    """Median seconds and spread (largest minus smallest) of one call."""
     for _ in range(NUM_WARM_UP):
         function()
     times = []
@@ -51,7 +51,7 @@ def heads(num_heads: int, length: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-def whole() -> Callable[[], object]:
+def one_device() -> Callable[[], object]:
     q, k, v = heads(HEADS, LENGTH), heads(GROUPS, LENGTH), heads(GROUPS, LENGTH)
     grad = torch.randn_like(q).transpose(1, 2)
 
@@ -109,20 +109,20 @@ def kernel_row(kernel: Kernel, cover: str) -> str:
 
 
 def main() -> None:
-    """Print the two tables."""
+    """Print the two tables as Markdown."""
     device = torch.cuda.get_device_properties(0)
     print(f"# Attention of one cp rank on {device.name}\n")
     print(
         f"torch {torch.__version__}, bf16, B 1, S {LENGTH}, H {HEADS}, G {GROUPS}, K = V = {WIDTH}; ", end=""
     )
     print(f"median of {NUM_RUNS} after {NUM_WARM_UP} warm-up runs, forward and backward, no communication.\n")
-    print("| what | milliseconds | spread | even share of one device | over it |\n|---|---|---|---|---|")
-    one_device, spread = seconds(whole())
-    print(f"| one device, SDPA | {one_device * 1e3:.2f} | {spread * 1e3:.2f} | - | - |")
+    print("| case | milliseconds | spread | 1/cp of one device | above it |\n|---|---|---|---|---|")
+    device_seconds, spread = seconds(one_device())
+    print(f"| one device, SDPA | {device_seconds * 1e3:.2f} | {spread * 1e3:.2f} | - | - |")
     cases = [(f"{make.__name__}, cp {cp}", make(cp), cp) for cp in (2, 4, 8) for make in (gather, ring)]
     for name, run, cp in [*cases, ("documents of 5000, one device, masked", documents(), 1)]:
         median, spread = seconds(run)
-        share = one_device / cp
+        share = device_seconds / cp
         cells = [
             name,
             f"{median * 1e3:.2f}",

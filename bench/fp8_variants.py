@@ -1,11 +1,12 @@
-"""Where the time of an fp8 step goes, variant by variant, in one process on one GPU.
+"""Variants of an fp8 step in one process on one GPU: time, memory, and time by class of kernel.
 
-    python -m bench.fp8_variants --out fp8.txt                    every variant, until the time is up
-    python -m bench.fp8_variants --out fp8.txt --only kept,whole  some of them
+    python -m bench.fp8_variants --out fp8.txt                      every variant, until the time is up
+    python -m bench.fp8_variants --out fp8.txt --only current,full  some of them
 
-A variant is a few settings of a run, or something undone from outside for the measurement only. Steps are
-made of random tokens on the device. Each variant is written as soon as it is measured: median step, model
-TFLOP/s by the strict count, peak of allocated memory, time by class of kernel and the costliest kernels.
+A variant is a run with a few settings, or with one of our techniques switched off by patching, for the
+measurement only. Tokens are random and on the device. Each variant is written as soon as it is measured:
+median step, model TFLOP/s by the strict count, peak allocated memory, time by class of kernel and the most
+expensive kernels.
 """
 
 import argparse
@@ -20,10 +21,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from bench.runtime import random_batch
+from bench.workloads.random_batch import random_batch
 
 from meshwright.bench.kernel_time import profiled, show_budget
-from meshwright.bench.step import drawn_on, rates
+from meshwright.bench.step import fill_on_device, rates
 from meshwright.mesh import build_mesh, join_world, leave_world
 from meshwright.parallel import fp8 as apply
 from meshwright.precision.fp8 import linear, matmul
@@ -39,7 +40,7 @@ SMALL_STATE = ("precision.weights=bf16_exact", "precision.gradients=bf16", "opti
 
 @dataclass(frozen=True)
 class Variant:
-    """What is measured under a name; `undone` is taken away or forced from outside."""
+    """One variant: model, batch, overrides of the run, and what is switched off."""
 
     name: str
     settings: tuple[str, ...]
@@ -47,27 +48,28 @@ class Variant:
     num_layers: int | None = 8
     sequences: int = 2
     microbatches: int = 4
-    undone: str = ""
+    without: str = ""
+    """`precise gradients`: fast accumulation for gradients too; `fused projections`."""
 
 
-CURRENT = ("precision.fp8.recipe=current", "precision.fp8.bf16_ends=0")
-DELAYED = ("precision.fp8.recipe=delayed", "precision.fp8.bf16_ends=0")
-BLOCKS = ("precision.fp8.recipe=blocks", "precision.fp8.bf16_ends=0")
-KEPT = ("precision.fp8.cast_weights=per_step",)
-ENDS = ("precision.fp8.recipe=current", "precision.fp8.bf16_ends=1")
+CURRENT = ("precision.fp8.recipe=current", "precision.fp8.bf16_layers_each_end=0")
+DELAYED = ("precision.fp8.recipe=delayed", "precision.fp8.bf16_layers_each_end=0")
+BLOCKS = ("precision.fp8.recipe=blockwise", "precision.fp8.bf16_layers_each_end=0")
+PER_STEP = ("precision.fp8.cast_weights=per_step",)
+ENDS = ("precision.fp8.recipe=current", "precision.fp8.bf16_layers_each_end=1")
 VARIANTS = (
-    Variant("kept", (*SMALL_STATE, *CURRENT, *KEPT)),
-    Variant("delayed", (*SMALL_STATE, *DELAYED, *KEPT)),
-    Variant("fast", (*SMALL_STATE, *CURRENT, *KEPT), undone="precise sums of gradients"),
-    Variant("anew", (*SMALL_STATE, *CURRENT)),
-    Variant("whole", (*SMALL_STATE, *CURRENT, *KEPT), num_layers=None),
-    Variant("whole-long", (*SMALL_STATE, *CURRENT, *KEPT), num_layers=None, microbatches=8),
-    Variant("apart", (*SMALL_STATE, *CURRENT, *KEPT), undone="joint products"),
+    Variant("current", (*SMALL_STATE, *CURRENT, *PER_STEP)),
+    Variant("delayed", (*SMALL_STATE, *DELAYED, *PER_STEP)),
+    Variant("fast-gradients", (*SMALL_STATE, *CURRENT, *PER_STEP), without="precise gradients"),
+    Variant("cast-per-microbatch", (*SMALL_STATE, *CURRENT)),
+    Variant("full", (*SMALL_STATE, *CURRENT, *PER_STEP), num_layers=None),
+    Variant("full-8-microbatches", (*SMALL_STATE, *CURRENT, *PER_STEP), num_layers=None, microbatches=8),
+    Variant("unfused", (*SMALL_STATE, *CURRENT, *PER_STEP), without="fused projections"),
     Variant("bf16", SMALL_STATE),
-    Variant("blocks", (*SMALL_STATE, *BLOCKS, *KEPT)),
-    Variant("whole-ends", (*SMALL_STATE, *ENDS, *KEPT), num_layers=None),
-    Variant("whole-delayed", (*SMALL_STATE, *DELAYED, *KEPT), num_layers=None),
-    Variant("1b", (*CURRENT, *KEPT), "llama-3.2-1b", None, sequences=8, microbatches=2),
+    Variant("blockwise", (*SMALL_STATE, *BLOCKS, *PER_STEP)),
+    Variant("full-bf16-ends", (*SMALL_STATE, *ENDS, *PER_STEP), num_layers=None),
+    Variant("full-delayed", (*SMALL_STATE, *DELAYED, *PER_STEP), num_layers=None),
+    Variant("1b", (*CURRENT, *PER_STEP), "llama-3.2-1b", None, sequences=8, microbatches=2),
 )
 
 
@@ -92,12 +94,12 @@ def run_of(variant: Variant) -> RunSpec:
 
 
 @contextmanager
-def without(what: str) -> Iterator[None]:
-    """Something of ours taken away."""
-    if what == "precise sums of gradients":
+def switched_off(what: str) -> Iterator[None]:
+    """Inside, one of our techniques is off."""
+    if what == "precise gradients":
         with patch.object(linear, "matmul", partial(matmul.matmul, fast=True)):
             yield
-    elif what == "joint products":
+    elif what == "fused projections":
         with patch.object(apply, "sharing", lambda _: ()):
             yield
     else:
@@ -105,14 +107,13 @@ def without(what: str) -> Iterator[None]:
 
 
 def measure(variant: Variant) -> str:
-    """One variant in words."""
+    """The results of one variant as text."""
     run = run_of(variant)
     mesh = build_mesh(run.parallel, join_world("cuda"))
-    with drawn_on(mesh.device):
-        training = build_training(run, mesh)
-    batches, seconds = [random_batch(run) for _ in range(2)], []
+    training = build_training(run, mesh, fill=fill_on_device)
+    batches, seconds = [random_batch(run, mesh.device) for _ in range(2)], []
     for step in range(WARMUP_STEPS + TIMED_STEPS):
-        if step == 1:  # the peak of the first step may be a compiler's
+        if step == 1:  # the first step's peak may be the compiler's
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         started_at = time.perf_counter()
@@ -123,32 +124,35 @@ def measure(variant: Variant) -> str:
     allocated = torch.cuda.max_memory_allocated() / 2**30
     budget = profiled(lambda: train_step(training, batches[0], learning_rate=1e-5), num_steps=1)
     teraflops = rates(run, {"step_seconds": median})["teraflops"]
-    told = f"{median * 1e3:.1f} ms, {teraflops:.1f} TFLOP/s, {allocated:.1f} GiB, loss {outcome.loss:.5f}"
-    return f"{told}\n{show_budget(budget, num_largest=25)}"
+    figures = f"{median * 1e3:.1f} ms, {teraflops:.1f} TFLOP/s, {allocated:.1f} GiB, loss {outcome.loss:.5f}"
+    return f"{figures}\n{show_budget(budget, num_largest=25)}"
 
 
 def main() -> None:
+    """Measure the variants of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", help=f"some of {','.join(variant.name for variant in VARIANTS)}")
-    parser.add_argument("--seconds", type=float, default=120.0, help="after these no variant is begun")
+    parser.add_argument("--out", type=Path, required=True, help="file of the results")
+    parser.add_argument(
+        "--only", help=f"variants, comma-separated: {','.join(variant.name for variant in VARIANTS)}"
+    )
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which no variant is begun")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else [variant.name for variant in VARIANTS]
     known = {variant.name: variant for variant in VARIANTS}
     started_at = time.perf_counter()
     with options.out.open("w") as out:
         for variant in [known[name] for name in names]:
-            if time.perf_counter() - started_at > options.seconds:
+            if time.perf_counter() - started_at > options.limit:
                 break
             began_at = time.perf_counter()
-            with without(variant.undone):
+            with switched_off(variant.without):
                 try:
-                    words = measure(variant)
-                except Exception as error:  # a variant that fails must not cost the others
-                    words = f"{type(error).__name__}: {str(error)[:3000]}"
-            text = f"== {variant.name}: {words}\nwall {time.perf_counter() - began_at:.0f} s\n"
+                    result = measure(variant)
+                except Exception as error:  # the next variant is still measured
+                    result = f"{type(error).__name__}: {str(error)[:3000]}"
+            text = f"== {variant.name}: {result}\nwall {time.perf_counter() - began_at:.0f} s\n"
             print(text, file=out, flush=True)
             print(text, flush=True)
             gc.collect()

@@ -1,9 +1,9 @@
-"""This machine's ceilings in one run: products, attention, copies, and the profile the planner reads.
+"""Ceilings of this machine in one go: matmuls, attention, copies, and the profile that the planner reads.
 
-    python bench/machine.py --out bench/results/machine_h200_2026-11-15
+    python -m bench.machine --out bench/results/machine_<device>_<date>
 
 The same measurements as `meshwright bench gemm|attention|copy` and `meshwright hardware probe`, for machines
-that have torch but not the command line's packages.
+that have torch but not the packages of the command line.
 """
 
 import argparse
@@ -29,11 +29,14 @@ BENCHES = {
 
 
 def main() -> None:
+    """Measure everything and write one folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=0.05, help="of each measurement")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument(
+        "--seconds", type=float, default=0.05, help="seconds that each measurement is repeated"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options = parser.parse_args()
     device = choose_device(options.device, 0)

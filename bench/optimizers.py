@@ -1,14 +1,14 @@
-"""Update rules side by side: seconds of one update, bytes per parameter, and what they learn.
+"""Optimizers compared: seconds of one update, bytes per parameter, and the loss they reach.
 
-    python -m bench.optimizers --output FILE      on CUDA: 1.2 B parameters of a Llama's shapes
+    python -m bench.optimizers --out FILE         on CUDA: 1.2 B parameters of a Llama's shapes
     python -m bench.optimizers --quality-steps 0  only time and bytes
     python -m bench.optimizers --layers 1 --vocabulary 512 --width 256 --quality-steps 9   small, on a CPU
 
-Bytes kept are those of weights, gradients and states of all parameters; bytes on the way are what an update
-allocates beside them (on CUDA). First the time and the bytes of everyone, the most telling first, then in
-the same order what they learn. `--output FILE` is written after every row, with the facts of the machine.
-After `--seconds` nothing further is begun; a row takes up to 25 s, most of it the compiler's, and what was
-left out is named. torchao's AdamW8bit runs beside ours where torchao is installed; else a line says so.
+Persistent bytes are those of weights, gradients and states; temporary bytes are what an update allocates
+besides (on CUDA). First come time and bytes of all optimizers, then, in the same order, the loss of a small
+training. `--out FILE` is written after every row, with device and versions. After `--limit` seconds nothing
+further is begun, and the page names what is missing; a row takes up to 25 s, most of it compiling. torchao's
+AdamW8bit is compared where torchao is installed.
 """
 
 import argparse
@@ -42,7 +42,7 @@ WARMUP_STEPS = 20
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to update."""
+    """One optimizer with its weight format."""
 
     name: str
     weights: WeightFormat
@@ -50,12 +50,12 @@ class Contender:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and gradients."""
+        """The dtype of weights and gradients."""
         return torch.float32 if self.weights == "fp32" else torch.bfloat16
 
 
 def ours(name: str, weights: WeightFormat = "fp32", **settings: Any) -> Contender:
-    """One of meshwright's."""
+    """An optimizer of ours."""
     optim = OptimSpec(lr=LR, beta1=BETA1, weight_decay=DECAY, **settings)
     return Contender(name, weights, lambda named: build_optimizer(named, optim, weights=weights))
 
@@ -74,14 +74,13 @@ OTHERS = [
     ours("adamw, bf16 exact, bf16 moments", "bf16_exact", state="bf16"),
     ours("adamw, bf16 moments", state="bf16"),
 ]
-NO_TORCHAO = "torchao is not installed: its AdamW8bit is left out (pip install torchao)"
+NO_TORCHAO = "torchao is not installed, so its AdamW8bit is missing (pip install torchao)"
 
 
 def torchao_contenders() -> list[Contender]:
-    """torchao's 8-bit AdamW; nothing where it is not installed."""
-    os.environ.setdefault(
-        "TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1"
-    )  # its compiled parts are not needed here
+    """torchao's 8-bit AdamW; empty where torchao is not installed."""
+    # Its compiled extensions are not needed here.
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     if importlib.util.find_spec("torchao") is None:
         return []
     from torchao.optim import AdamW8bit  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  optional
@@ -120,26 +119,27 @@ def llama_shapes(layers: int, vocabulary: int, width: int) -> Iterator[tuple[str
 
 @dataclass
 class Row:
-    """What is known of a contender so far."""
+    """The figures of one optimizer so far."""
 
     contender: Contender
     seconds: float
-    kept_bytes: float
-    """Of a parameter."""
-    passing_bytes: float | None
-    """Of a parameter, allocated by an update and free again; None where nothing counts them."""
+    persistent_bytes: float
+    """Bytes per parameter of weight, gradient and states."""
+    temporary_bytes: float | None
+    """Bytes per parameter that an update allocates and frees; None on a CPU, which does not count them."""
     seconds_per_parameter: float
     losses: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
-        passing = "-" if self.passing_bytes is None else f"{self.passing_bytes:.2f}"
+        temporary = "-" if self.temporary_bytes is None else f"{self.temporary_bytes:.2f}"
         losses = " / ".join(f"{loss:.4f}" for loss in self.losses) or "-"
         times = f"{1e3 * self.seconds:9.2f} | {1e12 * self.seconds_per_parameter:8.1f}"
-        return f"| {self.contender.name:<38} | {self.kept_bytes:7.2f} | {passing:>7} | {times} | {losses} |"
+        name, persistent = self.contender.name, self.persistent_bytes
+        return f"| {name:<38} | {persistent:7.2f} | {temporary:>7} | {times} | {losses} |"
 
 
 def measured(contender: Contender, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Row:
-    """Time and bytes of one update, after the first, which may compile."""
+    """Time and bytes of one update; the first update, which may compile, is not timed."""
     named = {
         name: nn.Parameter(0.02 * torch.randn(shape, device=device, dtype=contender.dtype))
         for name, shape in shapes.items()
@@ -151,14 +151,14 @@ def measured(contender: Contender, shapes: dict[str, tuple[int, ...]], device: t
     num_parameters = sum(weight.numel() for weight in named.values())
     seconds = measure(optimizer.step, device, seconds=0.5).median
     states = (value for weight in named.values() for value in optimizer.state[weight].values())
-    kept = sum(_bytes(value) for value in states if isinstance(value, Tensor))
-    kept += sum(2 * weight.nbytes for weight in named.values())
-    passing = _passing_bytes(optimizer) / num_parameters if device.type == "cuda" else None
-    return Row(contender, seconds, kept / num_parameters, passing, seconds / num_parameters)
+    persistent = sum(_bytes(value) for value in states if isinstance(value, Tensor))
+    persistent += sum(2 * weight.nbytes for weight in named.values())
+    temporary = _temporary_bytes(optimizer) / num_parameters if device.type == "cuda" else None
+    return Row(contender, seconds, persistent / num_parameters, temporary, seconds / num_parameters)
 
 
-def _passing_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What an update allocates at most beside what stays; CUDA only."""
+def _temporary_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Peak bytes that an update allocates temporarily; CUDA only."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -168,7 +168,7 @@ def _passing_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _bytes(value: Tensor) -> int:
-    """Of a plain tensor, or of the tensors inside a quantised one."""
+    """Bytes of a plain tensor, or of the tensors inside a quantised one."""
     if type(value) in (Tensor, nn.Parameter):
         return value.nbytes if value.ndim else 0
     names, _ = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]  torch's own protocol
@@ -188,7 +188,7 @@ DATA = DataSpec(synthetic=SyntheticSpec(), sequence_length=256, batch_sequences=
 
 
 def final_loss(contender: Contender, num_steps: int, device: torch.device, seed: int) -> float:
-    """Mean of the last tenth of a small training in bf16; the same data and start for everyone."""
+    """Mean loss over the last tenth of a small bf16 training; data and initial weights are fixed."""
     model = build_decoder(MODEL, dtype=contender.dtype)
     initialise(model, seed, device=device)
     named = dict(model.named_parameters())
@@ -204,7 +204,7 @@ def final_loss(contender: Contender, num_steps: int, device: torch.device, seed:
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Ours, or one whose compiled update reads the rate from a tensor."""
+    """Set the learning rate, also of an optimizer whose compiled update reads it from a tensor."""
     first = optimizer.param_groups[0]["lr"]
     if isinstance(first, Tensor):
         first.fill_(rate)
@@ -213,9 +213,9 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _train_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
-    (whole,) = batch.microbatches
-    with torch.autocast(whole.tokens_BS.device.type, dtype=torch.bfloat16):
-        loss = model(whole.tokens_BS, **model_arguments(whole))
+    (microbatch,) = batch.microbatches
+    with torch.autocast(microbatch.tokens_BS.device.type, dtype=torch.bfloat16):
+        loss = model(microbatch.tokens_BS, **model_arguments(microbatch))
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -225,43 +225,43 @@ def _train_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer
 
 @dataclass
 class Page:
-    """The table as far as it goes; written whenever something is added."""
+    """The table so far; the file is written whenever something is added."""
 
     device: torch.device
-    output: Path | None
+    out: Path | None
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def say(self, what: Row | str) -> None:
+    def add(self, what: Row | str) -> None:
         """Print a row or a note, and write the page."""
         print(what, flush=True)
         if isinstance(what, str):
             self.notes.append(what)
         elif what not in self.rows:
             self.rows.append(what)
-        if self.output:
+        if self.out:
             facts = [f"- {key}: {value}" for key, value in machine_facts(self.device).items()]
-            lines = ["# Update rules", "", *facts, "", *HEADER, *map(str, self.rows), "", *self.notes]
-            self.output.write_text("\n".join(lines).rstrip() + "\n")
+            lines = ["# Optimizers", "", *facts, "", *HEADER, *map(str, self.rows), "", *self.notes]
+            self.out.write_text("\n".join(lines).rstrip() + "\n")
 
 
 HEADER = [
-    "| update | B/param kept | on the way | ms | ps/param | final loss by seed |",
+    "| optimizer | B/param persistent | temporary | ms | ps/param | final loss by seed |",
     "|---|---|---|---|---|---|",
 ]
 
 
 def contenders(page: Page, only: str) -> list[Contender]:
-    """The most telling first: ours and torchao's of one kind beside each other."""
+    """All optimizers; ours and torchao's 8-bit AdamW stand next to each other."""
     theirs = torchao_contenders()
     if not theirs:
-        page.say(NO_TORCHAO)
+        page.add(NO_TORCHAO)
     pairs = [one for pair in zip_longest(EIGHT_BITS, theirs) for one in pair if one is not None]
     return [one for one in (PLAIN, *pairs, *OTHERS) if only in one.name]
 
 
 def main() -> None:
-    """Measure everyone and print the table."""
+    """Measure all optimizers and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -270,35 +270,35 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--quality-steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", default="", help="contenders whose name holds this")
-    parser.add_argument("--seconds", type=float, default=90.0)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", default="", help="optimizers whose name contains this")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds after which nothing is begun")
+    parser.add_argument("--out", type=Path, help="Markdown file of the page")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    page, until = Page(device, args.output), time.monotonic() + args.seconds
+    page, until = Page(device, args.out), time.monotonic() + args.limit
     print("\n".join(HEADER))
     shapes = dict(llama_shapes(args.layers, args.vocabulary, args.width))
-    late: list[str] = []
+    skipped: list[str] = []
     for contender in contenders(page, args.only):
         if time.monotonic() > until:
-            late.append(contender.name)
+            skipped.append(contender.name)
             continue
-        page.say(measured(contender, shapes, device))
+        page.add(measured(contender, shapes, device))
         free_memory(device)
     for row in page.rows if args.quality_steps else ():
         if time.monotonic() > until:
-            late.append(f"the loss of {row.contender.name}")
+            skipped.append(f"the loss of {row.contender.name}")
             continue
         row.losses = [
             final_loss(row.contender, args.quality_steps, device, seed) for seed in range(args.seeds)
         ]
-        page.say(row)
-    if late:
-        page.say(f"No time was left for: {'; '.join(late)}.")
+        page.add(row)
+    if skipped:
+        page.add(f"Not measured for lack of time: {'; '.join(skipped)}.")
 
 
 def free_memory(device: torch.device) -> None:
-    """So that one contender's tensors do not lie beside the next one's."""
+    """Free the tensors of the last optimizer."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Our own runtime as measured on one H200 against its prediction: bench/results/*_h200_*.json."""
+"""Steps of our own runtime measured on one H200 (bench/results) against their prediction."""
 
 import json
 from dataclasses import dataclass
@@ -17,27 +17,27 @@ FILES = ("runtime_h200_2026-11-15.json", "formats_h200_2026-11-15.json")
 
 @dataclass(frozen=True)
 class Measured:
-    """One measured step, with predicted over measured of its three figures."""
+    """One measured step, and predicted over measured of its time and memory."""
 
     label: str
     step_seconds: float
     time_ratio: float
     allocated_ratio: float
     reserved_ratio: float | None
-    """None where it was not written down."""
+    """None where it was not measured."""
     is_inside: bool
-    """The measured time lies in the predicted interval."""
+    """Whether the measured time is inside the predicted interval."""
 
 
 def our_runtime_table() -> list[Measured]:
-    """Every measured row."""
+    """One row per measured step."""
     return [
         _compare(row) for name in FILES for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))
     ]
 
 
 def measured_run(row: dict[str, Any]) -> RunSpec:
-    """The run of a row; formats that it does not name are those of a plain bf16 run."""
+    """The run of a row; precision settings that it lacks are those of a plain bf16 run."""
     precision = {"compute": "bf16", "weights": row.get("weights", "fp32"), "fp8": row.get("fp8")}
     sequences = row["microbatch_sequences"] * row["accumulation"]
     tree = {
@@ -52,7 +52,7 @@ def measured_run(row: dict[str, Any]) -> RunSpec:
             "sequence_length": row["sequence_length"],
             "microbatch_sequences": row["microbatch_sequences"],
             "batch_sequences": sequences,
-            "documents": "joined",  # as they were measured: without a mask
+            "documents": "joined",  # the measurement had no document mask
         },
     }
     return parse_run(dump_yaml(tree)).run
@@ -66,14 +66,14 @@ def _compare(row: dict[str, Any]) -> Measured:
         _label(row),
         seconds,
         found.step_seconds / seconds,
-        found.fullest.allocated_bytes / float(row["allocated_bytes"]),
-        found.fullest.reserved_bytes / float(reserved) if reserved else None,
+        found.peak_stage.allocated_bytes / float(row["allocated_bytes"]),
+        found.peak_stage.reserved_bytes / float(reserved) if reserved else None,
         found.low_seconds <= seconds <= found.high_seconds,
     )
 
 
 def _label(row: dict[str, Any]) -> str:
-    words = [
+    parts = [
         str(row["family"]),
         f"{row['accumulation']} x {row['microbatch_sequences']} x {row['sequence_length']}",
         f"recompute {row['recompute']}",
@@ -81,4 +81,4 @@ def _label(row: dict[str, Any]) -> str:
         *(f"{name} {row[name]}" for name in ("weights", "gradients", "moments") if name in row),
         *(["fp8"] if row.get("fp8") else []),
     ]
-    return ", ".join(words)
+    return ", ".join(parts)

@@ -1,18 +1,18 @@
-"""Loss parity: the 124M shape in fp32, bf16 and fp8 on the same data, three seeds each, and a bad recipe.
+"""Loss parity: the 124M shape in fp32, bf16 and fp8 on the same data, several seeds each, and a control.
 
-    python bench/parity.py                         on the card: three to four minutes
-    python bench/parity.py --tiny --device cpu     the same program in a minute or two, for a look
-    python bench/parity.py --kinds bf16 current blocks --seeds 0 1
+    python -m bench.parity                         on a GPU: three to four minutes
+    python -m bench.parity --tiny --device cpu     the same program in a minute or two, for a try
+    python -m bench.parity --kinds bf16 current blockwise --seeds 0 1
 
-A number format may cost nothing that training with another seed does not cost as well. A seed is initial
-weights and the order of the samples; the text (bench/workloads/library_text.py) and its held-out
-part are the same for all. For each kind the gap to bf16 of the same seed is averaged over the seeds: of the loss over the last
-fifth of the steps, and of the loss on held-out data. Both have to stay within the spread of bf16, its largest
-loss over five seeds minus its smallest. The control (E5M2 everywhere, the ends too, with scales of another
-time) must not. `fp32` multiplies in TF32 where the device has it; everything else of it is fp32.
+A number format must not cost more than another seed does. A seed decides initial weights and the order of the
+samples; the text (bench/workloads/library_text.py) and its held-out part are the same for all. For each kind
+the gap to bf16 of the same seed is averaged over the seeds: of the loss over the last fifth of the steps, and
+of the held-out loss. Both must stay within the spread of bf16: its largest loss over five seeds minus its
+smallest. The control (E5M2 everywhere, without bf16 ends, with stale scales) must not. `fp32` computes
+matmuls in TF32 where the device has it.
 
-Each kind has a process of its own, which compiles once for all its seeds; they share the card, since nothing
-is timed here: one such run cannot fill it.
+Each kind has a process of its own, which compiles once for all its seeds. The processes share the device:
+nothing is timed here, and one such run cannot fill it.
 """
 
 import argparse
@@ -59,18 +59,18 @@ from meshwright.train.evaluate import evaluate
 from meshwright.train.step import Training, train_step
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = ("fp32", "bf16", "current", "delayed", "blocks", "mxfp8", "control")
-# Of E5M2's range this leaves the largest numbers a handful of steps, and the rest nothing.
+KINDS = ("fp32", "bf16", "current", "delayed", "blockwise", "mxfp8", "control")
+# Within E5M2's range this leaves a few distinct values for the largest numbers, and zero for the rest.
 STALE_BY = 2.0**30
 DEFAULT_KINDS = ("bf16", "fp32", "current", "control")
-# Of one compiled block: a model for each seed, training and judged. Above torch's limit it would not compile.
+# Compiled forms of one block: a model per seed, in training and evaluation; torch's default limit is lower.
 MOST_VARIANTS = 64
-# Batches on which a model is judged in the end.
+# Batches of the held-out loss.
 HELD_OUT_BATCHES = 16
 
 
-def the_model(*, is_tiny: bool) -> ModelSpec:
-    """GPT-2's smallest shape with a padded vocabulary; tiny: the same kind for a CPU."""
+def model_of(*, is_tiny: bool) -> ModelSpec:
+    """GPT-2's smallest shape with a padded vocabulary; `is_tiny`: a smaller one for a CPU."""
     model = family("gpt2-124m").with_(vocab_size=50304)
     if not is_tiny:
         return model
@@ -80,23 +80,23 @@ def the_model(*, is_tiny: bool) -> ModelSpec:
 
 
 def precision_of(kind: str, device: str) -> PrecisionSpec:
-    """The formats of one kind of run."""
+    """The precision of one kind of run."""
     if kind == "fp32":
         return PrecisionSpec(compute="fp32" if device == "cpu" else "tf32")
     if kind == "bf16":
         return PrecisionSpec(compute="bf16")
-    fp8 = {"recipe": "delayed", "bf16_ends": 0} if kind == "control" else {"recipe": kind}
+    fp8 = {"recipe": "delayed", "bf16_layers_each_end": 0} if kind == "control" else {"recipe": kind}
     return PrecisionSpec(compute="bf16", fp8=Fp8Spec.model_validate(fp8))
 
 
-def the_run(kind: str, seed: int, options: argparse.Namespace) -> RunSpec:
-    """One seed of one kind: the seed decides initial weights and the order of samples."""
+def run_of(kind: str, seed: int, options: argparse.Namespace) -> RunSpec:
+    """The run of one kind and seed; the seed decides initial weights and the order of samples."""
     return RunSpec(
         name=f"{kind}-{seed}",
         seed=seed,
         device=options.device,
         compile=options.device == "cuda",
-        model=the_model(is_tiny=options.tiny),
+        model=model_of(is_tiny=options.tiny),
         precision=precision_of(kind, options.device),
         optim=OptimSpec(lr=options.lr, max_grad_norm=1.0, weight_decay=0.1, beta2=0.95),
         schedule=ScheduleSpec(num_steps=options.steps, warmup_steps=options.steps // 10, kind="cosine"),
@@ -112,7 +112,7 @@ def the_run(kind: str, seed: int, options: argparse.Namespace) -> RunSpec:
 
 
 def train_curve(kind: str, run: RunSpec, mesh: Mesh) -> Curve:
-    """The loss of every step, and on held-out data at the end."""
+    """Train one run: the loss of every step, and the held-out loss at the end."""
     started_at = time.perf_counter()
     with ExitStack() as stack:
         if kind == "control":
@@ -140,32 +140,32 @@ def train_curve(kind: str, run: RunSpec, mesh: Mesh) -> Curve:
 
 
 def emulate(training: Training) -> None:
-    """No tensor core multiplies E5M2 by E5M2."""
+    """Compute fp8 matmuls in emulation: no tensor core multiplies E5M2 by E5M2."""
     for narrow in fp8_sites(training.program.stages):
-        narrow.product.native = False
+        narrow.matmul.options = narrow.matmul.options._replace(native=False)
 
 
 def freeze_scales(training: Training) -> None:
-    """From now on the scales of a time when everything was STALE_BY times larger."""
+    """From now on use stale scales, as of a time when everything was STALE_BY times larger."""
     training.fp8_scales = None
     for narrow in fp8_sites(training.program.stages):
-        scales = narrow.product.scales
-        assert scales is not None and scales.is_known
-        for unit in (scales.unit_x, scales.unit_weight, scales.unit_gradient):
-            unit.mul_(STALE_BY)
+        scales = narrow.matmul.scales
+        assert scales is not None and scales.has_history
+        for scale in (scales.scale_x, scales.scale_weight, scales.scale_gradient):
+            scale.mul_(STALE_BY)
 
 
 # ---- processes ----------------------------------------------------------------------------------
 
 
 def train_kind(kind: str, options: argparse.Namespace) -> None:
-    """What runs in the process of one kind: a line of JSON for each seed."""
+    """Train all seeds of one kind in this process; writes one line of JSON per seed."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     mesh = build_mesh(ParallelSpec(), join_world(options.device))
     torch._dynamo.config.recompile_limit = MOST_VARIANTS
     for seed in seeds_of(kind, options):
-        curve = train_curve(kind, require_valid(the_run(kind, seed, options)), mesh)
+        curve = train_curve(kind, require_valid(run_of(kind, seed, options)), mesh)
         lines.write(json.dumps(dataclasses.asdict(curve)) + "\n")
         lines.flush()
         gc.collect()
@@ -173,49 +173,53 @@ def train_kind(kind: str, options: argparse.Namespace) -> None:
 
 
 def seeds_of(kind: str, options: argparse.Namespace) -> list[int]:
-    """bf16 has more of them: three would hardly tell how far seeds lie apart."""
+    """The seeds of a kind; bf16 has more, since three hardly show the spread."""
     return options.base_seeds if kind == "bf16" else options.seeds
 
 
 def start(kind: str, data: Path) -> subprocess.Popen[str]:
-    """The process of a kind; it writes lines of JSON and keeps its words in a file."""
+    """Start the process of a kind; it writes lines of JSON, and its log to a file."""
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
     command = [sys.executable, "-m", "bench.parity", *sys.argv[1:], "--kind", kind, "--data", str(data)]
-    with words_of(kind, data).open("w") as words:
+    with log_of(kind, data).open("w") as log:
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=words, text=True, env=environment, cwd=ROOT
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=ROOT
         )
 
 
-def words_of(kind: str, data: Path) -> Path:
-    """Where a kind's process leaves its words."""
+def log_of(kind: str, data: Path) -> Path:
+    """The log file of a kind's process."""
     return data.parent / f"{kind}.log"
 
 
 def follow(kind: str, data: Path, child: subprocess.Popen[str], curves: SimpleQueue[Curve | str]) -> None:
-    """Pass the curves of a kind on as they come, or its last words."""
+    """Put the curves of a kind into the queue as they arrive, or its error."""
     assert child.stdout is not None
     for line in child.stdout:
         curves.put(Curve(**json.loads(line)))
     if child.wait() != 0:
-        log = words_of(kind, data)
-        words = log.read_text().strip().splitlines() if log.exists() else []
-        curves.put(f"{kind}: {(words or ['ended without a word'])[-1][:300]}")
+        log = log_of(kind, data)
+        lines = log.read_text().strip().splitlines() if log.exists() else []
+        curves.put(f"{kind}: {(lines or ['ended without output'])[-1][:300]}")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; sizes depend on --tiny."""
-    parser = argparse.ArgumentParser(description="Loss parity of number formats on the 124M shape.")
+    """The command line; default sizes depend on --tiny."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(DEFAULT_KINDS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--base-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="of bf16")
-    parser.add_argument("--at-once", type=int, default=4, help="kinds that train at the same time")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds of the other kinds")
+    parser.add_argument("--base-seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="seeds of bf16")
+    parser.add_argument("--at-once", type=int, default=4, help="processes at the same time")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     for name in ("steps", "batch", "sequence"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results"
+    )
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -228,7 +232,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def arriving_curves(options: argparse.Namespace) -> Iterator[Curve | str]:
-    """The curves of all kinds in the order in which they are ready; words of a kind that ended early."""
+    """The curves of all kinds as they are ready; a text for a kind that failed."""
     missing = {kind: len(seeds_of(kind, options)) for kind in options.kinds}
     arriving: SimpleQueue[Curve | str] = SimpleQueue()
     waiting, children = list(options.kinds), {}
@@ -238,8 +242,8 @@ def arriving_curves(options: argparse.Namespace) -> Iterator[Curve | str]:
             for kind in waiting[: options.at_once - len(busy)]:
                 waiting.remove(kind)
                 children[kind] = start(kind, options.data)
-                told = (kind, options.data, children[kind], arriving)
-                Thread(target=follow, args=told, daemon=True).start()
+                arguments = (kind, options.data, children[kind], arriving)
+                Thread(target=follow, args=arguments, daemon=True).start()
             curve = arriving.get()
             if isinstance(curve, str):
                 missing[curve.split(":")[0]] = 0
@@ -252,16 +256,16 @@ def arriving_curves(options: argparse.Namespace) -> Iterator[Curve | str]:
 
 
 def train_all(options: argparse.Namespace, text: dict[str, float]) -> bool:
-    """Every kind and seed; after each the page is written anew, so that a run cut short leaves one."""
+    """Train every kind and seed; the page is written after each, so that an interrupted run leaves one."""
     facts = machine_facts(choose_device(options.device, 0))
-    facts |= {"run": the_run("bf16", 0, options).model_dump(mode="json"), **text}
+    facts |= {"run": run_of("bf16", 0, options).model_dump(mode="json"), **text}
     name = "parity_tiny" if options.tiny else "parity"
     curves: list[Curve] = []
-    is_sound, is_whole = False, True
+    is_sound, is_complete = False, True
     for curve in arriving_curves(options):
         if isinstance(curve, str):  # the others go on
             sys.stderr.write(f"error: {curve}\n")
-            is_whole = False
+            is_complete = False
             continue
         curves.append(curve)
         sys.stderr.write(
@@ -271,23 +275,23 @@ def train_all(options: argparse.Namespace, text: dict[str, float]) -> bool:
         is_sound = write_results(curves, facts, options.out, name=name)
     if any(curve.kind == "bf16" for curve in curves):
         print("\n".join(verdict_lines(curves)))
-    return is_sound and is_whole
+    return is_sound and is_complete
 
 
 def main() -> int:
-    """Write the text down, and train; who ends this program ends what it started as well."""
+    """Write the dataset and train; SIGTERM ends the child processes as well."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))
     options = parse()
     if options.kind:
         train_kind(options.kind, options)
         return 0
     if "bf16" not in options.kinds:
-        raise SpecError("bf16 is missing", where="--kinds", hint="everything is compared with it")
+        raise SpecError("bf16 is missing", where="--kinds", hint="add bf16: all kinds are compared with it")
     started_at = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder:
         options.data = Path(folder) / "tokens"
         num_tokens = (options.steps + HELD_OUT_BATCHES + 1) * options.batch * (options.sequence + 1)
-        vocab_size = the_model(is_tiny=options.tiny).vocab_size
+        vocab_size = model_of(is_tiny=options.tiny).vocab_size
         is_sound = train_all(
             options, write_library(options.data, vocab_size=vocab_size, num_tokens=num_tokens)
         )

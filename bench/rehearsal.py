@@ -1,12 +1,13 @@
 """Predicted, traced and measured memory of one rank of many layouts, on one GPU.
 
-    python bench/rehearsal.py --out bench/results/rehearsal_h200_<date>.md
+    python -m bench.rehearsal --out bench/results/rehearsal_<device>_<date>.md
+    python -m bench.rehearsal --only "8B, full, compiled" --out FILE          cases whose name contains this
+    python -m bench.rehearsal --device cpu --tiny --out FILE                  for a try: nothing is measured
 
 For every case: the planner's closed form, the trace on the CPU with the same torch, and the rank itself with
-real tensors on the GPU (all collectives answered by the fake group). Traces run in other processes while the
-GPU measures. A case that fails is a row with its error; a process that dies is started again behind it.
-`--only "8B, full, compiled"` takes the cases whose name holds this.
-`--device cpu` tries the program without a GPU on tiny shapes: it then measures nothing.
+real tensors on the GPU (the fake process group completes all collectives). Traces run in other processes
+while the GPU measures. A case that fails is a row with its error; a measuring process that dies is restarted
+with the next case.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from meshwright.rehearse.rank_report import rehearse_rank
 from meshwright.spec import (
     DataSpec,
     MemorySpec,
+    ModelSpec,
     ParallelSpec,
     PrecisionSpec,
     RunSpec,
@@ -64,6 +66,7 @@ class Case:
     documents: str = "joined"
 
     def run(self, device: str, *, is_tiny: bool = False) -> RunSpec:
+        """The run of the case; `is_tiny`: with small widths and sequences."""
         model = family(self.family).with_(num_layers=self.num_layers)
         length = self.sequence_length
         if is_tiny:
@@ -87,7 +90,8 @@ class Case:
         )
 
 
-def tiny(model):
+def tiny(model: ModelSpec) -> ModelSpec:
+    """The model with small widths."""
     attention = model.attention
     heads, groups = 16, 16 if attention.num_kv_heads == attention.num_heads else 8
     small = {"width": 64, "vocab_size": 512, "mlp": model.mlp.with_(width=128)}
@@ -152,7 +156,7 @@ CASES = [
 
 
 def closed_form(run: RunSpec, pp_rank: int) -> tuple[float, float]:
-    """Allocated and reserved bytes of the planner for this rank's stage."""
+    """The planner's allocated and reserved bytes of this rank's stage."""
     at = one_layout(
         run.parallel,
         run.memory,
@@ -165,7 +169,7 @@ def closed_form(run: RunSpec, pp_rank: int) -> tuple[float, float]:
 
 
 def traced(index: int, device: str, *, is_tiny: bool) -> dict:
-    """Closed form and trace of one case; runs in a process of its own."""
+    """Closed form and trace of one case, in a process of its own."""
     torch.set_num_threads(1)
     case = CASES[index]
     run = case.run(device, is_tiny=is_tiny)
@@ -175,25 +179,21 @@ def traced(index: int, device: str, *, is_tiny: bool) -> dict:
         row["closed_allocated"], row["closed_reserved"] = closed_form(run, pp_rank)
         report = rehearse_rank(run, case.rank, extrapolate=False)
         row["traced_allocated"], row["traced_reserved"] = report.allocated_bytes, report.reserved_bytes
-        row["traced_seconds"], row["items"], row["peak_phase"] = (
-            report.seconds,
-            report.items,
-            report.peak_phase,
-        )
-        row["form"] = report.form
-    except Exception as error:  # a row with its error is a result too
+        row |= {"traced_seconds": report.seconds, "items": report.items, "form": report.form}
+        row["peak_phase"] = report.peak_phase
+    except Exception as error:  # a row with its error is a result, too
         traceback.print_exc()
-        row["trace_error"] = _words(error)
+        row["trace_error"] = _error_text(error)
     return row
 
 
 def chosen(only: str) -> list[int]:
-    """Indices of the cases whose name holds this."""
+    """Indices of the cases whose name contains this text."""
     return [index for index, case in enumerate(CASES) if only in case.name]
 
 
 def measure(indices: list[int], device: str, rows: Path, *, is_tiny: bool) -> None:
-    """Measure these cases, one JSON line each; flushed, so that a crash loses one."""
+    """Measure these cases; each appends a line of JSON, so that a crash loses one case only."""
     for index in indices:
         with rows.open("a") as file:
             file.write(json.dumps({"index": index, "started": True}) + "\n")
@@ -205,13 +205,13 @@ def measure(indices: list[int], device: str, rows: Path, *, is_tiny: bool) -> No
             row |= {"step_seconds": found.step_seconds, "microbatch_seconds": found.microbatch_seconds}
         except Exception as error:
             traceback.print_exc()
-            row["measure_error"] = _words(error)
+            row["measure_error"] = _error_text(error)
         row["wall_seconds"] = time.perf_counter() - started_at
         with rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
         if "CUDA error" in row.get("measure_error", "") or "illegal" in row.get("measure_error", ""):
-            os._exit(3)  # the context is lost: the next case needs a new process
+            os._exit(3)  # the CUDA context is lost: the next case needs a new process
         gc.collect()
         torch.compiler.reset()
         if torch.cuda.is_available():
@@ -219,7 +219,7 @@ def measure(indices: list[int], device: str, rows: Path, *, is_tiny: bool) -> No
 
 
 def measure_all(only: str, device: str, rows: Path, *, is_tiny: bool) -> dict[int, dict]:
-    """Start the measuring process, again behind each case that kills it."""
+    """Start the measuring process, and again after each case that kills it."""
     begin = 0
     found: dict[int, dict] = {}
     while begin < len(CASES):
@@ -247,12 +247,13 @@ def measure_all(only: str, device: str, rows: Path, *, is_tiny: bool) -> dict[in
     return found
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:200]
 
 
 def table(rows: list[dict]) -> str:
+    """One line of Markdown per case."""
     head = (
         "| case | rank | closed form | traced | measured | closed / measured | traced / measured "
         "| reserved traced | measured | traced / measured | closed / traced | ms per micro-batch |\n"
@@ -287,6 +288,8 @@ def _line(row: dict) -> str:
 
 
 def summary(rows: list[dict]) -> str:
+    """Mean and worst errors, uncompiled and compiled."""
+
     def errors(one: str, other: str, chosen: list[dict]) -> str:
         values = [row[one] / row[other] - 1.0 for row in chosen if row.get(one) and row.get(other)]
         if not values:
@@ -313,12 +316,13 @@ def summary(rows: list[dict]) -> str:
 
 
 def write(rows: list[dict], out: Path, seconds: float) -> None:
+    """Write the page, and the rows as JSON beside it."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     text = f"""# One rank of many layouts: predicted, traced, measured
 
-`bench/rehearsal.py` on {name}, torch {torch.__version__}, Python {sys.version.split()[0]}, `{SEGMENTS}`, \
-{seconds:.0f} s in all. Bytes are GiB as torch counts them, at the fullest phase of a step after the first; \
-closed form is the planner's, traced is the rehearsal on the CPU with the same torch.
+`bench.rehearsal` on {name}, torch {torch.__version__}, Python {sys.version.split()[0]}, `{SEGMENTS}`, \
+{seconds:.0f} s in all. Bytes are GiB as torch counts them, at the peak of a step after the first. Closed \
+form is the planner's; traced is the rehearsal on the CPU with the same torch.
 
 {table(rows)}
 
@@ -330,17 +334,22 @@ closed form is the planner's, traced is the rehearsal on the CPU with the same t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
+    """Trace and measure all cases, or measure some of them as a child process."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="Markdown file of the page")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
-    parser.add_argument("--rows", type=Path)
-    parser.add_argument("--measure-from", type=int)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--tiny", action="store_true", help="small widths and sequences")
+    parser.add_argument(
+        "--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that trace"
+    )
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-from", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
     indices = chosen(options.only)
-    assert indices, f"no case's name holds {options.only!r}"
+    assert indices, f"no case's name contains {options.only!r}"
     if options.measure_from is not None:
         later = [index for index in indices if index >= options.measure_from]
         measure(later, options.device, options.rows, is_tiny=options.tiny)
@@ -361,7 +370,7 @@ def main() -> None:
             try:
                 row |= future.result(timeout=300)
             except Exception as error:
-                row["trace_error"] = _words(error)
+                row["trace_error"] = _error_text(error)
             rows.append(row | measured.get(index, {"measure_error": "not measured"}))
     write(rows, options.out, time.perf_counter() - started_at)
     rows_file.unlink(missing_ok=True)

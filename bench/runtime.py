@@ -1,33 +1,31 @@
-"""Time and memory of one step of our runtime on one device, by model, micro-batch, recompute and compile.
+"""Time and memory of our step on one GPU, by model, micro-batch, recompute and compile.
 
-    python bench/runtime.py --out rows.json
+    python -m bench.runtime --out rows.json
 
-Each row is a fresh training of random weights on random tokens: warm-up steps, then the median and spread of
-timed ones, with the peak of allocated and reserved bytes. The planner's figures for our own runtime are
-calibrated on these rows.
+Each row is a new training of random weights on random tokens: warm-up steps, then median and spread of timed
+steps, and peak allocated and reserved bytes. The planner's constants of our own runtime are calibrated on
+these rows.
 """
 
 import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
+from bench.workloads.random_batch import random_batch
 
-from meshwright.data.batches import Batch, Microbatch
+from meshwright.bench.step import fill_on_device
 from meshwright.mesh import build_mesh, join_world, leave_world
-from meshwright.models.initialise import initial_std
 from meshwright.spec import DataSpec, MemorySpec, PrecisionSpec, RunSpec, ScheduleSpec, SyntheticSpec
 from meshwright.spec.families import family
 from meshwright.train.build import build_training
 from meshwright.train.step import train_step
 
 WARMUP_STEPS, TIMED_STEPS = 3, 6
-# family, sequence length, sequences of a micro-batch, micro-batches, recompute, compile
+# family, sequence length, sequences per micro-batch, micro-batches, recompute, compile
 CASES = [
     ("llama-3.2-1b", 4096, 1, 1, "none", False),
     ("llama-3.2-1b", 4096, 4, 1, "none", False),
@@ -45,6 +43,7 @@ CASES = [
 
 
 def run_of(case: tuple) -> RunSpec:
+    """The run of a case."""
     name, length, sequences, microbatches, recompute, is_compiled = case
     return RunSpec(
         device="cuda",
@@ -63,40 +62,14 @@ def run_of(case: tuple) -> RunSpec:
     )
 
 
-def random_batch(run: RunSpec) -> Batch:
-    sequences, length = run.data.microbatch_sequences, run.data.sequence_length
-    total = run.data.batch_sequences
-    shape = (sequences, length)
-
-    def microbatch() -> Microbatch:
-        return Microbatch(
-            tokens_BS=torch.randint(run.model.vocab_size, shape, device="cuda"),
-            targets_BS=torch.randint(run.model.vocab_size, shape, device="cuda"),
-            weights_BS=torch.full(shape, 1.0 / (total * length), device="cuda"),
-            positions_BS=torch.arange(length, device="cuda").expand(shape).contiguous(),
-            documents_BS=None,
-            sequence_weights_B=torch.full((sequences,), 1.0 / total, device="cuda"),
-        )
-
-    batches = tuple(microbatch() for _ in range(run.accumulation))
-    return Batch(batches, num_tokens=total * length, num_sequences=total, sample_ids=())
-
-
-def drawn_on_device(spec, parameter, seed):
-    """Initial weights for a bench: the right spread, without drawing billions of numbers on one core."""
-    if parameter.kind in ("norm", "bias"):
-        return torch.full(parameter.shape, float(parameter.kind == "norm"), device="cuda")
-    return torch.randn(parameter.shape, device="cuda") * initial_std(spec, parameter)
-
-
 def measure(run: RunSpec, *, warmup_steps: int = WARMUP_STEPS, timed_steps: int = TIMED_STEPS) -> dict:
+    """Step time and peak memory of one run, on the first GPU."""
     mesh = build_mesh(run.parallel, join_world("cuda"))
-    with patch.object(sys.modules[initial_std.__module__], "initial_value", drawn_on_device):
-        training = build_training(run, mesh)
-    batch = random_batch(run)
+    training = build_training(run, mesh, fill=fill_on_device)
+    batch = random_batch(run, mesh.device)
     seconds = []
     for step in range(warmup_steps + timed_steps):
-        if step == 1:  # the peak of the first step may be a compiler's
+        if step == 1:  # the first step's peak may be the compiler's
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         started_at = time.perf_counter()
@@ -114,8 +87,11 @@ def measure(run: RunSpec, *, warmup_steps: int = WARMUP_STEPS, timed_steps: int 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    """Measure every case; the file is written after each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the rows")
     options = parser.parse_args()
     rows = []
     for case in CASES:

@@ -1,7 +1,4 @@
-"""Writes docs/reference/speed.md from the results of `bench/step.py`.
-
-python bench/speed.py
-"""
+"""Writes docs/reference/speed.md from the results of `bench.step`: `python -m bench.speed`."""
 
 import json
 from pathlib import Path
@@ -13,10 +10,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "bench/results", ROOT / "docs/reference/speed.md"
 OPENING = """# Speed
 
-<!-- Written by bench/speed.py from the results of bench/step.py. -->
+<!-- Written by `python -m bench.speed` from the results of `bench.step`. -->
 
 Model TFLOP/s of one device by the strict count: 6 x parameters in matmuls + 6 x layers x width x sequence,
-per token; recomputed work and the embedding never count. A step is data fetch, copy to the device, forward,
+per token; recomputed work and the embedding do not count. A step is data fetch, copy to the device, forward,
 backward, clipping and update. All contenders of a row start from the same weights and read the same tokens,
 and the losses of their first steps agree. How it is measured, and how to measure your own machine:
 [guide](../guides/measure.md).
@@ -24,11 +21,11 @@ and the losses of their first steps agree. How it is measured, and how to measur
 
 
 def page(summaries: dict[str, dict[str, Any]]) -> str:
-    """The whole page; `summaries` by the stem of their files."""
+    """The page; `summaries` are result documents by the stem of their files."""
     sound = {stem: found for stem, found in summaries.items() if found["first_losses_agree"]}
     steps = {stem: found for stem, found in sound.items() if stem.startswith("step_")}
     ladders = {stem: found for stem, found in summaries.items() if stem.startswith("ladder_")}
-    lines = [OPENING, "## A whole step, ours and others", ""]
+    lines = [OPENING, "## A training step, ours and others", ""]
     lines += _step_table(steps) if steps else ["Not measured yet."]
     if ladders:
         lines += ["", "## What each technique adds", ""]
@@ -43,11 +40,11 @@ def page(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def _step_table(steps: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each file; the best of each peer, and ours in fp8 where it was measured."""
+    """One line per result file: the fastest setting of each peer, and ours in fp8 where it was measured."""
     rates = {stem: _best_rates(found["rows"]) for stem, found in steps.items()}
     names = list(dict.fromkeys(name for best in rates.values() for name in best))
     names.sort(key=lambda name: not name.startswith("ours"))
-    lines = ["| case | device | " + " | ".join(names) + " | ours over the best other |"]
+    lines = ["| case | device | " + " | ".join(names) + " | ours over the fastest peer |"]
     lines.append("|" + "---|" * (3 + len(names)))
     for stem, found in steps.items():
         best = rates[stem]
@@ -61,9 +58,9 @@ def _step_table(steps: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _best_rates(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """TFLOP/s by peer, of its best setting; steps of more micro-batches than everyone's do not count."""
+    """TFLOP/s by peer, of its fastest setting; only rows of the rounds count."""
     found: dict[str, float] = {}
-    for row in merged([row for row in rows if row.get("kind") != "times"]):
+    for row in merged([row for row in rows if row.get("kind") == "round"]):
         if "teraflops" in row:
             name = row.get("peer", row["label"])
             found[name] = max(found.get(name, 0.0), row["teraflops"])
@@ -79,7 +76,7 @@ def _named(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Read what there is and write the page."""
+    """Read all results and write the page."""
     files = sorted([*RESULTS.glob("step_*.json"), *RESULTS.glob("ladder_*.json")])
     PAGE.write_text(page({path.stem: json.loads(path.read_text()) for path in files}))
     print(f"written: {PAGE}")

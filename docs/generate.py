@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from meshwright.checkpoint.load_weights import load_weights
-from meshwright.cli.main import VERBS, app_verbs, run
+from meshwright.cli.main import VERBS, run
 from meshwright.modules.chain import Chain
 from meshwright.modules.fit import fit
 from meshwright.modules.own_loop import prepare
@@ -97,8 +97,8 @@ def _told(parameter: inspect.Parameter) -> str:
 def cli_page() -> str:
     """Every verb with its help."""
     parts = [f"# Command line\n\n{GENERATED}\n", _block(help_of([]))]
-    for verb in app_verbs():
-        parts += [f"## {verb}\n\n{VERBS[verb]}\n", _block(help_of([verb]))]
+    for verb, summary in VERBS.items():
+        parts += [f"## {verb}\n\n{summary}\n", _block(help_of([verb]))]
         parts += [_block(help_of([verb, inner])) for inner in inner_verbs(verb)]
     return "\n".join(parts)
 
@@ -142,8 +142,8 @@ def run_page() -> str:
         "| rule | says |\n|---|---|",
         *(f"| `{rule.__name__}` | {_line(inspect.getdoc(rule))} |" for rule in RULES),
         "\n### Settings that need others\n",
-        "| key | counts when |\n|---|---|",
-        *(f"| `{condition.key}` | {condition.words} |" for condition in CONDITIONS),
+        "| key | has an effect when |\n|---|---|",
+        *(f"| `{condition.key}` | {condition.text} |" for condition in CONDITIONS),
     ]
     return "\n".join(parts) + "\n"
 

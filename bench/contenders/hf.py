@@ -6,13 +6,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from bench.contenders.hf_model import hf_model
-from bench.contenders.protocol import Job, endless, loader_of, optimizer_of
-from bench.interleaved.clock import TurnClock
+from bench.contenders.protocol import Clock, Job, endless, loader_of, optimizer_of
 from torch import Tensor, nn
 
 
 class LossOnly(nn.Module):
-    """Hands out the loss and keeps the logits: Accelerate would copy them all to fp32 again."""
+    """Returns the loss without the logits, which Accelerate would copy to fp32."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -23,22 +22,22 @@ class LossOnly(nn.Module):
 
 
 class FullOutput(LossOnly):
-    """The model's own output, as its documentation trains it."""
+    """Returns the model's own output with the logits, as its documentation shows."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Any:
         return self.model(input_ids=tokens, labels=targets, shift_labels=targets)
 
 
 def dynamo_of(job: Job) -> TorchDynamoPlugin | None:
-    """Accelerate's compiling: of the whole model, or of each of its repeated blocks (`regional`)."""
+    """Accelerate's compilation of the full model, or of each repeated block (`regional`)."""
     kind = job.setting("compile", True)
     if not kind:
         return None
     return TorchDynamoPlugin(backend="inductor", use_regional_compilation=kind == "regional")
 
 
-def contend(job: Job, clock: TurnClock) -> None:
-    """See bench/contenders/protocol.py."""
+def contend(job: Job, clock: Clock) -> None:
+    """Train in Accelerate's loop until the clock stops it."""
     is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
     accelerator = Accelerator(
         mixed_precision="bf16" if is_mixed else "no",

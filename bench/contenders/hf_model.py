@@ -1,7 +1,7 @@
 """transformers' model of a ModelSpec, with the weights that every contender gets."""
 
 import torch
-from bench.contenders.protocol import Job, fill
+from bench.contenders.protocol import Job, fill_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -10,6 +10,7 @@ from meshwright.spec.huggingface import to_config
 
 
 def hf_model(job: Job) -> nn.Module:
+    """The model on the job's device, in training mode."""
     spec = job.run.model
     config = AutoConfig.for_model(**to_config(spec))
     config.use_cache = False
@@ -18,10 +19,10 @@ def hf_model(job: Job) -> nn.Module:
             config, attn_implementation=job.setting("attention", "sdpa"), dtype=job.dtype
         )
     model.train()
-    named, where = dict(model.named_parameters(remove_duplicate=False)), sources(spec)
+    named, source_of = dict(model.named_parameters(remove_duplicate=False)), sources(spec)
 
-    def place(name: str) -> Tensor:
-        source = where[name]
+    def tensor_of(name: str) -> Tensor:
+        source = source_of[name]
         tensor = named[source.names[0]]
         tensor = tensor.t() if source.transposed else tensor
         if source.third is None:
@@ -29,7 +30,7 @@ def hf_model(job: Job) -> nn.Module:
         rows = tensor.shape[0] // 3
         return tensor[source.third * rows : (source.third + 1) * rows]
 
-    fill(job, place)
+    fill_weights(job, tensor_of)
     if job.setting("recompute", False):
         model.gradient_checkpointing_enable()
     return model

@@ -1,4 +1,4 @@
-"""Lightning: the plain model in its Trainer, logging and checkpoints off."""
+"""Lightning: the plain model in Lightning's Trainer, without logging and checkpoints."""
 
 import warnings
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from bench.contenders.plain import plain_model
-from bench.contenders.protocol import Job, loader_of, optimizer_of
-from bench.interleaved.clock import TurnClock
+from bench.contenders.protocol import Clock, Job, loader_of, optimizer_of
 from torch import Tensor
 
 
 class Module(pl.LightningModule):
+    """The plain model with the job's optimizer."""
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.job = job
@@ -22,7 +23,7 @@ class Module(pl.LightningModule):
         return self.forward_(batch[:, :-1], batch[:, 1:])
 
     def on_before_optimizer_step(self, _optimizer: torch.optim.Optimizer) -> None:
-        """`clip` own: Lightning refuses to clip for a fused AdamW, so the module does it itself."""
+        """Clip here with setting `clip` = own: Lightning refuses to clip for a fused AdamW."""
         if self.job.setting("clip", "trainer") == "own":
             limit = self.job.run.optim.max_grad_norm or 1e9
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
@@ -31,8 +32,10 @@ class Module(pl.LightningModule):
         return optimizer_of(self.model, self.job)
 
 
-class Told(pl.Callback):
-    def __init__(self, clock: TurnClock, accumulation: int) -> None:
+class ClockCallback(pl.Callback):
+    """Calls the clock after every optimizer step."""
+
+    def __init__(self, clock: Clock, accumulation: int) -> None:
         self.clock, self.accumulation = clock, accumulation
         self.parts: list[Tensor] = []
 
@@ -46,8 +49,8 @@ class Told(pl.Callback):
             trainer.should_stop = True
 
 
-def contend(job: Job, clock: TurnClock) -> None:
-    """See bench/contenders/protocol.py."""
+def contend(job: Job, clock: Clock) -> None:
+    """Train in Lightning's Trainer until the clock stops it."""
     is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
     trainer = pl.Trainer(
         accelerator="gpu" if job.device.type == "cuda" else "cpu",
@@ -57,7 +60,7 @@ def contend(job: Job, clock: TurnClock) -> None:
         gradient_clip_val=None if job.setting("clip", "trainer") == "own" else job.run.optim.max_grad_norm,
         max_epochs=-1,
         logger=False,
-        callbacks=[Told(clock, job.run.accumulation)],
+        callbacks=[ClockCallback(clock, job.run.accumulation)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,49 +1,47 @@
-"""Ours: the code of `meshwright train`, from the same RunSpec."""
+"""Ours: the step of `meshwright train`, from the run file."""
 
 import gc
 import time
 from collections.abc import Iterator
 
 import torch
-from bench.contenders.protocol import Job
-from bench.interleaved.clock import TurnClock
+from bench.contenders.protocol import Clock, Job
 
-from meshwright.bench.step import drawn_on
+from meshwright.bench.step import fill_on_device
 from meshwright.data.batches import Batch, Batches
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.optim.schedule import learning_rate
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
-from meshwright.train.gc_control import collector_off
+from meshwright.train.gc_control import gc_paused
 from meshwright.train.step import train_step
 
-# Both ends and one between: every kind of block that a model has.
+# The first, a middle and the last block: every kind of block that a model has.
 FEW_LAYERS = 3
 
 
 def compile_ahead(job: Job) -> float:
-    """Steps of a model of few layers: what the compiler makes of its blocks serves the whole one. Seconds."""
+    """Seconds to compile the blocks in a model of few layers; their graphs serve the full model."""
     started_at = time.perf_counter()
     few = min(FEW_LAYERS, job.run.model.num_layers)
     run = job.run.with_(model=job.run.model.with_(num_layers=few))
     mesh = build_mesh(run.parallel, join_world(run.device))
-    with drawn_on(mesh.device):
-        training, batches = build_training(run, mesh), build_data(run, mesh)
-        for _ in range(2):  # gradients are there already in the second
-            train_step(training, next(batches), learning_rate=run.optim.lr)
-        batches.close()
+    training, batches = build_training(run, mesh, fill=fill_on_device), build_data(run, mesh)
+    for _ in range(2):  # from the second step on gradients exist already
+        train_step(training, next(batches), learning_rate=run.optim.lr)
+    batches.close()
     del training, batches
-    gc.collect()  # a model and its hooks hold each other
+    gc.collect()  # a model and its hooks refer to each other
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
     return time.perf_counter() - started_at
 
 
-def contend(job: Job, clock: TurnClock) -> None:
-    """See bench/contenders/protocol.py."""
+def contend(job: Job, clock: Clock) -> None:
+    """Train in our own loop until the clock stops it."""
     mesh = build_mesh(job.run.parallel, join_world(job.run.device))
-    with drawn_on(mesh.device), collector_off():
-        training = build_training(job.run, mesh)
+    with gc_paused():
+        training = build_training(job.run, mesh, fill=fill_on_device)
         for step, (run, batch) in enumerate(batches_of(job.run, mesh, clock)):
             seed_step(run.seed, step)
             rate = learning_rate(run.optim, run.schedule, step, batch_tokens=run.data.batch_tokens)
@@ -52,16 +50,17 @@ def contend(job: Job, clock: TurnClock) -> None:
     leave_world()
 
 
-def batches_of(run: RunSpec, mesh: Mesh, clock: TurnClock) -> Iterator[tuple[RunSpec, Batch]]:
-    """Batches without end, each with as many micro-batches as the clock says at the moment."""
+def batches_of(run: RunSpec, mesh: Mesh, clock: Clock) -> Iterator[tuple[RunSpec, Batch]]:
+    """Endless batches, each with as many micro-batches as the clock asks for, and the run of that size."""
     loaders: dict[int, tuple[RunSpec, Batches]] = {}
     try:
         while True:
-            if clock.times not in loaders:
-                data = run.data.with_(batch_sequences=clock.times * run.data.batch_sequences)
+            factor = clock.accumulation_factor
+            if factor not in loaders:
+                data = run.data.with_(batch_sequences=factor * run.data.batch_sequences)
                 larger = run.with_(data=data)
-                loaders[clock.times] = (larger, build_data(larger, mesh))
-            asked, batches = loaders[clock.times]
+                loaders[factor] = (larger, build_data(larger, mesh))
+            asked, batches = loaders[factor]
             yield asked, next(batches)
     finally:
         for _, batches in loaders.values():

@@ -1,40 +1,41 @@
-"""Plain torch: one torch.compile around the model, autocast, fused AdamW, a loop of ten lines."""
+"""Plain torch: one torch.compile around the model, autocast, fused AdamW, and a loop of ten lines."""
 
 import torch
 from bench.contenders.plain_decoder import PlainDecoder
 from bench.contenders.protocol import (
+    Clock,
     Job,
     autocast_of,
     endless,
-    fill,
+    fill_weights,
     loader_of,
     optimizer_of,
 )
-from bench.interleaved.clock import TurnClock
 from torch import Tensor
 
 from meshwright.spec import ModelSpec
 
-_PLAIN_TOP = {
+_TOP_LEVEL_NAMES = {
     "embedding.tokens.weight": "tokens.weight",
     "embedding.positions.weight": "positions.weight",
 }
 
 
 def plain_model(job: Job) -> PlainDecoder:
+    """The plain decoder on the job's device, with the weights that every contender gets."""
     spec = job.run.model
     with torch.device(job.device):
         model = PlainDecoder(spec, job.run.data.sequence_length).to(job.dtype)
-    if model.turn is not None:
-        model.turn = model.turn.float()
+    if model.rope is not None:
+        model.rope = model.rope.float()
     named = dict(model.named_parameters(remove_duplicate=False))
-    fill(job, lambda name: _plain_place(spec, named, name))
+    fill_weights(job, lambda name: _plain_tensor(spec, named, name))
     return model
 
 
-def _plain_place(spec: ModelSpec, named: dict[str, Tensor], name: str) -> Tensor:
-    if name in _PLAIN_TOP:
-        return named[_PLAIN_TOP[name]]
+def _plain_tensor(spec: ModelSpec, named: dict[str, Tensor], name: str) -> Tensor:
+    if name in _TOP_LEVEL_NAMES:
+        return named[_TOP_LEVEL_NAMES[name]]
     for kind, (start, count) in _qkv_rows(spec).items():
         if f".attention.{kind}." in name:
             fused = named[name.replace(f"attention.{kind}", "qkv")]
@@ -48,8 +49,8 @@ def _qkv_rows(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return {"query": (0, q), "key": (q, kv), "value": (q + kv, kv)}
 
 
-def contend(job: Job, clock: TurnClock) -> None:
-    """See bench/contenders/protocol.py."""
+def contend(job: Job, clock: Clock) -> None:
+    """Train in a plain loop until the clock stops it."""
     model = plain_model(job)
     optimizer = optimizer_of(model, job)
     forward = torch.compile(model) if job.setting("compile", True) else model

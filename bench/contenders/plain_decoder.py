@@ -1,7 +1,7 @@
-"""A decoder and its training loop as one writes them in an afternoon: the reference without a framework.
+"""A decoder in plain torch: the reference without a framework.
 
-GPT-2 and Llama shapes, fused query-key-value projection, torch's own norms and attention, cross-entropy over
-whole logits, one torch.compile around everything, fused AdamW.
+GPT-2 and Llama shapes, fused QKV projection, torch's own norms and attention, cross-entropy over full fp32
+logits.
 """
 
 import math
@@ -14,6 +14,8 @@ from meshwright.spec import ModelSpec
 
 
 class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         attention, mlp = spec.attention, spec.mlp
@@ -27,8 +29,8 @@ class Block(nn.Module):
         self.up = nn.Linear(spec.width, mlp.width, bias=mlp.bias)
         self.down = nn.Linear(mlp.width, spec.width, bias=mlp.bias)
 
-    def forward(self, x: Tensor, turn: Tensor | None) -> Tensor:
-        x = x + self.attend(self.attention_norm(x), turn)
+    def forward(self, x: Tensor, rope: Tensor | None) -> Tensor:
+        x = x + self.attend(self.attention_norm(x), rope)
         h = self.mlp_norm(x)
         inner = (
             functional.silu(self.gate(h)) * self.up(h)
@@ -37,17 +39,19 @@ class Block(nn.Module):
         )
         return x + self.down(inner)
 
-    def attend(self, x: Tensor, turn: Tensor | None) -> Tensor:
+    def attend(self, x: Tensor, rope: Tensor | None) -> Tensor:
         parts = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         q, k, v = parts.split((self.heads, self.groups, self.groups), dim=1)
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
         gqa = self.heads != self.groups
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         return self.output(out.transpose(1, 2).flatten(2))
 
 
 class PlainDecoder(nn.Module):
+    """Embedding, blocks, head and loss."""
+
     def __init__(self, spec: ModelSpec, length: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(spec.vocab_size, spec.width)
@@ -57,14 +61,14 @@ class PlainDecoder(nn.Module):
         self.head = nn.Linear(spec.width, spec.vocab_size, bias=False)
         if spec.tied_head:
             self.head.weight = self.tokens.weight
-        self.register_buffer("turn", rotation(spec, length), persistent=False)
+        self.register_buffer("rope", rope_cos_sin(spec, length), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x, self.turn)
+            x = block(x, self.rope)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -74,29 +78,29 @@ def norm(spec: ModelSpec) -> nn.Module:
     return kind(spec.width, eps=spec.norm_eps)
 
 
-def rotation(spec: ModelSpec, length: int) -> Tensor | None:
-    """Cosine and sine of every position, stacked: (2, length, head_width / 2)."""
+def rope_cos_sin(spec: ModelSpec, length: int) -> Tensor | None:
+    """Cosine and sine of every position, stacked: (2, length, head_width / 2); None without rope."""
     if spec.rope is None:
         return None
     width, scaling = spec.attention.head_width, spec.rope.scaling
     frequency = spec.rope.theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if scaling is not None:  # Llama 3: slow pairs are stretched, those between are blended
-        turns = scaling.original_positions * frequency / (2 * math.pi)
+    if scaling is not None:  # Llama 3 scaling: low frequencies are divided, those in between are blended
+        periods = scaling.original_positions * frequency / (2 * math.pi)
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / scaling.factor)
+        unscaled = ((periods - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (unscaled + (1 - unscaled) / scaling.factor)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    cos, sin = turn[0], turn[1]
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    cos, sin = rope[0], rope[1]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Decay on matrices only, as everyone else here does it."""
+    """Parameter groups with weight decay on matrices only, as all contenders have it."""
     matrices = [one for one in model.parameters() if one.ndim >= 2]
     vectors = [one for one in model.parameters() if one.ndim < 2]
     return [

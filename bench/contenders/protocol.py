@@ -1,15 +1,16 @@
-"""What every contender of `bench/step.py` gets: the job, the same weights, the same tokens.
+"""What every contender of `bench.step` gets: a job, the same weights, the same tokens, and a clock.
 
-A contender is a module with a function `contend` of a Job. It builds the model with the weights that everyone
-gets, and then makes steps (fetch, copy, forward, backward, clip, update) until the clock has seen enough.
-One that compiles block by block may have a function `compile_ahead`, which does so without the whole model.
+A contender is a module of this folder with a function `contend(job, clock)`. It builds its model with the
+given weights and makes training steps (data fetch, copy to the device, forward, backward, clipping, update)
+until `clock.after_step` returns False. A contender that compiles block by block may have a function
+`compile_ahead(job)` besides, which compiles without the full model and returns the seconds it took. Its name,
+packages and settings are in registry.py.
 """
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,60 +23,59 @@ from meshwright.data.sources import TokenFile
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import parameters
 
-# What must be importable for a contender to take part.
-NEEDS = {
-    "ours": (),
-    "plain": (),
-    "hf": ("transformers", "accelerate"),
-    "lightning": ("pytorch_lightning",),
-}
+
+class Clock(Protocol):
+    """Times the steps of a contender."""
+
+    accumulation_factor: int
+    """Micro-batches of the next step, as a multiple of the run's; only ours is asked for more than 1."""
+
+    def after_step(self, loss: Tensor) -> bool:
+        """Note that a step has been launched; False when the contender is to stop."""
+        ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one contender is to run: our run file says model, batch, data and optimizer for all of them."""
+    """What one contender runs: our run file has model, batch, data and optimizer for all of them."""
 
     run: RunSpec
     device: torch.device
     settings: dict[str, Any] = field(default_factory=dict)
-    refills: list[Callable[[], None]] = field(default_factory=list)
-    """Draw the weights again, into the memory that they had."""
+    redraws: list[Callable[[], None]] = field(default_factory=list)
+    """Functions that draw the weights again, into the memory that they had."""
     storages: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
-    """What holds the weights, and its bytes."""
+    """The storages of the weights with their bytes, by address."""
 
     @property
-    def keeps_bf16(self) -> bool:
-        """Peers: parameters and states in bf16, updates rounded to nearest; else fp32 and autocast."""
+    def is_all_bf16(self) -> bool:
+        """Whether a peer has parameters and states in bf16; else fp32 with autocast."""
         return self.settings.get("weights") == "bf16"
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.keeps_bf16 else torch.float32
+        return torch.bfloat16 if self.is_all_bf16 else torch.float32
 
     def setting(self, name: str, default: Any) -> Any:
         return self.settings.get(name, default)
 
-    def fold(self) -> None:
-        """Give the memory of the weights back; the tensors stay."""
+    def free_weights(self) -> None:
+        """Free the memory of the weights; the tensors stay."""
         for storage, _ in self.storages.values():
             storage.resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def unfold(self) -> None:
-        """Undo `fold`."""
+    def restore_weights(self) -> None:
+        """Allocate the weights again after `free_weights`, with the same values."""
         for storage, num_bytes in self.storages.values():
             storage.resize_(num_bytes)
-        for refill in self.refills:
-            refill()
-
-
-def missing_packages(name: str) -> list[str]:
-    return [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
+        for redraw in self.redraws:
+            redraw()
 
 
 class TokenRows(Dataset):
-    """Sample i is tokens [i S, (i + 1) S] of the packed file, as our own loader cuts them."""
+    """Sample i is tokens [i S, (i + 1) S] of the packed file, as in our own data loader."""
 
     def __init__(self, run: RunSpec) -> None:
         self.file, self.length = TokenFile.open(str(run.data.path)), run.data.sequence_length
@@ -89,6 +89,7 @@ class TokenRows(Dataset):
 
 
 def loader_of(job: Job) -> DataLoader:
+    """torch's data loader, with worker processes and pinned memory on CUDA."""
     workers = job.setting("workers", 2 if job.device.type == "cuda" else 0)
     return DataLoader(
         TokenRows(job.run),
@@ -101,11 +102,13 @@ def loader_of(job: Job) -> DataLoader:
 
 
 def endless(loader: Any) -> Iterator[Any]:
+    """The loader's batches, epoch after epoch."""
     while True:
         yield from loader
 
 
 def optimizer_of(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+    """torch's AdamW with the run's hyper-parameters, fused where the settings say so."""
     optim = job.run.optim
     is_fused = job.setting("optimizer", "fused") == "fused" and job.device.type == "cuda"
     return torch.optim.AdamW(
@@ -118,21 +121,23 @@ def optimizer_of(model: nn.Module, job: Job) -> torch.optim.Optimizer:
 
 
 def autocast_of(job: Job) -> contextlib.AbstractContextManager:
-    is_wanted = job.run.precision.compute == "bf16" and not job.keeps_bf16
-    return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=is_wanted)
+    """bf16 autocast where the run computes in bf16 and the weights are fp32."""
+    is_enabled = job.run.precision.compute == "bf16" and not job.is_all_bf16
+    return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=is_enabled)
 
 
-def fill(job: Job, places: Callable[[str], Tensor]) -> None:
-    """Give every tensor the value that our model starts from; `places` finds it by our name."""
+def fill_weights(job: Job, tensor_of: Callable[[str], Tensor]) -> None:
+    """Give every tensor the initial value that our model has; `tensor_of` finds it by our name."""
     spec = job.run.model
 
     @torch.no_grad()
     def draw() -> None:
         for parameter in parameters(spec):
-            places(parameter.name).copy_(random_value(spec, parameter, job.run.seed, job.device))
+            value = random_value(spec, parameter, job.run.seed, job.device)
+            tensor_of(parameter.name).copy_(value)
 
     draw()
-    job.refills.append(draw)
+    job.redraws.append(draw)
     for parameter in parameters(spec):
-        storage = places(parameter.name).untyped_storage()
+        storage = tensor_of(parameter.name).untyped_storage()
         job.storages[storage.data_ptr()] = (storage, storage.nbytes())

@@ -1,4 +1,4 @@
-"""The two ends of the pipe between the driver of `bench/step.py` and a contender: lines of JSON each way."""
+"""The pipe between the driver of `bench.step` and a contender's process: one JSON message per line."""
 
 import json
 import os
@@ -7,26 +7,26 @@ from typing import IO, Any
 
 
 class Channel:
-    """Lines out, lines in."""
+    """One end of the pipe."""
 
     def __init__(self, reads: IO[str], writes: IO[str]) -> None:
         self._reads, self._writes = reads, writes
 
     def send(self, **message: Any) -> None:
-        """One message, at once."""
+        """Send one message and flush."""
         self._writes.write(json.dumps(message) + "\n")
         self._writes.flush()
 
     def receive(self) -> dict[str, Any]:
-        """The next message; EOFError when the other end is gone."""
+        """The next message; EOFError when the other process has ended."""
         line = self._reads.readline()
         if not line:
-            raise EOFError("the other end of the pipe is gone")
+            raise EOFError("the process at the other end of the pipe has ended")
         return json.loads(line)
 
 
-def channel_of_child() -> Channel:
-    """Over standard input and output; what anyone prints from now on goes to standard error instead."""
+def worker_channel() -> Channel:
+    """The worker's end, on stdin and stdout; whatever is printed from now on goes to stderr."""
     writes = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return Channel(sys.stdin, writes)

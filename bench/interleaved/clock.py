@@ -1,7 +1,7 @@
-"""Times the steps of a resident contender: warm-up, then windows when its turn comes, with rests between.
+"""Times the steps of a contender that stays alive: warm-up, then one window for each command to time.
 
-The contender's loop (or its framework's) tells it after each step; between turns the clock does not return,
-and the memory that only a running step needs goes back to the card.
+The contender's loop calls `after_step` at the end of each step. Between windows that call blocks, and memory
+that only a running step needs is freed.
 """
 
 import gc
@@ -19,29 +19,30 @@ from meshwright.bench.step_clock import TimedWindow, kernel_rows, steps_in
 from meshwright.bench.timing import synchronize
 
 
-class TurnClock:
-    """See the module. `times` is how many times the usual number of micro-batches the present step has."""
+class WorkerClock:
+    """The clock of one contender's process."""
 
     def __init__(self, device: torch.device, channel: Channel, *, warmup_steps: int) -> None:
-        self.times = 1
+        self.accumulation_factor = 1
+        """Micro-batches of the next step, as a multiple of the usual number."""
         self.compile_seconds = 0.0
         self._device, self._channel, self._warmup_steps = device, channel, max(1, warmup_steps)
         self._started_at = time.perf_counter()
         self._waited_seconds = 0.0
-        self._course = self._run()
-        next(self._course)
+        self._stages = self._run()
+        next(self._stages)
 
-    def take_card(self) -> None:
-        """Tell that everything is ready to run, and wait until the card may be used."""
+    def wait_for_device(self) -> None:
+        """Report that everything is compiled, and block until the device may be used."""
         asked_at = time.perf_counter()
         self._channel.send(state="compiled")
         self._channel.receive()
         self._waited_seconds += time.perf_counter() - asked_at
 
     def after_step(self, loss: Tensor) -> bool:
-        """Tell that a step was launched; False when there is nothing more to measure."""
+        """Note that a step has been launched; False when nothing more is to be measured."""
         try:
-            self._course.send(loss)
+            self._stages.send(loss)
         except StopIteration:
             return False
         return True
@@ -50,12 +51,12 @@ class TurnClock:
         first_loss = float((yield).detach())
         first_seconds = time.perf_counter() - self._started_at - self._waited_seconds
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # the peak of the first step may be a compiler's
+            torch.cuda.reset_peak_memory_stats()  # the first step's peak may be the compiler's
         for _ in range(self._warmup_steps):
             started_at = time.perf_counter()
             yield
             synchronize(self._device)
-            # Others may warm up at the same time: corrected when the turn comes.
+            # Other contenders may warm up at the same time: corrected before the first window.
             step_seconds = self._step_seconds = time.perf_counter() - started_at
         self._channel.send(
             state="ready",
@@ -64,27 +65,27 @@ class TurnClock:
             facts=machine_facts(self._device),
             **self._memory(),
         )
-        while (order := self._channel.receive())["order"] == "turn":
-            yield from self._turn(order)
+        while (message := self._channel.receive())["command"] == "time":
+            yield from self._time(message)
 
-    def _turn(self, order: dict[str, Any]) -> Generator[None, Tensor, None]:
-        for _ in range(order["lead_steps"]):
+    def _time(self, message: dict[str, Any]) -> Generator[None, Tensor, None]:
+        for _ in range(message["lead_steps"]):
             started_at = time.perf_counter()
             yield
             synchronize(self._device)
             self._step_seconds = min(self._step_seconds, time.perf_counter() - started_at)
-        self.times = order["times"]
-        step_seconds = self._step_seconds * self.times
-        num_steps = steps_in(order["seconds"], step_seconds, fewest=order["fewest_steps"])
+        self.accumulation_factor = message["accumulation_factor"]
+        step_seconds = self._step_seconds * self.accumulation_factor
+        num_steps = steps_in(message["seconds"], step_seconds, fewest=message["fewest_steps"])
         window = TimedWindow(self._device, num_steps=num_steps)
         while window.after_step((yield)):
             pass
         row = window.result()
-        self._step_seconds = row["step_seconds"] / self.times
-        if order["is_profiled"] and self._device.type == "cuda":
+        self._step_seconds = row["step_seconds"] / self.accumulation_factor
+        if message["is_profiled"] and self._device.type == "cuda":
             row |= yield from self._profiled()
-        self.times = 1
-        self._channel.send(state="timed", row=row, **self._memory(is_kept=order["is_kept"]))
+        self.accumulation_factor = 1
+        self._channel.send(state="timed", row=row, **self._memory(keep=message["keeps_memory"]))
 
     def _profiled(self) -> Generator[None, Tensor, dict[str, Any]]:
         with kernel_recorder() as recorded:
@@ -92,12 +93,12 @@ class TurnClock:
             synchronize(self._device)
         return kernel_rows(budget_of(kernels_of(recorded), num_steps=1))
 
-    def _memory(self, *, is_kept: bool = False) -> dict[str, int]:
-        """Bytes at the peak and at rest; unless `is_kept`, what is not in use goes back to the card."""
+    def _memory(self, *, keep: bool = False) -> dict[str, int]:
+        """Reserved bytes at the peak and when idle; unused memory is freed first, unless `keep`."""
         if self._device.type != "cuda":
-            return {"peak_bytes": 0, "rest_bytes": 0}
+            return {"peak_bytes": 0, "idle_bytes": 0}
         peak = torch.cuda.max_memory_reserved()
-        if not is_kept:
+        if not keep:
             gc.collect()
             torch.cuda.empty_cache()
-        return {"peak_bytes": peak, "rest_bytes": torch.cuda.memory_reserved()}
+        return {"peak_bytes": peak, "idle_bytes": torch.cuda.memory_reserved()}

@@ -1,4 +1,4 @@
-"""A contender's process as the driver of `bench/step.py` sees it: started, spoken to, ended."""
+"""A contender's process as the driver of `bench.step` sees it: started, commanded, ended."""
 
 import contextlib
 import json
@@ -17,51 +17,52 @@ from bench.interleaved.channel import Channel
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
-# What a process takes on the card beside its tensors: the context, loaded kernels, the libraries' own.
+# Device memory of a process besides its tensors: the CUDA context, loaded kernels, library workspaces.
 CONTEXT_BYTES = int(0.8 * GIB)
-# Of inductor in every process; a dozen of them compile at once.
+# Inductor's compile workers per process; a dozen processes compile at once.
 COMPILE_THREADS = 4
+LOG_TAIL_LINES = 40
 
-# new: not started. importing: imports. imported: waits to build. building: weights and compiler. compiled:
-# waits for the card. warming: first steps. resting: waits for its turn. timing: has it. gone: ended.
-State = Literal[
-    "new", "importing", "imported", "building", "compiled", "warming", "resting", "timing", "gone"
-]
-# When a contender says this, it is there now.
-_NEXT: dict[str, State] = {
+# new: not started. importing. imported: waits to build. building: allocates and compiles. compiled: waits for
+# the device. warming: makes its first steps. idle: waits for its next window. timing: in a window. ended.
+State = Literal["new", "importing", "imported", "building", "compiled", "warming", "idle", "timing", "ended"]
+# The state that each message of a worker leads to.
+_STATE_AFTER: dict[str, State] = {
     "imported": "imported",
     "compiled": "compiled",
-    "ready": "resting",
-    "timed": "resting",
-    "failed": "gone",
+    "ready": "idle",
+    "timed": "idle",
+    "failed": "ended",
 }
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One contender with one setting; the bytes are estimates until it has made steps."""
+    """One contender with one setting; its bytes are estimates until it has made steps."""
 
     case: str
     peer: str
-    """Settings of the same peer compete in the sweep, and the best goes on."""
+    """Entries of the same peer compete in the sweep, and the fastest takes part in the rounds."""
     label: str
     contender: str
     settings: dict[str, Any]
     run: dict[str, Any]
     built_bytes: int
-    rest_bytes: int
+    """Bytes while it builds and compiles."""
+    idle_bytes: int
+    """Bytes between its windows."""
     peak_bytes: int
-    times: int | None = None
-    """Besides the usual turns one with so many times the micro-batches."""
+    accumulation_factor: int | None = None
+    """After the rounds, one more window with this many times the micro-batches per step."""
 
     @property
-    def is_class_of_its_own(self) -> bool:
-        """fp8: nobody here is compared with it."""
+    def is_fp8(self) -> bool:
+        """Whether it computes in fp8; no peer is compared with it."""
         return self.run.get("precision", {}).get("fp8") is not None
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What every row of it carries."""
+        """The columns that every row of this entry has."""
         return {
             "case": self.case,
             "peer": self.peer,
@@ -72,86 +73,88 @@ class Entry:
 
 
 @dataclass
-class Resident:
-    """A contender's process, where it stands, and what it takes on the card."""
+class ContenderProcess:
+    """The process of one entry, its state, and its memory on the device."""
 
     entry: Entry
     state: State = "new"
-    rest_bytes: int = 0
+    idle_bytes: int = 0
     peak_bytes: int = 0
-    told: dict[str, Any] = field(default_factory=dict)
-    """Of its warm-up: first loss, seconds of compiling, machine."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """First loss, compile seconds and machine, reported after the warm-up."""
     error: str | None = None
-    words: list[str] = field(default_factory=list)
+    log_tail: list[str] = field(default_factory=list)
+    """The last lines of its log, if it failed."""
     timings: list[dict[str, Any]] = field(default_factory=list)
-    since: float = field(default_factory=time.monotonic)
-    is_beside_others: bool = False
-    """Whether anyone else held memory of the card when it first ran."""
+    state_since: float = field(default_factory=time.monotonic)
+    shares_device: bool = False
+    """Whether another contender held device memory when it warmed up."""
 
     def __post_init__(self) -> None:
-        self.rest_bytes = self.entry.rest_bytes + CONTEXT_BYTES
+        self.idle_bytes = self.entry.idle_bytes + CONTEXT_BYTES
         self.peak_bytes = self.entry.peak_bytes + CONTEXT_BYTES
 
     def start(self, folder: Path, *, warmup_steps: int) -> None:
-        """Start the process; from now on its messages can be read at `fileno`."""
+        """Start the process; from now on its messages arrive at `fileno`."""
         name = re.sub(r"\W+", "-", f"{self.entry.case}-{self.entry.label}")
         request, self._log = folder / f"{name}.json", folder / f"{name}.log"
         asked = {"contender": self.entry.contender, "settings": self.entry.settings, "run": self.entry.run}
         request.write_text(json.dumps({**asked, "warmup_steps": warmup_steps}))
-        with self._log.open("w") as words:
+        with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "bench.interleaved.worker", str(request)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=words,
+                stderr=log,
                 env=environment(),
                 cwd=ROOT,
                 text=True,
                 bufsize=1,
-                process_group=0,  # so that its workers end with it
+                process_group=0,  # so that its own workers end with it
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._channel = Channel(self._process.stdout, self._process.stdin)
         self.enter("importing")
 
     def fileno(self) -> int:
-        """Where a selector looks for its messages."""
+        """The file descriptor of its messages, for a selector."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def enter(self, state: State) -> None:
-        """Be in a state from now on."""
-        self.state, self.since = state, time.monotonic()
+        """Change to a state."""
+        self.state, self.state_since = state, time.monotonic()
 
-    def order(self, state: State, **message: Any) -> None:
-        """Give an order and be in the state that it leads to; that a process is dead is found later."""
+    def command(self, state: State, **message: Any) -> None:
+        """Send a command and change to the state it leads to; a dead process is noticed on receiving."""
         self.enter(state)
         with contextlib.suppress(BrokenPipeError):
             self._channel.send(**message)
 
-    def hear(self) -> None:
-        """Take one message in; the end of the pipe is an end with an error."""
+    def receive(self) -> None:
+        """Process one message; a closed pipe means that the process failed."""
         try:
             message = self._channel.receive()
         except (EOFError, json.JSONDecodeError):
-            self.end(self.error or self._last_words())
+            self.end(self.error or error_line(self._log.read_text(errors="replace").splitlines()))
             return
-        self.enter(_NEXT[message["state"]])
-        self.rest_bytes = message.get("rest_bytes", self.rest_bytes - CONTEXT_BYTES) + CONTEXT_BYTES
+        self.enter(_STATE_AFTER[message["state"]])
+        self.idle_bytes = message.get("idle_bytes", self.idle_bytes - CONTEXT_BYTES) + CONTEXT_BYTES
         self.peak_bytes = message.get("peak_bytes", self.peak_bytes - CONTEXT_BYTES) + CONTEXT_BYTES
         if message["state"] == "ready":
-            kept = ("first_loss", "compile_seconds")
-            self.told = {**message["facts"], **{key: message[key] for key in kept}}
+            measured = {key: message[key] for key in ("first_loss", "compile_seconds")}
+            self.facts = {**message["facts"], **measured}
         elif message["state"] == "timed":
             self.timings.append(message["row"])
         elif message["state"] == "failed":
             self.end(message["error"])
 
     def end(self, error: str | None = None) -> None:
-        """End the process and its workers, if they have not ended by themselves."""
+        """Kill the process and its workers, if they are still alive."""
         self.error = error
-        self.words = self._log.read_text(errors="replace").splitlines()[-40:] if error else []
-        self.enter("gone")
+        if error:
+            self.log_tail = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        self.enter("ended")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -160,19 +163,16 @@ class Resident:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def _last_words(self) -> str:
-        return last_words(self._log.read_text(errors="replace").splitlines())
 
-
-def last_words(lines: list[str]) -> str:
-    """The last line that names an error, or the last line."""
-    told = [line for line in lines if re.match(r"\w*(\.\w+)*(Error|Exception)\b", line)]
-    spoken = [line for line in lines if line.strip()]
-    return (told or spoken or ["the process ended without a word"])[-1][:300]
+def error_line(lines: list[str]) -> str:
+    """The last line of a log that names an exception, or its last line."""
+    errors = [line for line in lines if re.match(r"\w*(\.\w+)*(Error|Exception)\b", line)]
+    not_empty = [line for line in lines if line.strip()]
+    return (errors or not_empty or ["the process ended without output"])[-1][:300]
 
 
 def environment() -> dict[str, str]:
-    """What every contender's process gets; what the user says counts."""
+    """The environment of a contender's process; variables that are already set win."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",

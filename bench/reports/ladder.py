@@ -1,4 +1,4 @@
-"""What bench/ladder.py found, as a page, a picture and JSON."""
+"""The results of `bench.ladder` as a page, a chart and JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from bench.reports.step import GIB, Row, losses_agree, provenance, stem_of, writ
 
 
 def write_ladder(summary: dict[str, Any], folder: Path) -> None:
-    """All files, if anything was measured at all."""
+    """Write all files, if anything was measured."""
     facts = next((row for row in summary["rows"] if "device" in row), None)
     if facts is not None:
         stem = stem_of("ladder", summary["options"]["case"], facts)
@@ -15,12 +15,12 @@ def write_ladder(summary: dict[str, Any], folder: Path) -> None:
 
 
 def ladder_page(summary: dict[str, Any], facts: Row, stem: str) -> str:
-    """A line for each rung, with what it adds to the one below."""
+    """The page: one line per rung, with its gain over the rung before."""
     lines = [
         f"# What each technique adds to a step of {summary['run']['model']['family']} on {facts['device']}",
         "",
         provenance(summary, facts),
-        "Every rung has what stands above it as well; it is undone from outside, since the product has no "
+        "Every rung includes the rungs above it. A technique is switched off by patching: the product has no "
         "such switches.",
         "",
         f"First losses agree: {'yes' if losses_agree(summary['rows']) else 'NO'}.",

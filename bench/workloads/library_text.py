@@ -1,8 +1,8 @@
-"""What the runs of bench/parity.py learn: real text that every machine has, the sources of Python's library.
+"""The dataset of `bench.parity`: the sources of Python's standard library, a text that every machine has.
 
-Bytes are tokens. Some hundred steps are far from enough to learn it, so that the loss falls all the time and
-never comes near a floor, where every number format would look the same; and unlike a made-up grammar it has
-something for every part of a model to find from the first steps on.
+Bytes are tokens. Some hundred steps are far from enough to learn it, so the loss keeps falling and never
+comes near a floor, where every number format would look the same. Unlike a synthetic grammar it has structure
+for every part of a model from the first steps on.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from meshwright.bench.random_tokens import RandomTokens
 from meshwright.data.write import new_dataset
 from meshwright.errors import SpecError
 
-# Tables of characters, generated files and tests of other kinds than code.
+# Folders with character tables, generated files and test data.
 LEFT_OUT = (
     "site-packages",
     "dist-packages",
@@ -32,13 +32,13 @@ NUM_BYTES = 256
 
 
 def library_files(folder: Path) -> list[Path]:
-    """Sources in an order that mixes them, the same wherever the library is."""
+    """The source files, shuffled by a hash of their path, so that the order is the same everywhere."""
     found = [path for path in folder.rglob("*.py") if not set(path.relative_to(folder).parts) & set(LEFT_OUT)]
     return sorted(found, key=lambda path: hashlib.sha1(str(path.relative_to(folder)).encode()).digest())
 
 
 def library_documents(num_tokens: int, folder: Path | None = None) -> list[NDArray[np.uint32]]:
-    """Files as tokens, one more than their bytes: 0 is the end of a document."""
+    """The files as tokens: byte value plus 1; token 0 ends a document."""
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     documents: list[NDArray[np.uint32]] = []
     total = 0
@@ -49,15 +49,15 @@ def library_documents(num_tokens: int, folder: Path | None = None) -> list[NDArr
         total += len(documents[-1]) + 1
     if total < num_tokens:
         raise SpecError(
-            f"the sources of Python's library have {total} bytes, {num_tokens} are asked for",
+            f"the sources of Python's library have {total} bytes, {num_tokens} are needed",
             where=str(folder),
-            hint="fewer --steps, or a smaller --batch",
+            hint="use fewer --steps or a smaller --batch",
         )
     return documents
 
 
 def write_library(folder: Path, *, vocab_size: int, num_tokens: int) -> dict[str, float]:
-    """A packed dataset of so many tokens; its size, and the loss of who knows frequencies alone."""
+    """Write a packed dataset of this many tokens; returns its size and its unigram entropy."""
     documents = library_documents(num_tokens)
     with new_dataset(folder, RandomTokens(vocab_size)) as writer:
         writer.append(documents)

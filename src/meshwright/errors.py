@@ -8,6 +8,7 @@ MeshwrightError            exit
 |- LaunchError             2   the launcher or its environment is wrong
 |- PlanError               3   it does not fit, or no layout is feasible
 `- RunError                4   a run that had started failed
+   `- OutOfMemory          4   a rank ran out of memory (5 from one rank to the process that started it)
 
 A message is a fact with its values, then where, then what to do. Anything that is not a
 MeshwrightError is a fault of ours and exits 70.
@@ -19,6 +20,8 @@ EXIT_DONE = 0
 EXIT_INPUT = 2
 EXIT_NO_FIT = 3
 EXIT_RUN_FAILED = 4
+EXIT_RANK_OUT_OF_MEMORY = 5
+"""Exit status of one rank, for the process that started it; `meshwright train` itself then ends with 4."""
 EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
 
@@ -40,7 +43,7 @@ class MeshwrightError(Exception):
         return f"{place}{self.fact}{advice}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross process borders, so they pickle with all three parts."""
+        """Errors are sent between processes, so they pickle with all three parts."""
         return _rebuild, (type(self), self.fact, self.where, self.hint)
 
 
@@ -102,3 +105,7 @@ class RunError(MeshwrightError):
     """A run that had started failed."""
 
     exit_code = EXIT_RUN_FAILED
+
+
+class OutOfMemory(RunError):
+    """A rank ran out of memory, on its device or on the host."""

@@ -1,4 +1,4 @@
-"""Measurements on a CUDA device: fp8 products, the attention kernel, the kernels of a step."""
+"""Measurements on a CUDA device: fp8 matmuls, the attention kernel, the kernels of a step."""
 
 import io
 import json
@@ -9,7 +9,7 @@ import torch
 from bench.contenders.plain import plain_model
 from bench.contenders.protocol import Job
 from bench.interleaved.channel import Channel
-from bench.interleaved.clock import TurnClock
+from bench.interleaved.clock import WorkerClock
 from bench.step import parse
 from bench.workloads.cases import CASES, build_run
 from tests.support.runs import tiny_run
@@ -38,7 +38,7 @@ def test_every_precision_multiplies_faster_in_fewer_bits() -> None:
         assert rates["bf16"] < rates["fp8"]
 
 
-def test_kernels_of_a_product_are_seen_and_classed() -> None:
+def test_kernels_of_a_matmul_are_profiled_and_classed() -> None:
     call = matmul_call(2048, 2048, 2048, "bf16", CUDA)
     found = profiled(lambda: [call() for _ in range(4)], num_steps=4)
     assert found.step_seconds > 0
@@ -56,7 +56,7 @@ def test_the_link_to_the_host_goes_both_ways() -> None:
     assert len(names) == 4 and names[0] == "host to device, pinned"
 
 
-def test_a_step_tells_its_memory_and_its_attention_kernel() -> None:
+def test_a_step_reports_its_memory_and_its_attention_kernel() -> None:
     run = tiny_run("gqa", microbatch_sequences=2)
     run = run.with_(device="cuda", precision=run.precision.with_(compute="bf16"))
     with on_random_tokens(run) as prepared:
@@ -67,28 +67,28 @@ def test_a_step_tells_its_memory_and_its_attention_kernel() -> None:
     )
 
 
-def test_a_contender_at_rest_gives_back_what_a_step_needs() -> None:
-    turn = {"order": "turn", "seconds": 0.0, "fewest_steps": 2, "lead_steps": 1, "times": 1}
-    orders = [turn | {"is_profiled": True, "is_kept": False}, {"order": "stop"}]
+def test_an_idle_contender_frees_what_only_a_step_needs() -> None:
+    window = {"command": "time", "seconds": 0.0, "fewest_steps": 2, "lead_steps": 1, "accumulation_factor": 1}
+    commands = [window | {"is_profiled": True, "keeps_memory": False}, {"command": "stop"}]
     answers = io.StringIO()
-    channel = Channel(io.StringIO("".join(json.dumps(order) + "\n" for order in orders)), answers)
-    clock = TurnClock(CUDA, channel, warmup_steps=1)
+    channel = Channel(io.StringIO("".join(json.dumps(one) + "\n" for one in commands)), answers)
+    clock = WorkerClock(CUDA, channel, warmup_steps=1)
     weight = torch.randn(1024, 1024, device=CUDA)
     is_wanted = True
     while is_wanted:
         is_wanted = clock.after_step((weight @ torch.randn(1024, 1 << 15, device=CUDA)).sum())
     ready, timed = map(json.loads, answers.getvalue().splitlines())
-    assert ready["rest_bytes"] < ready["peak_bytes"] - (100 << 20) and timed["row"]["num_steps"] == 2
+    assert ready["idle_bytes"] < ready["peak_bytes"] - (100 << 20) and timed["row"]["num_steps"] == 2
     assert timed["row"]["kernel_seconds"]["GEMM"] > 0
 
 
-def test_folded_weights_leave_the_card(tmp_path: Path) -> None:
+def test_freed_weights_leave_the_device(tmp_path: Path) -> None:
     options = parse(["--case", "tiny", "--device", "cuda", "--precision", "bf16"])
     job = Job(build_run(CASES["tiny"], options, tmp_path), CUDA)
     before = torch.cuda.memory_allocated()
     model = plain_model(job)
     held, first = torch.cuda.memory_allocated() - before, model.tokens.weight.clone()
-    job.fold()
+    job.free_weights()
     assert torch.cuda.memory_allocated() - before < held / 4
-    job.unfold()
+    job.restore_weights()
     assert torch.equal(model.tokens.weight, first)

@@ -1,4 +1,4 @@
-"""A checkpoint knows weights exactly, whatever format a run keeps them in."""
+"""A checkpoint has the exact weights, whatever format a run keeps them in."""
 
 import pytest
 import torch
@@ -65,10 +65,10 @@ def test_formats_resume_each_other_exactly(ranks, tmp_path, before, after, layou
     for held in ranks.run(restored, 2, run_of(after, LAYOUTS[layout]), tmp_path):
         assert set(held) == set(saved)
         assert all(torch.equal(held[name], value) for name, value in saved.items())
-    attempt(ranks, run_of(after, LAYOUTS[layout]), tmp_path)  # and it goes on
+    attempt(ranks, run_of(after, LAYOUTS[layout]), tmp_path)  # and it resumes
 
 
-def test_narrow_formats_resume_as_wide_ones(ranks, tmp_path):
+def test_low_precision_formats_resume_as_fp32(ranks, tmp_path):
     """bf16 weights and moments are fp32 numbers too."""
     attempt(ranks, run_of(STOCHASTIC), tmp_path, stop_after=2)
     saved = read_tensors(last_checkpoint(tmp_path))

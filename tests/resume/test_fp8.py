@@ -1,4 +1,4 @@
-"""fp8 across a resume: histories of scales and fallen blocks go on, and the recipe may change."""
+"""fp8 across a resume: amax histories and blocks in bf16 are restored, and the recipe may change."""
 
 import json
 
@@ -23,9 +23,9 @@ def _run(fp8: Fp8Spec | None, **changes: object) -> RunSpec:
 
 
 @pytest.mark.parametrize("layout", [{}, {"dp_shard": 2, "zero": 3}])
-def test_delayed_scales_go_on(ranks: RankPool, tmp_path, layout) -> None:
+def test_delayed_scales_resume(ranks: RankPool, tmp_path, layout) -> None:
     cast_weights = "per_microbatch" if layout else "per_step"
-    fp8 = Fp8Spec(recipe="delayed", bf16_ends=0, history_steps=3, cast_weights=cast_weights)
+    fp8 = Fp8Spec(recipe="delayed", bf16_layers_each_end=0, history_steps=3, cast_weights=cast_weights)
     run = _run(fp8, parallel=ParallelSpec(**layout))
     attempt(ranks, run, tmp_path / "whole")
     attempt(ranks, run, tmp_path / "parts", stop_after=2)
@@ -39,18 +39,22 @@ def test_delayed_scales_go_on(ranks: RankPool, tmp_path, layout) -> None:
 
 def test_the_recipe_may_change_on_the_way(ranks: RankPool, tmp_path) -> None:
     """A checkpoint is the same with and without fp8."""
-    for step, fp8 in enumerate([None, Fp8Spec(bf16_ends=0), Fp8Spec(recipe="delayed"), None], start=1):
+    for step, fp8 in enumerate(
+        [None, Fp8Spec(bf16_layers_each_end=0), Fp8Spec(recipe="delayed"), None], start=1
+    ):
         assert attempt(ranks, _run(fp8), tmp_path, stop_after=1).step == step
 
 
-def test_fallen_blocks_stay_fallen(ranks: RankPool, tmp_path) -> None:
-    """No cosine reaches 1, so every block falls at the first look."""
-    strict = Fp8Spec(bf16_ends=1, compare_every_steps=1, min_gradient_cosine=1.0)
+def test_blocks_that_fell_back_stay_in_bf16(ranks: RankPool, tmp_path) -> None:
+    """No cosine reaches 1, so every block falls back at the first comparison."""
+    strict = Fp8Spec(bf16_layers_each_end=1, compare_every_steps=1, min_gradient_cosine=1.0)
     attempt(ranks, _run(strict), tmp_path, stop_after=2)
     manifest = json.loads((last_checkpoint(tmp_path) / "manifest.json").read_text())
-    assert manifest["fp8_fallen"] == [1]
+    assert manifest["fp8_fallback_layers"] == [1]
     attempt(ranks, _run(strict), tmp_path)
-    looks = [event for event in read_events(events_path(tmp_path, 0)) if event["kind"] == "shadow"]
-    assert [event["step"] for event in looks] == [0]
-    assert looks[0]["fallen"] == [1]
-    assert looks[0]["cosines"][0] < 1.0
+    comparisons = [
+        event for event in read_events(events_path(tmp_path, 0)) if event["kind"] == "fp8_comparison"
+    ]
+    assert [event["step"] for event in comparisons] == [0]
+    assert comparisons[0]["fallback_layers"] == [1]
+    assert comparisons[0]["cosines"][0] < 1.0

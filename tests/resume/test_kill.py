@@ -1,4 +1,4 @@
-"""A run that is killed at any moment, and started again, is the run that was not killed."""
+"""A run that is killed at any time, and started again, is the run that was not killed."""
 
 import os
 import random
@@ -75,13 +75,13 @@ def check_kills(mortal: RankPool, folder: Path, seed: int, num_kills: int) -> No
     assert len(complete_checkpoints(folder / "parts" / "checkpoints")) == 2
 
 
-def test_killed_at_random_moments(mortal, tmp_path):
+def test_killed_at_random_times(mortal, tmp_path):
     check_kills(mortal, tmp_path, SEED, num_kills=4)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("trial", range(12))
-def test_killed_at_many_random_moments(mortal, tmp_path, trial):
+def test_killed_at_many_random_times(mortal, tmp_path, trial):
     """Another seed: MESHWRIGHT_TEST_SEED=2 make soak."""
     check_kills(mortal, tmp_path, 1000 * SEED + trial, num_kills=8)
 
@@ -116,7 +116,7 @@ def _die_at_disk_call(run: RunSpec, run_dir: Path, fatal_call: int) -> int:
 
 
 def test_killed_in_the_middle_of_a_save(mortal, tmp_path):
-    """At every change of the disk in turn: what is published is whole, and the run goes on from there."""
+    """At every change of the disk, in order: what is published is complete, and the run resumes."""
     run = saving_run(ParallelSpec(), num_steps=3, every_steps=1).with_(
         checkpoint=CheckpointSpec(every_steps=1, keep_last=1)
     )
@@ -187,9 +187,9 @@ def _fail_to_save_once(run: RunSpec, run_dir: Path) -> tuple[str, int, list[str]
     return result.kind, result.step, names
 
 
-def test_a_failed_save_is_told_by_all_ranks_and_training_goes_on(ranks, tmp_path):
+def test_a_failed_save_is_a_warning_on_all_ranks_and_training_continues(ranks, tmp_path):
     results = ranks.run(_fail_to_save_once, 2, saving_run(TWO_RANKS), tmp_path)
     assert results == [("finished", 6, ["step-00000004", "step-00000006"])] * 2
     assert not list((tmp_path / "checkpoints").glob(".partial*")), "a full disk stays full of what is left"
-    told = [path.name for path in tmp_path.glob("events-*.jsonl") if "No space left" in path.read_text()]
-    assert sorted(told) == ["events-0.jsonl", "events-1.jsonl"]
+    found = [path.name for path in tmp_path.glob("events-*.jsonl") if "No space left" in path.read_text()]
+    assert sorted(found) == ["events-0.jsonl", "events-1.jsonl"]

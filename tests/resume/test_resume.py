@@ -43,8 +43,8 @@ def history(run_dir: Path) -> list[tuple[object, ...]]:
 
 
 def named(parallel: ParallelSpec) -> str:
-    said = parallel.model_dump(exclude_defaults=True).items()
-    return "-".join(f"{key}{value}" for key, value in said) or "one"
+    axes = parallel.model_dump(exclude_defaults=True).items()
+    return "-".join(f"{key}{value}" for key, value in axes) or "one"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,7 +64,7 @@ def test_stopped_and_resumed_equals_uninterrupted(ranks, tmp_path, layout, stop_
 
 
 @pytest.mark.parametrize("layout", ("one_rank", "zero_1", "zero_3"))
-def test_the_loss_scale_goes_on(ranks, tmp_path, layout):
+def test_the_loss_scale_resumes(ranks, tmp_path, layout):
     """It starts far too high, so the first batches are skipped; they count as used, not as steps."""
     run = bitwise_run(LAYOUTS[layout], "fp16")
     whole = attempt(ranks, run, tmp_path / "whole")
@@ -121,7 +121,7 @@ def _sample_stream(run: RunSpec) -> list[list[int]]:
 
 
 def test_metrics_are_one_clean_history(ranks, tmp_path):
-    """Steps that a stopped attempt had told, but not saved, are told once."""
+    """Steps that a stopped attempt had recorded, but not saved, are recorded once."""
     run = bitwise_run(ParallelSpec()).with_(checkpoint=CheckpointSpec(every_steps=2))
     attempt(ranks, run, tmp_path, stop_after=3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -62,6 +62,10 @@ def plant(place: str, rank: int, step: int) -> None:
 
 
 if __name__ == "__main__":
+    if torch.cuda.is_available():  # ranks share one card, which NCCL allows to ranks of different hosts only
+        os.environ.update(
+            NCCL_HOSTID=f"host{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1"
+        )
     plant(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     del sys.argv[1:4]
     main()

@@ -4,18 +4,18 @@ import contextlib
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.distributed.checkpoint as dcp
 from tests.support.equivalence import this_world
 from torch import Tensor
 
-from meshwright.checkpoint.load import complete_checkpoints, read_manifest
+from meshwright.checkpoint.index import read_index
+from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_manifest
+from meshwright.checkpoint.shard_file import DTYPE_NAMES
 from meshwright.rehearse.rank_pool import RankFailure, RankPool
 from meshwright.spec import RunSpec
 from meshwright.train import loop
@@ -81,13 +81,10 @@ def last_checkpoint(run_dir: Path) -> Path:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Name -> full tensor, for every tensor of a checkpoint."""
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended here
-        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    index = read_index(folder)
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    tensors = {name: torch.empty(entry.shape, dtype=dtypes[entry.dtype]) for name, entry in index.items()}
+    load_tensors(folder, tensors)
     return tensors
 
 

@@ -38,4 +38,5 @@ def test_exit_codes_are_those_of_the_contract():
         "LaunchError": 2,
         "PlanError": 3,
         "RunError": 4,
+        "OutOfMemory": 4,
     }

@@ -1,4 +1,4 @@
-"""Which device a process takes, and when there are too few of them."""
+"""The device of a process, and the error when there are too few."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from meshwright.mesh import choose_device
 
 
 @pytest.fixture
-def one_card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def one_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("LOCAL_WORLD_SIZE", "NCCL_HOSTID"):
@@ -16,23 +16,23 @@ def one_card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_card_of_its_own_is_number_0_for_every_rank(one_card):
+def test_the_only_visible_device_is_number_0_for_every_rank(one_device):
     assert choose_device("auto", 3) == torch.device("cuda", 0)
 
 
-def test_more_ranks_than_cards_are_refused(one_card):
-    one_card.setenv("LOCAL_WORLD_SIZE", "8")
+def test_more_ranks_than_devices_are_refused(one_device):
+    one_device.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(
         MeshError, match="8 ranks were started here, and CUDA devices that torch sees: 1"
     ) as caught:
         choose_device("auto", 0)
     assert caught.value.where == "parallel" and "device=cpu" in caught.value.hint
     assert choose_device("cpu", 0) == torch.device("cpu")
-    one_card.setenv("NCCL_HOSTID", "host0")  # ranks that say they are hosts may share a card
+    one_device.setenv("NCCL_HOSTID", "host0")  # ranks that say they are hosts may share a card
     assert choose_device("cuda", 5) == torch.device("cuda", 0)
 
 
-def test_a_variable_that_is_no_number_is_told(one_card):
-    one_card.setenv("LOCAL_WORLD_SIZE", "two")
+def test_a_variable_that_is_not_a_number_is_refused(one_device):
+    one_device.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(LaunchError, match="LOCAL_WORLD_SIZE='two'"):
         choose_device("cuda", 0)

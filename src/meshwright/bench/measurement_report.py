@@ -144,7 +144,7 @@ def _width_chart(rows: Sequence[Row], device: Device | None) -> str:
     if device is not None:
         lines["model: tiles and waves"] = _modelled(rows, device)
     title = f"{rows[0]['m']} x n x {rows[0]['k']} in {rows[0]['precision']}: what a width costs"
-    return chart(title, lines, x_words="n", y_words="TFLOP/s")
+    return chart(title, lines, x_name="n", y_name="TFLOP/s")
 
 
 def _modelled(rows: Sequence[Row], device: Device) -> list[tuple[float, float]]:
@@ -163,7 +163,7 @@ def _attention(rows: Sequence[Row], width: int) -> str:
             work = row["forward_seconds"] * row["forward_teraflops"] * 3.0
             lines.setdefault(row["backend"], []).append((float(row["sequence"]), work / seconds))
     title = f"Causal attention, head width {width}: forward and backward, counted as 3 forward passes"
-    return chart(title, lines, x_words="sequence", y_words="TFLOP/s", is_log=True)
+    return chart(title, lines, x_name="sequence", y_name="TFLOP/s", is_log=True)
 
 
 def _collectives(rows: Sequence[Row]) -> str:
@@ -174,7 +174,7 @@ def _collectives(rows: Sequence[Row]) -> str:
             point = (float(row["bytes"]), row["link_gigabytes_per_second"])
             lines.setdefault(row["kind"], []).append(point)
     title = f"Collectives of {most} ranks: bandwidth of a link"
-    return chart(title, lines, x_words="bytes of the message", y_words="GB/s", is_log=True)
+    return chart(title, lines, x_name="bytes of the message", y_name="GB/s", is_log=True)
 
 
 def write_folder(folder: Path, bench: str, document: Mapping[str, Any], device: Device | None) -> list[Path]:

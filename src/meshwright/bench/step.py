@@ -20,7 +20,7 @@ from meshwright.plan.workload.flops import flops_per_token
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.train.build import build_data, build_training, seed_step
-from meshwright.train.gc_control import collector_off
+from meshwright.train.gc_control import gc_paused
 from meshwright.train.step import Training, train_step
 
 LARGEST_DATA_TOKENS = 1 << 23
@@ -43,7 +43,7 @@ def make_steps(run: RunSpec, mesh: Mesh, training: Training, clock: StepClock) -
     """The loop of `train` without logging and checkpoints, until the clock has timed enough steps."""
     batches = build_data(run, mesh)
     step, is_wanted = 0, True
-    with collector_off():
+    with gc_paused():
         while is_wanted:
             batch = next(batches)
             seed_step(run.seed, step)

@@ -1,4 +1,4 @@
-"""How far the weights of two runs are apart."""
+"""Differences between the weights of two runs."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from meshwright.models.names import state_shapes
 
 @dataclass(frozen=True)
 class WeightDifference:
-    """How far the weights of two runs are apart at a step that both have saved."""
+    """Difference between the weights of two runs at a step that both have saved."""
 
     step: int
     num_tensors: int
@@ -26,7 +26,7 @@ class WeightDifference:
 def weight_difference(
     run_a: Path, run_b: Path, *, max_step: int | None, rtol: float
 ) -> WeightDifference | None:
-    """At the last step of which both runs have a checkpoint; None where there is no such step."""
+    """The difference at the last step that both runs have saved; None where there is no such step."""
     shared = _steps(run_a) & _steps(run_b)
     step = max((step for step in shared if max_step is None or step <= max_step), default=None)
     if step is None:
@@ -42,17 +42,17 @@ def weight_difference(
 
 
 def compare_weights(a: Weights, b: Weights, *, step: int, rtol: float) -> WeightDifference:
-    """Tensor by tensor: the largest |a - b| / the largest |a| or |b| of that tensor."""
-    apart = [_apart(a.tensors[tensor], b.tensors[tensor]) for tensor in a.tensors]
+    """The difference of two sets of weights, tensor by tensor."""
+    relative = [_relative(a.tensors[tensor], b.tensors[tensor]) for tensor in a.tensors]
     return WeightDifference(
         step=step,
-        num_tensors=len(apart),
-        num_different=sum(relative > rtol for relative in apart),
-        max_relative=max(apart),
+        num_tensors=len(relative),
+        num_different=sum(one > rtol for one in relative),
+        max_relative=max(relative),
     )
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     if torch.equal(a, b):
         return 0.0
     size = torch.maximum(a.abs().max(), b.abs().max()).double()

@@ -1,4 +1,4 @@
-"""Weights from one form to another: checkpoint, Hugging Face folder, torch file. Nothing is written over.
+"""Converts weights between checkpoint, Hugging Face folder and torch file. Nothing is overwritten.
 
 A target appears under its name only when it is complete.
 """
@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def form_of_target(weights: Weights, target: Path) -> Form:
-    """A .pt file is a torch file; a folder is Hugging Face's, or a checkpoint where the source is theirs."""
+    """The form of a target: torch for a .pt file, checkpoint from a Hugging Face folder, else huggingface."""
     if target.suffix in TORCH_SUFFIXES:
         return "torch"
     return "checkpoint" if (weights.origin / "config.json").is_file() else "huggingface"
@@ -40,9 +40,9 @@ def convert_weights(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write the weights in another form; refuses a target that exists."""
+    """Write the weights in another form; raises CheckpointError for a target that exists."""
     if target.exists() or target.is_symlink():
-        raise CheckpointError("this exists already", where=str(target), hint="name a new folder or file")
+        raise CheckpointError("this already exists", where=str(target), hint="name a new folder or file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if form == "huggingface":
@@ -52,23 +52,23 @@ def convert_weights(
         else:
             _write_checkpoint(weights, target, dtype=dtype)
     except (OSError, SafetensorError, RuntimeError) as error:
-        why = error.strerror if isinstance(error, OSError) else _disk_words(error)
+        why = error.strerror if isinstance(error, OSError) else _disk_error_text(error)
         if why is None:
             raise
         raise CheckpointError(
-            f"cannot be written: {why}", where=str(target), hint="make room, or name another place"
+            f"cannot be written: {why}", where=str(target), hint="free disk space, or name another place"
         ) from None
 
 
-def _disk_words(error: Exception) -> str | None:
-    """What safetensors and torch.save say of a disk, each in a class of its own; None for anything else."""
+def _disk_error_text(error: Exception) -> str | None:
+    """The disk error behind an error of safetensors or torch.save; None for anything else."""
     if "inline_container" in str(error):
-        return "torch.save could not write the file to its end"
+        return "torch.save could not write the file completely"
     return str(error).splitlines()[0] if isinstance(error, SafetensorError) else None
 
 
 def _write_folder(weights: Weights, target: Path, *, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-    """One file of the folder at a time is in memory; the dataset's tokenizer goes along."""
+    """Write a Hugging Face folder, one file in memory at a time, with the dataset's tokenizer."""
     save_folder(weights.tensors, weights.model, target, max_shard_bytes=max_shard_bytes, dtype=dtype)
     tokenizer = _tokenizer_file(weights)
     if tokenizer is not None:
@@ -82,7 +82,7 @@ def _tokenizer_file(weights: Weights) -> Path | None:
 
 
 def _write_file(weights: Weights, target: Path, *, dtype: torch.dtype | None) -> None:
-    """torch.save needs all tensors at once, so this form is for models that fit into memory."""
+    """Write a torch file; torch.save needs all tensors in memory at once."""
     content = {
         "model": {name: _cast(weights.tensors[name], dtype).clone() for name in weights.tensors},
         "spec": weights.model.model_dump(mode="json"),
@@ -97,7 +97,7 @@ def _write_file(weights: Weights, target: Path, *, dtype: torch.dtype | None) ->
 
 
 def _write_checkpoint(weights: Weights, target: Path, *, dtype: torch.dtype | None) -> None:
-    """Weights only: `checkpoint.start_from` takes them, and training then starts at step 0."""
+    """Write a checkpoint of the weights alone, for `checkpoint.start_from`."""
     draft = target.with_name(f".{target.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     has_world = dist.is_initialized()

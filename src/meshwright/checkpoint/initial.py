@@ -1,12 +1,12 @@
-"""Initial weights from somewhere else, each rank reading only its own part.
+"""Initial weights from another run or model; each rank reads only its own shards.
 
-hugging face folder   config.json and safetensors; a rank reads the slices that it owns
+hugging face folder   config.json and safetensors; a rank reads the slices of its shards
 checkpoint            a folder step-<n>, or one that `meshwright convert` wrote
-run directory         its last complete checkpoint
+run directory         its newest complete checkpoint
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
-from meshwright.checkpoint.run_checkpoints import take_masters, weight_tensors
-from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_tensors
+from meshwright.checkpoint.save import on_all_ranks
+from meshwright.errors import CheckpointError
 from meshwright.models.interop import HuggingFaceReader
 from meshwright.models.names import state_shapes
 from meshwright.optim.build import set_master_weights
@@ -26,14 +27,14 @@ from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.huggingface import load_model
 
 _WHERE = "checkpoint.start_from"
-# What a run may set otherwise than the model that its weights come from, without a word.
-_OF_TRAINING = ("family", "dropout", "init_std", "scaled_residual_init")
+# Settings that a run may change without a note: they do not change what the weights compute.
+_TRAINING_SETTINGS = ("family", "dropout", "init_std", "scaled_residual_init")
 
 
 def load_initial_weights(run: RunSpec, training: LiveTraining) -> None:
-    """Weights from `checkpoint.start_from`; without it the model keeps its random start.
+    """Load weights from `checkpoint.start_from`; without it the model keeps its random weights.
 
-    All ranks call it. Everything else (optimizer, data position, step) starts anew, and an average of
+    All ranks call it. Everything else (optimizer, data position, step) starts from zero, and an average of
     the weights begins at the loaded ones.
     """
     if run.checkpoint.start_from is None:
@@ -43,24 +44,10 @@ def load_initial_weights(run: RunSpec, training: LiveTraining) -> None:
         if is_checkpoint(folder):
             _load_checkpoint(run, training, folder)
         else:
-            agree(lambda: _load_hugging_face(run, training, folder))
+            on_all_ranks(lambda: _load_hugging_face(run, training, folder))
         training.program.gather_parameters()
     if training.ema is not None:
         training.ema.restart()
-
-
-def agree(action: Callable[[], None]) -> None:
-    """Do something on every rank; what one of them refuses is raised on all."""
-    refusal: MeshwrightError | None = None
-    try:
-        action()
-    except MeshwrightError as error:
-        refusal = error
-    refusals: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
-    for found in refusals:
-        if found is not None:
-            raise found
 
 
 def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> None:
@@ -78,34 +65,35 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
             for name, buffer in stage.named_buffers():
                 if name in reader.shapes:
                     buffer.copy_(reader.read(name))
-    _tell_differences(run.model, there.model_dump(mode="json"), folder)
+    _print_differences(run.model, there.model_dump(mode="json"), folder)
 
 
 def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path) -> None:
     manifest = read_manifest(folder)
+    verify_files(folder, manifest)
     theirs = saved_model(manifest)
     kinds = ("model.", "buffers.")
     shapes = {
         name.split(".", 1)[1]: shape for name, shape in saved_shapes(folder).items() if name.startswith(kinds)
     }
     require_same_tensors(run.model, shapes, folder, theirs=theirs)
-    verify_files(folder, manifest)
     tensors = weight_tensors(training)
     load_tensors(folder, tensors)
-    take_masters(training, tensors)
-    _tell_differences(run.model, theirs, folder)
+    set_loaded_masters(training, tensors)
+    _print_differences(run.model, theirs, folder)
 
 
 def saved_model(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The model of a checkpoint: a run's own, or what `meshwright convert` was told."""
-    model = manifest["run"]["model"] if "run" in manifest else manifest.get("model")
-    return dict(model) if model else {}
+    """The model settings in a manifest, of a run or of `meshwright convert`; empty where there are none."""
+    run = manifest.get("run")
+    model = run.get("model") if isinstance(run, dict) else manifest.get("model")
+    return dict(model) if isinstance(model, dict) else {}
 
 
 def require_same_tensors(
     model: ModelSpec, shapes: Mapping[str, tuple[int, ...]], folder: Path, *, theirs: Mapping[str, Any]
 ) -> None:
-    """Refuse weights that are not, tensor for tensor, those of the model; say which setting differs."""
+    """Refuse weights whose tensors are not those of the model, and name the settings that differ."""
     ours = state_shapes(model)
     different = [name for name in sorted(ours.keys() | shapes.keys()) if ours.get(name) != shapes.get(name)]
     if not different:
@@ -122,9 +110,9 @@ def require_same_tensors(
 
 
 def differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """`model.width is 64 there and 32 here`, for settings that decide what is computed."""
+    """Texts such as `model.width is 64 there and 32 here`, for settings that change what is computed."""
     for name, value in ours.items():
-        if not theirs or (not prefix and name in _OF_TRAINING) or theirs.get(name) == value:
+        if not theirs or (not prefix and name in _TRAINING_SETTINGS) or theirs.get(name) == value:
             continue
         inner = theirs.get(name)
         if isinstance(value, dict) and isinstance(inner, dict):
@@ -133,8 +121,8 @@ def differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefi
             yield f"model.{prefix}{name} is {inner} there and {value} here"
 
 
-def _tell_differences(model: ModelSpec, theirs: Mapping[str, Any], folder: Path) -> None:
-    """Same tensors, other arithmetic (rotary base, window): may be meant, so it is only said."""
+def _print_differences(model: ModelSpec, theirs: Mapping[str, Any], folder: Path) -> None:
+    """Print settings that differ though the tensors are equal (rotary base, window): it may be intended."""
     found = list(differing_settings(theirs, model.model_dump(mode="json")))
     if found and dist.get_rank() == 0:
         print(f"note: weights from {folder}, but {'; '.join(found)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a checkpoint is taken of and loaded into: the live objects of a training, as far as it sees them."""
+"""Protocols of the objects that a checkpoint saves and restores."""
 
 from typing import Any, Protocol
 
@@ -39,10 +39,10 @@ class Progress(Protocol):
 
 
 class Resumable(Protocol):
-    """Anything that gives its state as plain values and takes it back: a loader's position, for one."""
+    """Anything whose state is plain values that can be loaded again, such as the position of a loader."""
 
     def state(self) -> dict[str, Any]:
-        """All that a resume needs."""
+        """Everything that a resume needs."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -51,15 +51,15 @@ class Resumable(Protocol):
 
 
 class UserState(Resumable, Protocol):
-    """State that a user brings to a run and wants back on a resume: an optimizer's counts, a scheduler."""
+    """State of a user's own objects that a resume restores: an optimizer's counts, a scheduler."""
 
     def allocate(self) -> None:
-        """Before tensors are read: allocate the tensors that they are read into."""
+        """Allocate the tensors that are read into; called before tensors are read."""
         ...
 
 
 class Fp8Fallback(Protocol):
-    """Which blocks of an fp8 run have fallen back to bf16."""
+    """Which blocks of an fp8 run have fallback_layers back to bf16."""
 
     @property
     def recipe(self) -> str:
@@ -67,10 +67,10 @@ class Fp8Fallback(Protocol):
         ...
 
     @property
-    def fallen(self) -> list[int]:
+    def fallback_layers(self) -> list[int]:
         """Layers that compute in bf16 from now on."""
         ...
 
-    def restore(self, fallen: list[int]) -> None:
-        """Let these layers fall back again."""
+    def restore(self, layers: list[int]) -> None:
+        """Let these layers compute in bf16."""
         ...

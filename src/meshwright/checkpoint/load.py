@@ -1,19 +1,26 @@
-"""Load: find the last complete checkpoint, verify it, read it into whatever shards this mesh has."""
+"""Load: find the newest complete checkpoint, verify it, read it into the shards of this mesh."""
 
 import hashlib
-import json
-import pickle
-import warnings
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from meshwright import __version__
+from meshwright.checkpoint.assign import local_box
+from meshwright.checkpoint.index import INDEX, IndexEntry, read_index
+from meshwright.checkpoint.json_file import read_json
 from meshwright.checkpoint.save import FORMAT_VERSION, MANIFEST
+from meshwright.checkpoint.shard_file import ShardFiles
 from meshwright.errors import CheckpointError
+
+_OLDER = "use an older checkpoint"
+_STEP_NAME = re.compile(r"step-(\d+)")
+_MAX_MANIFEST_BYTES = 2**28
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -22,22 +29,56 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself."""
+    """The manifest of a checkpoint: files, training state, resolved run. Refuses other format versions."""
     path = folder / MANIFEST
     hint = "name a folder step-<n> of a run's checkpoints"
     if not path.is_file():
         raise CheckpointError("there is no complete checkpoint here", where=str(folder), hint=hint)
-    try:
-        manifest = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(
-            f"the manifest is damaged: {error}", where=str(path), hint="use an older checkpoint"
-        ) from None
+    manifest = read_json(path, max_bytes=_MAX_MANIFEST_BYTES)
     if manifest.get("version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"unknown checkpoint version {manifest.get('version')}", where=str(path), hint=hint
-        )
+        raise _other_version(manifest, path)
+    _require_form(manifest, path)
     return manifest
+
+
+def _require_form(manifest: Mapping[str, Any], path: Path) -> None:
+    """Refuse a manifest whose files or step are not what `save_checkpoint` writes."""
+    files, step = manifest.get("files"), manifest.get("step")
+    fault = None
+    if type(step) is not int or step < 0:
+        fault = f"its step is {step!r}"
+    elif (named := _STEP_NAME.fullmatch(path.parent.name)) and int(named[1]) != step:
+        fault = f"it is of step {step}, and its folder is {path.parent.name}"
+    elif not isinstance(files, dict) or INDEX not in files or not all(map(_is_file_entry, files.items())):
+        fault = "its list of files is not one"
+    if fault:
+        raise CheckpointError(f"the manifest is damaged: {fault}", where=str(path), hint=_OLDER)
+
+
+def _is_file_entry(item: tuple[str, Any]) -> bool:
+    name, entry = item
+    return (
+        Path(name).name == name
+        and isinstance(entry, dict)
+        and type(entry.get("bytes")) is int
+        and isinstance(entry.get("sha256"), str)
+    )
+
+
+def _other_version(manifest: Mapping[str, Any], path: Path) -> CheckpointError:
+    found = manifest.get("version")
+    is_older = isinstance(found, int) and found < FORMAT_VERSION
+    versions = manifest.get("versions")
+    writer = versions.get("meshwright") if isinstance(versions, dict) else "of an unknown version"
+    older = "convert it with that version (`meshwright convert`) to a Hugging Face folder, which "
+    return CheckpointError(
+        f"this checkpoint has format version {found}, written by meshwright {writer}; "
+        f"meshwright {__version__} reads format version {FORMAT_VERSION}",
+        where=str(path),
+        hint=older + "checkpoint.start_from reads here, or finish the run with that version"
+        if is_older
+        else "update meshwright",
+    )
 
 
 def verify_files(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -66,23 +107,17 @@ def _is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The whole shape of every tensor in a checkpoint, by its name there; no tensor is read."""
-    try:
-        metadata = dcp.FileSystemReader(folder).read_metadata()
-    except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"the list of tensors cannot be read: {error}", where=str(folder), hint="use an older checkpoint"
-        ) from None
-    return {name: tuple(getattr(entry, "size", ())) for name, entry in metadata.state_dict_metadata.items()}
+    """The full shape of every tensor in a checkpoint, by its name there; no tensor is read."""
+    return {name: entry.shape for name, entry in read_index(folder).items()}
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read into the given tensors, in place; each rank reads only the parts its shards need.
+    """Read into the given tensors, in place; each rank reads only what its shards need.
 
-    A process without a world, such as one that samples, reads whatever it asks for.
+    Also works in one process without process groups, such as one that samples.
     """
-    saved = saved_shapes(folder)
-    missing = sorted(set(tensors) - set(saved))
+    index = read_index(folder)
+    missing = sorted(set(tensors) - set(index))
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensor(s) are not in the checkpoint, first {missing[0]}",
@@ -90,13 +125,29 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             hint="the checkpoint is of another model or optimizer",
         )
     for name, tensor in tensors.items():
-        if saved[name] != tuple(tensor.shape):
+        if index[name].shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{name} has shape {saved[name]} there and {tuple(tensor.shape)} in this run",
+                f"{name} has shape {index[name].shape} there and {tuple(tensor.shape)} in this run",
                 where=str(folder),
                 hint="the checkpoint is of another model",
             )
-    with warnings.catch_warnings():
-        # torch warns of a single process even when it is told that there is only one.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load(dict(tensors), checkpoint_id=folder, no_dist=not dist.is_initialized())
+    files = ShardFiles(folder)
+    try:
+        for name, tensor in tensors.items():
+            _read_into(tensor, name, index[name], files)
+    finally:
+        files.close()
+
+
+@torch.no_grad()
+def _read_into(tensor: Tensor, name: str, entry: IndexEntry, files: ShardFiles) -> None:
+    """Fill this rank's box of one tensor from all saved boxes that overlap it."""
+    local, wanted = local_box(tensor)
+    if not local.numel():
+        return
+    for box in entry.boxes:
+        overlap = box.overlap(wanted)
+        if overlap is not None:
+            source, target = overlap
+            part = local[target] if target else local
+            part.copy_(files.read(box.file, name, source))

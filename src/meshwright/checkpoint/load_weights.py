@@ -1,4 +1,4 @@
-"""Trained weights back into a plain module."""
+"""Loads trained weights into a plain module."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +18,17 @@ Module = TypeVar("Module", bound=nn.Module)
 def load_weights(
     model: Module, directory: str | Path, *, step: int | None = None, ema: bool = False
 ) -> Module:
-    """The module with the weights and buffers of a run that `fit` or `prepare` wrote, whatever its mesh.
+    """Load weights and buffers of a run of `fit` or `prepare`, of any mesh, into a module; returns it.
 
-    `directory` is a run directory (its last checkpoint, or that of `step`) or a checkpoint. `ema` takes the
-    moving average of the weights. One process is enough.
+    `directory` is a run directory (its newest checkpoint, or that of `step`) or a checkpoint. `ema` takes
+    the moving average of the weights. One process is enough.
     """
     folder = locate_weights(directory, where="directory", step=step)
     if not is_checkpoint(folder):
         raise CheckpointError(
-            "this folder holds no checkpoint", where=str(folder), hint="name a run directory or a step-<n>"
+            "there is no checkpoint in this folder",
+            where=str(folder),
+            hint="name a run directory or a step-<n>",
         )
     verify_files(folder, read_manifest(folder))
     load_tensors(folder, _wanted(model, set(saved_shapes(folder)), folder, ema=ema))
@@ -36,7 +38,7 @@ def load_weights(
 def _wanted(model: nn.Module, saved: set[str], folder: Path, *, ema: bool) -> dict[str, Tensor]:
     if ema and not any(name.startswith("ema.") for name in saved):
         raise CheckpointError(
-            "this run kept no moving average",
+            "this run has no moving average",
             where=str(folder),
             hint="leave ema out, or train with ema_decay",
         )
@@ -44,13 +46,13 @@ def _wanted(model: nn.Module, saved: set[str], folder: Path, *, ema: bool) -> di
         f"buffers.{name}": buffer for name, buffer in persistent_buffers([model]).items()
     }
     for name, parameter in model.named_parameters():
-        averaged = ema and f"ema.{name}" in saved  # what does not train has no average
+        averaged = ema and f"ema.{name}" in saved  # a frozen parameter has no average
         wanted[f"ema.{name}" if averaged else f"model.{name}"] = parameter.detach()
     return wanted
 
 
 def persistent_buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """What a state dict holds besides parameters, by name."""
+    """The buffers of a state dict, by name."""
     found: dict[str, Tensor] = {}
     for module in modules:
         saved = module.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""Which folder a person means by `checkpoint.start_from`, or by the argument of sample and convert."""
+"""Finds the folder that `checkpoint.start_from`, or an argument of sample and convert, names."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ _HINT = "name a Hugging Face folder, a checkpoint (step-<n>), or a run directory
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether this is a complete checkpoint; the other kind of folder is Hugging Face's."""
+    """Whether this folder is a complete checkpoint of this package."""
     return (folder / MANIFEST).is_file()
 
 
 def locate_weights(text: str | Path, *, where: str, step: int | None = None) -> Path:
-    """The checkpoint or Hugging Face folder behind a path; a run directory means its last checkpoint."""
+    """The checkpoint or Hugging Face folder at a path; a run directory means its newest checkpoint."""
     folder = Path(text).expanduser()
     if not folder.exists():
         raise CheckpointError(f"there is no folder {str(text)!r}", where=where, hint=_HINT)
@@ -25,13 +25,13 @@ def locate_weights(text: str | Path, *, where: str, step: int | None = None) -> 
     for root in (folder / "checkpoints", folder):
         found = complete_checkpoints(root)
         if found:
-            return _of_step(root, found, step)
+            return _checkpoint_of_step(root, found, step)
     if (folder / CONFIG).is_file():
         return folder
-    raise CheckpointError(_what_is_there(folder), where=f"{where}: {folder}", hint=_HINT)
+    raise CheckpointError(_missing_weights(folder), where=f"{where}: {folder}", hint=_HINT)
 
 
-def _of_step(root: Path, found: list[Path], step: int | None) -> Path:
+def _checkpoint_of_step(root: Path, found: list[Path], step: int | None) -> Path:
     if step is None:
         return found[-1]
     folder = step_folder(root, step)
@@ -43,9 +43,9 @@ def _of_step(root: Path, found: list[Path], step: int | None) -> Path:
     return folder
 
 
-def _what_is_there(folder: Path) -> str:
+def _missing_weights(folder: Path) -> str:
     if folder.is_file():
         return "this is a file, not a folder with weights"
     if (folder / "checkpoints").is_dir() or (folder / "run.yaml").is_file():
         return "this run has no complete checkpoint yet"
-    return f"this folder holds neither a checkpoint nor a {CONFIG}"
+    return f"this folder has neither a checkpoint nor a {CONFIG}"

@@ -1,4 +1,4 @@
-"""How many checkpoints stay on disk."""
+"""Deletes old checkpoints."""
 
 import shutil
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""Between a run's live tensors and its checkpoints."""
+"""The checkpoints of a run: which tensors and values are saved, and how they are restored."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from meshwright.checkpoint.load import (
     verify_files,
 )
 from meshwright.checkpoint.retain import keep_last
-from meshwright.checkpoint.save import save_checkpoint
+from meshwright.checkpoint.save import MANIFEST, on_all_ranks, save_checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.memory.offload.host import settle
 from meshwright.optim.build import (
@@ -34,14 +36,14 @@ from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec, LoopSpec
 
 SavedSpec = RunSpec | FitSpec | LoopSpec
-"""What a checkpoint says it is of."""
+"""The spec that a checkpoint keeps: of a run file, of `fit`, or of a user's own loop."""
 
 
 def weight_tensors(training: LiveTraining) -> dict[str, Tensor]:
-    """The weights and persistent buffers, under the names that checkpoints give them.
+    """The weights and persistent buffers, under their names in checkpoints.
 
-    In the live storage, except weights whose lower bits the optimizer keeps: these are fp32 copies, so that
-    a checkpoint has the exact values whatever the format; `take_masters` puts loaded ones back.
+    They share storage with the model, except weights whose lower bits the optimizer keeps: these are fp32
+    copies, so that a checkpoint has the exact values; `set_loaded_masters` writes loaded ones back.
     """
     program, masters = training.program, master_weights(training.optimizer, training.named_shards)
     tensors: dict[str, Tensor] = {
@@ -54,8 +56,8 @@ def weight_tensors(training: LiveTraining) -> dict[str, Tensor]:
     return tensors
 
 
-def take_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) -> None:
-    """After `weight_tensors` were loaded into: fp32 copies become weights and lower bits."""
+def set_loaded_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) -> None:
+    """After loading into `weight_tensors`: write its fp32 copies back as weights and lower bits."""
     loaded = {
         name: tensor.to_local()
         for name in master_weights(training.optimizer, training.named_shards)
@@ -65,7 +67,7 @@ def take_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) -> None:
 
 
 def all_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, Tensor]:
-    """Weights, optimizer states and averages as parts of whole tensors, in the live storage."""
+    """Weights, optimizer states and averages as shards of full tensors, in the storage of the training."""
     settle(training.device)  # what offload is still sending to the host
     shards = {one.name: one for one in training.program.shards}
     tensors = weight_tensors(training)
@@ -89,10 +91,10 @@ def _optimizer_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, dict
     return state_tensors(training.optimizer, training.named_shards, run.optim)
 
 
-def without_strange_histories(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Of the histories of fp8 scales only those that a checkpoint has.
+def without_unsaved_fp8_histories(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The tensors without histories of fp8 scales that the checkpoint does not have.
 
-    It may be of a run with another recipe; a linear whose history is not there begins one.
+    It may be of a run with another recipe; a linear layer without a saved history begins one.
     """
     saved = saved_shapes(folder)
     return {
@@ -117,9 +119,11 @@ class Checkpoints:
         self.run, self.root, self.training, self.batches = run, root, training, batches
         self.user_state, self.fp8_fallback = user_state, fp8_fallback
         self.saved_step: int | None = None
+        self.damaged: list[Path] = []
+        """Checkpoints that `restore` skipped."""
 
     def save(self, progress: Progress) -> Path:
-        """Save everything and drop what `keep_last` no longer wants."""
+        """Save everything, and delete checkpoints beyond `keep_last`; returns the folder."""
         with self.training.weights.at_hand():
             tensors = all_tensors(self.run, self.training)
             folder = save_checkpoint(
@@ -131,23 +135,44 @@ class Checkpoints:
         return folder
 
     def restore(self) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint of this run: its progress; None where there is none."""
-        found = complete_checkpoints(self.root)
-        if not found:
+        """Load the newest intact checkpoint of this run; returns its progress, None where there is none.
+
+        A damaged one is skipped and named on stderr. Where all are damaged, the newest one's error is raised.
+        """
+        found = self._newest_intact()
+        if found is None:
             return None
-        manifest = read_manifest(found[-1])
-        require_same_course(self.run, manifest["run"], found[-1])
-        verify_files(found[-1], manifest)
+        folder, manifest = found
         if self.user_state is not None:
             self.user_state.allocate()
         with self.training.weights.at_hand(changing=True):
             tensors = all_tensors(self.run, self.training)
-            load_tensors(found[-1], without_strange_histories(tensors, found[-1]))
-            take_masters(self.training, tensors)
+            load_tensors(folder, without_unsaved_fp8_histories(tensors, folder))
+            set_loaded_masters(self.training, tensors)
             self.training.program.gather_parameters()
             if self.training.fp8_scales is not None:
                 self.training.fp8_scales.set_scales()
-        return self._restore_facts(manifest)
+        with damage_reported(folder / MANIFEST):
+            return self._restore_facts(manifest)
+
+    def _newest_intact(self) -> tuple[Path, dict[str, Any]] | None:
+        first_error: CheckpointError | None = None
+        for folder in reversed(complete_checkpoints(self.root)):
+            try:
+                manifest = on_all_ranks(lambda folder=folder: read_manifest(folder))
+                verify_files(folder, manifest)
+            except CheckpointError as error:
+                first_error = first_error or error
+                self.damaged.append(folder)
+                if dist.get_rank() == 0:
+                    print(f"note: {folder} is skipped: {error.fact}", file=sys.stderr)
+                continue
+            with damage_reported(folder / MANIFEST):
+                require_same_trajectory(self.run, manifest["run"], folder)
+            return folder, manifest
+        if first_error is not None:
+            raise first_error
+        return None
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         scale = self.training.loss_scale
@@ -157,18 +182,17 @@ class Checkpoints:
             "data": self.batches.state(),
             "user_state": self.user_state.state() if self.user_state else None,
             "loss_scale": {"scale": scale.scale, "num_clean_steps": scale.num_clean_steps} if scale else None,
-            "fp8_fallen": self.fp8_fallback.fallen if self.fp8_fallback else [],
+            "fp8_fallback_layers": self.fp8_fallback.fallback_layers if self.fp8_fallback else [],
             "trajectory": self.run.trajectory_fingerprint(),
             "run": self.run.model_dump(mode="json"),
             "versions": {"meshwright": __version__, "torch": torch.__version__},
         }
 
     def _restore_facts(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        training, progress = self.training, manifest["state"]
+        training, progress = self.training, _require_progress(manifest)
         if self.run.optim is not None:
-            set_num_updates(
-                training.optimizer, training.named_shards, self.run.optim, num_updates=progress["step"]
-            )
+            step = progress["step"]
+            set_num_updates(training.optimizer, training.named_shards, self.run.optim, num_updates=step)
         self.batches.load_state(manifest["data"])
         if self.user_state is not None:
             self.user_state.load_state(manifest["user_state"])
@@ -176,26 +200,48 @@ class Checkpoints:
             training.loss_scale.scale = manifest["loss_scale"]["scale"]
             training.loss_scale.num_clean_steps = manifest["loss_scale"]["num_clean_steps"]
         if self.fp8_fallback is not None and _recipe(manifest["run"]) == self.fp8_fallback.recipe:
-            self.fp8_fallback.restore(manifest.get("fp8_fallen", []))  # another recipe gets another chance
+            # A run that changes its recipe starts without fallbacks.
+            self.fp8_fallback.restore(manifest["fp8_fallback_layers"])
         self.saved_step = progress["step"]
         return progress
+
+
+@contextmanager
+def damage_reported(path: Path) -> Iterator[None]:
+    """Inside, values of a manifest that are missing or of another type are an error of that file."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"the manifest is damaged: {type(error).__name__}: {error}",
+            where=str(path),
+            hint="use an older checkpoint: delete this folder",
+        ) from None
+
+
+def _require_progress(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    progress = manifest["state"]
+    numbers = all(value is None or type(value) in (int, float) for value in progress.values())
+    if not numbers or progress["step"] != manifest["step"]:
+        raise ValueError(f"its progress is {progress!r}")
+    return progress
 
 
 def _recipe(saved: Mapping[str, Any]) -> str | None:
     return (saved["precision"].get("fp8") or {}).get("recipe")
 
 
-def require_same_course(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> None:
-    """Refuse to go on where another run was, and say what differs; `saved` is its resolved spec.
+def require_same_trajectory(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> None:
+    """Refuse to resume another run, and name what differs; `saved` is its resolved spec.
 
-    The saved spec is read anew, so that a field added since, at its default, is no difference.
+    The saved spec is validated again, so that a field added since, at its default, is no difference.
     """
-    if _course(saved, type(run)) == run.trajectory_fingerprint():
+    if _trajectory(saved, type(run)) == run.trajectory_fingerprint():
         return
     different = _differences(saved, run.model_dump(mode="json"))
     named = ", ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in different[:3])
     raise CheckpointError(
-        f"this directory holds another run: {named or 'the specs differ'}",
+        f"this directory has another run: {named or 'the specs differ'}",
         where=str(where),
         hint="train into another directory (--dir), or set checkpoint.start_from to take only its weights"
         if isinstance(run, RunSpec)
@@ -203,10 +249,10 @@ def require_same_course(run: SavedSpec, saved: Mapping[str, Any], where: Path) -
     )
 
 
-def _course(saved: Mapping[str, Any], kind: type[SavedSpec]) -> str | None:
+def _trajectory(saved: Mapping[str, Any], kind: type[SavedSpec]) -> str | None:
     try:
         return kind.model_validate(saved).trajectory_fingerprint()
-    except ValueError:  # of a version whose fields are no longer known
+    except ValueError:  # written by a version with other fields
         return None
 
 

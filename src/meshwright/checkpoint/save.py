@@ -1,12 +1,12 @@
 """Save: every rank writes its shards into a hidden folder; the manifest is last, then one rename.
 
-    checkpoints/step-000120/
-        __0_0.distcp ...   shards, by torch's distributed checkpoint
-        .metadata          which tensor lies where
-        manifest.json      sizes and hashes of the files, the training state, the resolved run
+    checkpoints/step-00000120/
+        shard-00000.safetensors ...   what one rank writes: each element of the state once, over all ranks
+        index.json                    which box of which tensor is in which file
+        manifest.json                 sizes and hashes of the files, the training state, the resolved run
 
-A folder without a manifest does not exist for a reader, so a kill at any moment leaves the last
-complete checkpoint in place.
+A reader ignores a folder without a manifest, so a kill at any time leaves the last complete checkpoint
+in place. All files are JSON and safetensors: opening a checkpoint executes nothing.
 """
 
 import hashlib
@@ -16,17 +16,20 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.errors import CheckpointError
+from meshwright.checkpoint.assign import assign_boxes
+from meshwright.checkpoint.index import INDEX, IndexEntry, dump_index, shard_file_name
+from meshwright.checkpoint.shard_file import write_shard_file
+from meshwright.errors import CheckpointError, MeshwrightError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 kept its list of tensors as a pickle, which runs code when it is opened."""
 MANIFEST = "manifest.json"
+Result = TypeVar("Result")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -40,28 +43,43 @@ def save_checkpoint(
     """Write and publish one checkpoint; all ranks call it. An error on one rank raises on all."""
     target, partial = step_folder(root, step), root / f".partial-{step:08d}"
     try:
-        _together(lambda: _prepare(root, partial), only_first=True)
-        _together(lambda: dcp.save(dict(tensors), checkpoint_id=partial))
-        files = _together(lambda: _hash_files(partial, _own_share(partial)))
-        merged = {name: entry for part in files for name, entry in part.items()}
-        header = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time(), "files": merged}
-        _together(lambda: _publish(partial, target, {**header, **facts}), only_first=True)
+        _or_raise_on_all(lambda: _prepare(root, partial), only_first=True)
+        mine, index = assign_boxes(tensors)
+        written = _or_raise_on_all(lambda: _write_shards(partial, mine))
+        files = {name: entry for part in written for name, entry in part.items()}
+        header = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time()}
+        manifest = {**header, "files": files, **facts}
+        _or_raise_on_all(lambda: _publish(partial, target, index, manifest), only_first=True)
     except CheckpointError:
-        if dist.get_rank() == 0:  # on a full disk, half a checkpoint leaves no room for the rest of the run
+        if dist.get_rank() == 0:  # on a full disk, half a checkpoint leaves no space for the rest of the run
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return target
 
 
-def _together(action: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
-    """Run on all ranks (or on rank 0 alone) and agree on the outcome: one failure fails everywhere."""
+def on_all_ranks(action: Callable[[], Result]) -> Result:
+    """Call on every rank; an error of ours on one rank is raised on all. Communicates."""
+    result, refusal = None, None
+    try:
+        result = action()
+    except MeshwrightError as error:
+        refusal = error
+    refusals: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    for found in refusals:
+        if found is not None:
+            raise found
+    return cast(Result, result)
+
+
+def _or_raise_on_all(action: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
+    """Run on all ranks (or on rank 0 alone); a failure on one rank raises on all. Communicates."""
     result, failure = None, None
     try:
         if not only_first or dist.get_rank() == 0:
             result = action()
-    # Whatever a file system or planner raises must reach the other ranks; torch's own is no Exception.
-    except (Exception, CheckpointException) as error:
-        failure = _told(error)
+    except Exception as error:  # whatever a file system raises must reach the other ranks
+        failure = _failure_text(error)
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (result, failure))
     failures = [text for _, text in outcomes if text]
@@ -72,15 +90,9 @@ def _together(action: Callable[[], Any], *, only_first: bool = False) -> list[An
     return [value for value, _ in outcomes if value is not None]
 
 
-def _told(error: BaseException) -> str:
-    """One line: on which rank, what. Of the failures that torch has gathered the first says enough."""
-    rank = dist.get_rank()
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (error, _) = next(iter(error.failures.items()))
-    if "inline_container" in str(error):  # of torch's writer, which tells positions instead of reasons
-        return f"rank {rank}: a file could not be written to its end"
+def _failure_text(error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return f"rank {rank}: {type(error).__name__}: {reason}"
+    return f"rank {dist.get_rank()}: {type(error).__name__}: {reason}"
 
 
 def _prepare(root: Path, partial: Path) -> None:
@@ -90,28 +102,28 @@ def _prepare(root: Path, partial: Path) -> None:
     partial.mkdir()
 
 
-def _own_share(folder: Path) -> list[Path]:
-    """Files dealt out over the ranks, so that hashing takes no longer on many."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    return files[dist.get_rank() :: dist.get_world_size()]
+def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Write this rank's file; a rank that has nothing to write has no file."""
+    if not tensors:
+        return {}
+    name = shard_file_name(dist.get_rank())
+    return {name: write_shard_file(folder / name, tensors)}
 
 
-def _hash_files(folder: Path, files: list[Path]) -> dict[str, dict[str, Any]]:
-    entries = {}
-    for path in files:
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            os.fsync(stream.fileno())
-        entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": digest}
-    return entries
-
-
-def _publish(partial: Path, target: Path, manifest: dict[str, Any]) -> None:
-    with (partial / MANIFEST).open("w") as stream:
-        json.dump(manifest, stream, indent=1, sort_keys=True)
+def _write_text(path: Path, text: str) -> dict[str, Any]:
+    """Write and flush to the disk; returns size and hash."""
+    content = text.encode()
+    with path.open("xb") as stream:
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    if target.exists():  # the same step saved again after a resume: the new one replaces it whole
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _publish(partial: Path, target: Path, index: dict[str, IndexEntry], manifest: dict[str, Any]) -> None:
+    manifest["files"][INDEX] = _write_text(partial / INDEX, dump_index(index))
+    _write_text(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+    if target.exists():  # the same step saved again after a resume: the new one replaces it
         replaced = target.with_name(f".replaced-{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)

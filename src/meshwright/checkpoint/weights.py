@@ -1,6 +1,6 @@
-"""The weights of a finished model as whole tensors, read one at a time by one process.
+"""The weights of a trained model as full tensors, read one at a time by one process.
 
-Whatever mesh wrote them: a checkpoint or a run directory, a Hugging Face folder, or a torch file.
+They come from a checkpoint or run directory of any mesh, a Hugging Face folder, or a torch file.
 """
 
 import pickle
@@ -28,18 +28,18 @@ TORCH_SUFFIXES = (".pt", ".pth")
 
 @dataclass(frozen=True)
 class Weights:
-    """A model and its tensors under our names; a tensor is read when it is asked for."""
+    """A model and its tensors under the names of this package; a tensor is read when it is accessed."""
 
     model: ModelSpec
     tensors: Mapping[str, Tensor]
     origin: Path
     run: RunSpec | None = None
-    """Known for checkpoints of a run."""
+    """The run of a checkpoint; None for other sources."""
     step: int | None = None
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint, whole. The last one is kept: a stack of experts is asked for many times."""
+    """Full tensors of a checkpoint. The last one is cached: stacked experts are read many times in a row."""
 
     def __init__(self, folder: Path, saved_name: Mapping[str, str]) -> None:
         self._folder, self._saved_name = folder, saved_name
@@ -62,7 +62,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
 
 class FolderTensors(Mapping[str, Tensor]):
-    """Tensors of a Hugging Face folder under our names, straight from the mapped files."""
+    """Tensors of a Hugging Face folder under the names of this package, read from memory-mapped files."""
 
     def __init__(self, reader: HuggingFaceReader) -> None:
         self._reader = reader
@@ -80,12 +80,12 @@ class FolderTensors(Mapping[str, Tensor]):
 def open_weights(
     path: str | Path, *, step: int | None = None, averaged: bool = False, model: ModelSpec | None = None
 ) -> Weights:
-    """The weights behind a path; `averaged` takes the moving average, `model` is for files that name none."""
+    """The weights at a path; `averaged` takes the moving average, `model` is for files without a model."""
     path = Path(path).expanduser()
     if path.is_file():
         return _from_file(path, model)
     if model is not None:
-        raise _needless_model(path)
+        raise _model_without_effect(path)
     folder = locate_weights(path, where=str(path), step=step)
     if is_checkpoint(folder):
         return _from_checkpoint(folder, averaged=averaged)
@@ -106,7 +106,7 @@ def _from_checkpoint(folder: Path, *, averaged: bool) -> Weights:
     missing = [name for name, saved in saved_name.items() if saved not in shapes]
     if missing and averaged:
         raise CheckpointError(
-            "the run kept no average of its weights",
+            "the run has no average of its weights",
             where=str(folder),
             hint="leave --ema out; optim.ema_decay keeps one",
         )
@@ -117,7 +117,7 @@ def _from_checkpoint(folder: Path, *, averaged: bool) -> Weights:
 
 
 def _saved_name(name: str, shapes: Mapping[str, Any], *, averaged: bool) -> str:
-    """Buffers have no average: they are kept as they are."""
+    """The name of a tensor in a checkpoint; buffers have no average."""
     if f"buffers.{name}" in shapes:
         return f"buffers.{name}"
     return f"ema.{name}" if averaged else f"model.{name}"
@@ -128,60 +128,62 @@ def _spec(values: Mapping[str, Any], where: Path) -> ModelSpec:
         return ModelSpec.model_validate(values)
     except ValueError:
         raise CheckpointError(
-            "the weights do not say their model", where=str(where), hint="use a checkpoint of this program"
+            "the model of these weights is not recorded",
+            where=str(where),
+            hint="use a checkpoint of this program",
         ) from None
 
 
 def _from_file(path: Path, model: ModelSpec | None) -> Weights:
     if path.suffix not in TORCH_SUFFIXES:
         hint = "name a run directory, a checkpoint, a Hugging Face folder, or a .pt file"
-        raise CheckpointError("this file holds no weights that are known", where=str(path), hint=hint)
+        raise CheckpointError("this file is of no known kind of weights", where=str(path), hint=hint)
     content = _load_file(path)
     tensors = content.get("model", content)
-    said = content.get("spec") or {}
-    if model is not None and said:
-        raise _needless_model(path)
-    if model is None and not said:
+    saved_spec = content.get("spec") or {}
+    if model is not None and saved_spec:
+        raise _model_without_effect(path)
+    if model is None and not saved_spec:
         hint = "name it with --model: a family, or a config.json"
-        raise CheckpointError("the file does not say its model", where=str(path), hint=hint)
-    model = _spec(said, path) if model is None else model
+        raise CheckpointError("the file does not record its model", where=str(path), hint=hint)
+    model = _spec(saved_spec, path) if model is None else model
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    require_same_tensors(model, shapes, path, theirs=said)
+    require_same_tensors(model, shapes, path, theirs=saved_spec)
     return Weights(model, tensors, path, step=content.get("step"))
 
 
-def _needless_model(path: Path) -> CheckpointError:
+def _model_without_effect(path: Path) -> CheckpointError:
     return CheckpointError(
-        "--model has no effect: these weights say their model", where=str(path), hint="leave it out"
+        "--model has no effect: these weights record their model", where=str(path), hint="leave it out"
     )
 
 
 def _load_file(path: Path) -> dict[str, Any]:
-    """Mapped, so that only what is asked for is read; tensors and plain values only, never code."""
+    """The content of a torch file, memory-mapped; tensors and plain values only, never code."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         fact = f"the file cannot be read as tensors: {str(error).splitlines()[0]}"
         raise CheckpointError(fact, where=str(path), hint="it must be written by torch.save") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"the file holds a {type(content).__name__}, not weights", where=str(path))
+        raise CheckpointError(f"the file contains a {type(content).__name__}, not weights", where=str(path))
     return content
 
 
 def build_model(weights: Weights, device: torch.device | str = "cpu") -> Decoder:
-    """The whole model on one device, in evaluation mode."""
+    """The full model on one device, in evaluation mode."""
     model = build_decoder(weights.model)
     model.to_empty(device=device)
     with torch.no_grad():
         for buffer in model.buffers():
-            buffer.zero_()  # records that are not saved
+            buffer.zero_()  # buffers that are not saved
         for name, tensor in model.state_dict().items():
             tensor.copy_(weights.tensors[name])
     return model.eval()
 
 
 def named_model(text: str) -> ModelSpec:
-    """The model that --model names; a Hugging Face config, or a family."""
+    """The model that --model names: a Hugging Face config, or a family."""
     try:
         return load_model(text)
     except SpecError as error:

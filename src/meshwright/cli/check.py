@@ -8,7 +8,7 @@ import typer
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Values laid over the file, such as parallel.tp=2."),
+    typer.Argument(metavar="KEY=VALUE", help="Overrides of the file, such as parallel.tp=2."),
 ]
 On = Annotated[
     str,
@@ -23,14 +23,14 @@ def check(
     run: Run,
     overrides: Overrides = None,
     origins: Annotated[
-        bool, typer.Option("--origins", help="Show every value and where it was said.")
+        bool, typer.Option("--origins", help="Show every value and where it was set.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell everything that is wrong with a run file, and what in it wastes the hardware.
+    """List everything that is wrong with a run file, and what in it wastes the hardware.
 
-    Unknown keys, wrong values and rules between fields are told all at once, each with what it is,
-    where it stands and what to do. Shapes that fill the hardware badly are notes: the run is valid.
+    Unknown keys, wrong values and broken rules between fields are listed all at once, each with the fact,
+    where it is and what to do. Shapes that use the hardware badly are notes: the run is valid.
     Nothing is started and nothing is written.
     """
     from meshwright.errors import EXIT_INPUT, SpecError
@@ -92,19 +92,19 @@ def _summary(run: Any) -> str:
 
 
 def _ramp(data: Any) -> str:
-    parts = "".join(f", {part.batch_sequences} before step {part.before_step}" for part in data.ramp)
+    parts = "".join(f", {part.batch_sequences} before step {part.before_step}" for part in data.batch_ramp)
     return f"\n  ramp      sequences{parts[1:]}" if parts else ""
 
 
 def _offloaded(run: Any) -> str:
-    """What offload needs of the host, where there is any."""
+    """Host memory that offload needs; empty without offload."""
     from meshwright.plan.predict import host_bytes
     from meshwright.units import show_bytes
 
     if not run.memory.offload:
         return ""
     needed = show_bytes(host_bytes(run))
-    return f"\n  offload   {', '.join(run.memory.offload)}: {needed} of host memory for the fullest rank"
+    return f"\n  offload   {', '.join(run.memory.offload)}: at most {needed} of host memory per rank"
 
 
 def _notes(loaded: Any) -> list[str]:

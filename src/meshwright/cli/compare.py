@@ -24,7 +24,7 @@ def compare(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help=_RUN_HELP)],
     run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help=_RUN_HELP)],
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many steps; a run file stops there.")
+        int | None, typer.Option(min=1, help="Compare only the first N steps; a run file stops there.")
     ] = None,
     assert_equal: Annotated[
         bool,
@@ -36,15 +36,15 @@ def compare(
         float, typer.Option(min=0.0, help="Relative difference that still counts as equal; 0 is bit for bit.")
     ] = 0.0,
     weights: Annotated[
-        bool, typer.Option(help="Compare the weights at the last step of which both have a checkpoint.")
+        bool, typer.Option(help="Compare the weights at the last step that both have saved.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Compare two runs' losses and gradient norms step by step, and their weights.
 
-    Tells the first step that differs, the largest relative difference, steps that only one of them
+    Prints the first step that differs, the largest relative difference, steps that only one of them
     has, and the settings in which the two resolved runs differ. A run file is run first, into a
-    directory that goes away afterwards. Exit codes: 0 compared (equal or not), 2 one of them is not a
+    directory that is deleted afterwards. Exit codes: 0 compared (equal or not), 2 one of them is not a
     run or they share no step, 4 they differ and --assert-equal was given, or a run failed.
     """
     from meshwright.errors import RunError
@@ -65,19 +65,19 @@ def compare(
 
 @contextmanager
 def _as_directory(run: Path, steps: int | None) -> Generator[Path]:
-    """The run directory itself, or one that a run file is run into now."""
+    """The run directory itself, or a temporary one into which a run file is run now."""
     if not run.is_file():
         yield run
         return
     from meshwright.errors import RunError
-    from meshwright.launch.local import run_local
     from meshwright.spec.text import load_run
+    from meshwright.train.oom_restart import run_ranks
 
-    num_ranks = load_run(run).parallel.num_ranks
     with TemporaryDirectory(prefix="meshwright-compare-") as folder:
         directory = Path(folder) / "run"
         arguments = ["train", str(run), "--dir", str(directory)]
-        code = run_local([*arguments, *(["--stop-after", str(steps)] if steps else [])], num_ranks=num_ranks)
+        arguments += ["--stop-after", str(steps)] if steps else []
+        code = run_ranks(load_run(run), arguments, directory)
         if code:
             hint = f"`meshwright train {run}` shows it alone"
             raise RunError(f"the run ended with exit code {code}", where=str(run), hint=hint)
@@ -95,7 +95,7 @@ def _with_weights(
 
     found = weight_difference(run_a, run_b, max_step=steps, rtol=rtol)
     if found is None:
-        print("weights are not compared: there is no step of which both have a checkpoint", file=sys.stderr)
+        print("weights are not compared: the runs have no checkpoint of the same step", file=sys.stderr)
         return comparison
     weights = Difference(
         name=f"weights at step {found.step}",
@@ -131,11 +131,11 @@ def _first(rows: "list[Row]", steps: int | None) -> "list[Row]":
 def _document(comparison: "Comparison", rtol: float) -> str:
     import json
 
-    from meshwright.observe.metrics import holdable
+    from meshwright.observe.metrics import json_value
 
     document = {"equal": comparison.is_equal, "rtol": rtol, **asdict(comparison)}
     document["differences"] = [
-        {name: holdable(value) for name, value in difference.items()}
+        {name: json_value(value) for name, value in difference.items()}
         for difference in document["differences"]
     ]
     return json.dumps(document, indent=2, default=str)

@@ -33,14 +33,15 @@ def convert(
         typer.Option(metavar="STEP", min=0, help="The checkpoint of this step.", show_default="the last"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="For a .pt file that does not say: a family or a config.json.")
+        str | None,
+        typer.Option(help="For a .pt file without a model in it: a family or a config.json."),
     ] = None,
 ) -> None:
     """Write the weights of a model in another form, and print where.
 
     A Hugging Face folder (config.json, safetensors, the dataset's tokenizer) is what transformers and
     inference servers read. A checkpoint made from one is what `checkpoint.start_from` reads; a run can
-    also start from the Hugging Face folder itself. Nothing that exists is written over, and the target
+    also start from the Hugging Face folder itself. Nothing that exists is overwritten, and the target
     appears only when it is complete.
     """
     from meshwright.checkpoint.convert import DTYPES, convert_weights, form_of_target

@@ -26,29 +26,29 @@ def demo(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="Values laid over the demo's run, such as schedule.num_steps=40."
+            metavar="KEY=VALUE", help="Values that override the demo's run, such as schedule.num_steps=40."
         ),
     ] = None,
     directory: Annotated[
-        Path, typer.Option("--dir", help="The run directory; one that is there is moved aside first.")
+        Path, typer.Option("--dir", help="The run directory; an existing one is renamed first.")
     ] = Path("runs") / RECIPE,
 ) -> None:
     """Train a small model on generated text, here and now.
 
-    Decides how many ranks, which precision and which micro-batch suit this machine, and says why.
-    Trains a byte-level Llama on stories that the package makes up, stops it in the middle, resumes it
-    from its checkpoint, lets the trained model write, and draws the report. Nothing is downloaded.
+    Chooses the number of ranks, the precision and the micro-batch for this machine, and prints why.
+    Trains a byte-level Llama on generated stories, stops half-way, resumes from the checkpoint, samples
+    text from the trained model, and writes the report. Nothing is downloaded.
     """
     from meshwright.spec.text import find_run_file, load_run
 
     if importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError("torch", name="torch")  # told with how to install it
+        raise ModuleNotFoundError("torch", name="torch")  # printed with how to install it
     started_at = time.monotonic()
     recipe = str(find_run_file(RECIPE))
     machine, decision = _decide(load_run(recipe, overrides or []))
     settings = [*decision.overrides(), *(overrides or [])]
     run = load_run(recipe, settings)
-    _tell_decision(run, machine, decision)
+    _print_decision(run, machine, decision)
     _move_aside(directory)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // run.parallel.num_ranks)))
     _train(["train", recipe, *settings, "--dir", str(directory)], run, directory)
@@ -56,21 +56,21 @@ def demo(
     _finish(directory, time.monotonic() - started_at)
 
 
-def say(text: str = "") -> None:
-    """One line on stdout, at once: the ranks speak on stderr in between."""
+def print_line(text: str = "") -> None:
+    """Print one line on stdout, unbuffered: the ranks print on stderr in between."""
     print(text, flush=True)
 
 
 def _decide(run: "RunSpec") -> "tuple[Machine, LocalDecision]":
     from meshwright.hardware.machine import this_machine
-    from meshwright.plan.search.local import decide
+    from meshwright.plan.search.local import decide_local
 
     machine = this_machine(_accelerators())
-    return machine, decide(run, machine)
+    return machine, decide_local(run, machine)
 
 
 def _accelerators() -> "tuple[Accelerator, ...]":
-    """CUDA devices; torch, slow to load, is asked only where a driver is."""
+    """CUDA devices; torch, slow to import, is imported only where there is a driver."""
     if not Path("/proc/driver/nvidia").exists():
         return ()
     import torch
@@ -81,7 +81,7 @@ def _accelerators() -> "tuple[Accelerator, ...]":
     return tuple(Accelerator(each.name, each.total_memory, (each.major, each.minor)) for each in found)
 
 
-def _tell_decision(run: "RunSpec", machine: "Machine", decision: "LocalDecision") -> None:
+def _print_decision(run: "RunSpec", machine: "Machine", decision: "LocalDecision") -> None:
     from meshwright.spec.parameters import num_parameters
     from meshwright.units import show_bytes, show_count
 
@@ -89,60 +89,60 @@ def _tell_decision(run: "RunSpec", machine: "Machine", decision: "LocalDecision"
         f", {len(machine.accelerators)} x {machine.accelerators[0].name}" if machine.accelerators else ""
     )
     cores = f"{machine.cores} core{'s' * (machine.cores > 1)}"
-    say(f"This machine: {cores}, {show_bytes(machine.free_memory_bytes)} free memory{devices}")
-    say(
+    print_line(f"This machine: {cores}, {show_bytes(machine.free_memory_bytes)} free memory{devices}")
+    print_line(
         f"The model:    {show_count(num_parameters(run.model))} parameters, {run.model.num_layers} layers of "
         f"width {run.model.width}; {run.schedule.num_steps} steps of {run.data.batch_sequences} sequences of "
         f"{run.data.sequence_length} bytes"
     )
-    say("Decided:")
-    say(f"  ranks        {decision.num_ranks:<5} {decision.reasons['ranks']}")
-    say(f"  precision    {decision.compute:<5} {decision.reasons['precision']}")
-    say(f"  micro-batch  {decision.microbatch_sequences:<5} {decision.reasons['microbatch']}")
-    say()
+    print_line("Decided:")
+    print_line(f"  ranks        {decision.num_ranks:<5} {decision.reasons['ranks']}")
+    print_line(f"  precision    {decision.compute:<5} {decision.reasons['precision']}")
+    print_line(f"  micro-batch  {decision.microbatch_sequences:<5} {decision.reasons['microbatch']}")
+    print_line()
 
 
 def _move_aside(directory: Path) -> None:
-    """An earlier demo is kept under a name of its own: two runs never share a directory."""
+    """Rename the directory of an earlier demo: two runs never share a directory."""
     if not directory.exists():
         return
     number = next(n for n in range(1, 10**6) if not directory.with_name(f"{directory.name}-{n}").exists())
-    kept = directory.with_name(f"{directory.name}-{number}")
-    directory.rename(kept)
-    say(f"{directory} was there already; it is now {kept}\n")
+    renamed = directory.with_name(f"{directory.name}-{number}")
+    directory.rename(renamed)
+    print_line(f"{directory} already existed; it is now {renamed}\n")
 
 
 def _train(arguments: list[str], run: "RunSpec", directory: Path) -> None:
-    """Half of the run, a stop, and the rest from the checkpoint."""
+    """Train half of the run, stop, and resume from the checkpoint."""
     middle = run.schedule.num_steps // 2
-    say(f"Training into {directory}, first to step {middle}:")
+    print_line(f"Training into {directory}, first to step {middle}:")
     _start([*arguments, "--stop-after", str(middle)], run, directory)
-    say("\nThe same command again:")
+    print_line("\nThe same command again:")
     _start(arguments, run, directory)
 
 
 def _start(arguments: list[str], run: "RunSpec", directory: Path) -> None:
-    from meshwright.launch.local import run_local
+    from meshwright.train.oom_restart import run_ranks
 
-    code = run_local(arguments, num_ranks=run.parallel.num_ranks)
-    if code in (EXIT_INTERRUPTED, EXIT_INPUT, EXIT_NO_FIT):  # told already
+    code = run_ranks(run, arguments, directory)
+    if code in (EXIT_INTERRUPTED, EXIT_INPUT, EXIT_NO_FIT):  # the ranks have printed why
         sys.exit(code)
     if code != EXIT_DONE:
-        hint = f"what happened stands in {directory}; `meshwright report {directory}` draws it"
+        hint = f"the events are in {directory}; `meshwright report {directory}` shows them"
         raise RunError(f"training ended with exit code {code}", where=str(directory), hint=hint)
 
 
 def _sample(directory: Path) -> None:
     from meshwright.checkpoint.weights import open_weights
     from meshwright.observe.run_files import SAMPLE_NAME
-    from meshwright.train.sample import Sampling, calm_threads, choose_tokenizer, sample_text
+    from meshwright.train.sample import Sampling, choose_tokenizer, limit_threads, sample_text
 
     weights = open_weights(directory)
-    calm_threads(weights)
+    limit_threads(weights)
     sampling = Sampling(num_tokens=SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE)
     text = PROMPT + sample_text(weights, choose_tokenizer(weights, None), PROMPT, sampling)
     (directory / SAMPLE_NAME).write_text(text + "\n")
-    say(f'\nThe model writes, after "{PROMPT}":\n\n  ' + text.replace("\n", "\n  ") + "\n")
+    print_line(f'\nThe model writes, after "{PROMPT}":\n\n  ' + text.replace("\n", "\n  ") + "\n")
 
 
 def _finish(directory: Path, seconds: float) -> None:
@@ -153,8 +153,8 @@ def _finish(directory: Path, seconds: float) -> None:
     report = write_report(directory)
     figures = run_figures(read_run(directory))
     if figures.eval_loss is not None and figures.unigram_entropy is not None:
-        say(
+        print_line(
             f"Held-out loss {figures.eval_loss:.3f} nats per byte; without context the best possible is "
             f"{figures.unigram_entropy:.3f}, the corpus' unigram entropy."
         )
-    say(f"Report: {report} ({seconds:.0f} s in all)")
+    print_line(f"Report: {report} ({seconds:.0f} s in all)")

@@ -21,7 +21,6 @@ PACKAGES = (
     "rich",
     "safetensors",
     "tokenizers",
-    "fsspec",
     "tensorboard",
     "transformers",
     "triton",

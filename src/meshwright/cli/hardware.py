@@ -60,14 +60,14 @@ def probe(
         typer.Option(min=2, max=1024, help="Measure collectives of so many ranks; by default all GPUs."),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.001, max=60, help="How long each measurement repeats itself.")
+        float, typer.Option(min=0.001, max=60, help="How long each measurement is repeated.")
     ] = 0.2,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Measure this machine for about a minute and write its profile. Needs torch.
 
-    `plan --on machine.json` and `predict --on machine.json` then reckon with what was measured instead of
-    the data sheet; `predict --profile` lays it over a larger cluster of the same device.
+    `plan --on machine.json` and `predict --on machine.json` then use the measured rates instead of the data
+    sheet; `predict --profile` applies them to a larger cluster of the same device.
     """
     import torch
 
@@ -76,7 +76,7 @@ def probe(
     from meshwright.mesh import choose_device
 
     chosen = choose_device(_device_kind(device), 0)
-    _require_room(output)
+    _require_writable(output)
     document = measure(chosen, seconds=seconds, log=lambda text: typer.echo(f"measuring {text}", err=True))
     num_ranks = ranks or (torch.cuda.device_count() if chosen.type == "cuda" else 1)
     if num_ranks > 1:
@@ -84,7 +84,7 @@ def probe(
     found = profile_from(document, where=str(output))
     _write(output, json.dumps(document, indent=1) + "\n")
     typer.echo(f"written: {output}", err=True)
-    _show_beside(generic_machine(found), found, as_json=as_json)
+    _show_comparison(data_sheet_cluster(found), found, as_json=as_json)
 
 
 @app.command()
@@ -97,18 +97,18 @@ def compare(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """What a measured profile says beside the data sheet of the same machine.
+    """Compare a measured profile with the data sheet of the same machine.
 
     `plan` and `predict` use the measured column wherever there is one.
     """
     from meshwright.hardware import parse_cluster, read_profile
 
     found = read_profile(profile, where="PROFILE")
-    _show_beside(parse_cluster(on) if on else generic_machine(found), found, as_json=as_json)
+    _show_comparison(parse_cluster(on) if on else data_sheet_cluster(found), found, as_json=as_json)
 
 
-def generic_machine(found: Any) -> Any:
-    """The machine of a profile as the catalogue describes it, before anything is measured."""
+def data_sheet_cluster(found: Any) -> Any:
+    """The machine of a profile as the catalogue describes it, without measurements."""
     from meshwright.hardware.catalogue import generic_cluster
 
     return generic_cluster(found.known_device())
@@ -123,7 +123,7 @@ def _device_kind(device: str) -> str:
 
 
 def _collectives(num_ranks: int, device: str, seconds: float) -> list[dict[str, Any]]:
-    """The rows of `bench comm`, made by as many ranks."""
+    """The rows of `bench comm`, measured by this many ranks."""
     import tempfile
 
     from meshwright.errors import RunError
@@ -136,8 +136,8 @@ def _collectives(num_ranks: int, device: str, seconds: float) -> list[dict[str, 
         if run_local(arguments, num_ranks=num_ranks) != 0:
             raise RunError("the ranks that measure collectives failed", where="bench comm")
         rows = json.loads((Path(folder) / "comm.json").read_text())["sections"]["collectives"]
-    kept = [row for row in rows if row["kind"] in RING_SHARE and "error" not in row]
-    return [{key: row[key] for key in ("kind", "ranks", "nodes", "bytes", "seconds")} for row in kept]
+    valid = [row for row in rows if row["kind"] in RING_SHARE and "error" not in row]
+    return [{key: row[key] for key in ("kind", "ranks", "nodes", "bytes", "seconds")} for row in valid]
 
 
 def _write(path: Path, text: str) -> None:
@@ -147,12 +147,12 @@ def _write(path: Path, text: str) -> None:
         raise _unwritable(path, str(error.strerror)) from None
 
 
-def _require_room(path: Path) -> None:
-    """Refuse a place that cannot be written before a minute of measuring, not after."""
+def _require_writable(path: Path) -> None:
+    """SpecError for a file that cannot be written, before a minute of measuring and not after."""
     if path.is_dir():
         raise _unwritable(path, "it is a folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise _unwritable(path, "its folder is not there, or not yours to write to")
+        raise _unwritable(path, "its folder does not exist, or you may not write to it")
 
 
 def _unwritable(path: Path, why: str) -> Exception:
@@ -163,37 +163,37 @@ def _unwritable(path: Path, why: str) -> Exception:
     )
 
 
-def _show_beside(plain: Any, found: Any, *, as_json: bool) -> None:
-    rows = _beside(plain, found.applied_to(plain))
+def _show_comparison(data_sheet: Any, found: Any, *, as_json: bool) -> None:
+    rows = _compared(data_sheet, found.applied_to(data_sheet))
     if as_json:
         typer.echo(json.dumps({name: {"catalogue": a, "measured": b} for name, a, b in rows}))
         return
     if found.measured:
-        said = ", ".join(
+        facts = ", ".join(
             f"{key} {found.measured[key]}" for key in ("device", "date", "torch") if key in found.measured
         )
-        typer.echo(f"measured on {said.removeprefix('device ')}")
+        typer.echo(f"measured on {facts.removeprefix('device ')}")
     typer.echo(f"{'':<34} {'catalogue':>12} {'measured':>12}")
     for name, catalogue, measured in rows:
         typer.echo(f"{name:<34} {catalogue:>12.4g} {measured:>12.4g}")
 
 
-def _beside(plain: Any, measured: Any) -> list[tuple[str, float, float]]:
-    """Figures that a profile can replace, before and after."""
+def _compared(data_sheet: Any, measured: Any) -> list[tuple[str, float, float]]:
+    """(name, data sheet, measured) of every rate that a profile can replace."""
     from meshwright.plan.time.kernels import copy_rate
 
     rows = [
         (
             f"{precision} matmul, sustained TFLOP/s",
-            plain.device.matmul_ceiling(precision) / 1e12,
+            data_sheet.device.matmul_ceiling(precision) / 1e12,
             measured.device.matmul_ceiling(precision) / 1e12,
         )
         for precision, best in measured.device.best_matmul_flops_per_second.items()
-        if best != plain.device.best_matmul_flops_per_second.get(precision)
+        if best != data_sheet.device.best_matmul_flops_per_second.get(precision)
     ]
-    rows.append(("memory, TB/s", copy_rate(plain.device) / 1e12, copy_rate(measured.device) / 1e12))
+    rows.append(("memory, TB/s", copy_rate(data_sheet.device) / 1e12, copy_rate(measured.device) / 1e12))
     for name in ("peer", "network", "host"):
-        before, after = getattr(plain, name), getattr(measured, name)
+        before, after = getattr(data_sheet, name), getattr(measured, name)
         rows.append((f"{name} link, GB/s", before.bytes_per_second / 1e9, after.bytes_per_second / 1e9))
         rows.append((f"{name} link, microseconds", before.latency_seconds * 1e6, after.latency_seconds * 1e6))
     return rows
@@ -203,10 +203,10 @@ def _device_line(name: str, device: Any) -> str:
     from meshwright.units import show_bytes
 
     peaks = device.peak_flops_per_second
-    wide = peaks.get("bf16", peaks.get("fp16", peaks.get("fp32", 0.0))) / 1e12
-    narrow = f"{peaks['fp8'] / 1e12:.0f}" if "fp8" in peaks else "-"
+    bf16 = peaks.get("bf16", peaks.get("fp16", peaks.get("fp32", 0.0))) / 1e12
+    fp8 = f"{peaks['fp8'] / 1e12:.0f}" if "fp8" in peaks else "-"
     return (
-        f"{name:<11} {wide:>6.4g} {narrow:>6} {show_bytes(device.memory_bytes):>9} "
+        f"{name:<11} {bf16:>6.4g} {fp8:>6} {show_bytes(device.memory_bytes):>9} "
         f"{device.memory_bytes_per_second / 1e12:>6.2f} {device.peer.bytes_per_second / 1e9:>10.0f}  "
         f"{device.title}"
     )

@@ -1,8 +1,8 @@
-"""The `meshwright` command: finds the verb, runs it, and turns errors into words and exit codes.
+"""The `meshwright` command: finds the verb, runs it, and turns errors into text and exit codes.
 
-A verb is one line in VERBS and one module in this folder. The module has either an `app` (a typer app
-with verbs of its own) or a function of the verb's name. Nothing but this table is read for `--help`,
-and only the module of the verb in use is imported.
+A verb is one line in VERBS and the module of the same name in this folder. The module has either an `app`
+(a typer app with verbs of its own) or a function of the verb's name. `--help` reads only this table, and
+only the module of the verb in use is imported.
 """
 
 import errno
@@ -12,7 +12,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,50 +29,39 @@ from meshwright.errors import (
 )
 
 VERBS = {
-    "plan": "Decide how to train a model on a cluster, and say why.",
+    "plan": "Decide how to train a model on a cluster, and explain why.",
     "predict": "Memory, step time and MFU of a run file on a cluster.",
-    "check": "Tell everything that is wrong with a run file, and what wastes the hardware.",
+    "check": "List everything that is wrong with a run file, and what wastes the hardware.",
     "rehearse": "Build one rank of the full world on this machine, and prove the numbers.",
     "train": "Run a run file: starts local ranks, or joins those that a launcher started.",
-    "launch": "Write, and submit, what a launcher needs.",
     "demo": "Train a small model on generated text, here and now.",
     "sample": "Text from a trained model.",
     "compare": "Two runs' losses, gradient norms and weights.",
     "report": "One HTML file about a run.",
-    "watch": "A live page about a run.",
     "convert": "Checkpoints to and from Hugging Face safetensors.",
     "data": "Prepare datasets and look at them.",
     "models": "The model families.",
     "show": "Pictures: pipeline timeline, rank map, memory.",
     "bench": "Measure this machine.",
-    "profile": "A trace of a run with a readable verdict.",
     "hardware": "The devices and clusters that are known.",
     "env": "What this machine has: versions, cores, memory, accelerators.",
     "schema": "JSON schema of a run file, for editors.",
 }
-NOT_VERBS: set[str] = {"proof"}
-"""Modules of this folder that several verbs share."""
 # Installed by `pip install "meshwright[train]"` only.
-TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "tensorboard")
-# What a path that a person named can do; other errors of the system are told as faults.
-_PLACES = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-_PLACE_ERRORS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-# typer carries its own copy of click in some releases; this is the error class that it really raises.
+TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "tensorboard")
+# Errors of a path that the user named; other errors of the operating system are reported as faults.
+_PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_PATH_ERROR_CODES = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP}
+_DISK_FULL_CODES = {errno.ENOSPC, errno.EDQUOT}
+# Some releases of typer bundle their own click; this is the error class that typer raises.
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
 
-def app_verbs() -> Iterator[str]:
-    """The verbs of the table that have a module."""
-    folder = Path(__file__).parent
-    return (verb for verb in VERBS if (folder / f"{verb}.py").exists())
-
-
-class _Loaded(Mapping[str, Any]):
-    """Verb name -> command; looking one up imports its module, listing the names imports nothing."""
+class _Commands(Mapping[str, Any]):
+    """Verb -> command; looking one up imports its module, listing the names imports nothing."""
 
     def __getitem__(self, verb: str) -> Any:
-        if verb not in set(self):
+        if verb not in VERBS:
             raise KeyError(verb)
         module = importlib.import_module(f"meshwright.cli.{verb}")
         app: typer.Typer | None = getattr(module, "app", None)
@@ -85,28 +73,28 @@ class _Loaded(Mapping[str, Any]):
         return command
 
     def __iter__(self) -> Iterator[str]:
-        return app_verbs()
+        return iter(VERBS)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(VERBS)
 
 
-class _Ended(Exception):
-    """Carries an end past typer, which would turn it into an exit code without a word."""
+class _Stopped(Exception):
+    """Carries an interrupt or a closed pipe past typer, which would turn it into a silent exit code."""
 
 
 class _Verbs(TyperGroup):
-    """The verbs of the table, with help that reads the table only."""
+    """The verbs of VERBS, with help that reads only that table."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands: Any = _Loaded()
+        self.commands: Any = _Commands()
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, BrokenPipeError) as error:
-            raise _Ended from error
+            raise _Stopped from error
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -117,7 +105,7 @@ class _Verbs(TyperGroup):
 
 
 def new_app(**options: Any) -> typer.Typer:
-    """A typer app in this program's manner: plain help, no tracebacks of its own."""
+    """A typer app with this program's defaults: plain help, no tracebacks of its own."""
     defaults: dict[str, Any] = {
         "add_completion": False,
         "rich_markup_mode": None,
@@ -146,7 +134,7 @@ def meshwright_(
 ) -> None:
     """Decides how to train your model on the GPUs you have, proves it, and then trains.
 
-    Data goes to stdout, talk to stderr. Exit codes: 0 done, 2 the input is wrong, 3 it does not fit,
+    Data goes to stdout, messages to stderr. Exit codes: 0 done, 2 the input is wrong, 3 it does not fit,
     4 a run failed, 70 a fault of ours, 130 interrupted. `meshwright VERB --help` explains a verb.
     """
 
@@ -157,49 +145,50 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code of one command line; every error has been told on stderr."""
+    """Run one command line, report errors on stderr, and return the exit code."""
     try:
         result = get_command(app).main(
             list(arguments) or ["--help"], prog_name="meshwright", standalone_mode=False
         )
         sys.stdout.flush()
     except BaseException as error:
-        return _told(error)
+        return report_error(error)
     return result if isinstance(result, int) else EXIT_DONE
 
 
-def _told(error: BaseException) -> int:
-    """Say what happened on stderr and give the exit code."""
-    if isinstance(error, _Ended) and error.__cause__ is not None:
+def report_error(error: BaseException) -> int:
+    """Print what happened on stderr and return the exit code."""
+    if isinstance(error, _Stopped) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-        return EXIT_DONE  # rich has met a reader that is gone
+        return EXIT_DONE  # rich wrote to a pipe whose reader has gone
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else EXIT_DONE
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return _say("interrupted", EXIT_INTERRUPTED)
+        return _fail("interrupted", EXIT_INTERRUPTED)
     if isinstance(error, OSError) and error.errno == errno.EPIPE:
-        # The reader (`| head`) has gone: nothing is left to say, nor to flush at exit.
+        # The reader (`| head`) has gone: nothing is left to print, nor to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    if isinstance(error, OSError) and _is_about_a_place(error):
-        return _say(_show_place(error), EXIT_INPUT)
+    if isinstance(error, OSError) and _is_path_error(error):
+        return _fail(_show_path_error(error), EXIT_INPUT)
     if isinstance(error, MeshwrightError):
-        return _say(show_error(error), error.exit_code)
+        return _fail(show_error(error), error.exit_code)
     if isinstance(error, UsageError):
-        return _say(_show_usage_error(error), EXIT_INPUT)
+        return _fail(_show_usage_error(error), EXIT_INPUT)
     if isinstance(error, ModuleNotFoundError) and _package(error) in TRAIN_PACKAGES:
-        return _say(_show_missing(_package(error)), EXIT_INPUT)
-    return _say(_show_fault(error), EXIT_FAULT)
+        return _fail(_show_missing_package(_package(error)), EXIT_INPUT)
+    return _fail(_show_fault(error), EXIT_FAULT)
 
 
-def _say(text: str, exit_code: int) -> int:
+def _fail(text: str, exit_code: int) -> int:
+    """Print the text on stderr and return the exit code."""
     print(text, file=sys.stderr)
     return exit_code
 
 
 def show_error(error: MeshwrightError) -> str:
-    """Fact, where and hint of one error or of several, readable without colour."""
+    """Fact, where and hint of one error or of several, as plain text."""
     violations = error.violations if isinstance(error, SpecErrors) else [error]
     shown = [_show_parts(each) for each in violations]
     count = [f"{len(shown)} things are wrong"] if len(shown) > 1 else []
@@ -219,13 +208,15 @@ def _show_usage_error(error: Any) -> str:
     return f"error: {error.format_message()}\n  where: {path}\n  hint:  `{path} --help` shows what it takes"
 
 
-def _is_about_a_place(error: OSError) -> bool:
-    is_named = error.filename is not None and (isinstance(error, _PLACES) or error.errno in _PLACE_ERRORS)
-    return is_named or error.errno in _FULL
+def _is_path_error(error: OSError) -> bool:
+    is_named = error.filename is not None and (
+        isinstance(error, _PATH_ERRORS) or error.errno in _PATH_ERROR_CODES
+    )
+    return is_named or error.errno in _DISK_FULL_CODES
 
 
-def _show_place(error: OSError) -> str:
-    hint = "\n  hint:  make room, or write somewhere else" if error.errno in _FULL else ""
+def _show_path_error(error: OSError) -> str:
+    hint = "\n  hint:  free disk space, or write somewhere else" if error.errno in _DISK_FULL_CODES else ""
     return f"error: {error.strerror}\n  where: {error.filename or 'standard output'}{hint}"
 
 
@@ -233,7 +224,7 @@ def _package(error: ModuleNotFoundError) -> str:
     return (error.name or "").split(".")[0]
 
 
-def _show_missing(package: str) -> str:
+def _show_missing_package(package: str) -> str:
     return (
         f'error: this verb needs {package}, which is not installed\n  hint:  pip install "meshwright[train]"'
     )

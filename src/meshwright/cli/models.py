@@ -11,8 +11,8 @@ app = new_app(help="The model families.")
 
 
 @app.callback()
-def _models() -> None:  # keeps `list` a word of its own while it is the only one
-    pass
+def _group() -> None:
+    """Keep `list` a verb of its own while it is the only one."""
 
 
 @app.command("list")
@@ -26,7 +26,7 @@ def list_models(
 ) -> None:
     """List the families, which every verb accepts by name.
 
-    A Hugging Face config.json, or a folder that holds one, is accepted wherever a family is.
+    A Hugging Face config.json, or a folder with one, is accepted wherever a family is.
     """
     from meshwright.errors import SpecError
     from meshwright.spec.families import FAMILIES
@@ -57,19 +57,19 @@ def _row(model: Any) -> dict[str, Any]:
 
 
 def _kind(model: Any) -> str:
-    """What sets the family apart, in a few words."""
+    """The kind of attention and of experts, and other marks of the family."""
     attention, moe = model.attention, model.moe
     grouped = "MHA" if attention.num_kv_heads == attention.num_heads else "GQA"
-    words = ["MLA" if attention.latent else grouped]
+    parts = ["MLA" if attention.latent else grouped]
     if attention.window:
-        words.append(f"window {attention.window}")
+        parts.append(f"window {attention.window}")
     if attention.qk_norm:
-        words.append("QK-norm")
+        parts.append("QK-norm")
     if moe:
-        words.append(f"{moe.top_k} of {moe.num_experts} experts" + (" + shared" if moe.shared_width else ""))
+        parts.append(f"{moe.top_k} of {moe.num_experts} experts" + (" + shared" if moe.shared_width else ""))
     if model.tied_head:
-        words.append("tied head")
-    return ", ".join(words)
+        parts.append("tied head")
+    return ", ".join(parts)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

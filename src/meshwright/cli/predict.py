@@ -1,6 +1,7 @@
-"""`meshwright predict`: memory, step time and MFU of exactly this layout, of a run file or of a table."""
+"""`meshwright predict`: memory, step time and MFU of the layout of a run file, or of a table of layouts."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +23,14 @@ def predict(
         Path | None, typer.Option(help="A CSV with the columns of published_runs.csv, instead of a run file.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where the table goes with its predictions.")
+        Path | None, typer.Option("-o", "--output", help="Write the table with its predictions here.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Memory, step time and MFU of exactly this layout on a cluster.
+    """Memory, step time and MFU of the layout of a run file on a cluster.
 
-    Exit code 3: the run does not fit the device. A row of a table that cannot be predicted says why in
-    its `error` column; the others are predicted all the same.
+    Exit code 3: the run does not fit the device. A row of a table that cannot be predicted has
+    the reason in its `error` column; the other rows are predicted.
     """
     from meshwright.errors import SpecError
 
@@ -38,10 +39,10 @@ def predict(
             "give a run file or --table, one of them", where="predict", hint="predict run.yaml --on h100:8x2"
         )
     if table is not None:
-        _refuse({"--on": on, "--profile": profile, "KEY=VALUE": overrides}, "a table names its own hardware")
+        _reject({"--on": on, "--profile": profile, "KEY=VALUE": overrides}, "a table names its own hardware")
         _predict_table(table, output, as_json=as_json)
         return
-    _refuse({"-o": output}, "only a table is written to a file")
+    _reject({"-o": output}, "only a table is written to a file")
     if not on:
         raise SpecError(
             "no cluster is named", where="--on", hint="for example --on h100:8x16 or --on leonardo:16"
@@ -49,7 +50,7 @@ def predict(
     _predict_run(str(run), overrides or [], on, profile, as_json=as_json)
 
 
-def _refuse(given: dict[str, Any], why: str) -> None:
+def _reject(given: dict[str, Any], why: str) -> None:
     from meshwright.errors import SpecError
 
     for name, value in given.items():
@@ -76,7 +77,7 @@ def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None,
     from meshwright.errors import EXIT_NO_FIT
     from meshwright.hardware import cluster_of, read_profile
     from meshwright.hardware.prediction_log import observed_line, read_pairs
-    from meshwright.plan.explain.remedies import remedies, remedy_words
+    from meshwright.plan.explain.fixes import fixes_text, run_fixes
     from meshwright.plan.predict import predict_run
     from meshwright.spec.text import read_run
 
@@ -91,7 +92,7 @@ def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None,
     if observed is not None:
         typer.echo(observed, err=True)
     if not found.fits:
-        typer.echo(remedy_words(remedies(loaded.run, cluster), cluster), err=True)
+        typer.echo(fixes_text(run_fixes(loaded.run, cluster), cluster), err=True)
         raise typer.Exit(EXIT_NO_FIT)
 
 
@@ -123,45 +124,50 @@ def _document(found: Any) -> dict[str, Any]:
 
 
 def _text(found: Any, device: str) -> str:
-    from meshwright.units import show_bytes, show_count, show_seconds
+    lines = [*_time_lines(found), *_memory_lines(found), "", *_fit_lines(found, device)]
+    return "\n".join(lines)
+
+
+def _time_lines(found: Any) -> Iterator[str]:
+    from meshwright.units import show_count, show_seconds
 
     width = max(found.high_seconds / found.step_seconds - 1.0, 0.0)
-    lines = [
-        f"step      {show_seconds(found.step_seconds)}  (90%: {show_seconds(found.low_seconds)} to "
-        f"{show_seconds(found.high_seconds)}, {width:+.0%})",
-        f"tokens/s  {show_count(found.tokens_per_second_per_device)} per device, "
-        f"{show_count(found.tokens_per_second_per_device * found.num_devices)} in all",
-        f"TFLOP/s   {found.tflops_per_device:.3g} per device, MFU {found.mfu:.1%} "
-        "(strict: causal attention once)",
-        "",
-        "where the step goes",
-    ]
-    ordered = sorted(found.seconds_by_item.items(), key=lambda item: -item[1])
-    lines += [
-        f"  {name:<14} {show_seconds(seconds):>9}  {seconds / found.step_seconds:6.1%}"
-        for name, seconds in ordered
-        if seconds > 0.001 * found.step_seconds
-    ]
+    low, high = show_seconds(found.low_seconds), show_seconds(found.high_seconds)
+    per_device = found.tokens_per_second_per_device
+    yield f"step      {show_seconds(found.step_seconds)}  (90%: {low} to {high}, {width:+.0%})"
+    in_all = show_count(per_device * found.num_devices)
+    yield f"tokens/s  {show_count(per_device)} per device, {in_all} in all"
+    tflops = f"{found.tflops_per_device:.3g} per device, MFU {found.mfu:.1%}"
+    yield f"TFLOP/s   {tflops} (strict: causal attention once)"
+    yield ""
+    yield "where the step goes"
+    for name, seconds in sorted(found.seconds_by_item.items(), key=lambda item: -item[1]):
+        if seconds > 0.001 * found.step_seconds:
+            yield f"  {name:<14} {show_seconds(seconds):>9}  {seconds / found.step_seconds:6.1%}"
+
+
+def _memory_lines(found: Any) -> Iterator[str]:
+    from meshwright.units import show_bytes
+
     for stage in found.stages:
-        lines += [
-            "",
-            f"memory of {stage.stage} pipeline rank" if len(found.stages) > 1 else "memory of a rank",
-        ]
-        lines += [
-            f"  {name:<14} {show_bytes(size):>10}"
-            for name, size in sorted(stage.items.items(), key=lambda item: -item[1])
-        ]
-        lines += [
+        yield ""
+        yield f"memory of {stage.stage} pipeline rank" if len(found.stages) > 1 else "memory of a rank"
+        for name, size in sorted(stage.items.items(), key=lambda item: -item[1]):
+            yield f"  {name:<14} {show_bytes(size):>10}"
+        yield (
             f"  allocated {show_bytes(stage.allocated_bytes)}, reserved {show_bytes(stage.reserved_bytes)}, "
             f"on the device {show_bytes(stage.device_bytes)}"
-        ]
-        lines += [
-            f"  {name:<14} {show_bytes(size):>10}  in host memory" for name, size in stage.host_items.items()
-        ]
+        )
+        for name, size in stage.host_items.items():
+            yield f"  {name:<14} {show_bytes(size):>10}  in host memory"
+
+
+def _fit_lines(found: Any, device: str) -> Iterator[str]:
+    from meshwright.units import show_bytes
+
     verdict = "fits" if found.fits else "does NOT fit"
     excess = "" if found.fits else f": {show_bytes(found.excess_bytes)} too much"
-    lines += ["", f"{verdict} {device} ({show_bytes(found.capacity_bytes)}){excess}"]
+    yield f"{verdict} {device} ({show_bytes(found.capacity_bytes)}){excess}"
     if found.memory_margin is not None:
-        doubt = ": that decides here, so let `rehearse` trace it" if found.is_uncertain else ""
-        lines += [f"allocated memory {found.memory_margin.words}{doubt}"]
-    return "\n".join(lines)
+        doubt = "; too close to tell, so let `rehearse` trace it" if found.is_uncertain else ""
+        yield f"allocated memory {found.memory_margin.words}{doubt}"

@@ -18,9 +18,9 @@ def report(
     """Write one self-contained HTML file about a run, and print where.
 
     Curves of loss, gradient norm, learning rate, throughput, step time and memory, the headline
-    numbers, what happened, sample text and the resolved run. The file loads nothing from a network,
-    so it can be sent to anyone. A run that is still going can be reported too; what its directory
-    does not hold is named as absent.
+    figures, events, sample text and the resolved run. The file loads nothing from a network, so it can
+    be sent to anyone. A run that is still in progress can be reported too; files that its directory
+    does not have are named as absent.
     """
     from meshwright.observe.run_report import describe, write_report
 

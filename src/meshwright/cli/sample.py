@@ -14,19 +14,19 @@ def sample(
         Path,
         typer.Argument(
             metavar="RUN_DIR",
-            help="A run directory such as runs/demo; a checkpoint or Hugging Face folder too.",
+            help="A run directory such as runs/demo, a checkpoint, or a Hugging Face folder.",
         ),
     ],
     prompt: Annotated[str, typer.Option(help="What the text begins with.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Write at most so many tokens.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens.")] = 200,
     temperature: Annotated[
         float,
-        typer.Option(min=0.0, help="Below 1 is more careful, above 1 is wilder; 0 takes the likeliest."),
+        typer.Option(min=0.0, help="Above 1 is more random, below 1 less; 0 takes the most likely token."),
     ] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Draw only from the so many likeliest tokens.")
+        int | None, typer.Option("--top-k", min=1, help="Draw only from this many of the most likely tokens.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     ema: Annotated[bool, typer.Option("--ema", help="Use the moving average of the weights.")] = False,
     checkpoint: Annotated[
         int | None,
@@ -43,7 +43,7 @@ def sample(
 ) -> None:
     """Print text that a trained model writes after a prompt.
 
-    Works on one process, whatever mesh the model was trained on. The text ends where the model ends
+    Runs in one process, whatever mesh the model was trained on. The text ends where the model ends
     the document, or after --tokens.
     """
     if not math.isfinite(temperature):
@@ -54,16 +54,22 @@ def sample(
         raise typer.BadParameter("with --temperature 0 it has no effect", param_hint="--top-k")
     from meshwright.checkpoint.weights import open_weights
     from meshwright.mesh import choose_device
-    from meshwright.train.sample import Sampling, calm_threads, choose_tokenizer, origin_words, sample_text
+    from meshwright.train.sample import (
+        Sampling,
+        choose_tokenizer,
+        describe_origin,
+        limit_threads,
+        sample_text,
+    )
 
     weights = open_weights(run_dir, step=checkpoint, averaged=ema)
-    calm_threads(weights)
-    words = choose_tokenizer(weights, tokenizer)
+    limit_threads(weights)
+    chosen = choose_tokenizer(weights, tokenizer)
     sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    text = sample_text(weights, words, prompt, sampling, choose_device(device, 0))
+    text = sample_text(weights, chosen, prompt, sampling, choose_device(device, 0))
     if as_json:
         facts = {"prompt": prompt, "text": text, "checkpoint": str(weights.origin), "step": weights.step}
         typer.echo(json.dumps({**facts, "temperature": temperature, "top_k": top_k, "seed": seed}, indent=2))
         return
-    print(f"from {origin_words(weights)}", file=sys.stderr)
+    print(f"from {describe_origin(weights)}", file=sys.stderr)
     typer.echo(prompt + text)

@@ -1,4 +1,4 @@
-"""`meshwright show`: pictures of what was decided."""
+"""`meshwright show`: pictures of a pipeline schedule, of the ranks of a mesh, and of memory."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ def schedule(
 ) -> None:
     """Draw the order in which pipeline ranks run forwards and backwards.
 
-    One unit of time is the forward of one stage; a whole backward takes two.
+    One unit of time is the forward of one stage; a full backward takes two.
     """
     from rich.console import Console
 
@@ -68,32 +68,32 @@ def memory(
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw what fills the device of the first, a middle and the last pipeline rank."""
+    """Draw the memory of the first, a middle and the last pipeline rank, item by item."""
     import json
 
     from rich.console import Console
 
     from meshwright.errors import SpecError
     from meshwright.hardware import cluster_of
-    from meshwright.plan.draw.memory import draw_memory_svg, draw_memory_text, shown_stages
-    from meshwright.plan.search.decision import candidate_of
+    from meshwright.plan.draw.memory import memory_chart, memory_table, stage_items
+    from meshwright.plan.search.candidate import candidate_of
     from meshwright.spec.text import load_run
 
     if not on:
         raise SpecError("no device is given", where="--on", hint="such as --on h100:8 or --on leonardo:16")
     candidate = candidate_of(load_run(run, overrides or []), cluster_of(on))
     if svg is not None:
-        _write(svg, draw_memory_svg(candidate))
+        _write(svg, memory_chart(candidate).document())
     if as_json:
         document = {
-            "fits": candidate.may_fit,
+            "fits": candidate.fits,
             "device_bytes": candidate.device_bytes,
-            "stages": shown_stages(candidate),
-            "host": shown_stages(candidate, on_host=True),
+            "stages": stage_items(candidate),
+            "host": stage_items(candidate, on_host=True),
         }
         typer.echo(json.dumps(document))
     else:
-        Console().print(draw_memory_text(candidate))
+        Console().print(memory_table(candidate))
 
 
 @app.command()
@@ -104,7 +104,7 @@ def mesh(
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw which rank stands where on every axis, and on which node; tp is innermost."""
+    """Draw the coordinates of every rank on every axis, and its node; tp is innermost."""
     import json
 
     from meshwright.plan.draw.rank_map import RankMap, coordinates, draw_svg, draw_text
@@ -124,7 +124,7 @@ def mesh(
     typer.echo(draw_text(drawn))
 
 
-MOST_ACTIONS = 200_000
+MAX_ACTIONS = 200_000
 
 
 def _from_options(options: dict[str, Any]) -> tuple[str, Any]:
@@ -163,18 +163,18 @@ def _from_run(run: str, overrides: list[str], options: dict[str, Any]) -> tuple[
 
 
 def _possible(name: Any, shape: Any) -> Any:
-    """The schedule, when it can run on this shape and is not too large to draw."""
+    """The schedule; SpecError where it cannot run on this shape or is too large to draw."""
     from meshwright.errors import SpecError
     from meshwright.plan.workload.schedules import problem
 
     reason = problem(name, shape)
     if reason is not None:
         raise SpecError(reason, where="--schedule", hint="change --microbatches, --pp or --virtual-stages")
-    if shape.num_stages * shape.num_microbatches > MOST_ACTIONS:
+    if shape.num_stages * shape.num_microbatches > MAX_ACTIONS:
         raise SpecError(
             f"{shape.num_stages} stages x {shape.num_microbatches} micro-batches are too many to draw",
             where="--microbatches",
-            hint=f"their product can be {MOST_ACTIONS}",
+            hint=f"their product can be {MAX_ACTIONS} at most",
         )
     return name
 
@@ -200,7 +200,7 @@ def _json(drawn: Any) -> str:
         **asdict(drawn.shape),
         "bubble_overhead": timeline.bubble_overhead,
         "bubble_fraction": timeline.bubble_fraction,
-        "in_flight_microbatches": [held / drawn.shape.virtual_stages for held in drawn.in_flight],
+        "in_flight_microbatches": [stages / drawn.shape.virtual_stages for stages in drawn.in_flight],
         "ranks": [
             [
                 [timed.action.kind, timed.action.stage, timed.action.microbatch, timed.start, timed.end]

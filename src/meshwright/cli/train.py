@@ -1,12 +1,17 @@
 """`meshwright train`: run a run file here, with as many ranks as it asks for."""
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from meshwright.cli.check import Overrides, Run
+from meshwright.errors import EXIT_RANK_OUT_OF_MEMORY, OutOfMemory, SpecError
+
+if TYPE_CHECKING:
+    from meshwright.spec import RunSpec
 
 
 def train(
@@ -18,27 +23,65 @@ def train(
     stop_after: Annotated[
         int | None,
         typer.Option(
-            metavar="STEP", min=1, help="Save and stop at this step; the same command without it goes on."
+            metavar="STEP", min=1, help="Save and stop at this step; the same command without it resumes."
         ),
     ] = None,
 ) -> None:
     """Run a run file: starts local ranks, or joins those that a launcher started.
 
     The run directory gets run.yaml, metrics.jsonl, events, and checkpoints. Started again with the same
-    directory, a run goes on from its last checkpoint; another run is refused there. Ctrl-C saves and
+    directory, a run resumes from its newest checkpoint; another run is refused there. Ctrl-C saves and
     stops (exit 130).
     """
-    from meshwright.launch.local import is_rank, run_local
+    from meshwright.launch.local import is_rank
     from meshwright.spec.text import read_run
 
     loaded = read_run(run, overrides or [])
     loaded.require_valid()
     spec = loaded.run
     run_dir = directory or Path("runs") / spec.name
-    if spec.parallel.num_ranks > 1 and not is_rank():
+    if is_rank():
+        _run_one_rank(spec, run_dir, stop_after)
+    if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch":
+        from meshwright.train.oom_restart import run_ranks
+
         arguments = ["train", run, *(overrides or []), "--dir", str(run_dir)]
         arguments += ["--stop-after", str(stop_after)] if stop_after else []
-        sys.exit(run_local(arguments, num_ranks=spec.parallel.num_ranks))
+        sys.exit(run_ranks(spec, arguments, run_dir))
     from meshwright.train.session import run_rank
 
     sys.exit(run_rank(spec, run_dir, stop_after=stop_after))
+
+
+def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None) -> NoReturn:
+    """Train as one of the processes that a launcher started; after an error this one ends at once."""
+    from meshwright.cli.main import report_error
+    from meshwright.train.session import run_rank
+
+    try:
+        _require_own_ranks(run)
+        sys.exit(run_rank(run, run_dir, stop_after=stop_after))
+    except SystemExit:
+        raise
+    except OutOfMemory as error:
+        report_error(error)
+        code = EXIT_RANK_OUT_OF_MEMORY
+    except BaseException as error:
+        code = report_error(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A usual exit frees the process groups, and that waits for collectives which will never complete.
+    os._exit(code)
+
+
+def _require_own_ranks(run: "RunSpec") -> None:
+    """Refuse `on_oom=halve_microbatch`, which has no effect where another launcher has started the ranks."""
+    from meshwright.launch.local import is_local_rank
+
+    if run.memory.on_oom == "halve_microbatch" and not is_local_rank():
+        raise SpecError(
+            "on_oom=halve_microbatch restarts the ranks, and another launcher has started these",
+            where="memory.on_oom",
+            hint="set memory.on_oom=stop; after an OOM start again with a smaller data.microbatch_sequences: "
+            "the run resumes from its newest checkpoint. Or let `meshwright train` start the ranks",
+        )

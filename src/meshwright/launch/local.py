@@ -11,14 +11,21 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from meshwright.errors import EXIT_INPUT, EXIT_INTERRUPTED, EXIT_NO_FIT, EXIT_RUN_FAILED
+from meshwright.errors import (
+    EXIT_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_NO_FIT,
+    EXIT_RANK_OUT_OF_MEMORY,
+    EXIT_RUN_FAILED,
+)
 from meshwright.hardware.machine import this_machine
 
 _POLL_SECONDS = 0.1
 # After one rank has failed the others wait in a collective; this is how long they get to notice.
 _GRACE_SECONDS = 10.0
-# Ranks that fail within this time of each other failed of the same cause, and rank 0 has told it.
+# Ranks that fail within this time of each other failed for the same reason, and rank 0 has printed it.
 _TOGETHER_SECONDS = 1.0
+_STARTED_HERE = "MESHWRIGHT_LOCAL_RANKS"
 
 
 def is_rank() -> bool:
@@ -26,31 +33,37 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_local_rank() -> bool:
+    """Whether `run_local` started this process as a rank, so that its exit status is read here."""
+    return is_rank() and _STARTED_HERE in os.environ
+
+
 def run_local(arguments: Sequence[str], *, num_ranks: int) -> int:
     """Start `python -m meshwright <arguments>` once per rank and wait; returns the first failing exit code.
 
-    Rank 0 speaks on this terminal. The others' words are kept aside and shown when one of them fails first.
+    Rank 0 prints to this terminal. Output of the other ranks is kept in files and printed when one of them
+    fails first. EXIT_RANK_OUT_OF_MEMORY is returned where any rank ran out of memory.
     """
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as folder, ExitStack() as files:
         processes: list[subprocess.Popen[bytes]] = []
         for rank in range(num_ranks):
-            aside = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
+            output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
             command = [sys.executable, "-m", "meshwright", *arguments]
             environment = _environment(rank, num_ranks, port)
-            processes.append(subprocess.Popen(command, env=environment, stdout=aside, stderr=aside))
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
         with _signals_passed_on(processes):
             failed = _wait(processes)
         if failed is None:
             return 0
         if failed and not _is_refused_by_all(processes, failed):
-            words = (Path(folder) / f"rank-{failed}").read_text(errors="replace").strip()
-            print(f"rank {failed} failed first:\n{words[-4000:]}", file=sys.stderr)
+            text = (Path(folder) / f"rank-{failed}").read_text(errors="replace").strip()
+            print(f"rank {failed} failed first:\n{text[-4000:]}", file=sys.stderr)
         return _exit_code(processes[failed].returncode)
 
 
 def _is_refused_by_all(processes: list[subprocess.Popen[bytes]], failed: int) -> bool:
-    """Wrong input is refused by every rank in the same words, and rank 0 has said them."""
+    """Wrong input is refused by every rank with the same text, and rank 0 has printed it."""
     code = processes[failed].returncode
     return code in (EXIT_INPUT, EXIT_NO_FIT) and processes[0].returncode == code
 
@@ -65,6 +78,7 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    environment[_STARTED_HERE] = str(num_ranks)
     # Each rank its share of the cores: the default would give every rank all of them.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // num_ranks)))
     if sys.platform == "linux":
@@ -98,21 +112,28 @@ def _signals_passed_on(processes: list[subprocess.Popen[bytes]]) -> Generator[No
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """The rank that failed first (rank 0 where several did), or None."""
+    """Wait until all have ended: the rank whose failure is the reason, or None where none failed."""
     failed_at, failed = None, None
     while any(process.poll() is None for process in processes):
-        failures = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
-        if failures and failed_at is None:
+        if failed_at is None and _first_failure(processes) is not None:
             failed_at = time.monotonic()
         if failed_at is not None and failed is None and time.monotonic() - failed_at > _TOGETHER_SECONDS:
-            failed = failures[0]
+            failed = _first_failure(processes)
         if failed_at is not None and time.monotonic() - failed_at > _GRACE_SECONDS:
             for process in processes:
                 process.kill()
         time.sleep(_POLL_SECONDS)
-    if failed is not None:
-        return failed
-    return next((rank for rank, process in enumerate(processes) if process.returncode), None)
+    return failed if failed is not None else _first_failure(processes)
+
+
+def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """Of the ranks that have failed so far, one that ran out of memory, else the lowest; None for none.
+
+    When a rank runs out of memory the others fail as well, because they lose the connection to it.
+    """
+    codes = {rank: process.poll() for rank, process in enumerate(processes)}
+    out_of_memory = [rank for rank, code in codes.items() if code == EXIT_RANK_OUT_OF_MEMORY]
+    return next(iter([*out_of_memory, *(rank for rank, code in codes.items() if code)]), None)
 
 
 def _exit_code(returncode: int) -> int:

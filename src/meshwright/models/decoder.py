@@ -13,7 +13,7 @@ from meshwright.models.layers.moe import Moe
 from meshwright.models.layers.norm import build_norm
 from meshwright.models.layers.rope import Rotation, rotation
 from meshwright.ops.loss import linear_cross_entropy
-from meshwright.ops.loss_rows import wide_dtype
+from meshwright.ops.loss_rows import RowKernels, wide_dtype
 from meshwright.ops.sharded import local
 from meshwright.spec import ModelSpec
 
@@ -58,6 +58,8 @@ class Head(nn.Module):
         self.weight = None if spec.tied_head else nn.Parameter(torch.empty(spec.vocab_size, spec.width))
         # Set where the vocabulary is cut over ranks.
         self.vocabulary_group: ProcessGroup | None = None
+        # Set in a rehearsal; None: the kernels of the device that the logits are on.
+        self.loss_kernels: RowKernels | None = None
 
     def forward(
         self,
@@ -74,7 +76,12 @@ class Head(nn.Module):
         if weights_BS is None:
             weights_BS = torch.ones_like(targets_BS, dtype=torch.float32)
         return linear_cross_entropy(
-            x_BSD, local(weight_VD), targets_BS, weights_BS, group=self.vocabulary_group
+            x_BSD,
+            local(weight_VD),
+            targets_BS,
+            weights_BS,
+            group=self.vocabulary_group,
+            kernels=self.loss_kernels,
         )
 
 

@@ -1,7 +1,7 @@
-"""Line charts as plain geometry: what the page draws, in shares of the plot area.
+"""Line charts of a run's metrics: the plot area as SVG, ticks in percent of it for the page around.
 
-A chart is drawn once, here, so it needs no script to be seen; the script of the page only adds
-reading values off it. Long histories are thinned so that every spike and dip stays.
+The page needs no script to show a chart; its script only shows the values under the pointer. Long histories
+are thinned such that every spike and dip is kept.
 """
 
 import math
@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from meshwright import svg
+from meshwright.svg import round_ticks
 from meshwright.units import show_count
 
 MAX_POINTS = 480
@@ -16,7 +18,7 @@ PLOT_WIDTH, PLOT_HEIGHT = 1000, 300
 # A value this many times above the 98th percentile would flatten everything else.
 _OUTLIER_RATIO = 4.0
 
-# Beyond this a loss has diverged whatever the format says, and ranges would overflow.
+# A larger loss has diverged in any format, and ranges would overflow.
 _LARGEST_DRAWN = 1e30
 
 Point = tuple[float, float]
@@ -24,7 +26,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart; y may hold NaN and infinities, which break it and are marked on the rim."""
+    """One line of a chart; y may be NaN or infinite, which breaks the line and is marked at the top."""
 
     label: str
     points: Sequence[Point]
@@ -35,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What to draw."""
+    """The contents of a chart."""
 
     title: str
     note: str = ""
@@ -46,7 +48,7 @@ class Chart:
     level: tuple[str, float] | None = None
     """A labelled horizontal line."""
     marks: list[float] = field(default_factory=list)
-    """Steps marked by a vertical line (resumes)."""
+    """Steps with a vertical line (resumes)."""
     show: Callable[[float], str] = show_count
 
 
@@ -60,7 +62,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Line:
-    """One drawn series: a path in plot coordinates and the values behind it."""
+    """One drawn series: a path in plot coordinates, and its values for the pointer."""
 
     label: str
     style: str
@@ -72,7 +74,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart's geometry, ready for the page."""
+    """A chart as the page needs it."""
 
     title: str
     note: str
@@ -89,14 +91,32 @@ class Drawing:
     rim: list[Tick]
     level: Tick | None
 
+    @property
+    def plot(self) -> str:
+        """The plot area as SVG, stretched by the page; its classes are those of report.css."""
+        right, down = PLOT_WIDTH / 100, PLOT_HEIGHT / 100
+        across = f"H{PLOT_WIDTH}"
+        parts = [_path_of("grid", f"M0 {tick.percent * down:.1f}{across}") for tick in self.y_ticks]
+        parts += [_path_of("mark", f"M{mark.percent * right:.1f} 0V{PLOT_HEIGHT}") for mark in self.marks]
+        if self.level:
+            parts.append(_path_of("level", f"M0 {self.level.percent * down:.1f}{across}"))
+        for line in self.lines:
+            parts.append(_path_of(f"line {line.style}", line.path))
+            parts += [_path_of(f"dots {line.style}", line.dots)] if line.dots else []
+        return svg.inline(parts, PLOT_WIDTH, PLOT_HEIGHT, label=self.description, is_stretched=True)
+
+
+def _path_of(kind: str, d: str) -> str:
+    return svg.element("path", class_=kind, d=d)
+
 
 def is_drawn(y: float) -> bool:
-    """Whether a value has a place on a chart: finite, and not absurd."""
+    """Whether a value can be drawn: finite, and not absurdly large."""
     return math.isfinite(y) and abs(y) < _LARGEST_DRAWN
 
 
 def draw(chart: Chart) -> Drawing | None:
-    """The geometry of a chart, or None when no series has a point."""
+    """A chart as the page needs it, or None when no series has a point."""
     drawn = [series for series in chart.series if series.points]
     if not drawn:
         return None
@@ -113,7 +133,7 @@ def draw(chart: Chart) -> Drawing | None:
         high=y_scale[1],
         lines=[_line(series, x_scale, y_scale) for series in drawn],
         x_ticks=[Tick(_percent(x, x_scale), f"{x:,.0f}") for x in _step_ticks(x_scale)],
-        y_ticks=[Tick(100 - _percent(y, y_scale), chart.show(y)) for y in nice_ticks(*y_scale)],
+        y_ticks=[Tick(100 - _percent(y, y_scale), chart.show(y)) for y in round_ticks(*y_scale)],
         marks=[Tick(_percent(x, x_scale), f"{x:,.0f}") for x in chart.marks],
         rim=[Tick(_percent(x, x_scale), f"{x:,.0f}") for x in _non_finite(drawn)],
         level=_level(chart, y_scale),
@@ -121,7 +141,7 @@ def draw(chart: Chart) -> Drawing | None:
 
 
 def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
-    """At most about `max_points` of them: the lowest and the highest of each stretch, ends kept."""
+    """About `max_points` of the points: the ends, and the lowest and the highest of each stretch."""
     if len(points) <= max_points:
         return list(points)
     stretch = math.ceil(2 * len(points) / max_points)
@@ -141,7 +161,7 @@ def _extremes(points: Sequence[Point]) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], window: int, max_points: int = MAX_POINTS // 2) -> list[Point]:
-    """Means of the middle half of windows centred on evenly chosen points: a spike does not bend it."""
+    """Interquartile means of windows centred on evenly chosen points: a single spike has no influence."""
     drawn = [point for point in points if is_drawn(point[1])]
     last = len(drawn) - 1
     chosen = sorted({*range(0, last + 1, math.ceil(len(drawn) / max_points) or 1), last}) if drawn else []
@@ -155,17 +175,6 @@ def smooth(points: Sequence[Point], window: int, max_points: int = MAX_POINTS //
     return result
 
 
-def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (1, 2, 5 x 10^k apart) inside the range; of the possible steps, the count nearest."""
-    power = 10.0 ** math.floor(math.log10((high - low) / about))
-    step = min(
-        (factor * power for factor in (1, 2, 5, 10)), key=lambda each: abs((high - low) / each - about)
-    )
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    # Dividing by a whole number keeps 0.3 from becoming 0.30000000000000004.
-    return [index * step if step >= 1 else index / round(1 / step) for index in range(first, last + 1)]
-
-
 def _step_range(drawn: list[Series]) -> Point:
     steps = [x for series in drawn for x, _ in series.points]
     low, high = min(steps), max(steps)
@@ -173,12 +182,12 @@ def _step_range(drawn: list[Series]) -> Point:
 
 
 def _step_ticks(x_scale: Point) -> list[float]:
-    ticks = [x for x in nice_ticks(*x_scale) if x == round(x)]
+    ticks = [x for x in round_ticks(*x_scale) if x == round(x)]
     return ticks or [round((x_scale[0] + x_scale[1]) / 2)]
 
 
 def _value_range(chart: Chart, drawn: list[Series]) -> tuple[Point, str]:
-    """Lowest and highest value shown, and a sentence when outliers are left outside."""
+    """Lowest and highest value of the y axis, and a sentence when outliers are outside of it."""
     points = [point for series in drawn for point in series.points if is_drawn(point[1])]
     values = sorted([y for _, y in points] + ([chart.level[1]] if chart.level else []))
     if not values:
@@ -211,7 +220,7 @@ def _line(series: Series, x_scale: Point, y_scale: Point) -> Line:
 
 
 def _path(points: list[Point], x_scale: Point, y_scale: Point) -> str:
-    """Moves and lines; a non-finite value breaks the line."""
+    """The path of a line; a non-finite value breaks it."""
     parts: list[str] = []
     pen = "M"
     for point in points:
@@ -246,7 +255,7 @@ def _level(chart: Chart, y_scale: Point) -> Tick | None:
 
 
 def _describe(chart: Chart, series: Series) -> str:
-    """The chart in a sentence, for people who cannot see it."""
+    """The chart in a sentence, for screen readers."""
     (first_step, first), (last_step, last) = series.points[0], series.points[-1]
     return (
         f"{chart.title}: {chart.show(first)}{chart.unit} at step {first_step:,.0f}, "

@@ -1,7 +1,7 @@
-"""Two runs step by step: where they first differ, and by how much at most."""
+"""Compares the metrics of two runs step by step."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,24 +12,24 @@ COMPARED = ("loss", "grad_norm", "eval_loss")
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one quantity is apart in two runs."""
+    """The difference of one quantity between two runs."""
 
     name: str
     num_compared: int
-    """Places (steps, or parameters) that have it in at least one of the runs."""
+    """Steps (or tensors) that have the quantity in at least one of the runs."""
     num_different: int
-    """Of these, how many differ by more than the tolerance; one that a run lacks differs."""
+    """How many of these differ by more than the tolerance; one that is missing in a run differs."""
     first_different: int | None
     """The first step that differs; None for weights, which are compared at one step."""
     max_relative: float
-    """Largest |a - b| / max(|a|, |b|) over places that both have; infinite where one is not finite."""
+    """Largest |a - b| / max(|a|, |b|) over what both have; infinite where one is not finite."""
     max_relative_at: int | None
     """The step of the largest difference."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs' differences and what they have in common."""
+    """Differences of two runs, and the steps that they share."""
 
     num_steps: int
     """Steps that both runs recorded."""
@@ -47,7 +47,7 @@ class Comparison:
 
 
 def compare_rows(rows_a: list[Row], rows_b: list[Row], *, rtol: float = 0.0) -> Comparison:
-    """Differences of two metric histories; rtol 0 asks for the very same numbers."""
+    """Differences of two metric histories; rtol 0 means bit for bit."""
     a, b = _by_step(rows_a), _by_step(rows_b)
     shared = sorted(a.keys() & b.keys())
     differences = [_difference(name, shared, a, b, rtol=rtol) for name in COMPARED]
@@ -87,24 +87,20 @@ def _difference(
 ) -> Difference:
     pairs = {step: (a[step].get(name), b[step].get(name)) for step in steps}
     pairs = {step: pair for step, pair in pairs.items() if pair != (None, None)}
-    apart = {step: _apart(*pair) for step, pair in pairs.items()}
-    different = [step for step, relative in apart.items() if relative > rtol]
-    largest = max(apart, key=_reader(apart), default=None)
+    relative = {step: _relative(*pair) for step, pair in pairs.items()}
+    different = [step for step, value in relative.items() if value > rtol]
+    largest = max(relative, key=lambda step: relative[step], default=None)
     return Difference(
         name=name,
-        num_compared=len(apart),
+        num_compared=len(relative),
         num_different=len(different),
         first_different=different[0] if different else None,
-        max_relative=0.0 if largest is None else apart[largest],
-        max_relative_at=largest if largest is not None and apart[largest] > 0 else None,
+        max_relative=0.0 if largest is None else relative[largest],
+        max_relative_at=largest if largest is not None and relative[largest] > 0 else None,
     )
 
 
-def _reader(values: dict[int, float]) -> Callable[[int], float]:
-    return lambda step: values[step]
-
-
-def _apart(a: float | None, b: float | None) -> float:
+def _relative(a: float | None, b: float | None) -> float:
     return math.inf if a is None or b is None else relative_difference(a, b)
 
 

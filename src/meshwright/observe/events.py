@@ -1,8 +1,8 @@
-"""events-<rank>.jsonl: structured facts of one rank, one JSON object per line.
+"""events-<rank>.jsonl: the events of one rank, one JSON object per line.
 
 Every line has `time` (seconds since 1970), `kind`, `rank` and `host`; the rest are the fields of
 that kind. Fields are plain numbers, texts or lists of them: a mapping is refused, so that no
-environment can be written down by accident, and credentials inside addresses are blanked.
+environment can be written by accident, and credentials inside addresses are masked.
 """
 
 import json
@@ -22,8 +22,9 @@ EventKind = Literal[
     "evaluate",
     "overflow",
     "prediction",
-    "shadow",
+    "fp8_comparison",
     "warning",
+    "restart",
     "interrupt",
     "failure",
     "finish",
@@ -34,35 +35,35 @@ _RESERVED = frozenset({"time", "kind", "rank", "host"})
 
 
 def events_path(run_dir: Path | str, rank: int) -> Path:
-    """Where a rank writes its events."""
+    """The file to which a rank writes its events."""
     return Path(run_dir) / f"events-{rank}.jsonl"
 
 
 class EventWriter:
-    """Appends facts of this rank; every rank may have one. Use as a context."""
+    """Appends events of this rank; every rank may have one. Use as a context."""
 
     def __init__(self, run_dir: Path | str, rank: int) -> None:
         self._rank = rank
         self._host = socket.gethostname()
         path = events_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A line that a killed process left torn must not swallow the first one of this process.
+        # A killed process may have left an incomplete line: the first line of this one starts on a new line.
         needs_newline = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file: BinaryIO = path.open("ab", buffering=0)
         if needs_newline:
             self._file.write(b"\n")
 
     def write(self, kind: EventKind, **fields: Any) -> None:
-        """One fact, with the time of this call; whole on the disk's side even if the process is killed."""
+        """Write one event, with the time of this call; unbuffered, so a killed process loses none."""
         for name, value in fields.items():
             assert name not in _RESERVED, f"event field {name!r} is written by the writer itself"
             assert not isinstance(value, Mapping), f"event field {name!r} is a mapping"
         facts = {"time": time.time(), "kind": kind, "rank": self._rank, "host": self._host}
-        line = to_json(facts | {name: _blank(value) for name, value in fields.items()})
+        line = to_json(facts | {name: _masked(value) for name, value in fields.items()})
         self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -73,7 +74,7 @@ class EventWriter:
 
 
 def read_events(path: Path | str) -> list[Event]:
-    """The whole, well-formed facts of one file in order; a missing or unreadable file has none."""
+    """The well-formed events of one file in order; a missing or unreadable file has none."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError:
@@ -81,9 +82,9 @@ def read_events(path: Path | str) -> list[Event]:
     return [event for event in map(_parse, lines) if event is not None]
 
 
-def _blank(value: Any) -> Any:
+def _masked(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_blank(item) for item in value]
+        return [_masked(item) for item in value]
     return _CREDENTIALS.sub("***", value) if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""The numbers that stand for a whole run: pure functions of what its directory holds."""
+"""The headline figures of a run, computed from the files of its directory."""
 
 import math
 from collections.abc import Iterable
@@ -12,43 +12,43 @@ from meshwright.observe.run_files import RunFiles
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """What a run came to; None where the directory does not tell."""
+    """Headline figures of a run; None where the directory does not have them."""
 
     name: str
     outcome: str
-    """finished, interrupted or failed as the run itself said, else incomplete."""
+    """finished, interrupted or failed as in the summary, else incomplete."""
     final_step: int | None
     total_steps: int | None
     first_loss: float | None
     final_loss: float | None
-    """Of the last step, finite or not."""
+    """Loss of the last step, finite or not."""
     eval_loss: float | None
-    """The latest evaluation."""
+    """Loss of the last evaluation."""
     unigram_entropy: float | None
-    """Nats per token without context, when the run knew its corpus'."""
+    """Nats per token of the corpus without context, where the summary has it."""
     tokens: int | None
     wall_seconds: float | None
     tokens_per_second: float | None
-    """Median over steps, all ranks."""
+    """Median over steps, of all ranks together."""
     tflops_per_gpu: float | None
     """Median over steps."""
     mfu: float | None
     """Median over steps."""
     peak_bytes: int | None
-    """Largest of any step."""
+    """Peak memory, the largest of any step."""
     resumed_at: list[int]
-    """Steps from which the run was taken up again."""
+    """Steps from which the run was resumed."""
     non_finite_steps: list[int]
     """Steps whose loss or gradient norm was not a finite number."""
     num_skipped: int
-    """Updates left out because fp16 gradients overflowed."""
+    """Updates that were skipped because fp16 gradients overflowed."""
 
 
 def run_figures(files: RunFiles) -> RunFigures:
     """The figures of a run directory."""
     rows, summary = files.rows, files.summary
     last: Row = rows[-1] if rows else {}
-    total_steps = _dig(files.run, "schedule", "num_steps")
+    total_steps = _nested(files.run, "schedule", "num_steps")
     final_step = _whole(last.get("step") or summary.get("final_step"))
     return RunFigures(
         name=files.name,
@@ -78,13 +78,13 @@ def finite(rows: Iterable[Row], name: str) -> list[float]:
 
 
 def resume_steps(files: RunFiles) -> list[int]:
-    """Steps at which rank 0 says that the run was taken up again."""
+    """Steps from which the run was resumed, from the events of rank 0."""
     steps = (_whole(event.get("step")) for event in files.events if event["kind"] == "resume")
     return sorted({step for step in steps if step is not None})
 
 
 def _is_healthy(row: Row) -> bool:
-    # A skipped step is expected to have an infinite gradient norm; it is counted by itself.
+    # A skipped step is expected to have an infinite gradient norm; it is counted separately.
     names = ("loss",) if row.get("skipped") else ("loss", "grad_norm")
     values = (row.get(name) for name in names)
     return all(math.isfinite(value) for value in values if value is not None)
@@ -94,7 +94,7 @@ def _outcome(final_step: int | None, total_steps: int | None) -> str:
     return "finished" if final_step and total_steps and final_step >= total_steps else "incomplete"
 
 
-def _dig(values: dict[str, Any], *names: str) -> int | None:
+def _nested(values: dict[str, Any], *names: str) -> int | None:
     found: Any = values
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None

@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per step, always one clean history of the run.
 
-A line reaches the operating system whole before the next step begins, so a killed process loses
-at most the line it was writing. Resuming cuts that torn line and every line after the restored
-step. Numbers that JSON cannot hold (an infinite loss, say) are written as the texts "NaN",
+A line is with the operating system before the next step begins, so a killed process loses
+at most the line it was writing. Resuming removes that incomplete line and every line after the restored
+step. Numbers that JSON has no notation for (an infinite loss, say) are written as the texts "NaN",
 "Infinity" and "-Infinity", and read back as numbers.
 """
 
@@ -18,14 +18,14 @@ METRICS_NAME = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Row = dict[str, float | int | bool | None]
-"""One line of metrics.jsonl as read back; keys that a writer left out are missing."""
+"""One line of metrics.jsonl as it was read; keys that the writer omitted are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one optimizer step did; already reduced over ranks, the same for the whole world.
+    """Figures of one optimizer step, already reduced over all ranks.
 
-    The three rates are filled in by `MetricsWriter`; optional values stay out of the line when None.
+    The three rates are filled in by `MetricsWriter`; optional values are not in the line when None.
     """
 
     step: int
@@ -42,30 +42,35 @@ class StepMetrics:
     step_seconds: float
     """Wall time of this step alone; evaluation and checkpoints are not in it."""
     peak_bytes: int | None
-    """Largest over ranks; None where it cannot be measured."""
+    """Peak memory, the largest over ranks; None where it cannot be measured."""
     tokens_per_second: float | None = None
-    """Over all ranks."""
+    """Tokens per second of all ranks together."""
     tflops_per_gpu: float | None = None
     """Model FLOPs by the strict convention of `plan/workload/flops.py`; recompute is not counted."""
     mfu: float | None = None
     """tflops_per_gpu / datasheet dense peak; None where the peak is unknown (a CPU)."""
     eval_loss: float | None = None
     loss_scale: float | None = None
-    """fp16 only."""
+    """fp16 only: the loss scale after this step."""
     skipped: bool | None = None
-    """fp16 only: an update since the line before was left out because gradients overflowed."""
+    """fp16 only: an update since the previous line was skipped because gradients overflowed."""
     aux_loss: float | None = None
     """Load-balancing loss of the experts, before its coefficient."""
     expert_load_max: float | None = None
-    """Tokens of the busiest expert of any layer / tokens of an expert under perfect balance."""
+    """Tokens of the expert with the most tokens of any layer / tokens under perfect balance."""
     expert_load_min: float | None = None
-    """The same for the idlest expert."""
+    """The same for the expert with the fewest tokens."""
     gradient_signal: float | None = None
     """Squared norm of the gradient of all data, as one step estimates it; may be negative."""
     gradient_noise: float | None = None
     """Variance of one token's gradient, summed over parameters, as one step estimates it."""
     noise_scale_tokens: float | None = None
     """Average of gradient_noise / average of gradient_signal."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient norm are numbers to train on."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 # Always present in a line, null where unknown; every other field is left out when it is None.
@@ -85,10 +90,10 @@ _ALWAYS = (
 
 @dataclass(frozen=True)
 class WorkRate:
-    """What turns tokens per second into FLOP/s per device and MFU."""
+    """The factors that turn tokens per second into FLOP/s per device and MFU."""
 
     flops_per_token: float | None
-    """None: nobody has counted, so FLOP/s and MFU are null."""
+    """None: unknown, so FLOP/s and MFU are null."""
     num_ranks: int
     peak_flops_per_second: float | None = None
     """Datasheet dense peak of one device in the run's precision; None: unknown, so MFU is null."""
@@ -111,25 +116,25 @@ class WorkRate:
 
 
 class MetricsWriter:
-    """Appends to the run's metrics.jsonl. Rank 0 makes one; nobody else does. Use as a context."""
+    """Appends to the metrics.jsonl of a run, on rank 0 only. Use as a context."""
 
     def __init__(self, run_dir: Path | str, work_rate: WorkRate, *, restored_step: int = 0) -> None:
-        """Opens the file; lines after `restored_step` (0: a fresh start) and a torn last line go away."""
+        """Open the file; lines after `restored_step` (0: a new run) and incomplete lines are removed."""
         self._path = Path(run_dir) / METRICS_NAME
         self._work_rate = work_rate
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        cut_after(self._path, restored_step)
+        truncate_after(self._path, restored_step)
         # Unbuffered: one line is one write, so the operating system has it when write returns.
         self._file: BinaryIO = self._path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> StepMetrics:
-        """Appends one line and returns the metrics with their rates, for progress and mirrors."""
+        """Append one line; returns the metrics with their rates."""
         complete = self._work_rate.fill(metrics)
         self._file.write(format_line(complete).encode())
         return complete
 
     def close(self) -> None:
-        """Forces what was written to the disk and closes the file."""
+        """Flush to the disk and close the file."""
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -149,12 +154,12 @@ def format_line(metrics: StepMetrics) -> str:
 
 
 def to_json(values: Mapping[str, Any]) -> str:
-    """Strict JSON on one line; a number that JSON cannot hold becomes its name as text."""
-    return json.dumps({name: holdable(value) for name, value in values.items()}, allow_nan=False)
+    """Strict JSON on one line; NaN and infinities become texts."""
+    return json.dumps({name: json_value(value) for name, value in values.items()}, allow_nan=False)
 
 
-def holdable(value: Any) -> Any:
-    """The value itself, or the name of a number that JSON cannot hold."""
+def json_value(value: Any) -> Any:
+    """The value itself, or a text for NaN and infinities, which JSON has no notation for."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
@@ -165,8 +170,8 @@ def holdable(value: Any) -> Any:
 def read_metrics(path: Path | str) -> list[Row]:
     """The steps of a metrics.jsonl (or of a run directory) in order.
 
-    Whatever is not a whole line with a step is passed over, a missing or unreadable file has no
-    rows, and the last line of a step counts. Numbers come back as numbers, non-finite ones included.
+    Anything but a complete line with a step is skipped, a missing or unreadable file has no rows, and the
+    last line of a step counts. Non-finite numbers are read as numbers.
     """
     path = Path(path)
     path = path / METRICS_NAME if path.is_dir() else path
@@ -178,13 +183,13 @@ def read_metrics(path: Path | str) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def cut_after(path: Path, last_step: int) -> None:
-    """Removes the lines after `last_step` and lines that are not whole; the file changes at once or not."""
+def truncate_after(path: Path, last_step: int) -> None:
+    """Remove the lines after `last_step` and incomplete lines, atomically."""
     before = _lines(path)
     kept = [line for line in before if any(int(row["step"] or 0) <= last_step for row in _rows([line]))]
     if kept == before:
         return
-    draft = path.with_name(path.name + ".cut")
+    draft = path.with_name(path.name + ".draft")
     with draft.open("wb") as file:
         file.write(b"".join(kept))
         file.flush()
@@ -207,7 +212,7 @@ def _rows(lines: Iterable[bytes]) -> Iterable[Row]:
 
 
 def _parse(line: bytes) -> Row | None:
-    """The numbers of a whole line, or None: no newline at the end means that the write was cut short."""
+    """The numbers of a line; None for an incomplete line, which has no newline at its end."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of a run on stderr: a live bar on a terminal, a plain line every few seconds elsewhere."""
 
 import math
 import sys
@@ -17,14 +17,14 @@ _ETA_STEPS = 50
 
 
 class ProgressView(Protocol):
-    """What the loop sees of either form. Rank 0 has one; it never touches a device."""
+    """The interface of both forms. Rank 0 has one; it never uses a device."""
 
     def update(self, metrics: StepMetrics) -> None:
-        """Shows this step."""
+        """Show this step."""
         ...
 
-    def say(self, text: str) -> None:
-        """One line for people, above the bar."""
+    def print(self, text: str) -> None:
+        """Print one line, above the bar."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -40,7 +40,7 @@ def open_progress(
     every_seconds: float = 10.0,
     stream: TextIO | None = None,
 ) -> ProgressView:
-    """A live bar when the stream (stderr) is a terminal, else a plain line every so many seconds."""
+    """A live bar when the stream (stderr) is a terminal, else a plain line every `every_seconds`."""
     out: TextIO = sys.stderr if stream is None else stream
     if Console(file=out).is_terminal:
         return LiveProgress(name, total_steps=total_steps, counted=counted, stream=out)
@@ -57,7 +57,7 @@ class _Eta:
         self._recent: deque[float] | None = None
 
     def after(self, metrics: StepMetrics) -> float | None:
-        """Seconds left; None while nothing is known."""
+        """Seconds left; None while there is no estimate."""
         steps_left = max(0, self._total_steps - metrics.step)
         if self._recent is None:
             self._recent = deque(maxlen=_ETA_STEPS)
@@ -77,7 +77,7 @@ def _facts(metrics: StepMetrics, eta_seconds: float | None, counted: str) -> lis
 
 
 class LiveProgress:
-    """A bar that redraws itself."""
+    """A progress bar that is redrawn in place."""
 
     def __init__(self, name: str, *, total_steps: int, counted: str = "tokens", stream: TextIO) -> None:
         self._eta, self._counted = _Eta(total_steps), counted
@@ -92,12 +92,12 @@ class LiveProgress:
         self._task = self._progress.add_task(name, total=total_steps, facts="starting")
 
     def update(self, metrics: StepMetrics) -> None:
-        """Moves the bar to this step."""
+        """Move the bar to this step."""
         facts = "  ".join(_facts(metrics, self._eta.after(metrics), self._counted))
         self._progress.update(self._task, completed=metrics.step, facts=facts)
 
-    def say(self, text: str) -> None:
-        """One line above the bar."""
+    def print(self, text: str) -> None:
+        """Print one line above the bar."""
         self._progress.console.print(text, markup=False)
 
     def __enter__(self) -> Self:
@@ -109,7 +109,7 @@ class LiveProgress:
 
 
 class PlainProgress:
-    """Whole lines without control characters: for log files and pipes."""
+    """Plain lines without control characters, for log files and pipes."""
 
     def __init__(
         self, name: str, *, total_steps: int, counted: str = "tokens", every_seconds: float, stream: TextIO
@@ -123,7 +123,7 @@ class PlainProgress:
         self._unshown: str | None = None
 
     def update(self, metrics: StepMetrics) -> None:
-        """Writes a line for the first step, the last one, and when the last line is old enough."""
+        """Print a line for the first step, the last one, and when the previous line is old enough."""
         facts = ", ".join(_facts(metrics, self._eta.after(metrics), self._counted))
         line = f"{self._name}: step {metrics.step}/{self._total_steps}, {facts}"
         now = time.monotonic()
@@ -131,10 +131,10 @@ class PlainProgress:
             self._unshown = line
             return
         self._last_line_at, self._unshown = now, None
-        self.say(line)
+        self.print(line)
 
-    def say(self, text: str) -> None:
-        """One line, after that of the step at which it is said."""
+    def print(self, text: str) -> None:
+        """Print one line, after the line of the step at which it is printed."""
         step, self._unshown = self._unshown, None
         print(f"{step}\n{text}" if step else text, file=self._stream, flush=True)
 
@@ -142,7 +142,7 @@ class PlainProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The step at which the run stopped is always told."""
+        """The step at which the run stopped is always printed."""
         last, self._unshown = self._unshown, None
         if last:
-            self.say(last)
+            self.print(last)

@@ -1,4 +1,4 @@
-"""The readable files of a run directory, each present or absent; nothing damaged stops a reader."""
+"""Reads the files of a run directory; a missing or damaged file is named and does not stop the reader."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ MAX_SAMPLE_CHARACTERS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What a run directory holds."""
+    """The content of a run directory."""
 
     run_dir: Path
     run_text: str
@@ -27,7 +27,7 @@ class RunFiles:
     """run.yaml parsed; empty when absent or damaged."""
     rows: list[Row]
     events: list[Event]
-    """Of rank 0."""
+    """Events of rank 0."""
     sample: str
     summary: dict[str, Any]
     absent: list[str]
@@ -35,12 +35,12 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """The run's own name, or that of its directory."""
+        """The name of the run, or that of its directory."""
         return str(self.run.get("name") or self.run_dir.resolve().name)
 
 
 def read_run(run_dir: Path | str) -> RunFiles:
-    """Everything readable of a run directory; DataError when it is not one."""
+    """The readable content of a run directory; raises DataError when it is not one."""
     run_dir = Path(run_dir)
     _require_run(run_dir)
     run_text, run = _read_yaml(run_dir / RUN_NAME)
@@ -69,14 +69,14 @@ def _require_run(run_dir: Path) -> None:
         )
     if not any((run_dir / name).is_file() for name in (RUN_NAME, METRICS_NAME)):
         raise DataError(
-            f"not a run directory: it holds neither {RUN_NAME} nor {METRICS_NAME}",
+            f"not a run directory: it has neither {RUN_NAME} nor {METRICS_NAME}",
             where=str(run_dir),
             hint=_runs_in(run_dir),
         )
 
 
 def _runs_in(folder: Path) -> str:
-    """Names the run directories that may have been meant."""
+    """A hint with the run directories that may have been meant."""
     found = sorted(metrics.parent.name for metrics in folder.glob(f"*/{METRICS_NAME}"))
     return f"runs in {folder}: {', '.join(found[:5])}" if found else ""
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML file about a run: numbers, curves, the resolved run, nothing from a network."""
+"""One self-contained HTML file about a run: figures, curves, the resolved run. It loads nothing."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from meshwright.errors import DataError
 from meshwright.observe.chart import Chart, Drawing, Point, Series, draw, smooth
 from meshwright.observe.events import Event
 from meshwright.observe.figures import RunFigures, run_figures
-from meshwright.observe.metrics import Row, holdable
+from meshwright.observe.metrics import Row, json_value
 from meshwright.observe.run_files import RunFiles, read_run
 from meshwright.units import show_bytes, show_count, show_seconds
 
@@ -31,7 +31,8 @@ _EVENT_SENTENCE = {
     "checkpoint": "saved a checkpoint",
     "evaluate": "evaluated",
     "overflow": "skipped an update: gradients overflowed",
-    "warning": "warned",
+    "warning": "warning",
+    "restart": "restarted after running out of memory",
     "interrupt": "was interrupted",
     "failure": "failed",
     "finish": "finished",
@@ -39,7 +40,7 @@ _EVENT_SENTENCE = {
 
 
 def write_report(run_dir: Path | str, output: Path | str | None = None) -> Path:
-    """Reads a run directory and writes its report; returns where. DataError when it is not a run."""
+    """Write the report of a run directory; returns its path. Raises DataError when it is not a run."""
     files = read_run(run_dir)
     path = Path(output) if output else files.run_dir / REPORT_NAME
     path = path / REPORT_NAME if path.is_dir() else path
@@ -56,13 +57,13 @@ def write_report(run_dir: Path | str, output: Path | str | None = None) -> Path:
 
 
 def describe(run_dir: Path | str, report_path: Path) -> str:
-    """The figures of a run as one JSON document, with the path of its report."""
-    figures = {name: holdable(value) for name, value in asdict(run_figures(read_run(run_dir))).items()}
+    """The figures of a run and the path of its report, as one JSON document."""
+    figures = {name: json_value(value) for name, value in asdict(run_figures(read_run(run_dir))).items()}
     return json.dumps({"report": str(report_path), **figures}, indent=2)
 
 
 def render(files: RunFiles) -> str:
-    """The page as text: a pure function of the run's files."""
+    """The page as HTML text, computed from the files of a run."""
     figures = run_figures(files)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -90,7 +91,7 @@ def _asset(name: str) -> str:
 
 
 def charts(files: RunFiles, figures: RunFigures) -> list[Chart]:
-    """Every curve of the report; those without a point are left out when drawn."""
+    """The charts of the report; those without a point are omitted when drawn."""
     rows, marks = files.rows, [float(step) for step in figures.resumed_at]
     memory_unit, memory = _memory(rows)
     return [
@@ -124,9 +125,9 @@ def charts(files: RunFiles, figures: RunFigures) -> list[Chart]:
         Chart(title="Loss scale", series=_single(rows, "loss_scale"), marks=marks),
         Chart(
             title="Expert load",
-            note="Busiest and idlest expert; 1 is perfect balance.",
-            series=_single(rows, "expert_load_max", "busiest")
-            + _single(rows, "expert_load_min", "idlest", style="second"),
+            note="Experts with the most and the fewest tokens; 1 is perfect balance.",
+            series=_single(rows, "expert_load_max", "most")
+            + _single(rows, "expert_load_min", "fewest", style="second"),
             marks=marks,
             show=_show_small,
         ),
@@ -165,7 +166,7 @@ def _single(
 
 
 def _trend(rows: list[Row], name: str, label: str = "") -> list[Series]:
-    """The values as they are, or, when there are many, a trend over a faint line of them."""
+    """The values, or, when there are many, a smoothed line over a faint line of them."""
     points = _points(rows, name)
     if len(points) < _SMOOTH_FROM_STEPS:
         return _single(rows, name, label)
@@ -177,14 +178,14 @@ def _trend(rows: list[Row], name: str, label: str = "") -> list[Series]:
 
 
 def _memory(rows: list[Row]) -> tuple[str, list[Point]]:
-    """Peak bytes in the unit that suits them."""
+    """Unit and points of peak memory."""
     points = _points(rows, "peak_bytes")
     unit, size = ("GiB", 2**30) if points and max(y for _, y in points) >= 2**30 else ("MiB", 2**20)
     return unit, [(x, y / size) for x, y in points]
 
 
 def tiles(figures: RunFigures) -> list[tuple[str, str, str]]:
-    """(label, value, small print) of each headline number; unknown ones say so."""
+    """(label, value, small print) of each headline figure; an unknown value is a dash."""
     small_speed = "median, all ranks"
     utilisation = "-" if figures.mfu is None else f"{figures.mfu:.1%}"
     flops = figures.tflops_per_gpu
@@ -200,7 +201,7 @@ def tiles(figures: RunFigures) -> list[tuple[str, str, str]]:
 
 
 def show_loss(loss: float | None) -> str:
-    """Four decimals; nan and inf by name; a dash when unknown."""
+    """A loss with four decimals, `nan` or `inf`; a dash when unknown."""
     if loss is None:
         return "-"
     return f"{loss:.4f}" if math.isfinite(loss) and abs(loss) < 1e6 else f"{loss:g}"
@@ -229,17 +230,17 @@ def _steps_small_print(figures: RunFigures) -> str:
 
 
 def notices(figures: RunFigures) -> list[str]:
-    """What a reader must know before believing the curves."""
-    told: list[str] = []
+    """Warnings about the curves."""
+    found: list[str] = []
     if figures.final_step is None:
-        told.append("No step is recorded.")
+        found.append("No step is recorded.")
     broken = figures.non_finite_steps
     if broken:
         steps = ", ".join(f"{step:,}" for step in broken[:5]) + (" and others" if len(broken) > 5 else "")
-        told.append(f"Loss or gradient norm is not finite at {len(broken):,} step(s): {steps}.")
+        found.append(f"Loss or gradient norm is not finite at {len(broken):,} step(s): {steps}.")
     if figures.num_skipped:
-        told.append(f"{figures.num_skipped:,} update(s) were skipped because gradients overflowed.")
-    return told
+        found.append(f"{figures.num_skipped:,} update(s) were skipped because gradients overflowed.")
+    return found
 
 
 def _subtitle(files: RunFiles) -> str:
@@ -258,7 +259,7 @@ def _subtitle(files: RunFiles) -> str:
 
 
 def _facts(files: RunFiles) -> list[tuple[str, str]]:
-    """Versions and identity."""
+    """Versions of packages, device and fingerprint."""
     versions = files.summary.get("versions")
     facts = dict(versions) if isinstance(versions, dict) else {}
     facts |= {name: files.summary[name] for name in ("device", "fingerprint") if files.summary.get(name)}
@@ -266,7 +267,7 @@ def _facts(files: RunFiles) -> list[tuple[str, str]]:
 
 
 def _event_lines(events: list[Event]) -> list[tuple[str, str, str]]:
-    """(time, kind, sentence); a long history shows its beginning and end."""
+    """(time, kind, sentence) of each event; of a long history, its beginning and end."""
     shown = [_event_line(event) for event in events]
     if len(shown) <= _MAX_EVENTS:
         return shown
@@ -294,12 +295,12 @@ def _show_small(value: float) -> str:
 
 
 def _coloured_yaml(text: str) -> Markup:
-    """Keys marked up so that the eye finds them; the text is escaped first."""
+    """YAML as HTML with keys in bold; the text is escaped first."""
     return Markup(_YAML_KEY.sub(r"\1<b>\2</b>\3", str(escape(text.rstrip()))))
 
 
 def _hover(drawing: Drawing) -> dict[str, Any]:
-    """What the script needs to read values off one chart."""
+    """The data that the script needs to show values of one chart."""
     return {
         "x": [drawing.low_step, drawing.high_step],
         "y": [drawing.low, drawing.high],

@@ -31,7 +31,7 @@ _GROUP = {
 
 
 def _open_writer(log_dir: Path, restored_step: int) -> "SummaryWriter":
-    """The one place that loads TensorBoard: importing it costs a second that most runs need not pay."""
+    """The one place that imports TensorBoard, which takes a second that most runs need not spend."""
     try:
         from torch.utils.tensorboard.writer import SummaryWriter  # noqa: PLC0415
     except ImportError as error:
@@ -40,7 +40,7 @@ def _open_writer(log_dir: Path, restored_step: int) -> "SummaryWriter":
             where="observe.tensorboard",
             hint='pip install "meshwright[train]", or set observe.tensorboard=false',
         ) from error
-    # Points after the restored step belong to a history that the resumed run replaces.
+    # A resumed run replaces the points after the restored step.
     return SummaryWriter(str(log_dir), purge_step=restored_step + 1 if restored_step else None)
 
 
@@ -51,14 +51,14 @@ class TensorBoardMirror:
         self._writer = _open_writer(Path(run_dir) / "tensorboard", restored_step)
 
     def write(self, metrics: StepMetrics) -> None:
-        """All numbers of this step that are not None."""
+        """Write all figures of this step that are not None."""
         values = asdict(metrics)
         for name, tag in _GROUP.items():
             if values[name] is not None:
                 self._writer.add_scalar(tag, float(values[name]), metrics.step)
 
     def close(self) -> None:
-        """Writes what is pending and closes the file."""
+        """Flush and close the file."""
         self._writer.close()
 
     def __enter__(self) -> Self:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.ops.attention_aten import Rule, choose_kernel
+from meshwright.hardware.simulated_device import SimulatedDevice
+from meshwright.ops.attention_aten import Kernel, Rule, choose_kernel
 from meshwright.ops.attention_tasks import Chunk, Cover, Task, Tiling, plan_tasks
 from meshwright.ops.cast import cast
 
@@ -40,6 +41,8 @@ class Scope(NamedTuple):
     keys: Rows
     scale: float
     window: int | None = None
+    simulated: SimulatedDevice | None = None
+    """The device whose kernels are chosen; None: that of the queries."""
 
 
 def whole_sequence(length: int, documents_BS: Tensor | None = None) -> Rows:
@@ -101,7 +104,7 @@ def add_part(running: RunningSoftmax, q: Tensor, k: Tensor, v: Tensor, scope: Sc
     for task in _tasks(q.shape[0], scope):
         q_task, k_task, v_task = _heads_first(q[:, task.queries], k[:, task.keys], v[:, task.keys])
         rule = _rule(task, scope, q)
-        kernel = choose_kernel(q_task, k_task, v_task, has_bias=rule.bias_B1ST is not None)
+        kernel = _kernel(q_task, v_task, rule, scope)
         out_BHSV, lse_BHS = kernel.forward(q_task, k_task, v_task, rule)
         running.merge(task.queries, out_BHSV.transpose(1, 2), lse_BHS)
 
@@ -124,12 +127,16 @@ def part_backward(side: QuerySide, k: Tensor, v: Tensor, scope: Scope, dq: Tenso
             *(x[:, task.queries] for x in (side.q_BSHK, side.out_BSHV, side.grad_BSHV))
         )
         rule = _rule(task, scope, side.q_BSHK)
-        kernel = choose_kernel(q_task, k_task, v_task, has_bias=rule.bias_B1ST is not None)
+        kernel = _kernel(q_task, v_task, rule, scope)
         lse_task = side.lse_BHS[:, :, task.queries].contiguous()
         grads = kernel.backward(grad_task, q_task, k_task, v_task, out_task, lse_task, rule)
         for total, rows, part in zip((dq, dk, dv), (task.queries, task.keys, task.keys), grads, strict=True):
             total[:, rows] += part.transpose(1, 2)
     return dk, dv
+
+
+def _kernel(q: Tensor, v: Tensor, rule: Rule, scope: Scope) -> Kernel:
+    return choose_kernel(q, v, has_bias=rule.bias_B1ST is not None, simulated=scope.simulated)
 
 
 def _heads_first(*tensors_BSHK: Tensor) -> list[Tensor]:

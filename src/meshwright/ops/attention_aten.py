@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from meshwright.hardware.stand_in import is_stand_in, kernel_device
+from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_FAST_CUDNN_SINCE = (9, 0)
 # Rows of the log-sum-exp that the efficient kernel reads at once.
 _EFFICIENT_LSE_ROWS = 32
 
@@ -47,26 +48,28 @@ class Kernel(NamedTuple):
     backward: Callable[..., Grads]
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool) -> Kernel:
-    """The fastest kernel that takes these; decided by device, dtype and widths alone, without a sync."""
+def choose_kernel(
+    q: Tensor, v: Tensor, *, has_bias: bool, simulated: SimulatedDevice | None = None
+) -> Kernel:
+    """The fastest kernel for these inputs, by device, dtype and head width; no host sync."""
     width = max(q.shape[-1], v.shape[-1])
-    device = kernel_device(q.device.type)
+    device = kernel_device(q.device.type, simulated)
     if device == "cpu":
         return FLASH_CPU
     if device != "cuda" or q.dtype not in (*_HALF, torch.float32) or (q.shape[-1] | v.shape[-1]) % 8:
         return PLAIN
     if q.dtype == torch.float32 or width > 256:
         return EFFICIENT
-    if _has_fast_cudnn(q.device):
+    if _has_fast_cudnn(q.device, simulated):
         return CUDNN
     return EFFICIENT if has_bias else FLASH
 
 
-def _has_fast_cudnn(device: torch.device) -> bool:
-    """Hopper's cuDNN attention is the faster one; a rehearsal stands in for such a device."""
-    if is_stand_in():
-        return True
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+def _has_fast_cudnn(device: torch.device, simulated: SimulatedDevice | None) -> bool:
+    """From Hopper on, cuDNN attention is the faster kernel."""
+    if simulated is not None:
+        return simulated.capability >= _FAST_CUDNN_SINCE
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= _FAST_CUDNN_SINCE
 
 
 def _pad_width(x: Tensor, width: int) -> Tensor:

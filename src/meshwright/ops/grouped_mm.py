@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.hardware.stand_in import kernel_device
+from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
 
 _ALIGNED_BYTES = 16  # the grouped kernel reads rows in vectors of this size
 
 
-def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_linear(
+    x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor, simulated: SimulatedDevice | None = None
+) -> Tensor:
     """y_NF: row n times the weight of its group; the rows of one group lie together, in order.
 
     Groups may be empty, and then their weight gets a zero gradient. One kernel on a device that has
@@ -18,7 +20,7 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
     if torch.is_autocast_enabled(x_ND.device.type):
         dtype = torch.get_autocast_dtype(x_ND.device.type)
         x_ND, weight_EFD = x_ND.to(dtype), weight_EFD.to(dtype)
-    if _has_kernel(x_ND, weight_EFD):
+    if _has_kernel(x_ND, weight_EFD, simulated):
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         return functional.grouped_mm(x_ND, weight_EFD.transpose(-2, -1), offs=ends_E)
     rows = x_ND.split(counts_E.tolist())  # host sync: sizes must be known to cut
@@ -33,8 +35,9 @@ def count_groups(ids_N: Tensor, num_groups: int) -> Tensor:
     return counts.scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_groups]
 
 
-def _has_kernel(x_ND: Tensor, weight_EFD: Tensor) -> bool:
-    if kernel_device(x_ND.device.type) != "cuda" or x_ND.dtype != torch.bfloat16 or not len(x_ND):
+def _has_kernel(x_ND: Tensor, weight_EFD: Tensor, simulated: SimulatedDevice | None) -> bool:
+    is_cuda = kernel_device(x_ND.device.type, simulated) == "cuda"
+    if not is_cuda or x_ND.dtype != torch.bfloat16 or not len(x_ND):
         return False
     widths = weight_EFD.shape[-2:]
     return all(width * x_ND.element_size() % _ALIGNED_BYTES == 0 for width in widths)

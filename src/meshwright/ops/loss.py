@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from meshwright.hardware.stand_in import is_stand_in
-from meshwright.ops.loss_rows import IN_PLACE, PLAIN, RowKernels, Statistics, wide_dtype
+from meshwright.ops.loss_rows import PLAIN, RowKernels, Statistics, wide_dtype
 
 TRITON: RowKernels | None = None
 scaled_copy: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None
@@ -69,8 +68,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def row_kernels(logits: Tensor) -> RowKernels:
     """The fast ones where they run."""
-    if is_stand_in():
-        return IN_PLACE
     return TRITON if TRITON is not None and logits.is_cuda and logits.dtype != torch.float64 else PLAIN
 
 
@@ -104,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scaled_TD = x_TD[part]
                 if scales_T1 is not None:
                     scaled_TD = torch.mul(scaled_TD, scales_T1, out=dx_TD[part])
-                _add_product(dw_VD, padded_TV.T, scaled_TD, is_first=part.start == 0)
+                how.kernels.accumulate(dw_VD, padded_TV.T, scaled_TD, part.start == 0)
                 torch.mm(padded_TV, weight, out=dx_TD[part])
                 if scales_T1 is not None:
                     dx_TD[part].mul_(scales_T1)
@@ -164,15 +161,3 @@ def _over_ranks(found: Statistics, group: ProcessGroup | None) -> tuple[Tensor, 
     both = torch.stack((found.sums_T * (found.highest_T - highest_T).exp(), found.chosen_T))
     dist.all_reduce(both, group=group)
     return both[0].log() + highest_T, both[1]
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """total += a b, summed in the dtype of the total; the first product overwrites."""
-    if is_stand_in() and a.dtype != total.dtype:  # as below, nothing is allocated
-        torch.mm(a, b, out=total.view(a.dtype)[:, : b.shape[1]])
-        return
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, beta=0 if is_first else 1, out_dtype=total.dtype, out=total)
-        return
-    product = (a @ b).to(total.dtype)
-    total.copy_(product) if is_first else total.add_(product)

@@ -37,6 +37,7 @@ class RowKernels(NamedTuple):
     statistics: Callable[[Tensor, Tensor], Statistics]
     to_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     unscaled_gradient: Callable[[Tensor, Tensor], Statistics]
+    accumulate: Callable[[Tensor, Tensor, Tensor, bool], None]
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -72,7 +73,16 @@ def unscaled_gradient(logits_TV: Tensor, targets_T: Tensor) -> Statistics:
     return found
 
 
-PLAIN = RowKernels(statistics, to_gradient, unscaled_gradient)
+def accumulate(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:  # noqa: FBT001
+    """total += a b, summed in the dtype of `total`; the first matmul overwrites what is there."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, beta=0 if is_first else 1, out_dtype=total.dtype, out=total)
+        return
+    added = (a @ b).to(total.dtype)
+    total.copy_(added) if is_first else total.add_(added)
+
+
+PLAIN = RowKernels(statistics, to_gradient, unscaled_gradient, accumulate)
 
 
 def _only_statistics(logits_TV: Tensor, *_: Tensor) -> Statistics:
@@ -83,5 +93,12 @@ def _nothing(*_: Tensor) -> None:
     return None
 
 
-# What the fast kernels allocate, for a rehearsal of them on tensors without numbers.
-IN_PLACE = RowKernels(_only_statistics, _nothing, _only_statistics)
+def _accumulate_in_place(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:  # noqa: FBT001
+    if a.dtype == total.dtype:
+        accumulate(total, a, b, is_first)
+    else:  # a matmul that allocates nothing, as CUDA's with an fp32 output does
+        torch.mm(a, b, out=total.view(a.dtype)[:, : b.shape[1]])
+
+
+# Allocates what the CUDA kernels allocate and computes nothing: for a rehearsal, whose tensors have no data.
+SIMULATED = RowKernels(_only_statistics, _nothing, _only_statistics, _accumulate_in_place)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.ops.loss_rows import RowKernels, Statistics
+from meshwright.ops.loss_rows import RowKernels, Statistics, accumulate
 
 BLOCK_COLUMNS = 8192
 NUM_WARPS = 16
@@ -175,4 +175,4 @@ def _launch(kernel: Any, logits_TV: Tensor, *others: Tensor) -> None:
     )
 
 
-TRITON = RowKernels(statistics, to_gradient, unscaled_gradient)
+TRITON = RowKernels(statistics, to_gradient, unscaled_gradient, accumulate)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.hardware.stand_in import kernel_device
+from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.combined import part_of
@@ -47,7 +47,7 @@ def parameter_groups(shards: Mapping[str, nn.Parameter], optim: OptimSpec) -> li
     others = {"params": [], "weight_decay": 0.0, "lr_factor": 1.0}
     named: dict[tuple[int, float], dict[str, Any]] = {}
     for name, shard in shards.items():
-        usual = decaying if optim.decay == "all" or shard.ndim >= 2 else others
+        usual = decaying if optim.weight_decay_on == "all" or shard.ndim >= 2 else others
         index = group_of(name, optim.groups)
         if index is None:
             usual["params"].append(shard)
@@ -65,6 +65,7 @@ def build_optimizer(
     wholes: Mapping[str, Whole] | None = None,
     *,
     weights: WeightFormat = "fp32",
+    simulated: SimulatedDevice | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer with all its state allocated, so that memory is known before the first step.
 
@@ -73,16 +74,16 @@ def build_optimizer(
     """
     groups = [group for group in parameter_groups(shards, optim) if group["params"]]
     if optim.kind in STATE_TENSORS and weights == "fp32" and optim.state == "fp32":
-        optimizer = _build_elementwise(groups, optim, on_cuda=_on_cuda(shards))
+        optimizer = _build_elementwise(groups, optim, on_cuda=_on_cuda(shards, simulated))
     else:
         known = {shard: wholes[name] if wholes else uncut(name, shard) for name, shard in shards.items()}
-        optimizer = _build_sharded(Shards(groups, known, optim.lr, weights), optim)
+        optimizer = _build_sharded(Shards(groups, known, optim.lr, weights, simulated), optim)
     set_num_updates(optimizer, shards, optim, num_updates=0)
     return optimizer
 
 
-def _on_cuda(shards: Mapping[str, nn.Parameter]) -> bool:
-    return any(kernel_device(one.device.type) == "cuda" for one in shards.values())
+def _on_cuda(shards: Mapping[str, nn.Parameter], simulated: SimulatedDevice | None = None) -> bool:
+    return any(kernel_device(one.device.type, simulated) == "cuda" for one in shards.values())
 
 
 def _build_elementwise(
@@ -104,7 +105,7 @@ def _build_sharded(shards: Shards, optim: OptimSpec) -> ShardedOptimizer:
         case "sgd":
             return Sgd(shards, momentum=optim.beta1)
         case "lars":
-            return Lars(shards, momentum=optim.beta1, trust=optim.trust)
+            return Lars(shards, momentum=optim.beta1, trust=optim.trust_coefficient)
         case "lamb":
             return Lamb(shards, betas=betas, eps=optim.eps)
         case "adafactor":

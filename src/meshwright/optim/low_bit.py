@@ -72,7 +72,7 @@ class Adam8Bit(ShardedOptimizer):
         """Matrices whose blocks all lie whole on this rank in one pass each; the others step by step."""
         aligned = [part for part in parts if _has_whole_blocks(part)]
         numbers = UpdateNumbers(self._betas, self._eps, self.num_updates, self.gradient_factor)
-        with fused(blockwise_pass, aligned) as one_pass:
+        with fused(blockwise_pass, aligned, self.simulated) as one_pass:
             for part in aligned:
                 if part.shard.numel():
                     one_pass(*_as_blocks(part), numbers.of(part), self.grid(part), numbers.key(part))

@@ -11,7 +11,7 @@ Embeddings, head and vectors go by AdamW. Stacked experts are orthogonalised one
 import torch
 from torch import Tensor
 
-from meshwright.hardware.stand_in import kernel_device
+from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
 from meshwright.optim.full_parameter import Whole
 from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_directions, step_along, wide_zeros
 
@@ -29,13 +29,13 @@ def is_orthogonalised(name: str, shape: torch.Size) -> bool:
     return len(shape) >= 2 and not name.startswith(_BY_ADAMW)
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
+def orthogonal(matrices: Tensor, simulated: SimulatedDevice | None = None) -> Tensor:
     """The orthogonal factor of each matrix [..., rows, columns], by Newton-Schulz iteration.
 
     On CUDA fp32 matrices are iterated in bf16: the polynomial forgives its errors.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    on_cuda = kernel_device(matrices.device.type) == "cuda"
+    on_cuda = kernel_device(matrices.device.type, simulated) == "cuda"
     work = torch.bfloat16 if on_cuda and matrices.dtype == torch.float32 else matrices.dtype
     x = matrices.mT if is_tall else matrices
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-30)
@@ -85,7 +85,7 @@ class Muon(ShardedOptimizer):
         torch._foreach_add_(buffers, gradients)
         ahead = torch._foreach_add(gradients, buffers, alpha=self._momentum)
         wholes = [_with_whole_matrices(part, one) for part, one in zip(parts, ahead, strict=True)]
-        rotations = orthogonal_together(wholes)
+        rotations = orthogonal_together(wholes, self.simulated)
         pairs = zip(parts, rotations, strict=True)
         return [
             (one[part.whole.box] if part.whole.axes(-2, -1) else one)
@@ -99,7 +99,7 @@ def _with_whole_matrices(part: Part, ahead: Tensor) -> Tensor:
     return part.whole.gather(ahead) if part.whole.axes(-2, -1) else ahead
 
 
-def orthogonal_together(tensors: list[Tensor]) -> list[Tensor]:
+def orthogonal_together(tensors: list[Tensor], simulated: SimulatedDevice | None = None) -> list[Tensor]:
     """The orthogonal factor of each matrix of each tensor, equal shapes in one batch of products."""
     by_shape: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -109,6 +109,6 @@ def orthogonal_together(tensors: list[Tensor]) -> list[Tensor]:
         counts = [tensors[index].shape[:-2].numel() for index in indices]
         pairs = zip(indices, counts, strict=True)
         batch = torch.cat([tensors[index].reshape(count, *shape) for index, count in pairs])
-        for index, part in zip(indices, orthogonal(batch).split(counts), strict=True):
+        for index, part in zip(indices, orthogonal(batch, simulated).split(counts), strict=True):
             results[index] = part.view(tensors[index].shape)
     return results

@@ -36,11 +36,11 @@ def _progress(schedule: ScheduleSpec, step: int) -> float:
 
 def _cosine(schedule: ScheduleSpec, step: int) -> float:
     wave = 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))
-    return schedule.final_ratio + (1.0 - schedule.final_ratio) * wave
+    return schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * wave
 
 
 def _linear(schedule: ScheduleSpec, step: int) -> float:
-    return 1.0 - (1.0 - schedule.final_ratio) * _progress(schedule, step)
+    return 1.0 - (1.0 - schedule.min_lr_ratio) * _progress(schedule, step)
 
 
 def _constant(schedule: ScheduleSpec, step: int) -> float:
@@ -53,7 +53,7 @@ def _wsd(schedule: ScheduleSpec, step: int) -> float:
     if step < decay_begins:
         return 1.0
     done = (step - decay_begins + 1) / schedule.decay_steps
-    return 1.0 - (1.0 - schedule.final_ratio) * done
+    return 1.0 - (1.0 - schedule.min_lr_ratio) * done
 
 
 def _inverse_sqrt(schedule: ScheduleSpec, step: int) -> float:

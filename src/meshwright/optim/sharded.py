@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.optim.full_parameter import Whole
 from meshwright.optim.rounding import WeightFormat, bits_of, read, write
 from meshwright.optim.rounding_noise import NoiseGrid, draw, noise_grid, step_key
@@ -28,6 +29,8 @@ class Shards(NamedTuple):
     wholes: Mapping[nn.Parameter, Whole]
     lr: float
     weights: WeightFormat = "fp32"
+    simulated: SimulatedDevice | None = None
+    """The device whose kernels update the shards; None: their own."""
 
 
 class Part(NamedTuple):
@@ -53,6 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, shards: Shards) -> None:
         super().__init__(shards.groups, {"lr": shards.lr, "weight_decay": 0.0})
         wholes = self._wholes = shards.wholes
+        self.simulated = shards.simulated
         self._grids: dict[str, NoiseGrid] = {}
         for group in self.param_groups:
             for shard in group["params"]:

@@ -27,7 +27,6 @@ from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.moe import Experts
-from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
@@ -39,6 +38,7 @@ from meshwright.parallel.pp.tied import TIED_NAME, find_tied_embedding
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
 from meshwright.parallel.shard_parameters import shard_parameters
 from meshwright.parallel.shards import ParameterShard, parameter_shard, set_gradient_dtype
+from meshwright.parallel.simulation import NOTHING_SIMULATED, Simulation, apply_simulation
 from meshwright.parallel.tp import apply_tp
 from meshwright.parallel.wgrad_fusion import build_wgrad_fusion
 from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype, wide_dtype
@@ -49,14 +49,19 @@ Fill = Callable[..., None]
 
 
 def build_program(
-    run: RunSpec, mesh: Mesh, weights: HostedWeights | None = None, *, fill: Fill = initialise
+    run: RunSpec,
+    mesh: Mesh,
+    weights: HostedWeights | None = None,
+    *,
+    fill: Fill = initialise,
+    simulation: Simulation = NOTHING_SIMULATED,
 ) -> Program:
     """The model of this rank at its initial weights, ready to accumulate gradients; all ranks call it."""
     weights = weights or HostedWeights(HostLink(mesh.device))
     dtype = weight_dtype(run.precision)
     stages = build_stages(run.model, run.parallel, mesh.coordinate("pp"), dtype=dtype)
     for stage in stages:
-        transform(stage.module, run, mesh, weights)
+        transform(stage.module, run, mesh, weights, simulation)
         give_memory(stage.module, run, mesh, fill)
         pack_fused_weights(stage.module)
     shards = parameter_shards(stages, run, mesh)
@@ -88,24 +93,27 @@ def build_program(
     )
 
 
-def transform(model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights) -> None:
+def transform(
+    model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights, simulation: Simulation
+) -> None:
     """Apply steps 2 to 10 to one stage."""
     parallel = mesh.parallel
+    apply_simulation(model, simulation)
     if parallel.tp > 1 or parallel.ep > 1:
         shard_parameters(model, mesh)
     if parallel.tp > 1:
-        apply_tp(model, mesh, regather=run.memory.regather)
+        apply_tp(model, mesh, regather=run.memory.regather_tp_inputs)
     apply_moe(model, mesh)
     if parallel.cp > 1:
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
-    apply_fp8(model, run, mesh)
+    apply_fp8(model, run, mesh, simulation.device)
     fuse_projections(model, run)
     compute_in(model, run.precision, mesh.device)
     offload = ActivationOffload(weights.link) if "activations" in run.memory.offload else None
     vouch_for_blocks()
     apply_recompute(model.blocks.values(), run.memory, keeper=None if run.compile else offload)
     if run.compile:
-        compile_blocks(model.blocks.values(), run.memory)
+        simulation.compile_blocks(model.blocks.values(), run.memory)
     if offload is not None:
         apply_activation_offload(model.blocks.values(), offload)
     if "parameters" in run.memory.offload and parallel.zero == 0:

@@ -25,16 +25,16 @@ from torch.distributed import ProcessGroup
 from meshwright.mesh import Mesh
 from meshwright.models.layers.moe import Compute, Moe
 from meshwright.ops.collectives import all_gather, all_gather_single, exchange_rows, reduce_scatter
-from meshwright.ops.routed_rows import exchanged_rows
+from meshwright.ops.routed_rows import RowCounts
 from meshwright.parallel.cp.zigzag import shard_sequence, unshard_sequence
 
 
 class ExchangeDispatch(nn.Module):
     """Runs the experts on the ranks that have them; the inner dispatch sorts rows and applies weights."""
 
-    def __init__(self, inner: nn.Module, group: ProcessGroup) -> None:
+    def __init__(self, inner: nn.Module, group: ProcessGroup, row_counts: RowCounts) -> None:
         super().__init__()
-        self.inner, self.group = inner, group
+        self.inner, self.group, self.row_counts = inner, group, row_counts
 
     def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
         """The same result as the inner dispatch. Communicates over ep."""
@@ -46,7 +46,7 @@ class ExchangeDispatch(nn.Module):
         received_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=self.group)
         # Host sync: the sizes of the exchange must be known before it.
-        sent, received = exchanged_rows(sent_RE, received_RE, len(x_ND))
+        sent, received = self.row_counts.exchanged(sent_RE, received_RE, len(x_ND))
         rows_ND = exchange_rows(x_ND, sent, received, self.group)
         order_N = _order_by_expert(received_RE, sum(received))
         y_ND = compute(rows_ND[order_N], received_RE.sum(0))
@@ -125,7 +125,8 @@ def apply_moe(model: nn.Module, mesh: Mesh) -> None:
     sequence_groups = [mesh.group(axis) for axis in ("tp", "cp") if getattr(parallel, axis) > 1]
     for layer in [module for module in model.modules() if isinstance(module, Moe)]:
         if parallel.ep > 1:
-            layer.dispatch = ExchangeDispatch(layer.dispatch, mesh.expert.get_group("ep"))
+            group = mesh.expert.get_group("ep")
+            layer.dispatch = ExchangeDispatch(layer.dispatch, group, layer.row_counts)
         if parallel.etp > 1:
             layer.dispatch = GatherDispatch(layer.dispatch, mesh.group("tp"))
         if sequence_groups:

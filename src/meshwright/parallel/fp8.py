@@ -20,6 +20,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
@@ -39,10 +40,11 @@ from meshwright.spec.fp8 import fp8_layers, fp8_weights
 from meshwright.spec.placement import tp_dim
 
 
-def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
+def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh, simulated: SimulatedDevice | None = None) -> None:
     """Replace the matmuls of the linears that `spec/fp8.py` selects."""
     if run.precision.fp8 is None:
         return
+    native = is_native(RECIPES[run.precision.fp8.recipe], mesh.device, simulated)
     chosen = {weight.name for layer in fp8_layers(run) for weight in fp8_weights(run, layer)}
     names = {
         linear: name
@@ -53,17 +55,17 @@ def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh) -> None:
     for module in model.modules():
         linears = sharing(module)
         if linears and alone.issuperset(linears):
-            product = _product(run, mesh, names[linears[0]], linears)
+            product = _product(run, mesh, names[linears[0]], linears, native=native)
             if isinstance(module, Attention):
                 module.project = NarrowProjections(product)
             elif isinstance(module, SwiGlu):
                 module.inner = NarrowGated(product)
             alone.difference_update(linears)
     for linear in alone:
-        linear.product = _product(run, mesh, names[linear], [linear])
+        linear.product = _product(run, mesh, names[linear], [linear], native=native)
 
 
-def _product(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear]) -> Fp8Product:
+def _product(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear], *, native: bool) -> Fp8Product:
     """The fp8 matmul of linears that tp shards alike; `name` is the name of one of them."""
     fp8 = run.precision.fp8
     assert fp8 is not None
@@ -72,7 +74,7 @@ def _product(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear]) -> 
     return Fp8Product(
         fp8.recipe,
         dtype=lower_dtype(run.precision) or weight_dtype(run.precision),
-        native=is_native(recipe, mesh.device) and lower_dtype(run.precision) is not None,
+        native=native and lower_dtype(run.precision) is not None,
         cuts=_cuts(f"{name}.weight", mesh) if recipe.token_block is None else UNCUT,
         kept=KeptWeight(fp8.recipe, sum(rows for rows, _ in shapes), shapes[0][1]) if is_cached else None,
         scales=KnownScales() if recipe.is_delayed else None,

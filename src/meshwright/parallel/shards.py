@@ -72,24 +72,33 @@ def _placement_along(placement: Placement, dims: Sequence[int | None]) -> Placem
 
 
 def global_slices(one: ParameterShard) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the full parameter; a shard is one contiguous box.
+    """Where this rank's shard lies in the full parameter; a shard is one contiguous box."""
+    slices = _local_slices(one.mesh, one.placements, one.shape)
+    found = tuple(part.stop - part.start for part in slices)
+    assert found == tuple(one.shard.shape), f"{one.name}: {found} of {one.shape}, holds {one.shard.shape}"
+    return slices
 
-    Axes shard in the order of the mesh, except that a strided placement (ZeRO over rows that tp or ep have
-    sharded already) comes after the others.
-    """
-    bounds = [(0, size) for size in one.shape]
-    for axis in sorted(range(one.mesh.ndim), key=lambda axis: is_strided(one.placements[axis])):
-        placement = one.placements[axis]
+
+def dtensor_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Where the local tensor of a DTensor lies in the full tensor."""
+    return _local_slices(tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def _local_slices(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> tuple[slice, ...]:
+    """The box of this rank. Axes shard in the order of the mesh, except that a strided placement (ZeRO over
+    rows that tp or ep have sharded already) comes after the others."""
+    bounds = [(0, size) for size in shape]
+    for axis in sorted(range(mesh.ndim), key=lambda axis: is_strided(placements[axis])):
+        placement = placements[axis]
         if placement.is_replicate():
             continue
         dim = sharded_dim(placement)
         begin, end = bounds[dim]
-        first, last = chunk_rows(end - begin, one.mesh.size(axis), one.mesh.get_local_rank(axis))
+        first, last = chunk_rows(end - begin, mesh.size(axis), mesh.get_local_rank(axis))
         bounds[dim] = (begin + first, begin + last)
-    slices = tuple(slice(begin, end) for begin, end in bounds)
-    found = tuple(part.stop - part.start for part in slices)
-    assert found == tuple(one.shard.shape), f"{one.name}: {found} of {one.shape}, holds {one.shard.shape}"
-    return slices
+    return tuple(slice(begin, end) for begin, end in bounds)
 
 
 def full_parameter_of(one: ParameterShard) -> Whole:

@@ -32,7 +32,7 @@ NOTHING_SIMULATED = Simulation()
 
 
 def apply_simulation(model: nn.Module, simulation: Simulation) -> None:
-    """Give a stage's modules what they choose kernels and count rows by; before the transforms that copy it."""
+    """Set what is simulated in the modules of a stage. Comes before cp and ep, which pass it on."""
     for module in model.modules():
         if isinstance(module, Moe):
             module.row_counts = simulation.row_counts

@@ -1,4 +1,4 @@
-"""Memory, step time and MFU of exactly one layout: that of a run file."""
+"""Memory, step time and MFU of one given layout, such as that of a run file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ class StageMemory:
     reserved_bytes: float
     device_bytes: float
     host_items: Mapping[str, float]
-    """In host memory."""
+    """Bytes in host memory."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one layout will need and take; seconds are per optimizer step."""
+    """Memory and time of one layout; seconds are per optimizer step."""
 
     step_seconds: float
     low_seconds: float
@@ -45,9 +45,9 @@ class Prediction:
     stages: tuple[StageMemory, ...]
     capacity_bytes: int
     host_capacity_bytes: float
-    """Of one rank."""
+    """Host memory per rank."""
     memory_margin: Margin | None = None
-    """How far allocated bytes may be off, either way; None where it is not known."""
+    """How far allocated bytes may be off, in both directions; None where it is not known."""
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -65,36 +65,35 @@ class Prediction:
         return 1e12 * self.tflops_per_device / self.peak_flops_per_second
 
     @property
-    def fullest(self) -> StageMemory:
-        """The pipeline rank that needs most."""
+    def peak_stage(self) -> StageMemory:
+        """The pipeline rank with the highest peak."""
         return max(self.stages, key=lambda stage: stage.device_bytes)
 
     @property
     def excess_bytes(self) -> float:
-        """What the fullest rank needs beyond the device and its margin; negative where there is room."""
-        return self.fullest.device_bytes - FIT_SHARE * self.capacity_bytes
+        """Bytes at the peak beyond the usable memory of the device; negative where some are left."""
+        return self.peak_stage.device_bytes - FIT_SHARE * self.capacity_bytes
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the margin of the prediction decides if it fits."""
+        """Whether the run may fit or not within the error margin of the prediction."""
         if self.memory_margin is None:
             return False
-        return abs(self.excess_bytes) < self.memory_margin.of(self.fullest.allocated_bytes)
+        return abs(self.excess_bytes) < self.memory_margin.of(self.peak_stage.allocated_bytes)
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank stays inside the device, with a margin for what the estimate misses, and
-        what is offloaded inside its part of the host's memory."""
+        """Whether the peak fits the device, with a margin for the error, and what is offloaded the host."""
         on_host = max(sum(stage.host_items.values()) for stage in self.stages)
         return self.excess_bytes <= 0 and on_host <= HOST_SHARE * self.host_capacity_bytes
 
 
-def _stage_memory(found: Memory, at: Layouts) -> tuple[StageMemory, ...]:
-    """One entry per distinct pipeline rank: all three are the same without a pipeline."""
-    ranks = range(len(STAGES)) if at.pp[0] > 1 else (0,)
+def _stage_memory(found: Memory, layout: Layouts) -> tuple[StageMemory, ...]:
+    """One entry for the first, a middle and the last pipeline rank; one in all without a pipeline."""
+    ranks = range(len(STAGES)) if layout.pp[0] > 1 else (0,)
     return tuple(
         StageMemory(
-            stage=STAGES[k] if at.pp[0] > 1 else "every",
+            stage=STAGES[k] if layout.pp[0] > 1 else "every",
             items={name: float(values[0, k]) for name, values in found.items.items() if values[0, k] > 0},
             allocated_bytes=float(found.allocated_bytes[0, k]),
             reserved_bytes=float(found.reserved_bytes[0, k]),
@@ -106,32 +105,32 @@ def _stage_memory(found: Memory, at: Layouts) -> tuple[StageMemory, ...]:
 
 
 def predict_layout(
-    work: Workload, at: Layouts, cluster: Cluster, stack: Framework, *, run: RunSpec | None = None
+    workload: Workload, layout: Layouts, cluster: Cluster, framework: Framework, *, run: RunSpec | None = None
 ) -> Prediction:
-    """Price one layout; with a run file its pipeline is simulated in the runtime's own order and split."""
-    cost = step_cost(work, at, cluster, stack)
+    """Price one layout; with a run, its pipeline is simulated in the order and stages of our runtime."""
+    cost = step_cost(workload, layout, cluster, framework)
     items = {name: float(seconds[0]) for name, seconds in cost.items.items()}
     if run is not None:
-        items = simulated_items(run, work, at, cost, items)
+        items = simulated_items(run, workload, layout, cost, items)
     seconds, spread = sum(items.values()), 1.0 + float(cost.relative_half_width[0])
     return Prediction(
         step_seconds=seconds,
         low_seconds=seconds / spread,
         high_seconds=seconds * spread,
         seconds_by_item={name: value for name, value in items.items() if value > 0},
-        batch_tokens=int(at.batch_sequences[0]) * work.sequence_length,
-        num_devices=int(at.num_ranks[0]),
-        model_flops_per_token=work.model_flops_per_token,
-        peak_flops_per_second=cluster.device.peak(work.matmul_rate),
-        stages=_stage_memory(memory(work, at, cluster, stack), at),
+        batch_tokens=int(layout.batch_sequences[0]) * workload.sequence_length,
+        num_devices=int(layout.num_ranks[0]),
+        model_flops_per_token=workload.model_flops_per_token,
+        peak_flops_per_second=cluster.device.peak(workload.matmul_rate),
+        stages=_stage_memory(memory(workload, layout, cluster, framework), layout),
         capacity_bytes=cluster.device.memory_bytes,
         host_capacity_bytes=cluster.host_memory_bytes / cluster.devices_per_node,
-        memory_margin=memory_margin(work, at, stack),
+        memory_margin=memory_margin(workload, layout, framework),
     )
 
 
 def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
-    """Price a run file on a cluster that has as many devices as the run has ranks."""
+    """Price a run on a cluster with as many devices as the run has ranks."""
     ranks = run.parallel.num_ranks
     if ranks != cluster.num_devices:
         raise SpecError(
@@ -139,21 +138,19 @@ def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
             where="--on",
             hint=f"name {ranks} devices, such as {cluster.device.name}:{ranks}, or plan for this cluster",
         )
-    at = one_layout(
+    return predict_layout(workload_of(run), layout_of(run), cluster, runtime_of(run), run=run)
+
+
+def layout_of(run: RunSpec) -> Layouts:
+    """The layout of a run, as a table with one row."""
+    return one_layout(
         run.parallel,
         run.memory,
         microbatch_sequences=run.data.microbatch_sequences,
         num_microbatches=run.accumulation,
     )
-    return predict_layout(workload_of(run), at, cluster, runtime_of(run), run=run)
 
 
 def host_bytes(run: RunSpec) -> float:
-    """Host memory that `memory.offload` takes on the rank that needs most."""
-    at = one_layout(
-        run.parallel,
-        run.memory,
-        microbatch_sequences=run.data.microbatch_sequences,
-        num_microbatches=run.accumulation,
-    )
-    return float(host_peak_bytes(workload_of(run), at, runtime_of(run))[0])
+    """Bytes of host memory that `memory.offload` needs on the rank with the most of them."""
+    return float(host_peak_bytes(workload_of(run), layout_of(run), runtime_of(run))[0])

@@ -46,8 +46,8 @@ def _columns(row: Mapping[str, str | None], where: str) -> dict[str, str]:
         "pred_step_time_high_s": f"{found.high_seconds:.5g}",
         "pred_tokens_s_gpu": f"{found.tokens_per_second_per_device:.6g}",
         "pred_tflops_per_gpu": f"{found.tflops_per_device:.5g}",
-        "pred_mem_gb": f"{found.fullest.reserved_bytes / GIB:.4g}",
-        "pred_alloc_gb": f"{found.fullest.allocated_bytes / GIB:.4g}",
+        "pred_mem_gb": f"{found.peak_stage.reserved_bytes / GIB:.4g}",
+        "pred_alloc_gb": f"{found.peak_stage.allocated_bytes / GIB:.4g}",
         "fits": str(found.fits).lower(),
         "assumed": "; ".join(run.assumed),
     }

@@ -1,4 +1,4 @@
-"""What the trace of a block says of its memory: kept tensors and peaks, as sums of monomials of named dims."""
+"""Kept tensors and peaks of a traced block, as sums of monomials of named dims."""
 
 import itertools
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Writes the planner's table of block memory from traces: `python -m meshwright.rehearse.block_table`.
 
-Every kind of block (block_kinds.py) is traced and read (block_reading.py). Of the points of a phase those stay
-that are the peak for some sizes; the rest can never decide.
+Every kind of block (block_kinds.py) is traced and read (block_reading.py). Of the points of a phase those are
+written that are the peak for some sizes; the rest can never decide.
 """
 
 import argparse

@@ -14,7 +14,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -24,7 +23,6 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
-from meshwright.parallel import apply
 from meshwright.rehearse.fusion import Kernel
 from meshwright.rehearse.kernel_replay import Boxed, replay_graph
 from meshwright.spec import MemorySpec
@@ -66,7 +64,7 @@ class Compiler:
 
 @contextlib.contextmanager
 def compiled_blocks(*, is_wanted: bool) -> Iterator[Compiler]:
-    """Inside, `build_training` compiles blocks with the compiler that is yielded, if compiling is wanted."""
+    """A compiler for the blocks of a program that is built and run inside, if compiling is wanted."""
     compiler = Compiler()
     if not is_wanted:
         yield compiler
@@ -74,7 +72,7 @@ def compiled_blocks(*, is_wanted: bool) -> Iterator[Compiler]:
     # Code compiled earlier in this process counts against torch's recompile limit.
     torch.compiler.reset()
     try:
-        with patch.object(apply, "compile_blocks", compiler.compile_blocks), _silenced():
+        with _silenced():
             yield compiler
     finally:
         torch.compiler.reset()

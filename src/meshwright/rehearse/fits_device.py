@@ -7,7 +7,7 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
-from meshwright.plan.explain.remedies import remedies
+from meshwright.plan.explain.fixes import run_fixes
 from meshwright.plan.memory.rank_bytes import FIT_SHARE, outside_bytes
 from meshwright.plan.predict import predict_run
 from meshwright.plan.workload.layouts import one_layout
@@ -47,8 +47,8 @@ def _ways(run: RunSpec, cluster: Cluster, missing: float) -> str:
     """Changes that are predicted to save what is missing on the same devices; last, more devices."""
     ways = ["more devices along dp_shard, tp or pp: `meshwright plan` finds a layout"]
     if run.parallel.num_ranks == cluster.num_devices:
-        spared = int(predict_run(run, cluster).fullest.device_bytes - missing)
+        spared = int(predict_run(run, cluster).peak_stage.device_bytes - missing)
         device = replace(cluster.device, memory_bytes=max(1, int(spared / FIT_SHARE)))
-        ways = [remedy.words for remedy in remedies(run, replace(cluster, device=device))] + ways
+        ways = [fix.text for fix in run_fixes(run, replace(cluster, device=device))] + ways
     listed = "".join(f"\n         - {way}" for way in ways)
     return f"{show_bytes(missing)} too many; any of:{listed}"

@@ -1,7 +1,7 @@
-"""One rank of a world on this machine's GPU: real tensors and kernels, no other ranks.
+"""One rank of a run measured on this machine's GPU: real tensors and kernels, no other ranks.
 
-Collectives return at once and leave what was in the buffers, so the numbers are meaningless; bytes and
-compute time are those of the rank. Only what the other ranks would keep it waiting for is missing.
+Collectives return at once and leave their buffers as they were, so the numbers are meaningless. Bytes and
+compute time are those of the rank; exposed communication is missing.
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ from meshwright.data.batches import Batch
 from meshwright.errors import MeshError
 from meshwright.hardware.prediction_log import store_pair
 from meshwright.observe.prediction_check import pair_of, predict_here
-from meshwright.ops.routed_rows import routed_evenly
+from meshwright.ops.routed_rows import EvenRowCounts
+from meshwright.parallel.simulation import Simulation
+from meshwright.rehearse.torch_cublas import clear_cublas_workspaces
 from meshwright.rehearse.trace import zero_batch
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
@@ -30,23 +32,26 @@ NUM_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One rank as it ran here."""
+    """Peak memory and compute time of one rank on this machine."""
 
     rank: int
     device: str
+    """Name of the device."""
     allocated_bytes: int
     reserved_bytes: int
     step_seconds: float
     microbatch_seconds: float
     is_expandable: bool
+    """Whether the caching allocator used expandable segments."""
 
 
 def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Measured:
-    """Peak bytes and compute time of a rank on the GPU of this machine; the first step only warms up."""
+    """Peak bytes and compute time of a rank on this machine's GPU; the first step is warm-up."""
     device = measuring_device(run)
     before = _clean(device)
-    with fake_world(run.parallel, rank, device) as mesh, routed_evenly(imbalance):
-        training = build_training(run, mesh, fill=fill_random)
+    with fake_world(run.parallel, rank, device) as mesh:
+        simulation = Simulation(row_counts=EvenRowCounts(imbalance))
+        training = build_training(run, mesh, fill=fill_random, simulation=simulation)
         batch = random_batch(run, device)
         seconds = _timed(training, batch, device, num_steps)
         found = Measured(
@@ -65,10 +70,10 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
 
 
 def log_prediction(run: RunSpec, measured: Sequence[Measured]) -> str | None:
-    """Predicted beside measured, kept for this machine and in words; None where there is nothing to compare.
+    """Store predicted beside measured for this machine, and return the line that says so.
 
-    One rank of many has its bytes but not its seconds here, since it never waits for the others; so only
-    a run of one rank is kept.
+    None where there is nothing to compare: a rank of several never waits for the others here, so its step
+    time is not that of the run.
     """
     device = measuring_device(run)
     prediction = predict_here(run, device)
@@ -88,19 +93,17 @@ def log_prediction(run: RunSpec, measured: Sequence[Measured]) -> str | None:
 
 
 def _clean(device: torch.device) -> int:
-    """Bytes that earlier work of this process still holds; cuBLAS's workspaces are given back first."""
+    """Free what earlier work of this process left, and return the bytes that are still allocated."""
     gc.collect()
     if device.type != "cuda":
         return 0
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
+    clear_cublas_workspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(device)
 
 
 def measuring_device(run: RunSpec) -> torch.device:
-    """Where a rank of this run is measured; MeshError where there is no such device."""
+    """The device on which a rank of this run is measured; MeshError where there is none."""
     if run.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -114,7 +117,7 @@ def measuring_device(run: RunSpec) -> torch.device:
 
 @torch.no_grad()
 def fill_random(model: nn.Module, seed: int, *, device: torch.device) -> None:
-    """Takes the place of `initialise`: small numbers, drawn where they are, whatever the layout."""
+    """A `Fill` in the place of `initialise`: small random numbers drawn on the device, shard by shard."""
     model.to_empty(device=device)
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore
@@ -124,7 +127,7 @@ def fill_random(model: nn.Module, seed: int, *, device: torch.device) -> None:
 
 
 def random_batch(run: RunSpec, device: torch.device) -> Batch:
-    """One rank's part of a batch of random tokens."""
+    """One rank's share of a batch of random tokens."""
     batch = zero_batch(run, device.type)
     for part in batch.microbatches:
         part.tokens_BS.random_(0, run.model.vocab_size)
@@ -136,7 +139,7 @@ def random_batch(run: RunSpec, device: torch.device) -> Batch:
 
 
 def _timed(training: Training, batch: Batch, device: torch.device, num_steps: int) -> float:
-    """Median seconds of the steps after the first, whose peaks count."""
+    """Median seconds of a step; peak memory is counted from the second step on."""
     seconds = []
     for step in range(num_steps):
         if step == 1:

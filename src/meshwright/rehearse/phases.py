@@ -43,7 +43,7 @@ class PhaseTracker:
 
     def __init__(self, allocations: AllocationLog, *, by_half: bool = False) -> None:
         self.by_half = by_half
-        """Whether a block's attention and MLP are phases of their own: `blocks.3/attention`, `blocks.3/mlp`."""
+        """Whether the halves of a block are phases of their own: `blocks.3/attention`, `blocks.3/mlp`."""
         self.entered: list[Phase] = [Phase("build")]
         self._ledger = allocations
         self._step = -1

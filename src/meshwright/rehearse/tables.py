@@ -6,9 +6,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.hardware.catalogue import Cluster
-from meshwright.plan.draw.charts import PALETTE
 from meshwright.rehearse.measure import Measured
 from meshwright.rehearse.rank_report import RankReport
+from meshwright.svg import PALETTE
 from meshwright.units import show_bytes, show_seconds
 
 BAR_WIDTH, SMALLEST_BAR_WIDTH = 32, 8

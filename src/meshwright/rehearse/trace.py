@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.data.batches import Batch, Microbatch
 from meshwright.errors import MeshwrightError, SpecError
-from meshwright.hardware.stand_in import standing_for
-from meshwright.memory.offload.host import HostBuffer, HostPool
-from meshwright.ops.routed_rows import routed_evenly
+from meshwright.hardware.simulated_device import HOPPER, SimulatedDevice
+from meshwright.memory.offload.host import pageable_memory
+from meshwright.ops.routed_rows import EvenRowCounts
+from meshwright.parallel.simulation import Simulation
 from meshwright.precision.policy import wide_dtype
 from meshwright.rehearse.allocation_log import AllocationLog, Event, StorageRecord
 from meshwright.rehearse.as_cuda import cuda_choices
@@ -33,7 +33,6 @@ from meshwright.rehearse.phases import HALVES, Phase, PhaseTracker
 from meshwright.rehearse.torch_sharding import propagation_excluded
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
-from meshwright.train import build
 from meshwright.train.build import build_training
 from meshwright.train.step import Training, train_step
 
@@ -69,19 +68,23 @@ class Trace:
 
 
 def trace_rank(
-    run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0, by_half: bool = False
+    run: RunSpec,
+    rank: int,
+    *,
+    num_steps: int = NUM_STEPS,
+    imbalance: float = 1.0,
+    device: SimulatedDevice | None = HOPPER,
+    by_half: bool = False,
 ) -> Trace:
     """Trace one rank; nothing is computed and nothing is communicated.
 
-    Its experts receive `imbalance` times the mean number of rows. `by_half`: the attention and the MLP of a
-    block are phases of their own.
+    Its experts receive `imbalance` times the mean number of rows. `device` is simulated; None: the CPU.
+    `by_half`: the attention and the MLP of a block are phases of their own.
     """
     started_at = time.perf_counter()
     run = traceable(run)
     with (
         fake_world(run.parallel, rank, torch.device("cpu")) as mesh,
-        standing_for("cuda"),
-        routed_evenly(imbalance),
         compiled_blocks(is_wanted=run.compile) as compiler,
     ):
         allocations = AllocationLog()
@@ -90,9 +93,17 @@ def trace_rank(
             compiler.watch = partial(_enter_half_of, phases)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
-        with _host_buffers_excluded(observer, fake), contextlib.ExitStack() as stack:
-            training = build_training(run, mesh, fill=_Uninitialised(fake))
+        simulation = Simulation(
+            device,
+            EvenRowCounts(imbalance),
+            compiler.compile_blocks,
+            partial(_allocate_host, observer, fake),
+        )
+        with contextlib.ExitStack() as stack:
+            training = build_training(run, mesh, fill=_Uninitialised(fake), simulation=simulation)
             _label_state(training, allocations)
+            if device is not None:
+                stack.enter_context(cuda_choices())
             stack.enter_context(_tracked(training, phases, observer, fake, allocations))
             batch = zero_batch(run)
             for tensor in (x for part in batch.microbatches for x in part if x is not None):
@@ -118,7 +129,7 @@ def trace_rank(
 
 
 def _enter_half_of(phases: PhaseTracker, kernel: Kernel) -> None:
-    """Begin the half of the block whose modules a kernel comes from; a sum between them belongs to neither."""
+    """Begin the half of the block whose modules a kernel comes from; a residual sum belongs to neither."""
     meta = kernel.operations[0].node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     paths = [f"{path}." for path, _ in modules.values()]
@@ -152,7 +163,6 @@ def _tracked(
         phases.tracking(training),
         allocations.tracking_resizes(),
         propagation_excluded(observer.paused),
-        cuda_choices(),
         fake,
         observer,
     ):
@@ -247,16 +257,9 @@ def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
     return Batch(parts, num_tokens=data.batch_tokens, num_sequences=data.batch_sequences, sample_ids=())
 
 
-@contextlib.contextmanager
-def _host_buffers_excluded(observer: Observer, fake: FakeTensorMode) -> Iterator[None]:
-    """Offload's host buffers are not device memory, and this machine's host memory sets no limit."""
-    take: Any = HostPool.take
-
-    def excluded(pool: HostPool, num_bytes: int) -> HostBuffer:
-        with observer.paused(), fake:
-            buffer = take(pool, num_bytes)
-        observer.allocations.exclude(buffer.bytes)
-        return buffer
-
-    with patch.object(HostPool, "take", excluded), patch.object(build, "host_budget", lambda _: None):
-        yield
+def _allocate_host(observer: Observer, fake: FakeTensorMode, num_bytes: int) -> torch.Tensor:
+    """A host buffer of offload: it is not device memory, and this machine's host memory sets no limit."""
+    with observer.paused(), fake:
+        buffer = pageable_memory(num_bytes)
+    observer.allocations.exclude(buffer)
+    return buffer

@@ -1,1 +1,1 @@
-"""Staying in one piece: interrupts now; watchdogs, health and recovery have their place here."""
+"""Interrupts; watchdogs, health checks and recovery belong here."""

@@ -1,4 +1,4 @@
-"""A polite stop: the first signal asks the loop to save and end, the second ends at once."""
+"""Stop signals: the first one asks the loop to save and end, the second one ends at once."""
 
 import signal
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 
 class Interrupt:
-    """Whether somebody asked this process to stop."""
+    """Whether a signal asked this process to stop."""
 
     def __init__(self) -> None:
         self.is_requested = False
 
     def request(self, signal_number: int, frame: FrameType | None) -> None:
-        """Signal handler."""
+        """Handle a stop signal."""
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True
 
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop; all ranks call this at the same step. Waits for the host."""
+    def is_requested_anywhere(self) -> bool:
+        """Whether any rank was asked to stop; all ranks call it at the same step. Communicates (host)."""
         if dist.get_world_size() == 1:
             return self.is_requested
         flag = torch.tensor([int(self.is_requested)])
@@ -31,8 +31,8 @@ class Interrupt:
 
 
 @contextmanager
-def listening() -> Iterator[Interrupt]:
-    """SIGINT, SIGTERM and SIGUSR1 (a scheduler's early warning) ask for a stop while inside."""
+def stop_signals() -> Iterator[Interrupt]:
+    """While inside, SIGINT, SIGTERM and SIGUSR1 (a scheduler's early warning) ask for a stop."""
     interrupt = Interrupt()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, interrupt.request) for number in signals}

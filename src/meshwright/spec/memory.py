@@ -34,7 +34,7 @@ class MemorySpec(Spec):
     """What lives in host memory and comes to the device only while it is used: optimizer states during the
     update, parameters of a block and activations of a block while it computes. Of activations that is all
     that recompute leaves to keep. In any order."""
-    regather: bool = False
+    regather_tp_inputs: bool = False
     """tp: gather the inputs of column-cut layers again in backward instead of keeping them gathered."""
     on_oom: Literal["stop", "halve_microbatch"] = "stop"
-    """When a rank runs out of memory: stop, or take the same batch again in smaller micro-batches."""
+    """When a rank is out of memory: stop, or restart from the last checkpoint with smaller micro-batches."""

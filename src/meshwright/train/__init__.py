@@ -1,1 +1,1 @@
-"""Training: `state` is what a resume needs, `build` assembles, `step` computes, `loop` goes on."""
+"""Training: `build` assembles a run, `loop` runs it, `step` is one update, `state` is what a resume needs."""

@@ -1,16 +1,17 @@
-"""From a RunSpec to the things a step works on."""
+"""Builds from a RunSpec what the loop and a step work on."""
 
 import os
 
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint.initial import load_initial_weights
 from meshwright.data.batches import Batches, build_batches
 from meshwright.memory.offload.budget import host_budget
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import build_streamed_optimizer
 from meshwright.memory.offload.weights import HostedWeights
-from meshwright.mesh import Mesh
+from meshwright.mesh import Mesh, World, build_mesh
 from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.ema import Ema
@@ -19,37 +20,65 @@ from meshwright.parallel.expert_balance import ExpertBalance
 from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.program import Program
 from meshwright.parallel.shards import full_parameter_of
+from meshwright.parallel.simulation import NOTHING_SIMULATED, Simulation
 from meshwright.precision.loss_scale import LossScale
-from meshwright.precision.policy import prepare_device, wide_dtype
+from meshwright.precision.policy import full_precision_dtype, prepare_device
 from meshwright.spec import RunSpec
+from meshwright.train.evaluate import evaluate
+from meshwright.train.fp8_comparison import Fp8Comparison
+from meshwright.train.job import Job
+from meshwright.train.noise_scale import measure_half_batch
 from meshwright.train.step import Training
+from meshwright.train.workload import token_workload
 
 
-def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Training:
-    """Model, optimizer and what belongs to them, at the initial weights; all ranks call it.
+def build_job(run: RunSpec, world: World) -> Job:
+    """Mesh, model, optimizer and data of a run on this rank; all ranks call it."""
+    mesh = build_mesh(run.parallel, world)
+    training = build_training(run, mesh)
+    return Job(
+        run=run,
+        mesh=mesh,
+        training=training,
+        batches=build_data(run, mesh),
+        workload=token_workload(run),
+        load_initial_weights=lambda: load_initial_weights(run, training),
+        evaluate=lambda: evaluate(run, training.program, mesh),
+        measure_half_batch=lambda batch: measure_half_batch(training, batch, mesh),
+        fp8_comparison=Fp8Comparison(run, training, mesh) if run.precision.fp8 else None,
+    )
 
-    `fill` gives each stage its memory and weights.
+
+def build_training(
+    run: RunSpec, mesh: Mesh, *, fill: Fill = initialise, simulation: Simulation = NOTHING_SIMULATED
+) -> Training:
+    """Model, optimizer and what a step needs beside them, at the initial weights; all ranks call it.
+
+    `fill` gives each stage its memory and weights; `simulation` is given by a rehearsal.
     """
     if run.deterministic and mesh.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
     prepare_device(run.precision, mesh.device, deterministic=run.deterministic)
     offload = run.memory.offload
-    weights = HostedWeights(HostLink(mesh.device, limit_bytes=host_budget(run) if offload else None))
-    program = build_program(run, mesh, weights, fill=fill)
+    weights = HostedWeights(_host_link(run, mesh, simulation))
+    program = build_program(run, mesh, weights, fill=fill, simulation=simulation)
     trainable = [one for one in program.shards if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
-    wholes = {one.name: full_parameter_of(one) for one in trainable}
+    full = {one.name: full_parameter_of(one) for one in trainable}
     optimizer = (
         build_streamed_optimizer(
             shards,
             run.optim,
-            wholes,
+            full,
             weights=weights,
             weight_format=run.precision.weights,
             with_states="optimizer" in offload,
+            simulated=simulation.device,
         )
         if weights.blocks or ("optimizer" in offload and not run.has_shards_on_host)
-        else build_optimizer(shards, run.optim, wholes, weights=run.precision.weights)
+        else build_optimizer(
+            shards, run.optim, full, weights=run.precision.weights, simulated=simulation.device
+        )
     )
     return Training(
         program=program,
@@ -64,6 +93,12 @@ def build_training(run: RunSpec, mesh: Mesh, *, fill: Fill = initialise) -> Trai
     )
 
 
+def _host_link(run: RunSpec, mesh: Mesh, simulation: Simulation) -> HostLink:
+    if simulation.allocate_host is not None:
+        return HostLink(mesh.device, allocate=simulation.allocate_host)
+    return HostLink(mesh.device, limit_bytes=host_budget(run) if run.memory.offload else None)
+
+
 def _delayed_scales(run: RunSpec, mesh: Mesh, program: Program) -> DelayedScales | None:
     fp8 = run.precision.fp8
     if fp8 is None or fp8.recipe != "delayed":
@@ -72,7 +107,7 @@ def _delayed_scales(run: RunSpec, mesh: Mesh, program: Program) -> DelayedScales
 
 
 def build_data(run: RunSpec, mesh: Mesh) -> Batches:
-    """This rank's training batches."""
+    """The training batches of this rank."""
     return build_batches(
         run.data,
         seed=run.seed,
@@ -80,13 +115,13 @@ def build_data(run: RunSpec, mesh: Mesh) -> Batches:
         dp_rank=mesh.dp_rank,
         dp_size=mesh.parallel.dp,
         device=mesh.device,
-        dtype=wide_dtype(run.precision),
+        dtype=full_precision_dtype(run.precision),
     )
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Dropout's randomness: a function of seed, step and rank, so a resume needs no generator state.
+    """Seed dropout for a step as a function of seed, step and rank, so a resume needs no generator state.
 
-    Every region with dropout is cut over dp, cp and tp (sequence parallel), so no two ranks share a mask.
+    Activations with dropout are sharded over dp, cp and tp (sequence parallel): no two ranks share a mask.
     """
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + dist.get_rank())

@@ -1,4 +1,4 @@
-"""Memory and disk of this machine: whether a run on its CPU can fit, and what is said when room runs out."""
+"""Memory and disk of this machine: whether a run on its CPU can fit, and the errors when either is full."""
 
 import errno
 from pathlib import Path
@@ -15,12 +15,13 @@ from meshwright.units import show_bytes
 
 _STATE = ("weights", "gradients", "optimizer")
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_LONGEST_TEXT = 300
 
 
-def require_room(run: RunSpec, device: torch.device) -> None:
-    """PlanError where even the state of the ranks of this host is more than its memory.
+def require_capacity(run: RunSpec, device: torch.device) -> None:
+    """Raise PlanError where even the state of the ranks of this host is more than its memory.
 
-    Activations are left out, so nothing is refused that could run. A CUDA device tells by itself.
+    Activations are left out, so nothing is refused that could run. On CUDA the device itself refuses.
     """
     if device.type != "cpu":
         return
@@ -28,7 +29,7 @@ def require_room(run: RunSpec, device: torch.device) -> None:
         cluster = generic_cluster(find_device("cpu")).with_devices(run.parallel.num_ranks)
         stages = predict_run(run, cluster).stages
     except MeshwrightError:
-        return  # what cannot be predicted is tried
+        return  # a run without a prediction is tried
     state = max(
         sum(stage.items.get(name, 0.0) for name in _STATE) + sum(stage.host_items.values())
         for stage in stages
@@ -45,23 +46,40 @@ def require_room(run: RunSpec, device: torch.device) -> None:
     )
 
 
-def lack_of_room(error: BaseException, run_dir: Path, *, rank: int) -> RunError | None:
-    """A run that ended because memory or disk were full, in words; None where that is not why."""
+def capacity_error(error: BaseException, run_dir: Path, *, rank: int) -> RunError | None:
+    """The error of a run that ended because memory or disk were full; None where that is not why.
+
+    An OOM in a step has a text of its own (`oom_report`), so this one is of building the run.
+    """
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:
         return RunError(
             f"the run directory can no longer be written: {error.strerror}",
             where=str(run_dir),
-            hint="make room, then start the same command again: it goes on from the last checkpoint",
+            hint="free disk space, then start the same command again: it resumes from the newest checkpoint",
         )
-    if is_out_of_memory(error):
+    oom = out_of_memory_in(error)
+    if oom is not None:
         return RunError(
-            f"rank {rank} ran out of memory outside of a step: {' '.join(str(error).split())[:200]}",
+            f"rank {rank} ran out of memory outside of a step: {one_line(oom)}",
             where=str(run_dir),
             hint="weights and optimizer states do not fit: use a higher parallel.zero, or more ranks",
         )
     return None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """A device or a host that has no memory left; torch has no class of its own for the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+def out_of_memory_in(error: BaseException | None) -> BaseException | None:
+    """The OOM of a device or of the host that caused an error; None where there is none.
+
+    torch's pipeline wraps what a stage raises, and torch has no class of its own for host memory.
+    """
+    while error is not None:
+        is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if is_oom or "DefaultCPUAllocator" in str(error):
+            return error
+        error = error.__cause__
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error in one line of bounded length."""
+    return " ".join(str(error).split())[:_LONGEST_TEXT]

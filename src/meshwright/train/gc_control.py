@@ -1,7 +1,7 @@
-"""Python's garbage collector kept out of the steps.
+"""Python's garbage collector runs between steps only.
 
-A full collection walks every object of the process, and there are many in one with torch and a compiler in
-it; it comes at a moment of its own choosing, another one on every rank, and all the others wait.
+A full collection walks every object of the process, and a process with torch and a compiler has many. It
+would start at another time on every rank, and each time all other ranks would wait.
 """
 
 import gc
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
-    """Inside, nothing is collected by itself; what exists already is never looked at again."""
+def gc_paused() -> Iterator[None]:
+    """Turns automatic collection off inside; objects that exist already are frozen and not walked again."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -24,6 +24,6 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def collect_young() -> None:
-    """For a moment when the host waits for the device anyway; cheap, because old objects are left alone."""
+def collect_garbage() -> None:
+    """Collect young objects, when the host has just waited for the device; cheap, as old ones are frozen."""
     gc.collect(1)

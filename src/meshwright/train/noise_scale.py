@@ -3,9 +3,9 @@
     |g_part|^2 = |G|^2 + S / part_tokens,    |g|^2 = |G|^2 + S / batch_tokens        on average
     noise scale = S / |G|^2                                                          McCandlish et al. 2018
 
-G is the gradient of all data and S the variance of one token's, summed over parameters. The part is the first
-half of the step's batch. Its gradient is taken by itself, with loss weights of zero for the rest: one more
-forward and backward, right on every mesh because nothing but the weights is changed. Training is not touched.
+G is the gradient of all data and S the variance of one token's gradient, summed over parameters. The part is
+the first half of the step's batch. Its gradient takes one more forward and backward, with loss weights of
+zero for the other half, so it is right on every mesh. Training itself is not changed.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.data.batches import Batch, Microbatch
 from meshwright.mesh import Mesh
-from meshwright.models.balance import take_records
+from meshwright.models.balance import pop_routing_records
 from meshwright.optim.clip import global_norm
 from meshwright.parallel.program import scaled
 from meshwright.train.step import Training
@@ -24,27 +24,27 @@ from meshwright.train.step import Training
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Of one step, very noisy: average both over steps, then divide."""
+    """Signal and noise estimated from one step, very noisy: average both over steps, then divide."""
 
     signal: float
-    """|G|^2."""
+    """Estimate of |G|^2."""
     noise: float
-    """S, per token."""
+    """Estimate of S, per token."""
 
 
 @dataclass(frozen=True)
-class PartGradient:
-    """Device scalars; reading them waits for the device."""
+class HalfBatchGradient:
+    """Gradient of half a batch, as device scalars; reading them waits for the device."""
 
     norm: Tensor
-    """Of the part's sum over tokens / tokens of the whole batch."""
+    """Norm of the gradient of (sum over the half's tokens / tokens of the full batch)."""
     share: Tensor
-    """Tokens of the part / tokens of the batch."""
+    """Tokens of the half / tokens of the batch."""
     num_tokens: int
-    """Of the batch."""
+    """Tokens of the batch."""
 
     def estimate(self, grad_norm: float) -> NoiseEstimate | None:
-        """Solves the two equations above; `grad_norm` is of the whole batch. Host sync.
+        """Solve the two equations above; `grad_norm` is that of the full batch. Host sync.
 
         None where one half has no target at all, as in the last batch of the data.
         """
@@ -56,7 +56,7 @@ class PartGradient:
         return NoiseEstimate(signal=(square - share * part_square) / (1.0 - share), noise=noise)
 
 
-def measure_part(training: Training, batch: Batch, mesh: Mesh) -> PartGradient:
+def measure_half_batch(training: Training, batch: Batch, mesh: Mesh) -> HalfBatchGradient:
     """The gradient norm of the first half of a batch; all ranks call it. No host sync."""
     part = _first_half(batch.microbatches, mesh)
     scale = training.loss_scale.scale if training.loss_scale else 1.0
@@ -64,16 +64,16 @@ def measure_part(training: Training, batch: Batch, mesh: Mesh) -> PartGradient:
     norm = global_norm(training.shards, training.device) / scale
     training.optimizer.zero_grad()
     for stage in training.program.stages:
-        take_records(stage)  # what routers saw here must not count in the step
-    # A weight is 1 / tokens of the batch; ranks that differ in cp, tp or pp alone hold the same sequences.
+        pop_routing_records(stage)  # what routers recorded here must not count in the step
+    # A weight is 1 / tokens of the batch; ranks that differ only in cp, tp or pp have the same sequences.
     share = torch.stack([one.weights_BS.double().sum() for one in part]).sum()
     dist.all_reduce(share)
     copies = mesh.parallel.num_ranks // mesh.parallel.dp
-    return PartGradient(norm=norm, share=share / copies, num_tokens=batch.num_tokens)
+    return HalfBatchGradient(norm=norm, share=share / copies, num_tokens=batch.num_tokens)
 
 
 def _first_half(microbatches: tuple[Microbatch, ...], mesh: Mesh) -> list[Microbatch]:
-    """The first micro-batches of every rank or, where there is but one, those of the first ranks."""
+    """The first micro-batches of every rank or, where there is only one, those of the first ranks."""
     count = len(microbatches)
     if count == 1:
         return [scaled(microbatches[0], float(mesh.dp_rank < mesh.parallel.dp // 2))]

@@ -1,25 +1,29 @@
-"""What a person must know when a run is out of memory: predicted beside held, and what to change."""
+"""The text of a run that is out of memory: predicted beside measured by category, and what to change."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from meshwright.errors import RunError
+from meshwright.errors import OutOfMemory
 from meshwright.hardware.catalogue import Cluster
+from meshwright.launch.local import is_local_rank, is_rank
 from meshwright.mesh import Mesh
 from meshwright.observe.prediction_check import cluster_here, predict_here
-from meshwright.plan.explain.remedies import remedies
+from meshwright.plan.explain.fixes import run_fixes
 from meshwright.plan.predict import Prediction, predict_run
-from meshwright.resilience.shortage import Shortage
 from meshwright.spec import RunSpec
-from meshwright.spec.check import check
 from meshwright.spec.modules import FitSpec
-from meshwright.train.state_bytes import Held, held_bytes
+from meshwright.train.capacity import one_line, out_of_memory_in
+from meshwright.train.job import Job
+from meshwright.train.state_bytes import StateBytes, count_state_bytes
 from meshwright.train.step import Training
 from meshwright.units import show_bytes
 
-# A change is worth telling when it is predicted to need this much less than the run that did not fit.
+# A change is named when it is predicted to need this much less than the run that did not fit.
 LEAST_SAVING = 0.1
 _STATE = {"weights": ("weights", "master"), "gradients": ("gradients",), "optimizer": ("optimizer",)}
 _REST = "activations"
@@ -42,48 +46,54 @@ class Comparison:
         return (self.measured or 0.0) - (self.predicted or 0.0)
 
 
-def smaller_microbatch(run: RunSpec | FitSpec) -> RunSpec | None:
-    """Half the micro-batch (or the next smaller part of it) and as many more of them; None at the end."""
-    if not isinstance(run, RunSpec):
-        return None
-    size = run.data.microbatch_sequences
-    smaller = next((part for part in range(size // 2, 0, -1) if size % part == 0), None)
-    if smaller is None:
-        return None
-    changed = run.with_(data=run.data.with_(microbatch_sequences=smaller))
-    on_oom = "stop" if smaller == 1 else run.memory.on_oom  # there is nothing left to halve
-    changed = changed.with_(memory=run.memory.with_(on_oom=on_oom))
-    return None if check(changed) else changed
+class Steps(Protocol):
+    """Anything that counts the steps of a run."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates done."""
+        ...
 
 
-def out_of_memory(
-    run: RunSpec | FitSpec, mesh: Mesh, training: Training, shortage: Shortage, *, step: int, run_dir: Path
-) -> RunError:
-    """The error of a rank whose world ran out of memory in the step after `step`; no communication."""
-    rows = compare(predict_here(run, mesh.device), mesh, training)
-    return RunError(
-        f"rank {shortage.rank} ran out of memory in step {step + 1}: {shortage.text}\n{table(rows)}",
+@contextmanager
+def oom_explained(job: Job, progress: Steps, run_dir: Path) -> Iterator[None]:
+    """Turns an OOM of this rank inside into an OutOfMemory error with what to change."""
+    try:
+        yield
+    except Exception as error:
+        oom = out_of_memory_in(error)
+        if oom is None:
+            raise
+        raise explain_oom(job, oom, step=progress.step, run_dir=run_dir) from None
+
+
+def explain_oom(job: Job, oom: BaseException, *, step: int, run_dir: Path) -> OutOfMemory:
+    """The error of a rank that ran out of memory in the step after `step`; no communication."""
+    run, device = job.run, job.mesh.device
+    rows = compare(predict_here(run, device), job.mesh, job.training)
+    return OutOfMemory(
+        f"rank {job.mesh.rank} ran out of memory in step {step + 1}: {one_line(oom)}\n{table(rows)}",
         where=str(run_dir),
-        hint=_hint(run, cluster_here(run, mesh.device), rows),
+        hint=_hint(run, cluster_here(run, device), rows),
     )
 
 
 def compare(prediction: Prediction | None, mesh: Mesh, training: Training) -> list[Comparison]:
-    """By category, of this rank: what was predicted for its stage, and what it holds or held at its peak."""
-    held = held_bytes(training)
+    """By category: what was predicted for this rank's stage, and what its state takes or its peak was."""
+    state = count_state_bytes(training)
     items = _predicted(prediction, mesh)
-    measured = {**_state(held), _REST: _rest(held, mesh.device)}
+    measured = {**_by_category(state), _REST: _rest(state, mesh.device)}
     return [Comparison(name, items.get(name), size) for name, size in measured.items()]
 
 
-def _state(held: Held) -> dict[str, float | None]:
-    return {"weights": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
+def _by_category(state: StateBytes) -> dict[str, float | None]:
+    return {"weights": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
 
 
-def _rest(held: Held, device: torch.device) -> float | None:
+def _rest(state: StateBytes, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
-    return max(0, torch.cuda.max_memory_allocated(device) - held.total)
+    return max(0, torch.cuda.max_memory_allocated(device) - state.total)
 
 
 def _predicted(prediction: Prediction | None, mesh: Mesh) -> dict[str, float]:
@@ -111,28 +121,32 @@ def _shown(size: float | None) -> str:
 def _hint(run: RunSpec | FitSpec, cluster: Cluster | None, rows: list[Comparison]) -> str:
     known = [row for row in rows if row.predicted is not None and row.measured is not None]
     if cluster is None or not known or not isinstance(run, RunSpec):
-        return _WITHOUT_PREDICTION + _by_itself(run)
+        return _WITHOUT_PREDICTION + _restart_hint(run)
     worst = max(known, key=lambda row: row.excess)
-    return _blame(worst) + _changes(run, cluster) + _by_itself(run)
+    return _under_predicted(worst) + _changes(run, cluster) + _restart_hint(run)
 
 
-def _by_itself(run: RunSpec | FitSpec) -> str:
-    if not isinstance(run, RunSpec) or run.memory.on_oom != "stop" or run.data.microbatch_sequences == 1:
-        return ""
-    return "; memory.on_oom=halve_microbatch takes smaller micro-batches by itself"
+def _restart_hint(run: RunSpec | FitSpec) -> str:
+    """What the next start does; only `meshwright train` that starts the ranks itself can restart them."""
+    resumes = "; started again, the run resumes from its newest checkpoint"
+    if not isinstance(run, RunSpec) or run.data.microbatch_sequences == 1 or run.memory.on_oom != "stop":
+        return resumes
+    if is_rank() and not is_local_rank():
+        return resumes
+    return f"{resumes}; memory.on_oom=halve_microbatch does that by itself, with smaller micro-batches"
 
 
-def _blame(worst: Comparison) -> str:
+def _under_predicted(worst: Comparison) -> str:
     if worst.excess <= 0:
-        return "no category is above its prediction: the memory went to something else on the card; "
+        return "no category is above its prediction: something else on the device used the memory; "
     return f"{worst.category} were under-predicted by {show_bytes(worst.excess)}; "
 
 
 def _changes(run: RunSpec, cluster: Cluster) -> str:
     """Changes that are predicted to need clearly less than this run, whatever the prediction missed."""
-    needed = predict_run(run, cluster).fullest.device_bytes
+    needed = predict_run(run, cluster).peak_stage.device_bytes
     device = replace(cluster.device, memory_bytes=int(needed * (1.0 - LEAST_SAVING)))
-    found = remedies(run, replace(cluster, device=device))
+    found = run_fixes(run, replace(cluster, device=device))
     if not found:
         return _WITHOUT_PREDICTION
-    return "any one of these needs less:" + "".join(f"\n         - {remedy.words}" for remedy in found)
+    return "any one of these needs less:" + "".join(f"\n         - {fix.text}" for fix in found)

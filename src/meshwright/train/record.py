@@ -1,91 +1,70 @@
-"""What a run writes down about itself while it runs, and what it says on the terminal."""
+"""What a run writes while it runs: metrics, events and checkpoints' outcomes, and lines on the terminal."""
 
-import math
-import platform
-import resource
-import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-import torch
-import torch.distributed as dist
-
-from meshwright import __version__
 from meshwright.checkpoint.run_checkpoints import Checkpoints
-from meshwright.data.batches import open_source
-from meshwright.data.corpus import unigram_entropy
-from meshwright.errors import CheckpointError, MeshwrightError, RunError
-from meshwright.hardware.catalogue import find_device
+from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.observe.events import EventWriter
-from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
-from meshwright.observe.prediction_check import Foretold, device_title
+from meshwright.observe.metrics import MetricsWriter, StepMetrics
+from meshwright.observe.prediction_check import PredictionCheck
 from meshwright.observe.progress import ProgressView, open_progress
-from meshwright.observe.summary import RunSummary, write_summary
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.parallel.compile import num_compiled_graphs
-from meshwright.plan.workload.flops import flops_per_token
-from meshwright.resilience.shortage import Shortage
-from meshwright.spec import PrecisionSpec, RunSpec
-from meshwright.spec.parameters import num_parameters
-from meshwright.train.evaluate import sum_over_world
-from meshwright.train.fp8_shadow import ShadowReport
-from meshwright.train.job import Job, Workload
-from meshwright.train.noise_scale import NoiseEstimate, PartGradient
-from meshwright.train.oom_report import out_of_memory, smaller_microbatch
+from meshwright.train import messages
+from meshwright.train.fp8_comparison import Fp8Report
+from meshwright.train.job import Job
+from meshwright.train.noise_scale import HalfBatchGradient
+from meshwright.train.run_summary import summarise
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
-
-# A loss scale this small means that the gradients themselves are not finite.
-SMALLEST_LOSS_SCALE = 2.0**-14
-# The share of each token settles long before this many; reading them takes a fraction of a second.
-ENTROPY_TOKENS = 2**24
-NOT_COMPILED = (
-    "compile has no effect here: torch's compiler passed over every block, as it does where one waits for "
-    "the device or another rank inside recompute; compile=false trains the same"
-)
+from meshwright.train.step_metrics import StepMeter
+from meshwright.train.workload import work_rate
 
 
 class Recorder:
-    """Gathers a step's facts from all ranks; rank 0 writes them down and speaks. Use as a context."""
+    """Records a run. Use as a context; all ranks have one and call its methods together.
+
+    Every rank writes events; rank 0 also writes metrics and the summary, and prints.
+    """
 
     def __init__(self, job: Job, run_dir: Path, state: TrainState) -> None:
-        self._run, self._mesh, self._run_dir, self._training = job.run, job.mesh, run_dir, job.training
-        self._workload, self._rate = job.workload, work_rate(job)
-        self._seen = state
+        self._job, self._run, self._run_dir = job, job.run, run_dir
+        self._recorded, self.recorded_step = state, state.step
+        """The state at the last step whose metrics were read, and its step."""
+        self.step = state.step
+        """Optimizer updates done."""
         with ExitStack() as opening:  # whatever fails half-way closes what was opened
             self._open(state, opening)
             self._closing = opening.pop_all()
         if state.step:
             self._events.write("resume", step=state.step)
-            self.say(_resumed(state.step, job.run.schedule.num_steps))
+            self.print(messages.resumed(state, job.run.schedule.num_steps))
         else:
             self._events.write("start", num_ranks=job.mesh.parallel.num_ranks)
-        self._known_graphs: int | None = None
+        self._num_graphs = num_compiled_graphs() if job.run.compile else None
         if job.run.compile:
-            self._known_graphs = num_compiled_graphs()
-            self.say("compiling: the first step takes up to a minute; kept on disk for the next run")
-        self._restart_clock(state)
+            self.print(messages.COMPILING)
+        self._meter = StepMeter(job.training, job.mesh, state)
 
     def _open(self, state: TrainState, opening: ExitStack) -> None:
-        self._events = opening.enter_context(EventWriter(self._run_dir, self._mesh.rank))
+        job, run = self._job, self._run
+        self._events = opening.enter_context(EventWriter(self._run_dir, job.mesh.rank))
         self._metrics: MetricsWriter | None = None
         self._progress: ProgressView | None = None
         self._mirror: TensorBoardMirror | None = None
-        self._foretold = Foretold(self._run, self._mesh.device)
-        if self._mesh.rank != 0:
+        self._prediction = PredictionCheck(run, job.mesh.device)
+        if job.mesh.rank != 0:
             return
-        metrics = MetricsWriter(self._run_dir, self._rate, restored_step=state.step)
+        rate = work_rate(job.workload, job.mesh, run.precision)
+        metrics = MetricsWriter(self._run_dir, rate, restored_step=state.step)
         self._metrics = opening.enter_context(metrics)
-        progress = open_progress(
-            self._run.name, total_steps=self._run.schedule.num_steps, counted=self._workload.counted
-        )
+        progress = open_progress(run.name, total_steps=run.schedule.num_steps, counted=job.workload.counted)
         self._progress = opening.enter_context(progress)
-        if self._run.observe.tensorboard:
+        if run.observe.tensorboard:
             mirror = TensorBoardMirror(self._run_dir, restored_step=state.step)
             self._mirror = opening.enter_context(mirror)
 
@@ -95,157 +74,58 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes the files; a run that ends by an error says so in its summary."""
+        """Close the files; a run that ends with an error writes it to its events and summary."""
         with self._closing:
             if error is not None:
                 with suppress(OSError):  # a full disk must not hide what has happened
-                    self._fail(error)
+                    self._record_failure(error)
 
-    def say(self, text: str) -> None:
-        """One line for people; rank 0 only."""
+    def print(self, text: str) -> None:
+        """Print one line on the terminal; rank 0 only."""
         if self._progress is not None:
-            self._progress.say(text)
+            self._progress.print(text)
 
     def record(
         self,
         state: TrainState,
         outcome: StepOutcome,
-        rate: float,
         *,
-        evaluation: Callable[[], float] | None = None,
-        part: PartGradient | None = None,
+        lr: float,
+        is_last: bool,
+        half_batch: HalfBatchGradient | None = None,
     ) -> TrainState:
-        """Wait for the step, gather its facts, write them down; all ranks call it.
+        """After a step: write its metrics where they are due, and evaluate where that is due.
 
-        `part` is the gradient of a part of the batch, where the noise scale is estimated at this step.
+        No host sync unless due. `half_batch` is measured at steps that estimate the noise scale.
         """
-        loss = float(sum_over_world(outcome.loss, self._mesh))
-        grad_norm = float(outcome.grad_norm)
-        seconds, num_steps, tokens = self._lap(state)
-        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        estimate = part.estimate(grad_norm) if part is not None and is_finite else None
-        if estimate is not None:
-            state = state.after_estimate(signal=estimate.signal, noise=estimate.noise)
-        metrics = StepMetrics(
-            step=state.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=rate,
-            tokens=state.tokens,
-            step_tokens=tokens // num_steps,
-            step_seconds=seconds / num_steps,
-            peak_bytes=self._peak_bytes(),
-            **self._scaling(state),
-            **self._expert_figures(),
-            **_noise_figures(state, estimate),
-        )
-        state = state.after_observation(loss=loss, seconds=seconds)
-        if evaluation is not None and is_finite:
-            state = state.after_evaluation(evaluation())
+        observe = self._run.observe
+        is_evaluated = observe.evaluate is not None and state.step % observe.evaluate.every_steps == 0
+        if is_evaluated or half_batch or is_last or state.step % observe.every_steps == 0:
+            state = self._record(state, outcome, lr, half_batch, is_evaluated=is_evaluated)
+        self.step = state.step
+        return state
+
+    def _record(
+        self,
+        state: TrainState,
+        outcome: StepOutcome,
+        lr: float,
+        half_batch: HalfBatchGradient | None,
+        *,
+        is_evaluated: bool,
+    ) -> TrainState:
+        metrics, state = self._meter.read(state, outcome, lr=lr, half_batch=half_batch)
+        if is_evaluated and metrics.is_finite:
+            state = state.after_evaluation(self._job.evaluate())
             self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
             metrics = replace(metrics, eval_loss=state.last_eval_loss)
         self._write(metrics)
-        self._tell_of_compiling()
-        self._seen = state
-        if not is_finite:
-            raise _not_finite(metrics, self._run_dir)
-        self._restart_clock(state)
+        self._warn_if_not_compiled(state)
+        self._recorded, self.recorded_step = state, state.step
+        if not metrics.is_finite:
+            raise messages.not_finite(metrics, self._run_dir)
+        self._meter.restart_clock(state)
         return state
-
-    def _tell_of_compiling(self) -> None:
-        """After the first step: a compiler that gave up does so in silence."""
-        if self._known_graphs is not None and num_compiled_graphs() == self._known_graphs:
-            self._events.write("warning", step=self._seen.step, text=NOT_COMPILED)
-            self.say(NOT_COMPILED)
-        self._known_graphs = None
-
-    def skip(self, state: TrainState) -> None:
-        """An fp16 overflow: say so; give up when no scale helps."""
-        scale = self._training.loss_scale.scale if self._training.loss_scale else 0.0
-        self._events.write("overflow", step=state.step, loss_scale=scale)
-        if scale < SMALLEST_LOSS_SCALE:
-            raise RunError(
-                f"gradients are not finite at step {state.step}, even with a loss scale of {scale:g}",
-                where="precision.compute",
-                hint="lower optim.lr, or use bf16",
-            )
-
-    def run_short(self, shortage: Shortage, state: TrainState) -> None:
-        """A rank ran out of memory: raise what everyone must know, unless smaller micro-batches go on."""
-        can_go_on = self._run.memory.on_oom == "halve_microbatch" and not shortage.is_final
-        smaller = smaller_microbatch(self._run) if can_go_on else None
-        if smaller is None:
-            raise out_of_memory(
-                self._run, self._mesh, self._training, shortage, step=state.step, run_dir=self._run_dir
-            ) from None
-        size = smaller.data.microbatch_sequences
-        text = (
-            f"rank {shortage.rank} ran out of memory: step {state.step + 1} again in micro-batches of {size}"
-        )
-        self._events.write("warning", step=state.step, text=text)
-        self.say(text)
-
-    def shadow(self, state: TrainState, report: ShadowReport) -> None:
-        """fp8 beside bf16: written down, and told where a block falls back."""
-        worst = report.worst_layer
-        self._events.write(
-            "shadow",
-            step=state.step,
-            loss_fp8=report.loss_fp8,
-            loss_bf16=report.loss_bf16,
-            layers=list(report.cosines),
-            cosines=list(report.cosines.values()),
-            norm_ratios=list(report.norm_ratios.values()),
-            fallen=report.fallen,
-        )
-        if report.fallen:
-            blocks = ", ".join(map(str, report.fallen))
-            self.say(
-                f"step {state.step}: block {blocks} back to bf16; gradients in fp8 and bf16 have a cosine of "
-                f"{report.cosines[worst]:.3f} in block {worst}"
-            )
-        self._restart_clock(state)
-
-    def attempt_save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Save on the way; a failed save is told and does not end training."""
-        try:
-            folder = checkpoints.save(state)
-            self._events.write("checkpoint", step=state.step, folder=folder.name)
-        except CheckpointError as error:
-            self._events.write("warning", step=state.step, text=str(error))
-            self.say(f"checkpoint at step {state.step} failed, training goes on: {error.fact}")
-        self._restart_clock(state)
-
-    def save_last(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Save what the run was for; when that fails, the run has failed."""
-        try:
-            folder = checkpoints.save(state)
-        except CheckpointError as error:
-            hint = "make room, then start the same command again: it goes on from the last checkpoint"
-            raise RunError(
-                f"the last save failed: {error.fact}", where=str(checkpoints.root), hint=hint
-            ) from None
-        self._events.write("checkpoint", step=state.step, folder=folder.name)
-
-    def end(self, outcome: Literal["finished", "interrupted"], state: TrainState) -> TrainState:
-        """The last words of a run."""
-        self._tell(self._foretold.tell())
-        self._events.write("finish" if outcome == "finished" else "interrupt", step=state.step)
-        if outcome == "interrupted":
-            of_all = f"{state.step} of {self._run.schedule.num_steps}"
-            self.say(f"stopped at step {of_all}, which is saved: started again, the run goes on from there")
-        self._summarise(outcome, state)
-        return state
-
-    def _fail(self, error: BaseException) -> None:
-        """Of the last step that was seen: after an error nothing may wait for other ranks."""
-        if isinstance(error, KeyboardInterrupt):
-            self._events.write("interrupt", step=self._seen.step)
-            self._summarise("interrupted", self._seen)
-            return
-        fact = error.fact if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
-        self._events.write("failure", step=self._seen.step, text=fact)
-        self._summarise("failed", self._seen)
 
     def _write(self, metrics: StepMetrics) -> None:
         if self._metrics is None or self._progress is None:
@@ -254,133 +134,80 @@ class Recorder:
         self._progress.update(complete)
         if self._mirror is not None:
             self._mirror.write(complete)
-        self._tell(self._foretold.see(metrics))
+        self._report_prediction(self._prediction.after_step(metrics))
 
-    def _tell(self, line: str | None) -> None:
-        """How the prediction did, in the log and to people."""
+    def _report_prediction(self, line: str | None) -> None:
+        """Write and print how good the prediction was."""
         if line is not None:
             self._events.write("prediction", text=line)
-            self.say(line)
+            self.print(line)
 
-    def _scaling(self, state: TrainState) -> dict[str, Any]:
-        """fp16: the scale after this step, and whether batches were skipped since the last line."""
-        scale = self._training.loss_scale
-        if scale is None:
-            return {}
-        return {"loss_scale": scale.scale, "skipped": state.num_skipped > self._seen.num_skipped}
+    def _warn_if_not_compiled(self, state: TrainState) -> None:
+        """After the first step: torch's compiler does not say when it gave up."""
+        if self._num_graphs is not None and num_compiled_graphs() == self._num_graphs:
+            self._events.write("warning", step=state.step, text=messages.NOT_COMPILED)
+            self.print(messages.NOT_COMPILED)
+        self._num_graphs = None
 
-    def _expert_figures(self) -> dict[str, Any]:
-        if self._training.experts is None:
-            return {}
-        figures = self._training.experts.figures()
-        return {
-            "aux_loss": figures.aux_loss,
-            "expert_load_max": figures.load_max,
-            "expert_load_min": figures.load_min,
-        }
+    def record_skip(self, state: TrainState) -> None:
+        """An fp16 overflow: write it; end the run when no loss scale helps."""
+        loss_scale = self._job.training.loss_scale
+        scale = loss_scale.scale if loss_scale else 0.0
+        self._events.write("overflow", step=state.step, loss_scale=scale)
+        if scale < messages.SMALLEST_LOSS_SCALE:
+            raise messages.overflow(state, scale)
 
-    def _lap(self, state: TrainState) -> tuple[float, int, int]:
-        """Seconds, steps and tokens since the clock was last started."""
-        seconds = time.perf_counter() - self._clock_at
-        return seconds, state.step - self._clock_step, state.tokens - self._clock_tokens
-
-    def _restart_clock(self, state: TrainState) -> None:
-        self._clock_at, self._clock_step, self._clock_tokens = time.perf_counter(), state.step, state.tokens
-
-    def _peak_bytes(self) -> int:
-        """Largest over ranks: device memory on CUDA, resident memory on a CPU."""
-        peak = torch.tensor([local_peak_bytes(self._mesh.device)], dtype=torch.int64)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return int(peak.item())
-
-    def _summarise(self, outcome: Literal["finished", "interrupted", "failed"], state: TrainState) -> None:
-        if self._mesh.rank != 0:
-            return
-        summary = RunSummary(
-            outcome=outcome,
-            final_step=state.step,
-            wall_seconds=state.train_seconds,
-            num_ranks=self._mesh.parallel.num_ranks,
-            device=device_title(self._mesh.device),
-            num_parameters=self._workload.num_parameters,
-            flops_per_token=self._workload.flops_per_token,
-            fingerprint=self._run.fingerprint(),
-            unigram_entropy=self._workload.entropy(),
-            num_skipped=state.num_skipped,
-            versions={
-                "meshwright": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+    def record_fp8(self, state: TrainState, report: Fp8Report) -> None:
+        """Write how fp8 compares with bf16, and print it where a block falls back."""
+        self._events.write(
+            "fp8_comparison",
+            step=state.step,
+            loss_fp8=report.loss_fp8,
+            loss_bf16=report.loss_bf16,
+            layers=list(report.cosines),
+            cosines=list(report.cosines.values()),
+            norm_ratios=list(report.norm_ratios.values()),
+            fallback_layers=report.fallback_layers,
         )
-        write_summary(self._run_dir, summary)
+        if report.fallback_layers:
+            self.print(messages.fallen_back(state, report))
+        self._meter.restart_clock(state)
 
+    def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        """Save on the way; a failed save is printed and does not end training."""
+        try:
+            folder = checkpoints.save(state)
+            self._events.write("checkpoint", step=state.step, folder=folder.name)
+        except CheckpointError as error:
+            self._events.write("warning", step=state.step, text=str(error))
+            self.print(messages.save_failed(state, error))
+        self._meter.restart_clock(state)
 
-def _resumed(step: int, num_steps: int) -> str:
-    if step < num_steps:
-        return f"resumed at step {step}"
-    return f"finished before: this directory holds all {num_steps} steps, and there is nothing left to do"
+    def save_last(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        """Save the result of the run, unless it is saved; when that fails, the run has failed."""
+        if checkpoints.saved_step == state.step:
+            return
+        try:
+            folder = checkpoints.save(state)
+        except CheckpointError as error:
+            raise messages.last_save_failed(error, checkpoints.root) from None
+        self._events.write("checkpoint", step=state.step, folder=folder.name)
 
+    def end(self, ending: Literal["finished", "interrupted"], state: TrainState) -> None:
+        """Write the last event and the summary."""
+        self._report_prediction(self._prediction.report())
+        self._events.write("finish" if ending == "finished" else "interrupt", step=state.step)
+        if ending == "interrupted":
+            self.print(messages.interrupted(state, self._run.schedule.num_steps))
+        summarise(self._job, self._run_dir, ending, state)
 
-def _noise_figures(state: TrainState, estimate: NoiseEstimate | None) -> dict[str, Any]:
-    if estimate is None:
-        return {}
-    return {
-        "gradient_signal": estimate.signal,
-        "gradient_noise": estimate.noise,
-        "noise_scale_tokens": state.noise_scale_tokens,
-    }
-
-
-def _not_finite(metrics: StepMetrics, run_dir: Path) -> RunError:
-    return RunError(
-        f"loss {metrics.loss:g} and gradient norm {metrics.grad_norm:g} at step {metrics.step}: "
-        "no longer numbers",
-        where=str(run_dir),
-        hint="lower optim.lr, lengthen schedule.warmup_steps or set optim.max_grad_norm; "
-        "earlier checkpoints are untouched",
-    )
-
-
-def corpus_entropy(run: RunSpec) -> float | None:
-    """Nats per token of the data without context, from a bounded prefix; None where it cannot be read."""
-    try:
-        return unigram_entropy(open_source(run.data).tokens[:ENTROPY_TOKENS])
-    except MeshwrightError:  # the data went away while the run ran: no reason to lose the summary
-        return None
-
-
-def local_peak_bytes(device: torch.device) -> int:
-    """Most memory this process held: on CUDA what torch allocated, else resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else resident * 1024  # Linux counts KiB
-
-
-def token_workload(run: RunSpec) -> Workload:
-    """Of a model of ours on tokens."""
-    return Workload(
-        num_parameters=num_parameters(run.model),
-        flops_per_token=flops_per_token(run.model, run.data.sequence_length),
-        entropy=lambda: corpus_entropy(run),
-    )
-
-
-def work_rate(job: Job) -> WorkRate:
-    """What turns tokens per second into TFLOP/s and MFU on this device."""
-    return WorkRate(
-        flops_per_token=job.workload.flops_per_token,
-        num_ranks=job.mesh.parallel.num_ranks,
-        peak_flops_per_second=_peak_flops(job.run.precision, job.mesh.device),
-    )
-
-
-def _peak_flops(precision: PrecisionSpec, device: torch.device) -> float | None:
-    """The catalogue's dense peak; None for a CPU or a device that is not listed."""
-    if device.type != "cuda":
-        return None
-    try:
-        return find_device(device_title(device)).peak(precision.compute)
-    except MeshwrightError:
-        return None
+    def _record_failure(self, error: BaseException) -> None:
+        """Up to the last step whose metrics were read: after an error nothing may wait for other ranks."""
+        step = self._recorded.step
+        if isinstance(error, KeyboardInterrupt):
+            self._events.write("interrupt", step=step)
+            summarise(self._job, self._run_dir, "interrupted", self._recorded)
+            return
+        fact = error.fact if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
+        self._events.write("failure", step=step, text=fact)
+        summarise(self._job, self._run_dir, "failed", self._recorded)

@@ -1,4 +1,4 @@
-"""Text from a trained model, on one process."""
+"""Text from a trained model, in one process."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ class Sampling:
 
     num_tokens: int = 200
     temperature: float = 0.8
-    """0 takes the likeliest token."""
+    """0 takes the most likely token."""
     top_k: int | None = None
-    """Only the so many likeliest tokens are drawn from."""
+    """Draw only from this many of the most likely tokens."""
     seed: int = 0
 
 
@@ -49,7 +49,7 @@ def sample_text(
 
 
 def choose_tokenizer(weights: Weights, name: str | None) -> Tokenizer:
-    """The one that was named, else that of the run's dataset, else the one that lies beside the weights."""
+    """The named tokenizer, else that of the run's dataset, else the one in the folder of the weights."""
     if name is not None:
         return open_tokenizer(name)
     if weights.run is not None:
@@ -57,15 +57,15 @@ def choose_tokenizer(weights: Weights, name: str | None) -> Tokenizer:
     if weights.origin.is_dir() and (weights.origin / "tokenizer.json").is_file():
         return open_tokenizer(str(weights.origin))
     raise DataError(
-        "no tokenizer lies beside the weights",
+        "there is no tokenizer in the folder of the weights",
         where=str(weights.origin),
-        hint="name one with --tokenizer: a tokenizer.json, a folder that holds one, or `bytes`",
+        hint="name one with --tokenizer: a tokenizer.json, a folder with one, or `bytes`",
     )
 
 
 @torch.inference_mode()
 def generate(model: Decoder, prompt: list[int], *, tokenizer: Tokenizer, sampling: Sampling) -> list[int]:
-    """Tokens after the prompt. Nothing is kept between tokens: each one costs a whole forward pass."""
+    """Tokens after the prompt. There is no KV cache: each token costs a full forward pass."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens = list(prompt)
@@ -81,23 +81,23 @@ def generate(model: Decoder, prompt: list[int], *, tokenizer: Tokenizer, samplin
 
 
 def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token."""
+    """Draw one token."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
         weakest = logits_V.topk(sampling.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < weakest, -torch.inf)
-    chances_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
-    return int(torch.multinomial(chances_V, 1, generator=generator))
+    probabilities_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
+    return int(torch.multinomial(probabilities_V, 1, generator=generator))
 
 
-def calm_threads(weights: Weights) -> None:
-    """One thread for a small model: a single row is too little work to share, and waiting costs more."""
+def limit_threads(weights: Weights) -> None:
+    """Use one thread for a small model: a single row is too little work to split."""
     if num_parameters(weights.model) < SMALL_MODEL_PARAMETERS:
         torch.set_num_threads(1)
 
 
-def origin_words(weights: Weights) -> str:
-    """Where the weights came from, for people."""
+def describe_origin(weights: Weights) -> str:
+    """Path and step of the weights, to print."""
     step = f" (step {weights.step})" if weights.step is not None else ""
     return f"{weights.origin}{step}"

@@ -1,120 +1,119 @@
-"""One process of a run: join the others, look after the run directory, train, leave."""
+"""One process of a run: join the other ranks, claim the run directory, train, leave."""
 
-import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.run_checkpoints import require_same_course
+from meshwright.checkpoint.run_checkpoints import require_same_trajectory
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     CheckpointError,
     MeshwrightError,
+    RunError,
     SpecError,
 )
-from meshwright.mesh import World, abandon_world, join_world, leave_world, rejoin_world
-from meshwright.resilience.shortage import prepare_device_groups
+from meshwright.mesh import World, join_world, leave_world
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.text import dump_run, load_run
 from meshwright.spec.yaml_text import parse_yaml
-from meshwright.train.capacity import lack_of_room, require_room
-from meshwright.train.loop import Outcome, train
-from meshwright.train.oom_report import smaller_microbatch
+from meshwright.train.capacity import capacity_error, require_capacity
+from meshwright.train.loop import train
 
 
 def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:
-    """Train as the rank that the environment describes; returns the exit code."""
-    if run.memory.on_oom == "halve_microbatch":
-        prepare_device_groups()
+    """Train as the rank that the environment describes; returns the exit code.
+
+    After an error the process groups of several ranks are left as they are: others may be in any
+    collective, and nothing here may wait for them. The caller ends the process.
+    """
     world = join_world(run.device)
     try:
-        on_first_rank(lambda: require_room(run, world.device))
+        on_first_rank(lambda: require_capacity(run, world.device))
         on_first_rank(lambda: claim_directory(run, run_dir))
-        outcome = train_on(run, world, run_dir, stop_after=stop_after)
-        is_as_asked = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
-        leave_world()
-        return EXIT_DONE if is_as_asked else EXIT_INTERRUPTED
+        outcome = train(run, world, run_dir, stop_after=stop_after)
     except BaseException as error:
-        abandon_world(world)  # other ranks may be anywhere: nothing here may wait for them
-        told = lack_of_room(error, run_dir, rank=world.rank)
-        if told is None:
+        if world.num_ranks == 1:
+            leave_world()
+        clear = None if isinstance(error, MeshwrightError) else _clear_error(error, run_dir, world)
+        if clear is None:
             raise
-        raise told from None
+        raise clear from None
+    leave_world()
+    is_complete = outcome.kind == "finished" or (stop_after or 2**63) <= outcome.state.step
+    return EXIT_DONE if is_complete else EXIT_INTERRUPTED
 
 
-def train_on(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
-    """Train; after a shortage of memory once more from the same batch, in smaller micro-batches."""
-    outcome = train(run, world, run_dir, stop_after=stop_after)
-    attempt = 0
-    while outcome.kind == "short":
-        smaller, attempt = smaller_microbatch(run), attempt + 1
-        assert smaller is not None, "the attempt before would have raised"
-        run = smaller
-        release_memory(world.device)
-        rejoin_world(world, attempt)
-        outcome = train(run, world, run_dir, stop_after=stop_after, carried=outcome.carried, attempt=attempt)
-    return outcome
+def _clear_error(error: BaseException, run_dir: Path, world: World) -> RunError | None:
+    """The error of a full disk, of full memory or of a lost rank; None for anything else."""
+    found = capacity_error(error, run_dir, rank=world.rank)
+    if found is None and world.num_ranks > 1 and is_lost_connection(error):
+        found = RunError(
+            f"rank {world.rank} lost the connection to another rank, which has ended",
+            where=str(run_dir),
+            hint="the rank that ended first says why",
+        )
+    return found
 
 
-def release_memory(device: torch.device) -> None:
-    """What the program of the attempt before held goes back to the device."""
-    gc.collect()  # modules and their hooks hold each other
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because a partner is gone; gloo raises a plain RuntimeError for it."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
 
 
-def on_first_rank(action) -> None:
-    """Rank 0 does it; a refusal is raised on every rank."""
-    refusal: list[MeshwrightError | None] = [None]
+def on_first_rank(action: Callable[[], None]) -> None:
+    """Call on rank 0; an error of it is raised on every rank. Communicates."""
+    failure: list[MeshwrightError | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
         except MeshwrightError as error:
-            refusal[0] = error
-    dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise refusal[0]
+            failure[0] = error
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
 
 
 def claim_directory(run: RunSpec | FitSpec, run_dir: Path) -> None:
-    """Make the run directory this run's; refuse one that holds another run."""
-    kept = run_dir / "run.yaml"
-    if kept.exists() and (run_dir / "metrics.jsonl").exists():
-        _require_same_run(run, kept)
+    """Write run.yaml into the run directory; refuse a directory that has another run."""
+    run_file = run_dir / "run.yaml"
+    if run_file.exists() and (run_dir / "metrics.jsonl").exists():
+        _require_same_run(run, run_file)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         draft = run_dir / ".run.yaml"
         draft.write_text(dump_run(run))
-        os.replace(draft, kept)
+        os.replace(draft, run_file)
     except OSError as error:
         is_file = isinstance(error, FileExistsError | NotADirectoryError)
         why = "a file is in the way" if is_file else error.strerror or error
         raise SpecError(
             f"the run directory cannot be written: {why}",
             where=str(run_dir),
-            hint="name another: --dir, or directory= in Python",
+            hint="name another directory: --dir, or directory= in Python",
         ) from None
 
 
-def _require_same_run(run: RunSpec | FitSpec, kept: Path) -> None:
+def _require_same_run(run: RunSpec | FitSpec, run_file: Path) -> None:
     try:
-        before = _read_kept(run, kept)
+        saved = _read_saved(run, run_file)
     except MeshwrightError as error:
         raise CheckpointError(
             f"the run.yaml of this directory cannot be read: {error.fact}",
-            where=str(kept),
+            where=str(run_file),
             hint="name another directory with --dir",
         ) from None
-    require_same_course(run, before, kept.parent)
+    require_same_trajectory(run, saved, run_file.parent)
 
 
-def _read_kept(run: RunSpec | FitSpec, kept: Path) -> dict[str, Any]:
+def _read_saved(run: RunSpec | FitSpec, run_file: Path) -> dict[str, Any]:
     if isinstance(run, RunSpec):
-        return load_run(kept).model_dump(mode="json")
-    found = parse_yaml(kept.read_text(), str(kept)).value
+        return load_run(run_file).model_dump(mode="json")
+    found = parse_yaml(run_file.read_text(), str(run_file)).value
     return found if isinstance(found, dict) else {}

@@ -1,15 +1,15 @@
-"""Exactly what a resume needs, besides the tensors."""
+"""The state of a run besides its tensors: exactly what a resume needs."""
 
 import dataclasses
 from typing import Any, Self
 
-# Of an average over estimates of the noise scale: about the last 20 count.
-NOISE_MEMORY = 0.95
+# Decay of the averages of noise-scale estimates: about the last 20 count.
+NOISE_DECAY = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Where a run stands. Randomness needs no state: it is seeded anew from (seed, batch, rank)."""
+    """How far a run is. Random numbers need no state: each step is seeded from (seed, batch, rank)."""
 
     step: int = 0
     """Optimizer updates done; the learning rate is a function of this alone."""
@@ -18,29 +18,30 @@ class TrainState:
     tokens: int = 0
     """Positions trained on."""
     train_seconds: float = 0.0
-    """Wall time inside steps, over all attempts."""
+    """Wall time of steps, over all sessions of the run."""
     last_loss: float | None = None
     last_eval_loss: float | None = None
     best_eval_loss: float | None = None
     gradient_signal: float | None = None
-    """Averages over steps of what `train/noise_scale.py` estimates; their ratio is the noise scale."""
+    """Average over steps of the signal that `train/noise_scale.py` estimates."""
     gradient_noise: float | None = None
+    """The same for the noise; noise / signal is the noise scale."""
 
     @property
     def num_batches(self) -> int:
-        """Batches used up."""
+        """Batches taken from the data."""
         return self.step + self.num_skipped
 
-    def after_step(self, *, tokens: int) -> Self:
-        """One update later."""
+    def after_step(self, tokens: int) -> Self:
+        """The state after one more update."""
         return dataclasses.replace(self, step=self.step + 1, tokens=self.tokens + tokens)
 
     def after_skip(self) -> Self:
-        """The batch was used up, the update was not made."""
+        """The state after a batch whose update was skipped."""
         return dataclasses.replace(self, num_skipped=self.num_skipped + 1)
 
     def after_observation(self, *, loss: float, seconds: float) -> Self:
-        """The same state with what was seen of it."""
+        """The same state with the loss and wall time that were measured."""
         return dataclasses.replace(self, last_loss=loss, train_seconds=self.train_seconds + seconds)
 
     def after_evaluation(self, loss: float) -> Self:
@@ -50,27 +51,27 @@ class TrainState:
 
     @property
     def noise_scale_tokens(self) -> float | None:
-        """None while there is no positive estimate of both."""
+        """The gradient noise scale in tokens; None while signal or noise has no positive estimate."""
         signal, noise = self.gradient_signal or 0.0, self.gradient_noise or 0.0
         return noise / signal if signal > 0 and noise > 0 else None
 
     def after_estimate(self, *, signal: float, noise: float) -> Self:
-        """The same state with one more estimate in the averages."""
+        """The same state with one more estimate of the noise scale in its averages."""
         return dataclasses.replace(
             self,
-            gradient_signal=_blended(self.gradient_signal, signal),
-            gradient_noise=_blended(self.gradient_noise, noise),
+            gradient_signal=_moving_average(self.gradient_signal, signal),
+            gradient_noise=_moving_average(self.gradient_noise, noise),
         )
 
     def to_facts(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The state as plain values, for the manifest of a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Self:
-        """From a manifest."""
+        """The state from the values of a manifest."""
         return cls(**facts)
 
 
-def _blended(average: float | None, new: float) -> float:
-    return new if average is None else NOISE_MEMORY * average + (1.0 - NOISE_MEMORY) * new
+def _moving_average(average: float | None, new: float) -> float:
+    return new if average is None else NOISE_DECAY * average + (1.0 - NOISE_DECAY) * new

@@ -1,4 +1,4 @@
-"""What the state of a rank takes, counted by storage: views of one storage count once, and whole."""
+"""Bytes of the state of a rank, counted by storage: views of one storage count once, and in full."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from meshwright.train.step import Training
 
 
 @dataclass
-class Held:
+class StateBytes:
     """Bytes of state on one rank."""
 
     parameters: int
@@ -19,17 +19,17 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of parameters, gradients and optimizer states together."""
         return self.parameters + self.gradients + self.optimizer
 
 
-def held_bytes(training: Training) -> Held:
-    """What the state of this rank takes at the moment."""
+def count_state_bytes(training: Training) -> StateBytes:
+    """Bytes that the state of this rank takes at the moment."""
     shards = training.program.shards
     computing = [parameter for stage in training.program.stages for parameter in stage.parameters()]
     gradients = [one.shard.grad for one in shards] + [one.parameter.grad for one in shards]
     states = [value for state in training.optimizer.state.values() for value in state.values()]
-    return Held(
+    return StateBytes(
         parameters=storage_bytes(computing + [one.shard for one in shards]),
         gradients=storage_bytes(gradients),
         optimizer=storage_bytes([value for value in states if isinstance(value, Tensor) and value.ndim]),
@@ -37,7 +37,7 @@ def held_bytes(training: Training) -> Held:
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
-    """Of the storages behind tensors; None among them is passed over."""
+    """Bytes of the storages behind tensors; None among them is skipped."""
     storages = {}
     for tensor in tensors:
         if tensor is not None:

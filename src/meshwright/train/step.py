@@ -19,14 +19,14 @@ from meshwright.precision.loss_scale import LossScale
 
 @dataclasses.dataclass
 class Training:
-    """What a step works on. Nothing here knows how the model is cut."""
+    """What a step works on. Nothing here depends on how the model is sharded."""
 
     program: Program
     optimizer: torch.optim.Optimizer
     device: torch.device
     max_grad_norm: float | None
     weights: HostedWeights
-    """Blocks whose weights live on the host; its link counts all that `memory.offload` moved and holds."""
+    """Blocks whose weights live on the host; its link counts the bytes that `memory.offload` moves."""
     loss_scale: LossScale | None = None
     ema: Ema | None = None
     experts: ExpertBalance | None = None
@@ -39,18 +39,19 @@ class Training:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by before backward: above 1 for fp16."""
+        """The factor of the loss before backward (loss scaling): above 1 for fp16."""
         return self.loss_scale.scale if self.loss_scale else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOutcome:
-    """Device tensors: reading them waits for the step."""
+    """Loss and gradient norm of a step as device tensors: reading them waits for the step."""
 
     loss: Tensor
     """This rank's part of the loss; the sum over ranks is the loss."""
     grad_norm: Tensor
     is_skipped: bool = False
+    """fp16: the gradients overflowed, and the weights are as before."""
 
 
 class StepBatch(Protocol):
@@ -58,43 +59,38 @@ class StepBatch(Protocol):
 
     @property
     def microbatches(self) -> Sequence[Any]:
-        """This rank's, in order."""
+        """The micro-batches of this rank, in order."""
         ...
 
 
 def train_step(training: Training, batch: StepBatch, *, learning_rate: float) -> StepOutcome:
-    """Gradients of the whole batch, clipped, one update. No host sync except for fp16's overflow check."""
+    """Accumulate gradients over all micro-batches, clip, update. Host sync only for fp16's overflow check."""
     loss = training.program.accumulate(batch.microbatches, scale=training.scale)
-    grad_norm, is_sound = update(training, learning_rate=learning_rate)
-    return StepOutcome(loss, grad_norm, is_skipped=not is_sound)
+    grad_norm, is_updated = update(training, learning_rate=learning_rate)
+    return StepOutcome(loss, grad_norm, is_skipped=not is_updated)
 
 
 def update(training: Training, *, learning_rate: float | None) -> tuple[Tensor, bool]:
-    """Clip the accumulated gradients and move the weights: the norm, and whether the step was made.
+    """Clip the accumulated gradients and update the weights: the norm, and whether there was an update.
 
-    Without a rate the optimizer keeps its own.
+    Without a learning rate the optimizer keeps its own.
     """
-    scale = training.scale
+    scale, optimizer = training.scale, training.optimizer
     grad_norm = clip_gradients(
-        training.shards,
-        training.max_grad_norm,
-        training.device,
-        scale=scale,
-        optimizer=training.optimizer,
+        training.shards, training.max_grad_norm, training.device, scale=scale, optimizer=optimizer
     )
-    is_sound = training.loss_scale is None or training.loss_scale.update(
-        float(grad_norm)
-    )  # host sync: fp16 only
-    if is_sound:
+    loss_scale = training.loss_scale
+    is_updated = loss_scale is None or loss_scale.update(float(grad_norm))  # host sync: fp16 only
+    if is_updated:
         if learning_rate is not None:
-            set_learning_rate(training.optimizer, learning_rate)
-        training.optimizer.step()
+            set_learning_rate(optimizer, learning_rate)
+        optimizer.step()
         training.program.gather_parameters()
         if training.ema is not None:
             training.ema.update()
         if training.fp8_scales is not None:
             training.fp8_scales.after_step()
     if training.experts is not None:
-        training.experts.after_step(scale=scale, is_sound=is_sound)
-    training.optimizer.zero_grad()
-    return grad_norm, is_sound
+        training.experts.after_step(scale=scale, is_sound=is_updated)
+    optimizer.zero_grad()
+    return grad_norm, is_updated

@@ -42,7 +42,7 @@ def test_a_refusal_stands_at_the_end_of_its_row() -> None:
 
 def test_a_chart_is_svg_with_a_line_for_each_series() -> None:
     drawn = ElementTree.fromstring(
-        chart("a < b", {"one": [(1, 2), (2, 3)], "two": [(1, 1)]}, x_words="x", y_words="y")
+        chart("a < b", {"one": [(1, 2), (2, 3)], "two": [(1, 1)]}, x_name="x", y_name="y")
     )
     assert sum(part.tag.endswith("polyline") for part in drawn.iter()) == 2
     assert any(part.text == "a < b" for part in drawn.iter())

@@ -1,4 +1,4 @@
-"""The verdict of bench/parity.py, and what its runs learn."""
+"""The verdict of `bench.parity`, and the text its runs learn."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_a_control_inside_the_spread_is_no_proof(tmp_path: Path) -> None:
     assert write_results([bad, *BASE, good], FACTS, tmp_path, name="parity")
     weak = [*BASE, good, curve("control", 1, 2.0)]
     assert not write_results(weak, FACTS, tmp_path, name="parity")
-    assert "WRONG: it should be outside" in verdict_lines(weak)[-1]
+    assert "WRONG: expected outside" in verdict_lines(weak)[-1]
     page = (tmp_path / "parity_h200_2026-11-15.md").read_text()
     assert "Runs: bf16 3, current 1, control 1." in page and "| inside |" in page
     assert not write_results([good], FACTS, tmp_path, name="parity")  # nothing to compare with yet
@@ -66,7 +66,7 @@ def test_the_text_is_the_same_everywhere_and_not_in_the_order_of_names(tmp_path:
     assert sorted(names) == list("abcdef") != names
     first, second, *_ = library_documents(20, tmp_path)
     assert (bytes(first.astype(np.uint8) - 1), len(second)) == (names[0].encode() * 10, 10)
-    with pytest.raises(SpecError, match="66 bytes, 1000 are asked for"):
+    with pytest.raises(SpecError, match="66 bytes, 1000 are needed"):
         library_documents(1000, tmp_path)
 
 

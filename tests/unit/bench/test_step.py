@@ -1,4 +1,4 @@
-"""Our own step under the clock; the contenders of bench/step.py compute the same."""
+"""Our own step under the clock; the contenders of `bench.step` compute the same."""
 
 import json
 from pathlib import Path
@@ -10,15 +10,17 @@ import torch
 from bench.contenders.hf_model import hf_model
 from bench.contenders.plain import plain_model
 from bench.contenders.protocol import Job
+from bench.contenders.registry import notes_of, selected_contenders
+from bench.interleaved.entries import entries_of
 from bench.ladder import climb, rungs_of, without_rungs
 from bench.ladder import measure as measure_ladder
 from bench.ladder import parse as ladder_options
 from bench.reports.step import losses_agree, merged, picture, write_results
-from bench.workloads.cases import CASES, contenders_of, entries_of, notes_of, with_microbatch
+from bench.workloads.cases import CASES, with_microbatch
 from tests.support.runs import tiny_run
 
 from meshwright.bench.random_tokens import write_random_tokens
-from meshwright.bench.step import drawn_on, measure_step, on_random_tokens
+from meshwright.bench.step import fill_on_device, measure_step, on_random_tokens
 from meshwright.errors import SpecError
 from meshwright.mesh import build_mesh, join_world, leave_world
 from meshwright.plan.workload.flops import flops_per_token
@@ -45,8 +47,9 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> RunSpec:
 def our_losses(run: RunSpec, num_steps: int, without: tuple[str, ...] = ()) -> list[float]:
     mesh = build_mesh(run.parallel, join_world("cpu"))
     try:
-        with drawn_on(CPU), without_rungs(without) as adjust:
-            training, batches = build_training(run, mesh), build_data(run, mesh)
+        with without_rungs(without) as adjust:
+            training = build_training(run, mesh, fill=fill_on_device)
+            batches = build_data(run, mesh)
             adjust(training)
             losses = [
                 float(train_step(training, next(batches), learning_rate=1e-3).loss) for _ in range(num_steps)
@@ -76,7 +79,7 @@ def test_contenders_start_from_the_same_loss(run: RunSpec) -> None:
     assert plain == pytest.approx(ours, rel=RTOL) and theirs == pytest.approx(ours, rel=RTOL)
 
 
-def test_taking_rungs_away_does_not_change_what_is_computed(run: RunSpec) -> None:
+def test_switching_techniques_off_does_not_change_what_is_computed(run: RunSpec) -> None:
     whole = our_losses(run, 3)
     assert our_losses(run, 3, ("attention", "loss", "optimizer")) == pytest.approx(whole, rel=RTOL)
 
@@ -102,11 +105,11 @@ def test_every_setting_of_a_peer_makes_steps_of_the_same_tokens(tmp_path: Path) 
         "ours, fp8, head alone in bf16, weights cast once a step",
     ]
     assert {entry.run["data"]["batch_sequences"] for entry in found} == {16}
-    assert [entry.times for entry in found] == [None, None, 4, None, None]
-    ends = [entry.run["precision"]["fp8"]["bf16_ends"] for entry in found[3:]]
+    assert [entry.accumulation_factor for entry in found] == [None, None, 4, None, None]
+    ends = [entry.run["precision"]["fp8"]["bf16_layers_each_end"] for entry in found[3:]]
     assert ends == [1, 0]
-    # 2 x 8 sequences of a 1B model do not share the card with a second of the kind running.
-    assert found[2].peak_bytes > 60 * 2**30 > found[2].rest_bytes > found[0].built_bytes
+    # 2 x 8 sequences of a 1B model do not share the device with a second one that runs.
+    assert found[2].peak_bytes > 60 * 2**30 > found[2].idle_bytes > found[0].built_bytes
     crowded = [entry.peer for entry in entries_of("8b", options, tmp_path)]
     assert crowded[:2] == ["ours", "plain"]  # one after the other in any case
 
@@ -134,12 +137,12 @@ def test_the_ladder_climbs_one_rung_at_a_time(run: RunSpec) -> None:
 
 
 def test_a_ladder_is_measured_in_one_process(tmp_path: Path) -> None:
-    words = ["--case", "tiny", "--device", "cpu", "--eager", "--seconds", "0.001", "--tokens", "4096"]
-    options = ladder_options([*words, "--out", str(tmp_path)])
+    arguments = ["--case", "tiny", "--device", "cpu", "--eager", "--seconds", "0.001", "--tokens", "4096"]
+    options = ladder_options([*arguments, "--out", str(tmp_path)])
     assert measure_ladder(options) == 0
     rows = json.loads(next(tmp_path.glob("ladder_tiny_*.json")).read_text())["rows"]
     assert [row["label"].split(":")[0] for row in rows] == [
-        "ground",
+        "baseline",
         "+ attention",
         "+ loss",
         "+ optimizer",
@@ -162,12 +165,12 @@ def test_an_8b_run_keeps_ten_bytes_per_parameter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [(["--case", "9b"], "124m, 1b, 8b"), (["--only", "megatron"], "ours, hf")]
+    ("arguments", "hint"), [(["--case", "9b"], "124m, 1b, 8b"), (["--only", "megatron"], "ours, hf")]
 )
-def test_an_unknown_name_is_told_with_those_that_exist(words: list[str], says: str) -> None:
+def test_an_unknown_name_is_refused_with_those_that_exist(arguments: list[str], hint: str) -> None:
     with pytest.raises(SpecError) as caught:
-        contenders_of(program.parse(["--case", "tiny", *words]))
-    assert says in caught.value.hint
+        selected_contenders(program.parse(["--case", "tiny", *arguments]))
+    assert hint in caught.value.hint
 
 
 def test_losses_that_differ_are_found() -> None:
@@ -212,7 +215,7 @@ def test_rounds_become_one_row_and_a_page(tmp_path: Path, run: RunSpec) -> None:
     stem = tmp_path / "step_1b_h200_2026-11-15"
     page = stem.with_suffix(".md").read_text()
     assert "First losses agree: yes" in page and "| ours | 505 |" in page and "transformers 5.0" in page
-    assert "Ours is 1.262 times the best other, hf." in page and "driver 580.1" in page
+    assert "Ours is 1.262 times the fastest peer, hf." in page and "driver 580.1" in page
     assert page.index("| hf: compiled | 390 |") < page.index("| hf: eager | 200 |")
     assert "| plain: eager | gone |" in page
     assert json.loads(stem.with_suffix(".json").read_text())["rows"][0]["teraflops"] == 500.0

@@ -154,18 +154,18 @@ def refusal(run: RunSpec) -> MeshwrightError:
     return caught.value
 
 
-def test_missing_folder_is_told(ranks, tmp_path: Path):
+def test_missing_folder_is_refused(ranks, tmp_path: Path):
     [error] = ranks.run(refusal, 1, run_of(MODEL, tmp_path / "none"))
     assert "there is no folder" in error.fact and error.where == "checkpoint.start_from"
     assert "run directory" in error.hint and error.exit_code == 2
 
 
-def test_folder_without_weights_is_told(ranks, tmp_path: Path):
+def test_folder_without_weights_is_refused(ranks, tmp_path: Path):
     [error] = ranks.run(refusal, 1, run_of(MODEL, tmp_path))
     assert "neither a checkpoint nor a config.json" in error.fact and str(tmp_path) in error.where
 
 
-def test_run_without_checkpoint_is_told(ranks, tmp_path: Path):
+def test_run_without_checkpoint_is_refused(ranks, tmp_path: Path):
     (tmp_path / "run.yaml").write_text("name: x")
     [error] = ranks.run(refusal, 1, run_of(MODEL, tmp_path))
     assert error.fact == "this run has no complete checkpoint yet"
@@ -194,15 +194,15 @@ def test_damage_on_one_rank_is_raised_on_all(ranks, folder: Path, tmp_path: Path
     assert all("cannot read the file" in error.fact for error in errors)
 
 
-def test_other_arithmetic_is_said(ranks, folder: Path):
+def test_other_arithmetic_is_printed(ranks, folder: Path):
     assert MODEL.rope is not None
     changed = MODEL.with_(rope=MODEL.rope.with_(theta=1234.0))
-    [words] = ranks.run(words_of_loading, 1, run_of(changed, folder))
-    assert "model.rope.theta is 500000.0 there and 1234.0 here" in words
+    [printed] = ranks.run(printed_by_loading, 1, run_of(changed, folder))
+    assert "model.rope.theta is 500000.0 there and 1234.0 here" in printed
 
 
-def words_of_loading(run: RunSpec) -> str:
+def printed_by_loading(run: RunSpec) -> str:
     training = build_training(run, build_mesh(run.parallel, here()))
-    with contextlib.redirect_stderr(io.StringIO()) as words:
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
         load_initial_weights(run, training)
-    return words.getvalue()
+    return printed.getvalue()

@@ -1,4 +1,4 @@
-"""Checkpoints: written beside, published whole, verified, kept in number."""
+"""Checkpoints: written to a hidden folder, published atomically, verified, deleted beyond `keep_last`."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright import __version__
 from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_manifest, verify_files
 from meshwright.checkpoint.retain import keep_last
 from meshwright.checkpoint.save import MANIFEST, save_checkpoint, step_folder
@@ -77,7 +78,7 @@ def _load_facts(root: Path) -> list[str]:
     return facts
 
 
-def test_another_model_is_told(ranks, tmp_path):
+def test_another_model_is_refused(ranks, tmp_path):
     missing, reshaped = ranks.run(_load_facts, 1, tmp_path)[0]
     assert missing == "1 tensor(s) are not in the checkpoint, first b"
     assert reshaped == "a has shape (2, 3) there and (3, 2) in this run"
@@ -117,12 +118,24 @@ def test_the_newest_are_kept(tmp_path):
     [
         (None, "there is no complete checkpoint here"),
         ("{", "the manifest is damaged"),
-        ('{"version": 9}', "unknown checkpoint version 9"),
+        ('{"version": 9}', "this checkpoint has format version 9, written by meshwright (unknown version); "),
     ],
 )
-def test_a_bad_manifest_is_told(tmp_path, text, fact):
+def test_a_bad_manifest_is_refused(tmp_path, text, fact):
     if text is not None:
         (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError) as caught:
         read_manifest(tmp_path)
     assert caught.value.fact.startswith(fact)
+
+
+def test_an_older_format_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / MANIFEST).write_text('{"version": 1, "versions": {"meshwright": "0.0.9"}}')
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(tmp_path)
+    assert caught.value.fact == (
+        "this checkpoint has format version 1, written by meshwright 0.0.9; "
+        f"meshwright {__version__} reads format version 2"
+    )
+    assert caught.value.where == str(tmp_path / MANIFEST)
+    assert "`meshwright convert`" in caught.value.hint and "checkpoint.start_from" in caught.value.hint

@@ -42,17 +42,17 @@ def test_a_run_file_is_run_first(folder: Path, tmp_path: Path, capsys: Captured)
     """Two steps of the same run, in a process of its own, equal those of the directory bit for bit."""
     file = write_run_file(tmp_path / "same.yaml")
     assert run(["compare", str(folder / "a"), file, "--steps", "2", "--assert-equal"]) == 0
-    words = capsys.readouterr().out
-    assert "2 shared steps, equal bit for bit" in words and "weights at step 2" in words
+    printed = capsys.readouterr().out
+    assert "2 shared steps, equal bit for bit" in printed and "weights at step 2" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["same.yaml"], "its directory has gone away"
 
 
-def test_no_common_checkpoint_is_said(folder: Path, capsys: Captured):
+def test_no_common_checkpoint_is_printed(folder: Path, capsys: Captured):
     assert run(["compare", str(folder / "a"), str(folder / "b"), "--steps", "3"]) == 0
     assert "there is no step of which both have a checkpoint" in capsys.readouterr().err
 
 
-def test_a_run_file_that_fails_is_told(folder: Path, tmp_path: Path, capsys: Captured):
+def test_a_run_file_that_fails_is_an_error(folder: Path, tmp_path: Path, capsys: Captured):
     file = write_run_file(
         tmp_path / "wrong.yaml", data={"path": "none", "sequence_length": 8, "batch_sequences": 1}
     )

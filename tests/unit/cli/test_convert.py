@@ -1,4 +1,4 @@
-"""`meshwright convert`: round trips, transformers reads the result, nothing is written over."""
+"""`meshwright convert`: round trips, transformers reads the result, nothing is overwritten."""
 
 from pathlib import Path
 
@@ -104,14 +104,14 @@ def test_a_bare_state_dict_needs_a_model(trained: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("name", ["folder", "weights.pt"])
-def test_nothing_is_written_over(trained: Path, tmp_path: Path, capsys: Captured, name: str):
+def test_nothing_is_overwritten(trained: Path, tmp_path: Path, capsys: Captured, name: str):
     (tmp_path / name).write_text("precious")
     assert run(["convert", str(trained), str(tmp_path / name)]) == 2
-    assert "this exists already" in capsys.readouterr().err
+    assert "this already exists" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "precious" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_bad_input_is_told(trained: Path, tmp_path: Path, capsys: Captured):
+def test_bad_input_is_refused(trained: Path, tmp_path: Path, capsys: Captured):
     (tmp_path / "damaged.pt").write_bytes(b"not a torch file")
     (tmp_path / "notes.txt").write_text("nothing")
     cases = {
@@ -132,7 +132,7 @@ def test_bad_input_is_told(trained: Path, tmp_path: Path, capsys: Captured):
 
 
 @pytest.mark.parametrize("target", ["folder", "file.pt"])
-def test_a_full_disk_is_told_and_leaves_nothing(target, trained, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_an_error_and_leaves_nothing(target, trained, tmp_path, monkeypatch, capsys):
     def full(*_: object, **__: object) -> None:
         if target == "folder":
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -36,9 +36,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_whole_demo(here: Path, capfd: Captured):
+def test_the_full_demo(here: Path, capfd: Captured):
     assert run(["demo", *SMALL]) == 0
-    words = capfd.readouterr().out
+    printed = capfd.readouterr().out
     for part in (
         "ranks",
         "precision",
@@ -46,34 +46,34 @@ def test_the_whole_demo(here: Path, capfd: Captured):
         "The same command again:",
         "runs/demo/report.html",
     ):
-        assert part in words
+        assert part in printed
     entropy = unigram_entropy(generated_tokens(SyntheticSpec(num_documents=40)).tokens)
     rows = read_metrics(here / "runs/demo")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert f"Held-out loss {rows[-1]['eval_loss']:.3f}" in words and f"{entropy:.3f}" in words
+    assert f"Held-out loss {rows[-1]['eval_loss']:.3f}" in printed and f"{entropy:.3f}" in printed
     events = [json.loads(line) for line in (here / "runs/demo/events-0.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "resume"] == [2]
     page = (here / "runs/demo/report.html").read_text()
     assert "unigram entropy" in page and demo.PROMPT in page
 
 
-def test_an_earlier_demo_is_moved_aside(here: Path, capsys: Captured):
+def test_an_earlier_demo_is_renamed(here: Path, capsys: Captured):
     for number in range(3):
         (here / "runs/demo").mkdir(parents=True)
         (here / "runs/demo/note").write_text(str(number))
         demo._move_aside(Path("runs/demo"))
     kept = {path.name: (path / "note").read_text() for path in (here / "runs").iterdir()}
     assert kept == {"demo-1": "0", "demo-2": "1", "demo-3": "2"}
-    assert "runs/demo was there already; it is now runs/demo-3" in capsys.readouterr().out
+    assert "runs/demo already existed; it is now runs/demo-3" in capsys.readouterr().out
 
 
-def test_a_wrong_override_is_told_before_anything_moves(here: Path, capsys: Captured):
+def test_a_wrong_override_is_refused_before_anything_is_renamed(here: Path, capsys: Captured):
     (here / "runs/demo").mkdir(parents=True)
     assert run(["demo", "schedule.num_step=4"]) == 2
     assert "num_steps" in capsys.readouterr().err and (here / "runs/demo").exists()
 
 
-def test_a_machine_without_memory_is_told(here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
+def test_a_machine_without_memory_is_refused(here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
     from meshwright.hardware import machine
 
     monkeypatch.setattr(machine, "_free_in_container", lambda: 2**27)
@@ -81,9 +81,9 @@ def test_a_machine_without_memory_is_told(here: Path, capsys: Captured, monkeypa
     assert "parameters need" in capsys.readouterr().err and not (here / "runs").exists()
 
 
-def test_what_the_ranks_have_told_is_not_told_again(
+def test_an_error_that_the_ranks_have_printed_is_not_printed_again(
     here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("meshwright.launch.local.run_local", lambda *_, **__: 2)
+    monkeypatch.setattr("meshwright.train.oom_restart.run_local", lambda *_, **__: 2)
     assert run(["demo"]) == 2
     assert "exit code" not in capsys.readouterr().err

@@ -9,8 +9,8 @@ from meshwright.cli.main import run
 from meshwright.hardware import cluster_names, device_names
 
 
-def _run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = run(words)
+def _run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = run(arguments)
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -50,6 +50,6 @@ def test_a_profile_is_shown_beside_the_catalogue(tmp_path: Path, capsys: pytest.
     assert code == 0 and "peer link, GB/s" in out
 
 
-def test_a_profile_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_profile_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = _run(["hardware", "compare", "none.json"], capsys)
     assert (code, out) == (2, "") and "none.json" in err

@@ -1,4 +1,4 @@
-"""500 damaged run files: each is valid or told in words; never a traceback, never a fault of ours."""
+"""500 damaged run files: each is valid or an error with text; never a traceback, never a fault of ours."""
 
 from pathlib import Path
 
@@ -20,11 +20,11 @@ def test_damaged_run_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         file = tmp_path / "run.yaml"
         file.write_bytes(text.encode("utf-8", "surrogatepass"))
         code = run(["check", str(file)])
-        told = capsys.readouterr()
-        assert code in (0, 2), f"seed {seed}: exit {code}\n{told.err}\n{text}"
-        assert "Traceback" not in told.err
-        assert (code == 0) == bool(told.out)
-        assert (code == 2) == ("error: " in told.err and "where: " in told.err)
+        captured = capsys.readouterr()
+        assert code in (0, 2), f"seed {seed}: exit {code}\n{captured.err}\n{text}"
+        assert "Traceback" not in captured.err
+        assert (code == 0) == bool(captured.out)
+        assert (code == 2) == ("error: " in captured.err and "where: " in captured.err)
         codes[code] = codes.get(code, 0) + 1
     # A fuzz that always or never gets through tests nothing.
     assert codes[2] > COUNT // 2
@@ -35,5 +35,5 @@ def test_damaged_run_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_damaged_overrides(seed: int, capsys: pytest.CaptureFixture[str]):
     override = malformed("parallel.tp=2 optim.lr=1e-3\n", seed).strip()
     code = run(["check", "--", "demo", override])
-    told = capsys.readouterr()
-    assert code in (0, 2), f"{override!r}: exit {code}\n{told.err}"
+    captured = capsys.readouterr()
+    assert code in (0, 2), f"{override!r}: exit {code}\n{captured.err}"

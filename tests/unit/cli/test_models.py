@@ -8,8 +8,8 @@ from meshwright.cli.main import run
 from meshwright.spec.families import FAMILIES
 
 
-def _run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = run(words)
+def _run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = run(arguments)
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -28,6 +28,6 @@ def test_json_is_one_document_of_exact_numbers(capsys: pytest.CaptureFixture[str
     assert rows[0]["parameters"] == 46_702_792_704 and rows[0]["kind"] == "GQA, 2 of 8 experts"
 
 
-def test_nothing_found_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_found_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = _run(["models", "list", "zebra"], capsys)
     assert code == 2 and not out and "zebra" in err

@@ -50,7 +50,7 @@ def test_report_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "code", "text"),
     [
         (["plan", "llama-3.1-8b"], 2, "no cluster is given"),
         (["plan", "llama-3.1-8b", "--on", "h1000:8"], 2, "did you mean"),
@@ -75,12 +75,12 @@ def test_report_is_written(tmp_path: Path) -> None:
         (["plan", "llama-3.2-1b", "--on", "h100:8", "--seq", "0"], 2, "use 1 to 16,777,216"),
     ],
 )
-def test_bad_input_is_told(
-    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_reported(
+    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments) == code
     error = capsys.readouterr().err
-    assert words in error
+    assert text in error
     assert "fault:" not in error
 
 

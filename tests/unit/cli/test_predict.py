@@ -14,8 +14,8 @@ RECIPE = "llama-3.1-8b-8gpu"
 TABLE = Path(__file__).parents[2] / "data" / "published_runs.csv"
 
 
-def _run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = run(words)
+def _run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = run(arguments)
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -39,24 +39,24 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_does_not_fit_exits_three_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["predict", RECIPE, "memory.recompute=none", "data.microbatch_sequences=2", "--on", "h100:8"]
-    code, out, err = _run(words, capsys)
+    arguments = ["predict", RECIPE, "memory.recompute=none", "data.microbatch_sequences=2", "--on", "h100:8"]
+    code, out, err = _run(arguments, capsys)
     assert code == 3
     assert re.search(r"does NOT fit NVIDIA H100.*: \d.* too much", out)
     assert "any one of these fits:\n  - " in err
     assert re.search(r"memory.recompute=full \(\d.* per device, \d.* per step\)", err)
 
 
-def test_what_was_observed_here_is_told_and_changes_nothing(
+def test_observed_errors_are_printed_and_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["predict", RECIPE, "--on", "h100:8"]
+    arguments = ["predict", RECIPE, "--on", "h100:8"]
     monkeypatch.setenv("MESHWRIGHT_HOME", str(tmp_path))
-    _, before, silence = _run(words, capsys)
+    _, before, silence = _run(arguments, capsys)
     store_pair(Pair("h100", "a", "one device", 1, "bf16", 2.0, 3.0, 1.0, 1.25))
-    _, after, told = _run(words, capsys)
+    _, after, observed = _run(arguments, capsys)
     assert "observed" not in silence
-    assert "1 run here needed 1.50 x the predicted memory and 1.25 x the predicted time" in told
+    assert "1 run here needed 1.50 x the predicted memory and 1.25 x the predicted time" in observed
     assert after == before
 
 
@@ -73,7 +73,7 @@ def test_a_table_gains_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "text"),
     [
         ([], "one of them"),
         ([RECIPE], "--on"),
@@ -87,7 +87,9 @@ def test_a_table_gains_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([RECIPE, "parallel.tp=3", "--on", "h100:8"], "tp=3"),
     ],
 )
-def test_a_wrong_question_is_told(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = _run(["predict", *words], capsys)
+def test_a_wrong_question_is_an_error(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = _run(["predict", *arguments], capsys)
     assert (code, out) == (2, "")
-    assert says in err
+    assert text in err

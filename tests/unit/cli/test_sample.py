@@ -21,7 +21,7 @@ def sampled(trained: Path, capsys: Captured, *options: str) -> str:
     return capsys.readouterr().out
 
 
-def test_text_goes_on_after_the_prompt(trained: Path, capsys: Captured):
+def test_text_continues_the_prompt(trained: Path, capsys: Captured):
     text = sampled(trained, capsys)
     assert text.startswith("It was") and len(text) > len("It was") + 1
 
@@ -31,7 +31,7 @@ def test_the_same_seed_writes_the_same_text(trained: Path, capsys: Captured):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_temperature_zero_takes_the_likeliest(trained: Path, capsys: Captured):
+def test_temperature_zero_takes_the_most_likely(trained: Path, capsys: Captured):
     texts = {sampled(trained, capsys, "--temperature", "0", "--seed", seed) for seed in ("1", "2")}
     assert texts == {sampled(trained, capsys, "--top-k", "1", "--seed", "3")}
 
@@ -68,7 +68,7 @@ def test_the_average_is_another_model(trained: Path, capsys: Captured):
         (["--prompt", "x", "--device", "tpu"], "'tpu' is none of cpu, cuda and auto", "--help"),
     ],
 )
-def test_bad_input_is_told(trained: Path, capsys: Captured, options: list[str], fact: str, hint: str):
+def test_bad_input_is_refused(trained: Path, capsys: Captured, options: list[str], fact: str, hint: str):
     assert run(["sample", str(trained), *options]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and fact in captured.err and hint in captured.err
@@ -82,4 +82,4 @@ def test_no_such_directory(tmp_path: Path, capsys: Captured):
 def test_run_without_an_average(tmp_path: Path, capsys: Captured):
     directory = train_run_file(tmp_path, "optim.ema_decay=null", "schedule.num_steps=1")
     assert run(["sample", str(directory), "--prompt", "x", "--ema"]) == 2
-    assert "the run kept no average" in capsys.readouterr().err
+    assert "the run has no average" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_an_interrupt_saves_and_says_so(trained: Path, tmp_path: Path, capsys: Captured):
+def test_an_interrupt_saves_and_prints_it(trained: Path, tmp_path: Path, capsys: Captured):
     file = write_run_file(tmp_path / "run.yaml")
     command = ["train", file, "--dir", str(tmp_path / "run")]
     assert run(command) == 130
@@ -96,8 +96,8 @@ def test_an_interrupt_that_cannot_save_is_a_failure(
     monkeypatch.setattr(Checkpoints, "save", refuse)
     file = write_run_file(tmp_path / "run.yaml")
     assert run(["train", file, "--dir", str(tmp_path / "run")]) == 4
-    told = capsys.readouterr().err
-    assert "the last save failed: No space left on device" in told and "which is saved" not in told
+    printed = capsys.readouterr().err
+    assert "the last save failed: No space left on device" in printed and "which is saved" not in printed
 
 
 def test_start_from_takes_weights_only(trained: Path, tmp_path: Path):
@@ -113,7 +113,7 @@ def test_finished_run_again_does_nothing_new(trained: Path, tmp_path: Path, caps
     before = (copy / "metrics.jsonl").read_bytes()
     assert run(["train", str(copy / "run.yaml"), "--dir", str(copy)]) == 0
     assert (copy / "metrics.jsonl").read_bytes() == before
-    assert capsys.readouterr().err.startswith("finished before: this directory holds all 4 steps")
+    assert capsys.readouterr().err.startswith("already finished: this directory has all 4 steps")
 
 
 def test_missing_run_file(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
@@ -187,14 +187,14 @@ def test_checkpoint_of_another_model_is_not_resumed(trained: Path, tmp_path: Pat
     assert {name: value for name, value in content(copy).items() if "checkpoints" in name} == before
 
 
-def test_weights_of_another_model_are_not_taken(trained: Path, tmp_path: Path, capsys: Captured):
+def test_weights_of_another_model_are_refused(trained: Path, tmp_path: Path, capsys: Captured):
     changes = {"checkpoint": {"start_from": str(trained)}, "model": {**MODEL, "width": 64}}
     file = write_run_file(tmp_path / "run.yaml", **changes)
     fact, where, _ = refusal(["train", file, "--dir", str(tmp_path / "out")], capsys)
     assert "model.width is 32 there and 64 here" in fact and "step-00000004" in where
 
 
-def test_damaged_checkpoint_is_told(trained: Path, tmp_path: Path, capsys: Captured):
+def test_damaged_checkpoint_is_refused(trained: Path, tmp_path: Path, capsys: Captured):
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
     [shard] = copy.glob("checkpoints/*/*.distcp")

@@ -131,7 +131,7 @@ def test_a_huge_document_is_refused_before_it_fills_the_memory(
 
 
 @pytest.mark.parametrize("kind", ["dataset", "file", "empty folder", "dangling link"])
-def test_nothing_is_written_over(tmp_path: Path, kind: str) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, kind: str) -> None:
     (tmp_path / "a.txt").write_text("new")
     target = tmp_path / "data"
     if kind == "dataset":

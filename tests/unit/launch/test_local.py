@@ -1,4 +1,4 @@
-"""Local ranks: what a failure of one of them tells, and how it ends."""
+"""Local ranks: what is printed when one of them fails, and the exit code."""
 
 import subprocess
 import sys
@@ -22,13 +22,13 @@ def _ranks(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(local.subprocess, "Popen", start)
 
 
-def test_a_rank_that_fails_alone_is_quoted(monkeypatch, capfd):
+def test_the_output_of_a_rank_that_fails_alone_is_printed(monkeypatch, capfd):
     _ranks(monkeypatch, "print('lost', file=sys.stderr); sys.exit(70 if rank == '1' else 0)")
     assert local.run_local([], num_ranks=2) == 70
     assert capfd.readouterr().err.endswith("rank 1 failed first:\nlost\n")
 
 
-def test_a_refusal_by_all_is_told_once(monkeypatch, capfd):
+def test_a_refusal_by_all_is_printed_once(monkeypatch, capfd):
     """Rank 0 is the last to come to it, long after the others."""
     program = "time.sleep(1.5 * (rank == '0')); print('refused', file=sys.stderr); sys.exit(2)"
     _ranks(monkeypatch, program)
@@ -41,3 +41,19 @@ def test_a_rank_that_ctrl_c_ended_counts_as_interrupted(monkeypatch):
         monkeypatch, "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), 2)"
     )
     assert local.run_local([], num_ranks=1) == 130
+
+
+def test_an_oom_is_the_reason_where_other_ranks_fail_with_it(monkeypatch, capfd):
+    """The others lose the connection to the rank that ran out of memory."""
+    program = "print('oom' if rank == '1' else 'lost', file=sys.stderr); sys.exit(5 if rank == '1' else 4)"
+    _ranks(monkeypatch, program)
+    assert local.run_local([], num_ranks=3) == 5
+    assert capfd.readouterr().err.endswith("rank 1 failed first:\noom\n")
+
+
+def test_a_rank_knows_who_started_it(monkeypatch):
+    _ranks(monkeypatch, "from meshwright.launch.local import is_local_rank; sys.exit(not is_local_rank())")
+    assert local.run_local([], num_ranks=1) == 0
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # torchrun
+        monkeypatch.setenv(name, value)
+    assert local.is_rank() and not local.is_local_rank()

@@ -287,7 +287,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         HuggingFaceReader(folder)
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
     ours = _initialised(shrunk_family("llama-2-7b"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")

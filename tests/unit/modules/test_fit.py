@@ -168,8 +168,8 @@ BAD = {
     "weights from elsewhere": ({"start_from": "x"}, "checkpoint.start_from reads weights of models of ours"),
     "every second of none": ({"recompute_every": 2}, "recompute_every=2 has no effect"),
     "parameters of theirs": ({"offload": "parameters"}, "offloaded from blocks of our own models only"),
-    "regather": ({"regather": True}, "regather=True has no effect"),
-    "reduce": ({"reduce": "last"}, "reduce=last has no effect"),
+    "regather": ({"regather_tp_inputs": True}, "regather_tp_inputs=True has no effect"),
+    "reduce": ({"grad_reduce": "last_microbatch"}, "grad_reduce=last_microbatch has no effect"),
     "nothing to offload": (
         {"offload": "activations", "model": nn.Linear(6, 3)},
         "has no list of modules",
@@ -230,8 +230,8 @@ def test_what_was_not_said_is_named_by_its_setting():
     with pytest.raises(MeshwrightError) as caught:
         meshwright.fit(network(), samples(0), loss)
     assert len(caught.traceback) == 2, "this line and one of ours, whatever the depth at which it was found"
-    assert "schedule.num_steps is not given" in str(caught.value)
-    assert "data.batch_samples is not given" in str(caught.value)
+    assert "schedule.num_steps is missing" in str(caught.value)
+    assert "data.batch_samples is missing" in str(caught.value)
 
 
 def _trained(directory: str) -> dict[str, Tensor]:
@@ -249,7 +249,7 @@ def test_weights_come_back_into_a_plain_module(ranks, tmp_path):
 def test_weights_that_are_not_there(tmp_path):
     train(str(tmp_path))
     for model, options, fact in [
-        (network(), {"ema": True}, "kept no moving average"),
+        (network(), {"ema": True}, "has no moving average"),
         (nn.Linear(3, 3), {}, "are not in the checkpoint"),
         (network(), {"step": 77}, "there is no checkpoint of step 77"),
     ]:
@@ -259,7 +259,7 @@ def test_weights_that_are_not_there(tmp_path):
 
 def test_another_run_is_refused(tmp_path):
     train(str(tmp_path))
-    with pytest.raises(MeshwrightError, match=r"this directory holds another run: .*optim\.lr was"):
+    with pytest.raises(MeshwrightError, match=r"this directory has another run: .*optim\.lr was"):
         train(str(tmp_path), optim={"lr": 0.5})
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.observe.chart import MAX_POINTS, Chart, Series, draw, nice_ticks, smooth, thin
+from meshwright.observe.chart import MAX_POINTS, Chart, Series, draw, smooth, thin
 
 
 def test_thinning_keeps_ends_spikes_and_dips() -> None:
@@ -36,19 +36,6 @@ def test_smoothing_ignores_one_spike_and_keeps_the_ends() -> None:
     assert smoothed[100.0] == 100.0
     assert smoothed[50.0] == pytest.approx(50.0, abs=1)  # half a step of a window of nine whole numbers
     assert smooth([(1.0, math.nan)], window=9) == []
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.0, 5.1, [0, 1, 2, 3, 4, 5]),
-        (0.0, 0.31, [0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]),
-        (-1.0, 1.0, [-1.0, -0.5, 0.0, 0.5, 1.0]),
-        (0.0, 40_000.0, [0, 10_000, 20_000, 30_000, 40_000]),
-    ],
-)
-def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
-    assert nice_ticks(low, high) == expected
 
 
 def test_outlier_is_named_instead_of_flattening_the_rest() -> None:

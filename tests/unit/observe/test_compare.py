@@ -86,9 +86,9 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["compare", a, same, "--assert-equal"]) == 0
     assert "2 shared steps, equal bit for bit" in capsys.readouterr().out
     assert run_cli(["compare", a, other]) == 0
-    told = capsys.readouterr().out
-    assert "different: loss from step 2, at most 0.000999 relative" in told
-    assert "optim.lr" in told
+    printed = capsys.readouterr().out
+    assert "different: loss from step 2, at most 0.000999 relative" in printed
+    assert "optim.lr" in printed
     assert run_cli(["compare", a, other, "--assert-equal"]) == 4
     assert "the runs differ: loss from step 2" in capsys.readouterr().err
     assert run_cli(["compare", a, other, "--assert-equal", "--rtol", "1e-2"]) == 0

@@ -1,4 +1,4 @@
-"""Events: whole lines, who and when, nothing secret."""
+"""Events: complete lines with rank and time, and no secrets."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import pytest
 from meshwright.observe.events import EventWriter, events_path, read_events
 
 
-def test_a_fact_says_who_where_and_when(tmp_path: Path) -> None:
+def test_an_event_has_rank_host_and_time(tmp_path: Path) -> None:
     with EventWriter(tmp_path, rank=3) as events:
         events.write("checkpoint", step=5, seconds=0.25)
     (event,) = read_events(tmp_path / "events-3.jsonl")
@@ -18,14 +18,14 @@ def test_a_fact_says_who_where_and_when(tmp_path: Path) -> None:
     assert event["time"] > 1.6e9
 
 
-def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:
+def test_numbers_that_json_has_no_notation_for(tmp_path: Path) -> None:
     with EventWriter(tmp_path, rank=0) as events:
         events.write("overflow", step=1, norm=math.inf)
     line = events_path(tmp_path, 0).read_text()
     assert json.loads(line, parse_constant=pytest.fail)["norm"] == "Infinity"
 
 
-def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
+def test_an_incomplete_line_does_not_damage_the_next(tmp_path: Path) -> None:
     with EventWriter(tmp_path, rank=0) as events:
         events.write("start", step=0)
     path = events_path(tmp_path, 0)
@@ -45,7 +45,7 @@ def test_no_environment_and_no_credentials(tmp_path: Path) -> None:
     assert event["others"] == ["tcp://***@host:1"]
 
 
-def test_reader_passes_over_damage(tmp_path: Path) -> None:
+def test_reader_skips_damaged_lines(tmp_path: Path) -> None:
     path = tmp_path / "events-0.jsonl"
     path.write_bytes(b'\xff\n{"kind": 1}\n[]\n{"kind": "start", "time": "now"}\n{"kind":"finish","time":1}')
     assert [event["kind"] for event in read_events(path)] == ["finish"]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: strict JSON, whole after a kill, one clean history after a resume."""
+"""metrics.jsonl: strict JSON, complete after a kill, one clean history after a resume."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def test_non_finite_numbers_survive_as_strict_json(tmp_path: Path, value: float)
     assert repr(row["loss"]) == repr(value)
 
 
-def test_reader_ignores_a_torn_last_line(tmp_path: Path) -> None:
+def test_reader_ignores_an_incomplete_last_line(tmp_path: Path) -> None:
     write(tmp_path, a_step(1), a_step(2))
     path = tmp_path / "metrics.jsonl"
     for num_bytes in range(1, len(path.read_bytes().splitlines(keepends=True)[1])):
@@ -108,7 +108,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_reader_passes_over_damage(tmp_path: Path, damage: bytes) -> None:
+def test_reader_skips_damaged_lines(tmp_path: Path, damage: bytes) -> None:
     write(tmp_path, a_step(1), a_step(2))
     path = tmp_path / "metrics.jsonl"
     first, second = path.read_bytes().splitlines(keepends=True)
@@ -125,7 +125,7 @@ def test_missing_file_has_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "nowhere") == []
 
 
-def test_resume_cuts_later_steps_and_the_torn_line(tmp_path: Path) -> None:
+def test_resume_removes_later_steps_and_the_incomplete_line(tmp_path: Path) -> None:
     write(tmp_path, *(a_step(step) for step in range(1, 8)))
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 8, "lo')

@@ -29,7 +29,7 @@ def test_plain_lines_for_first_and_last_step() -> None:
     with open_progress("demo", total_steps=4, every_seconds=3600, stream=stream) as progress:
         for step in range(1, 5):
             progress.update(a_step(step))
-        progress.say("saved")
+        progress.print("saved")
     assert stream.getvalue().splitlines() == [
         "demo: step 1/4, loss 2.5000, 2K tokens/s",
         "demo: step 4/4, loss 2.5000, 2K tokens/s, done",
@@ -37,7 +37,7 @@ def test_plain_lines_for_first_and_last_step() -> None:
     ]
 
 
-def test_plain_progress_tells_where_it_stopped() -> None:
+def test_plain_progress_prints_the_step_at_which_it_stopped() -> None:
     stream = io.StringIO()
     with PlainProgress("demo", total_steps=9, every_seconds=3600, stream=stream) as progress:
         progress.update(a_step(1))
@@ -45,12 +45,12 @@ def test_plain_progress_tells_where_it_stopped() -> None:
     assert stream.getvalue().splitlines()[-1] == "demo: step 2/9, loss nan, 2K tokens/s, ETA 3.50 s"
 
 
-def test_what_is_said_follows_its_step_and_the_first_step_foretells_nothing() -> None:
+def test_a_printed_line_follows_its_step_and_the_first_step_gives_no_eta() -> None:
     stream = io.StringIO()
     with PlainProgress("demo", total_steps=9, every_seconds=3600, stream=stream) as progress:
         progress.update(a_step(1, seconds=60.0))
         progress.update(a_step(2))
-        progress.say("saved")
+        progress.print("saved")
     assert stream.getvalue().splitlines()[1:] == [
         "demo: step 2/9, loss 2.5000, 2K tokens/s, ETA 3.50 s",
         "saved",
@@ -80,7 +80,7 @@ def test_live_bar_on_a_terminal(monkeypatch) -> None:
     assert isinstance(progress, LiveProgress)
     with progress:
         progress.update(a_step(1))
-        progress.say("saved [step-1]")
+        progress.print("saved [step-1]")
         progress.update(a_step(2))
     shown = stream.getvalue()
     assert "saved [step-1]" in shown

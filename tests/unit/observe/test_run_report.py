@@ -105,7 +105,7 @@ def chart_titles(page: str) -> list[str]:
     return re.findall(r"<figcaption><h2>([^<]+)</h2>", page)
 
 
-def test_page_tells_the_numbers(tmp_path: Path) -> None:
+def test_page_shows_the_figures(tmp_path: Path) -> None:
     write_run(tmp_path)
     page = report(tmp_path)
     for shown in ("0.4167", "0.4321", "24K", "1.5 h", "8K", "3.0 GiB", "2.7183", "12 of 12 steps"):
@@ -228,20 +228,20 @@ def test_bad_input_exits_2(tmp_path: Path, what: str, capsys: pytest.CaptureFixt
         "unwritable": [str(tmp_path), "-o", str(tmp_path / "nowhere" / "report.html")],
     }[what]
     assert run_cli(["report", *arguments]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("error: ")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
 
 
 @pytest.mark.parametrize(
-    ("verb", "said"),
+    ("verb", "stderr"),
     [
         (["report", "RUN"], ""),
         (["compare", "RUN", "RUN"], "weights are not compared: torch is not installed\n"),
     ],
     ids=["report", "compare"],
 )
-def test_verbs_work_without_torch(tmp_path: Path, verb: list[str], said: str) -> None:
+def test_verbs_work_without_torch(tmp_path: Path, verb: list[str], stderr: str) -> None:
     write_run(tmp_path)
     arguments = [str(tmp_path) if word == "RUN" else word for word in verb]
     program = f"""
@@ -251,4 +251,4 @@ from meshwright.cli.main import run
 sys.exit(run({arguments!r}))
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (finished.returncode, finished.stderr) == (0, said)
+    assert (finished.returncode, finished.stderr) == (0, stderr)

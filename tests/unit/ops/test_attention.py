@@ -115,7 +115,7 @@ def test_cpu_kernel_equals_plain_kernel(dtype, causal, has_bias, groups, value_w
         hidden = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.5
         bias = torch.zeros(B, 1, S, S, dtype=dtype).masked_fill(hidden, unseen(dtype))
     rule = attention_aten.Rule(0.3, causal=causal, bias_B1ST=bias)
-    kernel = attention_aten.choose_kernel(q, k, v, has_bias=has_bias)
+    kernel = attention_aten.choose_kernel(q, v, has_bias=has_bias)
     assert kernel is attention_aten.FLASH_CPU
     tolerance = EXACT if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}  # fp32 rounds at 6e-8
     out, lse = attention_aten.PLAIN.forward(q, k, v, rule)

@@ -1,44 +1,15 @@
-"""predict: of a run file and of a table, and what a bad table says."""
-
-import csv
-import io
-from pathlib import Path
+"""Prediction of a run file: memory, time and MFU of its layout."""
 
 import pytest
 
 from meshwright.errors import SpecError
 from meshwright.hardware import parse_cluster
-from meshwright.plan.predict import predict_run
-from meshwright.plan.workload.layouts import ACTIVATION, CORE_ATTENTION, EXPERTS, FULL, MLP, NORMS
-from meshwright.published.predict import PREDICTED_COLUMNS, predict_rows, predict_table
-from meshwright.published.table import read_row
-from meshwright.published.table_text import parse_network, parse_precision, parse_recompute
+from meshwright.plan.predict import layout_of, predict_run
+from meshwright.plan.search.candidate import candidate_of, with_layout
 from meshwright.spec import DataSpec, ParallelSpec, RunSpec, ScheduleSpec, SyntheticSpec
 from meshwright.spec.families import family
 from meshwright.spec.precision import PrecisionSpec
-
-ROW = {
-    "framework": "megatron",
-    "params_b": "8.03",
-    "layers": "32",
-    "hidden": "4096",
-    "ffn": "14336",
-    "heads": "32",
-    "kv_heads": "8",
-    "vocab": "128256",
-    "seq": "8192",
-    "gpu": "H100 SXM 80GB",
-    "gpus": "16",
-    "gpus_per_node": "8",
-    "network": "NVLink4 + 8x400Gb/s IB per node",
-    "tp": "2",
-    "pp": "1",
-    "mbs": "1",
-    "gbs": "128",
-    "zero": "1",
-    "recompute": "none",
-    "precision": "bf16",
-}
+from meshwright.spec.text import load_run
 
 
 def _run(**parallel: int) -> RunSpec:
@@ -52,17 +23,17 @@ def _run(**parallel: int) -> RunSpec:
     )
 
 
-def test_a_run_is_priced_as_a_whole() -> None:
+def test_a_run_has_memory_time_and_mfu() -> None:
     found = predict_run(_run(tp=2, dp_shard=4, zero=3), parse_cluster("h100:8"))
     assert found.low_seconds < found.step_seconds < found.high_seconds
     assert found.step_seconds == pytest.approx(sum(found.seconds_by_item.values()))
     assert found.tokens_per_second_per_device * 8 * found.step_seconds == pytest.approx(64 * 4096)
     assert 0.2 < found.mfu < 0.65
     assert [stage.stage for stage in found.stages] == ["every"]
-    assert found.fullest.allocated_bytes == pytest.approx(sum(found.fullest.items.values()))
+    assert found.peak_stage.allocated_bytes == pytest.approx(sum(found.peak_stage.items.values()))
 
 
-def test_a_pipeline_shows_three_ranks() -> None:
+def test_a_pipeline_has_three_kinds_of_ranks() -> None:
     found = predict_run(_run(pp=4, tp=2), parse_cluster("h100:8"))
     assert [stage.stage for stage in found.stages] == ["first", "middle", "last"]
     assert found.seconds_by_item["bubble"] > 0
@@ -78,157 +49,20 @@ def test_the_cluster_must_have_the_runs_ranks() -> None:
 def test_memory_does_not_depend_on_the_cluster_speed() -> None:
     run = _run(tp=2, dp_shard=4, zero=1)
     slow, fast = predict_run(run, parse_cluster("a100:8")), predict_run(run, parse_cluster("h100:8"))
-    assert slow.fullest.allocated_bytes == fast.fullest.allocated_bytes
+    assert slow.peak_stage.allocated_bytes == fast.peak_stage.allocated_bytes
     assert slow.step_seconds > 1.5 * fast.step_seconds
 
 
-def test_a_row_has_the_columns_of_the_contract() -> None:
-    (cells,) = predict_rows([ROW])
-    assert tuple(cells) == PREDICTED_COLUMNS
-    assert cells["error"] == ""
-    assert float(cells["pred_step_time_low_s"]) < float(cells["pred_step_time_s"])
-    assert float(cells["pred_step_time_s"]) < float(cells["pred_step_time_high_s"])
-    assert float(cells["pred_alloc_gb"]) < float(cells["pred_mem_gb"])
-    tokens = float(cells["pred_tokens_s_gpu"]) * 16 * float(cells["pred_step_time_s"])
-    assert tokens == pytest.approx(128 * 8192, rel=1e-3)
+@pytest.mark.parametrize("recipe", ["demo", "llama-3.1-8b-8gpu"])
+def test_a_run_is_the_run_of_its_layout(recipe: str) -> None:
+    run = load_run(recipe)
+    assert with_layout(run, layout_of(run)) == run
 
 
-def test_neither_source_nor_model_is_read() -> None:
-    named = {**ROW, "source": "a paper", "model": "a model", "step_time_s": "1", "tokens_s_gpu": "1"}
-    assert predict_rows([named]) == predict_rows([ROW])
-
-
-def test_the_flop_convention_moves_tflops_only() -> None:
-    strict, noncausal = predict_rows([ROW, {**ROW, "notes": "flop=noncausal; something"}])
-    assert strict["pred_step_time_s"] == noncausal["pred_step_time_s"]
-    # 57.9 GF per token against 51.5 for Llama3-8B at 8K.
-    ratio = float(noncausal["pred_tflops_per_gpu"]) / float(strict["pred_tflops_per_gpu"])
-    assert ratio == pytest.approx(57.9 / 51.5, rel=0.005)
-
-
-def test_what_a_row_leaves_out_is_said() -> None:
-    short = {k: v for k, v in ROW.items() if k not in ("mbs", "zero", "recompute", "network")}
-    (cells,) = predict_rows([short])
-    assert cells["error"] == ""
-    for name in ("mbs=1", "zero=1", "recompute=none", "network="):
-        assert name in cells["assumed"]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"layers": "thirty"}, "layers = 'thirty' is not a number"),
-        ({"layers": ""}, "layers is not stated"),
-        ({"tp": ""}, "tp and pp are not stated"),
-        ({"tp": "3"}, "does not divide gpus = 16"),
-        ({"dp": "5"}, "dp = 5"),
-        ({"gbs": "3"}, "does not divide gbs = 3"),
-        ({"gpu": "H1000"}, "unknown device"),
-        ({"framework": "megaton"}, "unknown framework"),
-        ({"gpus": "-4"}, "gpus"),
-        ({"seq": "1e400"}, "seq"),
-        ({"seq": "4096.5"}, "seq"),
-        ({"heads": "33"}, "heads = 33"),
-        ({"ep": "4"}, "experts"),
-        ({"recompute": "a bit"}, "recompute = 'a bit'"),
-        ({"precision": "int3"}, "precision = 'int3'"),
-        ({"params_b": "many"}, "params_b = 'many'"),
-        ({"gpu": "A100 SXM 80GB", "precision": "fp8"}, "no fp8 rate"),
-    ],
-)
-def test_a_row_that_cannot_be_predicted_says_why(change: dict[str, str], says: str) -> None:
-    bad, good = predict_rows([{**ROW, **change}, ROW])
-    assert says in bad["error"]
-    assert bad["pred_step_time_s"] == ""
-    assert good["error"] == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "precision"),
-    [
-        ("FP8-CS", "fp8"),
-        ("fp8 (delayed, hybrid; not restated)", "fp8"),
-        ("FP8-MX", "mxfp8"),
-        ("MXFP8", "mxfp8"),
-        ("NVFP4", "nvfp4"),
-        ("16-bit (bf16 assumed)", "bf16"),
-        ("bf16 (fp32 grad accumulation)", "bf16"),
-        ("fp16 (assumed)", "fp16"),
-    ],
-)
-def test_published_precisions(text: str, precision: str) -> None:
-    assert parse_precision(text) == precision
-
-
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [
-        ("none in script", 0),
-        ("full (implied by FLOP factor 4)", FULL),
-        ("core_attn", CORE_ATTENTION),
-        ("selective(core attention)+sequence parallel", CORE_ATTENTION),
-        ("core_attn+layernorm", CORE_ATTENTION | NORMS),
-        ("mlp+core_attn", MLP | CORE_ATTENTION),
-        ("moe_act", ACTIVATION),
-        ("moe+layernorm", EXPERTS | NORMS),
-        ("selective", NORMS | ACTIVATION),
-    ],
-)
-def test_published_recompute(text: str, bits: int) -> None:
-    assert parse_recompute(text) == bits
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
-        ("NVLink3 + 8x200Gb/s HDR IB per node (Selene)", 25e9),
-        ("NVLink3 + 800Gb/s per node (simulator config)", 12.5e9),
-        ("NVLink4 + IB 8x50 GB/s per node (stated)", 50e9),
-        ("NVLink4 + IB (not stated)", None),
-        ("", None),
-    ],
-)
-def test_published_networks(text: str, rate: float | None) -> None:
-    assert parse_network(text, 8) == rate
-
-
-def test_a_routed_model_is_known_by_its_shape() -> None:
-    row = {**ROW, "layers": "48", "hidden": "2048", "ffn": "768", "heads": "32", "vocab": "151936", "ep": "8"}
-    model = read_row({**row, "params_b": "30.5"}, where="row 2").workload.model
-    assert model.moe is not None
-    assert (model.moe.num_experts, model.moe.top_k, model.attention.head_width) == (128, 8, 128)
-
-
-class TestFiles:
-    """Reading and writing whole tables."""
-
-    def test_a_table_keeps_its_columns_and_gains_ours(self, tmp_path: Path) -> None:
-        path = tmp_path / "rows.csv"
-        path.write_text(",".join(["note", *ROW]) + "\n" + ",".join(["mine", *ROW.values()]) + "\n")
-        text, _ = predict_table(path)
-        (row,) = csv.DictReader(io.StringIO(text))
-        assert row["note"] == "mine"
-        assert float(row["pred_step_time_s"]) > 0
-
-    def test_a_short_line_is_that_rows_error(self, tmp_path: Path) -> None:
-        path = tmp_path / "rows.csv"
-        lines = [",".join(ROW), "a,b,c", ",".join(ROW.values())]
-        path.write_text("\n".join(lines))
-        _, (bad, good) = predict_table(path)
-        assert bad["error"] == f"row 2: 3 cells under {len(ROW)} columns"
-        assert good["error"] == ""
-
-    @pytest.mark.parametrize(
-        ("content", "says"),
-        [
-            (b"", "is empty"),
-            (b"\xff\xfe\x00", "cannot read"),
-            (b"gpu,gpu\n1,2\n", "occurs twice"),
-            (b"model,speed\na,1\n", "no column 'gpu'"),
-        ],
-    )
-    def test_what_is_no_table_is_refused(self, tmp_path: Path, content: bytes, says: str) -> None:
-        path = tmp_path / "rows.csv"
-        path.write_bytes(content)
-        with pytest.raises(SpecError, match=says):
-            predict_table(path)
+def test_a_candidate_of_a_run_is_judged_like_its_prediction() -> None:
+    cluster = parse_cluster("h100:8")
+    for run in (_run(tp=2, dp_shard=4, zero=3), _run(dp_replicate=8), _run(pp=4, tp=2)):
+        predicted, candidate = predict_run(run, cluster), candidate_of(run, cluster)
+        assert candidate.fits == predicted.fits
+        assert candidate.excess_bytes == predicted.excess_bytes
+        assert candidate.step_seconds == predicted.step_seconds

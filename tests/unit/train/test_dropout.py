@@ -42,7 +42,7 @@ def _masks(parallel: ParallelSpec) -> list[list[torch.Tensor]]:
     ids=["dp", "zero_3", "tp", "cp"],
 )
 def test_no_two_ranks_share_a_mask(ranks, parallel):
-    """Between the blocks tp holds another part of the sequence on each rank, so it counts as well."""
+    """Between the blocks each tp rank has another part of the sequence, so tp counts as well."""
     first, second = ranks.run(_masks, 2, parallel)
     for step in range(2):
         assert len(first[step]) == len(second[step]) > 0
@@ -53,7 +53,7 @@ def test_no_two_ranks_share_a_mask(ranks, parallel):
     assert not torch.equal(first[0][0], first[1][0])
 
 
-def test_the_kept_part_is_what_was_asked(ranks):
+def test_dropout_keeps_the_share_that_was_set(ranks):
     kept = torch.cat([mask.flatten() for step in ranks.run(_masks, 1, ParallelSpec())[0] for mask in step])
     assert 0.48 < kept.double().mean() < 0.52  # thousands of fair coins
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.train.noise_scale import PartGradient
+from meshwright.train.noise_scale import HalfBatchGradient
 from meshwright.train.state import TrainState
 
 
@@ -16,7 +16,7 @@ def test_finds_the_noise_that_was_put_in():
     for _ in range(400):
         tokens = mean + 3**0.5 * torch.randn(60, 1000, generator=generator, dtype=torch.float64)
         part = tokens[:20].sum(0) / 60
-        measured = PartGradient(part.norm(), torch.tensor(20 / 60, dtype=torch.float64), 60)
+        measured = HalfBatchGradient(part.norm(), torch.tensor(20 / 60, dtype=torch.float64), 60)
         estimate = measured.estimate(float((tokens.sum(0) / 60).norm()))
         assert estimate is not None
         state = state.after_estimate(signal=estimate.signal, noise=estimate.noise)
@@ -29,8 +29,8 @@ def test_finds_the_noise_that_was_put_in():
 
 
 @pytest.mark.parametrize("share", (0.0, 1.0))
-def test_a_half_without_targets_tells_nothing(share):
-    assert PartGradient(torch.tensor(1.0), torch.tensor(share), 60).estimate(1.0) is None
+def test_a_half_without_targets_gives_no_estimate(share):
+    assert HalfBatchGradient(torch.tensor(1.0), torch.tensor(share), 60).estimate(1.0) is None
 
 
 def test_no_scale_without_a_positive_signal():

@@ -1,4 +1,4 @@
-"""What a run writes down about itself, also when it fails."""
+"""What a run records, also when it fails."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import read_summary
 from meshwright.spec import RunSpec, SyntheticSpec
 from meshwright.train.loop import train
-from meshwright.train.record import NOT_COMPILED
+from meshwright.train.messages import NOT_COMPILED
 
 
 def run_of(**changes: Any) -> RunSpec:
@@ -56,28 +56,28 @@ def _trained_compiled(run: RunSpec, run_dir: Path, backend: str) -> Any:
         return trained(run, run_dir)
 
 
-@pytest.mark.parametrize(("recompute", "passes_over"), [("none", False), ("full", True)])
-def test_a_compiler_that_passes_over_everything_is_told(ranks, tmp_path: Path, recompute, passes_over):
+@pytest.mark.parametrize(("recompute", "skips"), [("none", False), ("full", True)])
+def test_a_compiler_that_skips_every_block_is_reported(ranks, tmp_path: Path, recompute, skips):
     """Routed experts count their rows on the host, which torch does not compile inside recompute."""
     model = shrunk_family("qwen3-30b-a3b", vocab_size=257, num_layers=1).model_dump()
     run = run_of(model=model, compile=True, memory={"recompute": recompute}, schedule={"num_steps": 1})
     ranks.run(_trained_compiled, 1, run, tmp_path, "aot_eager")
     events = [json.loads(line) for line in (tmp_path / "events-0.jsonl").read_text().splitlines()]
     warnings = [event["text"] for event in events if event["kind"] == "warning"]
-    assert (NOT_COMPILED in warnings) == passes_over
+    assert (NOT_COMPILED in warnings) == skips
 
 
-def test_a_loss_that_is_no_number_is_written_down(ranks, tmp_path: Path):
+def test_a_loss_that_is_not_finite_is_recorded(ranks, tmp_path: Path):
     # A rate of 1e30 throws the weights so far that the second step overflows.
     run = run_of(optim={"lr": 1e30, "max_grad_norm": None, "weight_decay": 0})
     errors = ranks.run(trained, 2, run.with_(parallel={"dp_shard": 2, "zero": 1}), tmp_path)
-    assert all(isinstance(error, RunError) and "no longer numbers" in error.fact for error in errors)
+    assert all(isinstance(error, RunError) and "not finite at step" in error.fact for error in errors)
     rows = read_metrics(tmp_path)
     assert not math.isfinite(rows[-1]["loss"]) and rows[-1]["step"] == len(rows)
     summary = read_summary(tmp_path)
     assert summary["outcome"] == "failed" and summary["final_step"] == len(rows)
     events = [json.loads(line) for line in (tmp_path / "events-0.jsonl").read_text().splitlines()]
-    assert events[-1]["kind"] == "failure" and "no longer numbers" in events[-1]["text"]
+    assert events[-1]["kind"] == "failure" and "not finite at step" in events[-1]["text"]
 
 
 def test_overflows_are_counted(ranks, tmp_path: Path):

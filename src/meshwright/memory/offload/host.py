@@ -2,6 +2,7 @@
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from mmap import PAGESIZE
 from typing import Any
 
@@ -58,13 +59,9 @@ class HostBuffer:
 class HostPool:
     """Host buffers by size, pinned for CUDA. Every step asks for the same sizes, so it soon stops growing."""
 
-    def __init__(self, device: torch.device, account: Account, limit_bytes: int | None) -> None:
-        self._account, self._limit_bytes = account, limit_bytes
+    def __init__(self, account: Account, limit_bytes: int | None, allocate: Callable[[int], Tensor]) -> None:
+        self._account, self._limit_bytes, self._allocate = account, limit_bytes, allocate
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
-        self._pinned: list[Tensor] | None = None
-        if device.type == "cuda":
-            self._pinned = []
-            weakref.finalize(self, _unpin, self._pinned)
 
     def take(self, num_bytes: int) -> HostBuffer:
         """A buffer of exactly this size; RunError where the host has no room for another one."""
@@ -80,17 +77,34 @@ class HostPool:
                 hint="offload less, or use more ranks or a smaller micro-batch",
             )
         self._account.pool_bytes = pool_bytes
-        if self._pinned is None or num_bytes == 0:
-            return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
-        pages = _whole_pages(num_bytes)
-        _pin(pages)
-        self._pinned.append(pages)
-        return HostBuffer(pages[:num_bytes])
+        return HostBuffer(self._allocate(num_bytes))
 
     def give(self, buffer: HostBuffer) -> None:
         """Nobody needs what is in it any more."""
         self._account.hold_on_host(-buffer.bytes.nbytes)
         self._free[buffer.bytes.nbytes].append(buffer)
+
+
+def pageable_memory(num_bytes: int) -> Tensor:
+    """Ordinary host memory of this size."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+class PinnedMemory:
+    """Allocates pinned host memory, which CUDA copies asynchronously; all of it is unpinned at the end."""
+
+    def __init__(self) -> None:
+        self._pinned: list[Tensor] = []
+        weakref.finalize(self, _unpin, self._pinned)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Pinned host memory of this size."""
+        if num_bytes == 0:
+            return pageable_memory(0)
+        pages = _whole_pages(num_bytes)
+        _pin(pages)
+        self._pinned.append(pages)
+        return pages[:num_bytes]
 
 
 def _whole_pages(num_bytes: int) -> Tensor:
@@ -124,9 +138,17 @@ def _unpin(buffers: list[Tensor]) -> None:
 class HostLink:
     """Everything that offload of one rank shares."""
 
-    def __init__(self, device: torch.device, *, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        limit_bytes: int | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
         self.device, self.account = device, Account()
-        self.pool = HostPool(device, self.account, limit_bytes)
+        if allocate is None:
+            allocate = PinnedMemory().allocate if device.type == "cuda" else pageable_memory
+        self.pool = HostPool(self.account, limit_bytes, allocate)
         self._there, self._back = Lane(device), Lane(device)
 
     def send(self, source: Tensor, home: HostBuffer) -> Copied:

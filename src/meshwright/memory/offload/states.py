@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.memory.offload.host import HostBuffer, HostLink
 from meshwright.memory.offload.weights import HostedWeights
 from meshwright.optim.build import build_optimizer
@@ -144,11 +145,12 @@ def build_streamed_optimizer(
     weights: HostedWeights,
     weight_format: WeightFormat = "fp32",
     with_states: bool,
+    simulated: SimulatedDevice | None = None,
 ) -> StreamedOptimizer:
     """Like `build_optimizer`; states go to the host as they are made, so they never lie together here."""
     buckets: list[Bucket] = []
     for part in bucketed(shards, weights):
-        optimizer = build_optimizer(part, optim, wholes, weights=weight_format)
+        optimizer = build_optimizer(part, optim, wholes, weights=weight_format, simulated=simulated)
         block = weights.of(next(iter(part)))
         states = hosted_states(optimizer, weights.link) if with_states else []
         buckets.append(Bucket(optimizer, [*states, *([] if block is None else [block])]))

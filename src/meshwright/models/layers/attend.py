@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwright.hardware.simulated_device import SimulatedDevice
+
 
 class Attend(nn.Module):
     """Causal attention inside each document, over whole sequences in order."""
@@ -11,6 +13,8 @@ class Attend(nn.Module):
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
+        # Set in a rehearsal; context parallel passes it on to the attention that replaces this one.
+        self.simulated: SimulatedDevice | None = None
 
     def forward(
         self,

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.models.layers.routing import Balance, Capacity, InjectLoss, Router, Routing
 from meshwright.ops.grouped_mm import count_groups, grouped_linear
-from meshwright.ops.routed_rows import kept_rows
+from meshwright.ops.routed_rows import RoutedRowCounts, RowCounts
 from meshwright.ops.sharded import local
 from meshwright.spec import MoeSpec
 
@@ -24,19 +25,23 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(moe.num_experts, moe.width, width))
         self.up = nn.Parameter(torch.empty(moe.num_experts, moe.width, width))
         self.down = nn.Parameter(torch.empty(moe.num_experts, width, moe.width))
+        # Set in a rehearsal: the device whose kernels are chosen.
+        self.simulated: SimulatedDevice | None = None
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         """y_ND for tokens sorted by expert; `counts_E` says how many each of the local experts gets."""
-        gate_NF = grouped_linear(x_ND, local(self.gate), counts_E)
-        up_NF = grouped_linear(x_ND, local(self.up), counts_E)
-        return grouped_linear(functional.silu(gate_NF) * up_NF, local(self.down), counts_E)
+        gate_NF = grouped_linear(x_ND, local(self.gate), counts_E, self.simulated)
+        up_NF = grouped_linear(x_ND, local(self.up), counts_E, self.simulated)
+        h_NF = functional.silu(gate_NF) * up_NF
+        return grouped_linear(h_NF, local(self.down), counts_E, self.simulated)
 
 
 class Dispatch(nn.Module):
     """Brings tokens to their experts and back. Replaced where experts are dealt out over ranks."""
 
-    def __init__(self, moe: MoeSpec) -> None:
+    def __init__(self, moe: MoeSpec, row_counts: RowCounts) -> None:
         super().__init__()
+        self.row_counts = row_counts
         self.num_experts = moe.num_experts
         self.capacity_factor = moe.capacity_factor
 
@@ -46,7 +51,8 @@ class Dispatch(nn.Module):
         order_N = experts_TC.flatten().argsort(stable=True)  # the tokens of one expert lie together
         counts_E = count_groups(experts_TC, self.num_experts)
         if self.capacity_factor is not None:  # host sync: dropped choices sort to the end
-            order_N = order_N[: kept_rows(counts_E, len(order_N), self.capacity_factor)]
+            num_kept = self.row_counts.within_capacity(counts_E, len(order_N), self.capacity_factor)
+            order_N = order_N[:num_kept]
         y_ND = compute(x_TD[order_N // num_choices], counts_E)
         back_ND = y_ND.new_zeros(experts_TC.numel(), y_ND.shape[-1]).index_copy(0, order_N, y_ND)
         weighted_TCD = back_ND.unflatten(0, (-1, num_choices)) * weights_TC[..., None]
@@ -66,7 +72,8 @@ class Moe(nn.Module):
         self.experts = Experts(moe, width)
         self.shared = SwiGlu(width, moe.shared_width) if moe.shared_width else None
         self.capacity: nn.Module | None = None if moe.capacity_factor is None else Capacity(moe)
-        self.dispatch: nn.Module = Dispatch(moe)
+        self.row_counts: RowCounts = RoutedRowCounts()
+        self.dispatch: nn.Module = Dispatch(moe, self.row_counts)
         self.balance = Balance(moe)
         # Since the records were last taken: choices per expert, and the sum of the auxiliary loss.
         self.register_buffer("load", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False)

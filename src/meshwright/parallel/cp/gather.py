@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.ops.attention import Rows, Scope, attend
 from meshwright.ops.collectives import all_gather
 from meshwright.parallel.cp.zigzag import all_chunks, chunks_of, unshard_sequence
@@ -24,9 +25,9 @@ from meshwright.parallel.cp.zigzag import all_chunks, chunks_of, unshard_sequenc
 class GatherAttend(nn.Module):
     """Takes the place of a block's `attend`; q, k, v are this rank's rows in the zig-zag layout."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, simulated: SimulatedDevice | None = None) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.simulated = group, simulated
 
     def forward(
         self,
@@ -45,7 +46,7 @@ class GatherAttend(nn.Module):
         k_BTGK, v_BTGV = self._gather_keys(k_BSGK, v_BSGV)
         queries = Rows(chunks_of(rank, cp, length), documents_BS)
         keys = Rows(all_chunks(cp, length), gather_rows(documents_BS, self.group))
-        return attend(q_BSHK, k_BTGK, v_BTGV, Scope(queries, keys, scale, window))
+        return attend(q_BSHK, k_BTGK, v_BTGV, Scope(queries, keys, scale, window, self.simulated))
 
     def _gather_keys(self, k_BSGK: Tensor, v_BSGV: Tensor) -> tuple[Tensor, Tensor]:
         groups, key_width = k_BSGK.shape[2:]

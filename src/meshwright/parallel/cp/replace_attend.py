@@ -72,9 +72,9 @@ def build_attend(groups: CpGroups, kind: CpKind, attend: Attend) -> nn.Module:
             hint="set model.attention.dropout=0, or use cp_kind=ulysses",
         )
     if kind == "gather":
-        return GatherAttend(groups.full)
+        return GatherAttend(groups.full, attend.simulated)
     if kind == "ring":
-        return RingAttend(groups.full)
+        return RingAttend(groups.full, attend.simulated)
     if kind == "ulysses":
         return UlyssesAttend(groups.full, attend)
     if groups.inner is None or groups.outer is None:
@@ -83,4 +83,4 @@ def build_attend(groups: CpGroups, kind: CpKind, attend: Attend) -> nn.Module:
             where="parallel.cp_inner",
             hint="set cp_inner to the ranks of cp on one node, or use cp_kind=ring",
         )
-    return UlyssesAttend(groups.inner, RingAttend(groups.outer))
+    return UlyssesAttend(groups.inner, RingAttend(groups.outer, attend.simulated))

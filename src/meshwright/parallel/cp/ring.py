@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.ops.attention import QuerySide, Rows, RunningSoftmax, Scope, add_part, part_backward
 from meshwright.ops.cast import cast
 from meshwright.ops.collectives import all_gather
@@ -34,9 +35,9 @@ from meshwright.parallel.cp.zigzag import chunks_of
 class RingAttend(nn.Module):
     """Takes the place of a block's `attend`; q, k, v are this rank's rows in the zig-zag layout."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, simulated: SimulatedDevice | None = None) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.simulated = group, simulated
 
     def forward(
         self,
@@ -55,7 +56,7 @@ class RingAttend(nn.Module):
         # documents[B, S_cp] -> documents[cp, B, S_cp]  all-gather over cp
         documents = [None] * cp if documents_BS is None else all_gather(documents_BS, 0, self.group).chunk(cp)
         rows = tuple(Rows(chunks_of(rank, cp, length), documents[rank]) for rank in range(cp))
-        ring = _Ring(self.group, rows, scale, window)
+        ring = _Ring(self.group, rows, scale, window, self.simulated)
         return _RingAttention.apply(q_BSHK, k_BSGK, v_BSGV, ring)  # pyright: ignore[reportReturnType]
 
 
@@ -66,10 +67,11 @@ class _Ring(NamedTuple):
     rows_by_rank: tuple[Rows, ...]
     scale: float
     window: int | None
+    simulated: SimulatedDevice | None
 
     def scope(self, owner: int) -> Scope:
         mine = self.rows_by_rank[self.group.rank()]
-        return Scope(mine, self.rows_by_rank[owner], self.scale, self.window)
+        return Scope(mine, self.rows_by_rank[owner], self.scale, self.window, self.simulated)
 
     def owner_at(self, step: int) -> int:
         return (self.group.rank() - step) % self.group.size()

@@ -1,1 +1,1 @@
-"""Plans for people: terminal, SVG, HTML, JSON."""
+"""Plans as pictures and documents: terminal, SVG, HTML, JSON."""

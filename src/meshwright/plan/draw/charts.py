@@ -1,97 +1,83 @@
-"""Charts as inline SVG: stacked bars and a line chart. No scripts, no outside files."""
+"""Charts as SVG: stacked bars, and lines over a linear or logarithmic x."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-PALETTE = (
-    *("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d"),
-    *("#c5a3dd", "#ff9da6", "#79706e", "#a0cbe8", "#bab0ac", "#8cd17d", "#d37295", "#f1ce63"),
-)
-Place = Callable[[float, float], tuple[float, float]]
-WIDTH, LABEL_WIDTH, VALUE_WIDTH = 940, 96, 92
+from meshwright import svg
+from meshwright.svg import PALETTE, Entry, Plot, Scale, round_ticks
+
+WIDTH, LABEL_LEFT, LABEL_WIDTH, VALUE_WIDTH = 940, 6, 100, 92
 BAR_HEIGHT, BAR_GAP = 30, 14
-SMALLEST_SHOWN = 0.002
-"""Parts of a bar below this share of it are left out of the legend."""
+MIN_LEGEND_SHARE = 0.002
+"""Parts below this share of the longest bar are left out of the legend."""
+PLOT_LEFT, LEGEND_WIDTH, PLOT_BOTTOM = 84, 210, 50
+MOST_X_LABELS = 9
 
 
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """One colour per name, in order."""
-    return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
+@dataclass(frozen=True)
+class Chart:
+    """The parts of a picture and its height; every chart is WIDTH wide."""
 
+    parts: list[str]
+    height: float
+    label: str
 
-def text(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start") -> str:
-    """One line of words; `kind` is a class of the style sheet."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+    def inline(self) -> str:
+        """The chart inside a page."""
+        return svg.inline(self.parts, WIDTH, self.height, label=self.label)
+
+    def document(self) -> str:
+        """The chart as a file."""
+        return svg.document(self.parts, WIDTH, self.height, label=self.label)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One stacked bar: a label, its parts, and the words at its end."""
+    """One stacked bar: its label, its parts, and the text at its end."""
 
     label: str
     parts: Mapping[str, float]
-    total_words: str
+    total: str
 
 
-def stacked_bars(bars: Sequence[Bar], *, full: float, limit: tuple[float, str] | None = None) -> str:
-    """Horizontal stacked bars on one scale that ends at `full`; `limit` draws a line with words."""
-    plot = WIDTH - LABEL_WIDTH - VALUE_WIDTH
-    scale = plot / full
-    shade = colours(list(dict.fromkeys(name for bar in bars for name in bar.parts)))
+def stacked_bars(
+    bars: Sequence[Bar], *, full: float, limit: tuple[float, str] | None = None, label: str = ""
+) -> Chart:
+    """Horizontal stacked bars on one scale that ends at `full`; `limit` is a vertical line with its text."""
+    scale = Scale(0.0, full, LABEL_WIDTH, WIDTH - VALUE_WIDTH)
+    names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
+    colours = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
+    limit_x = scale.place(limit[0]) if limit else None
     top = 26 if limit else 6
     parts: list[str] = []
     for index, bar in enumerate(bars):
-        y = top + index * (BAR_HEIGHT + BAR_GAP)
-        parts += _bar(bar, y, scale, shade, LABEL_WIDTH + limit[0] * scale if limit else None)
-    height = top + len(bars) * (BAR_HEIGHT + BAR_GAP)
-    if limit is not None:
-        x = LABEL_WIDTH + limit[0] * scale
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="18" y2="{height - 6}" class="limit"/>')
-        parts.append(text(x, 12, limit[1], kind="small", anchor="middle"))
-    legend, legend_height = _legend(bars, shade, height)
-    return _svg(WIDTH, height + legend_height, [*parts, *legend])
+        parts += _bar(bar, top + index * (BAR_HEIGHT + BAR_GAP), scale, colours, limit_x)
+    bottom = top + len(bars) * (BAR_HEIGHT + BAR_GAP)
+    if limit and limit_x:
+        ends = (limit_x, 18), (limit_x, bottom - 6)
+        parts.append(svg.line(*ends, stroke="limit", stroke_width=1.5, stroke_dasharray="4 3"))
+        parts.append(svg.text(limit_x, 12, limit[1], size=12, fill="soft", anchor="middle"))
+    least = MIN_LEGEND_SHARE * max(sum(bar.parts.values()) for bar in bars)
+    shown = [name for name in names if any(bar.parts.get(name, 0.0) > least for bar in bars)]
+    entries = [Entry(name, colours[name]) for name in shown]
+    legend, last = svg.box_legend(entries, left=LABEL_WIDTH, right=WIDTH, y=bottom + 14)
+    return Chart([*parts, *legend], last + 12, label)
 
 
-def _svg(width: float, height: float, parts: list[str]) -> str:
-    box = f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" preserveAspectRatio="xMinYMin"'
-    return f"<svg {box}>{''.join(parts)}</svg>"
-
-
-def _bar(bar: Bar, y: float, scale: float, shade: Mapping[str, str], limit_x: float | None) -> list[str]:
-    """One bar; its words step over the line of the limit."""
-    x = float(LABEL_WIDTH)
-    parts = [text(0, y + BAR_HEIGHT / 2 + 5, bar.label)]
+def _bar(bar: Bar, y: float, scale: Scale, colours: Mapping[str, str], limit_x: float | None) -> list[str]:
+    """One bar; the text at its end does not cross the line of the limit."""
+    middle = y + BAR_HEIGHT / 2 + 5
+    parts = [svg.text(LABEL_LEFT, middle, bar.label)]
+    total = 0.0
     for name, value in bar.parts.items():
-        width = max(value, 0.0) * scale
-        if width > 0.2:
-            box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{shade[name]}"'
-            parts.append(f"<rect {box}><title>{escape(name)}</title></rect>")
-        x += width
+        start, end = scale.place(total), scale.place(total + max(value, 0.0))
+        if end - start > 0.2:
+            parts.append(svg.rect(start, y, end - start, BAR_HEIGHT, fill=colours[name], title=name))
+        total += max(value, 0.0)
+    x = scale.place(total)
     if limit_x is not None and -60 < x - limit_x < 8:
         x = limit_x
-    parts.append(text(x + 8, y + BAR_HEIGHT / 2 + 5, bar.total_words, kind="strong"))
-    return parts
-
-
-def _legend(bars: Sequence[Bar], shade: Mapping[str, str], top: float) -> tuple[list[str], float]:
-    longest = max(sum(bar.parts.values()) for bar in bars)
-    shown = [
-        name for name in shade if any(bar.parts.get(name, 0.0) > SMALLEST_SHOWN * longest for bar in bars)
-    ]
-    x, y = float(LABEL_WIDTH), top + 14
-    parts: list[str] = []
-    for name in shown:
-        width = 28 + 7.0 * len(name)
-        if x + width > WIDTH:
-            x, y = float(LABEL_WIDTH), y + 22
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y - 11:.1f}" width="13" height="13" rx="2" fill="{shade[name]}"/>'
-        )
-        parts.append(text(x + 19, y, name, kind="small"))
-        x += width
-    return parts, y - top + 12
+    return [*parts, svg.text(x + 8, middle, bar.total, weight=600)]
 
 
 @dataclass(frozen=True)
@@ -101,71 +87,35 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]
     colour: str
-    dashed: bool = False
+    is_dashed: bool = False
+    has_dots: bool = False
 
 
-def line_chart(lines: Sequence[Line], *, x_words: str, y_words: str, height: int = 320) -> str:
-    """Lines over a logarithmic x, from zero up, with points and a mark for every x."""
-    left, right, top, bottom = 84, 210, 16, 46
-    xs = sorted({x for line in lines for x, _ in line.points})
-    ys = [y for line in lines for _, y in line.points]
-    x_low, x_high = math.log(xs[0]), math.log(xs[-1] if xs[-1] > xs[0] else xs[0] * 2)
-    y_high = max(ys) * 1.1
+@dataclass(frozen=True)
+class Axis:
+    """The name of an axis and how its values are written."""
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (math.log(x) - x_low) / (x_high - x_low)
-        up = y / y_high
-        return left + across * (WIDTH - left - right), height - bottom - up * (height - bottom - top)
+    name: str
+    show: Callable[[float], str]
+    is_log: bool = False
 
-    parts = _grid(xs, y_high, place, height - bottom)
+
+def line_chart(lines: Sequence[Line], *, x: Axis, y: Axis, title: str = "", height: int = 320) -> Chart:
+    """Lines from zero up, with a legend on the right."""
+    xs = sorted({at for line in lines for at, _ in line.points}) or [1.0]
+    high = max((up for line in lines for _, up in line.points), default=1.0) * 1.1 or 1.0
+    top = 58 if title else 34
+    plot = Plot(
+        Scale(xs[0], xs[-1], PLOT_LEFT, WIDTH - LEGEND_WIDTH, is_log=x.is_log),
+        Scale(0.0, high, height - PLOT_BOTTOM, top),
+    )
+    every = -(-len(xs) // MOST_X_LABELS)
+    parts = [svg.text(PLOT_LEFT - 8, 22, title, size=15, weight=600)] if title else []
+    parts += plot.grid(round_ticks(0.0, high), y.show) + plot.x_labels(xs[::every], x.show)
+    parts += plot.names(x.name, y.name)
     for line in lines:
-        parts += _polyline(line, [place(x, y) for x, y in line.points])
-    parts.append(text((left + WIDTH - right) / 2, height - 8, x_words, kind="small", anchor="middle"))
-    parts.append(text(left - 72, 12, y_words, kind="small"))
-    for index, line in enumerate(lines):
-        y = top + 22 + 24 * index
-        dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        start = WIDTH - right + 24
-        stroke = f'stroke="{line.colour}" stroke-width="2.5"{dash}'
-        parts.append(f'<line x1="{start}" x2="{start + 26}" y1="{y - 4}" y2="{y - 4}" {stroke}/>')
-        parts.append(text(start + 34, y, line.name, kind="small"))
-    return _svg(WIDTH, height, parts)
-
-
-def _polyline(line: Line, places: list[tuple[float, float]]) -> list[str]:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-    parts = [f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2.5"{dash}/>']
-    if not line.dashed:
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{line.colour}"/>' for x, y in places]
-    return parts
-
-
-def _grid(xs: Sequence[float], y_high: float, place: Place, floor: float) -> list[str]:
-    parts: list[str] = []
-    for x in xs:
-        across, _ = place(x, 0.0)
-        parts.append(
-            f'<line x1="{across:.1f}" x2="{across:.1f}" y1="{floor}" y2="{floor + 5}" class="axis"/>'
-        )
-        parts.append(text(across, floor + 19, f"{x:,.0f}", kind="small", anchor="middle"))
-    for value in _round_values(y_high):
-        left, up = place(xs[0], value)
-        right, _ = place(xs[-1], value)
-        parts.append(f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{up:.1f}" y2="{up:.1f}" class="grid"/>')
-        parts.append(text(left - 8, up + 4, _short(value), kind="small", anchor="end"))
-    return parts
-
-
-def _round_values(high: float) -> list[float]:
-    """Three to six round numbers from zero to below `high`."""
-    power = 10.0 ** math.floor(math.log10(high))
-    step = next(size * power for size in (0.2, 0.5, 1.0, 2.0) if high / (size * power) <= 6)
-    return [step * index for index in range(int(high / step) + 1)]
-
-
-def _short(value: float) -> str:
-    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if value >= size:
-            return f"{value / size:g}{suffix}"
-    return f"{value:g}"
+        parts.append(plot.line(line.points, line.colour, is_dashed=line.is_dashed))
+        parts += plot.dots(line.points, line.colour, radius=4) if line.has_dots else []
+    entries = [Entry(line.name, line.colour, is_dashed=line.is_dashed) for line in lines]
+    parts += svg.line_legend(entries, WIDTH - LEGEND_WIDTH + 24, top + 14)
+    return Chart(parts, height, title)

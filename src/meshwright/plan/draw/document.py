@@ -1,12 +1,13 @@
-"""A plan as one JSON document, and as a run file with the decision written above it."""
+"""A plan as a JSON document, and as a run file with the reasons for the plan as comments."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from meshwright.plan.draw.rank_map import coordinates
-from meshwright.plan.explain.offers import Offer
-from meshwright.plan.explain.rejected import Rejected
-from meshwright.plan.search.decision import Candidate, Plan
+from meshwright.plan.explain.gains import Gain
+from meshwright.plan.explain.neighbours import Neighbour
+from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.decision import Plan
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 from meshwright.spec.run import RunSpec
 from meshwright.spec.text import dump_run
@@ -18,13 +19,13 @@ MOST_NODES_LISTED = 16
 
 
 def compute_optimal(flops: float) -> tuple[float, float]:
-    """Parameters and tokens that use a budget of FLOPs best: 20 tokens per parameter, 6 FLOPs each."""
+    """Compute-optimal parameters and tokens of a FLOP budget (Chinchilla): 20 tokens per parameter."""
     num_parameters = (flops / (FLOPS_PER_PARAMETER_AND_TOKEN * TOKENS_PER_PARAMETER)) ** 0.5
     return num_parameters, TOKENS_PER_PARAMETER * num_parameters
 
 
-def layout_words(run: RunSpec) -> str:
-    """`dp_shard=8 zero=3 tp=4 micro=1x32 recompute=selective`: what differs from one plain device."""
+def layout_text(run: RunSpec) -> str:
+    """`dp_shard=8 zero=3 tp=4 micro=1x32 recompute=selective`: the settings that are not the default."""
     default = ParallelSpec().model_dump()
     parts = [f"{name}={value}" for name, value in run.parallel.model_dump().items() if value != default[name]]
     if run.parallel.pp > 1 and run.parallel.schedule == "1f1b":
@@ -38,10 +39,10 @@ def layout_words(run: RunSpec) -> str:
     return " ".join(parts) if run.parallel.num_ranks > 1 else f"one device {' '.join(parts)}"
 
 
-def format_words(run: RunSpec) -> str:
-    """`bf16, weights bf16_exact, adamw, compiled`: the numbers of a run, apart from its layout."""
+def format_text(run: RunSpec) -> str:
+    """`bf16, weights bf16_exact, adamw, compiled`: number formats, optimizer and compilation of a run."""
     precision, optim = run.precision, run.optim
-    words = [
+    parts = [
         precision.compute,
         *([f"fp8 linears ({precision.fp8.recipe})"] if precision.fp8 else []),
         *([f"weights {precision.weights}"] if precision.weights != "fp32" else []),
@@ -49,11 +50,11 @@ def format_words(run: RunSpec) -> str:
         optim.kind + (f" with moments in {optim.state}" if optim.state != "fp32" else ""),
         *(["compiled"] if run.compile else []),
     ]
-    return ", ".join(words)
+    return ", ".join(parts)
 
 
 def candidate_document(candidate: Candidate, tokens: int) -> dict[str, Any]:
-    """Everything predicted about one layout."""
+    """All predictions for one layout."""
     low, high = candidate.interval_seconds
     run = candidate.run
     return {
@@ -87,15 +88,15 @@ def plan_document(
     tokens: int,
     assumed: tuple[str, ...],
     why: list[str],
-    rejected: list[Rejected],
-    offers: Sequence[Offer] = (),
+    neighbours: Sequence[Neighbour],
+    gains: Sequence[Gain] = (),
 ) -> dict[str, Any]:
-    """The whole plan; numbers in base units."""
+    """The plan; numbers in base units."""
     question, run = plan.question, plan.best.run
-    optimal = compute_optimal(question.work.model_flops_per_token * tokens)
+    optimal = compute_optimal(question.workload.model_flops_per_token * tokens)
     return {
         "model": run.model.family,
-        "num_parameters": question.work.counts.total,
+        "num_parameters": question.workload.counts.total,
         "cluster": {
             "name": question.cluster.name,
             "device": question.cluster.device.title,
@@ -108,21 +109,21 @@ def plan_document(
         "sequence_length": run.data.sequence_length,
         "precision": run.precision.compute,
         "objective": question.objective,
-        "formats": format_words(run),
-        "pins": dict(question.pins.said),
+        "formats": format_text(run),
+        "pins": dict(question.pins.texts),
         "allowed": list(question.allow),
-        "changes": [change.said() for change in plan.changes],
+        "changes": [change.setting for change in plan.changes],
         "assumed": list(assumed),
         "best": candidate_document(plan.best, tokens),
         "top": [candidate_document(candidate, tokens) for candidate in plan.top],
         "pareto": [candidate_document(candidate, tokens) for candidate in plan.pareto],
         "why": why,
-        "rejected": [vars(each) for each in rejected],
-        "offers": [vars(each) for each in offers],
+        "neighbours": [vars(each) for each in neighbours],
+        "gains": [vars(each) for each in gains],
         "compute_optimal": {"num_parameters": optimal[0], "tokens": optimal[1]},
         "search": {
-            "num_considered": plan.found.num_considered,
-            "num_fitting": plan.found.num_fitting,
+            "num_considered": plan.result.num_considered,
+            "num_fitting": plan.result.num_fitting,
             "seconds": plan.search_seconds,
         },
         "fingerprint": run.fingerprint(),
@@ -131,7 +132,7 @@ def plan_document(
 
 
 def run_file(plan: Plan, why: list[str]) -> str:
-    """The run as YAML that `train` reads, with the prediction and the rank map as comments."""
+    """The run as YAML for `train`, with the prediction, the reasons and the rank map as comments."""
     best, cluster = plan.best, plan.question.cluster
     low, high = best.interval_seconds
     lines = [
@@ -147,7 +148,7 @@ def run_file(plan: Plan, why: list[str]) -> str:
 
 
 def rank_map(parallel: ParallelSpec, devices_per_node: int) -> list[str]:
-    """Which coordinates each node's ranks have, tp innermost; long clusters are cut short."""
+    """The coordinates of each node's ranks, tp innermost; of many nodes only the first are listed."""
     axes = [axis for axis in MESH_ORDER if getattr(parallel, axis) > 1]
     num_nodes = -(-parallel.num_ranks // devices_per_node)
     lines = [f"Ranks, from outer to inner axis: {' > '.join(axes) or 'one device'}."]
@@ -158,7 +159,7 @@ def rank_map(parallel: ParallelSpec, devices_per_node: int) -> list[str]:
         parts = [_span(axis, low[axis], high[axis]) for axis in axes]
         lines.append(f"  node {node}: ranks {first} to {last}: {', '.join(parts) or 'everything'}")
     if num_nodes > MOST_NODES_LISTED:
-        lines.append(f"  ... and {num_nodes - MOST_NODES_LISTED} more nodes in the same manner")
+        lines.append(f"  ... and {num_nodes - MOST_NODES_LISTED} more nodes in the same order")
     return lines
 
 

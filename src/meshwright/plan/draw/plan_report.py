@@ -7,12 +7,15 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 import meshwright
-from meshwright.plan.draw.charts import PALETTE, Bar, Line, line_chart, stacked_bars
-from meshwright.plan.draw.document import compute_optimal, format_words, layout_words, rank_map
-from meshwright.plan.draw.schedule import draw_svg, picture
-from meshwright.plan.explain.offers import Offer
-from meshwright.plan.explain.rejected import ITEM_NAMES, Rejected
-from meshwright.plan.search.decision import Candidate, Plan
+from meshwright import svg
+from meshwright.plan.draw.charts import Axis, Bar, Line, line_chart, stacked_bars
+from meshwright.plan.draw.document import compute_optimal, format_text, layout_text, rank_map
+from meshwright.plan.draw.memory import memory_chart
+from meshwright.plan.draw.schedule import inline_svg, picture
+from meshwright.plan.explain.gains import Gain
+from meshwright.plan.explain.neighbours import ITEM_NAMES, Neighbour
+from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.sizing import ScalingPoint, scaling_counts, strong_scaling, weak_scaling
 from meshwright.plan.workload.schedules import PipelineShape
 from meshwright.spec.run import RunSpec
@@ -28,8 +31,8 @@ def report_html(
     *,
     tokens: int,
     why: list[str],
-    rejected: list[Rejected],
-    offers: Sequence[Offer] = (),
+    neighbours: Sequence[Neighbour],
+    gains: Sequence[Gain] = (),
     price: float | None = None,
 ) -> str:
     """The report; scaling curves are searched for here, which takes about a second per size."""
@@ -42,9 +45,10 @@ def report_html(
         title=f"{best.run.model.family} on {best.num_ranks} x {cluster.device.title}",
         subtitle=_subtitle(plan, tokens),
         cards=_cards(best, tokens),
-        layout=layout_words(best.run),
+        layout=layout_text(best.run),
         why=why,
-        memory_chart=memory_chart(best),
+        svg_style=svg.style_sheet(),
+        memory_chart=memory_chart(best).inline(),
         memory_note=_memory_note(best),
         step_chart=_step_chart(plan),
         step_note=_step_note(best),
@@ -54,19 +58,19 @@ def report_html(
         budgets=_budgets(best, tokens, price),
         budget_note=_budget_note(plan, tokens),
         alternatives=[_row(candidate, tokens) for candidate in plan.top],
-        rejected=rejected,
-        offers=[each.text for each in offers],
+        neighbours=neighbours,
+        gains=[gain.text for gain in gains],
         rank_map=rank_map(best.run.parallel, cluster.devices_per_node),
         footer=f"meshwright {meshwright.__version__}, fingerprint {best.run.fingerprint()}",
     )
 
 
 def _subtitle(plan: Plan, tokens: int) -> str:
-    data, found = plan.question.run.data, plan.found
+    data, found = plan.question.run.data, plan.result
     return (
         f"{show_count(tokens)} tokens in batches of {show_count(data.batch_tokens)} "
         f"({data.batch_sequences} sequences of {data.sequence_length}), "
-        f"{format_words(plan.question.run)}. "
+        f"{format_text(plan.question.run)}. "
         f"{found.num_considered:,} layouts priced, {found.num_fitting:,} fit."
     )
 
@@ -86,29 +90,6 @@ def _cards(best: Candidate, tokens: int) -> list[dict[str, str]]:
     return [{"name": name, "value": value, "note": note} for name, value, note in values]
 
 
-def memory_chart(candidate: Candidate) -> str:
-    """Stacked bars of the first, a middle and the last pipeline rank against the device's memory."""
-    stages = (
-        candidate.memory_items if candidate.run.parallel.pp > 1 else {"each": candidate.memory_items["first"]}
-    )
-    names = {"first": "first stage", "middle": "middle stage", "last": "last stage", "each": "every rank"}
-    bars = [
-        Bar(
-            names[stage],
-            {name: value for name, value in items.items() if value > 0},
-            show_bytes(_total(items)),
-        )
-        for stage, items in stages.items()
-    ]
-    capacity = float(candidate.question.cluster.device.memory_bytes)
-    full = max(capacity, *(_total(items) for items in stages.values())) * 1.02
-    return stacked_bars(bars, full=full, limit=(capacity, f"device {show_bytes(capacity)}"))
-
-
-def _total(items: dict[str, float]) -> float:
-    return sum(items.values())
-
-
 def _memory_note(best: Candidate) -> str:
     budget = show_bytes(best.question.memory_budget_bytes)
     return (
@@ -126,7 +107,8 @@ def _step_chart(plan: Plan) -> str:
         Bar(f"layout {number}", _named_seconds(candidate), show_seconds(candidate.step_seconds))
         for number, candidate in enumerate(shown, start=1)
     ]
-    return stacked_bars(bars, full=max(candidate.step_seconds for candidate in shown) * 1.02)
+    full = max(candidate.step_seconds for candidate in shown) * 1.02
+    return stacked_bars(bars, full=full, label="Step time by item").inline()
 
 
 def _named_seconds(candidate: Candidate) -> dict[str, float]:
@@ -147,12 +129,12 @@ def _timeline(run: RunSpec) -> str:
     parallel = run.parallel
     if parallel.pp == 1:
         return ""
-    # A long step repeats itself: a few rounds show its shape.
+    # A long step is periodic: a few rounds of micro-batches are enough.
     drawn = min(run.accumulation, 4 * parallel.pp)
     shape = PipelineShape(parallel.pp, parallel.virtual_stages, drawn)
     if shape.num_stages * drawn > MOST_ACTIONS_DRAWN:
         return ""
-    return draw_svg(picture(parallel.schedule, shape))
+    return inline_svg(picture(parallel.schedule, shape))
 
 
 def _scaling_chart(plan: Plan) -> str:
@@ -166,15 +148,13 @@ def _scaling_chart(plan: Plan) -> str:
         for count in (first.num_devices, strong[-1].num_devices)
     ]
     lines = [
-        Line("strong", _points(strong), PALETTE[0]),
-        Line("weak", _points(weak), PALETTE[2]),
-        Line("no loss", ideal, "#9aa7b4", dashed=True),
+        Line("strong", _points(strong), svg.PALETTE[0], has_dots=True),
+        Line("weak", _points(weak), svg.PALETTE[2], has_dots=True),
+        Line("no loss", ideal, "faint", is_dashed=True),
     ]
-    return line_chart(
-        [line for line in lines if len(line.points) > 1],
-        x_words="devices",
-        y_words="tokens per second and device",
-    )
+    drawn = [line for line in lines if len(line.points) > 1]
+    x, y = Axis("devices", "{:,.0f}".format, is_log=True), Axis("tokens per second and device", show_count)
+    return line_chart(drawn, x=x, y=y).inline()
 
 
 def _points(points: list[ScalingPoint]) -> list[tuple[float, float]]:
@@ -203,7 +183,7 @@ def _budgets(best: Candidate, tokens: int, price: float | None) -> list[dict[str
 
 
 def _budget_note(plan: Plan, tokens: int) -> str:
-    flops = plan.question.work.model_flops_per_token * tokens
+    flops = plan.question.workload.model_flops_per_token * tokens
     size, optimal_tokens = compute_optimal(flops)
     return (
         f"The run in bold does {flops:.2e} model FLOPs. Spent compute-optimally "
@@ -214,7 +194,7 @@ def _budget_note(plan: Plan, tokens: int) -> str:
 
 def _row(candidate: Candidate, tokens: int) -> dict[str, str]:
     return {
-        "layout": layout_words(candidate.run),
+        "layout": layout_text(candidate.run),
         "devices": f"{candidate.num_ranks:,}",
         "step": show_seconds(candidate.step_seconds),
         "mfu": f"{candidate.mfu:.1%}",
@@ -224,5 +204,5 @@ def _row(candidate: Candidate, tokens: int) -> dict[str, str]:
 
 
 def _days(days: float) -> str:
-    """Three digits, and never an exponent."""
+    """Days with three digits, never with an exponent."""
     return f"{days:,.0f}" if days >= 100 else f"{days:.3g}"

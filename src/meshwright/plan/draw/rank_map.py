@@ -1,9 +1,9 @@
-"""Pictures of the rank map: which rank stands where on every axis, and on which node."""
+"""The rank map: the coordinate of every rank on every mesh axis, and its node; as text and as SVG."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 
+from meshwright import svg
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 
 NODES_SHOWN = 8
@@ -13,21 +13,21 @@ _STAGE_COLOURS = ("#cfe3f7", "#fde3c8", "#d9efd9", "#e9dcf3", "#fbd9df", "#fff1b
 
 @dataclass(frozen=True)
 class RankMap:
-    """A layout laid over nodes of equal size, rank after rank."""
+    """A layout on nodes of equal size, in the order of ranks."""
 
     parallel: ParallelSpec
     ranks_per_node: int
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that hold at least one rank."""
+        """Number of nodes with at least one rank."""
         return -(-self.parallel.num_ranks // self.ranks_per_node)
 
     @property
     def axes(self) -> list[str]:
-        """The axes that are cut, from outer to inner; ep last, because it borrows ranks of the others."""
-        cut = [axis for axis in MESH_ORDER if getattr(self.parallel, axis) > 1]
-        return cut + (["ep"] if self.parallel.ep > 1 else [])
+        """The axes with a degree above one, from outer to inner; ep last, as it borrows ranks of others."""
+        axes = [axis for axis in MESH_ORDER if getattr(self.parallel, axis) > 1]
+        return axes + (["ep"] if self.parallel.ep > 1 else [])
 
     def ranks_of_node(self, node: int) -> range:
         """The ranks on one node."""
@@ -36,7 +36,7 @@ class RankMap:
 
 
 def coordinates(parallel: ParallelSpec, rank: int) -> dict[str, int]:
-    """The place of a rank on every axis of the mesh, and among the ranks that share out the experts."""
+    """The coordinate of a rank on every mesh axis, and on ep."""
     found: dict[str, int] = {}
     for axis in reversed(MESH_ORDER):
         rank, found[axis] = divmod(rank, getattr(parallel, axis))
@@ -45,9 +45,9 @@ def coordinates(parallel: ParallelSpec, rank: int) -> dict[str, int]:
 
 
 def group_of(parallel: ParallelSpec, rank: int, axis: str) -> list[int]:
-    """The ranks that talk to this one along an axis: equal on all others."""
+    """The group of this rank along an axis: the ranks with the same coordinates on all other axes."""
     here = coordinates(parallel, rank)
-    if axis == "ep":  # consecutive places on dp_shard x cp, with the rest equal
+    if axis == "ep":  # consecutive coordinates on dp_shard x cp, all others equal
         place = here["dp_shard"] * parallel.cp + here["cp"]
         begin = place - place % parallel.ep
         return [rank + (other - place) * parallel.tp for other in range(begin, begin + parallel.ep)]
@@ -59,7 +59,7 @@ def group_of(parallel: ParallelSpec, rank: int, axis: str) -> list[int]:
 
 
 def nodes_spanned(drawn: RankMap, axis: str) -> int:
-    """The most nodes that one group of an axis touches."""
+    """The most nodes that one group of an axis spans."""
     parallel = drawn.parallel
     return max(
         len({rank // drawn.ranks_per_node for rank in group_of(parallel, first, axis)})
@@ -69,13 +69,13 @@ def nodes_spanned(drawn: RankMap, axis: str) -> int:
 
 
 def draw_text(drawn: RankMap) -> str:
-    """The map for a terminal, readable without colour."""
+    """The map as text, readable without colour."""
     parallel = drawn.parallel
     lines = [_title(drawn), ""]
     for node in range(min(drawn.num_nodes, NODES_SHOWN)):
         lines += [*_node_lines(drawn, node), ""]
     if drawn.num_nodes > NODES_SHOWN:
-        lines += [f"... and {drawn.num_nodes - NODES_SHOWN} more nodes in the same manner", ""]
+        lines += [_more_nodes(drawn), ""]
     for axis in drawn.axes:
         group = group_of(parallel, 0, axis)
         shown = " ".join(map(str, group[:8])) + (" ..." if len(group) > 8 else "")
@@ -95,56 +95,49 @@ def _title(drawn: RankMap) -> str:
     return f"{parallel.num_ranks} {ranks} on {drawn.num_nodes} x {drawn.ranks_per_node}: {degrees}{borrowed}"
 
 
+def _more_nodes(drawn: RankMap) -> str:
+    return f"... and {drawn.num_nodes - NODES_SHOWN} more nodes in the same order"
+
+
 def _node_lines(drawn: RankMap, node: int) -> Iterator[str]:
     ranks = drawn.ranks_of_node(node)
     yield f"node {node}"
     yield "        rank" + "".join(f"{rank:>{CELL_WIDTH}}" for rank in ranks)
     for axis in drawn.axes:
-        places = [coordinates(drawn.parallel, rank)[axis] for rank in ranks]
-        yield f"{axis:>12}" + "".join(f"{place:>{CELL_WIDTH}}" for place in places)
+        found = [coordinates(drawn.parallel, rank)[axis] for rank in ranks]
+        yield f"{axis:>12}" + "".join(f"{coordinate:>{CELL_WIDTH}}" for coordinate in found)
+
+
+CELL, LINE_HEIGHT, GAP, BOXES_PER_ROW = 104, 18, 8, 8
 
 
 def draw_svg(drawn: RankMap) -> str:
-    """The map as a picture: one box per rank, coloured by pipeline stage, tp neighbours side by side."""
-    shown = min(drawn.num_nodes, NODES_SHOWN)
-    columns = min(drawn.ranks_per_node, 8)
-    rows = -(-drawn.ranks_per_node // columns)
-    cell, line = 104, 18
-    box_height = 34 + line * max(1, len(drawn.axes))
-    node_height = 40 + rows * (box_height + 10)
-    width, height = 40 + columns * (cell + 8), 64 + shown * (node_height + 14) + 24
-    parts = [_label(20, 34, _title(drawn), size=17, weight=600)]
-    for node in range(shown):
+    """The map as an SVG file: one box per rank, coloured by pipeline rank, tp neighbours side by side."""
+    columns = min(drawn.ranks_per_node, BOXES_PER_ROW)
+    box_height = 34 + LINE_HEIGHT * max(1, len(drawn.axes))
+    node_height = 40 + -(-drawn.ranks_per_node // columns) * (box_height + 10)
+    num_shown = min(drawn.num_nodes, NODES_SHOWN)
+    width, height = 40 + columns * (CELL + GAP), 88 + num_shown * (node_height + 14)
+    parts = [svg.text(20, 34, _title(drawn), size=17, weight=600)]
+    for node in range(num_shown):
         top = 56 + node * (node_height + 14)
-        parts.append(_rect(14, top, width - 28, node_height, "#f7f8fa", "#c8ced6", radius=10))
-        parts.append(_label(26, top + 24, f"node {node}", size=13, weight=600))
+        parts.append(svg.rect(14, top, width - 28, node_height, rx=10, fill="panel", stroke="edge"))
+        parts.append(svg.text(26, top + 24, f"node {node}", weight=600))
         for index, rank in enumerate(drawn.ranks_of_node(node)):
-            x = 24 + index % columns * (cell + 8)
-            y = top + 36 + index // columns * (box_height + 10)
-            parts += _rank_box(drawn, rank, (x, y, cell, box_height), line)
-    if drawn.num_nodes > shown:
-        more = f"... and {drawn.num_nodes - shown} more nodes in the same manner"
-        parts.append(_label(26, height - 14, more, size=13, weight=400))
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, sans-serif">'
-    return "\n".join([head, _rect(0, 0, width, height, "#ffffff", "none"), *parts, "</svg>", ""])
+            row, column = divmod(index, columns)
+            place = (24 + column * (CELL + GAP), top + 36 + row * (box_height + 10))
+            parts += _rank_box(drawn, rank, place, box_height)
+    if drawn.num_nodes > num_shown:
+        parts.append(svg.text(26, height - 14, _more_nodes(drawn), fill="soft"))
+    return svg.document(parts, width, height, label=_title(drawn))
 
 
-def _rank_box(drawn: RankMap, rank: int, box: tuple[int, int, int, int], line: int) -> Iterator[str]:
-    x, y, width, height = box
-    places = coordinates(drawn.parallel, rank)
-    colour = _STAGE_COLOURS[places["pp"] % len(_STAGE_COLOURS)]
-    yield _rect(x, y, width, height, colour, "#8a94a0", radius=6)
-    yield _label(x + 10, y + 22, f"rank {rank}", size=14, weight=600)
+def _rank_box(drawn: RankMap, rank: int, place: tuple[float, float], height: float) -> Iterator[str]:
+    x, y = place
+    at = coordinates(drawn.parallel, rank)
+    fill = _STAGE_COLOURS[at["pp"] % len(_STAGE_COLOURS)]
+    yield svg.rect(x, y, CELL, height, rx=6, fill=fill, stroke="edge")
+    yield svg.text(x + 10, y + 22, f"rank {rank}", size=14, weight=600, fill=svg.ON_LIGHT)
     for index, axis in enumerate(drawn.axes):
-        yield _label(x + 10, y + 42 + index * line, f"{axis} {places[axis]}", size=12, weight=400)
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str, stroke: str, *, radius: int = 0) -> str:
-    place = f'x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}"'
-    return f'<rect {place} fill="{fill}" stroke="{stroke}"/>'
-
-
-def _label(x: float, y: float, words: str, *, size: int, weight: int) -> str:
-    style = f'font-size="{size}" font-weight="{weight}" fill="#1c232b"'
-    return f'<text x="{x}" y="{y}" {style}>{escape(words)}</text>'
+        label = f"{axis} {at[axis]}"
+        yield svg.text(x + 10, y + 42 + index * LINE_HEIGHT, label, size=12, fill=svg.ON_LIGHT)

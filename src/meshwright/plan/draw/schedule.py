@@ -1,25 +1,26 @@
-"""Pictures of a pipeline timeline: letters for a terminal, SVG for everything else."""
+"""Pictures of a pipeline timeline: text for a terminal, and SVG."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 
 from rich.text import Text
 
+from meshwright import svg
 from meshwright.plan.time.timeline import StageSeconds, TimedAction, Timeline, simulate
 from meshwright.plan.workload.schedules import PipelineShape, actions, peak_in_flight
 from meshwright.spec.parallel import Schedule
+from meshwright.svg import Scale
 
-KIND_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 KIND_COLOURS = {
     "F": ("#8db8e8", "#5a8fd0", "#3a6bab", "#264b80"),
     "B": ("#f3b27a", "#e58a3c", "#c0661c", "#8e4a12"),
     "I": ("#f7d58a", "#e9b84a", "#c4922a", "#93691a"),
     "W": ("#a5d6a7", "#6cb670", "#45904b", "#2d6a34"),
 }
-"""One column per stage of a rank, from the first to the last."""
-DARK_FROM_CHUNK = 2
-MOST_STAVES = 3
+"""Four shades per kind of action: later stages of a rank are darker."""
+DARK_FROM_SHADE = 2
+MOST_WRAPPED_LINES = 3
 """A drawing that wraps into more lines than this shows its beginning and its end."""
 KIND_STYLES = {
     "F": "black on #8db8e8",
@@ -31,34 +32,34 @@ KIND_STYLES = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A schedule with the times it is drawn at, in units of one forward of one stage."""
+    """A schedule with its timeline, in units of one forward of one stage."""
 
     schedule: Schedule
     shape: PipelineShape
     timeline: Timeline
     in_flight: tuple[float, ...]
-    """Per rank: most micro-batches of activations held at once, in stages."""
+    """Most micro-batches whose activations each rank keeps at the same time, counted per stage."""
 
     def chunk(self, stage: int) -> int:
-        """Which of its rank's stages this is, from 0."""
+        """The index of a stage among the stages of its rank."""
         return stage // self.shape.pp
 
     @property
     def title(self) -> str:
-        """Name and shape in words."""
+        """The schedule and its shape in one line."""
         shape = self.shape
         chunks = f", {shape.virtual_stages} stages each" if shape.virtual_stages > 1 else ""
         return f"{self.schedule}: {shape.pp} ranks{chunks}, {shape.num_microbatches} micro-batches"
 
     @property
     def summary(self) -> str:
-        """What the picture shows, in numbers."""
+        """Bubble and peak activations in one line."""
         timeline = self.timeline
-        held = max(self.in_flight) / self.shape.virtual_stages
+        peak = max(self.in_flight) / self.shape.virtual_stages
         return (
-            f"bubble {timeline.bubble_overhead:.1%} over the work "
+            f"bubble {timeline.bubble_overhead:.1%} of the compute time "
             f"({timeline.bubble_fraction:.1%} of all time idle); "
-            f"a rank holds at most {held:.3g} micro-batches of its activations"
+            f"activations of at most {peak:.3g} micro-batches per rank"
         )
 
 
@@ -71,7 +72,7 @@ def picture(
     backward_weight: float = 1.0,
     hop: float = 0.0,
 ) -> Picture:
-    """The schedule run with equal stages; by default a whole backward takes two forwards."""
+    """The picture of a schedule with equal stages; by default a full backward takes two forwards."""
     seconds = StageSeconds.uniform(
         shape.num_stages,
         forward=forward,
@@ -87,34 +88,34 @@ def picture(
 
 
 def draw_text(drawn: Picture, *, width: int = 100) -> Text:
-    """The timeline in letters, readable without colour; wrapped like lines of music where it is wide.
+    """The timeline as text, readable without colour.
 
-    Wide form, where it fits: `F3` is the forward of micro-batch 3. Otherwise one column per unit of
-    time, with what is done above and the micro-batch (and stage) below.
+    Where it fits, `F3` is the forward of micro-batch 3. Otherwise there is one column per unit of time, with
+    the kind of action above and the micro-batch (and stage) below, wrapped into several lines.
     """
     units = round(drawn.timeline.finish_seconds)
     label_width = len(f"rank {drawn.shape.pp - 1}  ")
     cell = len(str(drawn.shape.num_microbatches - 1)) + 2
     text = Text(f"{drawn.title}\n{drawn.summary}\n\n")
     if drawn.shape.virtual_stages == 1 and label_width + units * cell <= width:
-        text.append_text(_wide_rows(drawn, units, cell))
+        text.append_text(_labelled_rows(drawn, units, cell))
     else:
-        text.append_text(_narrow_rows(drawn, units, max(20, width - label_width)))
-    text.append(f"\n{_legend_words(drawn)}\n")
+        text.append_text(_column_rows(drawn, units, max(20, width - label_width)))
+    text.append(f"\n{_legend_text(drawn)}\n")
     return text
 
 
-def _legend_words(drawn: Picture) -> str:
-    kinds = [f"{kind} {KIND_WORDS[kind]}" for kind in _kinds(drawn)]
+def _legend_text(drawn: Picture) -> str:
+    kinds = [f"{kind} {KIND_NAMES[kind]}" for kind in _kinds(drawn)]
     return "  ".join([*kinds, "· idle"])
 
 
 def _kinds(drawn: Picture) -> list[str]:
     used = {timed.action.kind for rank in drawn.timeline.ranks for timed in rank}
-    return [kind for kind in KIND_WORDS if kind in used]
+    return [kind for kind in KIND_NAMES if kind in used]
 
 
-def _wide_rows(drawn: Picture, units: int, cell: int) -> Text:
+def _labelled_rows(drawn: Picture, units: int, cell: int) -> Text:
     text = Text()
     for rank, row in enumerate(drawn.timeline.ranks):
         text.append(f"rank {rank}  ")
@@ -130,16 +131,16 @@ def _wide_rows(drawn: Picture, units: int, cell: int) -> Text:
     return text
 
 
-def _narrow_rows(drawn: Picture, units: int, columns: int) -> Text:
+def _column_rows(drawn: Picture, units: int, columns: int) -> Text:
     text = Text()
-    staves = list(range(0, units, columns))
-    for first in staves if len(staves) <= MOST_STAVES else (staves[0], staves[-1]):
+    starts = list(range(0, units, columns))
+    for first in starts if len(starts) <= MOST_WRAPPED_LINES else (starts[0], starts[-1]):
         last = min(first + columns, units)
         if units > columns:
             text.append(f"time {first} to {last} of {units}\n", style="dim")
         for rank, row in enumerate(drawn.timeline.ranks):
             cells = list(_unit_cells(row, units))[first:last]
-            for name, line in _narrow_lines(drawn, rank, cells):
+            for name, line in _column_lines(drawn, rank, cells):
                 text.append(name)
                 text.append_text(line)
                 text.append("\n")
@@ -149,7 +150,7 @@ def _narrow_rows(drawn: Picture, units: int, columns: int) -> Text:
 
 
 def _unit_cells(row: tuple[TimedAction, ...], units: int) -> Iterator[TimedAction | None]:
-    """What a rank does in each unit of time; None is idle."""
+    """The action of a rank in each unit of time; None is idle."""
     cells: list[TimedAction | None] = [None] * units
     for timed in row:
         for unit in range(round(timed.start), round(timed.end)):
@@ -157,7 +158,7 @@ def _unit_cells(row: tuple[TimedAction, ...], units: int) -> Iterator[TimedActio
     return iter(cells)
 
 
-def _narrow_lines(drawn: Picture, rank: int, cells: list[TimedAction | None]) -> Iterator[tuple[str, Text]]:
+def _column_lines(drawn: Picture, rank: int, cells: list[TimedAction | None]) -> Iterator[tuple[str, Text]]:
     label = f"rank {rank}".ljust(len(f"rank {drawn.shape.pp - 1}  "))
     blank = " " * len(label)
     yield label, _styled(cells, ["·" if timed is None else timed.action.kind for timed in cells])
@@ -183,118 +184,98 @@ def _digit(number: int) -> str:
 
 # SVG -------------------------------------------------------------------------------------------------
 
-MARGIN, ROW_HEIGHT, ROW_GAP, HEADER, FOOTER = 24, 30, 6, 74, 62
-LABEL_WIDTH, HELD_WIDTH = 58, 120
-FONT = "font-family='-apple-system, Segoe UI, Helvetica Neue, Arial, sans-serif'"
+WIDTH, MARGIN, ROW_HEIGHT, ROW_GAP, HEADER, FOOTER = 1200, 24, 30, 6, 74, 62
+LABEL_WIDTH, PEAK_WIDTH, PEAK_BAR = 58, 120, 60
+LEFT, PLOT_WIDTH = MARGIN + LABEL_WIDTH, WIDTH - 2 * MARGIN - LABEL_WIDTH - PEAK_WIDTH
 
 
-def draw_svg(drawn: Picture, *, width: int = 1200) -> str:
-    """The timeline as one self-contained SVG file."""
-    plot = width - 2 * MARGIN - LABEL_WIDTH - HELD_WIDTH
-    scale = plot / drawn.timeline.finish_seconds
-    height = HEADER + drawn.shape.pp * (ROW_HEIGHT + ROW_GAP) + FOOTER
+def draw_svg(drawn: Picture) -> str:
+    """The timeline as an SVG file."""
+    return svg.document(_svg_parts(drawn), WIDTH, _height(drawn), label=drawn.title)
+
+
+def inline_svg(drawn: Picture) -> str:
+    """The timeline inside a page."""
+    return svg.inline(_svg_parts(drawn), WIDTH, _height(drawn), label=drawn.title)
+
+
+def _height(drawn: Picture) -> int:
+    return HEADER + drawn.shape.pp * (ROW_HEIGHT + ROW_GAP) + FOOTER
+
+
+def _svg_parts(drawn: Picture) -> list[str]:
+    peak_x = WIDTH - MARGIN - PEAK_WIDTH + 16
+    scale = Scale(0.0, drawn.timeline.finish_seconds, LEFT, LEFT + PLOT_WIDTH)
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' {FONT}>",
-        f"<rect width='{width}' height='{height}' fill='#ffffff'/>",
-        _svg_text(MARGIN, 32, drawn.title, size=18, weight=600, colour="#1c2733"),
-        _svg_text(MARGIN, 54, drawn.summary, size=13, colour="#56636f"),
-        _svg_text(width - MARGIN - HELD_WIDTH + 16, 66, "held at once", size=11, colour="#7b8794"),
+        svg.text(MARGIN, 32, drawn.title, size=18, weight=600),
+        svg.text(MARGIN, 54, drawn.summary, fill="soft"),
+        svg.text(peak_x, 66, "peak in flight", size=11, fill="faint"),
     ]
     for rank in range(drawn.shape.pp):
-        parts += _svg_row(drawn, rank, scale, plot)
-    parts += _svg_axis(drawn, scale, height)
-    parts += _svg_legend(drawn, height)
-    return "\n".join([*parts, "</svg>", ""])
+        top = HEADER + rank * (ROW_HEIGHT + ROW_GAP)
+        middle = top + ROW_HEIGHT / 2 + 4.5
+        parts.append(svg.text(MARGIN, middle, f"rank {rank}", fill="soft"))
+        parts.append(svg.rect(LEFT, top, PLOT_WIDTH, ROW_HEIGHT, rx=3, fill="empty"))
+        parts += [part for timed in drawn.timeline.ranks[rank] for part in _action(drawn, timed, top, scale)]
+        parts += _peak(drawn, rank, peak_x, top)
+    bottom = _height(drawn) - FOOTER
+    return [*parts, *_time_axis(drawn, scale, bottom), *_svg_legend(drawn, bottom + 46)]
 
 
-def _svg_text(
-    x: float, y: float, words: str, *, size: int, weight: int = 400, colour: str, anchor: str = "start"
-) -> str:
-    style = f"font-size='{size}' font-weight='{weight}' fill='{colour}' text-anchor='{anchor}'"
-    return f"<text x='{x:.1f}' y='{y:.1f}' {style}>{escape(words)}</text>"
-
-
-def _svg_row(drawn: Picture, rank: int, scale: float, plot: float) -> list[str]:
-    top = HEADER + rank * (ROW_HEIGHT + ROW_GAP)
-    left, middle = MARGIN + LABEL_WIDTH, top + ROW_HEIGHT / 2 + 4.5
-    parts = [
-        _svg_text(MARGIN, middle, f"rank {rank}", size=13, colour="#3c4854"),
-        f"<rect x='{left}' y='{top}' width='{plot:.1f}' height='{ROW_HEIGHT}' rx='3' fill='#eef1f4'/>",
-    ]
-    for timed in drawn.timeline.ranks[rank]:
-        parts.append(_svg_action(drawn, timed, left, top, scale))
-    return parts + _svg_held(drawn, rank, left + plot + 16, top)
-
-
-def _svg_action(drawn: Picture, timed: TimedAction, left: float, top: float, scale: float) -> str:
+def _action(drawn: Picture, timed: TimedAction, top: float, scale: Scale) -> Iterator[str]:
+    """The box of one action, with its micro-batch where that fits."""
     kind, stage, microbatch = timed.action
-    chunk = drawn.chunk(stage)
-    x, width = left + timed.start * scale, (timed.end - timed.start) * scale
+    shade = _shade(drawn.chunk(stage), drawn.shape.virtual_stages)
+    x = scale.place(timed.start)
+    width = scale.place(timed.end) - x
     gap = min(1.0, width * 0.12)
-    colour = KIND_COLOURS[kind][_shade(chunk, drawn.shape.virtual_stages)]
-    tip = f"{KIND_WORDS[kind]}, micro-batch {microbatch}, stage {stage}"
-    box = (
-        f"<rect x='{x:.2f}' y='{top}' width='{width - gap:.2f}' height='{ROW_HEIGHT}' rx='2' "
-        f"fill='{colour}'><title>{tip}</title></rect>"
-    )
+    tip = f"{KIND_NAMES[kind]}, micro-batch {microbatch}, stage {stage}"
+    yield svg.rect(x, top, width - gap, ROW_HEIGHT, rx=2, fill=KIND_COLOURS[kind][shade], title=tip)
     label = str(microbatch)
-    if width < 6.5 * len(label) + 3:
-        return box
-    ink = "#ffffff" if _shade(chunk, drawn.shape.virtual_stages) >= DARK_FROM_CHUNK else "#1c2733"
-    x_middle, y_middle = x + (width - gap) / 2, top + ROW_HEIGHT / 2 + 4
-    return box + _svg_text(x_middle, y_middle, label, size=11, colour=ink, anchor="middle")
+    if width >= 6.5 * len(label) + 3:
+        ink = svg.ON_DARK if shade >= DARK_FROM_SHADE else svg.ON_LIGHT
+        middle = x + (width - gap) / 2
+        yield svg.text(middle, top + ROW_HEIGHT / 2 + 4, label, size=11, fill=ink, anchor="middle")
 
 
 def _shade(chunk: int, virtual_stages: int) -> int:
-    """Spread the stages of a rank over the four shades."""
+    """The shade of a rank's stage: its stages are spread over the four shades."""
     if virtual_stages <= 2:
         return chunk * 2 if virtual_stages == 2 else 0
     return chunk * 3 // (virtual_stages - 1)
 
 
-def _svg_held(drawn: Picture, rank: int, left: float, top: float) -> list[str]:
-    """A bar and a number: micro-batches of activations the rank holds at its worst moment."""
-    most = max(drawn.in_flight)
-    held = drawn.in_flight[rank] / drawn.shape.virtual_stages
-    width = 60 * drawn.in_flight[rank] / most
+def _peak(drawn: Picture, rank: int, left: float, top: float) -> list[str]:
+    """A bar and a number: most micro-batches whose activations the rank keeps at the same time."""
+    share = drawn.in_flight[rank] / max(drawn.in_flight)
+    count = drawn.in_flight[rank] / drawn.shape.virtual_stages
     return [
-        f"<rect x='{left:.1f}' y='{top + 9}' width='60' height='12' rx='6' fill='#eef1f4'/>",
-        f"<rect x='{left:.1f}' y='{top + 9}' width='{width:.1f}' height='12' rx='6' fill='#8a97a5'/>",
-        _svg_text(left + 68, top + ROW_HEIGHT / 2 + 4.5, f"{held:.3g}", size=12, colour="#3c4854"),
+        svg.rect(left, top + 9, PEAK_BAR, 12, rx=6, fill="empty"),
+        svg.rect(left, top + 9, PEAK_BAR * share, 12, rx=6, fill="faint"),
+        svg.text(left + PEAK_BAR + 8, top + ROW_HEIGHT / 2 + 4.5, f"{count:.3g}", size=12, fill="soft"),
     ]
 
 
-def _svg_axis(drawn: Picture, scale: float, height: int) -> list[str]:
-    finish = drawn.timeline.finish_seconds
-    step = next(size for size in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if finish / size <= 16)
-    left, y = MARGIN + LABEL_WIDTH, height - FOOTER + 14
-    parts: list[str] = []
-    tick = 0
-    while tick <= finish:
-        x = left + tick * scale
-        parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{y - 14}' y2='{y - 9}' stroke='#a9b4bf'/>")
-        parts.append(_svg_text(x, y + 3, str(tick), size=11, colour="#7b8794", anchor="middle"))
-        tick += step
-    return [*parts, _svg_text(MARGIN, y + 3, "time", size=11, colour="#7b8794")]
-
-
-def _svg_legend(drawn: Picture, height: int) -> list[str]:
-    x, y = float(MARGIN + LABEL_WIDTH), height - 16
-    parts: list[str] = []
-    entries = [(KIND_COLOURS[kind], KIND_WORDS[kind]) for kind in _kinds(drawn)]
-    for colours, words in [*entries, (("#eef1f4",), "idle")]:
-        shades = dict.fromkeys(_legend_shades(colours, drawn.shape.virtual_stages))
-        for shade in shades:
-            parts.append(f"<rect x='{x:.1f}' y='{y - 11}' width='14' height='14' rx='2' fill='{shade}'/>")
-            x += 15
-        parts.append(_svg_text(x + 5, y, words, size=12, colour="#3c4854"))
-        x += 24 + 6.4 * len(words)
-    if drawn.shape.virtual_stages > 1:
-        parts.append(_svg_text(x + 6, y, "darker: later stage of the rank", size=12, colour="#7b8794"))
+def _time_axis(drawn: Picture, scale: Scale, y: float) -> list[str]:
+    parts = [svg.text(MARGIN, y + 17, "time", size=11, fill="faint")]
+    for tick in svg.round_ticks(0.0, drawn.timeline.finish_seconds, about=12):
+        x = scale.place(tick)
+        parts.append(svg.line((x, y), (x, y + 5), stroke="faint"))
+        parts.append(svg.text(x, y + 17, f"{tick:g}", size=11, fill="faint", anchor="middle"))
     return parts
 
 
-def _legend_shades(colours: tuple[str, ...], virtual_stages: int) -> list[str]:
-    if len(colours) == 1:
-        return [colours[0]]
-    return [colours[_shade(chunk, virtual_stages)] for chunk in range(virtual_stages)]
+def _svg_legend(drawn: Picture, y: float) -> list[str]:
+    stages, x = drawn.shape.virtual_stages, float(LEFT)
+    shades = list(dict.fromkeys(_shade(chunk, stages) for chunk in range(stages)))
+    entries = [(KIND_NAMES[kind], [KIND_COLOURS[kind][shade] for shade in shades]) for kind in _kinds(drawn)]
+    parts: list[str] = []
+    for name, colours in [*entries, ("idle", ["empty"])]:
+        for colour in colours:
+            parts.append(svg.rect(x, y - 11, 14, 14, rx=2, fill=colour))
+            x += 15
+        parts.append(svg.text(x + 5, y, name, size=12, fill="soft"))
+        x += 24 + 6.4 * len(name)
+    if stages > 1:
+        parts.append(svg.text(x + 6, y, "darker: later stage of the rank", size=12, fill="faint"))
+    return parts

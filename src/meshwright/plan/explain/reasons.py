@@ -1,24 +1,23 @@
-"""Why this layout, in the words of the ladder: one device, data parallel, ZeRO, tensor, pipeline, more.
+"""Why this layout, technique by technique: data parallel, ZeRO, tp, pp, cp, ep, recompute, offload.
 
-Every sentence rests on a number that was priced: what the rung below would need or take.
+Every sentence has a number that was priced: what the layout would need or take without the technique.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from meshwright.plan.search.allow import default_of
-from meshwright.plan.search.decision import Candidate, Plan
-from meshwright.plan.search.pins import Pins
+from meshwright.plan.explain.what_if import Change, what_if, with_columns
+from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.question import Question, price_memory
-from meshwright.plan.search.search import TIE_FRACTION, search
-from meshwright.plan.search.space import least_memory, meshes
-from meshwright.plan.workload.layouts import FULL, Layouts, layouts
+from meshwright.plan.search.search import TIE_FRACTION, least_bytes
+from meshwright.plan.workload.layouts import FULL, layouts
 from meshwright.units import show_bytes, show_count, show_seconds
 
 STATE_ITEMS = ("weights", "gradients", "master", "optimizer")
-SHARED_BY_ZERO = {
+SHARDED_BY_ZERO = {
     1: "optimizer states are",
     2: "optimizer states and gradients are",
     3: "optimizer states, gradients and weights are",
@@ -26,155 +25,131 @@ SHARED_BY_ZERO = {
 
 
 def explain(plan: Plan) -> list[str]:
-    """The reasons, from the bottom of the ladder up."""
+    """The reasons for the chosen layout, one sentence or two for each technique that it uses."""
     best = plan.best
     return [
         *_state(best),
-        *_data_parallel(plan),
-        *_technique(plan, "tp", _tp_words(best)),
-        *_technique(plan, "pp", _pp_words(best)),
-        *_technique(plan, "cp", _cp_words(best)),
-        *_technique(plan, "ep", _ep_words(best)),
-        *_recompute(plan),
-        *_offload(plan),
-        *_formats(plan),
+        *_data_parallel(best),
+        *_technique(plan, "tp", _tp_text(best)),
+        *_technique(plan, "pp", _pp_text(best)),
+        *_technique(plan, "cp", _cp_text(best)),
+        *_technique(plan, "ep", _ep_text(best)),
+        *_recompute(best),
+        *_offload(best),
+        *_numerics(plan),
         *_idle(plan),
     ]
 
 
-def state_bytes(candidate: Candidate) -> float:
-    """Weights, gradients and optimizer states of the fullest rank."""
-    items = candidate.memory_items[candidate.peak_stage]
-    return sum(items.get(name, 0.0) for name in STATE_ITEMS)
-
-
 def full_state_bytes(question: Question) -> float:
-    """The same for the whole model on one device."""
+    """Bytes of weights, gradients and optimizer states of the full model on one device."""
     found = price_memory(question, layouts(num_microbatches=2))
     return float(sum(found.items[name][0, 0] for name in STATE_ITEMS if name in found.items))
 
 
 def _state(best: Candidate) -> Iterator[str]:
-    question = best.question
-    whole, room = full_state_bytes(question), question.cluster.device.memory_bytes
-    each = whole / question.work.counts.total
-    family, total = question.run.model.family, show_count(question.work.counts.total)
-    state = f"{family} has {total} parameters; their whole state ({each:.0f} B each) is {show_bytes(whole)}"
-    device = f"{question.cluster.device.title}, {show_bytes(room)}"
+    question, device = best.question, best.question.cluster.device
+    full, count = full_state_bytes(question), question.workload.counts.total
+    state = (
+        f"{question.run.model.family} has {show_count(count)} parameters; "
+        f"their full state ({full / count:.0f} B each) is {show_bytes(full)}"
+    )
+    memory = f"{device.title}, {show_bytes(device.memory_bytes)}"
     if best.num_ranks == 1:
+        host = "with host memory " if best.run.memory.offload else ""
         need = f"with activations {show_bytes(best.device_bytes)}"
-        moved = "with host memory " if best.run.memory.offload else ""
-        yield f"{state}, and {moved}{need}: it fits on one device ({device})."
+        yield f"{state}, and {host}{need}: it fits on one device ({memory})."
     else:
-        fits = "fits on" if whole < room else "does not fit on"
-        yield f"{state}, which {fits} one device ({device})."
+        fits = "fits on" if full < device.memory_bytes else "does not fit on"
+        yield f"{state}, which {fits} one device ({memory})."
 
 
-def _data_parallel(plan: Plan) -> Iterator[str]:
-    best, at = plan.best, plan.best.at
-    dp, zero = int(at.dp[0]), int(at.zero[0])
-    if best.num_ranks == 1 or dp * int(at.cp[0]) == 1:
+def _data_parallel(best: Candidate) -> Iterator[str]:
+    parallel = best.run.parallel
+    if best.num_ranks == 1 or parallel.dp * parallel.cp == 1:
         return
-    if zero == 0:
-        yield from _ddp_words(best, dp)
+    if parallel.zero == 0:
+        yield _ddp_text(best)
         return
-    shards = int(at.shards[0])
-    across = f" in {int(at.dp_replicate[0])} replicas" if int(at.dp_replicate[0]) > 1 else ""
+    across = f" in {parallel.dp_replicate} replicas" if parallel.dp_replicate > 1 else ""
+    items = best.memory_items[best.peak_stage]
+    state = show_bytes(sum(items.get(name, 0.0) for name in STATE_ITEMS))
     yield (
-        f"ZeRO-{zero}: {SHARED_BY_ZERO[zero]} shared over {shards} ranks{across}, "
-        f"which leaves {show_bytes(state_bytes(best))} of state per rank. {_lower_zero(plan, zero)}"
+        f"ZeRO-{parallel.zero}: {SHARDED_BY_ZERO[parallel.zero]} sharded over "
+        f"{parallel.dp_shard * parallel.cp} ranks{across}, which leaves {state} of state per rank. "
+        f"{_lower_zero(best)}"
     )
 
 
-def _ddp_words(best: Candidate, dp: int) -> Iterator[str]:
-    shared = Candidate(best.question, _shared(best.at))
-    saved = show_bytes(best.device_bytes - shared.device_bytes)
-    alone = int(best.at.tp[0]) * int(best.at.pp[0]) * int(best.at.cp[0]) == 1
-    what = "The whole state fits on one GPU" if alone else "The state of each cut fits on its GPU"
-    margin = "" if shared.step_seconds >= best.step_seconds else f" (to within {TIE_FRACTION:.0%})"
-    yield f"{what}: DDP over {dp} ranks is fastest{margin}; ZeRO-1 would save {saved} you do not need."
-
-
-def _shared(at: Layouts) -> Layouts:
-    return replace(at, zero=at.zero * 0 + 1, dp_shard=at.dp_replicate, dp_replicate=at.dp_shard)
-
-
-def _lower_zero(plan: Plan, zero: int) -> str:
-    """What one ZeRO stage less would mean for this very layout."""
-    at = plan.best.at
-    lower = replace(at, zero=at.zero - 1)
-    if zero == 1:
-        lower = replace(lower, dp_shard=at.dp_shard * 0 + 1, dp_replicate=at.dp)
-    candidate = Candidate(plan.question, lower)
-    name = f"ZeRO-{zero - 1}" if zero > 1 else "DDP"
-    need = f"{show_bytes(candidate.device_bytes)}"
-    if not candidate.fits:
-        return f"{name} would need {need} per rank and does not fit."
-    slower = candidate.step_seconds / plan.best.step_seconds - 1.0
+def _ddp_text(best: Candidate) -> str:
+    parallel = best.run.parallel
+    sharded = what_if(
+        with_columns(best, "ZeRO-1", zero=1, dp_shard=parallel.dp_replicate, dp_replicate=parallel.dp_shard)
+    )
+    saved = show_bytes(best.device_bytes - sharded.device_bytes)
+    unsharded = parallel.tp * parallel.pp * parallel.cp == 1
+    what = "The full state fits on one GPU" if unsharded else "The sharded state fits on each GPU"
+    margin = "" if sharded.step_seconds >= best.step_seconds else f" (to within {TIE_FRACTION:.0%})"
     return (
-        f"{name} would fit ({need}) but is {slower:.1%} slower."
-        if slower > 0
-        else f"{name} would need {need}."
+        f"{what}: DDP over {parallel.dp} ranks is fastest{margin}; ZeRO-1 would save {saved} you do not need."
     )
 
 
-@dataclass(frozen=True)
-class _Without:
-    """The best that can be done when one axis may not be cut."""
-
-    step_seconds: float | None
-    least_bytes: float
-
-
-def _without(plan: Plan, axis: str) -> _Without:
-    priced = plan.found.fitting
-    whole = getattr(priced.layouts, axis) == 1
-    if whole.any():
-        return _Without(float(priced.step_seconds[whole].min()), 0.0)
-    allowed = {**plan.question.pins.allowed, axis: (1,)}
-    pins = Pins(allowed, plan.question.pins.said, plan.question.pins.overrides)
-    question = replace(plan.question, pins=pins)
-    found = search(question)
-    if len(found.fitting):
-        return _Without(float(found.fitting.step_seconds.min()), 0.0)
-    return _Without(None, least_bytes(question))
+def _lower_zero(best: Candidate) -> str:
+    """What one ZeRO stage less would mean for this layout."""
+    parallel = best.run.parallel
+    name = f"ZeRO-{parallel.zero - 1}" if parallel.zero > 1 else "DDP"
+    unsharded = {} if parallel.zero > 1 else {"dp_shard": 1, "dp_replicate": parallel.dp}
+    lower = what_if(with_columns(best, name, zero=parallel.zero - 1, **unsharded))
+    need = show_bytes(lower.device_bytes)
+    if not lower.fits:
+        return f"{name} would need {need} per rank and does not fit."
+    slower = lower.step_seconds / best.step_seconds - 1.0
+    if slower > 0:
+        return f"{name} would fit ({need}) but is {slower:.1%} slower."
+    return f"{name} would need {need}."
 
 
-def least_bytes(question: Question) -> float:
-    """What the least_memory layout of a question reserves, with host memory; infinite when it has none."""
-    question = replace(question, offloads=question.may_offload)
-    table = meshes(question.space, range(1, question.cluster.num_devices + 1))
-    if len(table["tp"]) == 0:
-        return float("inf")
-    return float(price_memory(question, least_memory(question.space, table)).peak_device_bytes.min())
-
-
-def _technique(plan: Plan, axis: str, words: str) -> Iterator[str]:
-    if int(getattr(plan.best.at, axis)[0]) == 1:
+def _technique(plan: Plan, axis: str, text: str) -> Iterator[str]:
+    """An axis that the layout uses, and the best layout without it."""
+    if getattr(plan.best.run.parallel, axis) == 1:
         return
     if axis in plan.question.pins.allowed:
-        yield f"{words} It is pinned."
+        yield f"{text} It is pinned."
         return
-    other = _without(plan, axis)
-    if other.step_seconds is None:
-        needs = (
-            f"at least {show_bytes(other.least_bytes)} per device"
-            if np.isfinite(other.least_bytes)
-            else "more"
-        )
-        yield f"{words} Without it nothing fits: {needs} would be needed."
-        return
-    slower = other.step_seconds / plan.best.step_seconds - 1.0
-    yield f"{words} Without it the best step takes {show_seconds(other.step_seconds)} ({slower:+.1%})."
+    seconds = _seconds_without(plan, axis)
+    if np.isfinite(seconds):
+        slower = seconds / plan.best.step_seconds - 1.0
+        yield f"{text} Without it the best step takes {show_seconds(seconds)} ({slower:+.1%})."
+    else:
+        need = least_bytes(_question_without(plan, axis))
+        is_clear = plan.question.memory_budget_bytes < need < np.inf
+        needs = f": at least {show_bytes(need)} per device would be needed" if is_clear else ""
+        yield f"{text} Without it nothing fits{needs}."
 
 
-def _tp_words(best: Candidate) -> str:
-    tp, per_node = int(best.at.tp[0]), best.question.cluster.devices_per_node
+def _seconds_without(plan: Plan, axis: str) -> float:
+    """The fastest step without an axis, of the priced layouts or of a new search; infinite if none fits."""
+    priced = plan.result.fitting
+    without = getattr(priced.layouts, axis) == 1
+    if without.any():
+        return float(priced.step_seconds[without].min())
+    outcome = what_if(Change(f"{axis}=1", _question_without(plan, axis)))
+    return outcome.closed_form_seconds if outcome.fits else np.inf
+
+
+def _question_without(plan: Plan, axis: str) -> Question:
+    pins = plan.question.pins
+    return replace(plan.question, pins=replace(pins, allowed={**pins.allowed, axis: (1,)}))
+
+
+def _tp_text(best: Candidate) -> str:
+    tp, per_node = best.run.parallel.tp, best.question.cluster.devices_per_node
     place = f"inside the {per_node} GPUs of a node" if tp <= per_node else "ACROSS nodes"
-    return f"tp={tp}: layers are cut (with sequence parallel between them) {place}."
+    return f"tp={tp}: layers are sharded, with sequence parallel between them, {place}."
 
 
-def _pp_words(best: Candidate) -> str:
+def _pp_text(best: Candidate) -> str:
     parallel = best.run.parallel
     chunks = f", {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     bubble = best.seconds_items.get("bubble", 0.0) / best.step_seconds
@@ -184,76 +159,76 @@ def _pp_words(best: Candidate) -> str:
     )
 
 
-def _cp_words(best: Candidate) -> str:
+def _cp_text(best: Candidate) -> str:
     parallel, length = best.run.parallel, best.question.run.data.sequence_length
     share = f"{length // parallel.cp} of {length} positions"
-    return f"cp={parallel.cp} ({parallel.cp_kind}): each rank holds {share}."
+    return f"cp={parallel.cp} ({parallel.cp_kind}): each rank has {share}."
 
 
-def _ep_words(best: Candidate) -> str:
-    moe = best.question.run.model.moe
+def _ep_text(best: Candidate) -> str:
+    moe, ep = best.question.run.model.moe, best.run.parallel.ep
     experts = moe.num_experts if moe else 0
-    ep = int(best.at.ep[0])
     share = f"{experts // ep} of {experts} experts"
-    return f"ep={ep}: each rank holds {share}, on ranks borrowed from data parallelism."
+    return f"ep={ep}: each rank has {share}, on ranks borrowed from data parallelism."
 
 
-def _recompute(plan: Plan) -> Iterator[str]:
-    best = plan.best
-    bits = int(best.at.recompute[0])
-    if bits == 0:
+def _recompute(best: Candidate) -> Iterator[str]:
+    memory = best.run.memory
+    if memory.recompute == "none":
         return
-    kept = Candidate(plan.question, replace(best.at, recompute=best.at.recompute * 0))
-    every = int(best.at.recompute_every[0])
-    where = "every layer" if every == 1 else f"one layer in {every}"
-    word = "" if bits == FULL else "the cheap part of "
+    where = "every layer" if memory.recompute_every == 1 else f"one layer in {memory.recompute_every}"
+    part = "" if int(best.layout.recompute[0]) == FULL else "the cheap part of "
     share = best.seconds_items.get("recompute", 0.0) / best.step_seconds
-    without = f"keeping everything would need {show_bytes(kept.device_bytes)}"
-    if kept.fits:
-        without += f" and take {show_seconds(kept.step_seconds)} per step"
-    again = f"{word}{where} is computed again in the backward pass"
-    yield f"Recompute: {again}, {share:.1%} of the step; {without}."
-
-
-def _offload(plan: Plan) -> Iterator[str]:
-    best = plan.best
-    moved = best.run.memory.offload
-    if not moved:
-        return
-    kept = Candidate(plan.question, replace(best.at, offload=best.at.offload * 0))
-    share = best.seconds_items.get("offload", 0.0) / best.step_seconds
-    host = sum(best.host_items[best.peak_stage].values())
+    without = what_if(with_columns(best, "recompute=none", recompute=0))
+    need = f"keeping all activations would need {show_bytes(without.device_bytes)}"
+    if without.fits:
+        need += f" and take {show_seconds(without.step_seconds)} per step"
     yield (
-        f"Offload of {' and '.join(moved)}: {show_bytes(host)} per rank in host memory; the copies show for "
-        f"{share:.1%} of the step. On the device this layout would need {show_bytes(kept.device_bytes)}"
-        + (f" and take {show_seconds(kept.step_seconds)}." if kept.fits else ".")
+        f"Recompute (activation checkpointing): {part}{where} is recomputed in the backward pass, "
+        f"{share:.1%} of the step; {need}."
     )
 
 
-def _formats(plan: Plan) -> Iterator[str]:
-    """What was taken of what is allowed, each with what this very layout would be without it."""
-    best = plan.best
+def _offload(best: Candidate) -> Iterator[str]:
+    offload = best.run.memory.offload
+    if not offload:
+        return
+    without = what_if(with_columns(best, "offload=none", offload=0))
+    exposed = best.seconds_items.get("offload", 0.0) / best.step_seconds
+    seconds = f" and take {show_seconds(without.step_seconds)}" if without.fits else ""
+    yield (
+        f"Offload of {' and '.join(offload)}: {show_bytes(best.host_bytes)} per rank in host memory; exposed "
+        f"copies take {exposed:.1%} of the step. Without offload this layout would need "
+        f"{show_bytes(without.device_bytes)} per device{seconds}."
+    )
+
+
+def _numerics(plan: Plan) -> Iterator[str]:
+    """The allowed changes that the plan makes, each with this layout without it."""
+    run = plan.best.question.run
     for change in plan.changes:
         section, name = change.key.split(".")
-        spec = getattr(best.question.run, section)
-        plain = spec.model_copy(update={name: default_of(change)})
-        question = replace(best.question, run=best.question.run.model_copy(update={section: plain}))
-        without = Candidate(question, best.at)
+        plain = getattr(run, section).model_copy(update={name: change.default})
+        question = replace(plan.best.question, run=run.model_copy(update={section: plain}))
+        without = what_if(Change(change.name, question, plan.best.layout))
         seconds, need = show_seconds(without.step_seconds), show_bytes(without.device_bytes)
-        other = f"take {seconds} per step and need {need}" + ("" if without.fits else ", and not fit")
-        yield f"{change.said()}, as allowed ({change.meaning}): without it this layout would {other}."
-    left = [word for word in plan.question.allow if word not in {change.word for change in plan.changes}]
-    if left:
+        does_not_fit = "" if without.fits else ", and not fit"
         yield (
-            f"Allowed and not taken: {', '.join(left)}; no plan with more of a change is "
-            f"{TIE_FRACTION:.0%} better."
+            f"{change.setting}, as allowed ({change.meaning}): without it this layout would take {seconds} "
+            f"per step and need {need}{does_not_fit}."
         )
+    used = {change.name for change in plan.changes}
+    unused = [name for name in plan.question.allow if name not in used]
+    if unused:
+        better = f"no plan with more changes is {TIE_FRACTION:.0%} better"
+        yield f"Allowed but not used: {', '.join(unused)}; {better}."
 
 
 def _idle(plan: Plan) -> Iterator[str]:
-    idle = plan.question.cluster.num_devices - plan.best.num_ranks
-    if idle <= 0:
-        return
-    speed = plan.question.objective == "speed"
-    reason = "no layout that uses them is faster" if speed else f"the objective is {plan.question.objective}"
-    yield f"{idle} of {plan.question.cluster.num_devices} devices stay idle: {reason}."
+    objective, devices = plan.question.objective, plan.question.cluster.num_devices
+    idle = devices - plan.best.num_ranks
+    if idle > 0:
+        reason = (
+            "no layout that uses them is faster" if objective == "speed" else f"the objective is {objective}"
+        )
+        yield f"{idle} of {devices} devices stay idle: {reason}."

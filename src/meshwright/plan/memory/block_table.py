@@ -1,7 +1,7 @@
 """The kept tensors and peaks of one block of every kind, as `block_table.json` has them from the trace.
 
 The file is written by `python -m meshwright.rehearse.block_table` and never by hand. It has halves of
-blocks (attention, MLP) by mode (compiled, recompute, weights, matmul format, tp). Here two halves become one block.
+blocks (attention, MLP) by mode: compiled, recompute, weights, matmul format, tp. Here two halves become one.
 """
 
 import json

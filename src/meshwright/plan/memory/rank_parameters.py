@@ -35,6 +35,7 @@ class RankParameters:
 
 
 def rank_parameters(work: Workload, at: Layouts, stack: Framework) -> RankParameters:
+    """Parameters of the three ranks of every layout."""
     counts = work.counts
     split = (
         operators.runtime_stage_layers(work, at)

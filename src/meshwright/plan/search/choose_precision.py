@@ -1,95 +1,83 @@
-"""In which of the allowed formats a run is planned: the least change that is as good as the best of all.
+"""Chooses number formats and optimizer among the allowed ones: the least change that is as good as any.
 
-The corners of what is allowed are searched whole. What lies between them is priced on the layouts that the
-corners kept, which decides whether less of a change would do; what is chosen is then searched whole too.
+The corners of what is allowed are searched in full. The variants between them are priced on the best layouts
+of the corners, which shows whether less of a change is enough. The chosen variant is then searched in full.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.plan.search.allow import NumericsChange, Variant, corners, variants
-from meshwright.plan.search.question import Priced, Question, fitting_rows, price
+from meshwright.plan.search.question import Question, fitting_rows, price, price_memory
 from meshwright.plan.search.search import TIE_FRACTION, SearchResult, concatenate, search
 from meshwright.plan.workload.layouts import Layouts
 
-MAX_ROWS_BETWEEN = 4000
-"""Of each corner, the best of its layouts on which the variants between are priced."""
+MAX_CORNER_ROWS = 4000
+"""How many of the best layouts of each corner the variants between are priced on."""
 
 
 @dataclass(frozen=True)
 class ChosenPrecision:
-    """The formats that were settled on, and what was found in them."""
+    """The chosen number formats and optimizer, and the result of the search with them."""
 
     question: Question
-    found: SearchResult
+    result: SearchResult
     changes: tuple[NumericsChange, ...] = ()
     best_score: float = np.inf
-    """Of the objective, over everything that is allowed."""
-
-
-def with_run(question: Question, variant: Variant) -> Question:
-    """The question about this variant, nothing else allowed."""
-    return replace(question, run=variant.run)
-
-
-def allowed_variants(question: Question) -> list[Variant]:
-    """The run as asked, and in every combination that is allowed."""
-    return variants(question.run, question.allow, question.pins.overrides, question.cluster.device)
+    """The best score of the objective over everything that is allowed."""
 
 
 def corner_questions(question: Question) -> list[Question]:
-    """What has to be searched to know the best that the allowed formats can give."""
-    return [with_run(question, each) for each in corners(allowed_variants(question))]
+    """The questions whose searches find the best that the allowed changes can give."""
+    return [corner.question for corner in corners(variants(question))]
 
 
 def choose_precision(question: Question) -> ChosenPrecision:
-    """Search what is allowed; where nothing fits, what was found in the formats that come closest."""
-    listed = allowed_variants(question)
-    searched = {id(each): search(with_run(question, each)) for each in corners(listed)}
-    scores = [_score(found, question) for found in searched.values()]
-    best = min(scores)
+    """Search what is allowed; where nothing fits, the variant that comes closest."""
+    listed = variants(question)
+    searched = {id(corner): search(corner.question) for corner in corners(listed)}
+    best = min(_score(result, question) for result in searched.values())
     if not np.isfinite(best):
-        return _closest(question, listed, searched)
-    rows = _kept_rows(question, list(searched.values()))
+        return _closest(listed, searched)
+    layouts = _best_layouts(question, list(searched.values()))
     limit = best * (1.0 + TIE_FRACTION)
-    chosen = next(each for each in listed if _reaches(question, each, searched.get(id(each)), rows) <= limit)
-    asked = with_run(question, chosen)
-    found = searched.get(id(chosen)) or search(asked)
-    return ChosenPrecision(asked, found, chosen.changes, best)
+    chosen = next(each for each in listed if _best_score(each, searched.get(id(each)), layouts) <= limit)
+    result = searched.get(id(chosen)) or search(chosen.question)
+    return ChosenPrecision(chosen.question, result, chosen.changes, best)
 
 
-def _score(found: SearchResult, question: Question) -> float:
-    fitting = found.fitting
+def _score(result: SearchResult, question: Question) -> float:
+    fitting = result.fitting
     return float(fitting.score(question.objective).min()) if len(fitting) else np.inf
 
 
-def _kept_rows(question: Question, found: list[SearchResult]) -> Layouts:
+def _best_layouts(question: Question, results: list[SearchResult]) -> Layouts:
     """The best layouts of every corner."""
-    parts = [each.fitting for each in found if len(each.fitting)]
     best = [
-        part.take(np.argsort(part.score(question.objective), kind="stable")[:MAX_ROWS_BETWEEN])
-        for part in parts
+        part.take(np.argsort(part.score(question.objective), kind="stable")[:MAX_CORNER_ROWS])
+        for part in (result.fitting for result in results)
+        if len(part)
     ]
     return concatenate(best).layouts
 
 
-def _reaches(question: Question, variant: Variant, found: SearchResult | None, rows: Layouts) -> float:
-    """The best score of a variant: as searched, or of the layouts at hand."""
-    if found is not None:
-        return _score(found, question)
-    asked = with_run(question, variant)
-    priced: Priced = price(asked, rows)
-    fits = fitting_rows(asked, rows)
-    return float(priced.score(question.objective)[fits].min()) if fits.any() else np.inf
+def _best_score(variant: Variant, result: SearchResult | None, layouts: Layouts) -> float:
+    """The best score of a variant: from its search, or else on these layouts."""
+    question = variant.question
+    if result is not None:
+        return _score(result, question)
+    score = price(question, layouts).score(question.objective)
+    fits = fitting_rows(question, price_memory(question, layouts))
+    return float(score[fits].min()) if fits.any() else np.inf
 
 
-def _closest(question: Question, listed: list[Variant], searched: dict[int, SearchResult]) -> ChosenPrecision:
-    """Nothing fits: the variant whose least_memory layout needs least."""
+def _closest(listed: list[Variant], searched: dict[int, SearchResult]) -> ChosenPrecision:
+    """The variant whose layout with the least memory needs least, where nothing fits."""
 
-    def need(variant: Variant) -> float:
+    def least_bytes(variant: Variant) -> float:
         least_memory = searched[id(variant)].least_memory
         return float(least_memory.device_bytes[0]) if least_memory is not None else np.inf
 
-    closest = min((each for each in listed if id(each) in searched), key=need)
-    return ChosenPrecision(with_run(question, closest), searched[id(closest)], closest.changes)
+    closest = min((each for each in listed if id(each) in searched), key=least_bytes)
+    return ChosenPrecision(closest.question, searched[id(closest)], closest.changes)

@@ -1,8 +1,7 @@
 """How to run a small job on this machine: ranks, precision and micro-batch, each with its reason.
 
-For a cluster there is `plan`; this is the same question for the machine at hand, where ranks share
-cores and memory. The step time of r ranks is the work of a step over the cores, plus the sum of all
-gradients through the shared memory:
+`plan` answers this for a cluster. Here the ranks share the cores and the memory of one machine. The step time
+of r ranks is the FLOPs of a step over the cores, plus the all-reduce of the gradients through shared memory:
 
     seconds(r) = flops / (core rate x r x threads^0.6) + 8 bytes x parameters x (r - 1) / bandwidth
 """
@@ -17,19 +16,19 @@ from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.units import show_bytes, show_count, show_seconds
 
-# Measured with the demo on two cores of a server CPU: fp32 matrix products of small models.
+# Measured with the demo on two cores of a server CPU: fp32 matmuls of small models.
 CORE_FLOPS_PER_SECOND = 50e9
-# Threads that share one small matrix product wait for each other: 4 of them do the work of 2.3.
+# Threads that share one small matmul wait for each other: 4 of them do the work of 2.3.
 THREAD_EXPONENT = 0.6
-# All ranks of a machine sum gradients through the same memory.
-SUM_BYTES_PER_SECOND = 4e9
-# Python and torch before any tensor; CUDA's context is larger but not in host memory.
+# All ranks of a machine all-reduce gradients through the same memory.
+ALL_REDUCE_BYTES_PER_SECOND = 4e9
+# Python and torch without any tensor; the CUDA context is larger, but not in host memory.
 PROCESS_BYTES = 400 * 2**20
 # Weights, gradients and two moments in fp32.
 STATE_BYTES_PER_PARAMETER = 16
-# Beyond this many tokens in one pass nothing gets faster.
-LARGEST_PASS_TOKENS = 8192
-# The rest is for the system, and for what an estimate forgets.
+# More tokens than this in one micro-batch make nothing faster.
+MAX_MICROBATCH_TOKENS = 8192
+# The rest is for the system, and for what the estimate does not include.
 USABLE_SHARE = 0.8
 
 Device = Literal["cpu", "cuda"]
@@ -37,13 +36,12 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class LocalDecision:
-    """What was decided for this machine; `reasons` has one sentence for each setting."""
+    """The settings for this machine; `reasons` has one sentence for each."""
 
     device: Device
     num_ranks: int
     compute: Literal["fp32", "bf16", "fp16"]
     microbatch_sequences: int
-    rank_bytes: float
     reasons: dict[str, str]
 
     def overrides(self) -> list[str]:
@@ -58,11 +56,11 @@ class LocalDecision:
         ]
 
 
-def decide(run: RunSpec, machine: Machine) -> LocalDecision:
-    """Ranks, precision and micro-batch of a run on one machine; PlanError when it does not fit."""
+def decide_local(run: RunSpec, machine: Machine) -> LocalDecision:
+    """Ranks, precision and micro-batch of a run on one machine; PlanError where it does not fit."""
     device: Device = "cuda" if machine.accelerators else "cpu"
     compute, why_compute = _precision(machine)
-    candidates = [ranks for ranks in range(1, _most_ranks(machine) + 1) if not _misfit(run, machine, ranks)]
+    candidates = [ranks for ranks in range(1, _max_ranks(machine) + 1) if not _why_not(run, machine, ranks)]
     if not candidates:
         raise _no_fit(run, machine)
     num_ranks = min(candidates, key=lambda ranks: (step_seconds(run, machine, ranks), ranks))
@@ -72,18 +70,17 @@ def decide(run: RunSpec, machine: Machine) -> LocalDecision:
         "precision": why_compute,
         "microbatch": _why_microbatch(run, machine, num_ranks, microbatch),
     }
-    needed = rank_bytes(run.model, run.data.sequence_length * microbatch)
-    return LocalDecision(device, num_ranks, compute, microbatch, needed, reasons)
+    return LocalDecision(device, num_ranks, compute, microbatch, reasons)
 
 
-def rank_bytes(model: ModelSpec, pass_tokens: int) -> float:
-    """Memory of one rank that holds the whole model: the process, the state, and one pass."""
+def rank_bytes(model: ModelSpec, microbatch_tokens: int) -> float:
+    """Bytes of one rank with the full model: the process, the state, and the activations of a micro-batch."""
     state = STATE_BYTES_PER_PARAMETER * num_parameters(model)
-    return PROCESS_BYTES + state + pass_tokens * activation_bytes_per_token(model)
+    return PROCESS_BYTES + state + microbatch_tokens * activation_bytes_per_token(model)
 
 
 def activation_bytes_per_token(model: ModelSpec) -> float:
-    """What backward needs of one position: fp32 inputs of each operation, and three copies of the logits."""
+    """Bytes saved for backward per token: fp32 inputs of each operation, and three copies of the logits."""
     attention = model.attention
     heads = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_width
     moe = model.moe
@@ -92,21 +89,21 @@ def activation_bytes_per_token(model: ModelSpec) -> float:
 
 
 def step_seconds(run: RunSpec, machine: Machine, num_ranks: int) -> float:
-    """Expected time of a step on the CPU; on accelerators only the order of candidates matters."""
+    """Expected seconds of a step on the CPU; on accelerators only their order is meaningful."""
     flops = flops_per_token(run.model, run.data.sequence_length) * run.data.batch_tokens
     threads = max(1, machine.cores // num_ranks)
     compute = flops / (CORE_FLOPS_PER_SECOND * num_ranks * threads**THREAD_EXPONENT)
     if machine.accelerators:
         return compute / num_ranks
-    return compute + 8 * num_parameters(run.model) * (num_ranks - 1) / SUM_BYTES_PER_SECOND
+    return compute + 8 * num_parameters(run.model) * (num_ranks - 1) / ALL_REDUCE_BYTES_PER_SECOND
 
 
-def _most_ranks(machine: Machine) -> int:
+def _max_ranks(machine: Machine) -> int:
     return len(machine.accelerators) or machine.cores
 
 
-def _misfit(run: RunSpec, machine: Machine, num_ranks: int) -> str:
-    """Why so many ranks cannot be; empty when they can."""
+def _why_not(run: RunSpec, machine: Machine, num_ranks: int) -> str:
+    """Why this many ranks are not possible; empty where they are."""
     if run.data.batch_sequences % num_ranks:
         return f"{num_ranks} ranks do not divide {run.data.batch_sequences} sequences"
     needed, usable = rank_bytes(run.model, run.data.sequence_length), _usable_bytes(machine, num_ranks)
@@ -123,7 +120,7 @@ def _usable_bytes(machine: Machine, num_ranks: int) -> float:
 
 
 def _microbatch(run: RunSpec, machine: Machine, num_ranks: int) -> int:
-    """The largest part of a rank's sequences that fits memory and still pays."""
+    """The largest micro-batch that fits and still makes the step faster."""
     share, length = run.data.batch_sequences // num_ranks, run.data.sequence_length
     usable = _usable_bytes(machine, num_ranks)
     fitting = [
@@ -131,7 +128,7 @@ def _microbatch(run: RunSpec, machine: Machine, num_ranks: int) -> int:
         for count in range(1, share + 1)
         if share % count == 0
         and rank_bytes(run.model, count * length) <= usable
-        and count * length <= max(length, LARGEST_PASS_TOKENS)
+        and count * length <= max(length, MAX_MICROBATCH_TOKENS)
     ]
     return max(fitting)
 
@@ -142,12 +139,12 @@ def _precision(machine: Machine) -> tuple[Literal["fp32", "bf16", "fp16"], str]:
             return "bf16", "this CPU multiplies bf16 matrices in hardware (AMX)"
         return "fp32", "this CPU has no bf16 matrix units, so lower precision would be slower"
     oldest = min(device.capability for device in machine.accelerators)
-    name, words = machine.accelerators[0].name, f"compute capability {oldest[0]}.{oldest[1]}"
+    device = f"{machine.accelerators[0].name} (compute capability {oldest[0]}.{oldest[1]})"
     if oldest >= (8, 0):
-        return "bf16", f"{name} ({words}) has bf16 tensor cores, and bf16 needs no loss scale"
+        return "bf16", f"{device} has bf16 tensor cores, and bf16 needs no loss scale"
     if oldest >= (7, 0):
-        return "fp16", f"{name} ({words}) has fp16 tensor cores and no bf16"
-    return "fp32", f"{name} ({words}) has no tensor cores"
+        return "fp16", f"{device} has fp16 tensor cores and no bf16"
+    return "fp32", f"{device} has no tensor cores"
 
 
 def _why_ranks(run: RunSpec, machine: Machine, num_ranks: int, candidates: list[int]) -> str:
@@ -155,7 +152,7 @@ def _why_ranks(run: RunSpec, machine: Machine, num_ranks: int, candidates: list[
         return f"one for each of {num_ranks} accelerators that divide the batch of {run.data.batch_sequences}"
     times = [f"{ranks}: {show_seconds(step_seconds(run, machine, ranks))}" for ranks in candidates]
     shown = ", ".join(times[:6])
-    limit = _misfit(run, machine, num_ranks + 1) if num_ranks < machine.cores else ""
+    limit = _why_not(run, machine, num_ranks + 1) if num_ranks < machine.cores else ""
     return (
         f"fastest of the counts that fit {machine.cores} core{'s' * (machine.cores > 1)} "
         f"(expected step: {shown})" + (f"; {limit}" if limit else "")
@@ -167,16 +164,17 @@ def _why_microbatch(run: RunSpec, machine: Machine, num_ranks: int, microbatch: 
     needed = show_bytes(rank_bytes(run.model, microbatch * length))
     usable = show_bytes(_usable_bytes(machine, num_ranks))
     if microbatch == share:
-        return f"all {share} sequences of a rank in one pass: {needed} of {usable} for each rank"
-    limit = "memory" if microbatch * length < LARGEST_PASS_TOKENS // 2 else "nothing gained beyond"
-    return f"{share} sequences of a rank in {share // microbatch} passes ({limit}): {needed} of {usable}"
+        return f"all {share} sequences of a rank in one micro-batch: {needed} of {usable} for each rank"
+    limit = "limited by memory" if microbatch * length < MAX_MICROBATCH_TOKENS // 2 else "more is not faster"
+    count = share // microbatch
+    return f"{share} sequences of a rank in {count} micro-batches ({limit}): {needed} of {usable}"
 
 
 def _no_fit(run: RunSpec, machine: Machine) -> PlanError:
     needed = rank_bytes(run.model, run.data.sequence_length)
     return PlanError(
-        f"{show_count(num_parameters(run.model))} parameters need {show_bytes(needed)} on one rank, "
-        f"usable are {show_bytes(_usable_bytes(machine, 1))}",
+        f"{show_count(num_parameters(run.model))} parameters need {show_bytes(needed)} on one rank; "
+        f"{show_bytes(_usable_bytes(machine, 1))} are usable",
         where="this machine",
         hint="free memory, or use a smaller model (model.num_layers, model.width) or data.sequence_length",
     )

@@ -1,11 +1,11 @@
-"""What the user has decided already: `tp=8`, `parallel.zero=3`, `recompute=none,selective`, `optim.kind=sgd`.
+"""Pins: settings that the user has decided, such as `tp=8`, `recompute=none,selective` or `optim.kind=sgd`.
 
-A pin on something the search decides restricts it to one value or a few; every other key is laid over
-the run as an override.
+A pin on a setting that the search decides restricts it to one value or a few. A pin on any other key
+overrides that key of the run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.errors import SpecError
 from meshwright.plan.workload.layouts import CP_KINDS, RECOMPUTE_BITS
@@ -28,67 +28,67 @@ SEARCHED_KEYS = {
     "accumulation": "num_microbatches",
     "num_ranks": "num_ranks",
 }
-"""Keys that the search decides, and the column of a layout that each restricts."""
-KEY_OF_COLUMN = {column: key for key, column in SEARCHED_KEYS.items()}
-_WORDS: Mapping[str, Sequence[str]] = {
-    "schedule": SCHEDULES,
-    "cp_kind": CP_KINDS,
-    "recompute": tuple(RECOMPUTE_BITS),
+"""Keys that the search decides, and the column of `Layouts` that each of them restricts."""
+_CODES: Mapping[str, Mapping[str, int]] = {
+    "schedule": {name: code for code, name in enumerate(SCHEDULES)},
+    "cp_kind": {name: code for code, name in enumerate(CP_KINDS)},
+    "recompute": RECOMPUTE_BITS,
 }
-_CODES: Mapping[str, Callable[[str], int]] = {
-    "schedule": lambda word: [str(name) for name in SCHEDULES].index(word),
-    "cp_kind": lambda word: [str(kind) for kind in CP_KINDS].index(word),
-    "recompute": lambda word: RECOMPUTE_BITS[word],
-}
+"""Columns whose values have names: the number in `Layouts` for each name."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """Columns the user restricted, and overrides of everything else."""
+    """Columns of `Layouts` that the user restricted, and overrides of other keys of the run."""
 
     allowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    said: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The words of each restricted column, for messages."""
+    """The values that each restricted column may take."""
+    texts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the user typed for each restricted column, for messages."""
     overrides: tuple[str, ...] = ()
+    """`key=value` for every key that the search does not decide."""
 
-    def keep(self, column: str, values: Sequence[int]) -> list[int]:
-        """The values that the pins leave; a pinned value counts even where nobody proposed it."""
-        return list(self.allowed[column]) if column in self.allowed else list(values)
+    def restrict(self, column: str, proposed: Sequence[int]) -> list[int]:
+        """The pinned values of a column, proposed or not; without a pin, the proposed ones."""
+        return list(self.allowed.get(column, proposed))
 
     def permits(self, **columns: int) -> bool:
-        """Whether these values of columns are all allowed."""
+        """Whether the pins allow all of these values."""
         return all(value in self.allowed.get(column, (value,)) for column, value in columns.items())
 
     def without(self, column: str) -> "Pins":
-        """The same pins but for one."""
-        allowed = {name: values for name, values in self.allowed.items() if name != column}
-        return Pins(allowed, self.said, self.overrides)
+        """The same pins with one column unrestricted."""
+        return replace(self, allowed={name: each for name, each in self.allowed.items() if name != column})
+
+    def override_of(self, key: str) -> str | None:
+        """The override of this key as the user typed it; None where there is none."""
+        return next((text for text in self.overrides if text.partition("=")[0].strip() == key), None)
 
 
-def parse_pins(words: Sequence[str]) -> Pins:
-    """Pins from the command line; an unknown key or value suggests the nearest."""
+def parse_pins(arguments: Sequence[str]) -> Pins:
+    """Pins from the command line; the error for an unknown key or value suggests the nearest known one."""
     allowed: dict[str, tuple[int, ...]] = {}
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
     overrides: list[str] = []
-    for word in words:
-        key, equals, text = word.partition("=")
+    for pin in arguments:
+        key, equals, text = pin.partition("=")
         if not equals or not key.strip() or not text.strip():
             hint = "pins are key=value, such as tp=8 or memory.recompute=none"
-            raise SpecError(f"{word!r} is not a pin", where="command line", hint=hint)
+            raise SpecError(f"{pin!r} is not a pin", where="command line", hint=hint)
         column = SEARCHED_KEYS.get(_full_key(key.strip()))
         if column is None:
-            overrides.append(word)
+            overrides.append(pin)
             continue
         if column in allowed:
-            fact = f"{key} is pinned twice: {said[column]} and {word}"
-            raise SpecError(fact, where="command line", hint=f"say it once; {key}=2,4 allows both")
+            fact = f"{key} is pinned twice: {texts[column]} and {pin}"
+            raise SpecError(fact, where="command line", hint=f"pin it once; {key}=2,4 allows both")
         allowed[column] = tuple(_value(column, key, part.strip()) for part in text.split(","))
-        said[column] = word
-    return Pins(allowed, said, tuple(overrides))
+        texts[column] = pin
+    return Pins(allowed, texts, tuple(overrides))
 
 
 def _full_key(key: str) -> str:
-    """`tp` is short for `parallel.tp`; a key that is nothing at all is refused."""
+    """`parallel.tp` for `tp`; SpecError for a key that neither the search nor a run has."""
     if key in SEARCHED_KEYS:
         return key
     short = {full.rsplit(".", 1)[-1]: full for full in SEARCHED_KEYS}
@@ -96,8 +96,8 @@ def _full_key(key: str) -> str:
         return short[key]
     if "." not in key and key not in RunSpec.model_fields:
         known = [*short, *all_keys(RunSpec)]
-        homes = [full for full in all_keys(RunSpec) if full.rsplit(".", 1)[-1] == key]
-        hint = f"did you mean {homes[0]!r}?" if homes else nearest(key, known)
+        full_keys = [full for full in all_keys(RunSpec) if full.rsplit(".", 1)[-1] == key]
+        hint = f"did you mean {full_keys[0]!r}?" if full_keys else nearest(key, known)
         raise SpecError(
             f"there is no key {key!r}", where="command line", hint=hint or "`meshwright schema` lists all"
         )
@@ -105,11 +105,12 @@ def _full_key(key: str) -> str:
 
 
 def _value(column: str, key: str, text: str) -> int:
-    if column in _WORDS:
-        if text not in _WORDS[column]:
-            hint = f"{nearest(text, _WORDS[column])} use {', '.join(_WORDS[column])}".strip()
+    codes = _CODES.get(column)
+    if codes is not None:
+        if text not in codes:
+            hint = f"{nearest(text, list(codes))} use {', '.join(codes)}".strip()
             raise SpecError(f"{key} is {text!r}", where="command line", hint=hint)
-        return _CODES[column](text)
+        return codes[text]
     try:
         number = parse_count(text)
     except ValueError as error:

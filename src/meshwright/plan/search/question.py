@@ -1,4 +1,4 @@
-"""A question to the planner, and layouts with what they need and take."""
+"""A question to the planner, and layouts with their predicted memory and time."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +11,6 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
 from meshwright.plan.memory.rank_bytes import Memory, memory
 from meshwright.plan.search.pins import Pins
-from meshwright.plan.search.space import MIN_CP_POSITIONS, Space
 from meshwright.plan.time.step_time import StepCost, step_cost
 from meshwright.plan.workload.formats import runtime_of, workload_of
 from meshwright.plan.workload.layouts import Floats, Layouts
@@ -20,54 +19,55 @@ from meshwright.spec.run import RunSpec
 
 Objective = Literal["speed", "cost", "memory"]
 PLANNED_SHARE = 0.95
-"""Predicted memory errs by a few per cent, and a plan that runs out of memory is worth nothing."""
+"""Predicted memory is off by a few per cent, and a plan that runs out of memory is worth nothing."""
+MIN_CP_POSITIONS = 8192
+"""Context parallel is for long context: the search proposes it down to this many positions per cp rank."""
+MIN_CP_POSITIONS_IF_NEEDED = 1024
+"""The same limit where no layout fits otherwise."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan: a run whose layout is open, where, what is pinned, and what counts as better."""
+    """What to plan: a run whose layout is open, the cluster, the pins, and the objective."""
 
     run: RunSpec
     cluster: Cluster
     pins: Pins = field(default_factory=Pins)
     objective: Objective = "speed"
     min_cp_positions: int = MIN_CP_POSITIONS
-    """Positions of a sequence that a rank of cp keeps at least."""
+    """Positions of a sequence that each cp rank keeps at least."""
     offloads: bool = False
-    """Something lives in host memory."""
+    """Whether every layout of the search places something in host memory."""
     allow: tuple[str, ...] = ()
-    """Changes of formats and optimizer that a plan may make, by the words of `--allow`."""
-
-    @property
-    def space(self) -> Space:
-        """What bounds the enumeration."""
-        return Space(self.run, self.cluster, self.pins, self.min_cp_positions, self.offloads)
+    """Changes of number formats and optimizer that the plan may make, by their names in `--allow`."""
+    memory_share: float = PLANNED_SHARE
+    """The part of the device's memory that may be used."""
 
     @cached_property
-    def work(self) -> Workload:
-        """What is trained, apart from the layout."""
+    def workload(self) -> Workload:
+        """What is trained, independent of the layout."""
         return workload_of(self.run)
 
     @cached_property
-    def stack(self) -> Framework:
-        """Our runtime in the formats of the run."""
+    def framework(self) -> Framework:
+        """Our own runtime with the number formats of the run."""
         return runtime_of(self.run)
 
     @property
     def memory_budget_bytes(self) -> float:
-        """What a plan may put on a device: a little less than what might just fit."""
-        return PLANNED_SHARE * self.cluster.device.memory_bytes
+        """Bytes of a device that may be used."""
+        return self.memory_share * self.cluster.device.memory_bytes
 
     @property
     def may_offload(self) -> bool:
-        """Whether there is a device apart from the host, and the user has not said what lives where."""
-        said = any(word.partition("=")[0].strip() == "memory.offload" for word in self.pins.overrides)
-        return self.cluster.device.name != "cpu" and not said and not self.run.memory.offload
+        """Whether the search may use host memory: on accelerators, unless the user set memory.offload."""
+        is_set = bool(self.run.memory.offload) or self.pins.override_of("memory.offload") is not None
+        return self.cluster.device.name != "cpu" and not is_set
 
 
 @dataclass(frozen=True)
 class Priced:
-    """Layouts with what they need and take."""
+    """Layouts with their predicted memory and step time; every array has shape (N,)."""
 
     layouts: Layouts
     device_bytes: Floats
@@ -78,11 +78,11 @@ class Priced:
 
     @property
     def device_seconds(self) -> Floats:
-        """Step time times devices: what a step costs."""
+        """Step time times devices: the cost of a step."""
         return self.step_seconds * self.layouts.num_ranks
 
     def take(self, index: object) -> "Priced":
-        """These rows."""
+        """The layouts at these positions, or where a mask is true."""
         rows = np.asarray(index)
         return Priced(
             self.layouts.take(rows),
@@ -91,29 +91,28 @@ class Priced:
         )
 
     def score(self, objective: Objective) -> Floats:
-        """What the objective minimises."""
+        """The value that the objective minimises."""
         if objective == "cost":
             return self.device_seconds
         return self.device_bytes if objective == "memory" else self.step_seconds
 
 
-def price_memory(question: Question, at: Layouts) -> Memory:
+def price_memory(question: Question, layouts: Layouts) -> Memory:
     """Bytes of these layouts on our runtime."""
-    return memory(question.work, at, question.cluster, question.stack)
+    return memory(question.workload, layouts, question.cluster, question.framework)
 
 
-def fitting_rows(question: Question, at: Layouts) -> NDArray[np.bool_]:
-    """Whether a plan may use these layouts: on the devices and in the memory of their hosts."""
-    needed = price_memory(question, at)
+def price_time(question: Question, layouts: Layouts) -> StepCost:
+    """Seconds of these layouts on our runtime, in closed form."""
+    return step_cost(question.workload, layouts, question.cluster, question.framework)
+
+
+def price(question: Question, layouts: Layouts) -> Priced:
+    """Memory and time of these layouts, whether they fit or not."""
+    device_bytes = price_memory(question, layouts).peak_device_bytes
+    return Priced(layouts, device_bytes, price_time(question, layouts).step_seconds)
+
+
+def fitting_rows(question: Question, needed: Memory) -> NDArray[np.bool_]:
+    """Whether each layout fits into the usable memory of its devices and of their hosts."""
     return (needed.peak_device_bytes <= question.memory_budget_bytes) & needed.fits_host(question.cluster)
-
-
-def price_time(question: Question, at: Layouts) -> StepCost:
-    """Seconds of these layouts on our runtime."""
-    return step_cost(question.work, at, question.cluster, question.stack)
-
-
-def price(question: Question, at: Layouts) -> Priced:
-    """Both, whether they fit or not."""
-    reserved = price_memory(question, at).peak_device_bytes
-    return Priced(at, reserved, price_time(question, at).step_seconds)

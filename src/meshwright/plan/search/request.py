@@ -1,6 +1,6 @@
-"""Words to a question: the run that is asked for, with only its layout left open.
+"""From the command line to a question: the complete run, with only its layout left open.
 
-What the user does not say is filled in here, and each filling is said in `assumed`.
+What the user does not give is filled in here, and each value that was filled in is listed in `assumed`.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ from meshwright.spec.yaml_text import dump_yaml, parse_yaml
 from meshwright.units import show_count
 
 DEFAULT_SEQUENCE = 8192
-# Batches that published runs of each size use, in tokens.
+# Below this many parameters, published runs use batches of this many tokens.
 DEFAULT_BATCH_TOKENS = ((1e9, 2**19), (5e9, 2**20), (1e11, 2**22), (float("inf"), 2**24))
 OPTIMAL_TOKENS_PER_PARAMETER = 20
 MAX_WARMUP_STEPS = 2000
 NEAR_FRACTION = 0.1
-"""A batch may be this much off what was said, to divide well."""
+"""A batch may differ this much from the requested tokens, to divide well over the devices."""
 OPTION_OF_KEY = {
     "data.sequence_length": "--seq",
     "data.batch_sequences": "--batch-tokens",
@@ -40,7 +40,7 @@ MAX_SEQUENCE, MAX_TOKENS = 2**24, 10**16
 
 @dataclass(frozen=True)
 class Request:
-    """What was said on the command line, in numbers; None where nothing was said."""
+    """The command line of `plan` in numbers; None for an option that was not given."""
 
     model: str
     cluster: Cluster
@@ -55,15 +55,17 @@ class Request:
 
 @dataclass(frozen=True)
 class FilledRequest:
-    """The question, how many tokens are to be trained, and what was filled in."""
+    """A complete question."""
 
     question: Question
     tokens: int
+    """Tokens of the run, over all its steps."""
     assumed: tuple[str, ...]
+    """The values that were filled in, each with the option that sets it."""
 
 
 def fill_request(request: Request) -> FilledRequest:
-    """The question that a request means."""
+    """The question of a request, with defaults for everything that it leaves open."""
     tree = _model_tree(request.model)
     model = _model_of(tree, request.model)
     request = _with_file(request, tree)
@@ -84,14 +86,14 @@ def fill_request(request: Request) -> FilledRequest:
         assumed.append("compiled blocks (compile=false turns it off)")
     tree.setdefault("name", _name(model, request.cluster))
     run = _parsed(tree, request)
-    reject_pinned(request.allow, request.pins.overrides)
+    reject_pinned(request.allow, request.pins)
     allow = parse_allow(request.allow)
     question = Question(run, request.cluster, request.pins, request.objective, allow=allow)
     return FilledRequest(question, tokens, tuple(assumed))
 
 
 def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:
-    """The run; what is wrong with it is told where the user said it, not where we wrote it down."""
+    """The run; an error names the option that the user gave, not the key that was filled in from it."""
     try:
         return parse_run(dump_yaml(tree), request.pins.overrides, place=request.model).require_valid()
     except SpecErrors as errors:
@@ -100,8 +102,8 @@ def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:
 
 def _relocated(violation: SpecError, model: str) -> SpecError:
     key = violation.where.rsplit(" ", 1)[-1]
-    written_by_us = violation.where.startswith(f"{model}:") and not model.endswith((".yaml", ".yml"))
-    where = OPTION_OF_KEY.get(key, key) if written_by_us else violation.where
+    was_filled_in = violation.where.startswith(f"{model}:") and not model.endswith((".yaml", ".yml"))
+    where = OPTION_OF_KEY.get(key, key) if was_filled_in else violation.where
     return SpecError(violation.fact, where=where, hint=violation.hint)
 
 
@@ -110,7 +112,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _model_tree(text: str) -> dict[str, Any]:
-    """`model:` and whatever else a run file says apart from the layout."""
+    """The `model:` section and everything else of a run file except its layout."""
     if not text.endswith((".yaml", ".yml")):
         return {"model": text}
     try:
@@ -130,7 +132,7 @@ def _model_tree(text: str) -> dict[str, Any]:
 
 
 def _with_file(request: Request, tree: dict[str, Any]) -> Request:
-    """What a run file says stands for what the command line leaves out."""
+    """The request with values of the run file for options that were not given."""
     data, num_steps = _mapping(tree.get("data")), _mapping(tree.get("schedule")).get("num_steps")
     length, sequences = data.get("sequence_length"), data.get("batch_sequences")
     if request.sequence_length is None and length:
@@ -143,7 +145,7 @@ def _with_file(request: Request, tree: dict[str, Any]) -> Request:
 
 
 def _model_of(tree: dict[str, Any], text: str) -> ModelSpec:
-    """The model alone, read by the same rules as a run file."""
+    """The model, read by the same rules as a run file."""
     if isinstance(tree["model"], str):
         return load_model(tree["model"])
     data: dict[str, Any] = {"synthetic": {}, "sequence_length": 1, "batch_sequences": 1}
@@ -159,9 +161,9 @@ def _sequence_length(request: Request, model: ModelSpec, assumed: list[str]) -> 
     return length
 
 
-def _within(option: str, number: int, most: int) -> int:
-    if not 1 <= number <= most:
-        raise SpecError(f"{option} is {number}", where=option, hint=f"use 1 to {most:,.0f}")
+def _within(option: str, number: int, maximum: int) -> int:
+    if not 1 <= number <= maximum:
+        raise SpecError(f"{option} is {number}", where=option, hint=f"use 1 to {maximum:,.0f}")
     return number
 
 
@@ -182,12 +184,12 @@ def _batch_sequences(request: Request, model: ModelSpec, length: int, assumed: l
         return tokens // length
     sequences = _divisible(tokens / length, devices)
     batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
-    assumed.append(f"{batch}: near {show_count(tokens)}, and easy to deal out")
+    assumed.append(f"{batch}: close to {show_count(tokens)}, and divisible over the devices")
     return sequences
 
 
 def _divisible(wanted: float, num_devices: int) -> int:
-    """Near this many sequences, divisible by the odd part of the cluster and by two as often as can be."""
+    """Close to this many sequences: a multiple of the devices' odd factor and of a high power of two."""
     odd = num_devices
     while odd % 2 == 0:
         odd //= 2
@@ -210,13 +212,12 @@ def _tokens(request: Request, model: ModelSpec, assumed: list[str]) -> int:
 
 
 def _compiles(request: Request) -> bool:
-    """On accelerators, but for schedules that split the backward pass."""
+    """Whether blocks are compiled: on accelerators, except for schedules that split the backward pass."""
     pinned = request.pins.allowed.get("schedule", ())
     splits = bool(pinned) and all(SCHEDULES[kind] in SPLIT_BACKWARD for kind in pinned)
-    # Regathering decides what is kept for the backward pass, and so would the compiler.
-    keys = [word.partition("=")[0].strip() for word in request.pins.overrides]
-    is_said = "compile" in keys or "memory.regather" in keys
-    return request.cluster.device.name != "cpu" and not splits and not is_said
+    # memory.regather_tp_inputs decides what is saved for backward, and so would the compiler.
+    is_set = any(request.pins.override_of(key) for key in ("compile", "memory.regather_tp_inputs"))
+    return request.cluster.device.name != "cpu" and not splits and not is_set
 
 
 def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
@@ -239,13 +240,13 @@ def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
 def _data(given: object, length: int, batch_sequences: int, pins: Pins, assumed: list[str]) -> dict[str, Any]:
     data = _mapping(given)
     data.pop("microbatch_sequences", None)
-    has_path = data.get("path") or any(word.startswith("data.path=") for word in pins.overrides)
+    has_path = data.get("path") or pins.override_of("data.path")
     if not has_path and "synthetic" not in data:
         data["synthetic"] = {}
-        assumed.append("generated text as data, until data.path=FILE is given")
+        assumed.append("generated text as data, until data.path=FILE is set")
     return {**data, "sequence_length": length, "batch_sequences": batch_sequences}
 
 
 def _name(model: ModelSpec, cluster: Cluster) -> str:
-    words = f"{model.family}-{cluster.name}-{cluster.num_devices}"
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in words).strip(".-_")
+    name = f"{model.family}-{cluster.name}-{cluster.num_devices}"
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).strip(".-_")

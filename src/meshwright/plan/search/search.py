@@ -1,8 +1,8 @@
-"""Prices every layout of a question and keeps what an answer needs.
+"""Prices every layout of a question and keeps the ones that an answer needs.
 
-Nothing is sampled. For the fastest plan, worlds are priced from the largest down, and smaller ones are
-skipped only once even a perfect device could not make them faster than what was found. Layouts that do
-not fit are counted, and the least_memory of them kept, so that "it does not fit" comes with a number.
+The search is exhaustive. For the fastest plan it prices the largest worlds first, and skips smaller ones once
+even a device at its best matmul rate could not make them faster than the best layout so far. Layouts that do
+not fit are counted, and the one with the least memory is kept, so that "it does not fit" has a number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,27 +11,26 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.plan.search.question import Objective, Priced, Question, price, price_memory, price_time
-from meshwright.plan.search.space import (
+from meshwright.plan.search.meshes import Table, filter_rows, meshes
+from meshwright.plan.search.question import (
     MIN_CP_POSITIONS_IF_NEEDED,
-    Table,
-    expand,
-    least_memory,
-    meshes,
-    where,
+    Objective,
+    Priced,
+    Question,
+    fitting_rows,
+    price,
+    price_memory,
+    price_time,
 )
-from meshwright.plan.workload.layouts import (
-    RECOMPUTE_NONE,
-    Ints,
-    Layouts,
-)
+from meshwright.plan.search.space import expand, least_memory_layouts
+from meshwright.plan.workload.layouts import RECOMPUTE_NONE, Ints, Layouts
 
 TIE_FRACTION = 0.05
-"""Plans this close are equally fast: the prediction errs by more. The simplest of them is taken."""
+"""Plans this close are equally fast, because the prediction is less exact. The simplest of them is chosen."""
 MIN_OFFLOAD_GAIN = 0.1
-"""How much faster offload must be where something fits without: no published run tells how copies hide."""
+"""How much faster offload must be where a layout fits without: no published run shows how copies overlap."""
 FAST_HOST_BYTES_PER_SECOND = 200e9
-"""Of a superchip's link to its CPU, where that is worth asking; over PCIe host memory is for need alone."""
+"""A superchip's link to its CPU. Over slower links, offload is only for what does not fit otherwise."""
 BLOCK_MESHES = 128
 MAX_KEPT = 20_000
 GROUP_COLUMNS = (
@@ -50,19 +49,19 @@ GROUP_COLUMNS = (
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What the search kept: the best of every kind of layout, and the least_memory that does not fit."""
+    """What the search kept: the best layouts of every group, and the closest one where none fits."""
 
     fitting: Priced
     num_considered: int
     num_fitting: int
     least_memory: Priced | None
-    """The layout with the lowest need, when nothing fits; its step time is priced as if it fitted."""
+    """The layout with the least memory where none fits; None where the pins leave no layout at all."""
 
 
 def search(
     question: Question, *, ranks: range | None = None, within_seconds: float | None = None
 ) -> SearchResult:
-    """Price every layout on at most the cluster's devices (or with a world size in `ranks`).
+    """Price every layout on at most the cluster's devices, or with a world size in `ranks`.
 
     With `within_seconds`, every layout that is at least as fast counts, not only the best.
     """
@@ -78,18 +77,41 @@ def search(
     return _faster_with_offload(question, found, sizes)
 
 
+def search_meshes(question: Question, mesh_table: Table) -> SearchResult:
+    """Price every layout on these meshes only."""
+    collector = _Collector(question, None)
+    collector.add(mesh_table)
+    return collector.result()
+
+
+def lower_bound_seconds(question: Question, num_ranks: int) -> float:
+    """No step on this many devices is faster: every model FLOP at the best matmul rate ever measured."""
+    workload, data = question.workload, question.run.data
+    flops = workload.model_flops_per_token * data.batch_sequences * data.sequence_length
+    return flops / (num_ranks * question.cluster.device.matmul_ceiling(workload.matmul_rate))
+
+
+def least_bytes(question: Question) -> float:
+    """Bytes per device that every layout needs at least, with offload; infinite where there is no layout."""
+    question = replace(question, offloads=question.may_offload)
+    table = meshes(question, range(1, question.cluster.num_devices + 1))
+    if len(table["tp"]) == 0:
+        return float("inf")
+    return float(price_memory(question, least_memory_layouts(question, table)).peak_device_bytes.min())
+
+
 def _with_offload(
     question: Question, found: SearchResult, ranks: range, within_seconds: float | None
 ) -> SearchResult:
-    """Nothing fits on the devices alone: with host memory, from little to much of it."""
+    """The search with host memory, where nothing fits on the devices alone."""
     if found.least_memory is None and found.num_considered == 0:
         return found
-    moved = _search(replace(question, offloads=True), ranks, within_seconds)
-    return moved if len(moved.fitting) or moved.least_memory is not None else found
+    offloaded = _search(replace(question, offloads=True), ranks, within_seconds)
+    return offloaded if len(offloaded.fitting) or offloaded.least_memory is not None else found
 
 
 def _faster_with_offload(question: Question, found: SearchResult, ranks: range) -> SearchResult:
-    """Where the best plan recomputes: what host memory makes clearly faster, or cheaper."""
+    """With the layouts added that offload instead of recompute and are clearly better for it."""
     score = found.fitting.score(question.objective)
     best = int(score.argmin())
     recomputes = int(found.fitting.layouts.recompute[best]) != RECOMPUTE_NONE
@@ -99,85 +121,60 @@ def _faster_with_offload(question: Question, found: SearchResult, ranks: range) 
     limit, within = float(score[best]) * (1.0 - MIN_OFFLOAD_GAIN), None
     if question.objective == "speed":
         ranks, within = range(max(ranks.start, int(found.fitting.layouts.num_ranks[best])), ranks.stop), limit
-    moved = _search(replace(question, offloads=True), ranks, within)
-    better = moved.fitting.take(moved.fitting.score(question.objective) <= limit)
+    offloaded = _search(replace(question, offloads=True), ranks, within)
+    better = offloaded.fitting.take(offloaded.fitting.score(question.objective) <= limit)
     if len(better) == 0:
         return found
     return replace(
         found,
         fitting=concatenate([better, found.fitting]),
-        num_considered=found.num_considered + moved.num_considered,
-        num_fitting=found.num_fitting + moved.num_fitting,
+        num_considered=found.num_considered + offloaded.num_considered,
+        num_fitting=found.num_fitting + offloaded.num_fitting,
     )
 
 
-def search_meshes(question: Question, table: Table) -> SearchResult:
-    """Price every layout on these meshes alone."""
-    kept = _Kept(question, None)
-    kept.add(table)
-    return kept.found()
-
-
 def _search(question: Question, ranks: range, within_seconds: float | None) -> SearchResult:
-    table = _fastest_kinds(question, meshes(question.space, ranks))
-    kept = _Kept(question, within_seconds)
+    table = _fastest_cp_kinds(question, meshes(question, ranks))
+    collector = _Collector(question, within_seconds)
     for block in _blocks(table):
-        if kept.cannot_improve(int(block["num_ranks"].max())):
+        if collector.cannot_improve(int(block["num_ranks"].max())):
             break
-        kept.add(block)
-    return kept.found()
-
-
-def lower_bound_seconds(question: Question, num_ranks: int) -> float:
-    """No step on this many devices is faster: every model FLOP at the best matmul rate ever measured."""
-    work, data = question.work, question.run.data
-    flops = work.model_flops_per_token * data.batch_sequences * data.sequence_length
-    return flops / (num_ranks * question.cluster.device.matmul_ceiling(work.matmul_rate))
+        collector.add(block)
+    return collector.result()
 
 
 def _blocks(table: Table) -> Iterator[Table]:
-    """The largest worlds first, a block at a time."""
+    """The meshes in blocks, the largest worlds first."""
     order = np.argsort(-table["num_ranks"], kind="stable")
     for first in range(0, len(order), BLOCK_MESHES):
         rows = order[first : first + BLOCK_MESHES]
         yield {name: column[rows] for name, column in table.items()}
 
 
-def _fastest_kinds(question: Question, table: Table) -> Table:
-    """Of the kinds of context parallel the fastest for each cut: the rest does not change that."""
+def _fastest_cp_kinds(question: Question, table: Table) -> Table:
+    """The fastest kind of context parallel for each model sharding: pp, dp and batch do not change which."""
     if len(table["cp"]) == 0 or int(table["cp"].max()) == 1 or "cp_kind" in question.pins.allowed:
         return table
     columns = ("tp", "cp", "ep", "etp", "cp_kind", "cp_inner")
-    distinct = np.unique(np.stack([table[name] for name in columns], axis=1), axis=0)
+    rows = np.stack([table[name] for name in columns], axis=1)
+    distinct, index = np.unique(rows, axis=0, return_inverse=True)
     probes = Layouts(**_probe_columns(dict(zip(columns, distinct.T, strict=True))))
     seconds = price_time(question, probes).step_seconds
     fastest: dict[tuple[int, ...], tuple[float, int]] = {}
-    for row, cut in enumerate(distinct):
-        key = tuple(int(value) for value in cut[:4])
+    for row, sharding in enumerate(distinct):
+        key = tuple(int(value) for value in sharding[:4])
         fastest[key] = min(fastest.get(key, (np.inf, -1)), (float(seconds[row]), row))
-    chosen = {tuple(int(value) for value in distinct[row]) for _, row in fastest.values()}
-    codes = _codes(
-        [table[name] for name in columns], [np.array([cut[i] for cut in chosen]) for i in range(6)]
-    )
-    return where(table, codes)
+    return filter_rows(table, np.isin(index.ravel(), [row for _, row in fastest.values()]))
 
 
-def _codes(columns: list[Ints], allowed: list[Ints]) -> NDArray[np.bool_]:
-    """Rows whose columns together equal one of the allowed rows."""
-    mask = np.zeros(len(columns[0]), bool)
-    for row in range(len(allowed[0])):
-        mask |= np.logical_and.reduce([c == a[row] for c, a in zip(columns, allowed, strict=True)])
-    return mask
-
-
-def _probe_columns(cut: Mapping[str, Ints]) -> dict[str, Ints]:
-    one = np.ones_like(cut["tp"])
-    shards = np.maximum(cut["ep"] // np.gcd(cut["ep"], cut["cp"]), 1)
+def _probe_columns(sharding: Mapping[str, Ints]) -> dict[str, Ints]:
+    one = np.ones_like(sharding["tp"])
+    shards = np.maximum(sharding["ep"] // np.gcd(sharding["ep"], sharding["cp"]), 1)
     return {
-        **cut,
+        **sharding,
         "dp_replicate": one,
         "dp_shard": shards,
-        "zero": np.where(shards * cut["cp"] > 1, 1, 0),
+        "zero": np.where(shards * sharding["cp"] > 1, 1, 0),
         "pp": one,
         "virtual_stages": one,
         "microbatch_sequences": one,
@@ -191,72 +188,76 @@ def _probe_columns(cut: Mapping[str, Ints]) -> dict[str, Ints]:
     }
 
 
-class _Kept:
-    """Gathers block after block; the best of each group of like layouts survives."""
+class _Collector:
+    """Prices block after block of meshes and keeps the best layouts of each group."""
 
     def __init__(self, question: Question, within_seconds: float | None) -> None:
         self._question = question
         self._within_seconds = within_seconds
         self._parts: list[Priced] = []
-        self._leanest: Priced | None = None
-        self._leanest_bound: Priced | None = None
-        """Of meshes that are too small for any layout."""
+        self._least_memory: Priced | None = None
+        self._least_memory_bound: Priced | None = None
+        """The same among meshes on which no layout can fit."""
         self._best_seconds = np.inf
-        self._some_possible = False
-        self.num_considered = 0
-        self.num_fitting = 0
+        self._some_mesh_fits = False
+        self._num_considered = 0
+        self._num_fitting = 0
 
     def cannot_improve(self, num_ranks: int) -> bool:
-        """Whether no world of this size or smaller can be faster than what was found."""
-        perfect = lower_bound_seconds(self._question, num_ranks)
+        """Whether no world of this size or smaller can be faster than the best so far."""
+        bound = lower_bound_seconds(self._question, num_ranks)
         if self._within_seconds is not None:
-            return perfect > self._within_seconds
-        return self._question.objective == "speed" and perfect > self._best_seconds
+            return bound > self._within_seconds
+        return self._question.objective == "speed" and bound > self._best_seconds
 
     def add(self, block: Table) -> None:
         """Price one block of meshes."""
-        question = self._question
-        lean = least_memory(question.space, block)
-        least = price_memory(question, lean).peak_device_bytes.reshape(-1, 3).min(axis=1)
-        possible = least <= question.memory_budget_bytes
-        at = expand(question.space, where(block, possible))
-        self.num_considered += len(at) + 3 * int((~possible).sum())
-        if not possible.all():
-            too_small = lean.take(np.repeat(~possible, 3))
-            self._leanest_bound = self._leaner(self._leanest_bound, too_small)
-        self._some_possible = self._some_possible or bool(possible.any())
-        if len(at) == 0:
+        layouts = self._layouts_that_may_fit(block)
+        if len(layouts) == 0:
             return
-        needed = price_memory(question, at)
-        reserved = needed.peak_device_bytes
-        fits = (reserved <= question.memory_budget_bytes) & needed.fits_host(question.cluster)
-        self.num_fitting += int(fits.sum())
+        needed = price_memory(self._question, layouts)
+        device_bytes, fits = needed.peak_device_bytes, fitting_rows(self._question, needed)
+        self._num_fitting += int(fits.sum())
         if not fits.any():
-            self._leanest = self._leaner(self._leanest, at.take(np.atleast_1d(reserved.argmin())))
+            closest = layouts.take(np.atleast_1d(device_bytes.argmin()))
+            self._least_memory = self._smaller(self._least_memory, closest)
             return
-        fitting = at.take(fits)
-        priced = Priced(fitting, reserved[fits], price_time(question, fitting).step_seconds)
+        fitting = layouts.take(fits)
+        priced = Priced(fitting, device_bytes[fits], price_time(self._question, fitting).step_seconds)
         if self._within_seconds is not None:
             priced = priced.take(priced.step_seconds <= self._within_seconds)
         if len(priced) == 0:
             return
         self._best_seconds = min(self._best_seconds, float(priced.step_seconds.min()))
-        self._parts.append(best_of_groups(priced, question.objective))
+        self._parts.append(best_of_groups(priced, self._question.objective))
 
-    def _leaner(self, known: Priced | None, at: Layouts) -> Priced:
-        priced = price(self._question, at)
+    def _layouts_that_may_fit(self, block: Table) -> Layouts:
+        """Every layout on the meshes whose layout with the least memory fits the device."""
+        question = self._question
+        smallest = least_memory_layouts(question, block)
+        least = price_memory(question, smallest).peak_device_bytes.reshape(-1, 3).min(axis=1)
+        may_fit = least <= question.memory_budget_bytes
+        layouts = expand(question, filter_rows(block, may_fit))
+        self._num_considered += len(layouts) + 3 * int((~may_fit).sum())
+        if not may_fit.all():
+            too_large = smallest.take(np.repeat(~may_fit, 3))
+            self._least_memory_bound = self._smaller(self._least_memory_bound, too_large)
+        self._some_mesh_fits = self._some_mesh_fits or bool(may_fit.any())
+        return layouts
+
+    def _smaller(self, known: Priced | None, layouts: Layouts) -> Priced:
+        priced = price(self._question, layouts)
         row = priced.take([int(priced.device_bytes.argmin())])
         return row if known is None or row.device_bytes[0] < known.device_bytes[0] else known
 
-    def found(self) -> SearchResult:
-        """Everything kept, the best first."""
-        nothing = price(self._question, _no_layouts())
-        fitting = concatenate(self._parts) if self._parts else nothing
+    def result(self) -> SearchResult:
+        """Everything that was kept, the best first."""
+        fitting = concatenate(self._parts) if self._parts else price(self._question, _no_layouts())
         order = np.argsort(fitting.score(self._question.objective), kind="stable")[:MAX_KEPT]
-        # Meshes with room, yet no layout on them: the pins contradict each other, and no number helps.
-        bound = None if self._some_possible else self._leanest_bound
+        # A mesh could fit and yet has no layout: the pins contradict each other, and no bytes explain it.
+        bound = None if self._some_mesh_fits else self._least_memory_bound
         return SearchResult(
-            fitting.take(order), self.num_considered, self.num_fitting, self._leanest or bound
+            fitting.take(order), self._num_considered, self._num_fitting, self._least_memory or bound
         )
 
 
@@ -265,7 +266,7 @@ def _no_layouts() -> Layouts:
 
 
 def concatenate(parts: list[Priced]) -> Priced:
-    """One table of several."""
+    """The rows of several tables in one."""
     names = list(vars(parts[0].layouts))
     columns = {name: np.concatenate([getattr(part.layouts, name) for part in parts]) for name in names}
     return Priced(
@@ -276,7 +277,7 @@ def concatenate(parts: list[Priced]) -> Priced:
 
 
 def best_of_groups(priced: Priced, objective: Objective) -> Priced:
-    """The best, the fastest and the least_memory layout of each group that agrees in GROUP_COLUMNS."""
+    """The best, the fastest and the smallest layout of each group with equal GROUP_COLUMNS."""
     keys = np.stack([getattr(priced.layouts, name) for name in GROUP_COLUMNS], axis=1)
     _, inverse = np.unique(keys, axis=0, return_inverse=True)
     rows: list[NDArray[np.intp]] = []

@@ -18,7 +18,7 @@ MAX_DEVICES = 2**16
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The best plan on one number of devices."""
+    """The best step time on one number of devices."""
 
     num_devices: int
     step_seconds: float
@@ -26,7 +26,7 @@ class ScalingPoint:
 
 
 def seconds_allowed(question: Question, *, tokens: int, deadline_seconds: float) -> float:
-    """What a step may take so that all tokens are seen in time."""
+    """Seconds that a step may take so that all tokens are trained by the deadline."""
     return deadline_seconds * question.run.data.batch_tokens / tokens
 
 
@@ -35,11 +35,11 @@ def size_for_deadline(
 ) -> Question:
     """The same question on the smallest cluster whose best plan meets the deadline.
 
-    `open_ended`: the user named a device, not a number; otherwise the cluster is the limit.
+    `open_ended`: the user named a device without a number; otherwise the cluster is the limit.
     """
     allowed = seconds_allowed(question, tokens=tokens, deadline_seconds=deadline_seconds)
     limit = MAX_DEVICES if open_ended else question.cluster.num_devices
-    enough, fastest = _first_that_suffices(question, allowed, limit)
+    enough, fastest = _first_fast_enough(question, allowed, limit)
     if enough is None:
         raise _too_late(question, tokens, deadline_seconds, fastest, limit)
     return on_devices(question, _smallest(question, allowed, enough))
@@ -65,8 +65,8 @@ def best_seconds(question: Question, num_devices: int) -> float:
     return min((float(seconds.min()) for seconds in found if len(seconds)), default=float("inf"))
 
 
-def _first_that_suffices(question: Question, allowed: float, limit: int) -> tuple[int | None, float]:
-    """The first of a doubling row of sizes that is fast enough, and the fastest step met on the way."""
+def _first_fast_enough(question: Question, allowed: float, limit: int) -> tuple[int | None, float]:
+    """The first power of two of devices that is fast enough, or None, and the fastest step found."""
     fastest, count = float("inf"), 1
     while True:
         count = min(count, limit)
@@ -93,14 +93,15 @@ def _too_late(question: Question, tokens: int, deadline: float, fastest: float, 
         fact = f"{question.run.model.family} does not fit on {limit} x {question.cluster.device.title}"
         return PlanError(fact, where="--on", hint="`meshwright plan` without --deadline says what would fit")
     soonest = show_seconds(fastest * tokens / batch)
-    fact = f"at best {soonest} on {limit} x {question.cluster.device.title}, not {show_seconds(deadline)}"
+    on = f"{limit} x {question.cluster.device.title}"
+    fact = f"training takes at best {soonest} on {on}; the deadline is {show_seconds(deadline)}"
     need = fastest * tokens / batch / deadline
     hint = f"a deadline {need:.2g} times as long, fewer tokens, a larger --batch-tokens, or more devices"
     return PlanError(fact, where="--deadline", hint=hint)
 
 
 def strong_scaling(plan: Plan, counts: Sequence[int]) -> list[ScalingPoint]:
-    """The best plan at the same global batch on each number of devices on which something fits."""
+    """The best step at the same global batch on each number of devices on which a layout fits."""
     points: list[ScalingPoint] = []
     for count in counts:
         seconds = best_seconds(plan.question, count)
@@ -110,7 +111,7 @@ def strong_scaling(plan: Plan, counts: Sequence[int]) -> list[ScalingPoint]:
 
 
 def weak_scaling(plan: Plan, counts: Sequence[int]) -> list[ScalingPoint]:
-    """The same with a batch that grows with the devices, as many sequences per device as the plan has."""
+    """The best step with as many sequences per device as the plan has, on each number of devices."""
     data, used = plan.question.run.data, plan.best.num_ranks
     points: list[ScalingPoint] = []
     for count in counts:
@@ -124,10 +125,10 @@ def weak_scaling(plan: Plan, counts: Sequence[int]) -> list[ScalingPoint]:
     return points
 
 
-def scaling_counts(plan: Plan, *, most: int = 7) -> list[int]:
+def scaling_counts(plan: Plan, *, max_counts: int = 7) -> list[int]:
     """Device counts around the plan's: halves below it, doubles above."""
     used, per_node = plan.best.num_ranks, plan.question.cluster.devices_per_node
     below = [used // 2**k for k in range(4) if used % 2**k == 0]
     counts = {*below, used * 2, used * 4}
-    whole = [count for count in counts if count <= per_node or count % per_node == 0]
-    return sorted(whole)[-most:]
+    full_nodes = [count for count in counts if count <= per_node or count % per_node == 0]
+    return sorted(full_nodes)[-max_counts:]

@@ -7,7 +7,7 @@ its newest releases, and the compiler of older ones does not know that face.
 import torch
 from torch import Tensor
 
-from meshwright.hardware.stand_in import STAND_IN_CAPABILITY, is_stand_in
+from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.precision.fp8.quantise import Quantised, decode
 from meshwright.precision.fp8.recipes import Recipe
 
@@ -15,10 +15,10 @@ from meshwright.precision.fp8.recipes import Recipe
 _BLOCKS_SINCE = (12, 9)
 
 
-def is_native(recipe: Recipe, device: torch.device) -> bool:
-    """Whether this device multiplies fp8 numbers of this recipe itself."""
-    if is_stand_in():
-        return recipe.needs <= STAND_IN_CAPABILITY
+def is_native(recipe: Recipe, device: torch.device, simulated: SimulatedDevice | None = None) -> bool:
+    """Whether the tensor cores of this device take the fp8 operands of this recipe."""
+    if simulated is not None:
+        return recipe.needs <= simulated.capability
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     capability = torch.cuda.get_device_capability(device)

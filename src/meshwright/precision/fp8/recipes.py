@@ -33,6 +33,6 @@ class Recipe:
 RECIPES = {
     "current": Recipe(E4M3, E5M2, None, None, needs=(8, 9)),
     "delayed": Recipe(E4M3, E5M2, None, None, needs=(8, 9), is_delayed=True),
-    "blocks": Recipe(E4M3, E4M3, (1, 128), (128, 128), needs=(9, 0)),
+    "blockwise": Recipe(E4M3, E4M3, (1, 128), (128, 128), needs=(9, 0)),
     "mxfp8": Recipe(E4M3, E4M3, (1, 32), (1, 32), needs=(10, 0)),
 }

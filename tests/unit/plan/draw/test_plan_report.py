@@ -7,19 +7,19 @@ from xml.etree import ElementTree
 import pytest
 from tests.support.plans import planned
 
-from meshwright.plan.draw.charts import Bar, Line, line_chart, stacked_bars
-from meshwright.plan.draw.memory import draw_memory_svg, draw_memory_text
+from meshwright.plan.draw.charts import Axis, Bar, Line, line_chart, stacked_bars
+from meshwright.plan.draw.memory import memory_chart, memory_table
 from meshwright.plan.draw.plan_report import report_html
+from meshwright.plan.explain.neighbours import neighbours
 from meshwright.plan.explain.reasons import explain
-from meshwright.plan.explain.rejected import rejected
-from meshwright.plan.search.decision import candidate_of
+from meshwright.plan.search.candidate import candidate_of
 from meshwright.plan.search.sizing import scaling_counts, strong_scaling
 
 
 @pytest.fixture(scope="module")
 def html() -> str:
     plan = planned("llama-3.2-1b", "dgx-h100:2", "pp=2", seq=2048, batch_tokens=2**19)
-    return report_html(plan, tokens=10**11, why=explain(plan), rejected=rejected(plan.best), price=2.5)
+    return report_html(plan, tokens=10**11, why=explain(plan), neighbours=neighbours(plan.best), price=2.5)
 
 
 def test_nothing_is_fetched_and_nothing_is_run(html: str) -> None:
@@ -64,16 +64,15 @@ def test_tags_are_balanced(html: str) -> None:
 
 
 def test_bars_are_drawn_to_scale() -> None:
-    svg = ElementTree.fromstring(stacked_bars([Bar("a", {"x": 1.0, "y": 3.0}, "4")], full=4.0))
+    svg = ElementTree.fromstring(stacked_bars([Bar("a", {"x": 1.0, "y": 3.0}, "4")], full=4.0).inline())
     widths = [float(box.get("width", 0)) for box in svg.iter("rect") if box.get("height") == "30"]
     assert widths[1] == pytest.approx(3 * widths[0], rel=0.01)
 
 
 def test_line_chart_has_a_point_for_every_value() -> None:
-    svg = ElementTree.fromstring(
-        line_chart([Line("a", [(1, 10), (2, 19), (4, 35)], "#000000")], x_words="x", y_words="y")
-    )
-    assert len(list(svg.iter("circle"))) == 3
+    lines = [Line("a", [(1, 10), (2, 19), (4, 35)], "#000000", has_dots=True)]
+    chart = line_chart(lines, x=Axis("x", str, is_log=True), y=Axis("y", str))
+    assert len(list(ElementTree.fromstring(chart.inline()).iter("circle"))) == 3
 
 
 def test_strong_scaling_includes_the_plan_itself() -> None:
@@ -81,7 +80,7 @@ def test_strong_scaling_includes_the_plan_itself() -> None:
     counts = scaling_counts(plan)
     assert plan.best.num_ranks in counts
     seconds = {point.num_devices: point.step_seconds for point in strong_scaling(plan, counts)}
-    assert seconds[plan.best.num_ranks] == pytest.approx(plan.found.fitting.step_seconds.min())
+    assert seconds[plan.best.num_ranks] == pytest.approx(plan.result.fitting.step_seconds.min())
 
 
 def test_memory_of_a_run_file_is_drawn() -> None:
@@ -89,9 +88,9 @@ def test_memory_of_a_run_file_is_drawn() -> None:
     same = candidate_of(best.run, best.question.cluster)
     assert same.device_bytes == best.device_bytes
     assert same.step_seconds == pytest.approx(best.step_seconds)
-    assert [column.header for column in draw_memory_text(same).columns][1:4] == [
+    assert [column.header for column in memory_table(same).columns][1:4] == [
         "first stage",
         "middle stage",
         "last stage",
     ]
-    ElementTree.fromstring(draw_memory_svg(same))
+    ElementTree.fromstring(memory_chart(same).document())

@@ -10,7 +10,7 @@ from meshwright.spec.parallel import Schedule
 
 ONE_STAGE_1F1B = """\
 1f1b: 2 ranks, 2 micro-batches
-bubble 50.0% over the work (33.3% of all time idle); a rank holds at most 2 micro-batches of its activations
+bubble 50.0% of the compute time (33.3% of all time idle); activations of at most 2 micro-batches per rank
 
 rank 0  F0 F1 ·  ·  B0    ·  B1    \n\
 rank 1  ·  F0 B0    F1 B1    ·  ·  \n\

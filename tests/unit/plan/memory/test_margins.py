@@ -75,5 +75,5 @@ def test_a_prediction_says_when_its_margin_decides() -> None:
     found: Prediction = predict_run(run_of("llama-3.2-1b", "compile=false"), parse_cluster("h200:1"))
     assert found.memory_margin == DENSE
     assert not found.is_uncertain
-    near = replace(found, capacity_bytes=int(found.fullest.device_bytes / 0.98))
+    near = replace(found, capacity_bytes=int(found.peak_stage.device_bytes / 0.98))
     assert near.is_uncertain

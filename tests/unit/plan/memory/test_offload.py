@@ -8,7 +8,7 @@ from meshwright.plan.framework import our_runtime
 from meshwright.plan.memory.activations import layer_activation_bytes
 from meshwright.plan.memory.rank_bytes import Memory, host_items, memory
 from meshwright.plan.predict import host_bytes, predict_run
-from meshwright.plan.search.decision import candidate_of, with_layout
+from meshwright.plan.search.candidate import candidate_of, with_layout
 from meshwright.plan.time.step_time import step_cost
 from meshwright.plan.workload.layouts import (
     FULL,
@@ -165,8 +165,8 @@ def _run(*words: str):
 def test_a_run_says_its_host_memory_on_any_cluster() -> None:
     run = _run("memory.offload=optimizer,activations")
     found = predict_run(run, parse_cluster("h100:1"))
-    assert host_bytes(run) == pytest.approx(sum(found.fullest.host_items.values()))
-    assert found.fullest.host_items["optimizer"] == 8 * num_parameters(run.model)
+    assert host_bytes(run) == pytest.approx(sum(found.peak_stage.host_items.values()))
+    assert found.peak_stage.host_items["optimizer"] == 8 * num_parameters(run.model)
     assert host_bytes(_run()) == 0
 
 
@@ -184,9 +184,9 @@ def test_the_search_keeps_what_the_run_says() -> None:
     run = _run("memory.offload=activations,optimizer")
     at = one_layout(run.parallel, run.memory, microbatch_sequences=1, num_microbatches=8)
     assert with_layout(run, at).memory.offload == ("optimizer", "activations")
-    tp = _run("parallel.tp=2", "memory.regather=true")
-    assert candidate_of(tp, parse_cluster("h100:2")).at.regather[0] == 1
-    last = ParallelSpec(dp_shard=2, zero=3, reduce="last")
+    tp = _run("parallel.tp=2", "memory.regather_tp_inputs=true")
+    assert candidate_of(tp, parse_cluster("h100:2")).layout.regather[0] == 1
+    last = ParallelSpec(dp_shard=2, zero=3, grad_reduce="last_microbatch")
     assert one_layout(last, MemorySpec(), microbatch_sequences=1, num_microbatches=2).parallel(0) == last
 
 

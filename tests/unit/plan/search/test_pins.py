@@ -12,7 +12,7 @@ def test_short_and_full_names_mean_the_same() -> None:
     assert parse_pins(["tp=8"]).allowed == parse_pins(["parallel.tp=8"]).allowed == {"tp": (8,)}
 
 
-def test_several_values_and_words() -> None:
+def test_several_values_and_names() -> None:
     pins = parse_pins(["recompute=none,full", "schedule=zbv", "zero=0"])
     assert pins.allowed["recompute"] == (RECOMPUTE_NONE, FULL)
     assert pins.allowed["schedule"] == (SCHEDULES.index("zbv"),)
@@ -27,7 +27,7 @@ def test_other_keys_become_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "fact", "hint"),
+    ("arguments", "fact", "hint"),
     [
         (["tp"], "'tp' is not a pin", "key=value"),
         (["tp="], "'tp=' is not a pin", "key=value"),
@@ -40,8 +40,8 @@ def test_other_keys_become_overrides() -> None:
         (["tp=2", "parallel.tp=4"], "pinned twice", "tp=2,4"),
     ],
 )
-def test_wrong_pins_are_told(words: list[str], fact: str, hint: str) -> None:
+def test_wrong_pins_are_errors(arguments: list[str], fact: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
-        parse_pins(words)
+        parse_pins(arguments)
     assert fact in caught.value.fact
     assert hint in caught.value.hint

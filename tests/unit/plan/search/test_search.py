@@ -1,4 +1,4 @@
-"""The search: it finds what brute force finds, obeys pins and rules, and never suffers from more devices."""
+"""The search finds what brute force finds, obeys pins and rules, and is never slower on more devices."""
 
 import subprocess
 import sys
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from tests.support.plans import asked
 
 from meshwright.hardware.catalogue import parse_cluster
-from meshwright.plan.search.decision import Candidate, with_layout
+from meshwright.plan.search.candidate import Candidate, with_layout
+from meshwright.plan.search.meshes import divisors, meshes
 from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import Question, price
 from meshwright.plan.search.search import search
-from meshwright.plan.search.space import divisors, expand, meshes
+from meshwright.plan.search.space import expand
 from meshwright.plan.workload.layouts import CP_KINDS, RECOMPUTE_NONE
 from meshwright.spec.check import check
 
@@ -33,7 +34,7 @@ def test_divisors() -> None:
 
 def test_finds_what_pricing_everything_finds() -> None:
     asks = question("llama-3.2-1b", "a100:8")
-    everything = expand(asks.space, meshes(asks.space, range(1, 9)))
+    everything = expand(asks, meshes(asks, range(1, 9)))
     priced = price(asks, everything)
     fits = priced.device_bytes <= asks.memory_budget_bytes
     found = search(asks)
@@ -117,7 +118,7 @@ def test_context_parallel_is_for_long_sequences() -> None:
     assert 8 in set(long.layouts.cp)
 
 
-def test_experts_are_dealt_out() -> None:
+def test_experts_are_sharded() -> None:
     fitting = search(question("mixtral-8x7b", "dgx-h100:4", batch_sequences=512)).fitting
     assert set(fitting.layouts.ep) > {1, 8}
     assert ((fitting.layouts.dp_shard * fitting.layouts.cp) % fitting.layouts.ep == 0).all()
@@ -153,7 +154,7 @@ def test_simulated_time_is_near_the_closed_form() -> None:
 
 def test_planning_imports_no_torch() -> None:
     code = (
-        "import sys; import meshwright.plan.draw.plan_report, meshwright.plan.explain.relax; "
+        "import sys; import meshwright.plan.draw.plan_report, meshwright.plan.make_plan; "
         "import meshwright.plan.search.sizing; "
         "sys.exit('torch' in sys.modules)"
     )

@@ -8,9 +8,9 @@ from tests.support.plans import asked
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.explain.reasons import STATE_ITEMS
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory.rank_bytes import memory
 from meshwright.plan.predict import Prediction, predict_run
-from meshwright.plan.search.decision import make_plan
 from meshwright.plan.workload.formats import runtime_of, workload_of
 from meshwright.plan.workload.layouts import layouts
 from meshwright.spec.run import RunSpec
@@ -29,7 +29,7 @@ def run_of(model: str, *pins: str) -> RunSpec:
 
 def state_bytes_per_parameter(*pins: str) -> float:
     run = run_of("llama-3.2-1b", *pins)
-    items = predict_run(run, H200).fullest.items
+    items = predict_run(run, H200).peak_stage.items
     return sum(items.get(name, 0.0) for name in STATE_ITEMS) / workload_of(run).counts.total
 
 
@@ -50,8 +50,8 @@ def test_bytes_per_parameter(pins: tuple[str, ...], expected: float) -> None:
 
 
 def test_weights_in_bf16_need_no_cast_copy() -> None:
-    assert "cast weights" in predicted("llama-3.2-1b").fullest.items
-    assert "cast weights" not in predicted("llama-3.2-1b", *BF16[:1]).fullest.items
+    assert "cast weights" in predicted("llama-3.2-1b").peak_stage.items
+    assert "cast weights" not in predicted("llama-3.2-1b", *BF16[:1]).peak_stage.items
 
 
 def test_fewer_bytes_are_updated_and_reduced_in_less_time() -> None:
@@ -64,13 +64,13 @@ def test_fp8_is_faster_and_keeps_less_where_linears_are_large() -> None:
     bf16, fp8 = (predicted("llama-3.1-8b", *BF16, f"precision.fp8={kind}") for kind in ("null", "current"))
     assert 0.5 < fp8.seconds_by_item["matmul"] / bf16.seconds_by_item["matmul"] < 0.7
     assert fp8.seconds_by_item["elementwise"] > bf16.seconds_by_item["elementwise"]
-    assert fp8.fullest.items["activations"] < 0.95 * bf16.fullest.items["activations"]
+    assert fp8.peak_stage.items["activations"] < 0.95 * bf16.peak_stage.items["activations"]
 
 
 def test_ends_in_bf16_cost_time() -> None:
     def seconds(ends: int) -> float:
         return predicted(
-            "llama-3.1-8b", "precision.fp8=current", f"precision.fp8.bf16_ends={ends}"
+            "llama-3.1-8b", "precision.fp8=current", f"precision.fp8.bf16_layers_each_end={ends}"
         ).step_seconds
 
     assert seconds(0) < seconds(1) < seconds(8)
@@ -78,12 +78,17 @@ def test_ends_in_bf16_cost_time() -> None:
 
 def test_weights_cast_once_per_step_take_memory_and_save_time() -> None:
     anew, kept = (
-        predicted("llama-3.1-8b", *BF16, f"precision.fp8.cast_weights={when}", "precision.fp8.bf16_ends=0")
+        predicted(
+            "llama-3.1-8b",
+            *BF16,
+            f"precision.fp8.cast_weights={when}",
+            "precision.fp8.bf16_layers_each_end=0",
+        )
         for when in ("per_microbatch", "per_step")
     )
     linears = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    assert kept.fullest.items["fp8 weights"] == pytest.approx(2 * linears, rel=1e-12)
-    assert "fp8 weights" not in anew.fullest.items
+    assert kept.peak_stage.items["fp8 weights"] == pytest.approx(2 * linears, rel=1e-12)
+    assert "fp8 weights" not in anew.peak_stage.items
     assert kept.seconds_by_item["elementwise"] < anew.seconds_by_item["elementwise"]
 
 
@@ -91,7 +96,7 @@ def test_weights_kept_in_fp8_are_never_planned_with_zero3() -> None:
     question = asked(
         "llama-3.1-8b", "h200:8", "precision.fp8.cast_weights=per_step", seq=4096, batch_tokens=2**18
     ).question
-    assert make_plan(question).found.fitting.layouts.zero.max() < 3
+    assert make_plan(question).result.fitting.layouts.zero.max() < 3
 
 
 def test_routed_experts_stay_in_bf16() -> None:

@@ -1,4 +1,4 @@
-"""The guard of fp8: it sees nothing in a healthy model, and what is wrong in a sick one."""
+"""fp8 compared with bf16: small differences in a healthy model, and large ones where fp8 fails."""
 
 import dataclasses
 from unittest.mock import patch
@@ -6,20 +6,20 @@ from unittest.mock import patch
 import pytest
 import torch
 from tests.equivalence.test_fp8 import fp8_run
-from tests.support.harness import this_world
-from tests.support.ranks import RankPool
+from tests.support.equivalence import this_world
 
 from meshwright.mesh import Mesh, build_mesh
-from meshwright.precision.fp8.delayed import KnownScales
+from meshwright.precision.fp8.delayed import Fp8Scales
 from meshwright.precision.fp8.recipes import E5M2, RECIPES
+from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import Fp8Spec, PrecisionSpec, RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
-from meshwright.train.fp8_shadow import Shadow, ShadowReport
+from meshwright.train.fp8_comparison import Fp8Comparison, Fp8Report
 from meshwright.train.step import Training, train_step
 
 
 def _run(recipe: str, init_std: float = 0.05) -> RunSpec:
-    fp8 = Fp8Spec(recipe=recipe, bf16_ends=0, shadow_every=1, shadow_min_cosine=0.95)
+    fp8 = Fp8Spec(recipe=recipe, bf16_layers_each_end=0, compare_every_steps=1, min_gradient_cosine=0.95)
     run = fp8_run(precision=PrecisionSpec(compute="bf16", fp8=fp8))
     return run.with_(model=run.model.with_(init_std=init_std))
 
@@ -28,12 +28,12 @@ def _mesh(run: RunSpec) -> Mesh:
     return build_mesh(run.parallel, this_world())
 
 
-def _look(run: RunSpec, plant=None) -> ShadowReport:
+def _compare(run: RunSpec, plant=None) -> Fp8Report:
     mesh = _mesh(run)
     training = build_training(run, mesh)
     if plant is not None:
         plant(training)
-    return Shadow(run, training, mesh).compare(next(build_data(run, mesh)), seed=0)
+    return Fp8Comparison(run, training, mesh).compare(next(build_data(run, mesh)), seed=0)
 
 
 def _scale_gate_and_up(training: Training) -> None:
@@ -48,52 +48,52 @@ def _scale_gate_and_up(training: Training) -> None:
 def _stale_scales(training: Training) -> None:
     """Scales of another time, in which everything was thousands of times larger."""
     for module in training.program.stages[0].modules():
-        if isinstance(module, KnownScales):
-            module.is_known = True
-            for unit in (module.unit_x, module.unit_weight, module.unit_gradient):
+        if isinstance(module, Fp8Scales):
+            module.has_history = True
+            for unit in (module.scale_x, module.scale_weight, module.scale_gradient):
                 unit.fill_(2.0**10)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
 def test_healthy_gradients_agree(ranks: RankPool, recipe: str) -> None:
-    report = ranks.run(_look, 1, _run(recipe))[0]
+    report = ranks.run(_compare, 1, _run(recipe))[0]
     assert min(report.cosines.values()) >= 0.99
     assert all(0.98 <= ratio <= 1.02 for ratio in report.norm_ratios.values())
     assert abs(report.loss_gap) < 2e-3
-    assert report.fallen == []
+    assert report.fallback_layers == []
 
 
-def test_outlier_in_swiglu_is_seen_with_one_scale_and_held_with_blocks(ranks: RankPool) -> None:
+def test_outlier_in_swiglu_is_detected_with_one_scale_and_harmless_with_blocks(ranks: RankPool) -> None:
     """The MLP is large enough (init_std) that its other units, which one scale rounds to 0, matter."""
-    current = ranks.run(_look, 1, _run("current", init_std=0.15), _scale_gate_and_up)[0]
-    assert current.fallen == [0, 1, 2]
-    blocks = ranks.run(_look, 1, _run("mxfp8", init_std=0.15), _scale_gate_and_up)[0]
-    assert blocks.fallen == []
+    current = ranks.run(_compare, 1, _run("current", init_std=0.15), _scale_gate_and_up)[0]
+    assert current.fallback_layers == [0, 1, 2]
+    blocks = ranks.run(_compare, 1, _run("mxfp8", init_std=0.15), _scale_gate_and_up)[0]
+    assert blocks.fallback_layers == []
 
 
-def _control() -> ShadowReport:
+def _control() -> Fp8Report:
     crude = dataclasses.replace(RECIPES["delayed"], operand=E5M2, gradient=E5M2)
     with patch.dict(RECIPES, {"delayed": crude}):
-        return _look(_run("delayed"), _stale_scales)
+        return _compare(_run("delayed"), _stale_scales)
 
 
 def test_negative_control_fails(ranks: RankPool) -> None:
     """Two bits of fraction everywhere and stale scales: a guard that lets this pass has no power."""
     report = ranks.run(_control, 1)[0]
     assert min(report.cosines.values()) < 0.9
-    assert report.fallen == [0, 1, 2]
+    assert report.fallback_layers == [0, 1, 2]
 
 
-def _weights_after(run: RunSpec, *looks: bool) -> list[dict[str, torch.Tensor]]:
+def _weights_after(run: RunSpec, *compared: bool) -> list[dict[str, torch.Tensor]]:
     found = []
-    for is_looked in looks:
+    for is_compared in compared:
         mesh = _mesh(run)
         training, batches = build_training(run, mesh), build_data(run, mesh)
-        shadow = Shadow(run, training, mesh)
+        comparison = Fp8Comparison(run, training, mesh)
         for step in range(2):
             batch = next(batches)
-            if is_looked:
-                assert shadow.compare(batch, seed=step).fallen == []
+            if is_compared:
+                assert comparison.compare(batch, seed=step).fallback_layers == []
             seed_step(run.seed, step)
             train_step(training, batch, learning_rate=1e-2)
         found.append({name: shard.detach().clone() for name, shard in training.named_shards.items()})
@@ -101,7 +101,7 @@ def _weights_after(run: RunSpec, *looks: bool) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_looking_changes_nothing(ranks: RankPool, recipe: str) -> None:
-    without, with_looks = ranks.run(_weights_after, 1, _run(recipe), False, True)[0]
+def test_a_comparison_does_not_change_training(ranks: RankPool, recipe: str) -> None:
+    without, with_comparisons = ranks.run(_weights_after, 1, _run(recipe), False, True)[0]
     for name, weight in without.items():
-        assert torch.equal(weight, with_looks[name]), name
+        assert torch.equal(weight, with_comparisons[name]), name

@@ -1,0 +1,50 @@
+"""How much faster a plan would be with changes of the numerics that are not allowed, on its best meshes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.explain.what_if import Change, what_if
+from meshwright.plan.search.allow import single_changes
+from meshwright.plan.search.decision import Plan
+from meshwright.plan.search.meshes import Table
+from meshwright.plan.search.search import TIE_FRACTION
+from meshwright.units import show_bytes, show_seconds
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One change that is not allowed, and the fastest step with it."""
+
+    name: str
+    setting: str
+    meaning: str
+    step_seconds: float
+    device_bytes: float
+    text: str
+
+
+def gains(plan: Plan) -> list[Gain]:
+    """Single changes that would make the plan clearly faster, the fastest first."""
+    return sorted(_gains(plan), key=lambda gain: gain.step_seconds)
+
+
+def _gains(plan: Plan) -> Iterator[Gain]:
+    now, meshes = float(plan.result.fitting.step_seconds.min()), _meshes_of(plan)
+    for variant in single_changes(plan.question):
+        (change,) = variant.changes
+        outcome = what_if(Change(change.setting, variant.question, meshes))
+        seconds, need = outcome.closed_form_seconds, outcome.device_bytes
+        if outcome.fits and seconds < (1.0 - TIE_FRACTION) * now:
+            text = (
+                f"with --allow {change.name} ({change.meaning}) the fastest layout would take "
+                f"{show_seconds(seconds)} instead of {show_seconds(now)}, at {show_bytes(need)} per device"
+            )
+            yield Gain(change.name, change.setting, change.meaning, seconds, need, text)
+
+
+def _meshes_of(plan: Plan) -> Table:
+    """The meshes of the best layouts of a plan."""
+    names = ("tp", "cp", "cp_kind", "cp_inner", "ep", "etp", "pp", "dp", "num_ranks")
+    return {name: np.concatenate([getattr(one.layout, name) for one in plan.top]) for name in names}

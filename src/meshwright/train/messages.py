@@ -1,0 +1,70 @@
+"""The texts that a run prints and the errors that it ends with."""
+
+from pathlib import Path
+
+from meshwright.errors import CheckpointError, RunError
+from meshwright.observe.metrics import StepMetrics
+from meshwright.train.fp8_comparison import Fp8Report
+from meshwright.train.state import TrainState
+
+COMPILING = "compiling: the first step takes up to a minute; the result is cached on disk for the next run"
+NOT_COMPILED = (
+    "compile has no effect here: torch's compiler skipped every block, as it does where one waits for "
+    "the device or another rank inside recompute; compile=false trains the same"
+)
+# A loss scale this small means that the gradients themselves are not finite.
+SMALLEST_LOSS_SCALE = 2.0**-14
+
+
+def resumed(state: TrainState, num_steps: int) -> str:
+    """The first line of a run that starts from a checkpoint."""
+    if state.step < num_steps:
+        return f"resumed at step {state.step}"
+    return f"already finished: this directory has all {num_steps} steps, and nothing is left to do"
+
+
+def interrupted(state: TrainState, num_steps: int) -> str:
+    """The last line of a run that was asked to stop."""
+    return f"stopped at step {state.step} of {num_steps}, which is saved: the same command resumes from there"
+
+
+def save_failed(state: TrainState, error: CheckpointError) -> str:
+    """A save on the way that failed."""
+    return f"checkpoint at step {state.step} failed, training continues: {error.fact}"
+
+
+def fallen_back(state: TrainState, report: Fp8Report) -> str:
+    """Blocks of an fp8 run that compute in bf16 from now on."""
+    blocks, worst = ", ".join(map(str, report.fallback_layers)), report.worst_layer
+    return (
+        f"step {state.step}: block {blocks} back to bf16; gradients in fp8 and bf16 have a cosine of "
+        f"{report.cosines[worst]:.3f} in block {worst}"
+    )
+
+
+def last_save_failed(error: CheckpointError, root: Path) -> RunError:
+    """The run ends without its last checkpoint."""
+    return RunError(
+        f"the last save failed: {error.fact}",
+        where=str(root),
+        hint="free disk space, then start the same command again: it resumes from the newest checkpoint",
+    )
+
+
+def overflow(state: TrainState, scale: float) -> RunError:
+    """fp16 gradients that overflow with every loss scale."""
+    return RunError(
+        f"gradients are not finite at step {state.step}, even with a loss scale of {scale:g}",
+        where="precision.compute",
+        hint="lower optim.lr, or use bf16",
+    )
+
+
+def not_finite(metrics: StepMetrics, run_dir: Path) -> RunError:
+    """A loss or gradient norm that is infinite or NaN."""
+    return RunError(
+        f"loss {metrics.loss:g} or gradient norm {metrics.grad_norm:g} is not finite at step {metrics.step}",
+        where=str(run_dir),
+        hint="lower optim.lr, lengthen schedule.warmup_steps or set optim.max_grad_norm; "
+        "earlier checkpoints are unchanged",
+    )

@@ -1,0 +1,114 @@
+"""The metrics of one step, gathered from the device and from all ranks."""
+
+import math
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.mesh import Mesh
+from meshwright.observe.metrics import StepMetrics
+from meshwright.train.evaluate import sum_over_world
+from meshwright.train.noise_scale import HalfBatchGradient, NoiseEstimate
+from meshwright.train.state import TrainState
+from meshwright.train.step import StepOutcome, Training
+
+
+class StepMeter:
+    """Reads the figures of a step; its clock is restarted after whatever is not part of a step."""
+
+    def __init__(self, training: Training, mesh: Mesh, state: TrainState) -> None:
+        self._training, self._mesh = training, mesh
+        self._num_skipped = state.num_skipped
+        self.restart_clock(state)
+
+    def restart_clock(self, state: TrainState) -> None:
+        """Measure the time of steps from here."""
+        self._started_at, self._first_step, self._first_tokens = (
+            time.perf_counter(),
+            state.step,
+            state.tokens,
+        )
+
+    def read(
+        self,
+        state: TrainState,
+        outcome: StepOutcome,
+        *,
+        lr: float,
+        half_batch: HalfBatchGradient | None = None,
+    ) -> tuple[StepMetrics, TrainState]:
+        """Wait for the step: its metrics, and the state with what they say; all ranks call it. Host sync.
+
+        Times and tokens are averages over the steps since the clock was restarted.
+        """
+        loss = float(sum_over_world(outcome.loss, self._mesh))
+        grad_norm = float(outcome.grad_norm)
+        seconds = time.perf_counter() - self._started_at
+        num_steps = state.step - self._first_step
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        estimate = half_batch.estimate(grad_norm) if half_batch is not None and is_finite else None
+        if estimate is not None:
+            state = state.after_estimate(signal=estimate.signal, noise=estimate.noise)
+        metrics = StepMetrics(
+            step=state.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=state.tokens,
+            step_tokens=(state.tokens - self._first_tokens) // num_steps,
+            step_seconds=seconds / num_steps,
+            peak_bytes=_peak_bytes(self._mesh.device),
+            **self._loss_scale(state),
+            **_expert_metrics(self._training),
+            **_noise_metrics(state, estimate),
+        )
+        return metrics, state.after_observation(loss=loss, seconds=seconds)
+
+    def _loss_scale(self, state: TrainState) -> dict[str, Any]:
+        """fp16: the scale after this step, and whether batches were skipped since the last reading."""
+        scale = self._training.loss_scale
+        if scale is None:
+            return {}
+        is_skipped = state.num_skipped > self._num_skipped
+        self._num_skipped = state.num_skipped
+        return {"loss_scale": scale.scale, "skipped": is_skipped}
+
+
+def _expert_metrics(training: Training) -> dict[str, Any]:
+    if training.experts is None:
+        return {}
+    figures = training.experts.figures()
+    return {
+        "aux_loss": figures.aux_loss,
+        "expert_load_max": figures.load_max,
+        "expert_load_min": figures.load_min,
+    }
+
+
+def _noise_metrics(state: TrainState, estimate: NoiseEstimate | None) -> dict[str, Any]:
+    if estimate is None:
+        return {}
+    return {
+        "gradient_signal": estimate.signal,
+        "gradient_noise": estimate.noise,
+        "noise_scale_tokens": state.noise_scale_tokens,
+    }
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The largest over ranks: device memory on CUDA, resident memory on a CPU."""
+    peak = torch.tensor([_local_peak_bytes(device)], dtype=torch.int64)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak.item())
+
+
+def _local_peak_bytes(device: torch.device) -> int:
+    """The most memory this process has used: on CUDA what torch allocated, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024  # Linux counts KiB

@@ -1,0 +1,57 @@
+"""A request becomes a complete question."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.support.plans import planned
+
+from meshwright.errors import SpecError, SpecErrors
+from meshwright.hardware.catalogue import parse_cluster
+from meshwright.plan.search.pins import parse_pins
+from meshwright.plan.search.request import Request, fill_request
+from meshwright.spec.parallel import ParallelSpec
+from meshwright.spec.text import dump_run
+
+
+def test_what_is_not_given_is_filled_in_and_listed() -> None:
+    filled = fill_request(Request("llama-3.1-8b", parse_cluster("leonardo:3"), parse_pins([])))
+    assert len(filled.assumed) == 6
+    assert filled.tokens == 20 * filled.question.workload.counts.total
+    assert filled.question.run.data.batch_sequences % 3 == 0
+
+
+def test_a_batch_is_rounded_to_divide_over_the_devices() -> None:
+    plain = Request("llama-3.1-8b", parse_cluster("h100:8"), parse_pins([]), sequence_length=8192)
+    assert fill_request(replace(plain, batch_tokens=4_000_000)).question.run.data.batch_sequences == 512
+    assert fill_request(replace(plain, batch_tokens=7 * 8192)).question.run.data.batch_sequences == 7
+
+
+def test_a_run_file_keeps_its_values_in_a_new_plan(tmp_path: Path) -> None:
+    best = planned("llama-3.1-8b", "h100:8x8").best
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_run(best.run))
+    again = fill_request(Request(str(file), parse_cluster("leonardo:16"), parse_pins([])))
+    assert again.assumed == ()
+    assert again.question.run.data.batch_tokens == best.run.data.batch_tokens
+    assert again.question.run.parallel == ParallelSpec()
+    assert again.tokens == best.run.schedule.num_steps * best.run.data.batch_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"sequence_length": 10**9}, "--seq"),
+        ({"sequence_length": 0}, "--seq"),
+        ({"batch_tokens": 100}, "--batch-tokens"),
+        ({"tokens": 10**20}, "--tokens"),
+        ({"precision": "bf61"}, "--precision"),
+        ({"model": "llama-3.1-9b"}, "model"),
+    ],
+)
+def test_absurd_requests_are_errors(change: dict[str, object], where: str) -> None:
+    plain = Request("llama-3.1-8b", parse_cluster("h100:8"), parse_pins([]), sequence_length=4096)
+    with pytest.raises(SpecError) as caught:
+        fill_request(replace(plain, **change))
+    error = caught.value.violations[0] if isinstance(caught.value, SpecErrors) else caught.value
+    assert error.where == where
