@@ -132,8 +132,8 @@ def _enter_half_of(phases: PhaseTracker, kernel: Kernel) -> None:
     """Begin the half of the block whose modules a kernel comes from; a residual sum belongs to neither."""
     meta = kernel.operations[0].node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
-    paths = [f"{path}." for path, _ in modules.values()]
-    found = [half for name, half in HALVES.items() if any(f"].{name}" in path for path in paths)]
+    names = {name for path, _ in modules.values() for name in str(path).split(".")}
+    found = [half for name, half in HALVES.items() if name in names]
     if found:
         phases.enter_half(found[0])
 

@@ -108,7 +108,7 @@ def _point(texts: list[str]) -> Point:
 @cache
 def _stored(mode: Mode, half: str, name: str) -> Half | None:
     found = _table().get(str(mode), {}).get(half, {}).get(name)
-    if found is None:
+    if found is None or not found["points"]:
         return None
     return Half(
         *(parse_terms(found.get(part, "")) for part in ("kept", "casts", "remembered")),

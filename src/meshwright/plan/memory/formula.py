@@ -1,6 +1,6 @@
 """Memory by formula, for what the trace's table does not have.
 
-Layouts with offloaded blocks or `regather`, compute in fp32, adapters; and runs of other frameworks, which
+Layouts with `regather` or etp, compute in fp32, adapters, dropout; and runs of other frameworks, which
 `published/` prices with the same items. A formula is an estimate: margins.py says how far it may be off.
 """
 

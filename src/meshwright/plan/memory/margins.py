@@ -56,7 +56,8 @@ def memory_margin(work: Workload, at: Layouts, stack: Framework) -> Margin | Non
 
 
 def _margins(work: Workload, at: Layouts, stack: Framework) -> list[Margin]:
-    if not (is_covered(work, stack) and covered_layouts(at).all()):
+    is_moved = bool(at.offloads("activations")[0] or at.offloads("parameters")[0])
+    if is_moved or not (is_covered(work, stack) and covered_layouts(at).all()):
         return [FORMULA]
     found = [DENSE]
     if work.model.moe is not None:

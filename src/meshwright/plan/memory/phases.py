@@ -9,8 +9,8 @@
     update               ZeRO-1 and 2 gather what others updated
 
 What a block keeps and holds at its peaks stands in block_table.json, which the trace wrote (block_table.py,
-block_bytes.py). phase_sums.py adds up each phase. Not covered: offloaded blocks, `regather`, fp32 compute,
-adapters, dropout; formula.py estimates these. margins.py says how exact each kind is.
+block_bytes.py). phase_sums.py adds up each phase. Not covered: `regather`, etp, fp32 compute, adapters,
+dropout; formula.py estimates these. margins.py says how exact each kind is.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,8 +47,7 @@ def is_covered(work: Workload, stack: Framework) -> bool:
 
 def covered_layouts(at: Layouts) -> Mask:
     """Of those, the layouts; shape (N, 1)."""
-    here = (at.offloads("parameters") == 0) & (at.offloads("activations") == 0)
-    return ((at.regather == 0) & (at.etp == 1) & here)[:, None]
+    return ((at.regather == 0) & (at.etp == 1))[:, None]
 
 
 def peak_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:

@@ -203,6 +203,13 @@ def host_peak_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
     return _total(host_items(work, at, stack)).max(axis=1)
 
 
+def movable_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """What one layer keeps of one micro-batch and offload of activations moves, shape (N, 1)."""
+    if is_covered(work, stack) and covered_layouts(at).all():
+        return kept_bytes(work, at, stack)
+    return column(movable_activation_bytes(work, at, stack))
+
+
 def _movable(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Movable:
     """What of this offload can reach."""
     shards = np.where(at.zero >= 1, at.shards, 1)
@@ -210,7 +217,7 @@ def _movable(work: Workload, at: Layouts, stack: Framework, rank: RankParameters
         block_share=rank.layers * rank.layer / (rank.dense + rank.experts),
         layers=rank.layers,
         in_flight=in_flight(at),
-        layer_activations=column(movable_activation_bytes(work, at, stack)),
+        layer_activations=movable_bytes(work, at, stack),
         largest_states=OPTIMIZER_BYTES[work.optimizer] * rank.largest_matrices / column(shards),
     )
 

@@ -116,7 +116,7 @@ def kept_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
     """What one block keeps of one micro-batch for its backward, shape (N, 1)."""
     rows, inverse = _distinct(at)
     found = BlockBytes(work, rows, stack)
-    return (found.kept + found.casts)[inverse][:, None]
+    return found.kept[inverse][:, None]
 
 
 def expert_padding(work: Workload, at: Layouts) -> Floats:
