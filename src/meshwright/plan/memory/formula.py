@@ -65,10 +65,17 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: RankP
         each = work.working_bytes * rank.layers * rank.layer
         dropped = (at.zero == 3) | ((at.recompute & FULL) > 0)
         items["cast weights"] = np.where(dropped[:, None], 0.0, flight * each)
-    if work.is_low_precision and work.keeps_low_precision_weights:
-        matrices = (1.0 - share) * counts.dense_layer + share * counts.moe_layer
-        items["fp8 weights"] = 2.0 * work.low_precision_layers * rank.layers * column(matrices / at.tp)
-    return items
+    return {**items, **fp8_weight_items(work, at, rank)}
+
+
+def fp8_weight_items(work: Workload, at: Layouts, rank: RankParameters) -> Items:
+    """Weights that are cast to fp8 once per update and kept, as they lie and transposed."""
+    if not (work.is_low_precision and work.keeps_low_precision_weights):
+        return {}
+    counts = work.counts
+    share = counts.num_moe_layers / work.model.num_layers
+    matrices = (1.0 - share) * counts.dense_layer + share * counts.moe_layer
+    return {"fp8 weights": 2.0 * work.low_precision_layers * rank.layers * column(matrices / at.tp)}
 
 
 def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
 from meshwright.plan.memory.activations import movable_activation_bytes
-from meshwright.plan.memory.formula import formula_items, gradients_at_the_peak
+from meshwright.plan.memory.formula import formula_items, fp8_weight_items, gradients_at_the_peak
 from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.offload import (
     HOST_SHARE,
@@ -187,7 +187,8 @@ def _peak_items(work: Workload, at: Layouts, stack: Framework, rank: RankParamet
         sharded_parameters=sharded,
         gathered_parameters=rank.dense + padding * rank.experts,
     )
-    return {**state, **peak_items(work, at, stack, facts, state)}
+    found = peak_items(work, at, stack, facts, state)
+    return {**state, **found, **fp8_weight_items(work, at, rank)}
 
 
 def host_items(work: Workload, at: Layouts, stack: Framework) -> Items:
