@@ -79,7 +79,10 @@ class BlockBytes:
             gradients = np.where(reduction.accumulates, arriving, gradients)
         best = (live + gradients).argmax(axis=0)
         columns = np.arange(live.shape[1])
-        found = {"working set": live[best, columns], "gradients": gradients[best, columns]}
+        live, gradients = live[best, columns], gradients[best, columns]
+        # What is added to earlier gradients is freed with it.
+        passing = np.where(reduction.accumulates, gradients, 0.0)
+        found = {"working set": live + passing, "gradients": gradients - passing}
         found["gathered"] = np.zeros(live.shape[1])
         return self._with_launches(found, block, reduction)
 

@@ -28,8 +28,7 @@ def run_of(model: str, *pins: str) -> RunSpec:
 
 
 def state_bytes_per_parameter(*pins: str) -> float:
-    # Uncompiled: a compiled block hands its new gradients over at its end, beside the sums of earlier ones.
-    run = run_of("llama-3.2-1b", "compile=false", *pins)
+    run = run_of("llama-3.2-1b", *pins)
     items = predict_run(run, H200).peak_stage.items
     return sum(items.get(name, 0.0) for name in STATE_ITEMS) / workload_of(run).counts.total
 
