@@ -43,7 +43,7 @@ PICTURES = ROOT / "docs" / "reference" / "pictures"
 
 @dataclass(frozen=True)
 class Priced:
-    """One row with what it publishes and what is predicted."""
+    """One row with its published and its predicted values."""
 
     line: int
     cells: dict[str, str]
@@ -66,7 +66,7 @@ class Priced:
 
 
 def load() -> tuple[list[Priced], list[tuple[int, str]]]:
-    """Rows that can be priced, and the others with the reason."""
+    """The rows that can be predicted, and the line and reason of all others."""
     left_out = _left_out()
     priced: list[Priced] = []
     refused: list[tuple[int, str]] = []
@@ -210,8 +210,8 @@ def _time_section(rows: list[Priced]) -> list[str]:
     return [
         "## Step time\n",
         _table(header, [(name, *_errors(members)) for name, members in groups.items()]),
-        f"\nThe 90% interval holds {_percent(inside)} of the times whose source was left out of the fit; its "
-        f"median half-width is {_percent(width)}.\n",
+        f"\nThe 90% interval contains {_percent(inside)} of the times whose source was left out of the fit; "
+        f"its median half-width is {_percent(width)}.\n",
         "![Dense models](pictures/accuracy_dense.svg) ![Routed models](pictures/accuracy_routed.svg)\n",
         "### By framework\n",
         _table(
@@ -308,7 +308,7 @@ def _memory_row(row: Priced, reserved: float, allocated: float) -> tuple[object,
 
 
 def page(rows: list[Priced], refused: list[tuple[int, str]]) -> str:
-    """The whole page."""
+    """The accuracy page."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for line, reason in refused:
         reasons[reason].append(str(line))

@@ -31,7 +31,7 @@ EXPOSED = np.round(np.geomspace(0.5, 2.0, 7), 3)
 GRID = [(float(kernel), float(exposed)) for kernel, exposed in product(KERNELS, EXPOSED)]
 # Frameworks with fewer rows than this keep `exposed_communication` at one: a row cannot fit two constants.
 ROWS_FOR_TWO = 5
-# Nine of ten is the promise, 85 to 95% what is checked; the narrowest widths inside that.
+# The promise is nine of ten, a test checks 85 to 95%; this is the smallest share that the fit accepts.
 COVERAGE = 0.875
 
 
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def weight(self) -> float:
-        """Dense Ampere and Hopper rows decide; the others lean on them."""
+        """Weight in the fit: dense Ampere and Hopper rows count more than the others."""
         return 1.0 if self.is_target else 0.4
 
 
@@ -109,7 +109,7 @@ def fit(rows: Iterable[Row], *, two: bool) -> int:
     chosen = list(rows)
     errors = np.array([np.abs(np.log(row.predicted / row.seconds)) for row in chosen])
     weights = np.array([row.weight for row in chosen])
-    # A row far off says little about the constants: its pull ends at 30%.
+    # A row far off is no evidence about the constants: its error counts as 30% at most.
     loss = (weights[:, None] * np.minimum(errors, 0.3)).sum(axis=0)
     if not two:
         loss = np.where([exposed == EXPOSED[_one()] for _, exposed in GRID], loss, np.inf)
@@ -147,7 +147,7 @@ def leaving_source_out(rows: list[Row]) -> np.ndarray:
 
 
 def fit_interval(rows: list[Row], ratios: np.ndarray) -> dict[str, float]:
-    """Widths of the interval: the narrowest at the median that hold enough of the left-out times."""
+    """Widths of the smallest interval (by its median) that contains enough of the left-out times."""
     features = np.stack([row.features for row in rows])
     distance = np.maximum(ratios, 1.0 / ratios) - 1.0
     best, chosen = np.inf, (0.1, 0.4, 0.2, 0.25)
@@ -197,7 +197,7 @@ def _summary(name: str, ratios: np.ndarray) -> str:
 
 
 def main() -> None:
-    """Fit, write, and print what holds."""
+    """Fit, write the constants, and print the errors."""
     rows = load()
     points = fitted_points(rows)
     fitted = np.array([row.predicted[points[row.framework]] / row.seconds for row in rows])

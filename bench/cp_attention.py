@@ -13,16 +13,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.ops.attention import (
-    QuerySide,
+    AttentionScope,
     Rows,
     RunningSoftmax,
-    Scope,
-    add_part,
+    SavedQueries,
     attend,
-    part_backward,
-    whole_sequence,
+    backward_part,
+    forward_part,
+    full_sequence,
 )
-from meshwright.ops.attention_aten import CUDNN, EFFICIENT, FLASH, Kernel, Rule
+from meshwright.ops.attention_aten import CUDNN, EFFICIENT, FLASH, Kernel, SdpaArgs
 from meshwright.parallel.cp.zigzag import all_chunks, chunks_of
 
 LENGTH, HEADS, GROUPS, WIDTH = 32768, 32, 8, 128
@@ -66,7 +66,7 @@ def gather(cp: int) -> Callable[[], object]:
     local = LENGTH // cp
     q, k, v = heads(HEADS, local), heads(GROUPS, LENGTH), heads(GROUPS, LENGTH)
     grad = torch.randn_like(q)
-    scope = Scope(Rows(chunks_of(RANK, cp, local)), Rows(all_chunks(cp, local)), SCALE)
+    scope = AttentionScope(Rows(chunks_of(RANK, cp, local)), Rows(all_chunks(cp, local)), SCALE)
     return lambda: attend(q, k, v, scope).backward(grad)
 
 
@@ -75,16 +75,16 @@ def ring(cp: int) -> Callable[[], object]:
     q, k, v = (x.detach() for x in (heads(HEADS, local), heads(GROUPS, local), heads(GROUPS, local)))
     grad = torch.randn_like(q)
     mine = Rows(chunks_of(RANK, cp, local))
-    scopes = [Scope(mine, Rows(chunks_of(owner, cp, local)), SCALE) for owner in range(cp)]
+    scopes = [AttentionScope(mine, Rows(chunks_of(owner, cp, local)), SCALE) for owner in range(cp)]
 
     def run() -> None:
         running = RunningSoftmax(q, WIDTH)
         for scope in scopes:
-            add_part(running, q, k, v, scope)
+            forward_part(running, q, k, v, scope)
         out = running.out_BSHV.to(q.dtype)
         dq = torch.zeros_like(q, dtype=torch.float32)
         for scope in scopes:
-            part_backward(QuerySide(q, out, running.lse_BHS, grad), k, v, scope, dq)
+            backward_part(SavedQueries(q, out, running.lse_BHS, grad), k, v, scope, dq)
 
     return run
 
@@ -92,15 +92,15 @@ def ring(cp: int) -> Callable[[], object]:
 def documents() -> Callable[[], object]:
     q, k, v = heads(HEADS, LENGTH), heads(GROUPS, LENGTH), heads(GROUPS, LENGTH)
     grad = torch.randn_like(q)
-    rows = whole_sequence(LENGTH, (torch.arange(LENGTH, device="cuda") // 5000).unsqueeze(0))
-    return lambda: attend(q, k, v, Scope(rows, rows, SCALE)).backward(grad)
+    rows = full_sequence(LENGTH, (torch.arange(LENGTH, device="cuda") // 5000).unsqueeze(0))
+    return lambda: attend(q, k, v, AttentionScope(rows, rows, SCALE)).backward(grad)
 
 
 def kernel_row(kernel: Kernel, cover: str) -> str:
     length = 8192
     q, k, v = (heads(n, length).detach().transpose(1, 2) for n in (HEADS, GROUPS, GROUPS))
     bias = torch.zeros(1, 1, length, length, device="cuda", dtype=torch.bfloat16) if cover == "bias" else None
-    rule = Rule(SCALE, causal=cover == "causal", bias_B1ST=bias)
+    rule = SdpaArgs(SCALE, causal=cover == "causal", bias_B1ST=bias)
     out, lse = kernel.forward(q, k, v, rule)
     flops = 4 * HEADS * length**2 * WIDTH * (0.5 if cover == "causal" else 1.0)
     forward, _ = seconds(lambda: kernel.forward(q, k, v, rule))

@@ -100,7 +100,7 @@ def switched_off(what: str) -> Iterator[None]:
         with patch.object(linear, "matmul", partial(matmul.matmul, fast=True)):
             yield
     elif what == "fused projections":
-        with patch.object(apply, "sharing", lambda _: ()):
+        with patch.object(apply, "linears_sharing_input", lambda _: ()):
             yield
     else:
         yield

@@ -141,15 +141,15 @@ def train_curve(kind: str, run: RunSpec, mesh: Mesh) -> Curve:
 
 def emulate(training: Training) -> None:
     """Compute fp8 matmuls in emulation: no tensor core multiplies E5M2 by E5M2."""
-    for narrow in fp8_sites(training.program.stages):
-        narrow.matmul.options = narrow.matmul.options._replace(native=False)
+    for site in fp8_sites(training.program.stages):
+        site.matmul.options = site.matmul.options._replace(native=False)
 
 
 def freeze_scales(training: Training) -> None:
     """From now on use stale scales, as of a time when everything was STALE_BY times larger."""
     training.fp8_scales = None
-    for narrow in fp8_sites(training.program.stages):
-        scales = narrow.matmul.scales
+    for site in fp8_sites(training.program.stages):
+        scales = site.matmul.scales
         assert scales is not None and scales.has_history
         for scale in (scales.scale_x, scales.scale_weight, scales.scale_gradient):
             scale.mul_(STALE_BY)

@@ -5,7 +5,7 @@ from bench.contenders.protocol import Job, fill_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshwright.models.names import sources
+from meshwright.models.hf_names import sources
 from meshwright.spec.huggingface import to_config
 
 

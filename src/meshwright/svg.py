@@ -3,7 +3,7 @@
 Colours are names of LIGHT and DARK, which a style sheet sets as the reader prefers, or literals such as
 `#4c78a8` for data, which look the same on both. Text on a filled shape takes ON_LIGHT or ON_DARK.
 
-`document` is a file of its own. `inline` is for a page that holds `style_sheet()`.
+`document` is a file of its own. `inline` is for a page with `style_sheet()` in its CSS.
 """
 
 import math
@@ -80,7 +80,7 @@ def text(
     anchor: str | None = None,
     font: str | None = None,
 ) -> str:
-    """One line of text; `anchor` (start, middle or end) says which part of its baseline is at x."""
+    """One line of text; `anchor` (start, middle or end) is the part of its baseline that is at x."""
     return element(
         "text",
         escape(content),
@@ -143,7 +143,7 @@ def _rules(colours: dict[str, str]) -> str:
 def inline(
     parts: Iterable[str], width: float, height: float, *, label: str = "", is_stretched: bool = False
 ) -> str:
-    """A picture inside a page that holds `style_sheet()`; `label` describes it to a screen reader."""
+    """A picture inside a page with `style_sheet()`; `label` describes it to a screen reader."""
     return element(
         "svg",
         *parts,

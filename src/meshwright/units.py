@@ -1,4 +1,4 @@
-"""Human forms of numbers: `4M` tokens, `80GiB`, `30d`, and back."""
+"""Numbers with units as text, such as `4M` tokens, `80GiB` or `30d`: parsed and shown."""
 
 import math
 import re
@@ -44,15 +44,15 @@ def _scaled(text: str, suffixes: dict[str, float] | dict[str, int], examples: st
     return value
 
 
-def _refuse_truth(value: object) -> None:
-    """Python counts with True; people who write `true` for a number have made a slip."""
+def _refuse_bool(value: object) -> None:
+    """Raise for a bool: Python accepts True as 1, but `true` for a number in a run file is a mistake."""
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a number")
 
 
 def parse_count(value: object) -> object:
-    """`4M` -> 4000000, `1e6` -> 1000000; anything that is not text passes through unchanged."""
-    _refuse_truth(value)
+    """`4M` -> 4000000, `1e6` -> 1000000; values that are not text are returned unchanged."""
+    _refuse_bool(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str):
@@ -64,8 +64,8 @@ def parse_count(value: object) -> object:
 
 
 def parse_bytes(value: object) -> object:
-    """`80GiB` -> 85899345920, `80GB` -> 80000000000; numbers are bytes already."""
-    _refuse_truth(value)
+    """`80GiB` -> 85899345920, `80GB` -> 80000000000; a plain number is in bytes."""
+    _refuse_bool(value)
     if not isinstance(value, str):
         return value
     number, suffix = _split(value)
@@ -73,8 +73,8 @@ def parse_bytes(value: object) -> object:
 
 
 def parse_seconds(value: object) -> object:
-    """`30d` -> 2592000.0, `90min` -> 5400.0; numbers are seconds already."""
-    _refuse_truth(value)
+    """`30d` -> 2592000.0, `90min` -> 5400.0; a plain number is in seconds."""
+    _refuse_bool(value)
     if not isinstance(value, str):
         return value
     number, suffix = _split(value)
@@ -82,8 +82,8 @@ def parse_seconds(value: object) -> object:
 
 
 def parse_number(value: object) -> object:
-    """`3e-4` -> 0.0003: YAML 1.1 reads a float without a dot as text, people do not."""
-    _refuse_truth(value)
+    """`3e-4` -> 0.0003, which YAML 1.1 reads as text because it has no dot."""
+    _refuse_bool(value)
     if not isinstance(value, str):
         return value
     number, suffix = _split(value)
@@ -115,6 +115,6 @@ def show_seconds(seconds: float) -> str:
     for size, suffix in ((2 * 31557600.0, "years"), (2 * 86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             unit = {"years": 31557600.0, "days": 86400.0}.get(suffix, size)
-            digits = 2 if seconds < 600 else 1  # steps of a minute or two are still told apart
+            digits = 2 if seconds < 600 else 1  # so that steps of about a minute can be distinguished
             return f"{seconds / unit:.{digits}f} {suffix}"
     return f"{seconds:.2f} s"

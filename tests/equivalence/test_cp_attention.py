@@ -15,7 +15,7 @@ from meshwright.data.batches import Microbatch
 from meshwright.errors import MeshError
 from meshwright.models.layers.attend import Attend
 from meshwright.ops import collectives
-from meshwright.ops.attention import Scope, plain_attention, whole_sequence
+from meshwright.ops.attention import AttentionScope, full_sequence, reference_attention
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch, shard_sequence, unshard_sequence
 
 B, S, H, K = 2, 32, 8, 8
@@ -146,8 +146,8 @@ def _attend(kind: str, cp_inner: int, case: Case) -> dict[str, object]:
 def _one_device(case: Case, length: int) -> list[torch.Tensor]:
     q, k, v, grad = (x.double() for x in _inputs(case, length))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    rows = whole_sequence(length, _documents(case, length))
-    out = plain_attention(*leaves, Scope(rows, rows, SCALE, case.window))
+    rows = full_sequence(length, _documents(case, length))
+    out = reference_attention(*leaves, AttentionScope(rows, rows, SCALE, case.window))
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 

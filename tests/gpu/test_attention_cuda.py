@@ -11,8 +11,15 @@ from torch import nn
 
 from meshwright.models.layers.attend import Attend
 from meshwright.ops import attention_aten
-from meshwright.ops.attention import Rows, Scope, attend, plain_attention, unseen, whole_sequence
-from meshwright.ops.attention_aten import CUDNN, EFFICIENT, FLASH, PLAIN, Rule
+from meshwright.ops.attention import (
+    AttentionScope,
+    Rows,
+    attend,
+    full_sequence,
+    masked_score,
+    reference_attention,
+)
+from meshwright.ops.attention_aten import CUDNN, EFFICIENT, FLASH, PLAIN, SdpaArgs
 from meshwright.ops.attention_tasks import Chunk
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_sequence, unshard_sequence
 
@@ -68,10 +75,10 @@ def test_kernel_equals_plain(kernel, causal, has_bias, dtype, widths, length):
         hidden = torch.rand(2, 1, length, length, device="cuda") < 0.5
         hidden[:, :, 3] = True
         bias = torch.zeros(2, 1, length, length, dtype=dtype, device="cuda")
-        bias.masked_fill_(hidden, unseen(dtype))
+        bias.masked_fill_(hidden, masked_score(dtype))
     bound = BF16 if dtype == torch.bfloat16 else FP32
-    rule = Rule(0.2, causal=causal, bias_B1ST=bias)
-    exact = Rule(0.2, causal=causal, bias_B1ST=None if bias is None else bias.double())
+    rule = SdpaArgs(0.2, causal=causal, bias_B1ST=bias)
+    exact = SdpaArgs(0.2, causal=causal, bias_B1ST=None if bias is None else bias.double())
     seen = slice(4, None) if has_bias else slice(None)  # row 3 sees nothing: only its weight matters
     out, lse = kernel.forward(q, k, v, rule)
     exact_out, exact_lse = PLAIN.forward(q.double(), k.double(), v.double(), exact)
@@ -109,17 +116,20 @@ def _documents(length: int) -> torch.Tensor:
 @pytest.mark.parametrize("value_width", [64, 32])
 def test_attend_in_chunks(window, has_documents, value_width):
     length = 256
-    rows = whole_sequence(length, _documents(length) if has_documents else None)
+    rows = full_sequence(length, _documents(length) if has_documents else None)
     pieces = Rows(tuple(Chunk(start, 64) for start in range(0, length, 64)), rows.documents_BS)
     tensors = [
         _heads((2, length, heads, width), seed, torch.bfloat16)
         for seed, (heads, width) in enumerate([(8, 64), (2, 64), (2, value_width), (8, value_width)])
     ]
     results = []
-    for function, keys, dtype in [(attend, pieces, torch.bfloat16), (plain_attention, rows, torch.float64)]:
+    for function, keys, dtype in [
+        (attend, pieces, torch.bfloat16),
+        (reference_attention, rows, torch.float64),
+    ]:
         *leaves, grad = (x.to(dtype) for x in tensors)
         leaves = [x.clone().requires_grad_() for x in leaves]
-        out = function(*leaves, Scope(keys, keys, 0.2, window))
+        out = function(*leaves, AttentionScope(keys, keys, 0.2, window))
         out.backward(grad)
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for ours, exact in zip(*results, strict=True):
@@ -163,8 +173,8 @@ def test_cp_over_nccl(kind, cp, has_documents):
         shards = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(cp)]
     *leaves, grad = (x.double() for x in _tensors())
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    rows = whole_sequence(512, _documents(512) if has_documents else None)
-    out = plain_attention(*leaves, Scope(rows, rows, 0.2))
+    rows = full_sequence(512, _documents(512) if has_documents else None)
+    out = reference_attention(*leaves, AttentionScope(rows, rows, 0.2))
     out.backward(grad)
     for index, exact in enumerate([out.detach(), *(leaf.grad for leaf in leaves)]):
         _close(unshard_sequence(torch.cat([s[index] for s in shards], 1), 1, cp), exact, BF16)

@@ -10,10 +10,10 @@ from tests.equivalence.test_fp8 import fp8_run
 from meshwright.mesh import World, build_mesh
 from meshwright.ops.sharded import local
 from meshwright.parallel.fp8 import fp8_sites
-from meshwright.precision.fp8.cast import cast_and_turn, turned_cast_late
-from meshwright.precision.fp8.linear import scaled_linear, scaled_linears
+from meshwright.precision.fp8.cast import cast_transpose, deferred_cast_transpose
+from meshwright.precision.fp8.linear import NO_AMAX_GROUPS, Fp8Options, fp8_linears
 from meshwright.precision.fp8.matmul import emulated_matmul, is_native, matmul
-from meshwright.precision.fp8.quantise import encode, quantise, unit_of
+from meshwright.precision.fp8.quantise import encode, power_of_two_scale, quantise
 from meshwright.precision.fp8.recipes import E4M3, E5M2, RECIPES
 from meshwright.spec import DataSpec, Fp8Spec, MemorySpec, ParallelSpec, PrecisionSpec, SyntheticSpec
 from meshwright.train.build import build_data, build_training
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 T, K, N = 512, 1024, 768
-# Products of fp8 numbers are exact in fp32. Hopper adds them with about 14 bits: 2^-13 of the largest term
+# Products of fp8 numbers are exact in fp32. Hopper adds them with about 14 bits: 2^-13 of the amax term
 # per addition, errors of both signs over K terms; the result is rounded to bf16 (2^-9).
 NATIVE = 2**-7
 DEVICE = torch.device("cuda", 0)
@@ -53,7 +53,7 @@ def test_quantisation_has_the_bits_of_the_cpu(dtype, block, is_compiled):
     function = torch.compile(quantise, fullgraph=True) if is_compiled else quantise
     here, there = quantise(x, dtype, block), function(x.cuda(), dtype, block)
     assert torch.equal(here.values_MK.view(torch.uint8), there.values_MK.view(torch.uint8).cpu())
-    assert torch.equal(here.unit, there.unit.cpu())
+    assert torch.equal(here.scale, there.scale.cpu())
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -70,53 +70,55 @@ def _awkward(rows: int, columns: int, source: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("exponent", [-20, 0, 6])
-def test_cast_and_turned_cast_have_the_bits_of_the_cpu(dtype, source, exponent):
+def test_cast_and_transpose_have_the_bits_of_the_cpu(dtype, source, exponent):
     """Of parts that fill no tile and are columns of wider matrices."""
-    unit, parts = (
+    scale, parts = (
         torch.tensor(2.0**exponent),
         [_awkward(200, 150, source)[:, 7:143], _awkward(200, 40, source)],
     )
-    expected = encode(torch.cat(parts, 1), unit, dtype, None).values_MK
-    cast = cast_and_turn([part.cuda() for part in parts], unit.cuda(), dtype, noting=True)
+    expected = encode(torch.cat(parts, 1), scale, dtype, None).values_MK
+    cast = cast_transpose([part.cuda() for part in parts], scale.cuda(), dtype, with_amax=True)
     assert torch.equal(_bits(cast.values_MK), _bits(expected))
-    assert torch.equal(_bits(cast.turned_KM), _bits(expected.t()))
-    assert cast.largest.amax() == torch.inf
+    assert torch.equal(_bits(cast.transposed_KM), _bits(expected.t()))
+    assert cast.tile_amax.amax() == torch.inf
     rows = [part.cuda().t().contiguous() for part in parts]
-    late = turned_cast_late(rows, unit.cuda(), dtype, cast.largest)
+    late = deferred_cast_transpose(rows, scale.cuda(), dtype, cast.tile_amax)
     assert torch.equal(_bits(late), _bits(expected))
 
 
-def test_cast_keeps_what_is_not_a_number_and_tells_it():
+def test_cast_keeps_nan_and_reports_it():
     x = _normal(130, 140, seed=0).bfloat16()
     x[129, 139] = torch.nan
-    cast = cast_and_turn([x.cuda()], torch.tensor(1.0, device=DEVICE), E4M3, noting=True)
+    cast = cast_transpose([x.cuda()], torch.tensor(1.0, device=DEVICE), E4M3, with_amax=True)
     assert cast.values_MK.float().isnan().nonzero().tolist() == [[129, 139]]
-    assert cast.turned_KM.float().isnan().nonzero().tolist() == [[139, 129]]
-    assert cast.largest.isinf().sum() == 1
-    largest = cast_and_turn([x[:128].cuda()], torch.tensor(1.0, device=DEVICE), E4M3, noting=True).largest
-    assert largest.amax() == x[:128].abs().amax().float()
+    assert cast.transposed_KM.float().isnan().nonzero().tolist() == [[139, 129]]
+    assert cast.tile_amax.isinf().sum() == 1
+    amax = cast_transpose([x[:128].cuda()], torch.tensor(1.0, device=DEVICE), E4M3, with_amax=True).tile_amax
+    assert amax.amax() == x[:128].abs().amax().float()
 
 
-@pytest.mark.parametrize("recipe", ["current", "blocks"])
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
 def test_several_matrices_are_one_with_all_their_rows(recipe):
     weights = [_normal(rows, K, seed=rows, std=0.02).cuda().bfloat16() for rows in (256, 512)]
     x = _normal(T, K, seed=0).cuda().bfloat16().requires_grad_()
     native = is_native(RECIPES[recipe], DEVICE)
-    (first, second), _ = scaled_linears(x, weights, recipe, native=native)
-    whole = scaled_linear(x, torch.cat(weights), recipe, native=native)
-    assert torch.equal(torch.cat((first, second), 1), whole)
+    options = Fp8Options(recipe, native, NO_AMAX_GROUPS)
+    (first, second), _ = fp8_linears(x, weights, options)
+    (concatenated,), _ = fp8_linears(x, [torch.cat(weights)], options)
+    assert torch.equal(torch.cat((first, second), 1), concatenated)
 
 
-def test_units_have_the_bits_of_the_cpu():
+def test_scales_have_the_bits_of_the_cpu():
     amax = torch.cat([2.0 ** torch.arange(-140.0, 128.0) * factor for factor in (1.0, 1.75, 1.7500002)])
     amax = torch.cat([amax, torch.tensor([0.0, torch.inf, torch.nan])])
     for dtype in (E4M3, E5M2):
         assert torch.equal(
-            unit_of(amax, dtype).view(torch.int32), unit_of(amax.cuda(), dtype).cpu().view(torch.int32)
+            power_of_two_scale(amax, dtype).view(torch.int32),
+            power_of_two_scale(amax.cuda(), dtype).cpu().view(torch.int32),
         )
 
 
-@pytest.mark.parametrize("recipe", ["current", "blocks", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "blockwise", "mxfp8"])
 def test_the_card_multiplies_like_the_emulation(recipe):
     rule = RECIPES[recipe]
     if not is_native(rule, DEVICE):
@@ -139,20 +141,20 @@ def test_the_card_multiplies_like_the_emulation(recipe):
     for name, (a, b) in pairs.items():
         for to in (torch.bfloat16, torch.float32):
             fast = name == "forward"
-            ours = matmul(a, b, to=to, native=True, fast=fast)
+            ours = matmul(a, b, to=to, native=True, fast_accumulation=fast)
             assert ours.dtype == to
             assert _error(ours, emulated_matmul(a, b, to=torch.float64)) < NATIVE, name
 
 
-@pytest.mark.parametrize("recipe", ["current", "blocks", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "blockwise", "mxfp8"])
 def test_compiled_in_one_graph(recipe):
-    native = is_native(RECIPES[recipe], DEVICE)
+    options = Fp8Options(recipe, is_native(RECIPES[recipe], DEVICE), NO_AMAX_GROUPS)
 
-    def product(x, weight):
-        return scaled_linear(x, weight, recipe, native=native)
+    def linear(x, weight):
+        return fp8_linears(x, [weight], options)[0][0]
 
     results = []
-    for function in (product, torch.compile(product, fullgraph=True)):
+    for function in (linear, torch.compile(linear, fullgraph=True)):
         x = _normal(T, K, seed=0).cuda().bfloat16().requires_grad_()
         weight = _normal(N, K, seed=1, std=0.02).cuda().requires_grad_()
         y = function(x, weight)
@@ -172,7 +174,7 @@ def _trained(
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     run = fp8_run(
         precision=PrecisionSpec(
-            compute="bf16", fp8=Fp8Spec(recipe=recipe, bf16_ends=1, cast_weights=cast_weights)
+            compute="bf16", fp8=Fp8Spec(recipe=recipe, bf16_layers_each_end=1, cast_weights=cast_weights)
         ),
         memory=MemorySpec(recompute=recompute),
         compile=is_compiled,
@@ -192,7 +194,7 @@ def _trained(
     return training, outcomes
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "blocks", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_model_trains_compiled_as_it_does_eagerly(recipe, recompute):
     """Weights are cast per micro-batch in the one and once per step in the other.
@@ -209,15 +211,16 @@ def test_a_model_trains_compiled_as_it_does_eagerly(recipe, recompute):
         assert float(outcomes[-1].loss) < float(outcomes[0].loss)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "blocks"])
-def test_kept_weights_follow_the_updates(recipe):
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+def test_cached_weights_follow_the_updates(recipe):
     training, _ = _trained(recipe, cast_weights="per_step", is_compiled=False)
     rule, found = RECIPES[recipe], fp8_sites(training.program.stages)
     assert len(found) == 2 * 4
-    for narrow in found:
-        kept, weight = narrow.product.kept, torch.cat([local(linear.weight) for linear in narrow.linears])
+    for site in found:
+        cached_weight = site.matmul.cached_weight
+        weight = torch.cat([local(linear.weight) for linear in site.linears])
         expected = quantise(weight.detach(), rule.operand, rule.weight_block)
-        assert torch.equal(_bits(kept.values_NK), _bits(expected.values_MK)), narrow.name
-        assert torch.equal(kept.unit, expected.unit)
-        turned = quantise(weight.detach().t().contiguous(), rule.operand, rule.weight_block)
-        assert torch.equal(_bits(kept.turned_KN), _bits(turned.values_MK)), narrow.name
+        assert torch.equal(_bits(cached_weight.values_NK), _bits(expected.values_MK)), site.name
+        assert torch.equal(cached_weight.scale, expected.scale)
+        transposed = quantise(weight.detach().t().contiguous(), rule.operand, rule.weight_block)
+        assert torch.equal(_bits(cached_weight.transposed_KN), _bits(transposed.values_MK)), site.name

@@ -1,4 +1,4 @@
-"""What makes the compiled bf16 step fast, on CUDA: kernels against float64, whole steps against eager."""
+"""What makes the compiled bf16 step fast, on CUDA: kernels against float64, training steps against eager."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from tests.support.runs import tiny_run
 from torch import Tensor
 
 from meshwright.mesh import build_mesh, join_world, leave_world
-from meshwright.models.layers.fused import joint_maker
-from meshwright.ops.fused_linear import add_product, lay_behind
+from meshwright.models.layers.fused import fused_projection_of
+from meshwright.ops.fused_linear import accumulate_wgrad, pack_weights
 from meshwright.ops.gelu import gelu_gradient
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.ops.loss_rows import PLAIN
@@ -41,20 +41,20 @@ def test_one_pass_over_logits(num_columns: int) -> None:
     padded = -num_columns % 64 + num_columns
     logits_TV = _normal(300, padded, scale=4.0)
     logits_TV[:, num_columns:] = 0
-    logits_TV[7, num_columns - 1] = 300.0  # far above all before it: they are written anew
+    logits_TV[7, num_columns - 1] = 300.0  # far above all before it: they are rescaled
     targets_T = torch.randint(num_columns, (300,), device="cuda")
     exact_TV = logits_TV[:, :num_columns].double()
     true = PLAIN.unscaled_gradient(exact_TV, targets_T)
     found = TRITON.unscaled_gradient(logits_TV[:, :num_columns], targets_T)
     torch.testing.assert_close(
-        (found.sums_T.log() + found.highest_T).double(),
-        true.sums_T.log() + true.highest_T,
+        (found.sum_exp_T.log() + found.max_T).double(),
+        true.sum_exp_T.log() + true.max_T,
         rtol=1e-6,
         atol=1e-6,
     )
-    assert torch.equal(found.chosen_T.double(), true.chosen_T)
-    scaled_TV = logits_TV[:, :num_columns].double() / found.sums_T[:, None]
-    assert _error(scaled_TV, exact_TV / true.sums_T[:, None]) < ONE_ROUNDING
+    assert torch.equal(found.target_logit_T.double(), true.target_logit_T)
+    scaled_TV = logits_TV[:, :num_columns].double() / found.sum_exp_T[:, None]
+    assert _error(scaled_TV, exact_TV / true.sum_exp_T[:, None]) < ONE_ROUNDING
     assert not logits_TV[:, num_columns:].any()
 
 
@@ -82,18 +82,18 @@ def test_activations() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_add_to_totals(dtype: torch.dtype) -> None:
+def test_wgrad_matmuls_add_to_totals(dtype: torch.dtype) -> None:
     dy_TN, x_TK = _normal(512, 192, seed=5), _normal(512, 64, seed=6)
-    totals = [_normal(128, 64, seed=7).to(dtype), _normal(64, 64, seed=8).to(dtype)]
-    exact = torch.cat(totals).double() + dy_TN.double().mT @ x_TK.double()
-    add_product(totals, dy_TN, x_TK)
-    assert _error(torch.cat(totals), exact) < (ONE_ROUNDING if dtype == torch.bfloat16 else 1e-5)
+    grad_buffers = [_normal(128, 64, seed=7).to(dtype), _normal(64, 64, seed=8).to(dtype)]
+    exact = torch.cat(grad_buffers).double() + dy_TN.double().mT @ x_TK.double()
+    accumulate_wgrad(grad_buffers, dy_TN, x_TK)
+    assert _error(torch.cat(grad_buffers), exact) < (ONE_ROUNDING if dtype == torch.bfloat16 else 1e-5)
 
 
 def _losses(run: RunSpec) -> list[float]:
     mesh = build_mesh(ParallelSpec(), join_world("cuda"))
     training, batches = build_training(run, mesh), build_data(run, mesh)
-    has_joint = any(map(joint_maker, training.program.stages[0].modules()))
+    has_joint = any(map(fused_projection_of, training.program.stages[0].modules()))
     assert has_joint == (run.compile and run.model.mlp.kind == "swiglu")
     losses = [float(train_step(training, next(batches), learning_rate=0.01).loss) for _ in range(4)]
     batches.close()
@@ -119,8 +119,8 @@ def test_compiled_tf32_steps_follow_eager_fp64_ones(family: str) -> None:
 
 
 def test_matrices_that_lie_behind_each_other_are_seen_as_one() -> None:
-    from meshwright.ops.fused_linear import behind_each_other
+    from meshwright.ops.fused_linear import concatenated
 
     weights = [torch.nn.Parameter(_normal(rows, 64, seed=rows)) for rows in (128, 32)]
-    lay_behind(weights)
-    assert behind_each_other(weights, torch.bfloat16).data_ptr() == weights[0].data_ptr()
+    pack_weights(weights)
+    assert concatenated(weights, torch.bfloat16).data_ptr() == weights[0].data_ptr()

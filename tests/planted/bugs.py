@@ -48,8 +48,8 @@ BUGS = [
     Bug(
         "auxiliary loss divided by tokens",
         "data/batches.py",
-        "sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(sharding.dtype)",
-        "sequence_weights = torch.from_numpy((local != PADDING) * token_weight).to(cut.dtype)",
+        "sequence_weights = torch.from_numpy((local_ids != PADDING) / max(1, len(total_ids))).to(sharding.dtype)",
+        "sequence_weights = torch.from_numpy((local_ids != PADDING) * token_weight).to(cut.dtype)",
         DP + "test_one_rank_is_the_oracle[moe]",
         is_wide=True,
     ),
@@ -101,8 +101,8 @@ BUGS = [
     Bug(
         "made-ahead batches count as trained",
         "data/batches.py",
-        "        self.position = position\n        self._make_ahead()\n",
-        "        self._make_ahead()\n        self.position = self._ahead[-1][0]\n",
+        "        self.position = position\n        self._prefetch()\n",
+        "        self._prefetch()\n        self.position = self._in_flight[-1][0]\n",
         RESUME + "test_stopped_and_resumed_equals_uninterrupted[1-one_rank]",
     ),
     Bug(
@@ -271,8 +271,8 @@ BUGS = [
     Bug(
         "statistics of batch norm of one rank only",
         "ops/batch_norm.py",
-        "    dist.all_gather(everyone, mine, group=group)\n",
-        "    everyone = [mine for _ in everyone]\n",
+        "    dist.all_gather(gathered, local, group=group)\n",
+        "    gathered = [local for _ in gathered]\n",
         "tests/unit/ops/test_batch_norm.py::test_equals_one_process[even]",
     ),
     Bug(
@@ -382,27 +382,27 @@ BUGS = [
         "tests/unit/ops/test_loss.py::test_equals_the_plain_sum[1]",
     ),
     Bug(
-        "a kernel writes over what another part of it reads",
+        "a kernel reuses a buffer that another part of it reads",
         "rehearse/fusion.py",
-        "is_free = waiting[root] <= before and _is_ours(root, operations)",
-        "is_free = waiting[root] <= set(group.operations) and _is_ours(root, operations)",
+        "is_free = waiting[root] <= before and _is_freed_here(root, operations)",
+        "is_free = waiting[root] <= set(group.operations) and _is_freed_here(root, operations)",
         "tests/unit/rehearse/test_fusion.py::"
-        "test_values_of_the_same_bytes_share_a_kernel_and_write_over_nothing_that_one_of_them_reads",
+        "test_values_that_read_the_same_buffer_are_fused_and_reuse_no_buffer_that_one_of_them_reads",
     ),
     Bug(
-        "the largest of a tensor read in the kernel that finds it",
+        "a full reduction read in the kernel that computes it",
         "rehearse/fusion.py",
         'one.kind == "reduction" and not one.is_row_wise',
         'one.kind == "reduction" and not one.outputs',
-        "tests/unit/rehearse/test_fusion.py::test_the_largest_of_all_is_known_only_after_its_kernel",
+        "tests/unit/rehearse/test_fusion.py::test_a_full_reduction_is_known_only_after_its_kernel",
         is_wide=True,
     ),
     Bug(
-        "every elementwise value of a compiled graph written",
+        "every pointwise value of a compiled graph realized",
         "rehearse/operations.py",
         "and not _is_mutable(node) and not _must_be_written(node, value)",
         "and not _is_mutable(node) and not value.reads",
-        "tests/unit/rehearse/test_fusion.py::test_elementwise_values_between_products_are_written_once",
+        "tests/unit/rehearse/test_fusion.py::test_pointwise_values_between_matmuls_are_written_once",
         is_wide=True,
     ),
     Bug(
@@ -415,8 +415,8 @@ BUGS = [
     Bug(
         "a Function that is compiled ends in a cast",
         "ops/gelu.py",
-        "return cast(wide * twice_u.sigmoid(), x.dtype)",
-        "return (wide * twice_u.sigmoid()).to(x.dtype)",
+        "return cast(x32 * twice_u.sigmoid(), x.dtype)",
+        "return (x32 * twice_u.sigmoid()).to(x.dtype)",
         "tests/unit/ops/test_cast.py::test_no_function_ends_in_a_cast",
     ),
 ]

@@ -9,7 +9,7 @@ import torch
 from meshwright.checkpoint.load import complete_checkpoints
 from meshwright.checkpoint.weights import Weights, open_weights
 from meshwright.errors import CheckpointError
-from meshwright.models.names import state_shapes
+from meshwright.models.hf_names import state_shapes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from meshwright.checkpoint.weights import TORCH_SUFFIXES, Weights
 from meshwright.data.sources import TOKENIZER_FILE
 from meshwright.errors import CheckpointError
 from meshwright.mesh import join_world, leave_world
-from meshwright.models.interop import DEFAULT_SHARD_BYTES, save_folder
+from meshwright.models.hf_weights import DEFAULT_SHARD_BYTES, save_folder
 
 Form = Literal["huggingface", "checkpoint", "torch"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

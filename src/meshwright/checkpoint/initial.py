@@ -19,8 +19,8 @@ from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_tensors
 from meshwright.checkpoint.save import on_all_ranks
 from meshwright.errors import CheckpointError
-from meshwright.models.interop import HuggingFaceReader
-from meshwright.models.names import state_shapes
+from meshwright.models.hf_names import state_shapes
+from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.optim.build import set_master_weights
 from meshwright.parallel.shards import global_slices
 from meshwright.spec import ModelSpec, RunSpec

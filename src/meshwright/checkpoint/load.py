@@ -69,7 +69,7 @@ def _other_version(manifest: Mapping[str, Any], path: Path) -> CheckpointError:
     found = manifest.get("version")
     is_older = isinstance(found, int) and found < FORMAT_VERSION
     versions = manifest.get("versions")
-    writer = versions.get("meshwright") if isinstance(versions, dict) else "of an unknown version"
+    writer = versions.get("meshwright") if isinstance(versions, dict) else "(unknown version)"
     older = "convert it with that version (`meshwright convert`) to a Hugging Face folder, which "
     return CheckpointError(
         f"this checkpoint has format version {found}, written by meshwright {writer}; "

@@ -18,8 +18,8 @@ from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.errors import CheckpointError, SpecError
 from meshwright.models.decoder import Decoder, build_decoder
-from meshwright.models.interop import HuggingFaceReader
-from meshwright.models.names import state_shapes
+from meshwright.models.hf_names import state_shapes
+from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.huggingface import load_model
 

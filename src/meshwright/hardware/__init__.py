@@ -1,4 +1,4 @@
-"""Facts about machines, each number with its source. Imports no torch."""
+"""Devices, clusters and machines, each number with its source. Nothing here imports torch."""
 
 from meshwright.hardware.catalogue import (
     Cluster,

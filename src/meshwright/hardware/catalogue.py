@@ -1,7 +1,7 @@
-"""Devices and clusters by name: what `--on h100:8x16`, `--on leonardo:16` or `--on mine.toml` means.
+"""Devices and clusters by name, as in `--on h100:8x16`, `--on leonardo:16` or `--on mine.toml`.
 
-The numbers live in devices.toml and clusters.toml, each beside its source. A user file has the same
-two tables, `[devices.NAME]` and `[clusters.NAME]`, and extends or replaces what is built in.
+The numbers are in devices.toml and clusters.toml, each with its source. A user file has the same two tables,
+`[devices.NAME]` and `[clusters.NAME]`, which extend or replace the built-in ones.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from meshwright.errors import SpecError, read_trouble
 
 Table = Mapping[str, Any]
 
-# What a generic cluster has when only the device is named: one adapter per device of the generation.
+# Network of a cluster that is given by its device alone: one adapter of the device's generation per device.
 GENERIC_NETWORK_BYTES_PER_SECOND = {
     "p100": 12.5e9,
     "v100": 12.5e9,
@@ -39,18 +39,18 @@ _ON = re.compile(r"^(?P<name>.+?)(?::(?P<a>\d+)(?:x(?P<b>\d+))?)?$")
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of one device's connection: seconds of a hop and bytes per second."""
+    """A connection of one device: latency of a hop, and bytes per second in one direction."""
 
     name: str
     bytes_per_second: float
     latency_seconds: float
     efficiency: float | None = None
-    """Part of the rate that large collectives reach; None: the usual part of a data-sheet figure."""
+    """Share of the rate that large collectives reach; None is the usual share of a data-sheet figure."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator; rates are dense data-sheet figures, memory is what a program can allocate."""
+    """One accelerator; rates are dense data-sheet figures, memory is the part that a program can allocate."""
 
     name: str
     title: str
@@ -63,16 +63,16 @@ class Device:
     host: Link
     devices_per_node: int
     sustained_share: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Matmul rate over minutes of training, at its clocks, against the best measured; 1 where not said."""
+    """Matmul rate over minutes of training (at sustained clocks) over the best measured; 1 if not given."""
     aliases: tuple[str, ...] = ()
     copy_bytes_per_second: float | None = None
-    """Achieved memory bandwidth, where a profile measured it."""
+    """Measured memory bandwidth, where a profile has it."""
     best_attention_flops_per_second: float | None = None
-    """Best causal attention rate, where a profile measured it."""
+    """Measured rate of the best causal attention kernel, where a profile has it."""
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def peak(self, precision: str) -> float:
-        """Dense peak FLOP/s in this format; a format the device lacks is an error with those it has."""
+        """Dense peak FLOP/s in this precision; the error for a precision that it lacks lists those it has."""
         if precision in self.peak_flops_per_second:
             return self.peak_flops_per_second[precision]
         raise SpecError(
@@ -82,19 +82,14 @@ class Device:
         )
 
     def matmul_ceiling(self, precision: str) -> float:
-        """FLOP/s of large matmuls in training: the best measured (or 80% of the data sheet), sustained."""
+        """Sustained FLOP/s of large matmuls, from the best measured rate or 80% of the data sheet."""
         best = self.best_matmul_flops_per_second.get(precision, 0.8 * self.peak(precision))
         return best * self.sustained_share.get(precision, 1.0)
-
-    @property
-    def has_peer_fabric(self) -> bool:
-        """Whether devices of a node are joined by more than the host bus."""
-        return self.peer.bytes_per_second > 1.5 * self.host.bytes_per_second or self.host.name == "c2c"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of devices: `peer` joins the devices of one node, `network` joins nodes (per device)."""
+    """Nodes of devices: `peer` connects the devices of one node, `network` the nodes (a link per device)."""
 
     name: str
     device: Device
@@ -109,15 +104,15 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices in the whole cluster."""
+        """Number of devices of the cluster."""
         return self.num_nodes * self.devices_per_node
 
     def with_devices(self, num_devices: int) -> "Cluster":
-        """The same kind of cluster with this many devices, spread evenly over as few nodes as hold them."""
+        """The same kind of cluster with this many devices, spread evenly over as few nodes as possible."""
         nodes = -(-num_devices // self.devices_per_node)
         if num_devices % nodes:
             raise SpecError(
-                f"{num_devices} devices do not spread evenly over nodes of {self.devices_per_node}",
+                f"{num_devices} devices cannot be spread evenly over nodes of {self.devices_per_node}",
                 where="--on",
                 hint=f"use a multiple of {self.devices_per_node}",
             )
@@ -159,7 +154,7 @@ def _check_positive(numbers: Mapping[str, float], where: str) -> None:
 
 
 def device_from_table(name: str, table: Table) -> Device:
-    """A device from its TOML table; a missing or absurd number is named."""
+    """A device from its TOML table; the error names a missing or invalid number."""
     sources: dict[str, str] = {}
     where = f"devices.{name}"
     known = {"title", "aliases", "devices_per_node", "memory_bytes", "memory_bytes_per_second", "num_sms"}
@@ -204,7 +199,7 @@ def _refuse_unknown(table: Table, known: set[str], where: str) -> None:
 
 
 def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -> Cluster:
-    """A cluster from its TOML table, one node big; `parse_cluster` sets the number of nodes."""
+    """A cluster of one node from its TOML table; `parse_cluster` sets the number of nodes."""
     sources: dict[str, str] = {}
     where = f"clusters.{name}"
     known = {"title", "device", "devices_per_node", "max_nodes", "host_memory_bytes"}
@@ -242,7 +237,7 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
 
 
 def generic_cluster(device: Device) -> Cluster:
-    """One node of this device with the network its generation usually has."""
+    """One node of this device, with the usual network of its generation."""
     network = GENERIC_NETWORK_BYTES_PER_SECOND.get(device.name, 50e9)
     return Cluster(
         name=device.name,
@@ -263,13 +258,13 @@ def _built_in(file: str) -> dict[str, Any]:
 
 @cache
 def built_in_devices() -> Mapping[str, Device]:
-    """Every device of devices.toml by name."""
+    """The devices of devices.toml by name."""
     return {name: device_from_table(name, table) for name, table in _built_in("devices.toml").items()}
 
 
 @cache
 def built_in_clusters() -> Mapping[str, Cluster]:
-    """Every cluster of clusters.toml by name, one node big."""
+    """The clusters of clusters.toml by name, with one node each."""
     devices = built_in_devices()
     return {
         name: cluster_from_table(name, table, devices) for name, table in _built_in("clusters.toml").items()
@@ -291,7 +286,7 @@ def _plain(name: str) -> str:
 
 
 def find_device(name: str, *, devices: Mapping[str, Device] | None = None) -> Device:
-    """The device of this name or alias, whatever its case; an unknown one suggests the nearest."""
+    """The device of this name or alias, in any case; the error for an unknown one suggests the nearest."""
     known = devices or built_in_devices()
     index = {_plain(alias): device for device in known.values() for alias in (device.name, *device.aliases)}
     wanted = _plain(name)
@@ -303,7 +298,7 @@ def find_device(name: str, *, devices: Mapping[str, Device] | None = None) -> De
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`dgx-h100:4`, `leonardo:16`, `h100:8x16` (16 nodes of 8), `h100:64`, or a TOML file, as a cluster."""
+    """The cluster of `dgx-h100:4`, `leonardo:16`, `h100:8x16` (16 nodes of 8), `h100:64` or a TOML file."""
     path, _, nodes = text.partition(".toml")
     if text.endswith(".toml") or ".toml:" in text:
         return _from_file(Path(f"{path}.toml"), nodes.removeprefix(":"))
@@ -327,7 +322,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _sized_cluster(cluster: Cluster, first: str | None, second: str | None) -> Cluster:
-    """`leonardo:16` counts nodes; `leonardo:4x16` may say the devices per node again, and they must agree."""
+    """`leonardo:16` has 16 nodes; `leonardo:4x16` has 16 nodes of which 4 devices are used."""
     nodes = int(second or first or 1)
     if second and int(first or 0) > cluster.devices_per_node:
         raise SpecError(

@@ -1,4 +1,4 @@
-"""This machine: cores, memory and accelerators that a run here may use."""
+"""This machine: the cores, memory and accelerators that a run may use."""
 
 import os
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to share out between ranks."""
+    """The resources that the ranks on a machine share."""
 
     cores: int
-    """That this process may use: the affinity, and a container's quota."""
+    """Cores that this process may use, by its affinity and its container's quota."""
     free_memory_bytes: int
     has_bf16_units: bool = False
-    """The CPU multiplies bf16 matrices in hardware (AMX)."""
+    """Whether the CPU has bf16 matmul instructions (AMX)."""
     accelerators: tuple[Accelerator, ...] = ()
 
 
 def this_machine(accelerators: tuple[Accelerator, ...] = ()) -> Machine:
-    """What this process may use. The caller asks torch for accelerators: nothing here imports it."""
+    """The resources of this process. The caller lists the accelerators: this module does not import torch."""
     return Machine(
         cores=usable_cores(),
         free_memory_bytes=min(psutil.virtual_memory().available, _free_in_container()),
@@ -43,13 +43,13 @@ def this_machine(accelerators: tuple[Accelerator, ...] = ()) -> Machine:
 
 
 def usable_cores() -> int:
-    """That this process may run on, by its affinity and its container's quota."""
+    """Number of cores that this process may use, by its affinity and its container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, cores_of_quota(_read(_CGROUP / "cpu.max"))))
 
 
 def cores_of_quota(text: str) -> int:
-    """Whole cores of a `cpu.max` line such as `150000 100000`; very many where there is no quota."""
+    """Number of full cores in a `cpu.max` line such as `150000 100000`; very many without a quota."""
     quota, _, period = text.strip().partition(" ")
     if not quota.isdigit() or not period.isdigit():
         return 1 << 20

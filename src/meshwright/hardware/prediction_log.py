@@ -1,7 +1,7 @@
-"""What runs on this machine needed beside what was predicted for them: one line of JSON per run.
+"""Log of predicted and measured memory and step time of the runs on this machine: one line of JSON per run.
 
-`train` writes a pair at step 20, `rehearse --measure` after its measured steps. Predictions never follow
-these pairs by themselves; `plan` and `predict` tell how far off they were on this kind of device.
+`train` writes a pair at step 20, `rehearse --measure` after its measured steps. Predictions do not use these
+pairs; `plan` and `predict` print how far off past predictions were on this kind of device.
 """
 
 import json
@@ -18,15 +18,15 @@ from meshwright.units import show_bytes, show_seconds
 HOME_VARIABLE = "MESHWRIGHT_HOME"
 FILE = "observed.jsonl"
 KEPT = 200
-"""Pairs kept per machine; older ones go first."""
+"""Most pairs in the log of a machine; the oldest are dropped."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One run: per-step seconds, and the peak bytes that torch's allocator gave to tensors."""
+    """Predicted and measured values of one run: seconds per step, and peak allocated bytes."""
 
     device: str
-    """Name in the catalogue."""
+    """Name of the device in the catalogue."""
     model: str
     layout: str
     num_ranks: int
@@ -47,7 +47,7 @@ class Pair:
 
 
 def machine_folder() -> Path:
-    """Where this machine's measurements are kept: $MESHWRIGHT_HOME, or ~/.cache/meshwright."""
+    """The folder for measurements of this machine: $MESHWRIGHT_HOME, or ~/.cache/meshwright."""
     named = os.environ.get(HOME_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -56,7 +56,7 @@ def machine_folder() -> Path:
 
 
 def store_pair(pair: Pair, folder: Path | None = None) -> Path | None:
-    """Append a pair; None where the folder cannot be written, which is no reason to end a run."""
+    """Append a pair and return the path; None where the folder cannot be written, which ends no run."""
     path = (folder or machine_folder()) / FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def store_pair(pair: Pair, folder: Path | None = None) -> Path | None:
 
 
 def read_pairs(device: str, folder: Path | None = None) -> list[Pair]:
-    """The pairs of one kind of device, oldest first; a line that is no pair is passed over."""
+    """The pairs of one kind of device, oldest first; malformed lines are skipped."""
     try:
         lines = ((folder or machine_folder()) / FILE).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -97,7 +97,7 @@ def _pair(line: str) -> Pair | None:
 
 
 def observed_line(pairs: Sequence[Pair], device: str) -> str | None:
-    """How far predictions were off on this device, in one line; None where nothing was observed."""
+    """Median error of predictions on this device, in one line; None without observations."""
     if not pairs:
         return None
     of_bytes = median(pair.measured_bytes / pair.predicted_bytes for pair in pairs)

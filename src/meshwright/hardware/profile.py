@@ -1,4 +1,4 @@
-"""What was measured on a machine, preferred over the data sheet: written by `hardware probe`, read here.
+"""Profiles: measurements of a machine, written by `hardware probe`, that replace data-sheet figures.
 
 A profile is one JSON document:
 
@@ -13,10 +13,10 @@ A profile is one JSON document:
      "host_bytes_per_second": 5.0e10,
      "collectives": [{"kind": "all_reduce", "ranks": 8, "nodes": 1, "bytes": 268435456, "seconds": 1e-3}]}
 
-Every part but `device` may be missing; what is there replaces the figure it measures. A short product runs
-at clocks that a card at its power limit does not hold: `sustained_flops_per_second` is what was left after
-seconds without a pause, and the planner slows products and attention by that share. A device that the
-catalogue does not know is described by its `machine` and by what was measured.
+Every part but `device` may be missing; a part replaces the data-sheet figure that it measures. A short matmul
+runs at clocks that a device at its power limit cannot sustain: `sustained_flops_per_second` is the rate after
+seconds without a pause, and the planner slows matmuls and attention by that share. A device outside the
+catalogue is described by `machine` and by the measurements.
 """
 
 import json
@@ -37,17 +37,17 @@ from meshwright.hardware.catalogue import (
     parse_cluster,
 )
 
-AGAIN = "run `meshwright hardware probe` again"
-# Of a device that is in no catalogue and whose link was not measured: PCIe 3.0 with 16 lanes.
+PROBE_HINT = "run `meshwright hardware probe` again"
+# Host link of a device that is not in the catalogue and was not measured: PCIe 3.0 with 16 lanes.
 ASSUMED_HOST_BYTES_PER_SECOND = 1.2e10
-# Bytes a ring moves per rank, in units of the message, for n ranks.
+# Bytes that a rank sends in a ring of many ranks, in units of the message; and the number of its rounds.
 RING_SHARE = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True)
 class MatmulTiming:
-    """Seconds of one (m, k) x (k, n) product."""
+    """Seconds of one (m, k) x (k, n) matmul."""
 
     m: int
     n: int
@@ -57,13 +57,13 @@ class MatmulTiming:
 
     @property
     def flops_per_second(self) -> float:
-        """Rate of this shape."""
+        """FLOP/s of this matmul."""
         return 2.0 * self.m * self.n * self.k / self.seconds
 
 
 @dataclass(frozen=True)
 class AttentionTiming:
-    """Seconds of one causal attention call."""
+    """Seconds of one causal attention kernel."""
 
     batch: int
     sequence: int
@@ -75,14 +75,14 @@ class AttentionTiming:
 
     @property
     def flops_per_second(self) -> float:
-        """Rate with the causal half counted once; the backward pass does 2.5 times the forward work."""
+        """FLOP/s with the causal half counted once; the backward pass has 2.5 times the forward FLOPs."""
         forward = 2.0 * self.batch * self.heads * self.sequence**2 * self.head_width
         return forward * (2.5 if self.backward else 1.0) / self.seconds
 
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """Seconds of one collective over `ranks` ranks on `nodes` nodes; bytes is the full message."""
+    """Seconds of one collective over `ranks` ranks on `nodes` nodes; `bytes` is the unsharded message."""
 
     kind: str
     ranks: int
@@ -93,32 +93,32 @@ class CollectiveTiming:
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of one machine."""
+    """The measurements of one machine."""
 
     device: str
     gemm: tuple[MatmulTiming, ...] = ()
     attention: tuple[AttentionTiming, ...] = ()
     collectives: tuple[CollectiveTiming, ...] = ()
     sustained_flops_per_second: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of a large product after seconds without a pause, by precision."""
+    """FLOP/s of a large matmul after seconds without a pause, by precision."""
     copy_bytes_per_second: float | None = None
     host_bytes_per_second: float | None = None
     num_devices: int | None = None
     num_sms: int | None = None
     memory_bytes: int | None = None
     measured: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Where the figures come from: date, device and versions, as text."""
+    """Date, device and versions of the measurement, as text."""
 
     def machine(self, num_devices: int | None = None) -> Cluster:
-        """The machine itself, with as many devices as it has or as are asked for."""
+        """The machine as a cluster of one node, with all of its devices or as many as are asked for."""
         plain = generic_cluster(self.known_device())
         count = num_devices or self.num_devices or plain.devices_per_node
         found = self.applied_to(replace(plain, num_nodes=1, devices_per_node=count))
-        said = f"{self.measured.get('device', plain.device.title)}, measured {self.measured.get('date', '')}"
-        return replace(found, device=replace(found.device, title=said.strip()))
+        title = f"{self.measured.get('device', plain.device.title)}, measured {self.measured.get('date', '')}"
+        return replace(found, device=replace(found.device, title=title.strip()))
 
     def known_device(self) -> Device:
-        """The catalogue's device, or one made of nothing but measurements."""
+        """The device of the catalogue, or one that is described by measurements alone."""
         try:
             return find_device(self.device)
         except SpecError:
@@ -131,7 +131,7 @@ class Profile:
                 where="--on",
                 hint="a profile of an unknown device needs gemm, copy_bytes_per_second and machine",
             )
-        best = self._best_products()
+        best = self._best_matmuls()
         host = Link("host", self.host_bytes_per_second or ASSUMED_HOST_BYTES_PER_SECOND, PEER_LATENCY_SECONDS)
         return Device(
             name=self.device,
@@ -148,7 +148,7 @@ class Profile:
         )
 
     def applied_to(self, cluster: Cluster) -> Cluster:
-        """The cluster with its data-sheet figures replaced by what was measured on its kind of device."""
+        """The cluster with data-sheet figures replaced by the measurements of its kind of device."""
         if self.device and self.known_device().name != cluster.device.name:
             raise SpecError(
                 f"the profile was measured on {self.device}, the cluster has {cluster.device.name}",
@@ -165,7 +165,7 @@ class Profile:
         )
 
     def _device(self, device: Device) -> Device:
-        best = {**device.best_matmul_flops_per_second, **self._best_products()}
+        best = {**device.best_matmul_flops_per_second, **self._best_matmuls()}
         share = {**device.sustained_share, **self._sustained_share()}
         attention = best_attention(self.attention)
         if attention is not None:
@@ -184,7 +184,7 @@ class Profile:
             host=host,
         )
 
-    def _best_products(self) -> dict[str, float]:
+    def _best_matmuls(self) -> dict[str, float]:
         precisions = {timing.precision for timing in self.gemm}
         return {
             precision: max(t.flops_per_second for t in self.gemm if t.precision == precision)
@@ -192,8 +192,8 @@ class Profile:
         }
 
     def _sustained_share(self) -> dict[str, float]:
-        """Sustained over best; fp16 runs on the same units as bf16."""
-        best, sustained = self._best_products(), self.sustained_flops_per_second
+        """Sustained over best matmul rate by precision; fp16 runs on the same tensor cores as bf16."""
+        best, sustained = self._best_matmuls(), self.sustained_flops_per_second
         share = {name: min(1.0, rate / best[name]) for name, rate in sustained.items() if name in best}
         return share | {"fp16": share["bf16"]} if "bf16" in share and "fp16" not in share else share
 
@@ -208,7 +208,7 @@ class Profile:
 
 
 def best_attention(timings: Sequence[AttentionTiming]) -> float | None:
-    """The best rate of one shape over the passes that were measured of it, forward and backward together."""
+    """FLOP/s of the best shape, over its measured forward and backward kernels together."""
     passes: dict[tuple[int, ...], list[AttentionTiming]] = {}
     for timing in timings:
         if timing.precision in ("bf16", "fp16"):
@@ -222,7 +222,7 @@ def best_attention(timings: Sequence[AttentionTiming]) -> float | None:
 
 
 def fit_link(timings: list[CollectiveTiming]) -> tuple[float, float]:
-    """Latency per hop and bytes per second: the smallest message gives the one, the largest the other."""
+    """Latency per hop, from the smallest message, and bytes per second, from the largest."""
     small = min(timings, key=lambda t: t.bytes)
     large = max(timings, key=lambda t: t.bytes)
     hops = RING_STEPS[small.kind] * (small.ranks - 1)
@@ -240,7 +240,7 @@ def _number(entry: Mapping[str, Any], key: str, where: str) -> float:
         or not math.isfinite(number)
         or number <= 0
     ):
-        raise SpecError(f"{key} = {number!r} is not a positive number", where=where, hint=AGAIN)
+        raise SpecError(f"{key} = {number!r} is not a positive number", where=where, hint=PROBE_HINT)
     return float(number)
 
 
@@ -254,7 +254,7 @@ def _entries(document: Mapping[str, Any], key: str, where: str) -> list[Mapping[
 
 
 def profile_from(document: Mapping[str, Any], *, where: str) -> Profile:
-    """A profile from its JSON document; a wrong entry is named by list and position."""
+    """A profile from its JSON document; the error for a malformed entry names its list and position."""
 
     def at(key: str, index: int) -> str:
         return f"{where}: {key}[{index}]"
@@ -307,7 +307,7 @@ def _rates(document: Mapping[str, Any], key: str, where: str) -> dict[str, float
 def _object(document: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     found = document.get(key, {})
     if not isinstance(found, dict):
-        raise SpecError(f"{key} is not an object", where=where, hint=AGAIN)
+        raise SpecError(f"{key} is not an object", where=where, hint=PROBE_HINT)
     return cast("Mapping[str, Any]", found)
 
 
@@ -331,7 +331,7 @@ def _collective(entry: Mapping[str, Any], where: str) -> CollectiveTiming:
 
 
 def read_profile(path: Path, *, where: str = "--profile") -> Profile:
-    """The profile that `hardware probe` wrote at this path."""
+    """The profile at this path, as `hardware probe` writes it."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -348,7 +348,7 @@ def read_profile(path: Path, *, where: str = "--profile") -> Profile:
 
 
 def cluster_of(text: str) -> Cluster:
-    """What `--on` names: a cluster (`parse_cluster`), or a probed machine: `here.json`, `here.json:4`."""
+    """The cluster that `--on` names: as in `parse_cluster`, or a profile (`here.json`, `here.json:4`)."""
     path, _, count = text.partition(".json")
     if not (text.endswith(".json") or ".json:" in text):
         return parse_cluster(text)

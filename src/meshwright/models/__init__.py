@@ -1,4 +1,4 @@
-"""One decoder assembled from layers; ignorant of meshes and ranks."""
+"""The decoder and its layers; they know nothing of meshes and ranks."""
 
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise

@@ -1,4 +1,4 @@
-"""What a step reads from, and writes to, the routers of a model."""
+"""Load balance of MoE layers: reading what the routers recorded, and updating their bias."""
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ def moe_layers(model: nn.Module) -> dict[str, Moe]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Moe)}
 
 
-def take_records(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """(choices per expert, auxiliary loss) of each MoE layer since the last call, then set to zero.
+def pop_routing_records(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """(choices per expert, auxiliary loss) of each MoE layer since the last call, then reset to zero.
 
-    Both are this rank's share: sum them over every rank that reads other tokens.
+    Both count this rank's tokens: sum them over every rank that holds other tokens.
     """
     records: dict[str, tuple[Tensor, Tensor]] = {}
     for name, layer in moe_layers(model).items():
@@ -25,11 +25,11 @@ def take_records(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def step_balance_bias(model: nn.Module, load_by_layer: dict[str, Tensor]) -> None:
-    """Moves each router's bias one step towards even use: up for experts below the mean, down above.
+def update_balance_bias(model: nn.Module, load_by_layer: dict[str, Tensor]) -> None:
+    """Move each router's bias one step towards an even load: up for experts below the mean, down above.
 
-    `load_by_layer` are the choices per expert of the whole step, summed over all ranks, so that
-    every rank makes the same step.
+    `load_by_layer` holds the choices per expert of the full step, summed over all ranks, so that
+    every rank makes the same update.
     """
     for name, layer in moe_layers(model).items():
         bias, load_E = layer.router.balance_bias, load_by_layer[name].to(torch.float64)

@@ -11,9 +11,10 @@ from meshwright.models.layers.latent import LatentAttention
 from meshwright.models.layers.mlp import build_mlp
 from meshwright.models.layers.moe import Moe
 from meshwright.models.layers.norm import build_norm
-from meshwright.models.layers.rope import Rotation, rotation
+from meshwright.models.layers.rope import RopeTables, rope_tables
+from meshwright.ops.cast import accumulation_dtype
 from meshwright.ops.loss import linear_cross_entropy
-from meshwright.ops.loss_rows import RowKernels, wide_dtype
+from meshwright.ops.loss_rows import RowKernels
 from meshwright.ops.sharded import local
 from meshwright.spec import ModelSpec
 
@@ -36,27 +37,27 @@ class Block(nn.Module):
         self,
         x_BSD: Tensor,
         *,
-        turn: Rotation | None,
+        rope: RopeTables | None,
         positions_BS: Tensor,
         documents_BS: Tensor | None,
         sequence_weights_B: Tensor | None,
     ) -> Tensor:
-        """x_BSD one layer further."""
-        seen_BSD = self.attention(
-            self.attention_norm(x_BSD), turn=turn, positions_BS=positions_BS, documents_BS=documents_BS
+        """x_BSD after this block."""
+        attended_BSD = self.attention(
+            self.attention_norm(x_BSD), rope=rope, positions_BS=positions_BS, documents_BS=documents_BS
         )
-        x_BSD = x_BSD + self.dropout(seen_BSD)
+        x_BSD = x_BSD + self.dropout(attended_BSD)
         routed = {"sequence_weights_B": sequence_weights_B} if self.is_routed else {}
         return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD), **routed))
 
 
 class Head(nn.Module):
-    """Logits, or the loss without ever holding them; has no weight of its own when tied to the embedding."""
+    """Logits, or the loss without storing them all; has no weight when tied to the embedding."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.weight = None if spec.tied_head else nn.Parameter(torch.empty(spec.vocab_size, spec.width))
-        # Set where the vocabulary is cut over ranks.
+        # Set where tp shards the vocabulary.
         self.vocabulary_group: ProcessGroup | None = None
         # Set in a rehearsal; None: the kernels of the device that the logits are on.
         self.loss_kernels: RowKernels | None = None
@@ -88,7 +89,7 @@ class Head(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer, or the part of one that a pipeline stage holds.
 
-    Blocks are keyed by their number in the whole model, so parameter names are the same in any
+    Blocks are keyed by their number in the full model, so parameter names are the same in any
     stage. A last stage whose head is tied, and which has no embedding to tie it to, holds its own
     `embedding.tokens.weight`: same name, same initial value, gradients to be summed with the first.
     """
@@ -107,8 +108,8 @@ class Decoder(nn.Module):
         needs_table = has_embedding or (has_head and spec.tied_head)
         has_positions = has_embedding and spec.positions == "learned"
         self.embedding = Embedding(spec, has_positions=has_positions) if needs_table else None
-        held = range(spec.num_layers) if layers is None else layers
-        self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in held})
+        layers = range(spec.num_layers) if layers is None else layers
+        self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in layers})
         self.norm = build_norm(spec) if has_head else None
         self.head = Head(spec) if has_head else None
 
@@ -127,14 +128,14 @@ class Decoder(nn.Module):
         `x` is tokens_BS in the first stage and x_BSD in the others. `positions_BS` restart in each
         document; `documents_BS` numbers the documents of a packed row (None: one per row).
         `weights_BS` hold mask and denominator of the loss (None: a plain sum over all targets),
-        `sequence_weights_B` those of the MoE balancing loss (None: it is left out).
+        `sequence_weights_B` those of the MoE load-balancing loss (None: it is left out).
         """
         x_BSD = self.embedding(x, positions_BS) if self.has_embedding and self.embedding else x
-        turn = self._rotation(x_BSD, positions_BS)
+        rope = self._rope_tables(x_BSD, positions_BS)
         for block in self.blocks.values():
             x_BSD = block(
                 x_BSD,
-                turn=turn,
+                rope=rope,
                 positions_BS=positions_BS,
                 documents_BS=documents_BS,
                 sequence_weights_B=sequence_weights_B,
@@ -145,13 +146,13 @@ class Decoder(nn.Module):
         tied_VD = self.embedding.tokens.weight if self.spec.tied_head and self.embedding else None
         return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS)
 
-    def _rotation(self, x_BSD: Tensor, positions_BS: Tensor) -> Rotation | None:
-        """The rotary tables, once for all blocks."""
+    def _rope_tables(self, x_BSD: Tensor, positions_BS: Tensor) -> RopeTables | None:
+        """The RoPE tables, computed once for all blocks."""
         attention = self.spec.attention
         if self.spec.rope is None:
             return None
         width = attention.latent.rope_width if attention.latent else attention.head_width
-        return rotation(self.spec.rope, positions_BS, width=width, dtype=wide_dtype(x_BSD))
+        return rope_tables(self.spec.rope, positions_BS, width=width, dtype=accumulation_dtype(x_BSD))
 
 
 def build_decoder(
@@ -162,11 +163,13 @@ def build_decoder(
     has_head: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """The decoder on the meta device: shapes and names, no bytes. `initialise` fills it."""
+    """The decoder on the meta device: shapes and names without memory. `initialise` fills it."""
     with torch.device("meta"):
         model = Decoder(spec, layers=layers, has_embedding=has_embedding, has_head=has_head)
     if dtype.itemsize >= torch.float32.itemsize:
         return model.to(dtype)
-    for parameter in model.parameters():  # buffers are records and biases, whose small steps need fp32
+    for (
+        parameter
+    ) in model.parameters():  # buffers stay fp32: small updates of counters and biases would round to nothing
         parameter.data = parameter.data.to(dtype)
     return model

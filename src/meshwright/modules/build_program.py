@@ -40,7 +40,7 @@ from meshwright.ops.trees import map_tensors
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.shards import parameter_shard
-from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype
+from meshwright.precision.policy import autocast_dtype, compute_context, gradient_dtype, weight_dtype
 from meshwright.spec.modules import FitSpec, ModuleSpec
 from meshwright.spec.stages import stages_of_rank
 
@@ -139,7 +139,7 @@ def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, li
     if spec.parallel.zero == 3:
         _make_contiguous(model)
         # Batch norm needs its weights in the dtype of its statistics; autocast lowers all other weights.
-        lower = None if norms else lower_dtype(spec.precision)
+        lower = None if norms else autocast_dtype(spec.precision)
         gradients = gradient_dtype(spec.precision)
         shard_fully(list(blocks.values()), model, mesh, experts=[], lower=lower, gradients=gradients)
         # An in-place change of an output would lose its gradient. Most linears return views; few users do it.

@@ -25,7 +25,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.mesh import Mesh
 from meshwright.modules.tp_plan import COLUMN_WISE, EMBEDDING, ROW_WISE, Styles
-from meshwright.ops.collectives import all_reduce_backward, all_reduce_forward, gather_alike, part_alike
+from meshwright.ops.collectives import (
+    all_reduce_backward,
+    all_reduce_forward,
+    gather_to_replicated,
+    scatter_from_replicated,
+)
 from meshwright.ops.sharded import local
 
 Values = dict[str, Any]
@@ -76,7 +81,7 @@ def _wrap_colwise(module: nn.Module, group: ProcessGroup, *, gathers: bool) -> N
     def wrapped(x: Tensor) -> Tensor:
         with _overridden(module, _local_parameters(module)):
             y = forward(all_reduce_backward(x, group))
-        return gather_alike(y, y.ndim - 1, group) if gathers else y
+        return gather_to_replicated(y, y.ndim - 1, group) if gathers else y
 
     module.forward = wrapped
 
@@ -86,7 +91,7 @@ def _wrap_rowwise(module: nn.Module, group: ProcessGroup, *, splits: bool) -> No
 
     def wrapped(x: Tensor) -> Tensor:
         bias = dict(module.named_parameters(recurse=False)).get("bias")  # added once, to the sum
-        shard = part_alike(x, x.ndim - 1, group) if splits else x
+        shard = scatter_from_replicated(x, x.ndim - 1, group) if splits else x
         with _overridden(module, {**_local_parameters(module), "bias": None}):
             y = all_reduce_forward(forward(shard), group)
         return y if bias is None else y + bias

@@ -1,1 +1,1 @@
-"""Single operations and their plain references. Imports nothing of ours but errors and units."""
+"""Single operations and their plain references. Imports nothing of ours but errors and hardware."""

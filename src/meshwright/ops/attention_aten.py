@@ -1,10 +1,12 @@
-"""Attention kernels that also return the log-sum-exp, each with its backward; a plain one beside them.
+"""Attention kernels that also return the log-sum-exp, each with its backward, and a plain one.
 
-The public `scaled_dot_product_attention` keeps the log-sum-exp to itself, and without it neither the
-parts of a softmax can be merged nor its backward run block by block. The aten operators return it.
-They are not public API, so every call of them stands in this file, behind one pair of functions.
+The public `scaled_dot_product_attention` does not return the log-sum-exp, and without it neither the parts of
+a softmax can be merged nor its backward run part by part. The private aten operators
+(`_scaled_dot_product_*`) return it. All calls of them in the attention of ours are in this file, behind one
+pair of functions.
 
-Layout here is the operators' own: q_BHSK, k_BGTK, v_BGTV, lse_BHS; G divides H; `causal` is for S = T.
+The layout here is that of the operators: q_BHSK, k_BGTK, v_BGTV, lse_BHS; G divides H; `causal` requires S =
+T.
 
     kernel     device  dtypes            bias  width of v
     flash_cpu  CPU     fp64 fp32 16-bit  yes   padded to K
@@ -26,14 +28,14 @@ from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _FAST_CUDNN_SINCE = (9, 0)
-# Rows of the log-sum-exp that the efficient kernel reads at once.
+# The efficient kernel reads the log-sum-exp in groups of this many rows.
 _EFFICIENT_LSE_ROWS = 32
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-class Rule(NamedTuple):
-    """How scores become weights: scale, then the causal triangle or an additive bias (or neither)."""
+class SdpaArgs(NamedTuple):
+    """How scores become weights: a scale, then a causal mask, an additive bias, or neither."""
 
     scale: float
     causal: bool = False
@@ -41,7 +43,7 @@ class Rule(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """forward(q, k, v, rule) -> (out, lse); backward(grad_out, q, k, v, out, lse, rule) -> (dq, dk, dv)."""
+    """forward(q, k, v, args) -> (out, lse); backward(grad_out, q, k, v, out, lse, args) -> (dq, dk, dv)."""
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -73,7 +75,7 @@ def _has_fast_cudnn(device: torch.device, simulated: SimulatedDevice | None) -> 
 
 
 def _pad_width(x: Tensor, width: int) -> Tensor:
-    """Zeros beyond the width change neither scores nor the first columns of the output."""
+    """x padded with zeros, which change neither the scores nor the first columns of the output."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
@@ -87,59 +89,59 @@ def _trim(grads: tuple[Tensor, ...], q: Tensor, v: Tensor) -> Grads:
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
 
 
-def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, args: SdpaArgs) -> tuple[Tensor, Tensor]:
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *_pad_all(q, k, v), 0.0, rule.causal, attn_mask=rule.bias_B1ST, scale=rule.scale
+        *_pad_all(q, k, v), 0.0, args.causal, attn_mask=args.bias_B1ST, scale=args.scale
     )
     return out[..., : v.shape[-1]], lse
 
 
 def _flash_cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: SdpaArgs
 ) -> Grads:
     qp, kp, vp, gradp, outp = _pad_all(q, k, v, grad, out)
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradp, qp, kp, vp, outp, lse, 0.0, rule.causal, attn_mask=rule.bias_B1ST, scale=rule.scale
+        gradp, qp, kp, vp, outp, lse, 0.0, args.causal, attn_mask=args.bias_B1ST, scale=args.scale
     )
     return _trim(grads, q, v)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, args: SdpaArgs) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-        *_pad_all(q, k, v), 0.0, rule.causal, False, scale=rule.scale
+        *_pad_all(q, k, v), 0.0, args.causal, False, scale=args.scale
     )
     return out[..., : v.shape[-1]], lse
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: SdpaArgs
 ) -> Grads:
     qp, kp, vp, gradp, outp = _pad_all(q, k, v, grad, out)
-    # The seed and offset belong to dropout, which is always 0 here.
+    # Seed and offset of dropout, which is always 0 here.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
     sizes = (None, None, q.shape[2], k.shape[2])
     grads = _aten._scaled_dot_product_flash_attention_backward(
-        gradp, qp, kp, vp, outp, lse, *sizes, 0.0, rule.causal, seed, offset, scale=rule.scale
+        gradp, qp, kp, vp, outp, lse, *sizes, 0.0, args.causal, seed, offset, scale=args.scale
     )
     return _trim(grads, q, v)
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, args: SdpaArgs) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, rule.bias_B1ST, True, 0.0, rule.causal, False, scale=rule.scale
+        q, k, v, args.bias_B1ST, True, 0.0, args.causal, False, scale=args.scale
     )
     return out, lse.reshape(q.shape[:3])
 
 
 def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: SdpaArgs
 ) -> Grads:
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     sizes = (None, None, q.shape[2], k.shape[2])
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, rule.bias_B1ST, *sizes, 0.0, rule.causal,
-        scale=rule.scale,
+        grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, args.bias_B1ST, *sizes, 0.0, args.causal,
+        scale=args.scale,
     )  # fmt: skip
 
 
@@ -147,55 +149,55 @@ def _repeat_heads(x_BGTK: Tensor, num_heads: int) -> Tensor:
     return x_BGTK.repeat_interleave(num_heads // x_BGTK.shape[1], dim=1)
 
 
-def _align_bias(rule: Rule, num_heads: int) -> Tensor | None:
-    """The efficient kernel wants one bias row per head and rows that start on 16 elements."""
-    bias = rule.bias_B1ST
+def _align_bias(args: SdpaArgs, num_heads: int) -> Tensor | None:
+    """The bias in the form of the efficient kernel: one per head, with rows aligned to 16 elements."""
+    bias = args.bias_B1ST
     if bias is None:
         return None
     length = bias.shape[-1]
     return pad(bias, (0, -length % 16))[..., :length].expand(-1, num_heads, -1, -1)
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, args: SdpaArgs) -> tuple[Tensor, Tensor]:
     heads = q.shape[1]
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        q, _repeat_heads(k, heads), _repeat_heads(v, heads), _align_bias(rule, heads), True, 0.0, rule.causal,
-        scale=rule.scale,
+        q, _repeat_heads(k, heads), _repeat_heads(v, heads), _align_bias(args, heads), True, 0.0, args.causal,
+        scale=args.scale,
     )  # fmt: skip
     return out, lse[..., : q.shape[2]]
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: SdpaArgs
 ) -> Grads:
     heads, groups = q.shape[1], k.shape[1]
-    # In 16 bits this backward reads `out` as if its rows were dense, whatever its strides say.
+    # In 16 bits this backward ignores the strides of `out` and reads its rows as dense.
     grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
     # Rows beyond the last query must weigh nothing: exp(score - infinity) = 0.
     lse = pad(lse, (0, -q.shape[2] % _EFFICIENT_LSE_ROWS), value=float("inf"))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, _repeat_heads(k, heads), _repeat_heads(v, heads), _align_bias(rule, heads), out, lse,
-        seed, seed, 0.0, [True, True, True, False], rule.causal, scale=rule.scale,
+        grad, q, _repeat_heads(k, heads), _repeat_heads(v, heads), _align_bias(args, heads), out, lse,
+        seed, seed, 0.0, [True, True, True, False], args.causal, scale=args.scale,
     )  # fmt: skip
     return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
 
 
-def _plain_scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
-    """scores_BGRST in fp32 or better; R query heads share one of the G key heads."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_BGRSK = q.unflatten(1, (k.shape[1], -1)).to(wide)
-    scores = torch.einsum("bgrsk,bgtk->bgrst", q_BGRSK, k.to(wide)) * rule.scale
-    if rule.bias_B1ST is not None:
-        scores = scores + rule.bias_B1ST.unsqueeze(1)
-    if rule.causal:
+def _plain_scores(q: Tensor, k: Tensor, args: SdpaArgs) -> Tensor:
+    """scores_BGRST in fp32 or fp64; R query heads share one of the G key heads."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q_BGRSK = q.unflatten(1, (k.shape[1], -1)).to(dtype)
+    scores = torch.einsum("bgrsk,bgtk->bgrst", q_BGRSK, k.to(dtype)) * args.scale
+    if args.bias_B1ST is not None:
+        scores = scores + args.bias_B1ST.unsqueeze(1)
+    if args.causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     return scores
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    scores = _plain_scores(q, k, rule)
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, args: SdpaArgs) -> tuple[Tensor, Tensor]:
+    scores = _plain_scores(q, k, args)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.unsqueeze(-1))
     out = torch.einsum("bgrst,bgtv->bgrsv", weights, v.to(weights.dtype))
@@ -203,18 +205,18 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor,
 
 
 def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: SdpaArgs
 ) -> Grads:
     """dV = P^T dO; dS = P * (dO V^T - rowsum(dO * O)); dQ = dS K; dK = dS^T Q."""
     groups = k.shape[1]
-    scores = _plain_scores(q, k, rule)
-    wide = scores.dtype
-    weights = torch.exp(scores - lse.unflatten(1, (groups, -1)).unsqueeze(-1).to(wide))
-    grad_BGRSV = grad.unflatten(1, (groups, -1)).to(wide)
-    delta = (grad_BGRSV * out.unflatten(1, (groups, -1)).to(wide)).sum(-1, keepdim=True)
-    dscores = weights * (torch.einsum("bgrsv,bgtv->bgrst", grad_BGRSV, v.to(wide)) - delta) * rule.scale
-    dq = torch.einsum("bgrst,bgtk->bgrsk", dscores, k.to(wide)).flatten(1, 2)
-    dk = torch.einsum("bgrst,bgrsk->bgtk", dscores, q.unflatten(1, (groups, -1)).to(wide))
+    scores = _plain_scores(q, k, args)
+    dtype = scores.dtype
+    weights = torch.exp(scores - lse.unflatten(1, (groups, -1)).unsqueeze(-1).to(dtype))
+    grad_BGRSV = grad.unflatten(1, (groups, -1)).to(dtype)
+    delta = (grad_BGRSV * out.unflatten(1, (groups, -1)).to(dtype)).sum(-1, keepdim=True)
+    dscores = weights * (torch.einsum("bgrsv,bgtv->bgrst", grad_BGRSV, v.to(dtype)) - delta) * args.scale
+    dq = torch.einsum("bgrst,bgtk->bgrsk", dscores, k.to(dtype)).flatten(1, 2)
+    dk = torch.einsum("bgrst,bgrsk->bgtk", dscores, q.unflatten(1, (groups, -1)).to(dtype))
     dv = torch.einsum("bgrst,bgrsv->bgtv", weights, grad_BGRSV)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

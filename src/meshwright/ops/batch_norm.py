@@ -1,11 +1,15 @@
-"""Batch norm over the samples of several ranks, on any device.
+"""Synchronised batch norm: statistics over the samples of several ranks, on any device.
 
-    mean[C] = sum over ranks, samples and places of x / N         N counts them all
+    mean[C] = sum over ranks, samples and positions of x / N         N counts them all
     y = (x - mean) / sqrt(var + eps) * weight + bias
 
-Each rank gives (count, mean, squared deviations) and joins those of all, so ranks with fewer samples weigh
-less and nothing is lost to the difference of two large sums. One all-gather of 2C + 1 numbers forward, one
-all-reduce of 2C backward. Gradients of weight and bias are this rank's part of the sum.
+Each rank contributes (count, mean, squared deviations), and all are combined, so ranks with fewer samples
+weigh less and there is no cancellation between two large sums. One all-gather of 2C + 1 values in forward,
+one all-reduce of 2C in backward. The gradients of weight and bias are this rank's terms of the sum over
+ranks.
+
+`_BatchNorm` is private in torch: it is the common base of all batch norms, and torch's own conversion tests
+for it.
 """
 
 from functools import partial
@@ -15,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
-from torch.nn.modules.batchnorm import _BatchNorm  # what all batch norms are; torch's own conversion asks it
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import SpecError
@@ -29,12 +33,12 @@ class _Normalise(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_C, var_C, count = _joint_statistics(wide, group)
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_C, var_C, count = _group_statistics(x32, group)
         inverse_C = (var_C + eps).rsqrt()
-        normal = (wide - _along(mean_C, x)) * _along(inverse_C, x)
-        y = normal if weight is None else normal * _along(weight, x)
-        y = y if bias is None else y + _along(bias, x)
+        normal = (x32 - _per_channel(mean_C, x)) * _per_channel(inverse_C, x)
+        y = normal if weight is None else normal * _per_channel(weight, x)
+        y = y if bias is None else y + _per_channel(bias, x)
         ctx.save_for_backward(x, weight, mean_C, inverse_C, count)
         ctx.group, ctx.has_bias = group, bias is not None
         ctx.mark_non_differentiable(mean_C, var_C, count)
@@ -43,46 +47,48 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean_C, inverse_C, count = ctx.saved_tensors
-        wide, grad = x.to(mean_C.dtype), grad_y.to(mean_C.dtype)
-        normal = (wide - _along(mean_C, x)) * _along(inverse_C, x)
-        local_2C = torch.stack([_over_samples(grad), _over_samples(grad * normal)])
+        x32, grad = x.to(mean_C.dtype), grad_y.to(mean_C.dtype)
+        normal = (x32 - _per_channel(mean_C, x)) * _per_channel(inverse_C, x)
+        local_2C = torch.stack([_channel_sums(grad), _channel_sums(grad * normal)])
         total_2C = local_2C.clone()
         dist.all_reduce(total_2C, group=ctx.group)
         mean_2C = total_2C / count
         scale_C = inverse_C if weight is None else inverse_C * weight
-        grad_x = (grad - _along(mean_2C[0], x) - normal * _along(mean_2C[1], x)) * _along(scale_C, x)
+        grad_x = (grad - _per_channel(mean_2C[0], x) - normal * _per_channel(mean_2C[1], x)) * _per_channel(
+            scale_C, x
+        )
         grad_weight = None if weight is None else local_2C[1].to(weight.dtype)
         grad_bias = local_2C[0].to(grad_y.dtype if weight is None else weight.dtype) if ctx.has_bias else None
         return grad_x.to(x.dtype), grad_weight, grad_bias, None, None
 
 
-def _joint_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _group_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance of each channel, and their count, over all ranks of the group."""
     count = x.new_tensor([x.numel() // x.shape[1]])
-    mean_C = _over_samples(x) / count.clamp(min=1)
-    deviations_C = _over_samples((x - _along(mean_C, x)).square())
-    mine = torch.cat([count, mean_C, deviations_C])
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    counts_R1, means_RC, deviations_RC = torch.stack(everyone).split([1, x.shape[1], x.shape[1]], dim=1)
+    mean_C = _channel_sums(x) / count.clamp(min=1)
+    deviations_C = _channel_sums((x - _per_channel(mean_C, x)).square())
+    local = torch.cat([count, mean_C, deviations_C])
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(gathered, local, group=group)
+    counts_R1, means_RC, deviations_RC = torch.stack(gathered).split([1, x.shape[1], x.shape[1]], dim=1)
     total = counts_R1.sum()
     mean_C = (counts_R1 * means_RC).sum(0) / total
     squares_C = (deviations_RC + counts_R1 * (means_RC - mean_C).square()).sum(0)
     return mean_C, squares_C / total, total
 
 
-def _over_samples(x: Tensor) -> Tensor:
-    """Sum of every channel."""
+def _channel_sums(x: Tensor) -> Tensor:
+    """The sum of each channel."""
     return x.sum([dim for dim in range(x.ndim) if dim != 1])
 
 
-def _along(value_C: Tensor, x: Tensor) -> Tensor:
-    """[C] shaped to go with x[B, C, ...]."""
+def _per_channel(value_C: Tensor, x: Tensor) -> Tensor:
+    """[C] reshaped to broadcast with x[B, C, ...]."""
     return value_C.view(1, -1, *[1] * (x.ndim - 2))
 
 
 class _OverGroup(TorchFunctionMode):
-    """While it is on, torch's batch norm of a batch takes its statistics over the group."""
+    """Inside, torch's functional batch norm takes its statistics over the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -92,10 +98,10 @@ class _OverGroup(TorchFunctionMode):
         if func is not batch_norm:
             return func(*args, **(kwargs or {}))
         self.num_calls += 1
-        return _joint_batch_norm(self._group, *args, **(kwargs or {}))
+        return _group_batch_norm(self._group, *args, **(kwargs or {}))
 
 
-def _joint_batch_norm(  # noqa: PLR0913  the parameters of torch's function
+def _group_batch_norm(  # noqa: PLR0913  the parameters of torch's function
     group: dist.ProcessGroup,
     x: Tensor,
     running_mean_C: Tensor | None,
@@ -106,7 +112,7 @@ def _joint_batch_norm(  # noqa: PLR0913  the parameters of torch's function
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` over the group; the running statistics follow as they do there."""
+    """`torch.nn.functional.batch_norm` over the group, including the update of the running statistics."""
     assert training, "a batch norm that trains was asked to use its running statistics"
     y, mean_C, var_C, count = _Normalise.apply(x, weight, bias, eps, group)
     with torch.no_grad():
@@ -119,18 +125,18 @@ def _joint_batch_norm(  # noqa: PLR0913  the parameters of torch's function
 
 
 def synchronise(norm: _BatchNorm, group: dist.ProcessGroup) -> None:
-    """Make a batch norm take its statistics over the group while it trains; names and buffers stay.
+    """Make a batch norm take its statistics over the group in training; names and buffers stay.
 
-    Its own forward runs on: batch norms of some libraries apply an activation as well.
+    Its own forward still runs: batch norms of some libraries apply an activation as well.
     """
-    # Torch's own over ranks refuses the CPU before it comes to the plain function.
-    alone = partial(_BatchNorm.forward, norm) if isinstance(norm, nn.SyncBatchNorm) else norm.forward
+    # SyncBatchNorm refuses CPU tensors before it calls the functional form.
+    unsynchronised = partial(_BatchNorm.forward, norm) if isinstance(norm, nn.SyncBatchNorm) else norm.forward
 
     def forward(x: Tensor) -> Tensor:
         if not norm.training:
-            return alone(x)
+            return unsynchronised(x)
         with _OverGroup(group) as over_group:
-            y = alone(x)
+            y = unsynchronised(x)
         if not over_group.num_calls:
             raise SpecError(
                 f"the forward of {type(norm).__name__} does not call torch's batch_norm",
@@ -139,8 +145,8 @@ def synchronise(norm: _BatchNorm, group: dist.ProcessGroup) -> None:
             )
         return y
 
-    together: Any = torch.compiler.disable(forward)  # the collectives are no part of a compiled graph
-    norm.forward = together
+    synchronised: Any = torch.compiler.disable(forward)  # keep the collectives out of compiled graphs
+    norm.forward = synchronised
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:

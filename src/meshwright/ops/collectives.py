@@ -2,23 +2,23 @@
 
 Each one is the transpose of its partner, so its backward is that partner (n ranks in the group):
 
-    forward                                  backward
-    all_gather            x[S_n] -> x[S]     reduce_scatter
-    reduce_scatter        x{n}[S] -> x[S_n]  all_gather
-    all_to_all            x[S_n, H] -> x[S, H_n]  all_to_all with the dims exchanged
-    exchange_rows         rows to their owners  exchange_rows back
-    all_reduce_forward    x{n} -> x          identity
-    all_reduce_backward   x -> x             all_reduce
-    gather_alike          x[S_n] -> x[S]     this rank's part
-    part_alike            x[S] -> x[S_n]     all_gather
+    forward                                           backward
+    all_gather                x[S_n] -> x[S]          reduce_scatter
+    reduce_scatter            x{n}[S] -> x[S_n]       all_gather
+    all_to_all                x[S_n, H] -> x[S, H_n]  all_to_all with the dims swapped
+    all_to_all_rows           rows to their ranks     all_to_all_rows back
+    all_reduce_forward        x{n} -> x               identity
+    all_reduce_backward       x -> x                  all_reduce
+    gather_to_replicated      x[S_n] -> x[S]          this rank's part
+    scatter_from_replicated   x[S] -> x[S_n]          all_gather
 
-The last two are for a whole that every rank then uses alike, so that its gradient is whole and the same on
-every rank already; after `all_gather` each rank uses it differently, and gradients are terms of a sum.
+The last two are for a tensor that every rank uses identically, so that its gradient is complete and equal on
+every rank; after `all_gather` each rank uses the tensor differently, and gradients are terms of a sum.
 
-What a Function returns is written through a view of it, for the reason given in `ops.cast`.
+Collectives write into a view of what a Function returns, for the reason given in `ops.cast`.
 
-S_n is a dim cut over the group; x{n} is a sum whose terms still lie on the n ranks. Ranks of the group
-call in the same order with equal shapes. Bytes are per rank and count what it sends.
+S_n is a dim sharded over the group; x{n} is a partial sum with one term on each of the n ranks. Ranks of the
+group call in the same order with equal shapes. Bytes are those that one rank sends.
 """
 
 from typing import Any
@@ -30,53 +30,53 @@ from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshError
 
-# torch 2.13 renamed both and warns about the old names; 2.11 knows only the old ones.
+# torch 2.13 renamed both and warns about the old names; 2.11 has only the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The parts of every rank, joined along `dim` in rank order; (n - 1) x bytes of x."""
+    """The shards of all ranks, concatenated along `dim` in rank order; (n - 1) x bytes of x."""
     return _AllGather.apply(x, dim, group)  # pyright: ignore[reportReturnType]
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks; (n - 1) / n x bytes of x."""
+    """This rank's shard along `dim` of the sum over ranks; (n - 1) / n x bytes of x."""
     return _ReduceScatter.apply(x, dim, group)  # pyright: ignore[reportReturnType]
 
 
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
-    """Whole along `concat_dim`, cut along `split_dim` instead; (n - 1) / n x bytes of x."""
+    """x, full along `concat_dim` and sharded along `split_dim` instead; (n - 1) / n x bytes of x."""
     return _AllToAll.apply(x, split_dim, concat_dim, group)  # pyright: ignore[reportReturnType]
 
 
-def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """Rows dealt out: the first sent[0] rows go to rank 0 and so on; received[r] rows come from rank r."""
-    return _ExchangeRows.apply(x, sent, received, group)  # pyright: ignore[reportReturnType]
+def all_to_all_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Uneven all-to-all: the first sent[0] rows go to rank 0 and so on; received[r] rows come from rank r."""
+    return _AllToAllRows.apply(x, sent, received, group)  # pyright: ignore[reportReturnType]
 
 
 def all_reduce_forward(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks; for a result that every rank then uses alike. 2 (n - 1) / n x bytes of x."""
+    """The sum over ranks, for a result that every rank uses identically; 2 (n - 1) / n x bytes of x."""
     return _AllReduceForward.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
 def all_reduce_backward(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x itself; its gradient is summed over ranks, for an input that each rank uses differently."""
+    """x; its gradient is all-reduced, for an input that each rank uses differently."""
     return _AllReduceBackward.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
-def gather_alike(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """As `all_gather`, for a result that every rank then uses alike; (n - 1) x bytes of x."""
-    return _GatherAlike.apply(x, dim, group)  # pyright: ignore[reportReturnType]
+def gather_to_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """As `all_gather`, for a result that every rank uses identically; (n - 1) x bytes of x."""
+    return _GatherToReplicated.apply(x, dim, group)  # pyright: ignore[reportReturnType]
 
 
-def part_alike(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's part along `dim` of what every rank holds alike; sends nothing before backward."""
-    _even_parts(x, dim, group)
-    return _PartAlike.apply(x, dim, group)  # pyright: ignore[reportReturnType]
+def scatter_from_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard along `dim` of a replicated tensor; forward does not communicate."""
+    _require_even(x, dim, group)
+    return _ScatterFromReplicated.apply(x, dim, group)  # pyright: ignore[reportReturnType]
 
 
-def _even_parts(x: Tensor, dim: int, group: ProcessGroup) -> int:
+def _require_even(x: Tensor, dim: int, group: ProcessGroup) -> int:
     num_parts = group.size()
     if x.shape[dim] % num_parts:
         raise MeshError(
@@ -87,20 +87,20 @@ def _even_parts(x: Tensor, dim: int, group: ProcessGroup) -> int:
     return num_parts
 
 
-def gather_whole(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """As `all_gather`, without gradients."""
     num_parts = group.size()
-    if _is_outermost(x, dim):  # the parts lie one after the other in the result
-        whole = x.new_empty((*x.shape[:dim], num_parts * x.shape[dim], *x.shape[dim + 1 :]))
-        all_gather_single(whole.view(-1), x.contiguous().view(-1), group=group)
-        return whole
+    if _is_outermost(x, dim):  # the shards are contiguous in the result
+        full = x.new_empty((*x.shape[:dim], num_parts * x.shape[dim], *x.shape[dim + 1 :]))
+        all_gather_single(full.view(-1), x.contiguous().view(-1), group=group)
+        return full
     parts = x.new_empty((num_parts, *x.shape))
     all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group)
     return torch.cat(parts.unbind(), dim)
 
 
-def _scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    num_parts = _even_parts(x, dim, group)
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    num_parts = _require_even(x, dim, group)
     ordered = x.contiguous() if _is_outermost(x, dim) else torch.stack(x.chunk(num_parts, dim))
     part = x.new_empty((*x.shape[:dim], x.shape[dim] // num_parts, *x.shape[dim + 1 :]))
     reduce_scatter_single(part.view(-1), ordered.view(-1), group=group)
@@ -111,8 +111,8 @@ def _is_outermost(x: Tensor, dim: int) -> bool:
     return x.shape[:dim].numel() == 1
 
 
-def _exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
-    num_parts = _even_parts(x, split_dim, group)
+def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
+    num_parts = _require_even(x, split_dim, group)
     # x[.., n * s, ..] -> sent[n, .., s, ..]: part i goes to rank i, part i of `received` came from rank i.
     sent = torch.stack(x.chunk(num_parts, dim=split_dim))
     received = torch.empty_like(sent)
@@ -124,47 +124,47 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return gather_whole(x, dim, group)
+        return all_gather_no_grad(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _scatter_sum(grad, ctx.dim, ctx.group), None, None
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _scatter_sum(x, dim, group)
+        return _reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gather_whole(grad, ctx.dim, ctx.group), None, None
+        return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
         ctx.split_dim, ctx.concat_dim, ctx.group = split_dim, concat_dim, group
-        return _exchange(x, split_dim, concat_dim, group)
+        return _all_to_all(x, split_dim, concat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _exchange(grad, ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
+        return _all_to_all(grad, ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
 
 
-class _ExchangeRows(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _deal_rows(x, sent, received, group)
+        return _all_to_all_rows(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _deal_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _all_to_all_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _deal_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+def _all_to_all_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out.view_as(out), x.contiguous(), received, sent, group=group)
     return out
@@ -195,18 +195,18 @@ class _AllReduceBackward(torch.autograd.Function):
         return total, None
 
 
-class _GatherAlike(torch.autograd.Function):
+class _GatherToReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return gather_whole(x, dim, group)
+        return all_gather_no_grad(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
 
 
-class _PartAlike(torch.autograd.Function):
+class _ScatterFromReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -214,4 +214,4 @@ class _PartAlike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gather_whole(grad, ctx.dim, ctx.group), None, None
+        return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None

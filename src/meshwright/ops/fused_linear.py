@@ -1,13 +1,13 @@
-"""Several matrices on one input as one product.
+"""Several weight matrices on one input as one matmul (fused QKV, fused gate-up).
 
-    W[N, K]  = the rows of all matrices, one behind the other
-    y[T, N]  = x[T, K] W^T
-    dx[T, K] = dy[T, N] W              one sum over all rows; apart, each matrix has a dx, and they are added
-    dW[N, K] = dy^T x
+    W[N, K]  = the rows of all matrices, concatenated y[T, N]  = x[T, K] W^T dgrad    dx[T, K] = dy[T, N] W
+    one matmul; with separate matrices each has a dx, and they are added wgrad    dW[N, K] = dy^T x
 
-W costs nothing where the matrices lie one behind the other in memory (`lay_behind`), and no more than the
-cast that each would need by itself where they are wider than the dtype of compute. The products are operators
-of their own, so that whether the matrices do lie so is looked at when they run, not when a graph is made.
+W costs nothing where the matrices are packed: adjacent in memory (`pack_weights`). Where the weights are cast
+to the compute dtype, it costs no more than the casts that separate matrices need. The matmuls are custom ops,
+so that packing is checked when they run, not when a graph is compiled.
+
+Weight-gradient accumulation fusion: with `grad_buffers`, backward adds dW to these in the matmul itself.
 """
 
 from collections.abc import Sequence
@@ -19,73 +19,75 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 
-def joint_linear(
-    x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype, totals: Sequence[Tensor] = ()
+def fused_linear(
+    x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype, grad_buffers: Sequence[Tensor] = ()
 ) -> Tensor:
-    """x W^T over the last dim of x, computed in `dtype`: the products with all matrices side by side.
+    """x W^T over the last dim of x, computed in `dtype`: the outputs of all matrices, concatenated.
 
-    With `totals`, whose rows are those of W together, backward adds dW to these and the matrices get none.
+    With `grad_buffers`, whose rows together are those of W, backward adds dW to them, and the weights get no
+    gradient.
     """
     x_TK = x.flatten(0, -2).to(dtype)
-    y_TN: Tensor = _JointLinear.apply(x_TK, len(weights), *weights, *totals)  # pyright: ignore[reportAssignmentType]
+    y_TN: Tensor = _FusedLinear.apply(x_TK, len(weights), *weights, *grad_buffers)  # pyright: ignore[reportAssignmentType]
     return y_TN.unflatten(0, x.shape[:-1])
 
 
-class _JointLinear(torch.autograd.Function):
+class _FusedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, num_weights: int, *weights_and_totals: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TK, *weights_and_totals)
+    def forward(ctx: Any, x_TK: Tensor, num_weights: int, *weights_and_buffers: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TK, *weights_and_buffers)
         ctx.num_weights = num_weights
-        return joint_product(x_TK, weights_and_totals[:num_weights])
+        return fused_matmul(x_TK, weights_and_buffers[:num_weights])
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TK, *both = ctx.saved_tensors
-        weights, totals = both[: ctx.num_weights], both[ctx.num_weights :]
-        dx_TK = joint_input_gradient(dy_TN, weights)
-        if totals:
-            add_product(totals, dy_TN, x_TK)
+        weights, grad_buffers = both[: ctx.num_weights], both[ctx.num_weights :]
+        dx_TK = fused_dgrad(dy_TN, weights)
+        if grad_buffers:
+            accumulate_wgrad(grad_buffers, dy_TN, x_TK)
             return dx_TK, None, *(None for _ in both)
-        # Parts of one tensor, so that the next micro-batch can add to all of them at once.
+        # Slices of one tensor, so that the next micro-batch can add to all of them in one matmul.
         dw_NK = (dy_TN.mT @ x_TK).to(weights[0].dtype)
         return dx_TK, None, *dw_NK.split([len(weight) for weight in weights])
 
 
-@torch.library.custom_op("meshwright::joint_product", mutates_args=())
-def joint_product(x_TK: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """y[T, N]."""
-    return x_TK @ behind_each_other(weights, x_TK.dtype).mT
+@torch.library.custom_op("meshwright::fused_matmul", mutates_args=())
+def fused_matmul(x_TK: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """y[T, N] = x W^T."""
+    return x_TK @ concatenated(weights, x_TK.dtype).mT
 
 
-@joint_product.register_fake
+@fused_matmul.register_fake
 def _(x_TK: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return x_TK.new_empty((x_TK.shape[0], sum(weight.shape[0] for weight in weights)))
 
 
-@torch.library.custom_op("meshwright::joint_input_gradient", mutates_args=())
-def joint_input_gradient(dy_TN: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """dx[T, K]."""
-    return dy_TN @ behind_each_other(weights, dy_TN.dtype)
+@torch.library.custom_op("meshwright::fused_dgrad", mutates_args=())
+def fused_dgrad(dy_TN: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """dx[T, K] = dy W."""
+    return dy_TN @ concatenated(weights, dy_TN.dtype)
 
 
-@joint_input_gradient.register_fake
+@fused_dgrad.register_fake
 def _(dy_TN: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return dy_TN.new_empty((dy_TN.shape[0], weights[0].shape[1]))
 
 
-@torch.library.custom_op("meshwright::add_product", mutates_args=("totals",))
-def add_product(totals: Sequence[Tensor], dy_TN: Tensor, x_TK: Tensor) -> None:
-    """Each total gets its rows of dy^T x, summed in its own dtype. No total is a part of another."""
-    for total, part_TN in zip(totals, dy_TN.split([len(total) for total in totals], dim=1), strict=True):
-        _add(total, part_TN.mT, x_TK)
+@torch.library.custom_op("meshwright::accumulate_wgrad", mutates_args=("grad_buffers",))
+def accumulate_wgrad(grad_buffers: Sequence[Tensor], dy_TN: Tensor, x_TK: Tensor) -> None:
+    """Add to each buffer its rows of dy^T x, summed in the buffer's dtype. The buffers do not overlap."""
+    parts = dy_TN.split([len(buffer) for buffer in grad_buffers], dim=1)
+    for buffer, part_TN in zip(grad_buffers, parts, strict=True):
+        _accumulate(buffer, part_TN.mT, x_TK)
 
 
-@add_product.register_fake
-def _(totals: Sequence[Tensor], dy_TN: Tensor, x_TK: Tensor) -> None:
+@accumulate_wgrad.register_fake
+def _(grad_buffers: Sequence[Tensor], dy_TN: Tensor, x_TK: Tensor) -> None:
     return None
 
 
-def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
@@ -94,19 +96,19 @@ def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def behind_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """W[N, K] in `dtype`: a view where the matrices lie so already, else a copy."""
-    if weights[0].dtype == dtype and lies_behind(weights):
-        return seen_as_one(weights)
+def concatenated(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """W[N, K] in `dtype`: a view where the matrices are packed already, else a copy."""
+    if weights[0].dtype == dtype and is_packed(weights):
+        return packed_view(weights)
     num_rows = sum(len(weight) for weight in weights)
-    whole_NK = weights[0].new_empty((num_rows, weights[0].shape[1]), dtype=dtype)
-    for part, weight in zip(whole_NK.split([len(weight) for weight in weights]), weights, strict=True):
+    weight_NK = weights[0].new_empty((num_rows, weights[0].shape[1]), dtype=dtype)
+    for part, weight in zip(weight_NK.split([len(weight) for weight in weights]), weights, strict=True):
         part.copy_(weight.detach())
-    return whole_NK
+    return weight_NK
 
 
-def lies_behind(weights: Sequence[Tensor]) -> bool:
-    """Whether each matrix begins where the one before it ends."""
+def is_packed(weights: Sequence[Tensor]) -> bool:
+    """Whether each matrix begins in memory where the one before it ends."""
     return all(weight.is_contiguous() for weight in weights) and all(
         first.untyped_storage() is second.untyped_storage()
         and first.dtype == second.dtype
@@ -115,28 +117,28 @@ def lies_behind(weights: Sequence[Tensor]) -> bool:
     )
 
 
-def seen_as_one(weights: Sequence[Tensor]) -> Tensor:
-    """A view of matrices that lie one behind the other."""
+def packed_view(weights: Sequence[Tensor]) -> Tensor:
+    """One view of all rows of packed matrices."""
     num_rows, width = sum(len(weight) for weight in weights), weights[0].shape[1]
     return weights[0].detach().as_strided((num_rows, width), (width, 1))
 
 
-def lay_behind(parameters: Sequence[nn.Parameter]) -> None:
-    """Move matrices to where each begins behind the one before; whoever holds a view of one keeps the old."""
-    whole_NK = torch.cat([one.detach() for one in parameters])
-    for one, part in zip(parameters, whole_NK.split([len(one) for one in parameters]), strict=True):
+def pack_weights(parameters: Sequence[nn.Parameter]) -> None:
+    """Move matrices into one contiguous tensor; views of a parameter taken before keep the old memory."""
+    weight_NK = torch.cat([one.detach() for one in parameters])
+    for one, part in zip(parameters, weight_NK.split([len(one) for one in parameters]), strict=True):
         one.data = part
 
 
-@register_flop_formula([torch.ops.meshwright.joint_product, torch.ops.meshwright.joint_input_gradient])
+@register_flop_formula([torch.ops.meshwright.fused_matmul, torch.ops.meshwright.fused_dgrad])
 def _(rows: torch.Size, weights: Sequence[torch.Size], **_: Any) -> int:
     return 2 * rows[0] * sum(weight.numel() for weight in weights)
 
 
-@register_flop_formula(torch.ops.meshwright.add_product)
-def _(totals: Sequence[torch.Size], dy_TN: torch.Size, x_TK: torch.Size, **_: Any) -> int:
+@register_flop_formula(torch.ops.meshwright.accumulate_wgrad)
+def _(grad_buffers: Sequence[torch.Size], dy_TN: torch.Size, x_TK: torch.Size, **_: Any) -> int:
     return 2 * dy_TN[0] * dy_TN[1] * x_TK[1]
 
 
-# What recompute keeps of a block's forward pass.
-JOINT_OPERATORS = (torch.ops.meshwright.joint_product.default,)
+# The forward matmul, whose output selective recompute saves.
+FUSED_OPERATORS = (torch.ops.meshwright.fused_matmul.default,)

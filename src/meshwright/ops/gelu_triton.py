@@ -1,12 +1,12 @@
-"""The backward pass of GELU with the sums over rows of what it writes, as one Triton kernel."""
+"""The backward pass of GELU and the sum over rows of its output, as one Triton kernel."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program walks down this many rows of a stripe of columns, a tile at a time.
-ROWS_OF_A_PROGRAM = 256
+# Rows of one program, which it processes a tile at a time.
+PROGRAM_ROWS = 256
 TILE_ROWS = 8
 TILE_COLUMNS = 256
 NUM_WARPS = 4
@@ -29,24 +29,24 @@ def _gelu_backward(  # noqa: PLR0913  (a kernel takes its pointers one by one)
     totals = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for tile in range(NUM_TILES):
         rows = (tl.program_id(0).to(tl.int64) * NUM_TILES + tile) * ROWS + tl.arange(0, ROWS)
-        places = rows[:, None] * width + columns[None, :]
+        offsets = rows[:, None] * width + columns[None, :]
         is_inside = (rows < num_rows)[:, None] & is_column[None, :]
-        g = tl.load(dh + places, mask=is_inside, other=0.0).to(tl.float32)
-        x = tl.load(y + places, mask=is_inside, other=0.0).to(tl.float32)
+        g = tl.load(dh + offsets, mask=is_inside, other=0.0).to(tl.float32)
+        x = tl.load(y + offsets, mask=is_inside, other=0.0).to(tl.float32)
         square = x * x
         twice_u = 1.5957691216057308 * x * (1.0 + 0.044715 * square)
-        chance = 1.0 / (1.0 + tl.exp(-twice_u))
-        slope = chance + x * chance * (1.0 - chance) * 1.5957691216057308 * (1.0 + 0.134145 * square)
+        sigmoid = 1.0 / (1.0 + tl.exp(-twice_u))
+        slope = sigmoid + x * sigmoid * (1.0 - sigmoid) * 1.5957691216057308 * (1.0 + 0.134145 * square)
         g *= slope
         totals += g
-        tl.store(dy + places, g.to(dy.dtype.element_ty), mask=is_inside)
+        tl.store(dy + offsets, g.to(dy.dtype.element_ty), mask=is_inside)
     tl.store(sums + tl.program_id(0) * width + columns, tl.sum(totals, 0), mask=is_column)
 
 
-def write_gelu_gradient(dh_TF: Tensor, y_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """dy, and its sums over rows in float32. Both inputs are contiguous."""
+def gelu_backward(dh_TF: Tensor, y_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """dy, and its sum over rows in float32. Both inputs are contiguous."""
     num_rows, width = y_TF.shape
-    grid = (triton.cdiv(num_rows, ROWS_OF_A_PROGRAM), triton.cdiv(width, TILE_COLUMNS))
+    grid = (triton.cdiv(num_rows, PROGRAM_ROWS), triton.cdiv(width, TILE_COLUMNS))
     dy_TF = torch.empty_like(y_TF)
     sums = torch.empty((grid[0], width), dtype=torch.float32, device=y_TF.device)
     _gelu_backward[grid](
@@ -56,9 +56,9 @@ def write_gelu_gradient(dh_TF: Tensor, y_TF: Tensor) -> tuple[Tensor, Tensor]:
         sums,
         num_rows,
         width,
-        NUM_TILES=ROWS_OF_A_PROGRAM // TILE_ROWS,
+        NUM_TILES=PROGRAM_ROWS // TILE_ROWS,
         ROWS=TILE_ROWS,
         COLUMNS=TILE_COLUMNS,
-        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]  (of the launch, not of the kernel)
+        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]  (an option of the launch)
     )
     return dy_TF, sums.sum(0)

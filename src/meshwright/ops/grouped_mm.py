@@ -1,4 +1,4 @@
-"""One matmul per group of rows: what routed experts are made of."""
+"""Grouped matmul: one matmul per group of rows, for routed experts."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ _ALIGNED_BYTES = 16  # the grouped kernel reads rows in vectors of this size
 def grouped_linear(
     x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor, simulated: SimulatedDevice | None = None
 ) -> Tensor:
-    """y_NF: row n times the weight of its group; the rows of one group lie together, in order.
+    """y_NF: row n times the weight of its group; the rows of a group are contiguous, and groups are in order.
 
-    Groups may be empty, and then their weight gets a zero gradient. One kernel on a device that has
-    it (bf16 on CUDA, no host sync); elsewhere one matmul per group, for which the host reads the counts.
+    Groups may be empty; their weight then gets a zero gradient. One kernel where the device has it (bf16 on
+    CUDA, no host sync); elsewhere one matmul per group, for which the host reads the counts.
     """
     if torch.is_autocast_enabled(x_ND.device.type):
         dtype = torch.get_autocast_dtype(x_ND.device.type)
@@ -23,13 +23,13 @@ def grouped_linear(
     if _has_kernel(x_ND, weight_EFD, simulated):
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         return functional.grouped_mm(x_ND, weight_EFD.transpose(-2, -1), offs=ends_E)
-    rows = x_ND.split(counts_E.tolist())  # host sync: sizes must be known to cut
+    rows = x_ND.split(counts_E.tolist())  # host sync: split needs the sizes
     parts = [functional.linear(part, weight) for part, weight in zip(rows, weight_EFD.unbind(), strict=True)]
     return torch.cat(parts)
 
 
 def count_groups(ids_N: Tensor, num_groups: int) -> Tensor:
-    """How often each id in [0, num_groups) occurs; other ids are not counted. No host sync."""
+    """Number of occurrences of each id in [0, num_groups); other ids are not counted. No host sync."""
     counts = torch.zeros(num_groups + 1, dtype=torch.int64, device=ids_N.device)
     ids_N = ids_N.flatten().clamp(max=num_groups)
     return counts.scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_groups]

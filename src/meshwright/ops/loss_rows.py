@@ -1,13 +1,14 @@
-"""What the loss does to rows of logits: plain, for any device and dtype. `loss_triton` is the fast form.
+"""The passes of the loss over rows of logits, plain, for any device and dtype. `loss_triton` has the fast
+ones.
 
     lse[t]      = log sum_v exp(logits[t, v])
     logits[t,v] <- weight[t] (exp(logits[t, v] - lse[t]) - [v == target[t]])
 
 or, with one pass instead of two and a factor weight[t] / sum[t] left to the caller,
 
-    logits[t,v] <- exp(logits[t, v] - highest[t]) - sum[t] [v == target[t]]
+    logits[t,v] <- exp(logits[t, v] - max[t]) - sum[t] [v == target[t]]
 
-A target outside the columns at hand belongs to another rank: its row has no onehot here.
+A target outside the local columns belongs to another rank: its row has no onehot here.
 """
 
 from collections.abc import Callable
@@ -16,22 +17,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.ops.cast import accumulation_dtype
+
 
 class Statistics(NamedTuple):
-    """Of each row the highest logit, the sum of exp(logit - highest), and the target's logit (else 0).
+    """The max of each row of logits, the sum of exp(logit - max), and the target's logit (0 if not local).
 
-    With `unscaled_gradient` a logit near the highest may stand in its place.
+    From `unscaled_gradient` the max may be another logit close to it.
     """
 
-    highest_T: Tensor
-    sums_T: Tensor
-    chosen_T: Tensor
+    max_T: Tensor
+    sum_exp_T: Tensor
+    target_logit_T: Tensor
 
 
 class RowKernels(NamedTuple):
-    """The passes over a chunk of logits; the last is the other two where no other rank is asked.
+    """The passes over a chunk of logits, and the accumulation of dW.
 
-    Its numbers are as large as the vocabulary: too large for fp16.
+    `unscaled_gradient` does the work of the other two where the vocabulary is not sharded. Its values are as
+    large as the vocabulary: too large for fp16.
     """
 
     statistics: Callable[[Tensor, Tensor], Statistics]
@@ -40,35 +44,30 @@ class RowKernels(NamedTuple):
     accumulate: Callable[[Tensor, Tensor, Tensor, bool], None]
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that sums and tables are kept in: float64 for float64, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def statistics(logits_TV: Tensor, targets_T: Tensor) -> Statistics:
-    """One read of the logits."""
-    wide_TV = logits_TV.to(wide_dtype(logits_TV))
-    highest_T = wide_TV.amax(-1)
-    sums_T = (wide_TV - highest_T[:, None]).exp().sum(-1)
+    """The statistics of each row; one read of the logits."""
+    fp32_TV = logits_TV.to(accumulation_dtype(logits_TV))
+    max_T = fp32_TV.amax(-1)
+    sum_exp_T = (fp32_TV - max_T[:, None]).exp().sum(-1)
     is_here_T = (targets_T >= 0) & (targets_T < logits_TV.shape[1])
-    chosen_T = wide_TV.gather(-1, torch.where(is_here_T, targets_T, 0)[:, None]).squeeze(-1)
-    return Statistics(highest_T, sums_T, torch.where(is_here_T, chosen_T, 0.0))
+    target_logit_T = fp32_TV.gather(-1, torch.where(is_here_T, targets_T, 0)[:, None]).squeeze(-1)
+    return Statistics(max_T, sum_exp_T, torch.where(is_here_T, target_logit_T, 0.0))
 
 
-def to_gradient(logits_TV: Tensor, normalisers_T: Tensor, targets_T: Tensor, weights_T: Tensor) -> None:
-    """One read and one write: the logits are overwritten by the gradient of the weighted loss."""
+def to_gradient(logits_TV: Tensor, lse_T: Tensor, targets_T: Tensor, weights_T: Tensor) -> None:
+    """Overwrite the logits with the gradient of the weighted loss; one read and one write."""
     columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
-    is_target_TV = (columns_V == targets_T[:, None]).to(normalisers_T.dtype)
-    chances_TV = (logits_TV.to(normalisers_T.dtype) - normalisers_T[:, None]).exp_()
-    logits_TV.copy_(chances_TV.sub_(is_target_TV).mul_(weights_T[:, None]))
+    is_target_TV = (columns_V == targets_T[:, None]).to(lse_T.dtype)
+    probabilities_TV = (logits_TV.to(lse_T.dtype) - lse_T[:, None]).exp_()
+    logits_TV.copy_(probabilities_TV.sub_(is_target_TV).mul_(weights_T[:, None]))
 
 
 def unscaled_gradient(logits_TV: Tensor, targets_T: Tensor) -> Statistics:
-    """The logits are overwritten by the gradient of sum x loss: the caller multiplies by weight / sum."""
+    """Overwrite the logits with the gradient of sum x loss: the caller multiplies by weight / sum."""
     found = statistics(logits_TV, targets_T)
     columns_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
-    at_target_TV = torch.where(columns_V == targets_T[:, None], found.sums_T[:, None], 0.0)
-    exponentials_TV = (logits_TV.to(found.sums_T.dtype) - found.highest_T[:, None]).exp_()
+    at_target_TV = torch.where(columns_V == targets_T[:, None], found.sum_exp_T[:, None], 0.0)
+    exponentials_TV = (logits_TV.to(found.sum_exp_T.dtype) - found.max_T[:, None]).exp_()
     logits_TV.copy_(exponentials_TV.sub_(at_target_TV))
     return found
 
@@ -85,11 +84,11 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:  # 
 PLAIN = RowKernels(statistics, to_gradient, unscaled_gradient, accumulate)
 
 
-def _only_statistics(logits_TV: Tensor, *_: Tensor) -> Statistics:
+def _empty_statistics(logits_TV: Tensor, *_: Tensor) -> Statistics:
     return Statistics(*logits_TV.new_empty((3, len(logits_TV)), dtype=torch.float32))
 
 
-def _nothing(*_: Tensor) -> None:
+def _no_op(*_: Tensor) -> None:
     return None
 
 
@@ -101,4 +100,4 @@ def _accumulate_in_place(total: Tensor, a: Tensor, b: Tensor, is_first: bool) ->
 
 
 # Allocates what the CUDA kernels allocate and computes nothing: for a rehearsal, whose tensors have no data.
-SIMULATED = RowKernels(_only_statistics, _nothing, _only_statistics, _accumulate_in_place)
+SIMULATED = RowKernels(_empty_statistics, _no_op, _empty_statistics, _accumulate_in_place)

@@ -1,4 +1,4 @@
-"""How layers read a parameter that may be cut over tp."""
+"""The local shard of a parameter that may be a DTensor."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, as a plain tensor; gradients flow back to the parameter.
+    """This rank's shard of a parameter, as a plain tensor; gradients flow back to the parameter.
 
-    A parameter that an axis does not cut is used by each of its ranks on another part of the
-    sequence or of the heads, so the gradient each rank finds is one term of a sum: Partial.
+    Each rank uses a replicated parameter on another part of the sequence or of the heads, so its gradient is
+    one term of a sum over ranks: Partial.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -17,19 +17,19 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local(grad_placements=grads)
 
 
-def held_part(parameter: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a parameter lies in the whole tensor. Does not communicate.
+def local_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """The slices of the full tensor that this rank's shard holds. Does not communicate.
 
-    torch cuts an index per dim the way it cut the parameter, so every kind of cut, uneven and nested
-    ones too, is answered by torch itself; a part is one contiguous box in all of them.
+    torch shards an index along each dim the way it sharded the parameter, so torch itself answers for every
+    placement, uneven and nested ones too; a shard is one contiguous box in all of them.
     """
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
-    return tuple(_held_rows(parameter, dim) for dim in range(parameter.ndim))
+    return tuple(_local_slice(parameter, dim) for dim in range(parameter.ndim))
 
 
-def _held_rows(parameter: DTensor, dim: int) -> slice:
-    # Not is_shard(): a nested cut (FSDP over tp) has a class of its own that answers no to it.
+def _local_slice(parameter: DTensor, dim: int) -> slice:
+    # Not is_shard(): nested sharding (FSDP over tp) has a placement class that returns False.
     placements = [p if getattr(p, "dim", None) == dim else Replicate() for p in parameter.placements]
     size = parameter.shape[dim]
     if all(placement.is_replicate() for placement in placements):

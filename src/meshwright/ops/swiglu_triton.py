@@ -18,14 +18,16 @@ def _swiglu_backward(dh, gate_up, out, width, BLOCK: tl.constexpr):  # pyright: 
     g = tl.load(dh + row * width + columns, mask=is_inside).to(tl.float32)
     gate = tl.load(gate_up + left, mask=is_inside).to(tl.float32)
     up = tl.load(gate_up + left + width, mask=is_inside).to(tl.float32)
-    chance = 1.0 / (1.0 + tl.exp(-gate))
-    through = g * chance
-    tl.store(out + left, (through * up * (1.0 + gate * (1.0 - chance))).to(out.dtype.element_ty), is_inside)
-    tl.store(out + left + width, (through * gate).to(out.dtype.element_ty), is_inside)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    dh_sigmoid = g * sigmoid
+    tl.store(
+        out + left, (dh_sigmoid * up * (1.0 + gate * (1.0 - sigmoid))).to(out.dtype.element_ty), is_inside
+    )
+    tl.store(out + left + width, (dh_sigmoid * gate).to(out.dtype.element_ty), is_inside)
 
 
-def write_gradient(dh_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
-    """dgate | dup. Both inputs are contiguous."""
+def swiglu_backward(dh_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
+    """dgate and dup, concatenated. Both inputs are contiguous."""
     num_rows, width = dh_TF.shape
     out_T2F = torch.empty_like(gate_up_T2F)
     _swiglu_backward[(num_rows, triton.cdiv(width, BLOCK_COLUMNS))](
@@ -34,6 +36,6 @@ def write_gradient(dh_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
         out_T2F,
         width,
         BLOCK=BLOCK_COLUMNS,
-        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]  (of the launch, not of the kernel)
+        num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]  (an option of the launch)
     )
     return out_T2F

@@ -1,4 +1,4 @@
-"""Tensors inside whatever a loader or a module gives: tuples, dicts, Hugging Face outputs."""
+"""Tensors inside nested containers that a loader or a module returns: tuples, dicts, Hugging Face outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private, and the only place where libraries register their own containers (transformers does).
+# Private: torch has no public pytree, and libraries register their own containers here (transformers does).
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor changed."""
+    """The same structure with `change` applied to every tensor."""
     return tree_map_only(Tensor, change, tree)
 
 
 def on_device(tree: Any, device: torch.device) -> Any:
-    """The same structure on a device; from pinned memory this returns before the copies are done."""
+    """The same structure on a device; copies from pinned memory are asynchronous."""
     return map_tensors(tree, lambda one: one.to(device, non_blocking=True))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Every tensor inside."""
+    """All tensors of the structure."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,7 +1,7 @@
-"""Embedding lookup where the vocabulary is cut over ranks.
+"""Embedding look-up where tp shards the vocabulary (vocab parallel).
 
-Rank r of n holds rows r V/n ... (r+1) V/n of the table. The table is never gathered: the lookup sums rows of
-which one rank has the true one.
+Rank r of n holds rows r V/n ... (r+1) V/n of the table. The table is never gathered: each rank looks up its
+own ids, and the sum over ranks is the result.
 """
 
 import torch
@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 
-def partial_lookup(ids_BS: Tensor, table_VD: Tensor, group: ProcessGroup) -> Tensor:
-    """x{n}[B, S, D]: this rank's rows, zeros for ids of other ranks; the sum over ranks is the lookup."""
+def vocab_parallel_lookup(ids_BS: Tensor, table_VD: Tensor, group: ProcessGroup) -> Tensor:
+    """x{n}[B, S, D]: embeddings of this rank's ids and zeros for the others; to be summed over ranks."""
     local_BS, is_mine_BS = _to_local(ids_BS, table_VD.shape[0], group)
     return functional.embedding(local_BS, table_VD) * is_mine_BS[..., None]
 

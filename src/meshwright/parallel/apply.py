@@ -41,7 +41,13 @@ from meshwright.parallel.shards import ParameterShard, parameter_shard, set_grad
 from meshwright.parallel.simulation import NOTHING_SIMULATED, Simulation, apply_simulation
 from meshwright.parallel.tp import apply_tp
 from meshwright.parallel.wgrad_fusion import build_wgrad_fusion
-from meshwright.precision.policy import compute_context, gradient_dtype, lower_dtype, weight_dtype, wide_dtype
+from meshwright.precision.policy import (
+    autocast_dtype,
+    compute_context,
+    full_precision_dtype,
+    gradient_dtype,
+    weight_dtype,
+)
 from meshwright.spec import PrecisionSpec, RunSpec
 
 Fill = Callable[..., None]
@@ -59,7 +65,13 @@ def build_program(
     """The model of this rank at its initial weights, ready to accumulate gradients; all ranks call it."""
     weights = weights or HostedWeights(HostLink(mesh.device))
     dtype = weight_dtype(run.precision)
-    stages = build_stages(run.model, run.parallel, mesh.coordinate("pp"), dtype=dtype)
+    stages = build_stages(
+        run.model,
+        run.parallel,
+        mesh.coordinate("pp"),
+        dtype=dtype,
+        left_out_layers=simulation.left_out_layers,
+    )
     for stage in stages:
         transform(stage.module, run, mesh, weights, simulation)
         give_memory(stage.module, run, mesh, fill)
@@ -125,7 +137,7 @@ def transform(
             model,
             mesh,
             experts=experts,
-            lower=lower_dtype(run.precision),
+            lower=autocast_dtype(run.precision),
             gradients=gradient_dtype(run.precision),
             on_host=run.has_shards_on_host,
         )
@@ -176,7 +188,7 @@ def parameter_shards(stages: list[StageModule], run: RunSpec, mesh: Mesh) -> lis
 
 def stage_io(run: RunSpec) -> StageIO:
     """Inputs and outputs of the stages for one micro-batch: cp and tp (as sp) shard the sequence."""
-    parallel, lower = run.parallel, lower_dtype(run.precision)
+    parallel, lower = run.parallel, autocast_dtype(run.precision)
     full = weight_dtype(run.precision)
     # fp16 keeps the stream in the weights' dtype, and the weights are fp16 only where ZeRO-3 gathers them so.
     is_lowered = run.precision.compute == "bf16" or parallel.zero == 3
@@ -187,7 +199,7 @@ def stage_io(run: RunSpec) -> StageIO:
         x_BSD=torch.empty(
             hidden, dtype=lower if lower and is_lowered else full, device="meta", requires_grad=True
         ),
-        loss=torch.empty((), dtype=wide_dtype(run.precision), device="meta", requires_grad=True),
+        loss=torch.empty((), dtype=full_precision_dtype(run.precision), device="meta", requires_grad=True),
     )
 
 

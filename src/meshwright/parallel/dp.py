@@ -47,7 +47,7 @@ class GradientReducer:
     """ZeRO stages 0 to 2: reduces gradients over the mesh, overlapped with the last backward."""
 
     def __init__(self, shards: list[ParameterShard], mesh: Mesh, roots: Sequence[nn.Module]) -> None:
-        self.reduces_each_microbatch = mesh.parallel.zero == 2 and mesh.parallel.reduce == "each"
+        self.reduces_each_microbatch = mesh.parallel.zero == 2 and mesh.parallel.grad_reduce == "each_microbatch"
         root_of = {id(one): number for number, root in enumerate(roots) for one in root.parameters()}
         trainable = [one for one in shards if one.parameter.requires_grad]
         # Backward reaches the last layers first, so buckets are filled and launched from the end.
@@ -231,7 +231,7 @@ Reducer = GradientReducer | FullyShardedReducer
 def build_reducer(shards: list[ParameterShard], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
     """The reducer for the mesh's ZeRO stage; `roots` are the models of this rank."""
     if mesh.parallel.zero == 3:
-        return FullyShardedReducer(shards, roots, every_microbatch=mesh.parallel.reduce == "each")
+        return FullyShardedReducer(shards, roots, every_microbatch=mesh.parallel.grad_reduce == "each_microbatch")
     return GradientReducer(shards, mesh, roots)
 
 

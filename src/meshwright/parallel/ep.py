@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
 from meshwright.models.layers.moe import Compute, Moe
-from meshwright.ops.collectives import all_gather, all_gather_single, exchange_rows, reduce_scatter
+from meshwright.ops.collectives import all_gather, all_gather_single, all_to_all_rows, reduce_scatter
 from meshwright.ops.routed_rows import RowCounts
 from meshwright.parallel.cp.zigzag import shard_sequence, unshard_sequence
 
@@ -47,11 +47,11 @@ class ExchangeDispatch(nn.Module):
         dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=self.group)
         # Host sync: the sizes of the exchange must be known before it.
         sent, received = self.row_counts.exchanged(sent_RE, received_RE, len(x_ND))
-        rows_ND = exchange_rows(x_ND, sent, received, self.group)
+        rows_ND = all_to_all_rows(x_ND, sent, received, self.group)
         order_N = _order_by_expert(received_RE, sum(received))
         y_ND = compute(rows_ND[order_N], received_RE.sum(0))
         back_ND = torch.empty_like(y_ND).index_copy(0, order_N, y_ND)
-        return exchange_rows(back_ND, received, sent, self.group)
+        return all_to_all_rows(back_ND, received, sent, self.group)
 
 
 def _order_by_expert(counts_RE: Tensor, num_rows: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.mesh import Mesh
-from meshwright.models.balance import step_balance_bias, take_records
+from meshwright.models.balance import pop_routing_records, update_balance_bias
 from meshwright.spec import ModelSpec
 
 
@@ -37,13 +37,13 @@ class ExpertBalance:
     def after_step(self, *, scale: float, is_sound: bool) -> None:
         """Collect the routers' records of one step and update the balance bias. No host sync."""
         for stage in self._stages:
-            records = take_records(stage)
+            records = pop_routing_records(stage)
             if not is_sound:  # gradients overflowed: the step did not happen
                 continue
             loads = {name: load for name, (load, _) in records.items()}
             if self._has_bias:
                 loads = self._reduced(loads)
-                step_balance_bias(stage, loads)
+                update_balance_bias(stage, loads)
             for name, load in loads.items():
                 self._loads[name] = self._loads[name] + load if name in self._loads else load
             for _, loss in records.values():

@@ -24,17 +24,17 @@ from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.fused import sharing
-from meshwright.models.layers.fused_fp8 import NarrowGated, NarrowProjections
-from meshwright.models.layers.linear import Linear, Product, Projections
-from meshwright.models.layers.mlp import Gated, SwiGlu
+from meshwright.models.layers.fused import linears_sharing_input
+from meshwright.models.layers.fused_fp8 import Fp8GateUp, Fp8QkvProjections
+from meshwright.models.layers.linear import Linear, Matmul, QkvProjections
+from meshwright.models.layers.mlp import GateUp, SwiGlu
 from meshwright.ops.sharded import local
-from meshwright.precision.fp8.cached_weights import KeptWeight
-from meshwright.precision.fp8.delayed import KnownScales
-from meshwright.precision.fp8.linear import UNCUT, Cuts, Fp8Product
+from meshwright.precision.fp8.cached_weights import CachedFp8Weight
+from meshwright.precision.fp8.delayed import Fp8Scales
+from meshwright.precision.fp8.linear import NO_AMAX_GROUPS, AmaxGroups, Fp8Matmul
 from meshwright.precision.fp8.matmul import is_native
 from meshwright.precision.fp8.recipes import RECIPES
-from meshwright.precision.policy import lower_dtype, weight_dtype
+from meshwright.precision.policy import autocast_dtype, weight_dtype
 from meshwright.spec import RunSpec
 from meshwright.spec.fp8 import fp8_layers, fp8_weights
 from meshwright.spec.placement import tp_dim
@@ -53,39 +53,43 @@ def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh, simulated: SimulatedDevi
     }
     alone = set(names)
     for module in model.modules():
-        linears = sharing(module)
+        linears = linears_sharing_input(module)
         if linears and alone.issuperset(linears):
-            product = _product(run, mesh, names[linears[0]], linears, native=native)
+            matmul = _fp8_matmul(run, mesh, names[linears[0]], linears, native=native)
             if isinstance(module, Attention):
-                module.project = NarrowProjections(product)
+                module.qkv = Fp8QkvProjections(matmul)
             elif isinstance(module, SwiGlu):
-                module.inner = NarrowGated(product)
+                module.gate_up = Fp8GateUp(matmul)
             alone.difference_update(linears)
     for linear in alone:
-        linear.product = _product(run, mesh, names[linear], [linear], native=native)
+        linear.matmul = _fp8_matmul(run, mesh, names[linear], [linear], native=native)
 
 
-def _product(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear], *, native: bool) -> Fp8Product:
+def _fp8_matmul(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear], *, native: bool) -> Fp8Matmul:
     """The fp8 matmul of linears that tp shards alike; `name` is the name of one of them."""
     fp8 = run.precision.fp8
     assert fp8 is not None
     recipe, shapes = RECIPES[fp8.recipe], [local(linear.weight).shape for linear in linears]
     is_cached = fp8.cast_weights == "per_step"
-    return Fp8Product(
+    return Fp8Matmul(
         fp8.recipe,
-        dtype=lower_dtype(run.precision) or weight_dtype(run.precision),
-        native=native and lower_dtype(run.precision) is not None,
-        cuts=_cuts(f"{name}.weight", mesh) if recipe.token_block is None else UNCUT,
-        kept=KeptWeight(fp8.recipe, sum(rows for rows, _ in shapes), shapes[0][1]) if is_cached else None,
-        scales=KnownScales() if recipe.is_delayed else None,
+        dtype=autocast_dtype(run.precision) or weight_dtype(run.precision),
+        native=native and autocast_dtype(run.precision) is not None,
+        amax_groups=_amax_groups(f"{name}.weight", mesh) if recipe.token_block is None else NO_AMAX_GROUPS,
+        cached_weight=CachedFp8Weight(fp8.recipe, sum(rows for rows, _ in shapes), shapes[0][1])
+        if is_cached
+        else None,
+        scales=Fp8Scales() if recipe.is_delayed else None,
     )
 
 
-def _cuts(weight: str, mesh: Mesh) -> Cuts:
+def _amax_groups(weight: str, mesh: Mesh) -> AmaxGroups:
     """The groups over which the operands of one linear are sharded."""
     tp, cp = _group(mesh, "tp"), _group(mesh, "cp")
     is_column_wise = tp_dim(weight, mesh.parallel) == 0
-    return Cuts(x=cp if is_column_wise else tp + cp, weight=tp, gradient=tp + cp if is_column_wise else cp)
+    return AmaxGroups(
+        x=cp if is_column_wise else tp + cp, weight=tp, gradient=tp + cp if is_column_wise else cp
+    )
 
 
 def _group(mesh: Mesh, axis: str) -> tuple[ProcessGroup, ...]:
@@ -97,7 +101,7 @@ def fp8_blocks(run: RunSpec) -> list[int]:
     return [layer for layer in fp8_layers(run) if fp8_weights(run, layer)]
 
 
-_PLAIN = {"project": Projections, "inner": Gated, "product": Product}
+_PLAIN = {"qkv": QkvProjections, "gate_up": GateUp, "matmul": Matmul}
 
 
 class Fp8Site(NamedTuple):
@@ -114,10 +118,10 @@ class Fp8Site(NamedTuple):
         return getattr(self.module, self.attribute)
 
     @property
-    def product(self) -> Fp8Product:
+    def matmul(self) -> Fp8Matmul:
         """The fp8 matmul itself."""
         found = self.installed
-        return found if isinstance(found, Fp8Product) else found.product  # pyright: ignore[reportReturnType]
+        return found if isinstance(found, Fp8Matmul) else found.matmul  # pyright: ignore[reportReturnType]
 
     def install(self, replacement: nn.Module | None) -> None:
         """Set the attribute to another module; None installs the plain one without fp8."""
@@ -135,12 +139,12 @@ def fp8_sites(stages: Iterable[nn.Module]) -> list[Fp8Site]:
 
 
 def _fp8_attributes(module: nn.Module) -> list[tuple[str, tuple[Linear, ...]]]:
-    if isinstance(module, Attention) and isinstance(module.project, NarrowProjections):
-        return [("project", sharing(module))]
-    if isinstance(module, SwiGlu) and isinstance(module.inner, NarrowGated):
-        return [("inner", sharing(module))]
-    if isinstance(module, Linear) and isinstance(module.product, Fp8Product):
-        return [("product", (module,))]
+    if isinstance(module, Attention) and isinstance(module.qkv, Fp8QkvProjections):
+        return [("qkv", linears_sharing_input(module))]
+    if isinstance(module, SwiGlu) and isinstance(module.gate_up, Fp8GateUp):
+        return [("gate_up", linears_sharing_input(module))]
+    if isinstance(module, Linear) and isinstance(module.matmul, Fp8Matmul):
+        return [("matmul", (module,))]
     return []
 
 

@@ -1,4 +1,4 @@
-"""The amax histories of delayed scaling, kept equal on all ranks that hold shards of the same layers."""
+"""The amax histories of delayed scaling, equal on all ranks that hold shards of the same layers."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.mesh import Mesh
 from meshwright.models.layers.linear import Linear
 from meshwright.parallel.fp8 import fp8_sites
-from meshwright.precision.fp8.quantise import unit_of
+from meshwright.precision.fp8.quantise import power_of_two_scale
 from meshwright.precision.fp8.recipes import RECIPES
 
 RULE = RECIPES["delayed"]
@@ -20,11 +20,11 @@ class DelayedScales:
     """The amax histories and scales of every delayed fp8 matmul of this rank; all ranks call its methods."""
 
     def __init__(self, stages: Iterable[nn.Module], mesh: Mesh, *, history_steps: int) -> None:
-        found = [site for site in fp8_sites(stages) if site.product.scales is not None]
+        found = [site for site in fp8_sites(stages) if site.matmul.scales is not None]
         self._names = [site.name for site in found]
-        self._scales = [site.product.scales for site in found if site.product.scales is not None]
+        self._scales = [site.matmul.scales for site in found if site.matmul.scales is not None]
         # Cached fp8 weights have their scales already.
-        self._scaled_linears = [() if site.product.kept else site.linears for site in found]
+        self._scaled_linears = [() if site.matmul.cached_weight else site.linears for site in found]
         self._history_N2H = torch.zeros(len(found), 2, history_steps, device=mesh.device)
         groups = [mesh.data.get_group("data"), mesh.data.get_group("tp")]
         self._groups = [group for group in groups if group.size() > 1]
@@ -36,7 +36,7 @@ class DelayedScales:
         One small all-reduce for all layers; no host sync."""
         if not self._scales:
             return
-        seen = [seen for scales in self._scales for seen in (scales.seen_x, scales.seen_gradient)]
+        seen = [seen for scales in self._scales for seen in (scales.amax_x, scales.amax_gradient)]
         seen_N2 = self._reduce_max(torch.stack(seen).view(-1, 2))
         self._history_N2H.copy_(torch.cat((seen_N2.unsqueeze(2), self._history_N2H[:, :, :-1]), dim=2))
         torch._foreach_zero_(seen)
@@ -49,12 +49,12 @@ class DelayedScales:
             return
         x_N, gradient_N = self._history_N2H.amax(2).unbind(1)
         weight_N = self._reduce_max(torch.stack([_amax(linears, x_N[0]) for linears in self._scaled_linears]))
-        if not all(scales.is_known for scales in self._scales):
-            for scales, is_known in zip(self._scales, x_N.tolist(), strict=True):
-                scales.is_known = bool(is_known)
-        old = [unit for s in self._scales for unit in (s.unit_x, s.unit_weight, s.unit_gradient)]
-        operands_N2 = unit_of(torch.stack((x_N, weight_N), dim=1), RULE.operand)
-        gradients_N1 = unit_of(gradient_N.unsqueeze(1), RULE.gradient)
+        if not all(scales.has_history for scales in self._scales):
+            for scales, has_history in zip(self._scales, x_N.tolist(), strict=True):
+                scales.has_history = bool(has_history)
+        old = [scale for s in self._scales for scale in (s.scale_x, s.scale_weight, s.scale_gradient)]
+        operands_N2 = power_of_two_scale(torch.stack((x_N, weight_N), dim=1), RULE.operand)
+        gradients_N1 = power_of_two_scale(gradient_N.unsqueeze(1), RULE.gradient)
         torch._foreach_copy_(old, list(torch.cat((operands_N2, gradients_N1), dim=1).flatten()))
 
     def tensors(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.mesh import Mesh
 from meshwright.ops.sharded import local
 from meshwright.parallel.fp8 import fp8_sites
-from meshwright.precision.fp8.quantise import unit_of
+from meshwright.precision.fp8.quantise import power_of_two_scale
 from meshwright.precision.fp8.recipes import E4M3
 
 
@@ -24,17 +24,17 @@ class Fp8Weights:
     def cast(self) -> None:
         """Cast the current weights. All ranks call it; with tp one small all-reduce, no host sync."""
         cached = [
-            (site.product.kept, [local(linear.weight) for linear in site.linears])
+            (site.matmul.cached_weight, [local(linear.weight) for linear in site.linears])
             for site in fp8_sites(self._stages)  # looked up each time: blocks may have fallen back to bf16
-            if site.product.kept is not None
+            if site.matmul.cached_weight is not None
         ]
         if not cached:
             return
         amax = torch.stack([_amax(weights) for _, weights in cached])
         if self._group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._group)
-        for (copy, weights), scale in zip(cached, unit_of(amax, E4M3), strict=True):
-            copy.write(weights, scale)
+        for (copy, weights), scale in zip(cached, power_of_two_scale(amax, E4M3), strict=True):
+            copy.cast(weights, scale)
 
 
 def _amax(weights: Sequence[Tensor]) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.fused import join, joint_maker, sharing
+from meshwright.models.layers.fused import fuse_linears, fused_projection_of, linears_sharing_input
 from meshwright.models.layers.mlp import SwiGlu
-from meshwright.ops.fused_linear import lay_behind
+from meshwright.ops.fused_linear import pack_weights
 from meshwright.spec import RunSpec
 
 
@@ -25,12 +25,12 @@ def fuse_projections(model: Decoder, run: RunSpec) -> None:
         return
     for module in model.modules():
         if isinstance(module, SwiGlu) or (isinstance(module, Attention) and run.model.rope is not None):
-            join(module)
+            fuse_linears(module)
 
 
 def pack_fused_weights(model: Decoder) -> None:
     """Put the weights of each fused projection into one contiguous tensor, where they are used in bf16."""
     for module in model.modules():
-        weights = [linear.weight for linear in sharing(module)]
-        if joint_maker(module) is not None and weights[0].dtype == torch.bfloat16:
-            lay_behind(weights)
+        weights = [linear.weight for linear in linears_sharing_input(module)]
+        if fused_projection_of(module) is not None and weights[0].dtype == torch.bfloat16:
+            pack_weights(weights)

@@ -26,6 +26,8 @@ class Simulation:
     compile_blocks: Callable[[Iterable[nn.Module], MemorySpec], None] = compile_blocks
     allocate_host: Callable[[int], Tensor] | None = None
     """Allocates a host buffer of so many bytes for offload; None: pinned memory, within the host's budget."""
+    left_out_layers: int = 0
+    """Layers left out at the end of every pipeline stage: a rehearsal extrapolates from truncated steps."""
 
 
 NOTHING_SIMULATED = Simulation()

@@ -28,8 +28,8 @@ from meshwright.models.layers.embedding import Embedding, Lookup
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.moe import Moe
 from meshwright.ops.collectives import all_gather, reduce_scatter
-from meshwright.ops.regather import RegatheredProduct, RegatheredProducts
-from meshwright.ops.vocabulary import partial_lookup
+from meshwright.ops.gathered_linear import GatheredLinears, GatheredMatmul
+from meshwright.ops.vocabulary import vocab_parallel_lookup
 from meshwright.spec.placement import tp_boundary
 
 SEQUENCE_DIM = 1
@@ -56,7 +56,7 @@ class VocabularyParallelLookup(Lookup):
 
     def forward(self, ids_BS: Tensor, table_VD: Tensor) -> Tensor:
         """The embeddings x[B, S_tp, D] of this rank's part of the sequence."""
-        return reduce_scatter(partial_lookup(ids_BS, table_VD, self.group), SEQUENCE_DIM, self.group)
+        return reduce_scatter(vocab_parallel_lookup(ids_BS, table_VD, self.group), SEQUENCE_DIM, self.group)
 
 
 def apply_tp(model: Decoder, mesh: Mesh, *, regather: bool = False) -> None:
@@ -74,7 +74,7 @@ def apply_tp(model: Decoder, mesh: Mesh, *, regather: bool = False) -> None:
         elif kind == "gather":
             _gather_input(module, group)
         elif kind == "scatter" and isinstance(module, Linear):
-            module.collect = ReduceScatterOutput(group)
+            module.reduce_output = ReduceScatterOutput(group)
     if isinstance(model.embedding, Embedding):
         _shard_embedding(model.embedding, group)
     if model.head is not None:
@@ -89,16 +89,16 @@ def _gather_input(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def _regather_input(module: nn.Module, group: ProcessGroup) -> None:
-    products = RegatheredProducts(SEQUENCE_DIM, group)
+    linears = GatheredLinears(SEQUENCE_DIM, group)
 
     def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (products.enter(inputs[0]), *inputs[1:])
+        return (linears.enter(inputs[0]), *inputs[1:])
 
     module.register_forward_pre_hook(enter)
-    module.register_forward_hook(lambda *_: products.leave())
+    module.register_forward_hook(lambda *_: linears.leave())
     for layer in module.modules():
         if isinstance(layer, Linear):
-            layer.product = RegatheredProduct(products)
+            layer.matmul = GatheredMatmul(linears)
 
 
 def _shard_embedding(embedding: Embedding, group: ProcessGroup) -> None:

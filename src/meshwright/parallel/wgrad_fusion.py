@@ -12,13 +12,18 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from meshwright.models.layers.fused import JointGated, JointProjections, joint_maker, sharing
-from meshwright.models.layers.linear import Linear, Product
-from meshwright.ops.fused_linear import lies_behind, seen_as_one
+from meshwright.models.layers.fused import (
+    FusedGateUp,
+    FusedQkvProjections,
+    fused_projection_of,
+    linears_sharing_input,
+)
+from meshwright.models.layers.linear import Linear, Matmul
+from meshwright.ops.fused_linear import is_packed, packed_view
 from meshwright.parallel.dp import GradientReducer, Reducer
 from meshwright.spec import RunSpec
 
-Maker = Linear | JointProjections | JointGated
+Maker = Linear | FusedQkvProjections | FusedGateUp
 
 
 class WgradFusion:
@@ -31,20 +36,20 @@ class WgradFusion:
     def microbatch(self) -> Generator[None]:
         """Entered around forward and backward of one micro-batch."""
         for maker, linears in self._makers:
-            maker.totals = _totals([linear.weight.grad for linear in linears])
+            maker.grad_buffers = _grad_buffers([linear.weight.grad for linear in linears])
         try:
             yield
         finally:
             for maker, _ in self._makers:
-                maker.totals = ()
+                maker.grad_buffers = ()
 
 
-def _totals(gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _grad_buffers(gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """The gradients to add to: none yet, one tensor where they are contiguous, or one for each linear."""
     found = tuple(gradient for gradient in gradients if gradient is not None)
     if len(found) < len(gradients):
         return ()
-    return (seen_as_one(found),) if lies_behind(found) else found
+    return (packed_view(found),) if is_packed(found) else found
 
 
 def build_wgrad_fusion(model: nn.Module, run: RunSpec, reducer: Reducer) -> WgradFusion:
@@ -55,7 +60,7 @@ def build_wgrad_fusion(model: nn.Module, run: RunSpec, reducer: Reducer) -> Wgra
     is_local = isinstance(reducer, GradientReducer) and not reducer.buckets
     if not run.compile or not is_local or run.memory.offload:
         return WgradFusion()
-    found = ((joint_maker(module), sharing(module)) for module in model.modules())
+    found = ((fused_projection_of(module), linears_sharing_input(module)) for module in model.modules())
     fused = {maker: linears for maker, linears in found if maker is not None}
     in_fused = {linear for linears in fused.values() for linear in linears}
     single = (module for module in model.modules() if isinstance(module, Linear) and module not in in_fused)
@@ -67,5 +72,5 @@ def build_wgrad_fusion(model: nn.Module, run: RunSpec, reducer: Reducer) -> Wgra
 
 
 def _can_add(linear: Linear) -> bool:
-    is_plain = type(linear.product) is Product and linear.collect is None and linear.bias is None
+    is_plain = type(linear.matmul) is Matmul and linear.reduce_output is None and linear.bias is None
     return is_plain and linear.weight.requires_grad

@@ -1,1 +1,1 @@
-"""Number formats of a step: autocast and dynamic loss scaling."""
+"""Number formats of a step: autocast, dynamic loss scaling, fp8."""

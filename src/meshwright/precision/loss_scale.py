@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16, agreed by all ranks because it looks only at the global norm."""
+"""Dynamic loss scaling for fp16; equal on every rank, because it follows the global gradient norm."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from meshwright.spec import LossScaleSpec
 
 @dataclasses.dataclass
 class LossScale:
-    """S multiplies the loss; on overflow S shrinks and the step is skipped; clean steps let it grow."""
+    """The loss scale: it shrinks on overflow, when the step is skipped, and grows after clean steps."""
 
     spec: LossScaleSpec
     scale: float
@@ -16,11 +16,11 @@ class LossScale:
 
     @classmethod
     def start(cls, spec: LossScaleSpec) -> "LossScale":
-        """At the initial scale."""
+        """A loss scale at its initial value."""
         return cls(spec=spec, scale=spec.initial)
 
     def update(self, grad_norm: float) -> bool:
-        """Adjust S after a step; True when the step is sound, False when it must be skipped."""
+        """Adjust the scale after a step; False means that the step must be skipped."""
         if not math.isfinite(grad_norm):
             self.scale *= self.spec.backoff_factor
             self.num_clean_steps = 0

@@ -1,4 +1,4 @@
-"""Which dtype weights are kept in and which one matmuls compute in."""
+"""The dtypes of weights, gradients and matmuls, and the torch settings that belong to them."""
 
 import torch
 
@@ -14,38 +14,38 @@ COMPUTE_DTYPES = {
 }
 
 
-def wide_dtype(precision: PrecisionSpec) -> torch.dtype:
-    """Of update rules, losses and their weights: fp32, or fp64 for proofs."""
+def full_precision_dtype(precision: PrecisionSpec) -> torch.dtype:
+    """Dtype of optimizer states, losses and loss weights: fp32, or fp64 where the run computes in fp64."""
     return torch.float64 if precision.compute == "fp64" else torch.float32
 
 
-FP8_SINCE = (8, 9)
+FP8_MIN_CAPABILITY = (8, 9)
 """The first CUDA compute capability with fp8 matmuls."""
 
 
 def weight_dtype(precision: PrecisionSpec) -> torch.dtype:
-    """Of the parameters that the model computes with."""
-    return wide_dtype(precision) if precision.weights == "fp32" else torch.bfloat16
+    """Dtype of the parameters that the model computes with."""
+    return full_precision_dtype(precision) if precision.weights == "fp32" else torch.bfloat16
 
 
 def gradient_dtype(precision: PrecisionSpec) -> torch.dtype:
-    """In which gradients are kept and summed."""
-    return torch.bfloat16 if precision.gradients == "bf16" else wide_dtype(precision)
+    """Dtype in which gradients are stored and summed."""
+    return torch.bfloat16 if precision.gradients == "bf16" else full_precision_dtype(precision)
 
 
-def lower_dtype(precision: PrecisionSpec) -> torch.dtype | None:
-    """The 16-bit dtype of mixed precision, or None when everything has the weights' dtype."""
+def autocast_dtype(precision: PrecisionSpec) -> torch.dtype | None:
+    """The 16-bit dtype of mixed precision; None where matmuls run in the dtype of the weights."""
     return COMPUTE_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
 
 
 def compute_context(precision: PrecisionSpec, device: torch.device) -> torch.autocast | None:
-    """Autocast to decorate a forward with, or None when everything has the weights' dtype."""
-    dtype = lower_dtype(precision)
+    """Autocast to decorate a forward with; None where matmuls run in the dtype of the weights."""
+    dtype = autocast_dtype(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else None
 
 
 def prepare_device(precision: PrecisionSpec, device: torch.device, *, deterministic: bool) -> None:
-    """Process-wide switches: TF32 on or off, deterministic kernels."""
+    """Set torch's own process-wide settings: TF32 matmuls, deterministic kernels."""
     if precision.compute == "tf32" and device.type != "cuda":
         raise SpecError(
             f"compute=tf32 needs a CUDA device, this one is {device.type}",
@@ -60,7 +60,7 @@ def prepare_device(precision: PrecisionSpec, device: torch.device, *, determinis
 
 
 def _require_fp8(device: torch.device) -> None:
-    if torch.cuda.get_device_capability(device) < FP8_SINCE:
+    if torch.cuda.get_device_capability(device) < FP8_MIN_CAPABILITY:
         raise SpecError(
             f"{torch.cuda.get_device_name(device)} has no fp8 tensor cores",
             where="precision.fp8",

@@ -22,7 +22,7 @@ from meshwright.hardware.simulated_device import HOPPER, SimulatedDevice
 from meshwright.memory.offload.host import pageable_memory
 from meshwright.ops.routed_rows import EvenRowCounts
 from meshwright.parallel.simulation import Simulation
-from meshwright.precision.policy import wide_dtype
+from meshwright.precision.policy import full_precision_dtype
 from meshwright.rehearse.allocation_log import AllocationLog, Event, StorageRecord
 from meshwright.rehearse.as_cuda import cuda_choices
 from meshwright.rehearse.compiled import compiled_blocks
@@ -74,11 +74,13 @@ def trace_rank(
     num_steps: int = NUM_STEPS,
     imbalance: float = 1.0,
     device: SimulatedDevice | None = HOPPER,
+    left_out_layers: int = 0,
     by_half: bool = False,
 ) -> Trace:
     """Trace one rank; nothing is computed and nothing is communicated.
 
     Its experts receive `imbalance` times the mean number of rows. `device` is simulated; None: the CPU.
+    `left_out_layers` of every pipeline stage are not built.
     `by_half`: the attention and the MLP of a block are phases of their own.
     """
     started_at = time.perf_counter()
@@ -98,6 +100,7 @@ def trace_rank(
             EvenRowCounts(imbalance),
             compiler.compile_blocks,
             partial(_allocate_host, observer, fake),
+            left_out_layers,
         )
         with contextlib.ExitStack() as stack:
             training = build_training(run, mesh, fill=_Uninitialised(fake), simulation=simulation)
@@ -247,10 +250,12 @@ def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
         return Microbatch(
             tokens_BS=ids[0].clone(),
             targets_BS=ids[1].clone(),
-            weights_BS=torch.zeros(shape, dtype=wide_dtype(run.precision), device=device),
+            weights_BS=torch.zeros(shape, dtype=full_precision_dtype(run.precision), device=device),
             positions_BS=ids[2].clone(),
             documents_BS=None if data.documents == "joined" else ids[3].clone(),
-            sequence_weights_B=torch.zeros(shape[0], dtype=wide_dtype(run.precision), device=device),
+            sequence_weights_B=torch.zeros(
+                shape[0], dtype=full_precision_dtype(run.precision), device=device
+            ),
         )
 
     parts = tuple(part() for _ in range(run.accumulation))

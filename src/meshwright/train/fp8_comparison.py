@@ -39,11 +39,6 @@ class Fp8Report:
     """Blocks that fall back to bf16 because of this comparison."""
 
     @property
-    def loss_gap(self) -> float:
-        """Relative difference of the fp8 loss from the bf16 loss."""
-        return self.loss_fp8 / self.loss_bf16 - 1.0
-
-    @property
     def worst_layer(self) -> int:
         """The layer whose gradients differ most."""
         return min(self.cosines, key=lambda layer: self.cosines[layer])

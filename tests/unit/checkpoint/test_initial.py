@@ -17,8 +17,8 @@ from meshwright.checkpoint.save import save_checkpoint
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.mesh import World, build_mesh
 from meshwright.models.decoder import build_decoder
+from meshwright.models.hf_weights import HuggingFaceReader, save_folder
 from meshwright.models.initialise import initialise
-from meshwright.models.interop import HuggingFaceReader, save_folder
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.train.build import build_training
 

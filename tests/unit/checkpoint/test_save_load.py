@@ -117,7 +117,7 @@ def test_the_newest_are_kept(tmp_path):
     ("text", "fact"),
     [
         (None, "there is no complete checkpoint here"),
-        ("{", "the manifest is damaged"),
+        ("{", "manifest.json is damaged"),
         ('{"version": 9}', "this checkpoint has format version 9, written by meshwright (unknown version); "),
     ],
 )

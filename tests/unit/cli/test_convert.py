@@ -11,8 +11,8 @@ from tests.support.shrunk_families import shrunk_family
 from meshwright.checkpoint.weights import build_model, open_weights
 from meshwright.cli.main import run
 from meshwright.models.decoder import build_decoder
+from meshwright.models.hf_weights import save_folder
 from meshwright.models.initialise import initialise
-from meshwright.models.interop import save_folder
 
 Captured = pytest.CaptureFixture[str]
 
@@ -97,7 +97,7 @@ def test_a_bare_state_dict_needs_a_model(trained: Path, tmp_path: Path, capsys: 
     tensors = open_weights(trained).tensors
     torch.save({name: tensors[name].clone() for name in tensors}, tmp_path / "bare.pt")
     assert run(["convert", str(tmp_path / "bare.pt"), str(tmp_path / "hf")]) == 2
-    assert "does not say its model" in capsys.readouterr().err
+    assert "does not record its model" in capsys.readouterr().err
     folder = convert(trained, tmp_path / "named")
     convert(tmp_path / "bare.pt", tmp_path / "hf", "--model", str(folder / "config.json"))
     assert_same_weights(trained, tmp_path / "hf")
@@ -117,7 +117,7 @@ def test_bad_input_is_refused(trained: Path, tmp_path: Path, capsys: Captured):
     cases = {
         "there is no folder": [str(tmp_path / "none"), "out"],
         "cannot be read as tensors": [str(tmp_path / "damaged.pt"), "out"],
-        "holds no weights that are known": [str(tmp_path / "notes.txt"), "out"],
+        "is of no known kind of weights": [str(tmp_path / "notes.txt"), "out"],
         "is none of fp32, bf16, fp16": [str(trained), "out", "--dtype", "int8"],
         "is none of huggingface, checkpoint and torch": [str(trained), "out", "--to", "onnx"],
         "no model family is called 'lama'": [str(trained), "out", "--model", "lama"],
@@ -138,7 +138,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(target, trained, tmp_path, m
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
-    monkeypatch.setattr("meshwright.models.interop.save_file", full)
+    monkeypatch.setattr("meshwright.models.hf_weights.save_file", full)
     monkeypatch.setattr("torch.save", full)
     assert run(["convert", str(trained), str(tmp_path / target)]) == 2
     assert "error: cannot be written: " in capsys.readouterr().err

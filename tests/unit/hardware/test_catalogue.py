@@ -1,4 +1,4 @@
-"""Devices and clusters by name, and what a wrong name or file says."""
+"""Devices and clusters by name, and the errors for a wrong name or file."""
 
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def test_leonardo_has_a_quarter_of_the_nodes_network_per_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("h1000:8", "did you mean 'h100'"),
         ("leonrdo:2", "did you mean 'leonardo'"),
@@ -121,10 +121,10 @@ def test_leonardo_has_a_quarter_of_the_nodes_network_per_device() -> None:
         ("nothing.toml", "[clusters.NAME]"),
     ],
 )
-def test_a_wrong_cluster_says_what_to_do(text: str, says: str) -> None:
+def test_the_error_for_a_wrong_cluster_has_a_hint(text: str, expected: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_cluster(text)
-    assert says in f"{caught.value.fact} {caught.value.hint}"
+    assert expected in f"{caught.value.fact} {caught.value.hint}"
 
 
 def test_a_user_file_adds_a_device_and_a_cluster(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_user_file_adds_a_device_and_a_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected"),
     [
         (("num_sms = 2", ""), "num_sms"),
         (("num_sms = 2", "num_sms = -1"), "not a positive"),
@@ -145,11 +145,11 @@ def test_a_user_file_adds_a_device_and_a_cluster(tmp_path: Path) -> None:
         (("network_bytes_per_second = 1e8", 'network_bytes_per_second = "fast"'), "network_bytes_per_second"),
     ],
 )
-def test_a_wrong_user_file_names_the_place(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+def test_a_wrong_user_file_names_the_place(tmp_path: Path, change: tuple[str, str], expected: str) -> None:
     (tmp_path / "mine.toml").write_text(MINE.replace(*change))
     with pytest.raises(SpecError) as caught:
         parse_cluster(str(tmp_path / "mine.toml"))
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_a_precision_that_a_device_lacks_is_refused() -> None:

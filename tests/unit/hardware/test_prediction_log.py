@@ -1,4 +1,4 @@
-"""Pairs of predicted and measured: kept per machine, told per device, never in the way of a run."""
+"""Pairs of predicted and measured values: logged per machine, reported per device, never fatal."""
 
 from dataclasses import replace
 

@@ -47,7 +47,7 @@ def test_measured_figures_replace_the_data_sheet(tmp_path: Path) -> None:
 
 
 def test_a_card_that_slows_down_under_load_is_reckoned_slower(tmp_path: Path) -> None:
-    """Products and attention at the share of the best rate that lasts."""
+    """Matmuls and attention run at the sustained share of the best rate."""
     best = 2 * 4096**3 / 2.0e-4
     lasting = {**MEASURED, "sustained_flops_per_second": {"bf16": 0.8 * best}}
     plain = parse_cluster("h200:8")
@@ -61,7 +61,7 @@ def test_a_card_that_slows_down_under_load_is_reckoned_slower(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "expected"),
     [
         ({"sustained_flops_per_second": {"bf16": "fast"}}, "sustained_flops_per_second"),
         ({"gemm": [{"m": 0, "n": 1, "k": 1, "seconds": 1}]}, "gemm[0]"),
@@ -70,10 +70,10 @@ def test_a_card_that_slows_down_under_load_is_reckoned_slower(tmp_path: Path) ->
         ({"copy_bytes_per_second": -1}, "copy_bytes_per_second"),
     ],
 )
-def test_a_wrong_profile_names_the_entry(tmp_path: Path, change: dict[str, object], says: str) -> None:
+def test_a_wrong_profile_names_the_entry(tmp_path: Path, change: dict[str, object], expected: str) -> None:
     with pytest.raises(SpecError) as caught:
         read_profile(_write(tmp_path / "p.json", {**MEASURED, **change}))
-    assert says in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshwright.models import Decoder, build_decoder, initialise
 from meshwright.models.layers.attend import Attend, causal_mask
-from meshwright.models.layers.rope import Rotation, rotate, rotation
+from meshwright.models.layers.rope import RopeTables, apply_rope, rope_tables
 from meshwright.spec import ModelSpec, RopeSpec
 from meshwright.spec.parameters import parameters
 
@@ -161,14 +161,14 @@ def test_rotation_depends_on_distance_only(interleaved: bool) -> None:
 
 
 def _turned(x: Tensor, rope: RopeSpec, position: int) -> Tensor:
-    return rotate(x, rotation(rope, torch.tensor([[position]]), width=8, dtype=torch.float64))
+    return apply_rope(x, rope_tables(rope, torch.tensor([[position]]), width=8, dtype=torch.float64))
 
 
 def test_rotation_keeps_the_dtype_and_computes_wide() -> None:
     x = torch.randn(1, 5, 2, 8).bfloat16()
-    turn = rotation(RopeSpec(), torch.arange(5)[None], width=8, dtype=torch.float32)
-    assert isinstance(turn, Rotation) and turn.cos_BSK.dtype == torch.float32
-    assert torch.equal(rotate(x, turn), rotate(x.float(), turn).bfloat16())
+    rope = rope_tables(RopeSpec(), torch.arange(5)[None], width=8, dtype=torch.float32)
+    assert isinstance(rope, RopeTables) and rope.cos_BSK.dtype == torch.float32
+    assert torch.equal(apply_rope(x, rope), apply_rope(x.float(), rope).bfloat16())
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.1-8b", "deepseek-v3", "mixtral-8x7b"])

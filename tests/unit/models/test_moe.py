@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.models import build_decoder, initialise
-from meshwright.models.balance import step_balance_bias, take_records
+from meshwright.models.balance import pop_routing_records, update_balance_bias
 from meshwright.models.layers.moe import Moe
 from meshwright.models.layers.routing import Capacity, Router
 from meshwright.spec import MoeSpec
@@ -186,10 +186,10 @@ def test_records_are_taken_once_and_the_bias_steps_towards_even_use() -> None:
     model(
         tokens_BS, positions_BS=positions_BS, targets_BS=tokens_BS, sequence_weights_B=torch.ones(2)
     ).backward()
-    records = take_records(model)
+    records = pop_routing_records(model)
     assert list(records) == ["blocks.1.mlp", "blocks.2.mlp"]
     assert all(int(load_E.sum()) == 2 * 10 * 3 and loss > 0 for load_E, loss in records.values())
-    assert not any(load_E.any() for load_E, _ in take_records(model).values())
-    step_balance_bias(model, {name: load_E for name, (load_E, _) in records.items()})
+    assert not any(load_E.any() for load_E, _ in pop_routing_records(model).values())
+    update_balance_bias(model, {name: load_E for name, (load_E, _) in records.items()})
     load_E, bias_E = records["blocks.1.mlp"][0], model.blocks["1"].mlp.router.balance_bias
     torch.testing.assert_close(bias_E, 0.001 * torch.sign(load_E.float().mean() - load_E))

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.models import Decoder, build_decoder, initialise
-from meshwright.models.interop import HuggingFaceReader, load_folder, save_folder
-from meshwright.ops.sharded import held_part
+from meshwright.models.hf_weights import HuggingFaceReader, load_folder, save_folder
+from meshwright.ops.sharded import local_slices
 from meshwright.rehearse.rank_pool import RankPool
 
 FAMILY = "mixtral-8x7b"
@@ -72,7 +72,7 @@ def test_each_rank_loads_its_part(ranks: RankPool, tmp_path: Path) -> None:
 
 def _uneven_parts() -> tuple[slice, ...]:
     mesh = init_device_mesh("cpu", (4,))
-    return held_part(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)], src_data_rank=None))
+    return local_slices(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)], src_data_rank=None))
 
 
 def test_uneven_and_empty_parts(ranks: RankPool) -> None:

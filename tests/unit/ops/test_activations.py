@@ -54,16 +54,16 @@ def test_interpreted_passes_equal_the_plain_ones() -> None:
 
 def compare(dtype: torch.dtype) -> None:
     """Of widths and numbers of rows that fill no block."""
-    from meshwright.ops.gelu_triton import write_gelu_gradient
-    from meshwright.ops.swiglu_triton import write_gradient
+    from meshwright.ops.gelu_triton import gelu_backward
+    from meshwright.ops.swiglu_triton import swiglu_backward
 
     generator = torch.Generator().manual_seed(2)
     dh_TF, gate_up_T2F = (torch.randn(3, width, generator=generator).to(dtype) for width in (1100, 2200))
     rounding = 2e-6 if dtype == torch.float32 else 1e-2  # of the last bit; bf16 has 8
     wanted = swiglu_gradient(dh_TF, gate_up_T2F)
-    torch.testing.assert_close(write_gradient(dh_TF, gate_up_T2F), wanted, rtol=rounding, atol=1e-6)
+    torch.testing.assert_close(swiglu_backward(dh_TF, gate_up_T2F), wanted, rtol=rounding, atol=1e-6)
     dh_TF, y_TF = (torch.randn(300, 270, generator=generator).to(dtype) for _ in range(2))
-    (dy_TF, sums_F), (true_TF, true_F) = write_gelu_gradient(dh_TF, y_TF), gelu_gradient(dh_TF, y_TF)
+    (dy_TF, sums_F), (true_TF, true_F) = gelu_backward(dh_TF, y_TF), gelu_gradient(dh_TF, y_TF)
     torch.testing.assert_close(dy_TF, true_TF, rtol=rounding, atol=1e-6)
     torch.testing.assert_close(sums_F, true_F, rtol=1e-5, atol=1e-4)  # of 300 numbers in another order
     print(str(dtype).removeprefix("torch."))

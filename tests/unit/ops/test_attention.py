@@ -1,4 +1,4 @@
-"""Attention part by part is the definition; every kernel is the plain one; tasks cover each pair once."""
+"""Attention part by part is the definition; every kernel is the plain one; tasks coverage each pair once."""
 
 import pytest
 import torch
@@ -6,8 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.ops import attention_aten
-from meshwright.ops.attention import Rows, Scope, attend, plain_attention, unseen, visible, whole_sequence
-from meshwright.ops.attention_tasks import Chunk, Cover, Tiling, cover_of, plan_tasks
+from meshwright.ops.attention import (
+    AttentionScope,
+    Rows,
+    attend,
+    full_sequence,
+    masked_score,
+    reference_attention,
+    visible,
+)
+from meshwright.ops.attention_tasks import Chunk, Coverage, Tiling, coverage_of, plan_tasks
 
 B, S, K = 2, 24, 8
 # Two exact formulas in fp64 that add in another order.
@@ -38,11 +46,11 @@ def _with_grads(function, q, k, v, scope):
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "value_width"), [(4, 4, 8), (4, 2, 8), (4, 1, 5), (4, 2, 12)])
 def test_equals_the_definition(window, has_documents, heads, groups, value_width):
-    rows = whole_sequence(S, _documents() if has_documents else None)
-    scope = Scope(rows, rows, scale=0.3, window=window)
+    rows = full_sequence(S, _documents() if has_documents else None)
+    scope = AttentionScope(rows, rows, scale=0.3, window=window)
     inputs = _qkv(heads, groups, value_width)
     for ours, plain in zip(
-        _with_grads(attend, *inputs, scope), _with_grads(plain_attention, *inputs, scope), strict=True
+        _with_grads(attend, *inputs, scope), _with_grads(reference_attention, *inputs, scope), strict=True
     ):
         torch.testing.assert_close(ours, plain, **EXACT)
 
@@ -52,29 +60,29 @@ def test_equals_the_definition(window, has_documents, heads, groups, value_width
 def test_queries_with_gaps_see_what_the_whole_would(has_documents, window):
     """Head and tail of a sequence against all keys give those rows of the whole result."""
     documents = _documents() if has_documents else None
-    whole = whole_sequence(S, documents)
+    whole = full_sequence(S, documents)
     q, k, v = _qkv(4, 2, 6)
-    expected = plain_attention(q, k, v, Scope(whole, whole, scale=0.3, window=window))
+    expected = reference_attention(q, k, v, AttentionScope(whole, whole, scale=0.3, window=window))
     held = torch.cat([torch.arange(6, 12), torch.arange(18, 24)])
     queries = Rows((Chunk(6, 6), Chunk(18, 6)), None if documents is None else documents[:, held])
     keys = Rows(tuple(Chunk(start, 6) for start in range(0, S, 6)), documents)
-    ours = attend(q[:, held], k, v, Scope(queries, keys, scale=0.3, window=window))
+    ours = attend(q[:, held], k, v, AttentionScope(queries, keys, scale=0.3, window=window))
     torch.testing.assert_close(ours, expected[:, held], **EXACT)
 
 
 def test_gradcheck():
     q, k, v = (x[:1, :6].clone().requires_grad_() for x in _qkv(2, 1, 3))
-    rows = whole_sequence(6)
-    scope = Scope(rows, rows, scale=0.5, window=4)
+    rows = full_sequence(6)
+    scope = AttentionScope(rows, rows, scale=0.5, window=4)
     assert torch.autograd.gradcheck(lambda *leaves: attend(*leaves, scope), (q, k, v))
 
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_masks_are_cut_into_bands(monkeypatch, window):
-    rows = whole_sequence(S, _documents())
-    scope = Scope(rows, rows, scale=0.3, window=window)
+    rows = full_sequence(S, _documents())
+    scope = AttentionScope(rows, rows, scale=0.3, window=window)
     inputs = _qkv(4, 2, 8)
-    expected = _with_grads(plain_attention, *inputs, scope)
+    expected = _with_grads(reference_attention, *inputs, scope)
     monkeypatch.setattr(
         "meshwright.ops.attention.TILING", Tiling(max_rows=10, max_elements=B * S * 5, align=2)
     )
@@ -96,9 +104,9 @@ def test_bands_reach_only_keys_in_order_and_window():
 def test_bf16_is_as_close_to_fp64_as_bf16_inputs_allow():
     exact, rounded = _qkv(4, 2, 8), _qkv(4, 2, 8, torch.bfloat16)
     rows = Rows(tuple(Chunk(start, 6) for start in range(0, S, 6)))
-    scope = Scope(rows, whole_sequence(S), scale=0.3)
+    scope = AttentionScope(rows, full_sequence(S), scale=0.3)
     for ours, plain in zip(
-        _with_grads(attend, *rounded, scope), _with_grads(plain_attention, *exact, scope), strict=True
+        _with_grads(attend, *rounded, scope), _with_grads(reference_attention, *exact, scope), strict=True
     ):
         assert ours.dtype == torch.bfloat16
         # 8 bits of mantissa: each rounding of inputs, weights and output moves a value by 2^-9 of its scale.
@@ -113,8 +121,8 @@ def test_cpu_kernel_equals_plain_kernel(dtype, causal, has_bias, groups, value_w
     bias = None
     if has_bias:
         hidden = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.5
-        bias = torch.zeros(B, 1, S, S, dtype=dtype).masked_fill(hidden, unseen(dtype))
-    rule = attention_aten.Rule(0.3, causal=causal, bias_B1ST=bias)
+        bias = torch.zeros(B, 1, S, S, dtype=dtype).masked_fill(hidden, masked_score(dtype))
+    rule = attention_aten.SdpaArgs(0.3, causal=causal, bias_B1ST=bias)
     kernel = attention_aten.choose_kernel(q, v, has_bias=has_bias)
     assert kernel is attention_aten.FLASH_CPU
     tolerance = EXACT if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}  # fp32 rounds at 6e-8
@@ -131,8 +139,8 @@ def test_cpu_kernel_equals_plain_kernel(dtype, causal, has_bias, groups, value_w
 @pytest.mark.parametrize("kernel", [attention_aten.FLASH_CPU, attention_aten.PLAIN])
 def test_a_row_that_sees_nothing_weighs_nothing(kernel):
     q, k, v = (x.transpose(1, 2) for x in _qkv(4, 2, 8))
-    bias = torch.full((B, 1, S, S), unseen(torch.float64), dtype=torch.float64)
-    out, lse = kernel.forward(q, k, v, attention_aten.Rule(0.3, bias_B1ST=bias))
+    bias = torch.full((B, 1, S, S), masked_score(torch.float64), dtype=torch.float64)
+    out, lse = kernel.forward(q, k, v, attention_aten.SdpaArgs(0.3, bias_B1ST=bias))
     assert out.isfinite().all()
     assert (torch.exp(lse + 1e6) == 0).all()
 
@@ -153,14 +161,14 @@ _TILINGS = st.builds(Tiling, st.integers(1, 9), st.integers(1, 64), st.integers(
 @settings(max_examples=300, deadline=None)
 def test_tasks_cover_each_visible_pair_once(layout, window, has_documents, tiling):
     queries, keys = layout
-    scope = Scope(Rows(queries), Rows(keys), scale=1.0, window=window)
+    scope = AttentionScope(Rows(queries), Rows(keys), scale=1.0, window=window)
     seen = visible(scope, slice(None), slice(None), torch.device("cpu"))[0]
     counted = torch.zeros(seen.shape, dtype=torch.int64)
     for task in plan_tasks(queries, keys, window=window, has_documents=has_documents, tiling=tiling):
         block = counted[task.queries, task.keys]
-        if task.cover is Cover.FULL:
+        if task.coverage is Coverage.FULL:
             block += 1
-        elif task.cover is Cover.CAUSAL:
+        elif task.coverage is Coverage.CAUSAL:
             assert block.shape[0] == block.shape[1]
             block += torch.ones_like(block).tril()
         else:
@@ -170,9 +178,9 @@ def test_tasks_cover_each_visible_pair_once(layout, window, has_documents, tilin
 
 def test_cover_of_a_window():
     query = Chunk(8, 4)
-    covers = [cover_of(query, Chunk(start, 4), 5, has_documents=False) for start in (0, 4, 8, 12)]
-    assert covers == [Cover.NONE, Cover.MASKED, Cover.CAUSAL, Cover.NONE]
-    assert cover_of(query, Chunk(4, 4), 8, has_documents=False) is Cover.FULL
+    covers = [coverage_of(query, Chunk(start, 4), 5, has_documents=False) for start in (0, 4, 8, 12)]
+    assert covers == [Coverage.NONE, Coverage.MASKED, Coverage.CAUSAL, Coverage.NONE]
+    assert coverage_of(query, Chunk(4, 4), 8, has_documents=False) is Coverage.FULL
 
 
 def test_each_step_of_a_zigzag_ring_is_one_unmasked_call():
@@ -181,5 +189,5 @@ def test_each_step_of_a_zigzag_ring_is_one_unmasked_call():
     for queries in shards:
         tasks = [plan_tasks(queries, keys) for keys in shards]
         assert all(len(calls) == 1 for calls in tasks)
-        assert [calls[0].cover for calls in tasks].count(Cover.CAUSAL) == 1
-        assert all(calls[0].cover is not Cover.MASKED for calls in tasks)
+        assert [calls[0].coverage for calls in tasks].count(Coverage.CAUSAL) == 1
+        assert all(calls[0].coverage is not Coverage.MASKED for calls in tasks)

@@ -92,8 +92,8 @@ def test_uneven_parts_are_refused(ranks):
 def _there_and_back(dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A whole that ranks hold alike, cut and joined again, weighted alike by every rank."""
     whole = _input(0).requires_grad_()
-    part = collectives.part_alike(whole, dim, dist.group.WORLD)
-    again = collectives.gather_alike(part * 2, dim, dist.group.WORLD)
+    part = collectives.scatter_from_replicated(whole, dim, dist.group.WORLD)
+    again = collectives.gather_to_replicated(part * 2, dim, dist.group.WORLD)
     weights = torch.arange(again.numel()).reshape(again.shape).double()
     (again * weights).sum().backward()
     return part.detach(), again.detach(), whole.grad, weights
@@ -110,11 +110,11 @@ def test_wholes_that_ranks_use_alike(ranks, dim):
 
 COMPILED = {
     **{f"{name} {args}": (name, args) for name, args in CASES},
-    "exchange_rows": ("exchange_rows", ([1, 3], [1, 3]), ([3, 1], [3, 1])),
+    "all_to_all_rows": ("all_to_all_rows", ([1, 3], [1, 3]), ([3, 1], [3, 1])),
     "all_reduce_forward": ("all_reduce_forward", ()),
     "all_reduce_backward": ("all_reduce_backward", ()),
-    "gather_alike": ("gather_alike", (1,)),
-    "part_alike": ("part_alike", (2,)),
+    "gather_to_replicated": ("gather_to_replicated", (1,)),
+    "scatter_from_replicated": ("scatter_from_replicated", (2,)),
 }
 
 

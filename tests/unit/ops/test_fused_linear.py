@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.ops.fused_linear import (
-    add_product,
-    behind_each_other,
-    joint_input_gradient,
-    joint_linear,
-    joint_product,
-    lay_behind,
-    lies_behind,
+    accumulate_wgrad,
+    concatenated,
+    fused_dgrad,
+    fused_linear,
+    fused_matmul,
+    is_packed,
+    pack_weights,
 )
 
 
@@ -32,9 +32,9 @@ def test_one_product_equals_those_apart(is_laid: bool) -> None:
     apart = torch.cat([functional.linear(x_BSK, weight) for weight in weights], dim=-1)
     wanted = torch.autograd.grad(apart.square().sum(), (x_BSK, *weights))
     if is_laid:
-        lay_behind(weights)
-    assert lies_behind(weights) == is_laid
-    joint = joint_linear(x_BSK, weights, torch.float64)
+        pack_weights(weights)
+    assert is_packed(weights) == is_laid
+    joint = fused_linear(x_BSK, weights, torch.float64)
     torch.testing.assert_close(joint, apart, rtol=1e-13, atol=0)
     for grad, true in zip(torch.autograd.grad(joint.square().sum(), (x_BSK, *weights)), wanted, strict=True):
         torch.testing.assert_close(grad, true, rtol=1e-12, atol=1e-13)  # dx sums in another order
@@ -42,28 +42,28 @@ def test_one_product_equals_those_apart(is_laid: bool) -> None:
 
 def test_matrices_laid_behind_each_other_are_not_copied_and_change_together() -> None:
     _, weights = _matrices()
-    lay_behind(weights)
-    whole = behind_each_other(weights, torch.float64)
+    pack_weights(weights)
+    whole = concatenated(weights, torch.float64)
     assert whole.data_ptr() == weights[0].data_ptr()
     with torch.no_grad():
         weights[2].fill_(7.0)
     assert (whole[6:] == 7.0).all() and not (whole[:6] == 7.0).any()
-    assert behind_each_other(weights, torch.float32).data_ptr() != weights[0].data_ptr()
+    assert concatenated(weights, torch.float32).data_ptr() != weights[0].data_ptr()
 
 
 def test_matrices_that_moved_apart_again_are_still_multiplied_right() -> None:
     x_BSK, weights = _matrices()
-    lay_behind(weights)
+    pack_weights(weights)
     weights[1].data = weights[1].data.clone() + 1.0
     apart = torch.cat([functional.linear(x_BSK, weight) for weight in weights], dim=-1)
-    torch.testing.assert_close(joint_linear(x_BSK, weights, torch.float64), apart, rtol=1e-13, atol=0)
+    torch.testing.assert_close(fused_linear(x_BSK, weights, torch.float64), apart, rtol=1e-13, atol=0)
 
 
 def test_wide_weights_are_cast_and_get_wide_gradients() -> None:
     x_BSK, weights = _matrices(torch.float32)
-    joint_linear(x_BSK, weights, torch.bfloat16).sum().backward()
-    low = joint_linear(x_BSK.bfloat16(), [weight.bfloat16() for weight in weights], torch.bfloat16)
-    assert torch.equal(joint_linear(x_BSK, weights, torch.bfloat16), low)
+    fused_linear(x_BSK, weights, torch.bfloat16).sum().backward()
+    low = fused_linear(x_BSK.bfloat16(), [weight.bfloat16() for weight in weights], torch.bfloat16)
+    assert torch.equal(fused_linear(x_BSK, weights, torch.bfloat16), low)
     assert [weight.grad.dtype for weight in weights] == [torch.float32] * 3  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -71,18 +71,18 @@ def test_wide_weights_are_cast_and_get_wide_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gradients_are_added_to_totals(are_one: bool, dtype: torch.dtype) -> None:
     x_BSK, weights = _matrices(dtype)
-    joint_linear(x_BSK, weights, dtype).square().sum().backward()
+    fused_linear(x_BSK, weights, dtype).square().sum().backward()
     wanted = [x_BSK.grad, *(weight.grad.double() + 1.0 for weight in weights)]  # pyright: ignore[reportOptionalMemberAccess]
     whole = torch.ones(sum(map(len, weights)), x_BSK.shape[-1], dtype=torch.float64)
     sums = whole.split([len(weight) for weight in weights])
     x_BSK.grad = None
     for weight in weights:
         weight.grad = None
-    totals = [whole] if are_one else [part.clone() for part in sums]
-    joint_linear(x_BSK, weights, dtype, totals).square().sum().backward()
+    grad_buffers = [whole] if are_one else [part.clone() for part in sums]
+    fused_linear(x_BSK, weights, dtype, grad_buffers).square().sum().backward()
     assert [weight.grad for weight in weights] == [None] * 3
     rounding = 4 * torch.finfo(dtype).eps
-    for seen, true in zip([x_BSK.grad, *(sums if are_one else totals)], wanted, strict=True):
+    for seen, true in zip([x_BSK.grad, *(sums if are_one else grad_buffers)], wanted, strict=True):
         torch.testing.assert_close(seen, true, rtol=rounding, atol=20 * rounding)
 
 
@@ -90,7 +90,7 @@ def test_tracing_knows_the_shapes() -> None:
     x_BSK, weights = _matrices()
     x_TK = x_BSK.detach().flatten(0, 1)
     plain = [weight.detach() for weight in weights]
-    torch.library.opcheck(joint_product, (x_TK, plain))
+    torch.library.opcheck(fused_matmul, (x_TK, plain))
     dy_TN = torch.randn(10, 9, dtype=torch.float64)
-    torch.library.opcheck(joint_input_gradient, (dy_TN, plain))
-    torch.library.opcheck(add_product, ([torch.zeros_like(weight) for weight in plain], dy_TN, x_TK))
+    torch.library.opcheck(fused_dgrad, (dy_TN, plain))
+    torch.library.opcheck(accumulate_wgrad, ([torch.zeros_like(weight) for weight in plain], dy_TN, x_TK))

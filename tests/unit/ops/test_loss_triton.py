@@ -26,13 +26,13 @@ def compare(dtype: torch.dtype) -> None:
     for seen, true in zip(TRITON.statistics(own, targets_T), PLAIN.statistics(plain, targets_T), strict=True):
         torch.testing.assert_close(seen, true, rtol=1e-5, atol=0)  # float32 sums in another order
     true = PLAIN.unscaled_gradient(plain, targets_T)
-    normalisers_T = true.sums_T.log() + true.highest_T
+    normalisers_T = true.sum_exp_T.log() + true.max_T
     TRITON.to_gradient(kept, normalisers_T, targets_T, weights_T)
-    scaled = plain * (weights_T / true.sums_T)[:, None]
+    scaled = plain * (weights_T / true.sum_exp_T)[:, None]
     torch.testing.assert_close(kept.float(), scaled, rtol=rounding, atol=1e-6)
     seen = TRITON.unscaled_gradient(own, targets_T)
-    same = (seen.sums_T / true.sums_T)[:, None]  # another logit may stand for the highest
-    torch.testing.assert_close(seen.sums_T.log() + seen.highest_T, normalisers_T)
+    same = (seen.sum_exp_T / true.sum_exp_T)[:, None]  # another logit may stand for the highest
+    torch.testing.assert_close(seen.sum_exp_T.log() + seen.max_T, normalisers_T)
     torch.testing.assert_close(own.float(), plain * same, rtol=rounding, atol=1e-6)
     assert not own._base[:, 10_000:].any()  # pyright: ignore[reportOptionalSubscript]
     compare_copies(dtype)

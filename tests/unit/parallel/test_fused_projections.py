@@ -9,8 +9,8 @@ from torch import Tensor
 
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models.decoder import build_decoder
-from meshwright.models.layers.fused import joint_maker, sharing
-from meshwright.ops.fused_linear import lies_behind
+from meshwright.models.layers.fused import fused_projection_of, linears_sharing_input
+from meshwright.ops.fused_linear import is_packed
 from meshwright.parallel import apply
 from meshwright.parallel.fused_projections import fuse_projections
 from meshwright.spec import ParallelSpec, PrecisionSpec, RunSpec
@@ -37,7 +37,7 @@ def _steps(run: RunSpec, mesh: Mesh) -> tuple[Training, list[Tensor], dict[str, 
 def test_three_steps_of_several_micro_batches_equal_those_of_products_apart(model: str, mesh: Mesh) -> None:
     _, losses, weights = _steps(tiny_run(model), mesh)
     training, joint_losses, joint_weights = _steps(tiny_run(model, compile=True), mesh)
-    makers = map(joint_maker, training.program.stages[0].modules())
+    makers = map(fused_projection_of, training.program.stages[0].modules())
     assert any(makers) == (model != "gpt")
     torch.testing.assert_close(joint_losses, losses, rtol=1e-12, atol=0)
     for name, weight in weights.items():
@@ -48,9 +48,9 @@ def test_bf16_weights_of_a_joint_product_lie_behind_each_other_and_train_as_apar
     precision = PrecisionSpec(compute="bf16", weights="bf16_exact", gradients="bf16")
     _, losses, _ = _steps(tiny_run("gqa", precision=precision), mesh)
     training, joint_losses, _ = _steps(tiny_run("gqa", precision=precision, compile=True), mesh)
-    joined = [one for one in training.program.stages[0].modules() if joint_maker(one)]
-    assert len(joined) == 4 and all(lies_behind([linear.weight for linear in sharing(one)]) for one in joined)
-    assert {linear.totals for one in joined for linear in sharing(one)} == {()}
+    joined = [one for one in training.program.stages[0].modules() if fused_projection_of(one)]
+    assert len(joined) == 4 and all(is_packed([linear.weight for linear in linears_sharing_input(one)]) for one in joined)
+    assert {linear.grad_buffers for one in joined for linear in linears_sharing_input(one)} == {()}
     # Products and sums of bf16 numbers in another order: a few roundings of 2^-9 in the last of three losses.
     torch.testing.assert_close(joint_losses, losses, rtol=1e-2, atol=0)
 
@@ -67,4 +67,4 @@ def test_cut_or_uncompiled_weights_stay_apart(changes: dict[str, object]) -> Non
     run = tiny_run("gqa", **{"compile": True, **changes})
     model = build_decoder(run.model)
     fuse_projections(model, run)
-    assert not any(map(joint_maker, model.modules()))
+    assert not any(map(fused_projection_of, model.modules()))

@@ -7,7 +7,7 @@ from tests.support.runs import tiny_run
 
 from meshwright.errors import SpecError
 from meshwright.mesh import build_mesh
-from meshwright.precision.policy import lower_dtype, prepare_device, weight_dtype
+from meshwright.precision.policy import autocast_dtype, prepare_device, weight_dtype
 from meshwright.spec import LossScaleSpec, ParallelSpec, PrecisionSpec
 from meshwright.train.build import build_training
 
@@ -61,8 +61,8 @@ def test_dtypes():
         "bf16": torch.float32,
         "fp16": torch.float32,
     }
-    assert lower_dtype(PrecisionSpec(compute="fp32")) is None
-    assert lower_dtype(PrecisionSpec(compute="bf16")) is torch.bfloat16
+    assert autocast_dtype(PrecisionSpec(compute="fp32")) is None
+    assert autocast_dtype(PrecisionSpec(compute="bf16")) is torch.bfloat16
 
 
 def test_tf32_needs_a_gpu():

@@ -67,7 +67,7 @@ def test_dense_rows_with_their_source_left_out(rows: list[accuracy.Priced]) -> N
 
 def test_routed_rows(rows: list[accuracy.Priced]) -> None:
     errors = [abs(row.ratio - 1.0) for row in rows if row.is_routed and row.measured is not None]
-    # The goal is 15%; what is measured stands on the accuracy page.
+    # The goal is 15%; the accuracy page has the measured error.
     assert np.median(errors) <= 0.16
 
 

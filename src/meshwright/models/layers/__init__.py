@@ -1,1 +1,1 @@
-"""The parts a decoder is assembled from."""
+"""The layers of a decoder."""

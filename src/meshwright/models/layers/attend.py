@@ -1,4 +1,4 @@
-"""The core of attention, without parameters: replaced where the sequence is cut."""
+"""Scaled dot-product attention without parameters; context parallel replaces it."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from meshwright.hardware.simulated_device import SimulatedDevice
 
 
 class Attend(nn.Module):
-    """Causal attention inside each document, over whole sequences in order."""
+    """Causal attention over full sequences, separate for each document (document masking, varlen)."""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Attend(nn.Module):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """out_BSHK. Positions are not looked at here: the order in memory is the order in time."""
+        """out_BSHK. Positions are ignored: the order in memory is the order of the sequence."""
         del positions_BS
         num_positions = q_BSHK.shape[1]
         masked = documents_BS is not None or (window is not None and window < num_positions)

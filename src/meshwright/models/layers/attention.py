@@ -3,14 +3,14 @@
 from torch import Tensor, nn
 
 from meshwright.models.layers.attend import Attend
-from meshwright.models.layers.linear import Linear, Projections
+from meshwright.models.layers.linear import Linear, QkvProjections
 from meshwright.models.layers.norm import RMSNorm
-from meshwright.models.layers.rope import Rotation, rotate
+from meshwright.models.layers.rope import RopeTables, apply_rope
 from meshwright.spec import ModelSpec
 
 
 class Attention(nn.Module):
-    """Projections to heads, optional QK-norm and rotation, attention, projection back.
+    """QkvProjections to heads, optional QK-norm and rope_tables, attention, projection back.
 
     Head counts are read off the weights at hand, which may be a rank's part of the heads.
     """
@@ -25,24 +25,24 @@ class Attention(nn.Module):
         self.query = Linear(spec.width, query_width, bias=attention.qkv_bias)
         self.key = Linear(spec.width, kv_width, bias=attention.qkv_bias)
         self.value = Linear(spec.width, kv_width, bias=attention.qkv_bias)
-        self.project: nn.Module = Projections()
+        self.qkv: nn.Module = QkvProjections()
         self.query_norm = RMSNorm(self.head_width, spec.norm_eps) if attention.qk_norm else None
         self.key_norm = RMSNorm(self.head_width, spec.norm_eps) if attention.qk_norm else None
         self.attend = Attend(dropout=attention.dropout)
         self.output = Linear(query_width, spec.width, bias=attention.output_bias)
 
     def forward(
-        self, x_BSD: Tensor, *, turn: Rotation | None, positions_BS: Tensor, documents_BS: Tensor | None
+        self, x_BSD: Tensor, *, rope: RopeTables | None, positions_BS: Tensor, documents_BS: Tensor | None
     ) -> Tensor:
-        """What attention adds to the residual stream."""
+        """The output of attention, before the residual add."""
         q_BSHK, k_BSGK, v_BSGK = (
             heads.unflatten(-1, (-1, self.head_width))
-            for heads in self.project(x_BSD, (self.query, self.key, self.value))
+            for heads in self.qkv(x_BSD, (self.query, self.key, self.value))
         )
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
-        if turn is not None:
-            q_BSHK, k_BSGK = rotate(q_BSHK, turn), rotate(k_BSGK, turn)
+        if rope is not None:
+            q_BSHK, k_BSGK = apply_rope(q_BSHK, rope), apply_rope(k_BSGK, rope)
         out_BSHK = self.attend(
             q_BSHK,
             k_BSGK,

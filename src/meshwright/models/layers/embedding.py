@@ -1,4 +1,4 @@
-"""Tokens (and learned positions) to vectors."""
+"""Embeddings of tokens and, for models that learn them, of positions."""
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +9,15 @@ from meshwright.spec import ModelSpec
 
 
 class Lookup(nn.Module):
-    """Rows of a table by id. Replaced where the table is cut over the vocabulary."""
+    """Rows of a table by id; replaced where tp shards the vocabulary."""
 
     def forward(self, ids_BS: Tensor, table_VD: Tensor) -> Tensor:
-        """x_BSD."""
+        """The embeddings x_BSD of the ids."""
         return functional.embedding(ids_BS, table_VD)
 
 
 class Table(nn.Module):
-    """One vector per id."""
+    """An embedding table: one vector per id."""
 
     def __init__(self, size: int, width: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Table(nn.Module):
         self.lookup = Lookup()
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """x_BSD."""
+        """The embeddings x_BSD of the ids."""
         return self.lookup(ids_BS, local(self.weight))
 
 
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """x_BSD."""
+        """The embeddings x_BSD of tokens and positions."""
         x_BSD = self.tokens(tokens_BS)
         if self.positions is not None:
             x_BSD = x_BSD + self.positions(positions_BS)

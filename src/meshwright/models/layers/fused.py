@@ -1,4 +1,4 @@
-"""Linears that share their input, as one product: queries, keys and values; gate and up."""
+"""Fused QKV and gate-up projections: linears that share their input as one matmul."""
 
 from collections.abc import Sequence
 
@@ -6,67 +6,69 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.linear import Linear, Product, Projections
-from meshwright.models.layers.mlp import Gated, SwiGlu
-from meshwright.ops.fused_linear import joint_linear
-from meshwright.ops.loss import compute_dtype
+from meshwright.models.layers.linear import Linear, Matmul, QkvProjections
+from meshwright.models.layers.mlp import GateUp, SwiGlu
+from meshwright.ops.cast import compute_dtype
+from meshwright.ops.fused_linear import fused_linear
 from meshwright.ops.swiglu import swiglu
 
 
-class JointProjections(Projections):
-    """One product, cut into those of the linears."""
+class FusedQkvProjections(QkvProjections):
+    """Queries, keys and values of one matmul."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.totals: Sequence[Tensor] = ()  # as those of a linear
+        self.grad_buffers: Sequence[Tensor] = ()  # see Linear
 
     def forward(self, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-        """Contiguous parts: one that is kept for backward would else keep all of them."""
-        parts = _joint(x, linears, self.totals).split([len(linear.weight) for linear in linears], dim=-1)
+        """Queries, keys and values as separate tensors: one that is saved must not keep the others alive."""
+        y = _fused(x, linears, self.grad_buffers)
+        parts = y.split([len(linear.weight) for linear in linears], dim=-1)
         return [part.contiguous() for part in parts]
 
 
-class JointGated(Gated):
-    """silu(gate) * up of one product."""
+class FusedGateUp(GateUp):
+    """silu(gate) * up of one matmul."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.totals: Sequence[Tensor] = ()  # as those of a linear
+        self.grad_buffers: Sequence[Tensor] = ()  # see Linear
 
     def forward(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
-        """Over the last dim of x."""
-        return swiglu(_joint(x, (gate, up), self.totals))
+        """silu(gate(x)) * up(x), over the last dim of x."""
+        return swiglu(_fused(x, (gate, up), self.grad_buffers))
 
 
-def _joint(x: Tensor, linears: Sequence[Linear], totals: Sequence[Tensor]) -> Tensor:
-    y = joint_linear(x, [linear.weight for linear in linears], compute_dtype(x), totals)
+def _fused(x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor]) -> Tensor:
+    y = fused_linear(x, [linear.weight for linear in linears], compute_dtype(x), grad_buffers)
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return y + torch.cat(biases).to(y.dtype) if biases else y
 
 
-def sharing(module: nn.Module) -> tuple[Linear, ...]:
-    """The linears of a module that multiply the same input."""
+def linears_sharing_input(module: nn.Module) -> tuple[Linear, ...]:
+    """The linears of a module that multiply the same input: query, key and value, or gate and up."""
     if isinstance(module, Attention):
         return module.query, module.key, module.value
     return (module.gate, module.up) if isinstance(module, SwiGlu) else ()
 
 
-def join(module: Attention | SwiGlu) -> None:
-    """Make the linears that share their input one product, unless something else makes their products."""
-    maker = module.project if isinstance(module, Attention) else module.inner
-    is_plain = type(maker) in (Projections, Gated)
-    if not is_plain or any(type(one.product) is not Product or one.collect for one in sharing(module)):
+def fuse_linears(module: Attention | SwiGlu) -> None:
+    """Compute the linears that share their input in one matmul, unless tp or fp8 replaced their matmuls."""
+    current = module.qkv if isinstance(module, Attention) else module.gate_up
+    is_plain = type(current) in (QkvProjections, GateUp)
+    linears = linears_sharing_input(module)
+    if not is_plain or any(type(one.matmul) is not Matmul or one.reduce_output for one in linears):
         return
     if isinstance(module, Attention):
-        module.project = JointProjections()
+        module.qkv = FusedQkvProjections()
     else:
-        module.inner = JointGated()
+        module.gate_up = FusedGateUp()
 
 
-def joint_maker(module: nn.Module) -> JointProjections | JointGated | None:
-    """What makes the joint product of a module, where `join` put it."""
-    if isinstance(module, Attention) and isinstance(module.project, JointProjections):
-        return module.project
-    if isinstance(module, SwiGlu) and isinstance(module.inner, JointGated):
-        return module.inner
+def fused_projection_of(module: nn.Module) -> FusedQkvProjections | FusedGateUp | None:
+    """The fused projection of a module, where `fuse_linears` installed one."""
+    if isinstance(module, Attention) and isinstance(module.qkv, FusedQkvProjections):
+        return module.qkv
+    if isinstance(module, SwiGlu) and isinstance(module.gate_up, FusedGateUp):
+        return module.gate_up
     return None

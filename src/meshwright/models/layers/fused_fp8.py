@@ -1,4 +1,4 @@
-"""Linears of one input as one product in fp8: queries, keys and values; gate and up."""
+"""Fused QKV and gate-up projections in fp8: one cast of the input and one GEMM."""
 
 from collections.abc import Sequence
 
@@ -7,37 +7,37 @@ from torch.nn import functional
 
 from meshwright.models.layers.linear import Linear
 from meshwright.ops.sharded import local
-from meshwright.precision.fp8.linear import Fp8Product
+from meshwright.precision.fp8.linear import Fp8Matmul
 
 
-class NarrowProjections(nn.Module):
-    """In the place of Projections."""
+class Fp8QkvProjections(nn.Module):
+    """Replaces `QkvProjections`."""
 
-    def __init__(self, product: Fp8Product) -> None:
+    def __init__(self, matmul: Fp8Matmul) -> None:
         super().__init__()
-        self.product = product
+        self.matmul = matmul
 
     def forward(self, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-        """Contiguous parts: one that is kept for backward would else keep all of them."""
-        return [y.contiguous() for y in _together(self.product, x, linears)]
+        """Queries, keys and values as separate tensors: one that is saved must not keep the others alive."""
+        return [y.contiguous() for y in _fused(self.matmul, x, linears)]
 
 
-class NarrowGated(nn.Module):
-    """In the place of Gated."""
+class Fp8GateUp(nn.Module):
+    """Replaces `GateUp`."""
 
-    def __init__(self, product: Fp8Product) -> None:
+    def __init__(self, matmul: Fp8Matmul) -> None:
         super().__init__()
-        self.product = product
+        self.matmul = matmul
 
     def forward(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
         """silu(gate(x)) * up(x)."""
-        gate_BSF, up_BSF = _together(self.product, x, (gate, up))
+        gate_BSF, up_BSF = _fused(self.matmul, x, (gate, up))
         return functional.silu(gate_BSF) * up_BSF
 
 
-def _together(product: Fp8Product, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-    products = product.together(x, [local(linear.weight) for linear in linears])
+def _fused(matmul: Fp8Matmul, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    outputs = matmul.fused(x, [local(linear.weight) for linear in linears])
     return [
         y if linear.bias is None else y + local(linear.bias).to(y.dtype)
-        for y, linear in zip(products, linears, strict=True)
+        for y, linear in zip(outputs, linears, strict=True)
     ]

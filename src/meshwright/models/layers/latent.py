@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek): keys and values come out of one narrow vector per token."""
+"""Multi-head latent attention (MLA, DeepSeek): keys and values are projected up from one latent per token."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from meshwright.models.layers.attend import Attend
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.norm import RMSNorm
-from meshwright.models.layers.rope import Rotation, rotate, softmax_temperature
+from meshwright.models.layers.rope import RopeTables, apply_rope, softmax_temperature
 from meshwright.spec import ModelSpec
 
 # DeepSeek's inner norms keep this value whatever the eps of the residual norms is.
@@ -14,7 +14,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Queries and keys are (nope | rope) parts; the rotary key is shared by all heads."""
+    """Latent attention: queries and keys are (nope | rope) parts, and all heads share the rotary key."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class LatentAttention(nn.Module):
         self.output = Linear(attention.num_heads * latent.value_width, spec.width, bias=attention.output_bias)
 
     def forward(
-        self, x_BSD: Tensor, *, turn: Rotation | None, positions_BS: Tensor, documents_BS: Tensor | None
+        self, x_BSD: Tensor, *, rope: RopeTables | None, positions_BS: Tensor, documents_BS: Tensor | None
     ) -> Tensor:
-        """What attention adds to the residual stream."""
-        assert turn is not None
-        k_BSHK, v_BSHK = self._keys_and_values(x_BSD, turn)
+        """The output of attention, before the residual add."""
+        assert rope is not None
+        k_BSHK, v_BSHK = self._keys_and_values(x_BSD, rope)
         out_BSHK = self.attend(
-            self._queries(x_BSD, turn),
+            self._queries(x_BSD, rope),
             k_BSHK,
             v_BSHK,
             documents_BS=documents_BS,
@@ -54,21 +54,21 @@ class LatentAttention(nn.Module):
         )
         return self.output(out_BSHK.flatten(-2))
 
-    def _queries(self, x_BSD: Tensor, turn: Rotation) -> Tensor:
+    def _queries(self, x_BSD: Tensor, rope: RopeTables) -> Tensor:
         if self.latent.query_rank is None:
             flat = self.query(x_BSD)
         else:
             flat = self.query_up(self.query_norm(self.query_down(x_BSD)))
         q_BSHK = flat.unflatten(-1, (-1, self.query_width))
-        nope, rope = q_BSHK.split((self.latent.nope_width, self.latent.rope_width), dim=-1)
-        return torch.cat((nope, rotate(rope, turn)), dim=-1)
+        nope_BSHK, rope_BSHK = q_BSHK.split((self.latent.nope_width, self.latent.rope_width), dim=-1)
+        return torch.cat((nope_BSHK, apply_rope(rope_BSHK, rope)), dim=-1)
 
-    def _keys_and_values(self, x_BSD: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, x_BSD: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor]:
         latent = self.latent
-        narrow, rope = self.kv_down(x_BSD).split((latent.kv_rank, latent.rope_width), dim=-1)
-        wide_BSHK = self.kv_up(self.kv_norm(narrow)).unflatten(
+        latent_BSK, rope_BSK = self.kv_down(x_BSD).split((latent.kv_rank, latent.rope_width), dim=-1)
+        kv_BSHK = self.kv_up(self.kv_norm(latent_BSK)).unflatten(
             -1, (-1, latent.nope_width + latent.value_width)
         )
-        nope_BSHK, v_BSHK = wide_BSHK.split((latent.nope_width, latent.value_width), dim=-1)
-        rope_BSHK = rotate(rope[:, :, None], turn).expand(-1, -1, nope_BSHK.shape[2], -1)
+        nope_BSHK, v_BSHK = kv_BSHK.split((latent.nope_width, latent.value_width), dim=-1)
+        rope_BSHK = apply_rope(rope_BSK[:, :, None], rope).expand(-1, -1, nope_BSHK.shape[2], -1)
         return torch.cat((nope_BSHK, rope_BSHK), dim=-1), v_BSHK

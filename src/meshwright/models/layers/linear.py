@@ -1,4 +1,4 @@
-"""A matrix, with or without a bias, and several of them on the same input."""
+"""A linear layer whose matmul can be replaced, and the QKV projections made of three of them."""
 
 from collections.abc import Sequence
 
@@ -6,46 +6,46 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.ops.fused_linear import joint_linear
-from meshwright.ops.loss import compute_dtype
+from meshwright.ops.cast import compute_dtype
+from meshwright.ops.fused_linear import fused_linear
 from meshwright.ops.sharded import local
 
 
-class Product(nn.Module):
-    """x W^T + b; replaced where the product is made in another format."""
+class Matmul(nn.Module):
+    """x W^T + b; replaced where the matmul runs in fp8 or gathers its input again in backward."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Over the last dim of x."""
+        """x W^T + b, over the last dim of x."""
         return functional.linear(x, weight, bias)
 
 
 class Linear(nn.Module):
-    """y = x W^T + b; the weight is (to, of) as in torch."""
+    """y = x W^T + b; the weight is [out_width, in_width] as in torch."""
 
-    def __init__(self, of: int, to: int, *, bias: bool = False) -> None:
+    def __init__(self, in_width: int, out_width: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(to, of))
-        self.bias = nn.Parameter(torch.empty(to)) if bias else None
-        self.product: nn.Module = Product()
-        # Set where the input dim is cut: sums the partial products before the bias joins, once.
-        self.collect: nn.Module | None = None
-        # Set while backward is to add the weight's gradient to what is there already: to this one tensor.
-        self.totals: Sequence[Tensor] = ()
+        self.weight = nn.Parameter(torch.empty(out_width, in_width))
+        self.bias = nn.Parameter(torch.empty(out_width)) if bias else None
+        self.matmul: nn.Module = Matmul()
+        # Set where tp shards the input dim: reduces the partial outputs; the bias is added after it, once.
+        self.reduce_output: nn.Module | None = None
+        # Weight-gradient accumulation fusion: when set, backward adds dW to this one tensor.
+        self.grad_buffers: Sequence[Tensor] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product over the last dim."""
-        if self.totals:
-            return joint_linear(x, [self.weight], compute_dtype(x), self.totals)
+        """x W^T + b, over the last dim of x."""
+        if self.grad_buffers:
+            return fused_linear(x, [self.weight], compute_dtype(x), self.grad_buffers)
         bias = None if self.bias is None else local(self.bias)
-        if self.collect is None:
-            return self.product(x, local(self.weight), bias)
-        y = self.collect(self.product(x, local(self.weight)))
+        if self.reduce_output is None:
+            return self.matmul(x, local(self.weight), bias)
+        y = self.reduce_output(self.matmul(x, local(self.weight)))
         return y if bias is None else y + bias
 
 
-class Projections(nn.Module):
-    """Several linears on the same input, one after the other; replaced where they are one product."""
+class QkvProjections(nn.Module):
+    """Linears on the same input, one after the other; replaced where they are fused into one matmul."""
 
     def forward(self, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-        """The product of each."""
+        """The output of each linear."""
         return [linear(x) for linear in linears]

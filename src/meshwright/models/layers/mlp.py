@@ -1,4 +1,4 @@
-"""The dense feed-forward part."""
+"""The dense feed-forward layer (MLP)."""
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,11 @@ from meshwright.ops.sharded import local
 from meshwright.spec import MlpSpec
 
 
-class Gated(nn.Module):
-    """silu(gate(x)) * up(x); replaced where gate and up are one product."""
+class GateUp(nn.Module):
+    """silu(gate(x)) * up(x); replaced where gate and up are fused into one matmul."""
 
     def forward(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
-        """Over the last dim of x."""
+        """silu(gate(x)) * up(x), over the last dim of x."""
         return functional.silu(gate(x)) * up(x)
 
 
@@ -26,11 +26,11 @@ class SwiGlu(nn.Module):
         self.gate = Linear(width, inner_width, bias=bias)
         self.up = Linear(width, inner_width, bias=bias)
         self.down = Linear(inner_width, width, bias=bias)
-        self.inner: nn.Module = Gated()
+        self.gate_up: nn.Module = GateUp()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """What the MLP adds to the residual stream."""
-        return self.down(self.inner(x_BSD, self.gate, self.up))
+        """The output of the MLP, before the residual add."""
+        return self.down(self.gate_up(x_BSD, self.gate, self.up))
 
 
 class Gelu(nn.Module):
@@ -43,11 +43,11 @@ class Gelu(nn.Module):
         self.approximate = approximate
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """What the MLP adds to the residual stream."""
+        """The output of the MLP, before the residual add."""
         if self.up.bias is None or self.approximate != "tanh" or not torch.compiler.is_compiling():
             return self.down(gelu(self.up(x_BSD), approximate=self.approximate))
         bias = local(self.up.bias)
-        y_BSF = self.up.product(x_BSD, local(self.up.weight), bias.detach())
+        y_BSF = self.up.matmul(x_BSD, local(self.up.weight), bias.detach())
         return self.down(biased_gelu(y_BSF, bias))
 
 

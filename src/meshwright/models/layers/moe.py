@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.models.layers.mlp import SwiGlu
-from meshwright.models.layers.routing import Balance, Capacity, InjectLoss, Router, Routing
+from meshwright.models.layers.routing import Capacity, InjectLoss, LoadBalanceLoss, Router, Routing
 from meshwright.ops.grouped_mm import count_groups, grouped_linear
 from meshwright.ops.routed_rows import RoutedRowCounts, RowCounts
 from meshwright.ops.sharded import local
@@ -29,7 +29,7 @@ class Experts(nn.Module):
         self.simulated: SimulatedDevice | None = None
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """y_ND for tokens sorted by expert; `counts_E` says how many each of the local experts gets."""
+        """y_ND for tokens sorted by expert; `counts_E` is the number of tokens of each local expert."""
         gate_NF = grouped_linear(x_ND, local(self.gate), counts_E, self.simulated)
         up_NF = grouped_linear(x_ND, local(self.up), counts_E, self.simulated)
         h_NF = functional.silu(gate_NF) * up_NF
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """Brings tokens to their experts and back. Replaced where experts are dealt out over ranks."""
+    """Permutes tokens to their experts and back (token dispatcher); ep wraps it."""
 
     def __init__(self, moe: MoeSpec, row_counts: RowCounts) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Dispatch(nn.Module):
     def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
         """Sum over each token's choices of weight x expert(x). Expert id E means: no expert."""
         num_choices = experts_TC.shape[1]
-        order_N = experts_TC.flatten().argsort(stable=True)  # the tokens of one expert lie together
+        order_N = experts_TC.flatten().argsort(stable=True)  # the tokens of one expert are contiguous
         counts_E = count_groups(experts_TC, self.num_experts)
         if self.capacity_factor is not None:  # host sync: dropped choices sort to the end
             num_kept = self.row_counts.within_capacity(counts_E, len(order_N), self.capacity_factor)
@@ -74,15 +74,15 @@ class Moe(nn.Module):
         self.capacity: nn.Module | None = None if moe.capacity_factor is None else Capacity(moe)
         self.row_counts: RowCounts = RoutedRowCounts()
         self.dispatch: nn.Module = Dispatch(moe, self.row_counts)
-        self.balance = Balance(moe)
-        # Since the records were last taken: choices per expert, and the sum of the auxiliary loss.
+        self.balance = LoadBalanceLoss(moe)
+        # Records since they were last read: choices per expert, and the sum of the auxiliary loss.
         self.register_buffer("load", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("balance_loss", torch.zeros((), dtype=torch.float32), persistent=False)
 
     def forward(self, x_BSD: Tensor, *, sequence_weights_B: Tensor | None = None) -> Tensor:
-        """What the experts add to the residual stream."""
+        """The output of the experts, before the residual add."""
         routing = self.router(x_BSD)
-        experts_BSC, weights_BSC = self._limited(routing)
+        experts_BSC, weights_BSC = self._within_capacity(routing)
         y_TD = self.dispatch(
             x_BSD.flatten(0, 1), experts_BSC.flatten(0, 1), weights_BSC.flatten(0, 1), self.experts
         )
@@ -91,8 +91,8 @@ class Moe(nn.Module):
             y_BSD = y_BSD + self.shared(x_BSD)
         return self._with_balance(y_BSD, routing, sequence_weights_B)
 
-    def _limited(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Choices over the capacity become expert id E with weight 0."""
+    def _within_capacity(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """The routing in which choices over the capacity have expert id E and weight 0."""
         if self.capacity is None:
             return routing.experts_BSC, routing.weights_BSC
         kept_BSC = self.capacity(routing.experts_BSC)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.ops.loss_rows import wide_dtype
+from meshwright.ops.cast import accumulation_dtype
 from meshwright.ops.sharded import local
 from meshwright.spec import ModelSpec
 
@@ -18,10 +18,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as x."""
-        wide = wide_dtype(x)
-        weight = local(self.weight).to(wide)
-        return functional.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+        """The normalised x, in its shape and dtype."""
+        dtype = accumulation_dtype(x)
+        weight = local(self.weight).to(dtype)
+        return functional.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -34,10 +34,10 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as x."""
-        wide = wide_dtype(x)
-        weight, bias = local(self.weight).to(wide), local(self.bias).to(wide)
-        return functional.layer_norm(x.to(wide), weight.shape, weight, bias, self.eps).to(x.dtype)
+        """The normalised x, in its shape and dtype."""
+        dtype = accumulation_dtype(x)
+        weight, bias = local(self.weight).to(dtype), local(self.bias).to(dtype)
+        return functional.layer_norm(x.to(dtype), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
 def build_norm(spec: ModelSpec) -> RMSNorm | LayerNorm:

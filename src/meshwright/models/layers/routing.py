@@ -1,4 +1,4 @@
-"""Which experts a token goes to, how much each counts, and how evenly they are used."""
+"""The router, expert capacity and the load-balancing loss of MoE layers."""
 
 from typing import Any, NamedTuple, Self
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwright.ops.cast import accumulation_dtype
 from meshwright.ops.grouped_mm import count_groups
-from meshwright.ops.loss_rows import wide_dtype
 from meshwright.ops.sharded import local
 from meshwright.spec import MoeSpec
 
@@ -23,7 +23,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores in float32 (float64 for float64), choice by score plus bias, weights by score alone."""
+    """Scores in float32 (float64 for float64), top-k by score plus bias, weights by score alone."""
 
     balance_bias: Tensor | None
 
@@ -35,14 +35,14 @@ class Router(nn.Module):
         self.register_buffer("balance_bias", bias)
 
     def forward(self, x_BSD: Tensor) -> Routing:
-        """Every token's experts; no token is left out here."""
+        """The top-k experts of every token; none is dropped here."""
         scores_BSE = self._scores(x_BSD)
         bias = self.balance_bias
         for_choice_BSE = scores_BSE.detach()
         if bias is not None:
             for_choice_BSE = for_choice_BSE + bias.to(scores_BSE.dtype)
         if self.moe.num_groups > 1:
-            for_choice_BSE = _inside_best_groups(for_choice_BSE, self.moe)
+            for_choice_BSE = _limit_to_best_groups(for_choice_BSE, self.moe)
         experts_BSC = for_choice_BSE.topk(self.moe.top_k, dim=-1).indices
         weights_BSC = scores_BSE.gather(-1, experts_BSC)
         if self.moe.normalise_top_k:
@@ -50,22 +50,25 @@ class Router(nn.Module):
         return Routing(experts_BSC, weights_BSC * self.moe.routed_scale, scores_BSE)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
-        """Casting the model to a narrow dtype leaves the bias wide: its steps would round to nothing."""
-        wide_bias = self.balance_bias
+        """Keep the bias in fp32 when the model is cast to 16 bits: its small updates would round to nothing.
+
+        `_apply` is private in torch: it is the one hook that every cast and move of a module goes through.
+        """
+        fp32_bias = self.balance_bias
         super()._apply(fn, recurse)
-        if wide_bias is not None and self.balance_bias is not None and self.balance_bias.itemsize < 4:
-            self.balance_bias = wide_bias.to(self.balance_bias.device)
+        if fp32_bias is not None and self.balance_bias is not None and self.balance_bias.itemsize < 4:
+            self.balance_bias = fp32_bias.to(self.balance_bias.device)
         return self
 
     def _scores(self, x_BSD: Tensor) -> Tensor:
-        wide = wide_dtype(x_BSD)
+        dtype = accumulation_dtype(x_BSD)
         with torch.autocast(x_BSD.device.type, enabled=False):
-            logits_BSE = functional.linear(x_BSD.to(wide), local(self.weight).to(wide))
+            logits_BSE = functional.linear(x_BSD.to(dtype), local(self.weight).to(dtype))
         return logits_BSE.softmax(-1) if self.moe.score == "softmax" else logits_BSE.sigmoid()
 
 
-def _inside_best_groups(scores_BSE: Tensor, moe: MoeSpec) -> Tensor:
-    """Minus infinity for the experts outside the best groups."""
+def _limit_to_best_groups(scores_BSE: Tensor, moe: MoeSpec) -> Tensor:
+    """The scores, with minus infinity for experts outside the best groups (group-limited routing)."""
     by_group = scores_BSE.unflatten(-1, (moe.num_groups, -1))
     num_counted = 2 if moe.group_score == "top2_sum" else 1
     group_scores = by_group.topk(num_counted, dim=-1).values.sum(-1)
@@ -75,23 +78,23 @@ def _inside_best_groups(scores_BSE: Tensor, moe: MoeSpec) -> Tensor:
 
 
 class Capacity(nn.Module):
-    """Which choices an expert takes: the first ones of each sequence, up to its capacity."""
+    """Expert capacity: an expert accepts the first choices of each sequence, up to its limit."""
 
     def __init__(self, moe: MoeSpec) -> None:
         super().__init__()
         self.moe = moe
 
     def forward(self, experts_BSC: Tensor) -> Tensor:
-        """True where the choice is kept. Every sequence is limited by itself."""
+        """True where the expert accepts the choice. The limit applies to each sequence."""
         factor = self.moe.capacity_factor
         assert factor is not None
         num_choices = experts_BSC[0].numel()
         limit = max(1, int(factor * num_choices / self.moe.num_experts))
-        return _place_in_expert(experts_BSC.flatten(1)).view_as(experts_BSC) < limit
+        return _position_in_expert(experts_BSC.flatten(1)).view_as(experts_BSC) < limit
 
 
-def _place_in_expert(experts_BN: Tensor) -> Tensor:
-    """How many earlier entries of the same row chose the same expert."""
+def _position_in_expert(experts_BN: Tensor) -> Tensor:
+    """Number of earlier entries of the same row that chose the same expert."""
     order_BN = experts_BN.argsort(dim=1, stable=True)
     sorted_BN = experts_BN.gather(1, order_BN)
     index_BN = torch.arange(experts_BN.shape[1], device=experts_BN.device).expand_as(experts_BN)
@@ -99,12 +102,12 @@ def _place_in_expert(experts_BN: Tensor) -> Tensor:
     return torch.empty_like(experts_BN).scatter_(1, order_BN, index_BN - first_BN)
 
 
-class Balance(nn.Module):
+class LoadBalanceLoss(nn.Module):
     """The load-balancing loss, per sequence: E x sum over experts of f x P.
 
-    f is the part of the sequence's choices that fell on the expert (no gradient), P the mean
-    score. Each sequence is weighted by itself, so no way to cut the batch changes the loss. Where a
-    sequence is cut over ranks, `total` sums the counts; P is linear, so its parts just add up.
+    f is the fraction of the sequence's choices that went to the expert (no gradient), P the mean
+    score. Each sequence has its own weight, so the loss does not depend on how the batch is sharded. Where
+    ranks share a sequence, `total` sums the counts; P is linear, so its parts add up by themselves.
     """
 
     def __init__(self, moe: MoeSpec) -> None:
@@ -131,17 +134,17 @@ def _count_per_sequence(experts_BSC: Tensor, num_experts: int) -> Tensor:
 
 
 class InjectLoss(torch.autograd.Function):
-    """Hands x on unchanged; in backward the loss gets gradient 1, and both records are written.
+    """The identity on x; backward gives the auxiliary loss gradient 1 and updates both records.
 
     So an auxiliary loss works in any pipeline stage without being passed along. Backward runs exactly
-    once per micro-batch, also under recompute, and never in evaluation: the right time to count.
+    once per micro-batch, also under recompute, and never in evaluation, so the records count each token once.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, loss: Tensor, counts_E: Tensor, load_E: Tensor, total_loss: Tensor
     ) -> Tensor:
-        """x itself."""
+        """x, unchanged."""
         ctx.records = (loss.detach(), counts_E, load_E, total_loss)
         return x.view_as(x)
 

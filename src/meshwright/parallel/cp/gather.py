@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.hardware.simulated_device import SimulatedDevice
-from meshwright.ops.attention import Rows, Scope, attend
+from meshwright.ops.attention import AttentionScope, Rows, attend
 from meshwright.ops.collectives import all_gather
 from meshwright.parallel.cp.zigzag import all_chunks, chunks_of, unshard_sequence
 
@@ -46,7 +46,7 @@ class GatherAttend(nn.Module):
         k_BTGK, v_BTGV = self._gather_keys(k_BSGK, v_BSGV)
         queries = Rows(chunks_of(rank, cp, length), documents_BS)
         keys = Rows(all_chunks(cp, length), gather_rows(documents_BS, self.group))
-        return attend(q_BSHK, k_BTGK, v_BTGV, Scope(queries, keys, scale, window, self.simulated))
+        return attend(q_BSHK, k_BTGK, v_BTGV, AttentionScope(queries, keys, scale, window, self.simulated))
 
     def _gather_keys(self, k_BSGK: Tensor, v_BSGV: Tensor) -> tuple[Tensor, Tensor]:
         groups, key_width = k_BSGK.shape[2:]

@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.hardware.simulated_device import SimulatedDevice
-from meshwright.ops.attention import QuerySide, Rows, RunningSoftmax, Scope, add_part, part_backward
+from meshwright.ops.attention import (
+    AttentionScope,
+    Rows,
+    RunningSoftmax,
+    SavedQueries,
+    backward_part,
+    forward_part,
+)
 from meshwright.ops.cast import cast
 from meshwright.ops.collectives import all_gather
 from meshwright.parallel.cp.zigzag import chunks_of
@@ -69,9 +76,9 @@ class _Ring(NamedTuple):
     window: int | None
     simulated: SimulatedDevice | None
 
-    def scope(self, owner: int) -> Scope:
+    def scope(self, owner: int) -> AttentionScope:
         mine = self.rows_by_rank[self.group.rank()]
-        return Scope(mine, self.rows_by_rank[owner], self.scale, self.window, self.simulated)
+        return AttentionScope(mine, self.rows_by_rank[owner], self.scale, self.window, self.simulated)
 
     def owner_at(self, step: int) -> int:
         return (self.group.rank() - step) % self.group.size()
@@ -116,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
         last = ring.group.size() - 1
         for step in range(last + 1):
             message = _Message(received, ring.group) if step < last else None
-            add_part(running, q, *_unpack(received, k, v), ring.scope(ring.owner_at(step)))
+            forward_part(running, q, *_unpack(received, k, v), ring.scope(ring.owner_at(step)))
             received = message.receive() if message else received
         out = cast(running.out_BSHV, q.dtype)
         ctx.ring = ring
@@ -128,9 +135,9 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         last = ring.group.size() - 1
-        side, dq = QuerySide(q, out, lse, grad), torch.zeros_like(q, dtype=lse.dtype)
+        side, dq = SavedQueries(q, out, lse, grad), torch.zeros_like(q, dtype=lse.dtype)
         message = _Message(_pack(k, v), ring.group) if last else None
-        local = _pack(*part_backward(side, k, v, ring.scope(ring.owner_at(0)), dq))
+        local = _pack(*backward_part(side, k, v, ring.scope(ring.owner_at(0)), dq))
         key_gradients: Tensor | None = None  # of the keys at hand, from the ranks they have passed
         for step in range(1, last + 1):
             assert message is not None
@@ -138,7 +145,7 @@ class _RingAttention(torch.autograd.Function):
             message = _Message(received, ring.group) if step < last else None
             in_flight = _Message(key_gradients, ring.group) if key_gradients is not None else None
             scope = ring.scope(ring.owner_at(step))
-            key_gradients = _pack(*part_backward(side, *_unpack(received, k, v), scope, dq))
+            key_gradients = _pack(*backward_part(side, *_unpack(received, k, v), scope, dq))
             if in_flight is not None:
                 key_gradients += in_flight.receive()
         if key_gradients is not None:

@@ -17,16 +17,23 @@ class StageModule(NamedTuple):
 
 
 def build_stages(
-    model: ModelSpec, parallel: ParallelSpec, pp_rank: int, *, dtype: torch.dtype
+    model: ModelSpec, parallel: ParallelSpec, pp_rank: int, *, dtype: torch.dtype, left_out_layers: int = 0
 ) -> list[StageModule]:
-    """The stages of one pipeline rank on the meta device; without a pipeline there is one, the full model."""
+    """The stages of one pipeline rank on the meta device; without a pipeline there is one, the full model.
+
+    A rehearsal leaves the last `left_out_layers` of every stage out.
+    """
     layers = stage_layers(model, parallel.num_stages)
     last = parallel.num_stages - 1
     return [
         StageModule(
             index,
             build_decoder(
-                model, layers=layers[index], has_embedding=index == 0, has_head=index == last, dtype=dtype
+                model,
+                layers=layers[index][: len(layers[index]) - left_out_layers],
+                has_embedding=index == 0,
+                has_head=index == last,
+                dtype=dtype,
             ),
         )
         for index in stages_of_rank(parallel, pp_rank)

@@ -94,7 +94,7 @@ def _memory_note(best: Candidate) -> str:
     budget = show_bytes(best.question.memory_budget_bytes)
     return (
         f"Peak of the step: {show_bytes(best.allocated_bytes)} allocated by tensors, "
-        f"{show_bytes(best.reserved_bytes)} held by the allocator, "
+        f"{show_bytes(best.reserved_bytes)} reserved by the allocator, "
         f"{show_bytes(best.device_bytes)} on the device with context and communicators. "
         f"A plan may use up to {budget}."
         + (f" Allocated memory is {margin.words}." if (margin := best.memory_margin) else "")

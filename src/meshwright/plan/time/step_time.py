@@ -62,16 +62,6 @@ class StepCost:
         """Seconds of one optimizer step."""
         return total(self.items)
 
-    @property
-    def low_seconds(self) -> Floats:
-        """Lower end of the 90% interval."""
-        return self.step_seconds / (1.0 + self.relative_half_width)
-
-    @property
-    def high_seconds(self) -> Floats:
-        """Upper end of the 90% interval."""
-        return self.step_seconds * (1.0 + self.relative_half_width)
-
 
 def step_cost(workload: Workload, at: Layouts, cluster: Cluster, framework: Framework) -> StepCost:
     """Seconds per optimizer step of every layout, by item."""

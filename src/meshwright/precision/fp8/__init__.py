@@ -1,1 +1,1 @@
-"""Linear layers in fp8: what a recipe is, how numbers become fp8, the three products of a linear."""
+"""Linear layers in fp8: recipes, quantisation, and the three GEMMs of a linear (forward, dgrad, wgrad)."""

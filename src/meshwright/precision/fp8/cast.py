@@ -1,7 +1,7 @@
-"""Numbers to fp8 with a known scale, as they lie and turned, and how large they are: one pass over them.
+"""Cast to fp8 with a given scale, as is and transposed, and the amax of tiles: one pass over the input.
 
-The compiler would write the fp8 numbers once for the matmul and once more for an operator that turns them,
-and work out the scale again for every number; its kernels ran at 2.4 to 3 TB/s on an H200.
+The compiler would write the fp8 values once for the GEMM and once more for the transpose, and compute the
+reciprocal of the scale for every element; its kernels ran at 2.4 to 3 TB/s on an H200.
 """
 
 from collections.abc import Sequence
@@ -17,87 +17,89 @@ if find_spec("triton") is not None:  # comes with torch for CUDA
     from meshwright.precision.fp8.cast_triton import cast_tiles
 
 TILE = 128
-"""Rows and columns of the parts whose largest magnitudes are told."""
+"""Rows and columns of the tiles whose amax is returned."""
 
 
 class Cast(NamedTuple):
-    """x[M, K] in fp8, twice."""
+    """x[M, K] in fp8, and its transpose."""
 
     values_MK: Tensor
-    turned_KM: Tensor
-    largest: Tensor
-    """Magnitudes, fp32, whose maximum is that of x, inf where x holds a nan; none if not asked for."""
+    transposed_KM: Tensor
+    tile_amax: Tensor
+    """fp32 values whose maximum is the amax of x, inf where x holds a nan; empty if not asked for."""
 
 
-def cast_and_turn(parts: Sequence[Tensor], unit: Tensor, dtype: torch.dtype, *, noting: bool = False) -> Cast:
-    """Matrices that stand side by side, as one; `noting`: how large they are as well."""
-    return Cast(*_cast_and_turn(list(parts), unit, dtype, noting))
+def cast_transpose(
+    parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, *, with_amax: bool = False
+) -> Cast:
+    """Cast matrices that are concatenated by columns, as one matrix."""
+    return Cast(*_cast_transpose(list(parts), scale, dtype, with_amax))
 
 
-@torch.library.custom_op("meshwright::cast_and_turn", mutates_args=())
-def _cast_and_turn(
+@torch.library.custom_op("meshwright::fp8_cast_transpose", mutates_args=())
+def _cast_transpose(
     parts: list[Tensor],
-    unit: Tensor,
+    scale: Tensor,
     dtype: torch.dtype,
-    noting: bool,  # noqa: FBT001 - an operator's schema
+    with_amax: bool,  # noqa: FBT001 - an operator's schema
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cast, widths = _room(parts, unit, dtype, noting=noting), [part.shape[1] for part in parts]
-    columns = cast.values_MK.split(widths, 1), cast.turned_KM.split(widths)
-    tiles = cast.largest.split([_num_tiles(part) if noting else 0 for part in parts])
-    for part, values, turned, largest in zip(parts, *columns, tiles, strict=True):
-        write_cast(part, unit, values, turned, largest if noting else None)
+    cast, widths = _empty_cast(parts, scale, dtype, with_amax=with_amax), [part.shape[1] for part in parts]
+    columns = cast.values_MK.split(widths, 1), cast.transposed_KM.split(widths)
+    tiles = cast.tile_amax.split([_num_tiles(part) if with_amax else 0 for part in parts])
+    for part, values, transposed, tile_amax in zip(parts, *columns, tiles, strict=True):
+        cast_into(part, scale, values, transposed, tile_amax if with_amax else None)
     return cast
 
 
-@_cast_and_turn.register_fake
+@_cast_transpose.register_fake
 def _(
     parts: list[Tensor],
-    unit: Tensor,
+    scale: Tensor,
     dtype: torch.dtype,
-    noting: bool,  # noqa: FBT001
+    with_amax: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _room(parts, unit, dtype, noting=noting)
+    return _empty_cast(parts, scale, dtype, with_amax=with_amax)
 
 
-@torch.library.custom_op("meshwright::turned_cast_late", mutates_args=())
-def turned_cast_late(parts: list[Tensor], unit: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
-    """x^T in fp8 of parts of x one below the other, not before `after` is there: see `turned_late`."""
+@torch.library.custom_op("meshwright::fp8_deferred_cast_transpose", mutates_args=())
+def deferred_cast_transpose(parts: list[Tensor], scale: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+    """x^T in fp8 of parts concatenated by rows, not before `after` exists: see `deferred_transpose`."""
     del after
-    turned_KM = _turned_room(parts, dtype)
-    for part, turned in zip(parts, turned_KM.split([len(part) for part in parts], 1), strict=True):
-        write_cast(part, unit, torch.empty_like(part, dtype=dtype), turned)
-    return turned_KM
+    transposed_KM = _empty_transposed(parts, dtype)
+    for part, transposed in zip(parts, transposed_KM.split([len(part) for part in parts], 1), strict=True):
+        cast_into(part, scale, torch.empty_like(part, dtype=dtype), transposed)
+    return transposed_KM
 
 
-@turned_cast_late.register_fake
-def _(parts: list[Tensor], unit: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
-    del unit, after
-    return _turned_room(parts, dtype)
+@deferred_cast_transpose.register_fake
+def _(parts: list[Tensor], scale: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+    del scale, after
+    return _empty_transposed(parts, dtype)
 
 
-def _turned_room(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _empty_transposed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return parts[0].new_empty((parts[0].shape[1], sum(len(part) for part in parts)), dtype=dtype)
 
 
-def write_cast(
-    x_MK: Tensor, unit: Tensor, values_MK: Tensor, turned_KM: Tensor, largest: Tensor | None = None
+def cast_into(
+    x_MK: Tensor, scale: Tensor, values_MK: Tensor, transposed_KM: Tensor, tile_amax: Tensor | None = None
 ) -> None:
-    """The same into memory that is there, which may be columns of wider matrices."""
+    """Cast x into given tensors, which may be columns of larger matrices."""
     if x_MK.is_cuda and x_MK.dtype != torch.float64:
-        cast_tiles(x_MK, unit, values_MK, turned_KM, largest)
+        cast_tiles(x_MK, scale, values_MK, transposed_KM, tile_amax)
         return
-    values_MK.copy_(encode(x_MK, unit, values_MK.dtype, None).values_MK)
-    turned_KM.copy_(values_MK.t())
-    if largest is not None:
-        largest.copy_(x_MK.abs().amax().nan_to_num(torch.inf))
+    values_MK.copy_(encode(x_MK, scale, values_MK.dtype, None).values_MK)
+    transposed_KM.copy_(values_MK.t())
+    if tile_amax is not None:
+        tile_amax.copy_(x_MK.abs().amax().nan_to_num(torch.inf))
 
 
-def _room(parts: Sequence[Tensor], unit: Tensor, dtype: torch.dtype, *, noting: bool) -> Cast:
+def _empty_cast(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, *, with_amax: bool) -> Cast:
     num_rows, num_columns = parts[0].shape[0], sum(part.shape[1] for part in parts)
     return Cast(
         parts[0].new_empty((num_rows, num_columns), dtype=dtype),
         parts[0].new_empty((num_columns, num_rows), dtype=dtype),
-        unit.new_empty(sum(_num_tiles(part) for part in parts) if noting else 0),
+        scale.new_empty(sum(_num_tiles(part) for part in parts) if with_amax else 0),
     )
 
 

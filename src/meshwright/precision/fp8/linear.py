@@ -1,15 +1,15 @@
-"""y = x W^T with every operand in fp8, for one matrix W or for several that multiply the same x.
+"""y = x W^T with every operand in fp8, for one matrix W or for several that share the input x.
 
     forward    y[T, N]  =  x[T, K]   W[N, K]^T
-    backward   dx[T, K] = dy[T, N]   W^T[K, N]^T
-               dW[N, K] = dy^T[N, T] x^T[K, T]^T
+    dgrad      dx[T, K] = dy[T, N]   W^T[K, N]^T
+    wgrad      dW[N, K] = dy^T[N, T] x^T[K, T]^T
 
-Hopper multiplies fp8 only where both operands lie with the contracted dim last, so x, W and dy are each
-written twice: as they are and turned. x is kept for backward in fp8, turned. W is cast anew from the weight,
-which is kept anyway, or kept in fp8 from one update to the next.
+Hopper's fp8 GEMM wants the contracted dim of both operands contiguous, so x, W and dy are each cast twice: as
+they are and transposed. x^T is saved for backward in fp8. W is cast in every micro-batch from the weight,
+which is in memory anyway, or once per update into a cached fp8 copy.
 
-Several matrices stand one below the other, W[N1 + N2 + ..., K], and are one tensor with one scale; so are
-their y and dy, side by side. x is then cast once, and each of the three products is one.
+Several matrices are concatenated by rows, W[N1 + N2 + ..., K], and have one scale; their y and dy are
+concatenated by columns. So x is cast once, and each of the three GEMMs runs once (fused QKV, fused gate-up).
 """
 
 from collections.abc import Sequence
@@ -19,38 +19,45 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshwright.precision.fp8.cached_weights import KeptWeight
-from meshwright.precision.fp8.cast import cast_and_turn, turned_cast_late
-from meshwright.precision.fp8.delayed import KnownScales, note
+from meshwright.precision.fp8.cached_weights import CachedFp8Weight
+from meshwright.precision.fp8.cast import cast_transpose, deferred_cast_transpose
+from meshwright.precision.fp8.delayed import Fp8Scales, update_amax
 from meshwright.precision.fp8.matmul import matmul
-from meshwright.precision.fp8.quantise import Quantised, agreed, block_amax, encode, quantise, unit_of
+from meshwright.precision.fp8.quantise import (
+    Quantised,
+    all_reduce_amax,
+    block_amax,
+    encode,
+    power_of_two_scale,
+    quantise,
+)
 from meshwright.precision.fp8.recipes import RECIPES, Block, Recipe
-from meshwright.precision.fp8.transpose import turned, turned_late
+from meshwright.precision.fp8.transpose import deferred_transpose, transpose
 
 Groups = tuple[ProcessGroup, ...]
 
 
-class Cuts(NamedTuple):
-    """Over which groups each operand of a linear is cut: a scale for a whole tensor is agreed over them."""
+class AmaxGroups(NamedTuple):
+    """Groups over which each operand of a linear is sharded; a per-tensor amax is all-reduced over them."""
 
     x: Groups = ()
     weight: Groups = ()
     gradient: Groups = ()
 
 
-UNCUT = Cuts()
+NO_AMAX_GROUPS = AmaxGroups()
 
 
-class How(NamedTuple):
-    """By which rules, and whether on tensor cores that take fp8."""
+class Fp8Options(NamedTuple):
+    """The recipe, whether the device's tensor cores take it, and where an amax is all-reduced."""
 
     recipe: str
     native: bool
-    cuts: Cuts
+    amax_groups: AmaxGroups
 
 
-class Fp8Product(nn.Module):
-    """In the place of a plain product: the same numbers, each operand rounded to fp8."""
+class Fp8Matmul(nn.Module):
+    """Replaces the matmul of a linear: every operand is rounded to fp8."""
 
     def __init__(
         self,
@@ -58,163 +65,148 @@ class Fp8Product(nn.Module):
         *,
         dtype: torch.dtype,
         native: bool,
-        cuts: Cuts = UNCUT,
-        kept: KeptWeight | None = None,
-        scales: KnownScales | None = None,
+        amax_groups: AmaxGroups = NO_AMAX_GROUPS,
+        cached_weight: CachedFp8Weight | None = None,
+        scales: Fp8Scales | None = None,
     ) -> None:
         super().__init__()
-        self.recipe, self.dtype, self.native, self.cuts = recipe, dtype, native, cuts
-        self.kept, self.scales = kept, scales
+        self.options, self.dtype = Fp8Options(recipe, native, amax_groups), dtype
+        self.cached_weight, self.scales = cached_weight, scales
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b over the last dim of x, in the dtype of the other matmuls."""
-        (y,) = self.together(x, (weight,))
+        (y,) = self.fused(x, (weight,))
         return y if bias is None else y + bias.to(y.dtype)
 
-    def together(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """x W^T of each W, over the last dim of x."""
+    def fused(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """x W^T of each W, over the last dim of x, in one GEMM."""
         x_TK, scales = x.flatten(0, -2).to(self.dtype), self.scales
-        ys_TN, largest = scaled_linears(
-            x_TK,
-            weights,
-            self.recipe,
-            native=self.native,
-            cuts=self.cuts,
-            kept=self.kept,
-            scales=scales,
+        ys_TN, amax = fp8_linears(
+            x_TK, weights, self.options, cached_weight=self.cached_weight, scales=scales
         )
-        if scales is not None and self.training:  # held-out data leaves no trace
-            note(scales.seen_x, largest)
+        if scales is not None and self.training:  # evaluation data must not change the scales
+            update_amax(scales.amax_x, amax)
         return tuple(y_TN.unflatten(0, x.shape[:-1]) for y_TN in ys_TN)
 
 
-def scaled_linear(
-    x_TK: Tensor, weight_NK: Tensor, recipe: str, *, native: bool, cuts: Cuts = UNCUT
-) -> Tensor:
-    """x W^T by a recipe, with the scales that x, W and dy need themselves."""
-    return scaled_linears(x_TK, (weight_NK,), recipe, native=native, cuts=cuts)[0][0]
-
-
-def scaled_linears(
+def fp8_linears(
     x_TK: Tensor,
     weights: Sequence[Tensor],
-    recipe: str,
+    options: Fp8Options,
     *,
-    native: bool,
-    cuts: Cuts = UNCUT,
-    kept: KeptWeight | None = None,
-    scales: KnownScales | None = None,
+    cached_weight: CachedFp8Weight | None = None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """x W^T of each W, and for delayed scaling the largest magnitudes of parts of x."""
-    known = scales.units() if scales is not None else (None, None, None)
-    seen = scales.seen_gradient if scales is not None else None
-    held = (None,) * 4 if kept is None else (kept.values_NK, kept.unit, kept.turned_KN, kept.turned_unit)
+    """x W^T of each W, and for delayed scaling the amax of tiles of x."""
+    delayed = scales.of_operands() if scales is not None else (None, None, None)
+    amax_gradient = scales.amax_gradient if scales is not None else None
+    cached = (None,) * 4 if cached_weight is None else cached_weight.tensors()
     if not torch.is_grad_enabled():
-        return _without_gradient(x_TK, weights, known, held[:2], recipe, native=native, cuts=cuts)
-    *ys_TN, largest = _ScaledLinears.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        x_TK, How(recipe, native, cuts), *known, seen, *held, *weights
+        return _without_gradient(x_TK, weights, delayed, cached[:2], options)
+    *ys_TN, amax = _Fp8Linears.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        x_TK, options, *delayed, amax_gradient, *cached, *weights
     )
-    return tuple(ys_TN), largest
+    return tuple(ys_TN), amax
 
 
 def _without_gradient(
     x_TK: Tensor,
     weights: Sequence[Tensor],
-    known: tuple[Tensor | None, ...],
-    held: tuple[Tensor | None, ...],
-    recipe: str,
-    *,
-    native: bool,
-    cuts: Cuts,
+    delayed: tuple[Tensor | None, ...],
+    cached: tuple[Tensor | None, ...],
+    options: Fp8Options,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    rule = RECIPES[recipe]
-    x = _quantised(x_TK, known[0], rule.operand, rule.token_block, cuts.x)
-    weight = _weight(weights, known[1], held, recipe, cuts)
-    y_TN = matmul(x, weight, to=x_TK.dtype, native=native, fast=True)
+    recipe = RECIPES[options.recipe]
+    x = _quantised(x_TK, delayed[0], recipe.operand, recipe.token_block, options.amax_groups.x)
+    weight = _weight(weights, delayed[1], cached, options)
+    y_TN = matmul(x, weight, to=x_TK.dtype, native=options.native, fast_accumulation=True)
     return y_TN.split([len(each) for each in weights], dim=1), block_amax(x_TK, None)
 
 
 def _weight(
-    weights: Sequence[Tensor], unit: Tensor | None, held: Sequence[Tensor | None], recipe: str, cuts: Cuts
+    weights: Sequence[Tensor], scale: Tensor | None, cached: Sequence[Tensor | None], options: Fp8Options
 ) -> Quantised:
-    """W for the forward product."""
-    values_NK, held_unit = held
-    if values_NK is not None and held_unit is not None:
-        return Quantised(values_NK, held_unit)
-    rule = RECIPES[recipe]
-    return _quantised(_stacked(weights), unit, rule.operand, rule.weight_block, cuts.weight)
+    """W for the forward GEMM."""
+    values_NK, cached_scale = cached
+    if values_NK is not None and cached_scale is not None:
+        return Quantised(values_NK, cached_scale)
+    recipe = RECIPES[options.recipe]
+    weight_NK = _concatenated(weights)
+    return _quantised(weight_NK, scale, recipe.operand, recipe.weight_block, options.amax_groups.weight)
 
 
-class _ScaledLinears(torch.autograd.Function):
+class _Fp8Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, how: How, *tensors: Tensor) -> tuple[Tensor, ...]:
-        recipe, native, cuts = how
-        unit_x, unit_weight, unit_gradient, seen, *rest = tensors
-        values_NK, held_unit, turned_KN, turned_unit, *weights = rest
-        rule = RECIPES[recipe]
-        x, x_turned, largest = _both([x_TK], unit_x, rule.operand, rule, cuts.x)
-        weight = _weight(weights, unit_weight, (values_NK, held_unit), recipe, cuts)
-        known = (turned_KN, turned_unit) if turned_KN is not None else (None, weight.unit)
-        ctx.save_for_backward(*x_turned, *known, unit_gradient, *weights)
-        ctx.recipe, ctx.native, ctx.cut_gradient = recipe, native, cuts.gradient
-        ctx.seen = seen  # not saved: that would forbid to change it
-        ctx.mark_non_differentiable(largest)
-        y_TN = matmul(x, weight, to=x_TK.dtype, native=native, fast=True)
-        return *y_TN.split([len(each) for each in weights], dim=1), largest
+    def forward(ctx: Any, x_TK: Tensor, options: Fp8Options, *tensors: Tensor) -> tuple[Tensor, ...]:
+        scale_x, scale_weight, scale_gradient, amax_gradient, *rest = tensors
+        values_NK, cached_scale, transposed_KN, transposed_scale, *weights = rest
+        recipe = RECIPES[options.recipe]
+        x, x_transposed, amax = _cast_both([x_TK], scale_x, recipe.operand, recipe, options.amax_groups.x)
+        weight = _weight(weights, scale_weight, (values_NK, cached_scale), options)
+        cached = (transposed_KN, transposed_scale) if transposed_KN is not None else (None, weight.scale)
+        ctx.save_for_backward(*x_transposed, *cached, scale_gradient, *weights)
+        ctx.options = options
+        ctx.amax_gradient = amax_gradient  # not saved for backward, which changes it in place
+        ctx.mark_non_differentiable(amax)
+        y_TN = matmul(x, weight, to=x_TK.dtype, native=options.native, fast_accumulation=True)
+        return *y_TN.split([len(each) for each in weights], dim=1), amax
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rule, native = RECIPES[ctx.recipe], ctx.native
-        x_values_KT, x_unit, turned_KN, turned_unit, unit_gradient, *weights = ctx.saved_tensors
-        grads_TN, dtype = grads[:-1], grads[0].dtype  # the last is of the magnitudes
-        grad, grad_turned, largest = _both(grads_TN, unit_gradient, rule.gradient, rule, ctx.cut_gradient)
-        if ctx.seen is not None:
-            note(ctx.seen, largest)
-        weight_turned = (
-            Quantised(turned_KN, turned_unit)
-            if turned_KN is not None
-            else _weight_turned(weights, turned_unit, ctx.recipe, after=grad.values_MK)
+        recipe, native = RECIPES[ctx.options.recipe], ctx.options.native
+        x_values_KT, x_scale, transposed_KN, transposed_scale, scale_gradient, *weights = ctx.saved_tensors
+        grads_TN, dtype = grads[:-1], grads[0].dtype  # the last one belongs to the amax
+        grad, grad_transposed, amax = _cast_both(
+            grads_TN, scale_gradient, recipe.gradient, recipe, ctx.options.amax_groups.gradient
         )
-        grad_x_TK = matmul(grad, weight_turned, to=dtype, native=native)
+        if ctx.amax_gradient is not None:
+            update_amax(ctx.amax_gradient, amax)
+        weight_transposed = (
+            Quantised(transposed_KN, transposed_scale)
+            if transposed_KN is not None
+            else _weight_transposed(weights, transposed_scale, recipe, after=grad.values_MK)
+        )
+        grad_x_TK = matmul(grad, weight_transposed, to=dtype, native=native)
         grad_weight_NK = matmul(
-            grad_turned, Quantised(x_values_KT, x_unit), to=weights[0].dtype, native=native
+            grad_transposed, Quantised(x_values_KT, x_scale), to=weights[0].dtype, native=native
         )
         return grad_x_TK, *(None,) * 9, *grad_weight_NK.split([len(each) for each in weights])
 
 
 def _quantised(
-    x_MK: Tensor, unit: Tensor | None, dtype: torch.dtype, block: Block, groups: Groups
+    x_MK: Tensor, scale: Tensor | None, dtype: torch.dtype, block: Block, groups: Groups
 ) -> Quantised:
-    return quantise(x_MK, dtype, block, groups) if unit is None else encode(x_MK, unit, dtype, block)
+    return quantise(x_MK, dtype, block, groups) if scale is None else encode(x_MK, scale, dtype, block)
 
 
-def _both(
-    parts: Sequence[Tensor], unit: Tensor | None, dtype: torch.dtype, rule: Recipe, groups: Groups
+def _cast_both(
+    parts: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype, recipe: Recipe, groups: Groups
 ) -> tuple[Quantised, Quantised, Tensor]:
-    """x[T, K] of parts side by side, as it is and turned, and for delayed scaling its magnitudes.
+    """x[T, K] of column-concatenated parts in fp8, its transpose, and for delayed scaling its tile amax.
 
-    Turned it has the same scale, or scales of its own where they follow the contracted dim.
+    The transpose has the same scale, or scales of its own where blocks run along the contracted dim.
     """
-    block = rule.token_block
+    block = recipe.token_block
     if block is not None:
         x_TK = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
-        x, x_turned = quantise(x_TK, dtype, block), quantise(turned(x_TK), dtype, block)
-        return x, x_turned, x.unit.new_empty(0)
-    if unit is None:
-        magnitudes = [block_amax(part, None) for part in parts]
-        amax = magnitudes[0] if len(parts) == 1 else torch.stack(magnitudes).amax()
-        unit = unit_of(agreed(amax, groups), dtype)
-    cast = cast_and_turn(parts, unit, dtype, noting=rule.is_delayed)
-    return Quantised(cast.values_MK, unit), Quantised(cast.turned_KM, unit), cast.largest
+        x, x_transposed = quantise(x_TK, dtype, block), quantise(transpose(x_TK), dtype, block)
+        return x, x_transposed, x.scale.new_empty(0)
+    if scale is None:
+        maxima = [block_amax(part, None) for part in parts]
+        amax = maxima[0] if len(parts) == 1 else torch.stack(maxima).amax()
+        scale = power_of_two_scale(all_reduce_amax(amax, groups), dtype)
+    cast = cast_transpose(parts, scale, dtype, with_amax=recipe.is_delayed)
+    return Quantised(cast.values_MK, scale), Quantised(cast.transposed_KM, scale), cast.tile_amax
 
 
-def _weight_turned(weights: Sequence[Tensor], unit: Tensor, recipe: str, *, after: Tensor) -> Quantised:
-    """W^T[K, N] made in backward: kept from forward it would undo ZeRO-3."""
-    rule = RECIPES[recipe]
-    if rule.weight_block is None:
-        return Quantised(turned_cast_late(list(weights), unit, rule.operand, after), unit)
-    return quantise(turned_late(list(weights), after), rule.operand, rule.weight_block)
+def _weight_transposed(
+    weights: Sequence[Tensor], scale: Tensor, recipe: Recipe, *, after: Tensor
+) -> Quantised:
+    """W^T[K, N], cast in backward: saved from forward it would keep gathered weights and undo ZeRO-3."""
+    if recipe.weight_block is None:
+        return Quantised(deferred_cast_transpose(list(weights), scale, recipe.operand, after), scale)
+    return quantise(deferred_transpose(list(weights), after), recipe.operand, recipe.weight_block)
 
 
-def _stacked(weights: Sequence[Tensor]) -> Tensor:
+def _concatenated(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))

@@ -1,11 +1,12 @@
-"""From numbers to fp8 and back.
+"""Quantisation to fp8 and back.
 
-    x  ~  values x unit        values in fp8, unit a power of two per block
+    x  ~  values x scale        values in fp8; scale, a power of two per block, is what `torch._scaled_mm`
+    takes
 
-The unit is the smallest power of two with which the largest number of its block still fits the format. A
-power of two makes the scaling itself exact, so that only the rounding to fp8 loses anything and any two
-machines, compiled or not, round to the same bits; E4M3 and E5M2 are floating, so a scale between two powers
-would not round finer, it would only keep numbers 2^16 times smaller than the largest a bit longer.
+The scale is the smallest power of two with which the amax of its block fits the format. Scaling by a power of
+two is exact, so only the cast to fp8 rounds, and any two machines, compiled or not, round to the same bits.
+E4M3 and E5M2 are floating-point formats: a scale between two powers of two would not round finer, it would
+only keep values 2^16 times smaller than the amax a bit longer.
 """
 
 from typing import NamedTuple
@@ -26,18 +27,19 @@ _LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 
 class Quantised(NamedTuple):
-    """x[M, K] as fp8 values and the worth of one of them."""
+    """x[M, K] as fp8 values and their scale."""
 
     values_MK: Tensor
-    unit: Tensor
-    """fp32; a scalar for the whole tensor, or [M, K / columns of a block]."""
+    scale: Tensor
+    """fp32: a scalar for the full tensor, or [M, K / columns of a block]."""
 
 
 def quantise(
     x_MK: Tensor, dtype: torch.dtype, block: Block, groups: tuple[ProcessGroup, ...] = ()
 ) -> Quantised:
-    """x in fp8 with the scales it needs itself; `groups` are those over which x is cut."""
-    return encode(x_MK, unit_of(agreed(block_amax(x_MK, block), groups), dtype), dtype, block)
+    """x in fp8 with scales from its own amax, all-reduced over the groups that shard x."""
+    amax = all_reduce_amax(block_amax(x_MK, block), groups)
+    return encode(x_MK, power_of_two_scale(amax, dtype), dtype, block)
 
 
 def block_amax(x_MK: Tensor, block: Block) -> Tensor:
@@ -48,49 +50,49 @@ def block_amax(x_MK: Tensor, block: Block) -> Tensor:
     return x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).abs().amax((1, 3)).float()
 
 
-def agreed(amax: Tensor, groups: tuple[ProcessGroup, ...]) -> Tensor:
-    """The largest magnitude of a tensor from those of the parts that ranks hold. Communicates."""
+def all_reduce_amax(amax: Tensor, groups: tuple[ProcessGroup, ...]) -> Tensor:
+    """The amax of a full tensor: an all-reduce MAX of the shards' amax over each group."""
     for group in groups:
         amax = amax.clone()
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax
 
 
-def unit_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The smallest power of two u with amax / u in the range of `dtype`; nan where amax is not finite.
 
-    Exact on any device: it is read off the bits of amax, no logarithm is taken.
+    Exact on any device: it is computed from the bits of amax, without a logarithm.
     """
     bits = amax.view(torch.int32)
     is_above = (bits & _MANTISSA_MASK) > _LARGEST_MANTISSA
     exponent = (bits >> _MANTISSA_BITS) - _BIAS - _LARGEST_EXPONENT[dtype] + is_above.int()
-    # Both u and 1 / u stay normal numbers; an all-zero block gets the smallest unit.
-    unit = ((exponent.clamp(-126, 126) + _BIAS) << _MANTISSA_BITS).view(torch.float32)
-    return torch.where(amax.isfinite(), unit, torch.nan)
+    # Both u and 1 / u stay normal numbers; an all-zero block gets the smallest scale.
+    scale = ((exponent.clamp(-126, 126) + _BIAS) << _MANTISSA_BITS).view(torch.float32)
+    return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-def encode(x_MK: Tensor, unit: Tensor, dtype: torch.dtype, block: Block) -> Quantised:
-    """x in fp8 with given units, one per block. What does not fit saturates; nan stays nan."""
+def encode(x_MK: Tensor, scale: Tensor, dtype: torch.dtype, block: Block) -> Quantised:
+    """x in fp8 with given scales, one per block. Values out of range saturate; nan stays nan."""
     if block is None:
-        return Quantised(_cast(x_MK * unit.reciprocal().to(_wide(x_MK)), dtype), unit)
+        return Quantised(_cast(x_MK * scale.reciprocal().to(_fp32_or_fp64(x_MK)), dtype), scale)
     rows, columns = block
-    unit = unit.repeat_interleave(rows, 0) if rows > 1 else unit
-    scaled = x_MK.unflatten(1, (-1, columns)) * unit.reciprocal().to(_wide(x_MK)).unsqueeze(2)
-    return Quantised(_cast(scaled, dtype).flatten(1), unit)
+    scale = scale.repeat_interleave(rows, 0) if rows > 1 else scale
+    scaled = x_MK.unflatten(1, (-1, columns)) * scale.reciprocal().to(_fp32_or_fp64(x_MK)).unsqueeze(2)
+    return Quantised(_cast(scaled, dtype).flatten(1), scale)
 
 
 def decode(x: Quantised, dtype: torch.dtype) -> Tensor:
-    """The numbers that the fp8 values stand for; exact in bf16 and wider."""
+    """The dequantised values; exact in bf16, fp32 and fp64."""
     values_MK = x.values_MK.to(dtype)
-    if x.unit.ndim == 0:
-        return values_MK * x.unit.to(dtype)
-    return (values_MK.unflatten(1, (x.unit.shape[1], -1)) * x.unit.to(dtype).unsqueeze(2)).flatten(1)
+    if x.scale.ndim == 0:
+        return values_MK * x.scale.to(dtype)
+    return (values_MK.unflatten(1, (x.scale.shape[1], -1)) * x.scale.to(dtype).unsqueeze(2)).flatten(1)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _fp32_or_fp64(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.finfo(dtype).max  # torch turns what is larger into nan or inf
+    largest = torch.finfo(dtype).max  # torch casts larger values to nan or inf
     return x.clamp(-largest, largest).to(dtype)

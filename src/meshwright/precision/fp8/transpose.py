@@ -1,8 +1,8 @@
-"""x[M, K] -> x^T[K, M], laid out anew.
+"""x[M, K] -> x^T[K, M], contiguous.
 
-The compiler writes a turned copy element by element, each into another line of memory: its kernels that cast
-8192 x 4096 numbers to fp8 and also write them turned took 0.5 ms on an H200. Here a tile is turned at a time:
-0.02 ms on average over the operands of a Llama-3.1-8B block.
+The compiler writes a transposed copy element by element, each into another cache line: its kernels that cast
+8192 x 4096 values to fp8 and also write them transposed took 0.5 ms on an H200. Tile by tile it takes 0.02 ms
+on average over the operands of a Llama-3.1-8B block.
 """
 
 from importlib.util import find_spec
@@ -11,31 +11,32 @@ import torch
 from torch import Tensor
 
 if find_spec("triton") is not None:  # comes with torch for CUDA
-    from meshwright.precision.fp8.transpose_triton import turn_tiles
+    from meshwright.precision.fp8.transpose_triton import transpose_tiles
 
 
-@torch.library.custom_op("meshwright::turned", mutates_args=())
-def turned(x_MK: Tensor) -> Tensor:
-    """x^T, contiguous; of any dtype."""
-    return turn_tiles(x_MK) if x_MK.is_cuda else x_MK.t().contiguous()
+@torch.library.custom_op("meshwright::transpose", mutates_args=())
+def transpose(x_MK: Tensor) -> Tensor:
+    """x^T, contiguous, of any dtype."""
+    return transpose_tiles(x_MK) if x_MK.is_cuda else x_MK.t().contiguous()
 
 
-@turned.register_fake
+@transpose.register_fake
 def _(x_MK: Tensor) -> Tensor:
     return x_MK.new_empty((x_MK.shape[1], x_MK.shape[0]))
 
 
-@torch.library.custom_op("meshwright::turned_late", mutates_args=())
-def turned_late(parts: list[Tensor], after: Tensor) -> Tensor:
-    """x^T of parts of x one below the other, not before `after` is there.
+@torch.library.custom_op("meshwright::deferred_transpose", mutates_args=())
+def deferred_transpose(parts: list[Tensor], after: Tensor) -> Tensor:
+    """x^T of parts concatenated by rows, not before `after` exists.
 
-    What backward makes from a weight alone the compiler would make in forward and keep, for every layer.
+    What backward computes from a weight alone, the compiler would compute in forward and save, for every
+    layer.
     """
     del after
-    return torch.cat([turned(part) for part in parts], dim=1)
+    return torch.cat([transpose(part) for part in parts], dim=1)
 
 
-@turned_late.register_fake
+@deferred_transpose.register_fake
 def _(parts: list[Tensor], after: Tensor) -> Tensor:
     del after
     return parts[0].new_empty((parts[0].shape[1], sum(len(part) for part in parts)))

@@ -1,4 +1,4 @@
-"""The report is one small file that needs nothing else, and says what the plan says."""
+"""The report is one small, self-contained file with the numbers of the plan."""
 
 import re
 from html.parser import HTMLParser

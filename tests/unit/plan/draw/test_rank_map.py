@@ -50,8 +50,8 @@ def test_the_text_names_nodes_and_spans():
 
 def test_the_picture_has_a_box_for_every_rank():
     picture = ElementTree.fromstring(draw_svg(RankMap(AFFINITY, ranks_per_node=8)))
-    words = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert [word for word in words if word and word.startswith("rank ")] == [f"rank {i}" for i in range(16)]
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text and text.startswith("rank ")] == [f"rank {i}" for i in range(16)]
 
 
 def test_the_verb_gives_json(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The pictures say what the timeline says."""
+"""Pictures of a schedule show its timeline."""
 
 from xml.etree import ElementTree
 

@@ -29,8 +29,8 @@ def test_a_pin_that_prevents_a_fit_is_named() -> None:
     [
         (["tp=3"], "tp=3 does not divide num_heads=32", "drop tp=3"),
         (["tp=8", "pp=4"], "need 32 ranks, and the cluster has 8 devices", "drop tp=8 or drop pp=4"),
-        (["pp=4", "schedule=zbv", "recompute=full"], "would re-run a block", "drop schedule=zbv"),
-        (["zero=2", "dp_shard=1", "cp=1"], "nothing to share state with", "drop zero=2"),
+        (["pp=4", "schedule=zbv", "recompute=full"], "would recompute a block", "drop schedule=zbv"),
+        (["zero=2", "dp_shard=1", "cp=1"], "no ranks to shard over", "drop zero=2"),
     ],
 )
 def test_contradictory_pins_name_the_rule_and_what_to_drop(pins: list[str], fact: str, hint: str) -> None:

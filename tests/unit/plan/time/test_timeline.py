@@ -37,7 +37,7 @@ def test_virtual_stages_divide_the_bubble(schedule: Schedule, pp: int, v: int) -
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_splitting_the_backward_takes_a_third_of_the_bubble(pp: int) -> None:
-    """ZB1P: (p-1)(F + B - 2W), where B is the whole backward."""
+    """ZB1P: (p-1)(F + B - 2W), where B is the full backward."""
     shape = PipelineShape(pp, 1, 4 * pp)
     result = timeline("interleaved_zero_bubble", shape, forward=1.0, backward_input=1.2, backward_weight=0.8)
     bubble = result.finish_seconds - max(result.busy_seconds)
@@ -65,7 +65,7 @@ def test_a_slow_stage_sets_the_pace() -> None:
 
 
 def test_hops_delay_the_receiver() -> None:
-    """Two ranks, one micro-batch: there and back again are two hops."""
+    """Two ranks, one micro-batch: forward and backward are two hops."""
     result = timeline("gpipe", PipelineShape(2, 1, 1), **THIRDS, hop=0.25)
     assert result.finish_seconds == pytest.approx(6.0 + 2 * 0.25)
 

@@ -44,20 +44,20 @@ def test_counts_by_placement_are_all_parameters(name: str) -> None:
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tp_divides_the_work_of_a_layer(tp: int) -> None:
     workload = Workload(family("llama-3.1-8b"), SEQUENCE)
-    one, cut = layouts(), layouts(tp=tp)
+    one, sharded = layouts(), layouts(tp=tp)
     for build in (operators.attention_matmuls, operators.mlp_matmuls):
-        whole = sum(matmul.flops[0] for matmul in build(workload, one))
-        assert sum(matmul.flops[0] for matmul in build(workload, cut)) == pytest.approx(whole / tp)
+        full = sum(matmul.flops[0] for matmul in build(workload, one))
+        assert sum(matmul.flops[0] for matmul in build(workload, sharded)) == pytest.approx(full / tp)
 
 
 def test_experts_process_every_routed_token_once_over_ep() -> None:
     workload = Workload(family("qwen3-30b-a3b"), SEQUENCE)
-    one, dealt = layouts(), layouts(dp_shard=8, ep=8)
+    one, over_ep = layouts(), layouts(dp_shard=8, ep=8)
     routed = operators.expert_tokens(workload, one)[0]
     assert routed == SEQUENCE * 8
     # Each rank sends its tokens away and receives as many.
-    assert operators.expert_tokens(workload, dealt)[0] == routed
-    matmul = operators.moe_matmuls(workload, dealt)[1]
+    assert operators.expert_tokens(workload, over_ep)[0] == routed
+    matmul = operators.moe_matmuls(workload, over_ep)[1]
     assert (matmul.groups[0], matmul.m[0]) == (16, SEQUENCE * 8 / 16)
 
 

@@ -39,7 +39,7 @@ TORCH_CLASS = {
 
 
 class RecordingStage:
-    """Stands in for a pipeline stage: communicates nothing and writes down what it is told to do."""
+    """A fake pipeline stage: it does not communicate, and records the calls that it gets."""
 
     is_first = is_last = False
     submod = None
@@ -142,7 +142,7 @@ def test_in_flight_counts_follow_the_published_table(pp: int) -> None:
     assert by_rank("1f1b", 1) == [pp - rank for rank in range(pp)]
     assert by_rank("interleaved_1f1b", 2) == [pp + 2 * (pp - rank - 1) + 1 for rank in range(pp)]
     assert by_rank("interleaved_zero_bubble", 1) == [pp] * pp
-    # Two half-size stages per rank: 2 pp of them are pp micro-batches of a whole rank.
+    # Two half-size stages per rank: 2 pp of them are pp micro-batches of a full rank.
     assert max(by_rank("zbv", 2)) == 2 * pp
     assert max(by_rank("dualpipev", 2)) == 2 * pp + 1
 
@@ -154,11 +154,11 @@ def test_a_shape_that_cannot_run_says_why() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_closed_form_of_what_is_held_is_the_count(schedule: str) -> None:
-    """`memory.in_flight` prices thousands of layouts; it must be what the orders really hold."""
+def test_the_closed_form_of_microbatches_in_flight_is_the_count(schedule: str) -> None:
+    """`memory.in_flight` prices thousands of layouts; it must equal the count over the actions."""
     for shape in [shape for name, shape in LEGAL if name == schedule]:
         if shape.num_microbatches % shape.pp:
-            continue  # the search proposes whole rounds
+            continue  # the search proposes full rounds only
         at = layouts(
             pp=shape.pp,
             virtual_stages=shape.virtual_stages,

@@ -1,4 +1,4 @@
-"""Where each of our tensors stands in a Hugging Face checkpoint: names, and how they are laid out."""
+"""Names and layouts of our tensors in a Hugging Face checkpoint."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from meshwright.spec.parameters import parameters
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors on disk that make up one of ours."""
+    """The tensors on disk that one of ours consists of."""
 
     names: tuple[str, ...]
     """One name; or one per expert when `stacked`."""
     stacked: bool = False
     """Ours is the stack of these along a new first dim."""
     transposed: bool = False
-    """On disk it is (of, to) instead of (to, of): GPT-2."""
+    """On disk the shape is [in, out] instead of [out, in]: GPT-2."""
     third: int | None = None
     """Ours is this third of the output dim: GPT-2's fused query, key and value."""
 
 
 def sources(model: ModelSpec) -> dict[str, Source]:
-    """For every parameter and saved buffer of the decoder, by our name and in our order."""
+    """Sources of every parameter and saved buffer of the decoder, by our name and in our order."""
     translate = _gpt2 if model_type_of(model) == "gpt2" else _rotary
     return {name: translate(model, name) for name in state_names(model)}
 
 
 def state_names(model: ModelSpec) -> Iterator[str]:
-    """Parameters, and after each router its balance bias where it has one."""
+    """Names of the parameters, and after each router its balance bias where it has one."""
     has_bias = model.moe is not None and model.moe.has_balance_bias
     for parameter in parameters(model):
         yield parameter.name
@@ -38,7 +38,7 @@ def state_names(model: ModelSpec) -> Iterator[str]:
 
 
 def state_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Full shape of everything in `state_names`."""
+    """Full shapes of all tensors in `state_names`."""
     shapes = {parameter.name: parameter.shape for parameter in parameters(model)}
     num_experts = model.moe.num_experts if model.moe else 0
     return {name: shapes.get(name, (num_experts,)) for name in state_names(model)}
@@ -127,5 +127,5 @@ def _gpt2(model: ModelSpec, name: str) -> Source:
     part = ".".join(middle)
     is_matrix = leaf == "weight" and len(middle) > 1
     third = _GPT2_THIRDS.get(part)
-    there = "attn.c_attn" if third is not None else _GPT2_PART[part]
-    return Source((f"transformer.h.{layer}.{there}.{leaf}",), transposed=is_matrix, third=third)
+    hf_name = "attn.c_attn" if third is not None else _GPT2_PART[part]
+    return Source((f"transformer.h.{layer}.{hf_name}.{leaf}",), transposed=is_matrix, third=third)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import CheckpointError
 from meshwright.models import Decoder, build_decoder, initialise
-from meshwright.models.interop import HuggingFaceReader, load_folder, save_folder
+from meshwright.models.hf_weights import HuggingFaceReader, load_folder, save_folder
 from meshwright.spec import ModelSpec
 from meshwright.spec.huggingface import to_config
 

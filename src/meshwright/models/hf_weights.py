@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face folders: `config.json` plus safetensors, sharded with an index."""
+"""Weights to and from Hugging Face folders: `config.json` plus safetensors, one file or several."""
 
 import json
 import shutil
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
-from meshwright.models.names import Source, sources, state_shapes
-from meshwright.ops.sharded import held_part
+from meshwright.models.hf_names import Source, sources, state_shapes
+from meshwright.ops.sharded import local_slices
 from meshwright.spec import ModelSpec
 from meshwright.spec.huggingface import load_model, to_config
 
@@ -26,10 +26,10 @@ _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class HuggingFaceReader:
-    """The tensors of a folder under our names, one at a time and straight from the mapped files."""
+    """The tensors of a folder under our names, read one at a time from memory-mapped files."""
 
     def __init__(self, folder: str | Path, model: ModelSpec | None = None) -> None:
-        """Opens the folder and checks that it holds this model (None: the one its config says)."""
+        """Open the folder and check that it holds this model (None: the one of its config.json)."""
         self.folder = Path(folder)
         self.model = load_model(str(self.folder)) if model is None else model
         self.sources = sources(self.model)
@@ -39,15 +39,15 @@ class HuggingFaceReader:
         self._check_names()
 
     def names(self) -> list[str]:
-        """Everything that can be read: parameters and saved buffers, in the order of the model."""
+        """Names of all parameters and saved buffers, in the order of the model."""
         return list(self.sources)
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, in the dtype it has on disk."""
+        """The full tensor, in its dtype on disk."""
         return self.read_slice(name, ())
 
     def read_slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """A part of the tensor (contiguous slices of the leading dims); only that part is read."""
+        """A slice of the tensor (contiguous along each dim); only that slice is read."""
         source, shape = self.sources[name], self.shapes[name]
         bounds = [_bounds(part, size) for part, size in zip(_padded(index, len(shape)), shape, strict=True)]
         if source.stacked:
@@ -58,10 +58,10 @@ class HuggingFaceReader:
         return self._read(source.names[0], source, shape, bounds)
 
     def _read(
-        self, there: str, source: Source, shape: tuple[int, ...], bounds: list[tuple[int, int]]
+        self, hf_name: str, source: Source, shape: tuple[int, ...], bounds: list[tuple[int, int]]
     ) -> Tensor:
-        """One tensor on disk, cut to bounds that are given in our layout."""
-        handle = self._handle(there).get_slice(self._disk_name(there))
+        """A slice of one tensor on disk; the bounds are those of our layout."""
+        handle = self._handle(hf_name).get_slice(self._disk_name(hf_name))
         expected = list(shape)
         if source.third is not None:
             offset = source.third * shape[0]
@@ -71,65 +71,65 @@ class HuggingFaceReader:
             expected, bounds = expected[::-1], bounds[::-1]
         if list(handle.get_shape()) != expected:
             raise CheckpointError(
-                f"{there} has shape {tuple(handle.get_shape())}, the model wants {tuple(expected)}",
+                f"{hf_name} has shape {tuple(handle.get_shape())}, the model has {tuple(expected)}",
                 where=str(self.folder),
-                hint="the weights and the model (config.json) do not belong together",
+                hint="the weights do not belong to this model (config.json)",
             )
         tensor = handle[tuple(slice(first, last) for first, last in bounds)]
         return tensor.t().contiguous() if source.transposed else tensor
 
-    def _handle(self, there: str) -> Any:
-        file = self._file_of[there]
+    def _handle(self, hf_name: str) -> Any:
+        file = self._file_of[hf_name]
         if file not in self._open:
             path = self.folder / file
             try:
                 self._open[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                hint = "fetch or write the folder again"
+                hint = "download or save the folder again"
                 raise CheckpointError(f"cannot read the file: {error}", where=str(path), hint=hint) from None
         return self._open[file]
 
     def _with_prefix(self, files: dict[str, str]) -> dict[str, str]:
-        """The first GPT-2 checkpoints lack the leading `transformer.`; read them as if they had it."""
+        """File by tensor name; adds the prefix `transformer.`, which the first GPT-2 checkpoints lack."""
         self._prefix = ""
         if "wte.weight" in files:
             self._prefix = "transformer."
         return {self._prefix + name: file for name, file in files.items()}
 
-    def _disk_name(self, there: str) -> str:
-        return there.removeprefix(self._prefix)
+    def _disk_name(self, hf_name: str) -> str:
+        return hf_name.removeprefix(self._prefix)
 
     def _check_names(self) -> None:
         wanted = {name for source in self.sources.values() for name in source.names}
         missing = sorted(wanted - self._file_of.keys())
         if missing:
-            hint = "the weights and the model (config.json) do not belong together"
-            raise CheckpointError(_shown("missing", missing), where=str(self.folder), hint=hint)
-        unexpected = sorted(name for name in self._file_of.keys() - wanted if not self._may_be_left(name))
+            hint = "the weights do not belong to this model (config.json)"
+            raise CheckpointError(_describe("missing", missing), where=str(self.folder), hint=hint)
+        unexpected = sorted(name for name in self._file_of.keys() - wanted if not self._may_be_ignored(name))
         if unexpected:
             quantised = any("scale" in name for name in unexpected)
             hint = (
                 "the weights are quantised: convert them to bf16 first" if quantised else "check config.json"
             )
-            raise CheckpointError(_shown("unexpected", unexpected), where=str(self.folder), hint=hint)
+            raise CheckpointError(_describe("unexpected", unexpected), where=str(self.folder), hint=hint)
 
-    def _may_be_left(self, name: str) -> bool:
+    def _may_be_ignored(self, name: str) -> bool:
         is_second_copy = name == "lm_head.weight" and self.model.tied_head
-        # Multi-token-prediction modules stand behind the last layer of the model proper.
-        is_behind = name.startswith("model.layers.") and int(name.split(".")[2]) >= self.model.num_layers
-        return is_second_copy or is_behind or name.endswith(_DERIVED)
+        # Multi-token-prediction modules have layer numbers after the last layer of the model.
+        is_extra_layer = name.startswith("model.layers.") and int(name.split(".")[2]) >= self.model.num_layers
+        return is_second_copy or is_extra_layer or name.endswith(_DERIVED)
 
 
 def load_folder(model: nn.Module, reader: HuggingFaceReader) -> None:
-    """Fills every parameter and saved buffer of a decoder, or of a stage of one, from the folder.
+    """Load every parameter and saved buffer of a decoder, or of a stage of one, from the folder.
 
-    Each rank reads the parts it holds, one tensor at a time. Does not communicate.
+    Each rank reads its own shards, one tensor at a time. Does not communicate.
     """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name in reader.names():
             if name in held:
-                _local(held[name]).copy_(reader.read_slice(name, held_part(held[name])))
+                _local(held[name]).copy_(reader.read_slice(name, local_slices(held[name])))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -144,10 +144,10 @@ def save_folder(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes `config.json` and the weights, cast to `dtype` if one is given; called by one rank.
+    """Write `config.json` and the weights, cast to `dtype` if one is given; called by one rank.
 
-    `state` holds whole tensors under our names and is asked for one tensor at a time. The folder
-    appears under its name only when it is complete.
+    `state` maps our names to full tensors and is read one tensor at a time. The folder gets its name only
+    when it is complete.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -172,8 +172,8 @@ def save_folder(
 def _require_state(state: Mapping[str, Tensor], model: ModelSpec, folder: Path) -> None:
     missing = sorted(state_shapes(model).keys() - state.keys())
     if missing:
-        hint = "the state and the model do not belong together"
-        raise CheckpointError(_shown("missing", missing), where=str(folder), hint=hint)
+        hint = "the state does not belong to this model"
+        raise CheckpointError(_describe("missing", missing), where=str(folder), hint=hint)
 
 
 def _write_shards(
@@ -194,30 +194,30 @@ def _write_shards(
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-# A tensor on disk is made of these: (our name, how it is laid out, which expert or None).
+# A part of a tensor on disk: (our name, its layout, which expert or None).
 _Piece = tuple[str, Source, int | None]
 
 
 def _pieces(model: ModelSpec) -> dict[str, list[_Piece]]:
-    """For each tensor on disk, what of ours goes into it, in order."""
+    """The parts of each tensor on disk, in order."""
     pieces: dict[str, list[_Piece]] = {}
     for name, source in sources(model).items():
-        for expert, there in enumerate(source.names):
-            pieces.setdefault(there, []).append((name, source, expert if source.stacked else None))
+        for expert, hf_name in enumerate(source.names):
+            pieces.setdefault(hf_name, []).append((name, source, expert if source.stacked else None))
     return pieces
 
 
 def _assemble(state: Mapping[str, Tensor], pieces: list[_Piece], dtype: torch.dtype) -> Tensor:
     parts: list[Tensor] = []
     for name, _, expert in pieces:
-        whole = state[name].detach()
-        parts.append(whole if expert is None else whole[expert])
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        full = state[name].detach()
+        parts.append(full if expert is None else full[expert])
+    combined = parts[0] if len(parts) == 1 else torch.cat(parts)
     if pieces[0][1].transposed:
-        joined = joined.t()
-    keeps_dtype = pieces[0][0].endswith("balance_bias")  # its steps would vanish in a narrow dtype
-    # A copy of its own: the writer refuses memory that two tensors share.
-    return joined.to(device="cpu", dtype=torch.float32 if keeps_dtype else dtype, copy=True).contiguous()
+        combined = combined.t()
+    keeps_dtype = pieces[0][0].endswith("balance_bias")  # its small updates would round to nothing in 16 bits
+    # A copy: the writer refuses tensors that share memory.
+    return combined.to(device="cpu", dtype=torch.float32 if keeps_dtype else dtype, copy=True).contiguous()
 
 
 def _sizes(model: ModelSpec, pieces: Mapping[str, list[_Piece]], dtype: torch.dtype) -> dict[str, int]:
@@ -228,7 +228,7 @@ def _sizes(model: ModelSpec, pieces: Mapping[str, list[_Piece]], dtype: torch.dt
         shape = shapes[piece[0]]
         return torch.Size(shape if piece[2] is None else shape[1:]).numel()
 
-    return {there: sum(map(elements, parts)) * dtype.itemsize for there, parts in pieces.items()}
+    return {hf_name: sum(map(elements, parts)) * dtype.itemsize for hf_name, parts in pieces.items()}
 
 
 def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -245,7 +245,7 @@ def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def _file_of_tensor(folder: Path) -> dict[str, str]:
-    """Which file holds which tensor, from the index or the single file."""
+    """File by tensor name, from the index or the single file."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     try:
         if index.exists():
@@ -254,7 +254,7 @@ def _file_of_tensor(folder: Path) -> dict[str, str]:
             with safe_open(single, framework="pt") as handle:
                 return dict.fromkeys(handle.keys(), SINGLE_FILE)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        hint = "fetch or write the folder again"
+        hint = "download or save the folder again"
         raise CheckpointError(f"damaged: {error}", where=str(folder), hint=hint) from None
     has_pickle = any(folder.glob("*.bin"))
     hint = "save the model as safetensors first" if has_pickle else f"expected {SINGLE_FILE} or {INDEX_FILE}"
@@ -271,7 +271,7 @@ def _bounds(part: slice, size: int) -> tuple[int, int]:
     return first, last
 
 
-def _shown(word: str, names: Iterable[str]) -> str:
+def _describe(word: str, names: Iterable[str]) -> str:
     names = list(names)
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{len(names)} {word} tensor{'s' * (len(names) > 1)}: {shown}"
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{len(names)} {word} tensor{'s' * (len(names) > 1)}: {listed}"
