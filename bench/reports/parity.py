@@ -1,4 +1,4 @@
-"""What bench/parity.py found, as a verdict, JSON, a page and a picture."""
+"""The results of `bench.parity` as a verdict, JSON, a page and a chart."""
 
 import json
 import statistics
@@ -7,18 +7,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.draw.charts import PALETTE
+from meshwright import svg
+from meshwright.svg import PALETTE, Plot, Point, Scale, round_ticks
 
-WIDTH, PANEL, LEFT, RIGHT, GAP = 940, 250, 60, 150, 40
+WIDTH, PANEL, TOP, LEFT, RIGHT, GAP = 940, 250, 34, 70, 150, 64
 LAST_SHARE = 0.2
-# In which kinds are shown.
-ORDER = ("bf16", "fp32", "current", "delayed", "blocks", "mxfp8", "control")
-STYLE = "<style>text{font:12px sans-serif;fill:#333}path{fill:none;stroke-width:1.6}</style>"
+# Order of the kinds in tables.
+ORDER = ("bf16", "fp32", "current", "delayed", "blockwise", "mxfp8", "control")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run."""
+    """The losses of one run."""
 
     kind: str
     seed: int
@@ -34,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Gap:
-    """A kind minus bf16 with the same seed, over the seeds."""
+    """Loss of a kind minus that of bf16 with the same seed: mean, lowest and highest over the seeds."""
 
     mean: float
     low: float
@@ -50,7 +50,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One kind beside bf16 of the same seeds."""
+    """One kind against bf16 with the same seeds."""
 
     kind: str
     last: float
@@ -61,14 +61,14 @@ class Verdict:
 
 
 def spread(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Largest minus smallest over the seeds of bf16: of the last losses, and on held-out data."""
+    """Largest minus smallest loss over the seeds of bf16: over the last steps, and on held-out data."""
     ours = [curve for curve in curves if curve.kind == "bf16"]
     lasts, held = [curve.last for curve in ours], [curve.held_out for curve in ours]
     return max(lasts) - min(lasts), max(held) - min(held)
 
 
 def judge(curves: Sequence[Curve]) -> list[Verdict]:
-    """Each kind: mean over seeds of the difference to bf16 with the same seed, against the spread."""
+    """The verdict on each kind: its mean gap to bf16 against the spread of bf16."""
     base = {curve.seed: curve for curve in curves if curve.kind == "bf16"}
     last_spread, held_spread = spread(curves)
     verdicts = []
@@ -85,7 +85,7 @@ def judge(curves: Sequence[Curve]) -> list[Verdict]:
                 last_gap=last_gap,
                 held_out=statistics.fmean(curve.held_out for curve in ours),
                 held_out_gap=held_gap,
-                # Not a number is never inside.
+                # NaN is never inside.
                 is_inside=abs(last_gap.mean) <= last_spread and abs(held_gap.mean) <= held_spread,
             )
         )
@@ -93,7 +93,7 @@ def judge(curves: Sequence[Curve]) -> list[Verdict]:
 
 
 def write_results(curves: list[Curve], facts: dict[str, Any], folder: Path, *, name: str) -> bool:
-    """Write everything; True when all kinds are inside the spread and the control is outside."""
+    """Write all files; True when all kinds are inside the spread and the control is outside."""
     if not any(curve.kind == "bf16" for curve in curves):
         return False
     curves = sorted(curves, key=lambda curve: (ORDER.index(curve.kind), curve.seed))
@@ -110,7 +110,7 @@ def write_results(curves: list[Curve], facts: dict[str, Any], folder: Path, *, n
 
 
 def verdict_lines(curves: Sequence[Curve]) -> list[str]:
-    """What came out, a line for each kind."""
+    """The verdict as text: one line per kind."""
     last_spread, held_spread = spread(curves)
     lines = [f"spread of bf16 over seeds: {last_spread:.4f} (last fifth), {held_spread:.4f} (held out)"]
     for verdict in judge(curves):
@@ -118,13 +118,13 @@ def verdict_lines(curves: Sequence[Curve]) -> list[str]:
         should = "outside" if verdict.kind == "control" else "inside"
         lines.append(
             f"{verdict.kind:8} last fifth {verdict.last_gap}, held out {verdict.held_out_gap}: {where} the "
-            f"spread, {'as it should be' if where == should else 'WRONG: it should be ' + should}"
+            f"spread, {'as expected' if where == should else 'WRONG: expected ' + should}"
         )
     return lines
 
 
 def show(curves: list[Curve], verdicts: list[Verdict], facts: dict[str, Any], *, picture: str) -> str:
-    """The page."""
+    """The results page."""
     data, steps = facts["run"]["data"], len(curves[0].losses)
     last_spread, held_spread = spread(curves)
     counts = ", ".join(f"{v.kind} {sum(c.kind == v.kind for c in curves)}" for v in verdicts)
@@ -139,21 +139,21 @@ def show(curves: list[Curve], verdicts: list[Verdict], facts: dict[str, Any], *,
             "",
             f"{facts['device']}, torch {facts['torch']}, {facts['date']}. {facts['run']['model']['family']}, "
             f"{steps} steps of {data['batch_sequences']} x {data['sequence_length']} tokens, each seen once. "
-            f"Runs: {counts}. `fp32` multiplies in TF32 on a GPU.",
+            f"Runs: {counts}. `fp32` computes matmuls in TF32 on a GPU.",
             "",
             f"The text is {facts['num_files']} files of the sources of Python {facts['python']}'s library, "
-            f"{facts['num_bytes'] / 1e6:.2f} MB, bytes as tokens. Who knows nothing but the frequencies of "
-            f"bytes has a loss of {facts['frequencies']:.3f}.",
+            f"{facts['num_bytes'] / 1e6:.2f} MB, bytes as tokens. Its unigram entropy is "
+            f"{facts['frequencies']:.3f}: the loss of a model that ignores context.",
             "",
-            "The rule, which was fixed before the runs: a seed is initial weights and the order of samples; "
-            "the text and its held-out part are the same for all. A kind's gap is its loss minus that of "
-            "bf16 with the same seed, averaged over the seeds: over the last fifth of the steps, and on "
-            "held-out data. It is inside when both are no larger than the spread of bf16, its largest loss "
-            "over its seeds minus its smallest. The control (E5M2 everywhere, the ends too, with scales far "
-            "too large) has to be outside, or the rule could not tell anything.",
+            "The rule was fixed before the runs. A seed decides initial weights and the order of samples; "
+            "the text and its held-out part are the same for all. The gap of a kind is its loss minus that "
+            "of bf16 with the same seed, averaged over the seeds: over the last fifth of the steps, and on "
+            "held-out data. A kind is inside when both gaps are no larger than the spread of bf16, its "
+            "largest loss over its seeds minus its smallest. The control (E5M2 everywhere, without bf16 "
+            "ends, with scales far too large) must be outside, or the rule would show nothing.",
             "",
-            f"Spread of bf16: {last_spread:.4f} (last fifth), {held_spread:.4f} (held out). Beside a mean "
-            "gap stand its smallest and its largest over the seeds.",
+            f"Spread of bf16: {last_spread:.4f} (last fifth), {held_spread:.4f} (held out). In brackets: "
+            "the smallest and the largest gap over the seeds.",
             "",
             "| kind | loss, last fifth | gap | held-out loss | gap | spread | seconds |",
             "|---|---|---|---|---|---|---|",
@@ -170,7 +170,7 @@ def _seconds(curves: list[Curve], kind: str) -> float:
 
 
 def smoothed(losses: Sequence[float], window: int) -> list[tuple[float, float]]:
-    """Means of runs of `window` steps, at their last step."""
+    """Means over windows of this many steps, at the last step of each."""
     return [
         (float(end), statistics.fmean(losses[end - window : end]))
         for end in range(window, len(losses) + 1, window)
@@ -178,51 +178,34 @@ def smoothed(losses: Sequence[float], window: int) -> list[tuple[float, float]]:
 
 
 def draw(curves: list[Curve]) -> str:
-    """Two panels over the steps: the losses, and what each is above bf16 of its seed."""
+    """A chart with two panels over the steps: losses, and their gap to bf16 of the same seed."""
     kinds = list(dict.fromkeys(curve.kind for curve in curves))
-    shade = dict(zip(kinds, PALETTE, strict=False))
+    colours = dict(zip(kinds, PALETTE, strict=False))
     window = max(1, len(curves[0].losses) // 50)
     base = {curve.seed: smoothed(curve.losses, window) for curve in curves if curve.kind == "bf16"}
-    losses = [(shade[curve.kind], smoothed(curve.losses, window)) for curve in curves]
+    losses = [(colours[curve.kind], smoothed(curve.losses, window)) for curve in curves]
     gaps = [
         (colour, [(x, y - z) for (x, y), (_, z) in zip(points, base[curve.seed], strict=True)])
         for curve, (colour, points) in zip(curves, losses, strict=True)
         if curve.kind not in ("bf16", "control") and curve.seed in base
     ]
-    parts = _panel(losses, top=20, words="loss")
+    parts = _panel(losses, top=TOP, title="loss")
     if gaps:
-        parts += _panel(gaps, top=20 + PANEL + GAP, words="loss minus that of bf16, same seed")
-    for index, kind in enumerate(kinds):
-        y = 30 + 20 * index
-        parts.append(
-            f'<path d="M{WIDTH - RIGHT + 14} {y - 4}h24" stroke="{shade[kind]}"/>'
-            f'<text x="{WIDTH - RIGHT + 44}" y="{y}">{kind}</text>'
-        )
-    height = 2 * PANEL + GAP + 50
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">{STYLE}'
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>{"".join(parts)}</svg>\n'
-    )
+        parts += _panel(gaps, top=TOP + PANEL + GAP, title="loss minus that of bf16, same seed")
+    entries = [svg.Entry(kind, colours[kind]) for kind in kinds]
+    parts += svg.line_legend(entries, WIDTH - RIGHT + 14, TOP + 8)
+    return svg.document(parts, WIDTH, TOP + 2 * PANEL + GAP + 50, label="Losses, and their gap to bf16")
 
 
-def _panel(lines: list[tuple[str, list[tuple[float, float]]]], *, top: float, words: str) -> list[str]:
+def _panel(lines: list[tuple[str, list[Point]]], *, top: float, title: str) -> list[str]:
     ys = [y for _, points in lines for _, y in points if y == y]
     low, high = min(ys), max(ys)
     high = high if high > low else low + 1.0
     last = max(x for _, points in lines for x, _ in points)
-    across, up = (WIDTH - LEFT - RIGHT) / last, PANEL / (high - low)
-    parts = [f'<text x="{LEFT}" y="{top - 6}">{words}</text>']
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        value, y = low + share * (high - low), top + PANEL * (1 - share)
-        parts.append(
-            f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>'
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
-        )
-        x = LEFT + share * last * across
-        parts.append(
-            f'<text x="{x:.1f}" y="{top + PANEL + 16}" text-anchor="middle">{share * last:.0f}</text>'
-        )
+    plot = Plot(Scale(0.0, last, LEFT, WIDTH - RIGHT), Scale(low, high, top + PANEL, top))
+    parts = [svg.text(LEFT - 8, top - 12, title, weight=600)]
+    parts += plot.grid(round_ticks(low, high), "{:g}".format)
+    parts += plot.x_labels(round_ticks(0.0, last), "{:g}".format)
     for colour, points in lines:
-        places = [f"{LEFT + x * across:.1f} {top + PANEL - (y - low) * up:.1f}" for x, y in points if y == y]
-        parts.append(f'<path d="M{"L".join(places)}" stroke="{colour}"/>')
+        parts.append(plot.line([(x, y) for x, y in points if y == y], colour, width=1.6))
     return parts

@@ -95,7 +95,7 @@ def test_averages_of_weights(ranks, stage):
 @pytest.mark.parametrize("decay", ("matrices", "all"))
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_decay_falls_on_the_parameters_named(ranks, decay, kind):
-    optim = OPTIMIZERS[kind].with_(decay=decay, weight_decay=0.5)
+    optim = OPTIMIZERS[kind].with_(weight_decay_on=decay, weight_decay=0.5)
     prove(ranks, tiny_run("gpt", parallel=ParallelSpec(dp_shard=2, zero=1), optim=optim))
 
 

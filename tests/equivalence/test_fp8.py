@@ -47,7 +47,7 @@ def fp8_run(recipe: str = "current", **changes: object) -> RunSpec:
     """Two sequences in a micro-batch, so that half of one of them still fills the kernel's 16 tokens."""
     run = RunSpec(
         model=MODEL,
-        precision=PrecisionSpec(compute="fp64", fp8=Fp8Spec(recipe=recipe, bf16_ends=0)),
+        precision=PrecisionSpec(compute="fp64", fp8=Fp8Spec(recipe=recipe, bf16_layers_each_end=0)),
         optim=OptimSpec(),
         schedule=ScheduleSpec(num_steps=NUM_STEPS, kind="constant"),
         data=DataSpec(
@@ -114,7 +114,7 @@ def test_fp8_equals_one_process(ranks: RankPool, alone, layout: str, recipe: str
 @pytest.mark.parametrize("layout", ["tp2", "zero1", pytest.param("pp2", marks=pytest.mark.soak)])
 def test_kept_weights_equal_one_process_that_casts_anew(ranks: RankPool, alone, layout: str) -> None:
     """They follow every update: a stale copy would show from the second step on."""
-    precision = PrecisionSpec(compute="fp64", fp8=Fp8Spec(bf16_ends=0, cast_weights="per_step"))
+    precision = PrecisionSpec(compute="fp64", fp8=Fp8Spec(bf16_layers_each_end=0, cast_weights="per_step"))
     run = fp8_run(precision=precision, parallel=ParallelSpec(**LAYOUTS[layout]))
     errors = _errors(run_case(ranks, run), alone["current"])
     wrong = {name: error for name, error in errors.items() if not error <= RTOL}
@@ -138,7 +138,7 @@ def _train_variants(variants: list[RunSpec]) -> list[Result]:
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("compute", ["fp64", "bf16"])
 def test_recompute_is_bitwise_the_same(ranks: RankPool, recipe: str, compute: str) -> None:
-    precision = PrecisionSpec(compute=compute, fp8=Fp8Spec(recipe=recipe, bf16_ends=0))
+    precision = PrecisionSpec(compute=compute, fp8=Fp8Spec(recipe=recipe, bf16_layers_each_end=0))
     runs = [
         fp8_run(precision=precision, memory=MemorySpec(recompute=kind))
         for kind in ("none", "selective", "full")

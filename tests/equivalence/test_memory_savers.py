@@ -141,7 +141,7 @@ def test_an_offloaded_state_is_saved_and_restored(ranks, tmp_path, kind, before,
     ids=("tied", "gpt_pp", "mla_zero_3", "gqa_cp"),
 )
 def test_regathered_inputs_equal_kept_ones(ranks, model, parallel):
-    run = tiny_run(model, parallel=parallel, optim="sgd", memory=MemorySpec(regather=True))
+    run = tiny_run(model, parallel=parallel, optim="sgd", memory=MemorySpec(regather_tp_inputs=True))
     results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
@@ -170,7 +170,7 @@ def _saved_bytes(runs: list[RunSpec]) -> list[int]:
 def test_regather_keeps_a_part_of_each_gathered_input(ranks):
     """Two inputs of B S D elements a block, of which this rank's half stays as it is kept by the norm."""
     run = tiny_run("gqa", parallel=ParallelSpec(tp=2))
-    runs = [run, run.with_(memory=MemorySpec(regather=True))]
+    runs = [run, run.with_(memory=MemorySpec(regather_tp_inputs=True))]
     kept, dropped = ranks.run(_saved_bytes, 2, runs)[0]
     whole = run.data.sequence_length * run.model.width * ELEMENT
     assert kept - dropped == 2 * run.model.num_layers * whole // 2
@@ -180,13 +180,13 @@ def test_regather_keeps_a_part_of_each_gathered_input(ranks):
 
 
 REDUCE = {
-    "zero_2": ParallelSpec(dp_shard=2, zero=2, reduce="last"),
-    "zero_3": ParallelSpec(dp_shard=2, zero=3, reduce="last"),
-    "zero_3_tp": ParallelSpec(dp_shard=2, zero=3, tp=2, reduce="last"),
-    "hybrid_zero_3": ParallelSpec(dp_replicate=2, dp_shard=2, zero=3, reduce="last"),
-    "zero_2_cp": ParallelSpec(cp=2, zero=2, reduce="last"),
-    "zero_2_pp": ParallelSpec(pp=2, dp_shard=2, zero=2, reduce="last"),
-    "zero_3_pp": ParallelSpec(pp=2, dp_shard=2, zero=3, reduce="last"),
+    "zero_2": ParallelSpec(dp_shard=2, zero=2, grad_reduce="last_microbatch"),
+    "zero_3": ParallelSpec(dp_shard=2, zero=3, grad_reduce="last_microbatch"),
+    "zero_3_tp": ParallelSpec(dp_shard=2, zero=3, tp=2, grad_reduce="last_microbatch"),
+    "hybrid_zero_3": ParallelSpec(dp_replicate=2, dp_shard=2, zero=3, grad_reduce="last_microbatch"),
+    "zero_2_cp": ParallelSpec(cp=2, zero=2, grad_reduce="last_microbatch"),
+    "zero_2_pp": ParallelSpec(pp=2, dp_shard=2, zero=2, grad_reduce="last_microbatch"),
+    "zero_3_pp": ParallelSpec(pp=2, dp_shard=2, zero=3, grad_reduce="last_microbatch"),
 }
 INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 EACH = {
@@ -262,7 +262,7 @@ def _held_between_microbatches(runs: list[RunSpec]) -> list[int]:
 def test_reducing_last_keeps_whole_gradients(ranks, zero):
     parallel = ParallelSpec(dp_shard=2, zero=zero)
     run = tiny_run("gqa", parallel=parallel)
-    runs = [run, run.with_(parallel=parallel.with_(reduce="last"))]
+    runs = [run, run.with_(parallel=parallel.with_(grad_reduce="last_microbatch"))]
     each, last = ranks.run(_held_between_microbatches, 2, runs)[0]
     shapes = held_shapes(run, 0)
     whole = sum(torch.Size(shape).numel() for shape in shapes.values())
@@ -294,7 +294,7 @@ def test_a_pipeline_that_reduces_each_keeps_shards(ranks, zero):
     """The first stage, whose later micro-batches are still in flight."""
     parallel = ParallelSpec(pp=2, dp_shard=2, zero=zero)
     run = tiny_run("gqa", parallel=parallel)
-    runs = [run, run.with_(parallel=parallel.with_(reduce="last"))]
+    runs = [run, run.with_(parallel=parallel.with_(grad_reduce="last_microbatch"))]
     each, last = ranks.run(_held_in_a_pipeline, 4, runs)[0]
     shapes = held_shapes(run, 0)
     whole = sum(torch.Size(shape).numel() for shape in shapes.values())

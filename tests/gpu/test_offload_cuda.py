@@ -72,7 +72,7 @@ def _run(offload: str, *, recompute: str = "none", compute: str = "fp32") -> Run
 
 
 def _train(run: RunSpec) -> dict[str, object]:
-    """Three steps: losses, a digest of the weights, the peak of the last two, and the account."""
+    """Three steps: losses, a digest of the weights, the peak of the last two, and the counters."""
     mesh = build_mesh(run.parallel, this_world())
     training, batches = build_training(run, mesh), build_data(run, mesh)
     losses = []
@@ -85,15 +85,15 @@ def _train(run: RunSpec) -> dict[str, object]:
     # As asked for: the allocator leaves up to 1 MiB behind a tensor that it cannot use otherwise.
     peak_bytes = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     batches.close()
-    with training.weights.at_hand():
+    with training.weights.all_on_device():
         weights = b"".join(one.shard.detach().cpu().numpy().tobytes() for one in training.program.shards)
-    account = training.weights.link.account
+    counters = training.weights.link.counters
     return {
         "losses": losses,
         "weights": hashlib.sha256(weights).hexdigest(),
         "peak_bytes": peak_bytes,
-        "sent_bytes": account.sent_bytes,
-        "host_bytes": account.peak_host_bytes,
+        "sent_bytes": counters.sent_bytes,
+        "host_bytes": counters.peak_host_bytes,
     }
 
 

@@ -286,8 +286,8 @@ BUGS = [
     Bug(
         "outputs kept on the host come back in the wrong order",
         "memory/saved_tensors.py",
-        "self._kept[func].popleft()",
-        "self._kept[func].pop()",
+        "self._stored[func].popleft()",
+        "self._stored[func].pop()",
         "tests/unit/memory/test_offload.py::test_activations_are_the_same_with_dropout[1-selective]",
     ),
     Bug(
@@ -309,7 +309,7 @@ BUGS = [
     Bug(
         "offloaded state stays behind on the device",
         "memory/offload/states.py",
-        "self._copied = self._link.send(self._holder[self._key], self._home)",
+        "self._copy = self._link.send(self._holder[self._key], self._buffer)",
         "pass",
         "tests/unit/memory/test_offload.py::test_states_move_once_each_way_and_are_the_same[adamw]",
     ),
@@ -324,8 +324,8 @@ BUGS = [
     Bug(
         "host buffer of an activation handed on while it is needed",
         "memory/offload/activations.py",
-        "        self._here = None\n",
-        "        self._here = None\n        self._link.pool.give(self._home)\n",
+        "        self._on_device = None\n",
+        "        self._on_device = None\n        self._link.pool.release(self._buffer)\n",
         "tests/unit/memory/test_offload.py::test_activations_are_the_same_with_dropout[1-none]",
         is_wide=True,
     ),

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch.distributed.checkpoint.filesystem as dcp_files
 from tests.support.equivalence import this_world
 from tests.support.run_directories import (
     assert_same_state,
@@ -151,7 +150,7 @@ def _refusal(run: RunSpec, run_dir: Path) -> str:
 def test_a_damaged_checkpoint_is_refused_by_all_ranks(ranks, tmp_path, damage):
     run = saving_run(TWO_RANKS)
     attempt(ranks, run, tmp_path, stop_after=2)
-    shard = sorted(last_checkpoint(tmp_path).glob("*.distcp"))[-1]
+    shard = sorted(last_checkpoint(tmp_path).glob("*.safetensors"))[-1]
     content = bytearray(shard.read_bytes())
     if damage == "flipped":
         content[len(content) // 2] ^= 1
@@ -174,14 +173,14 @@ def test_a_damaged_checkpoint_is_refused_by_all_ranks(ranks, tmp_path, damage):
 
 def _fail_to_save_once(run: RunSpec, run_dir: Path) -> tuple[str, int, list[str]]:
     """The disk of rank 1 is full while step 2 is saved."""
-    write_data = dcp_files.FileSystemWriter.write_data
+    write_shard_file = save.write_shard_file
 
-    def full_disk(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "partial-00000002" in str(self.path) and this_world().rank == 1:
+    def full_disk(path: Path, tensors: Any) -> Any:
+        if "partial-00000002" in str(path) and this_world().rank == 1:
             raise OSError(28, "No space left on device")
-        return write_data(self, *args, **kwargs)
+        return write_shard_file(path, tensors)
 
-    with patch.object(dcp_files.FileSystemWriter, "write_data", full_disk):
+    with patch.object(save, "write_shard_file", full_disk):
         result = train_here(run, run_dir)
     names = sorted(path.name for path in complete_checkpoints(run_dir / "checkpoints"))
     return result.kind, result.step, names

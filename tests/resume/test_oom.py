@@ -45,7 +45,7 @@ def oom(monkeypatch: pytest.MonkeyPatch):
     """Call with place, rank and step: the ranks that are started from then on run out of memory there."""
 
     def plant(place: str, rank: int, step: int) -> None:
-        def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        def start(command: list[str], **options: Any) -> Any:
             assert command[1:3] == ["-m", "meshwright"]
             program = [sys.executable, "-m", "tests.support.oom_rank", place, str(rank), str(step)]
             return GENUINE([*program, *command[3:]], cwd=ROOT, **options)

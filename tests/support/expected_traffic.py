@@ -106,7 +106,9 @@ def _bucketed(run: RunSpec, shapes: Shapes) -> Named:
     total: Named = Counter()
     shard, shards = ("dp_shard", "cp"), _shards(run, "")
     num_scatters = _num_scatters(run) if run.parallel.zero == 2 else 1
-    is_apart = run.parallel.zero == 2 and run.parallel.reduce == "each"  # a stage has buckets of its own
+    is_apart = (
+        run.parallel.zero == 2 and run.parallel.grad_reduce == "each_microbatch"
+    )  # a stage has buckets of its own
     stages = {name.split(":")[0] for name in shapes} if is_apart else {""}
     for partial, stage in product((False, True), sorted(stages)):
         here = [name for name in shapes if not is_apart or name.split(":")[0] == stage]
@@ -127,7 +129,7 @@ def _bucketed(run: RunSpec, shapes: Shapes) -> Named:
 
 def _num_scatters(run: RunSpec) -> int:
     """Of gradients in a step, with stages 2 and 3."""
-    return run.accumulation if run.parallel.reduce == "each" else 1
+    return run.accumulation if run.parallel.grad_reduce == "each_microbatch" else 1
 
 
 def _fully_sharded(run: RunSpec, shapes: Shapes) -> Named:
@@ -183,7 +185,9 @@ def _tensor(run: RunSpec, pp_rank: int) -> Named:
     stages, last = stages_here(run, pp_rank), run.parallel.num_stages - 1
     crossings = 4 * _layers_here(run, pp_rank) + (0 in stages) + (last in stages)
     for kind in ("all_gather", "reduce_scatter"):
-        again = 2 * _layers_here(run, pp_rank) if kind == "all_gather" and run.memory.regather else 0
+        again = (
+            2 * _layers_here(run, pp_rank) if kind == "all_gather" and run.memory.regather_tp_inputs else 0
+        )
         _add(total, run, kind, ("tp",), _hidden_bytes(run), (crossings + again) * run.accumulation)
     if last in stages:
         per_number = _hidden_bytes(run) // run.model.width

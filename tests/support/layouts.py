@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import NamedTuple
 
-from tests.support.runs import MODELS, tiny_run
+from tests.support.runs import BATCH_SEQUENCES, MODELS, tiny_run
 
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.check import check
@@ -40,7 +40,8 @@ class Layout(NamedTuple):
 
     parallel: ParallelSpec
     model: str
-    microbatch_sequences: int = 1
+    microbatch_sequences: int | None = None
+    """None takes 2 where that leaves enough micro-batches, else 1: fewer micro-batches take less time."""
 
     @property
     def name(self) -> str:
@@ -60,7 +61,13 @@ class Layout(NamedTuple):
         stages = self.parallel.num_stages
         rows = -(-model.vocab_size // self.parallel.tp) * self.parallel.tp
         model = model.with_(num_layers=max(model.num_layers, stages + (stages > 1)), vocab_size=rows)
-        return tiny_run(model, parallel=self.parallel, microbatch_sequences=self.microbatch_sequences)
+        return tiny_run(model, parallel=self.parallel, microbatch_sequences=self._microbatch_sequences())
+
+    def _microbatch_sequences(self) -> int:
+        """Two sequences, unless too few micro-batches would be left to accumulate or to fill a pipeline."""
+        if self.microbatch_sequences is not None:
+            return self.microbatch_sequences
+        return 2 if BATCH_SEQUENCES // (2 * self.parallel.dp) >= 2 * self.parallel.pp else 1
 
 
 def _merged(parts: tuple[dict[str, object], ...]) -> ParallelSpec:
@@ -70,7 +77,7 @@ def _merged(parts: tuple[dict[str, object], ...]) -> ParallelSpec:
     if settings.get("ep") and "dp_shard" not in settings and "cp" not in settings:
         settings |= {"dp_shard": 2, "zero": 1}  # ep borrows its ranks
     if settings.get("schedule") in SPLIT_BACKWARD and settings.get("zero", 0) in (2, 3):
-        settings |= {"reduce": "last"}
+        settings |= {"grad_reduce": "last_microbatch"}
     return ParallelSpec.model_validate(settings)
 
 
@@ -153,7 +160,15 @@ def named_mixes() -> list[Layout]:
         Layout(ParallelSpec(dp_replicate=2, tp=2, pp=2), "tied"),
         Layout(ParallelSpec(dp_shard=2, zero=1, tp=2, pp=2), "gpt"),
         Layout(
-            ParallelSpec(dp_shard=2, zero=3, reduce="last", tp=2, pp=2, schedule="zbv", virtual_stages=2),
+            ParallelSpec(
+                dp_shard=2,
+                zero=3,
+                grad_reduce="last_microbatch",
+                tp=2,
+                pp=2,
+                schedule="zbv",
+                virtual_stages=2,
+            ),
             "tied",
         ),
         Layout(ParallelSpec(cp=2, tp=2, pp=2), "gqa"),
@@ -185,7 +200,7 @@ def all_axes_on_16() -> list[Layout]:
             ParallelSpec(
                 dp_shard=2,
                 zero=3,
-                reduce="last",
+                grad_reduce="last_microbatch",
                 cp=2,
                 cp_kind="ulysses",
                 tp=2,
@@ -218,7 +233,7 @@ def _draw(generator: random.Random) -> Layout:
         dp_replicate=generator.choice(degree),
         dp_shard=generator.choice(degree),
         zero=generator.randrange(4),
-        reduce=generator.choice(("each", "last")),
+        grad_reduce=generator.choice(("each_microbatch", "last_microbatch")),
         cp=cp,
         cp_kind=generator.choice(CP_KINDS) if cp > 1 else "gather",
         tp=generator.choice(degree),

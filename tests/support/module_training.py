@@ -23,8 +23,12 @@ from meshwright.train.step import train_step
 
 NUM_STEPS = 3
 OPTIMIZERS = {
-    "sgd": OptimSpec(kind="sgd", lr=0.05, beta1=0.9, weight_decay=0.1, decay="all", max_grad_norm=1.5),
-    "adamw": OptimSpec(kind="adamw", lr=0.01, eps=1e-5, weight_decay=0.1, decay="all", max_grad_norm=1.0),
+    "sgd": OptimSpec(
+        kind="sgd", lr=0.05, beta1=0.9, weight_decay=0.1, weight_decay_on="all", max_grad_norm=1.5
+    ),
+    "adamw": OptimSpec(
+        kind="adamw", lr=0.01, eps=1e-5, weight_decay=0.1, weight_decay_on="all", max_grad_norm=1.0
+    ),
 }
 
 

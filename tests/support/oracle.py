@@ -83,7 +83,7 @@ class Sequences:
 
 
 def _batch_sequences(run: RunSpec, step: int) -> int:
-    for part in run.data.ramp:
+    for part in run.data.batch_ramp:
         if step < part.before_step:
             return part.batch_sequences
     return run.data.batch_sequences
@@ -130,7 +130,7 @@ def reference_rate(run: RunSpec, step: int) -> float:
     if step < schedule.warmup_steps:
         return run.optim.lr * (step + 1) / schedule.warmup_steps
     progress = (step - schedule.warmup_steps) / (schedule.num_steps - 1 - schedule.warmup_steps)
-    return run.optim.lr * (1 - progress * (1 - schedule.final_ratio))
+    return run.optim.lr * (1 - progress * (1 - schedule.min_lr_ratio))
 
 
 def _optimizer(run: RunSpec, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer | PlainOptimizer:
@@ -144,7 +144,7 @@ def _optimizer(run: RunSpec, named: dict[str, nn.Parameter]) -> torch.optim.Opti
 
 
 def _settings(optim: OptimSpec, name: str, parameter: nn.Parameter) -> dict[str, float]:
-    decay, factor = optim.weight_decay if parameter.ndim >= 2 or optim.decay == "all" else 0.0, 1.0
+    decay, factor = optim.weight_decay if parameter.ndim >= 2 or optim.weight_decay_on == "all" else 0.0, 1.0
     matching = [group for group in optim.groups if fnmatchcase(name, group.pattern)]
     if matching:
         factor = matching[-1].lr_factor

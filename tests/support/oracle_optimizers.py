@@ -36,7 +36,7 @@ class PlainOptimizer:
         ratio = 1.0
         if w.ndim >= 2:
             w_norm, g_norm = math.sqrt((w**2).sum()), math.sqrt((g**2).sum())
-            ratio = self.optim.trust * w_norm / (g_norm + decay * w_norm)
+            ratio = self.optim.trust_coefficient * w_norm / (g_norm + decay * w_norm)
         before = state.get("momentum_buffer", torch.zeros_like(w))
         state["momentum_buffer"] = self.optim.beta1 * before + ratio * (g + decay * w)
         return w - lr * state["momentum_buffer"]

@@ -19,7 +19,7 @@ from meshwright.checkpoint.shard_file import DTYPE_NAMES
 from meshwright.rehearse.rank_pool import RankFailure, RankPool
 from meshwright.spec import RunSpec
 from meshwright.train import loop
-from meshwright.train.session import claim_directory, on_first_rank
+from meshwright.train.session import claimed_directory
 
 
 class Attempt(NamedTuple):
@@ -49,8 +49,7 @@ def train_here(run: RunSpec, run_dir: Path, stop_after: int | None = None) -> At
             signal.raise_signal(signal.SIGTERM)  # one rank gets the signal; all must stop at the same step
         return train_step(training, batch, **options)
 
-    on_first_rank(lambda: claim_directory(run, run_dir))
-    with patch.object(loop, "train_step", watched):
+    with claimed_directory(run, run_dir), patch.object(loop, "train_step", watched):
         outcome = loop.train(run, this_world(), run_dir)
     return Attempt(outcome.kind, outcome.state.step, sample_ids)
 

@@ -10,6 +10,7 @@ from meshwright.data.tokenize import ByteTokenizer
 from meshwright.rehearse.ragged_documents import write_ragged
 from meshwright.spec import (
     AttentionSpec,
+    BatchRampSpec,
     DataSpec,
     LatentSpec,
     MlpSpec,
@@ -18,13 +19,13 @@ from meshwright.spec import (
     OptimSpec,
     ParallelSpec,
     PrecisionSpec,
-    RampSpec,
     RopeSpec,
     RunSpec,
     ScheduleSpec,
 )
 
 SEQUENCE_LENGTH = 16
+BATCH_SEQUENCES = 8
 NUM_TOKENS = 64
 # tp=2 leaves 35 rows of the embedding, which no ZeRO group of 2 or 4 divides.
 VOCAB_SIZE = 70
@@ -108,7 +109,7 @@ OPTIMIZERS: dict[str, OptimSpec] = {
 }
 # Optimizers that read full parameters; their steps are large enough to show a wrong norm.
 MORE_OPTIMIZERS: dict[str, OptimSpec] = {
-    "lars": OptimSpec(kind="lars", lr=2.0, trust=0.02, weight_decay=0.1),
+    "lars": OptimSpec(kind="lars", lr=2.0, trust_coefficient=0.02, weight_decay=0.1),
     "lamb": OptimSpec(kind="lamb", lr=0.05, eps=1e-5, weight_decay=0.1),
     "adafactor": OptimSpec(kind="adafactor", lr=0.02, weight_decay=0.1),
     "muon": OptimSpec(kind="muon", lr=0.02, eps=1e-5, weight_decay=0.1),
@@ -122,7 +123,7 @@ def tiny_run(
     parallel: ParallelSpec | None = None,
     optim: str | OptimSpec = "sgd",
     microbatch_sequences: int = 1,
-    batch_sequences: int = 8,
+    batch_sequences: int = BATCH_SEQUENCES,
     num_sequences: int = 30,
     max_epochs: int | None = None,
     ramp: tuple[tuple[int, int], ...] = (),
@@ -135,7 +136,7 @@ def tiny_run(
         batch_sequences=batch_sequences,
         microbatch_sequences=microbatch_sequences,
         max_epochs=max_epochs,
-        ramp=tuple(RampSpec(before_step=step, batch_sequences=size) for step, size in ramp),
+        batch_ramp=tuple(BatchRampSpec(before_step=step, batch_sequences=size) for step, size in ramp),
         holdout_sequences=3,
     )
     run = RunSpec(

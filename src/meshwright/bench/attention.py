@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.bench.kernel_time import profiled
 from meshwright.bench.timing import measure
+from meshwright.ops.torch_dispatch import TorchDispatchMode
 
 Row = dict[str, Any]
 BACKENDS = {

@@ -40,7 +40,7 @@ def load_initial_weights(run: RunSpec, training: LiveTraining) -> None:
     if run.checkpoint.start_from is None:
         return
     folder = locate_weights(run.checkpoint.start_from, where=_WHERE)
-    with training.weights.at_hand(changing=True):
+    with training.weights.all_on_device(changing=True):
         if is_checkpoint(folder):
             _load_checkpoint(run, training, folder)
         else:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshwright.memory.offload.weights import HostedWeights
+from meshwright.memory.offload.weights import OffloadedWeights
 from meshwright.optim.ema import Ema
 from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.program import Program
@@ -18,7 +18,7 @@ class LiveTraining(Protocol):
     program: Program
     optimizer: torch.optim.Optimizer
     device: torch.device
-    weights: HostedWeights
+    weights: OffloadedWeights
     loss_scale: LossScale | None
     ema: Ema | None
     fp8_scales: DelayedScales | None

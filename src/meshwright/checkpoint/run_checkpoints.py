@@ -23,7 +23,7 @@ from meshwright.checkpoint.load import (
 from meshwright.checkpoint.retain import keep_last
 from meshwright.checkpoint.save import MANIFEST, on_all_ranks, save_checkpoint
 from meshwright.errors import CheckpointError
-from meshwright.memory.offload.host import settle
+from meshwright.memory.offload.host import synchronize
 from meshwright.optim.build import (
     master_weights,
     set_master_weights,
@@ -68,7 +68,7 @@ def set_loaded_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) ->
 
 def all_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, Tensor]:
     """Weights, optimizer states and averages as shards of full tensors, in the storage of the training."""
-    settle(training.device)  # what offload is still sending to the host
+    synchronize(training.device)  # what offload is still sending to the host
     shards = {one.name: one for one in training.program.shards}
     tensors = weight_tensors(training)
     for name, states in _optimizer_tensors(run, training).items():
@@ -124,7 +124,7 @@ class Checkpoints:
 
     def save(self, progress: Progress) -> Path:
         """Save everything, and delete checkpoints beyond `keep_last`; returns the folder."""
-        with self.training.weights.at_hand():
+        with self.training.weights.all_on_device():
             tensors = all_tensors(self.run, self.training)
             folder = save_checkpoint(
                 self.root, step=progress.step, tensors=tensors, facts=self._facts(progress)
@@ -145,7 +145,7 @@ class Checkpoints:
         folder, manifest = found
         if self.user_state is not None:
             self.user_state.allocate()
-        with self.training.weights.at_hand(changing=True):
+        with self.training.weights.all_on_device(changing=True):
             tensors = all_tensors(self.run, self.training)
             load_tensors(folder, without_unsaved_fp8_histories(tensors, folder))
             set_loaded_masters(self.training, tensors)

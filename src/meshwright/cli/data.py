@@ -254,7 +254,7 @@ def _packing_rows(packing: "Packing") -> list[tuple[str, str]]:
             f"{packing.unused_tokens:,} tokens unused",
         ),
         ("targets", f"{packing.target_share:.2%} of positions, with separate documents (document masking)"),
-        ("split documents", f"{packing.share_cut:.1%} of documents continue in the next sequence"),
+        ("split documents", f"{packing.split_share:.1%} of documents continue in the next sequence"),
         ("without packing", f"{packing.padded_share:.1%} of positions would be tokens, the rest padding"),
     ]
 

@@ -56,6 +56,9 @@ def train(
 def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None) -> NoReturn:
     """Train as one of the processes that a launcher started; after an error this one ends at once."""
     from meshwright.cli.main import report_error
+    from meshwright.resilience.parent import end_with_parent
+
+    end_with_parent()
     from meshwright.train.session import run_rank
 
     try:

@@ -1,11 +1,10 @@
-"""Batches for one data-parallel rank, sharding from a global order that no number of ranks changes.
+"""Batches of one data-parallel rank, from a global order that does not depend on the number of ranks.
 
 The global batch at position p is the samples p ... p + batch_sequences - 1 of the global order (during a
-ramp the position tells how many). Its
-rows are dealt out by their place in it: microbatch m of data-parallel rank r takes the rows from
-(m dp + r) microbatch_sequences on. Every rank works out the target count of the whole batch from
-document ends, so a batch needs no communication. A batch is a pure function of its position; the
-background thread only makes the next ones early.
+ramp the position decides how many). Its rows are assigned by their place in it: micro-batch m of
+data-parallel rank r gets the rows from (m dp + r) microbatch_sequences on. Every rank computes the target
+count of the global batch from document ends, so a batch needs no communication. A batch is a pure function of
+its position; a background thread prefetches the next ones.
 """
 
 import hashlib
@@ -27,27 +26,27 @@ from meshwright.data.sources import TokenFile, TokenSource
 from meshwright.errors import DataError
 from meshwright.spec import DataSpec
 
-_BATCHES_AHEAD = 2
+_PREFETCHED_BATCHES = 2
 
 
 class Microbatch(NamedTuple):
-    """One forward and backward of one rank; every tensor has B first, so a schedule may sharding it."""
+    """The tensors of one forward and backward of one rank; B is dim 0, so a schedule may split them."""
 
     tokens_BS: Tensor
-    """int64."""
+    """Input tokens, int64."""
     targets_BS: Tensor
-    """int64: the successor of each token."""
+    """Target tokens, int64: the next token of each token."""
     weights_BS: Tensor
-    """1 / target tokens of the global batch where the target counts, else 0: losses times this add up."""
+    """Loss weights: 1 / target tokens of the global batch where the target counts, else 0."""
     positions_BS: Tensor
-    """int64: from 0 at the start of the row and, with separate documents, of each document."""
+    """Positions, int64, from 0 at the start of the row and, with separate documents, of each document."""
     documents_BS: Tensor | None
-    """int64: attention stays inside equal numbers; None when documents are joined."""
+    """Document ids, int64, for document masking: tokens attend within one id; None for joined documents."""
     sequence_weights_B: Tensor
-    """1 / sequences of the global batch, 0 for a padding row: for losses that are means over sequences."""
+    """1 / sequences of the global batch, 0 for a padding row: for losses that average over sequences."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
-        """With `change` applied to every tensor."""
+        """The micro-batch with `change` applied to every tensor."""
         return Microbatch(
             tokens_BS=change(self.tokens_BS),
             targets_BS=change(self.targets_BS),
@@ -60,25 +59,25 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a global batch, and the facts of the whole of it."""
+    """One rank's part of a global batch, and counts of the global batch."""
 
     microbatches: tuple[Microbatch, ...]
     num_tokens: int
-    """Target tokens that count, over all ranks."""
+    """Target tokens of the global batch that count in the loss."""
     num_sequences: int
-    """Over all ranks; padding not counted."""
+    """Sequences of the global batch without padding rows."""
     sample_ids: tuple[int, ...]
-    """Of the global batch, in global order."""
+    """Samples of the global batch, in global order."""
 
     @property
     def num_positions(self) -> int:
-        """Over all ranks, whether or not their targets count."""
+        """Positions of the global batch, whether or not their targets count."""
         return self.num_sequences * self.microbatches[0].tokens_BS.shape[1]
 
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """How a global batch is dealt out to ranks and microbatches, and what the tensors are."""
+    """How a global batch is split over ranks and micro-batches, and the device and dtype of its tensors."""
 
     batch_sequences: int
     microbatch_sequences: int
@@ -86,7 +85,7 @@ class BatchSharding:
     dp_size: int
     device: torch.device
     dtype: torch.dtype
-    """Of the weights."""
+    """Dtype of the loss weights."""
 
     def __post_init__(self) -> None:
         rows = self.microbatch_sequences * self.dp_size
@@ -99,17 +98,17 @@ class BatchSharding:
             )
 
     def local(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """This rank's sample ids, microbatch after microbatch, filled up with PADDING."""
+        """This rank's sample ids, micro-batch after micro-batch, padded with PADDING."""
         rows = np.full(self.batch_sequences, PADDING, dtype=np.int64)
         rows[: len(ids)] = ids
         return rows.reshape(-1, self.dp_size, self.microbatch_sequences)[:, self.dp_rank].reshape(-1)
 
 
 class Batches:
-    """An endless or finite iterator of batches whose whole state is `position`.
+    """An endless or finite iterator of batches whose full state is `position`.
 
-    `position` is the global index of the next sample not yet handed out; batches that were only made
-    ahead of time do not count.
+    `position` is the global index of the next sample that was not returned yet; prefetched batches do not
+    count.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Batches:
         self.samples, self.order, self.sharding, self._size_at = samples, order, sharding, size_at
         self.num_samples = None if max_epochs is None else max_epochs * order.num_samples
         self.position = 0
-        self._ahead: deque[tuple[int, Future[Batch]]] = deque()
+        self._in_flight: deque[tuple[int, Future[Batch]]] = deque()
         self._worker = ThreadPoolExecutor(1, "batches", initializer=_use_device, initargs=(sharding.device,))
 
     def __iter__(self) -> Self:
@@ -132,13 +131,13 @@ class Batches:
 
     def __next__(self) -> Batch:
         """The batch at `position`; StopIteration after max_epochs."""
-        self._make_ahead()
-        if not self._ahead:
+        self._prefetch()
+        if not self._in_flight:
             raise StopIteration
-        position, future = self._ahead.popleft()
+        position, future = self._in_flight.popleft()
         batch = future.result()
         self.position = position
-        self._make_ahead()
+        self._prefetch()
         return on_device(batch, self.sharding.device)
 
     @property
@@ -147,14 +146,14 @@ class Batches:
         return self.order.num_samples
 
     def state(self) -> dict[str, int]:
-        """All a resume needs: the position, and which stream of samples it counts in."""
+        """The state for a resume: the position, and the stream of samples that it counts in."""
         return {"position": self.position, "stream": self._stream()}
 
     def load_state(self, state: dict[str, int]) -> None:
         """Continue at a saved position; DataError when it counts in another stream of samples."""
         if state["stream"] != self._stream():
             raise DataError(
-                f"the saved position {state['position']} belongs to other data or another order of it",
+                f"the saved position {state['position']} is from another dataset or another sample order",
                 where=self.samples.source.name,
                 hint="use the dataset, sequence length, holdout, shuffle and seed of the saved run",
             )
@@ -162,18 +161,18 @@ class Batches:
         self.position = state["position"]
 
     def close(self) -> None:
-        """Stop making batches ahead."""
+        """Stop prefetching."""
         self._discard()
         self._worker.shutdown(wait=True)
 
-    def _make_ahead(self) -> None:
-        while len(self._ahead) <= _BATCHES_AHEAD:
-            start = self._ahead[-1][0] if self._ahead else self.position
+    def _prefetch(self) -> None:
+        while len(self._in_flight) <= _PREFETCHED_BATCHES:
+            start = self._in_flight[-1][0] if self._in_flight else self.position
             stop = start + self._size_at(start)
             stop = stop if self.num_samples is None else min(stop, self.num_samples)
             if stop <= start:
                 return
-            self._ahead.append((stop, self._worker.submit(self._batch, start, stop - start)))
+            self._in_flight.append((stop, self._worker.submit(self._batch, start, stop - start)))
 
     def _batch(self, position: int, count: int) -> Batch:
         ids = self.order.sample_ids(position, count)
@@ -181,9 +180,9 @@ class Batches:
         return build_local_batch(self.samples, ids, sharding, total_ids=ids)
 
     def _discard(self) -> None:
-        for _, future in self._ahead:
+        for _, future in self._in_flight:
             future.cancel()
-        self._ahead.clear()
+        self._in_flight.clear()
 
     def _stream(self) -> int:
         order, samples = self.order, self.samples
@@ -194,7 +193,7 @@ class Batches:
             order.shuffle,
             order.seed,
         )
-        # 48 bits: exact in JSON and in a tensor of any type that holds integers that size.
+        # 48 bits are exact in JSON and in a float64.
         return int(hashlib.sha256(repr(facts).encode()).hexdigest()[:12], 16)
 
 
@@ -225,10 +224,10 @@ def evaluation_batches(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Batch]:
-    """The held-out samples once, in order, sharding like training batches and filled up with padding rows.
+    """One pass over the held-out samples, in order, split like training batches, with padding rows.
 
-    Weights divide by the target tokens of the whole holdout (and `sequence_weights_B` by its sequences):
-    the evaluation loss is the plain sum of loss x weight over all batches and ranks, whatever the sharding.
+    Weights divide by the target tokens of the full holdout (and `sequence_weights_B` by its sequences):
+    the evaluation loss is the plain sum of loss x weight over all batches and ranks, however they are split.
     """
     samples = open_samples(spec, vocab_size=vocab_size)
     sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
@@ -248,7 +247,7 @@ def _sharding(
 
 
 def open_samples(spec: DataSpec, *, vocab_size: int) -> Samples:
-    """The samples that a spec describes; DataError when they do not suit it or the model."""
+    """The samples of a spec; DataError when they do not fit the spec or the model."""
     samples = Samples(open_source(spec), spec.sequence_length, spec.documents == "separate")
     _require_vocabulary(samples.source, vocab_size)
     _require_enough(samples, spec)
@@ -258,9 +257,9 @@ def open_samples(spec: DataSpec, *, vocab_size: int) -> Samples:
 def open_source(spec: DataSpec) -> TokenSource:
     """The packed dataset or the generated corpus of a spec."""
     if (spec.path is None) == (spec.synthetic is None):
-        count = "none" if spec.path is None else "both"
-        hint = "give the folder of a packed dataset as data.path, or data.synthetic for a generated corpus"
-        raise DataError(f"{count} of path and synthetic is given, one is needed", where="data", hint=hint)
+        fact = "neither path nor synthetic is set" if spec.path is None else "both path and synthetic are set"
+        hint = "set data.path to the folder of a packed dataset, or data.synthetic for a generated corpus"
+        raise DataError(fact, where="data", hint=hint)
     if spec.synthetic is not None:
         return generated_tokens(spec.synthetic)
     return TokenFile.open(str(spec.path))
@@ -270,13 +269,13 @@ def build_local_batch(
     samples: Samples, ids: NDArray[np.int64], sharding: BatchSharding, *, total_ids: NDArray[np.int64]
 ) -> Batch:
     """One rank's part of the global batch `ids`, on the host; weights divide by the totals of `total_ids`."""
-    local = sharding.local(ids)
-    rows = samples.rows(local)
-    # At least 1: a batch in which no target counts has weight zero, not not-a-number.
+    local_ids = sharding.local(ids)
+    rows = samples.rows(local_ids)
+    # At least 1: a batch in which no target counts has weight zero, not nan.
     token_weight = 1 / max(1, samples.num_targets(total_ids))
     weights = torch.from_numpy(rows.counts_BS * token_weight).to(sharding.dtype)
-    sequence_weights = torch.from_numpy((local != PADDING) / max(1, len(total_ids))).to(sharding.dtype)
-    whole = Microbatch(
+    sequence_weights = torch.from_numpy((local_ids != PADDING) / max(1, len(total_ids))).to(sharding.dtype)
+    local = Microbatch(
         tokens_BS=torch.from_numpy(rows.tokens_BS),
         targets_BS=torch.from_numpy(rows.targets_BS),
         weights_BS=weights,
@@ -285,7 +284,7 @@ def build_local_batch(
         sequence_weights_B=sequence_weights,
     )
     return Batch(
-        microbatches=_split(whole, sharding),
+        microbatches=_split(local, sharding),
         num_tokens=samples.num_targets(ids),
         num_sequences=len(ids),
         sample_ids=tuple(ids.tolist()),
@@ -293,7 +292,7 @@ def build_local_batch(
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; from pinned memory this returns before the copies are done."""
+    """The batch on `device`; copies from pinned memory are still in flight when it returns."""
     return replace(
         batch,
         microbatches=tuple(
@@ -303,21 +302,21 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _use_device(device: torch.device) -> None:
-    """In the background thread: pinning memory there would otherwise open a context on device 0."""
+    """Set the device of the background thread: pinning memory would otherwise open a context on device 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
-def _split(whole: Microbatch, sharding: BatchSharding) -> tuple[Microbatch, ...]:
-    whole = whole.each(Tensor.contiguous)
+def _split(batch: Microbatch, sharding: BatchSharding) -> tuple[Microbatch, ...]:
+    batch = batch.each(Tensor.contiguous)
     if sharding.device.type == "cuda":  # only from pinned memory is a copy asynchronous
-        whole = whole.each(Tensor.pin_memory)
-    size, num_rows = sharding.microbatch_sequences, len(whole.tokens_BS)
-    return tuple(_rows(whole, start, start + size) for start in range(0, num_rows, size))
+        batch = batch.each(Tensor.pin_memory)
+    size, num_rows = sharding.microbatch_sequences, len(batch.tokens_BS)
+    return tuple(_rows(batch, start, start + size) for start in range(0, num_rows, size))
 
 
-def _rows(whole: Microbatch, start: int, stop: int) -> Microbatch:
-    return whole.each(lambda part: part[start:stop])
+def _rows(batch: Microbatch, start: int, stop: int) -> Microbatch:
+    return batch.each(lambda part: part[start:stop])
 
 
 def _require_vocabulary(source: TokenSource, vocab_size: int) -> None:
@@ -333,7 +332,7 @@ def _require_enough(samples: Samples, spec: DataSpec) -> None:
     num_tokens = len(samples.source.tokens)
     if len(samples) == 0:
         raise DataError(
-            f"{num_tokens} tokens are fewer than one sequence: {spec.sequence_length} and one more as target",
+            f"{num_tokens} tokens are fewer than one sequence and its target, {spec.sequence_length} + 1",
             where=samples.source.name,
             hint=f"use data.sequence_length={max(1, num_tokens - 1)} or less, or more data",
         )

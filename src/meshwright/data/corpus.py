@@ -1,14 +1,13 @@
-"""A corpus made on the spot: little stories whose later sentences depend on their first ones.
+"""The generated corpus: short stories whose later sentences depend on their first ones.
 
 Each document is one day in a village. Early sentences introduce who lives there, what they own and how
 many; later ones give things away and count again, sing the same refrain a second time, open boxes inside
-boxes and close them in the opposite order, and at the end ask who owned what. So the text can be spelled
-after a little training, made grammatical after some more (he and she, one apple was, two apples were),
-and made true only by a model that looks far back.
+boxes and close them in the opposite order, and at the end ask who owned what. So a model learns to spell
+after a little training, learns grammar after some more (he and she, one apple was, two apples were), and
+gets the facts right only if it attends far back.
 
-`unigram_entropy` is the loss of the best model that ignores context: it knows how often each token
-occurs and nothing else. No such model gets below it, so a loss below it, on text that was not trained on,
-means that structure was learned; and the distance says how much.
+`unigram_entropy` is the loss of the best model that ignores context: one that knows only how often each token
+occurs. A lower loss on text that was not trained on shows that the model learned structure.
 """
 
 import functools
@@ -47,7 +46,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Dice:
-    """Choices of one document, from random numbers drawn at once: a call per choice would be slow."""
+    """Random choices of one document, from numbers drawn at once: a call per choice would be slow."""
 
     draws: list[float]
     used: int = 0
@@ -61,14 +60,14 @@ class _Dice:
         return options[self.below(len(options))]
 
     def some(self, options: Sequence[_T], count: int) -> list[_T]:
-        """Different ones, in random order."""
+        """`count` different options, in random order."""
         left = list(options)
         return [left.pop(self.below(len(left))) for _ in range(count)]
 
 
 @dataclass
 class _Villager:
-    """Someone in a story, and what is true of them at this point of it."""
+    """A person in a story, with their current belongings."""
 
     name: str
     trade: str
@@ -106,7 +105,7 @@ class _Story:
 
 
 def document_text(seed: int, index: int) -> str:
-    """Document `index` of the corpus of `seed`; made alone, so it does not depend on any other."""
+    """Document `index` of the corpus of `seed`; it does not depend on any other document."""
     dice = _Dice(np.random.default_rng([seed, index]).random(128).tolist())
     story = _Story(dice, _villagers(dice), dice.pick(_PLACES), dice.pick(_FRUITS))
     _tell_opening(story)
@@ -132,7 +131,7 @@ def generated_tokens(spec: SyntheticSpec) -> TokensInMemory:
     return _generated(spec.num_documents, spec.seed)
 
 
-@functools.lru_cache(maxsize=2)  # training and evaluation both ask for the corpus of a run
+@functools.lru_cache(maxsize=2)  # training and evaluation both need the corpus of a run
 def _generated(num_documents: int, seed: int) -> TokensInMemory:
     tokenizer = ByteTokenizer()
     dtype, eos = token_dtype(tokenizer.vocab_size), [tokenizer.eos_id]
@@ -145,18 +144,18 @@ def _generated(num_documents: int, seed: int) -> TokensInMemory:
 
 
 def unigram_entropy(tokens: NDArray[np.unsignedinteger]) -> float:
-    """Nats per token of the best prediction that ignores context; see the head of this module."""
+    """Nats per token of the best prediction that ignores context; see the docstring of this module."""
     return entropy_of(token_counts(tokens))
 
 
 def entropy_of(counts: NDArray[np.int64]) -> float:
-    """Nats per token when token t is seen counts[t] times."""
+    """Nats per token when token t occurs counts[t] times."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 def token_counts(tokens: NDArray[np.unsignedinteger]) -> NDArray[np.int64]:
-    """How often each token occurs, by token; one pass in parts, so a large file needs little memory."""
+    """Number of occurrences of each token; one pass in chunks, so a large file needs little memory."""
     counts = np.zeros(1, dtype=np.int64)
     for part in in_parts(tokens):
         found = np.bincount(part, minlength=len(counts))
@@ -230,7 +229,7 @@ def _tell_swap(story: _Story) -> None:
 
 
 def _tell_boxes(story: _Story) -> None:
-    """Boxes in boxes, closed in the opposite order: brackets that must balance."""
+    """Add boxes in boxes, closed in the opposite order: brackets that must balance."""
     finder, room = story.dice.pick(story.villagers), story.dice.pick(_ROOMS)
     boxes = story.dice.some(_BOXES, 2 + story.dice.below(3))
     inside = "".join(f" (in the {outer} lay a {inner}" for outer, inner in pairwise(boxes))
@@ -242,7 +241,7 @@ def _tell_boxes(story: _Story) -> None:
 
 
 def _tell_questions(story: _Story) -> None:
-    """Answers that stand in the text already, some of them changed on the way."""
+    """Add questions whose answers are in the text already, some of them changed since."""
     story.paragraph()
     owner, counter, worker = (story.dice.pick(story.villagers) for _ in range(3))
     story.say(f"who had the {owner.treasure} that night? {owner.name} the {owner.trade}.")

@@ -1,4 +1,4 @@
-"""What a packed dataset holds, in numbers: for people who look before they train."""
+"""Statistics of a packed dataset: document lengths, unigrams, packing."""
 
 import itertools
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Unigrams:
-    """How often tokens occur."""
+    """Token frequencies."""
 
     entropy_nats: float
     num_distinct: int
@@ -47,28 +47,28 @@ class Unigrams:
 
 @dataclass(frozen=True)
 class Packing:
-    """What cutting the dataset into sequences of one length gives."""
+    """The result of splitting the dataset into sequences of one length."""
 
     sequence_length: int
     num_sequences: int
     unused_tokens: int
-    """After the last whole sequence."""
+    """Tokens after the last full sequence."""
     documents_per_sequence: float
     target_share: float
-    """Of all positions, those whose target counts when documents are separate: the rest are borders."""
-    share_cut: float
-    """Of the documents, those that a border between sequences cuts."""
+    """Share of positions whose target counts with separate documents; the others are document ends."""
+    split_share: float
+    """Share of documents that are split between two sequences."""
     padded_share: float
-    """For comparison: positions with a token if each document had rows of its own, filled with padding."""
+    """For comparison: share of positions with a token if each document had its own, padded rows."""
 
 
 def document_lengths(dataset: TokenFile) -> NDArray[np.int64]:
-    """In tokens, the end of document included."""
+    """Document lengths in tokens, the end of document included."""
     return np.diff(dataset.document_ends, prepend=0)
 
 
 def describe_lengths(lengths: NDArray[np.int64]) -> Lengths:
-    """The usual five numbers."""
+    """Shortest, median, mean, 95th percentile and longest."""
     median, percentile_95 = np.percentile(lengths, [50, 95])
     return Lengths(
         int(lengths.min()), float(median), float(lengths.mean()), float(percentile_95), int(lengths.max())
@@ -76,7 +76,7 @@ def describe_lengths(lengths: NDArray[np.int64]) -> Lengths:
 
 
 def histogram(lengths: NDArray[np.int64]) -> list[Bar]:
-    """Documents by length: even steps when lengths are alike, powers of two when they are not."""
+    """Documents by length: in even steps when lengths are similar, else in powers of two."""
     edges = _bar_edges(int(lengths.min()), int(lengths.max()))
     counts = np.bincount(np.searchsorted(edges, lengths, side="right") - 1, minlength=len(edges) - 1)
     return [Bar(edges[i], edges[i + 1], int(count)) for i, count in enumerate(counts)]
@@ -95,7 +95,7 @@ def _round_steps() -> Iterator[int]:
 
 
 def describe_unigrams(dataset: TokenFile, *, num_most: int = 10) -> Unigrams:
-    """One pass over every token."""
+    """Token frequencies, in one pass over every token."""
     counts = token_counts(dataset.tokens)
     most = [int(token) for token in np.argsort(-counts, kind="stable")[:num_most] if counts[token]]
     return Unigrams(
@@ -106,7 +106,7 @@ def describe_unigrams(dataset: TokenFile, *, num_most: int = 10) -> Unigrams:
 
 
 def describe_packing(dataset: TokenFile, sequence_length: int) -> Packing:
-    """What `sequence_length` makes of the dataset; reads document ends only."""
+    """The packing of the dataset with this sequence length; reads document ends only."""
     samples = Samples(dataset, sequence_length, separate=True)
     num_positions = len(samples) * sequence_length
     ends, lengths = dataset.document_ends, document_lengths(dataset)
@@ -118,7 +118,7 @@ def describe_packing(dataset: TokenFile, sequence_length: int) -> Packing:
         unused_tokens=len(dataset.tokens) - num_positions,
         documents_per_sequence=float(len(ends) / max(1, len(samples))),
         target_share=_num_targets(samples) / max(1, num_positions),
-        share_cut=float((starts // sequence_length != (ends - 1) // sequence_length).mean()),
+        split_share=float((starts // sequence_length != (ends - 1) // sequence_length).mean()),
         padded_share=float(lengths.sum() / (rows.sum() * sequence_length)),
     )
 

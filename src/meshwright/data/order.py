@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Even, so that the two halves of the last round have the widths of the first. Four rounds already give
-# a pseudo-random permutation for a perfect round function; twice that covers a few bits of width too.
+# a pseudo-random permutation for a perfect round function; eight also work for a few bits of width.
 _NUM_ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which sample stands at each global index; the global index counts on over epochs."""
+    """The sample at each global index; the global index continues over epochs."""
 
     num_samples: int
     seed: int
@@ -32,11 +32,11 @@ class SampleOrder:
 
 
 def permute(index: NDArray[np.int64], *, num_items: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Where a pseudo-random permutation of range(num_items) sends each index, without making an array of it.
+    """The image of each index under a pseudo-random permutation of range(num_items), in constant memory.
 
-    A Feistel network is a bijection on the next power of two. A value that lands outside the range is
-    sent through again until it is inside: that follows its cycle, so the result is a bijection on the
-    range. Less than half of the values are outside, so two passes are the expected worst.
+    A Feistel network is a bijection on the next power of two. A value outside the range goes through again
+    until it is inside: that follows its cycle, so the result is a bijection on the range. Less than half of
+    the values are outside, so two passes are the expected worst.
     """
     width = max(2, (num_items - 1).bit_length())
     keys = np.random.SeedSequence([seed, epoch]).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Text files to a packed dataset, one document at a time: the corpus never is in memory."""
+"""Text files to a packed dataset, one document at a time: the corpus is never in memory as a whole."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,9 @@ from meshwright.units import show_bytes
 
 Split = Literal["file", "blank-line"]
 TEXT_SUFFIX, JSON_LINES_SUFFIX = ".txt", ".jsonl"
-# A document is the unit of tokenization, so one is held in memory, several times over.
+# A document is tokenized at once, so memory holds several copies of one.
 MAX_DOCUMENT_BYTES = 1 << 30
-# Documents are tokenized together up to this much: enough to keep every core busy, small in memory.
+# Documents are tokenized in groups up to this size: enough to keep every core busy, small in memory.
 _GROUP_BYTES, _GROUP_DOCUMENTS = 1 << 22, 4096
 
 
@@ -25,23 +25,23 @@ class TextFormat:
     """How text files are read."""
 
     split: Split = "file"
-    """Of .txt files: a document is a file, or what stands between blank lines."""
+    """.txt files: a document is a file, or the text between blank lines."""
     text_field: str = "text"
-    """Of .jsonl files: the key whose value is the document."""
+    """.jsonl files: the key whose value is the document."""
 
 
 class Packed(NamedTuple):
-    """What packing made."""
+    """The result of packing."""
 
     manifest: Manifest
     num_empty: int
-    """Documents without text: left out."""
+    """Documents without text, which are left out."""
 
 
 class _Document(NamedTuple):
     text: str
     num_bytes: int
-    """Read from the file since the document before, so that progress can be told."""
+    """Bytes read from the file since the document before, for progress."""
 
 
 def pack(
@@ -52,7 +52,7 @@ def pack(
     text_format: TextFormat | None = None,
     progress: Callable[[int], object] = lambda num_bytes: None,
 ) -> Packed:
-    """Tokenize the documents of `files` into a new dataset; `progress` hears how many bytes were read."""
+    """Tokenize the documents of `files` into a new dataset; `progress` gets the number of bytes read."""
     require_absent(folder)
     num_empty = 0
     with new_dataset(folder, tokenizer) as writer:
@@ -68,7 +68,7 @@ def pack(
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """The text files at these paths, folders searched to the bottom, in an order that names alone decide."""
+    """The text files at these paths, folders searched recursively, in the order of names."""
     return [file for path in paths for file in _files_at(path)]
 
 
@@ -97,7 +97,7 @@ def _require_documents(writer: DatasetWriter, files: Sequence[Path]) -> None:
         raise DataError(
             f"{len(files)} file{'s' * (len(files) > 1)} without any text",
             where=places,
-            hint="look at the files and --field",
+            hint="check the files and --field",
         )
 
 
@@ -123,12 +123,12 @@ def _documents(files: Sequence[Path], text_format: TextFormat) -> Iterator[_Docu
                 elif text_format.split == "blank-line":
                     yield from _paragraphs(file, path)
                 else:
-                    yield _whole(file, path)
+                    yield _file_document(file, path)
         except OSError as error:
             raise DataError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
 
 
-def _whole(file: BinaryIO, path: Path) -> _Document:
+def _file_document(file: BinaryIO, path: Path) -> _Document:
     content = file.read(MAX_DOCUMENT_BYTES + 1)
     _require_size(len(content), str(path))
     return _Document(_decode(content, str(path)), len(content))
@@ -173,12 +173,12 @@ def _text_of(line: bytes, where: str, text_field: str) -> str:
         raise DataError(f"the line is a JSON {type(record).__name__}, not an object", where=where)
     if text_field not in record:
         keys = ", ".join(map(repr, list(record)[:8])) or "nothing"
-        hint = f"the object has {keys}; say which with --field"
+        hint = f"the object has {keys}; name one with --field"
         raise DataError(f"the line has no field {text_field!r}", where=where, hint=hint)
     text = record[text_field]
     if not isinstance(text, str):
         raise DataError(f"field {text_field!r} is {json.dumps(text)[:40]}, not text", where=where)
-    # A lone surrogate is legal in JSON and not in UTF-8, where no tokenizer could take it.
+    # A lone surrogate is legal in JSON and not in UTF-8, which tokenizers need.
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
@@ -193,4 +193,4 @@ def _decode(content: bytes, where: str) -> str:
 def _require_size(num_bytes: int, where: str) -> None:
     if num_bytes > MAX_DOCUMENT_BYTES:
         fact = f"one document is larger than {show_bytes(MAX_DOCUMENT_BYTES)}"
-        raise DataError(fact, where=where, hint="cut it into documents: `--split blank-line`, or .jsonl")
+        raise DataError(fact, where=where, hint="split it into documents: `--split blank-line`, or .jsonl")

@@ -1,4 +1,4 @@
-"""Sequences cut from a token source: inputs, targets, and where documents begin inside them."""
+"""Samples of a token source: sequences with targets, positions and document ids."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,47 +10,47 @@ from meshwright.data.sources import TokenSource
 from meshwright.errors import DataError
 
 PADDING = -1
-"""The sample id of a row that only fills up a microbatch: nothing in it counts."""
+"""The sample id of a padding row of a micro-batch, in which no target counts."""
 
 
 class Rows(NamedTuple):
-    """Some samples as arrays: B sequences of S positions each."""
+    """Samples as arrays: B sequences of S positions each."""
 
     tokens_BS: NDArray[np.int64]
     targets_BS: NDArray[np.int64]
     counts_BS: NDArray[np.bool_]
-    """True where the target is part of the loss."""
+    """True where the target counts in the loss."""
     positions_BS: NDArray[np.int64]
     documents_BS: NDArray[np.int64] | None
-    """Documents of one row numbered from 0; None when they are joined."""
+    """Document ids of each row from 0; None when documents are joined."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Sample i is the tokens [i S, (i+1) S) with their successors as targets; documents run on over samples.
+    """Sample i is the tokens [i S, (i+1) S) with the next tokens as targets; documents may span samples.
 
-    Tokens after the last whole sample are never read: fewer than S + 1 of them.
+    Tokens after the last full sample, fewer than S + 1, are never read.
     """
 
     source: TokenSource
     sequence_length: int
     separate: bool
-    """Attention, positions and loss stop at document borders."""
+    """Separate documents (document masking): attention, positions and loss stop at document ends."""
 
     def __len__(self) -> int:
         return max(0, (len(self.source.tokens) - 1) // self.sequence_length)
 
     def num_targets(self, ids: NDArray[np.int64]) -> int:
-        """Target tokens of these samples that count, found from document ends alone: no token is read."""
+        """Target tokens of these samples that count, computed from document ends: no token is read."""
         real = ids[ids != PADDING]
         total = len(real) * self.sequence_length
         if not self.separate:
             return total
-        first, last = self._borders(real)
+        first, last = self._documents_ending_in(real)
         return total - int((last - first).sum())
 
     def rows(self, ids: NDArray[np.int64]) -> Rows:
-        """The samples of these ids, in their order; PADDING gives a row in which no target counts."""
+        """The samples of these ids, in their order; PADDING is a row in which no target counts."""
         window = np.zeros((len(ids), self.sequence_length + 1), dtype=np.int64)
         for row, sample in enumerate(ids):
             if sample != PADDING:
@@ -65,21 +65,21 @@ class Samples:
     def _separate(
         self, ids: NDArray[np.int64], counts: NDArray[np.bool_], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Number the documents of each row; clear counts at borders and restart positions, in place."""
+        """The document ids of each row; clears counts at document ends and restarts positions, in place."""
         begins = np.zeros(positions.shape, dtype=np.int64)
         starts = np.zeros(positions.shape, dtype=np.int64)
-        first, last = self._borders(np.maximum(ids, 0))
+        first, last = self._documents_ending_in(np.maximum(ids, 0))
         for row in np.flatnonzero((ids != PADDING) & (last > first)):
             ends = self.source.document_ends[first[row] : last[row]] - ids[row] * self.sequence_length
             self._require_increasing(ends)
-            counts[row, ends - 1] = False  # the successor of a document's last token is another document's
+            counts[row, ends - 1] = False  # the token after a document's last one is of another document
             inside = ends[ends < self.sequence_length]
             begins[row, inside], starts[row, inside] = 1, inside
         positions -= np.maximum.accumulate(starts, axis=1)
         return begins.cumsum(axis=1)
 
-    def _borders(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The range of documents that end inside each sample: after its first and up to its last position."""
+    def _documents_ending_in(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The range of documents that end in each sample: after its first and up to its last position."""
         ends, start = self.source.document_ends, ids * self.sequence_length
         first = np.searchsorted(ends, start, side="right")
         return first, np.searchsorted(ends, start + self.sequence_length, side="right")
@@ -89,7 +89,7 @@ class Samples:
             raise DataError(
                 "document ends do not increase",
                 where=self.source.name,
-                hint="the dataset is damaged: `meshwright data verify` says how",
+                hint="the dataset is damaged: `meshwright data verify` shows where",
             )
 
     def _require_vocabulary(self, window: NDArray[np.int64]) -> None:
@@ -97,5 +97,5 @@ class Samples:
             raise DataError(
                 f"token {largest} is outside the dataset's vocabulary of {self.source.vocab_size} tokens",
                 where=self.source.name,
-                hint="the dataset is damaged: `meshwright data verify` says how",
+                hint="the dataset is damaged: `meshwright data verify` shows where",
             )

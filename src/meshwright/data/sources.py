@@ -30,37 +30,37 @@ _HASH_CHUNK_BYTES = 1 << 22
 
 
 class TokenSource(Protocol):
-    """Tokens at any place, and where documents end; a batch needs nothing else."""
+    """Random-access tokens with document ends: everything that a batch needs."""
 
     @property
     def name(self) -> str:
-        """How messages call it: a path, or what was generated."""
+        """Name in messages: a path, or a description of the generated corpus."""
         ...
 
     @property
     def tokens(self) -> NDArray[np.unsignedinteger]:
-        """Every token, possibly a memory map."""
+        """All tokens, possibly a memory map."""
         ...
 
     @property
     def document_ends(self) -> NDArray[np.int64]:
-        """Where each document ends, exclusive and increasing; the last is the number of tokens."""
+        """The end of each document, exclusive and increasing; the last is the number of tokens."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token there can be."""
+        """Largest possible token id + 1."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly when tokens and documents are equal."""
+        """A text that is equal exactly when tokens and documents are equal."""
         ...
 
 
 @dataclass(frozen=True)
 class TokensInMemory:
-    """A token source that is an array: the generated corpus, and tests."""
+    """A token source in memory: the generated corpus, and tests."""
 
     name: str
     tokens: NDArray[np.unsignedinteger]
@@ -70,16 +70,16 @@ class TokensInMemory:
 
 
 class TokenizerFacts(Spec):
-    """Which tokenizer made a dataset."""
+    """The tokenizer of a dataset."""
 
     name: str
     hash: str
-    """Sixteen hex digits of everything that decides how text becomes tokens."""
+    """Sixteen hex digits, a hash of the tokenizer's definition."""
     eos_id: int
 
 
 class Manifest(Spec):
-    """What `dataset.json` says."""
+    """The content of `dataset.json`."""
 
     version: int
     dtype: str
@@ -88,7 +88,7 @@ class Manifest(Spec):
     vocab_size: int
     tokenizer: TokenizerFacts
     sha256: dict[str, str]
-    """Of every other file in the folder, by file name."""
+    """Hash of every other file in the folder, by file name."""
     source_files: list[str]
 
 
@@ -103,7 +103,7 @@ class TokenFile:
 
     @staticmethod
     def open(folder: str | Path) -> "TokenFile":
-        """Map the dataset at `folder`; DataError when it is missing, unfinished or damaged."""
+        """Memory-map the dataset at `folder`; DataError when it is missing, unfinished or damaged."""
         folder = Path(folder)
         manifest = read_manifest(folder)
         dtype = np.dtype(manifest.dtype)
@@ -118,17 +118,17 @@ class TokenFile:
 
     @property
     def name(self) -> str:
-        """The folder."""
+        """The path of the folder."""
         return str(self.folder)
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer that packed it."""
+        """Vocabulary of the tokenizer that packed it."""
         return self.manifest.vocab_size
 
     @property
     def fingerprint(self) -> str:
-        """From the hashes in the manifest: no token is read."""
+        """A hash of the hashes in the manifest: no token is read."""
         content = "".join(self.manifest.sha256[file] for file in (TOKENS_FILE, DOCUMENTS_FILE))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -138,7 +138,7 @@ class TokenFile:
         return self.tokens[start : int(self.document_ends[index])]
 
     def damage(self) -> list[str]:
-        """Everything wrong with the files, as facts; reads every byte. Empty when sound."""
+        """Everything wrong with the files, as facts; reads every byte. Empty when they are intact."""
         facts = [
             f"{file}: sha256 is {found[:16]}..., dataset.json says {expected[:16]}..."
             for file, expected in self.manifest.sha256.items()
@@ -163,7 +163,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """`dataset.json` of a packed dataset, checked."""
+    """The validated `dataset.json` of a packed dataset."""
     path = folder / MANIFEST_FILE
     _require_dataset(folder)
     try:
@@ -176,22 +176,20 @@ def read_manifest(folder: Path) -> Manifest:
         fact = f"dataset version {manifest.version}, this program reads version {DATASET_VERSION}"
         raise DataError(fact, where=str(path), hint="pack the dataset again with `meshwright data pack`")
     if manifest.dtype not in _TOKEN_TYPES or min(manifest.num_documents, manifest.num_tokens) < 1:
-        raise damaged(path, f"dtype {manifest.dtype!r} with {manifest.num_tokens} tokens cannot be")
+        raise damaged(path, f"dtype {manifest.dtype!r} with {manifest.num_tokens} tokens is not valid")
     if missing := {TOKENS_FILE, DOCUMENTS_FILE} - set(manifest.sha256):
         raise damaged(path, f"there is no hash of {', '.join(sorted(missing))}")
     return manifest
 
 
 def damaged(path: Path, fact: str) -> DataError:
-    """The error for a file that is there and wrong."""
-    hint = (
-        "copy the dataset again from where it is sound, or pack it again; `meshwright data verify` checks it"
-    )
+    """The error for a damaged file."""
+    hint = "copy the dataset again from an intact copy, or pack it again; `meshwright data verify` checks it"
     return DataError(fact, where=str(path), hint=hint)
 
 
 def sha256_of(path: Path) -> str:
-    """Of the whole file, read in parts."""
+    """The sha256 of a file, read in chunks."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -203,7 +201,7 @@ def sha256_of(path: Path) -> str:
 
 
 def in_parts(tokens: NDArray[np.unsignedinteger], part_tokens: int = 1 << 22):
-    """Successive views of a token array, so that a pass over it needs little memory."""
+    """Successive chunks of a token array, so that a pass over it needs little memory."""
     for start in range(0, len(tokens), part_tokens):
         yield tokens[start : start + part_tokens]
 
@@ -229,7 +227,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     if size != expected:
         raise damaged(path, f"the file has {size} bytes, dataset.json says {expected}")
     try:
-        # A plain view: slices of np.memmap carry a subclass and are several times slower to make.
+        # A plain view: slices of np.memmap are a subclass and several times slower to make.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except OSError as error:
         raise damaged(path, f"the file cannot be read: {error.strerror}") from error

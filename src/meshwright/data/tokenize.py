@@ -16,31 +16,31 @@ from meshwright.spec import DataSpec
 BYTE_TOKENIZER = "bytes"
 BYTE_VOCAB_SIZE = 257
 BYTE_EOS_ID = 256
-# What the model families of today call the token that ends a document, in the order they are tried.
+# Names of the end-of-document token in current model families, in the order in which they are tried.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")
 
 
 class Tokenizer(Protocol):
-    """Everything the rest of the program asks of a tokenizer."""
+    """The interface of tokenizers."""
 
     @property
     def name(self) -> str:
-        """`bytes`, or the file it came from."""
+        """`bytes`, or the file that it was read from."""
         ...
 
     @property
     def hash(self) -> str:
-        """Sixteen hex digits, equal when the same text gives the same tokens."""
+        """Sixteen hex digits, equal when the same text has the same tokens."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token."""
+        """Largest token id + 1."""
         ...
 
     @property
     def eos_id(self) -> int:
-        """The token that ends a document."""
+        """The end-of-document token."""
         ...
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger]]:
@@ -48,15 +48,14 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; an end of document gives none."""
+        """The text of tokens; end-of-document tokens have no text."""
         ...
 
 
 class ByteTokenizer:
-    """Each UTF-8 byte is a token, and 256 ends a document.
+    """A tokenizer in which each UTF-8 byte is a token, and 256 is the end-of-document token.
 
-    The end has a number of its own, beyond the 256 bytes, because a text may contain any byte: no byte
-    could mark the border of documents without sometimes lying. So the vocabulary is 257 tokens.
+    A text may contain any byte, so the end of a document needs a token of its own: the vocabulary has 257.
     """
 
     name = BYTE_TOKENIZER
@@ -69,12 +68,12 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Bytes that are not UTF-8 (a sample cut short, say) show as a replacement character."""
+        """The text of tokens; bytes that are not UTF-8 (after truncation) become replacement characters."""
         return bytes(token for token in tokens if token < BYTE_EOS_ID).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` file. No special tokens are added to texts: packing ends documents itself."""
+    """A `tokenizer.json` file. No special tokens are added to texts: packing adds the end of document."""
 
     def __init__(self, path: Path, *, eos: str | None = None, name: str | None = None) -> None:
         self.path = path
@@ -86,12 +85,12 @@ class HuggingFaceTokenizer:
         self.eos_id = self._find_eos(eos or _configured_eos(path))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger]]:
-        """Encoded together: the library spreads them over the cores."""
+        """The tokens of each text; the library encodes them on all cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Special tokens give no text; tokens outside the vocabulary give none either."""
+        """The text of tokens; special tokens and tokens outside the vocabulary have no text."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def _find_eos(self, eos: str | None) -> int:
@@ -102,7 +101,7 @@ class HuggingFaceTokenizer:
         fact = (
             f"the tokenizer has no token {eos!r}"
             if eos
-            else "the tokenizer does not say which token ends a document"
+            else "the tokenizer has no known end-of-document token"
         )
         raise DataError(fact, where=str(self.path), hint="name one of its tokens: `--eos '<|endoftext|>'`")
 
@@ -124,14 +123,14 @@ def open_tokenizer(name: str, *, eos: str | None = None) -> Tokenizer:
 
 
 def tokenizer_for(spec: DataSpec) -> Tokenizer:
-    """The tokenizer behind the data of a run: bytes for the generated corpus."""
+    """The tokenizer of a run's data: bytes for the generated corpus."""
     if spec.path is None:
         return ByteTokenizer()
     return tokenizer_of(Path(spec.path), read_manifest(Path(spec.path)).tokenizer)
 
 
 def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:
-    """The tokenizer that packed the dataset in `folder`, from the copy that lies there."""
+    """The tokenizer that packed the dataset in `folder`, from the copy in that folder."""
     if facts.name == BYTE_TOKENIZER:
         return ByteTokenizer()
     path = folder / TOKENIZER_FILE
@@ -178,7 +177,7 @@ def _load(path: Path, content: bytes):
 
 
 def _configured_eos(path: Path) -> str | None:
-    """The end of sequence that `tokenizer_config.json` beside a tokenizer names, if any."""
+    """The end-of-sequence token in the `tokenizer_config.json` beside a tokenizer, if any."""
     try:
         config = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

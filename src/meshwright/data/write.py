@@ -1,4 +1,4 @@
-"""Writing a packed dataset so that it is either whole or not there."""
+"""Writes a packed dataset atomically: it is either complete or not there."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from meshwright.errors import DataError
 
 
 class _HashedFile:
-    """A file that is hashed while it is written, so that the hash is of what was meant."""
+    """A file that is hashed while it is written, so that the hash is of the intended content."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
@@ -39,7 +39,7 @@ class _HashedFile:
         self._digest.update(content)
 
     def close(self) -> str:
-        """On the disk, not only in its cache; returns the sha256."""
+        """Flush the file to disk (fsync) and return its sha256."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -59,7 +59,7 @@ class DatasetWriter:
         self._files = {name: _HashedFile(folder / name) for name in (TOKENS_FILE, DOCUMENTS_FILE)}
 
     def append(self, documents: list[NDArray[np.unsignedinteger]]) -> None:
-        """Write documents, each followed by the tokenizer's end of document."""
+        """Write documents, each followed by the end-of-document token."""
         eos = np.array([self._tokenizer.eos_id], dtype=self._dtype)
         tokens = np.concatenate([part for document in documents for part in (document, eos)])
         ends = self.num_tokens + np.cumsum([len(document) + 1 for document in documents], dtype=np.int64)
@@ -68,7 +68,7 @@ class DatasetWriter:
         self.num_tokens, self.num_documents = int(ends[-1]), self.num_documents + len(documents)
 
     def finish(self, source_files: list[str]) -> Manifest:
-        """Close the files and write the manifest: the last thing that makes the folder a dataset."""
+        """Close the files and write the manifest last: a folder without it is not a dataset."""
         if isinstance(self._tokenizer, HuggingFaceTokenizer):
             self._files[TOKENIZER_FILE] = _HashedFile(self._folder / TOKENIZER_FILE)
             self._files[TOKENIZER_FILE].write(self._tokenizer.content)
@@ -89,23 +89,23 @@ class DatasetWriter:
         return manifest
 
     def abandon(self) -> None:
-        """Close the files as they are."""
+        """Close the files without a manifest."""
         for file in self._files.values():
             file.abandon()
 
 
 @contextmanager
 def new_dataset(folder: Path, tokenizer: Tokenizer) -> Iterator[DatasetWriter]:
-    """A writer whose folder appears under its name only when the block ends well.
+    """A writer whose folder appears under its name only if the block succeeds.
 
-    Everything goes to a hidden folder beside it, which is renamed at the end. After an error the hidden
-    folder is removed; after a kill it stays, without a manifest, and nothing takes it for a dataset.
+    Everything is written to a hidden folder beside it, which is renamed at the end. After an error the hidden
+    folder is removed; after a kill it stays without a manifest, so it is not read as a dataset.
     """
     require_absent(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         hidden = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-        hidden.chmod(0o777 & ~_umask())  # mkdtemp makes it private; a dataset is for everyone it is for
+        hidden.chmod(0o777 & ~_umask())  # mkdtemp makes it private
         try:
             writer = DatasetWriter(hidden, tokenizer)
             try:
@@ -120,17 +120,16 @@ def new_dataset(folder: Path, tokenizer: Tokenizer) -> Iterator[DatasetWriter]:
         raise DataError(
             f"the dataset cannot be written: {error.strerror or error}",
             where=str(folder),
-            hint="make room, or name another place with -o",
+            hint="free disk space, or name another folder with -o",
         ) from error
 
 
 def require_absent(folder: Path) -> None:
-    """DataError when there is something already: datasets are never written over."""
+    """DataError when the folder exists: datasets are never overwritten."""
     if folder.exists() or folder.is_symlink():
         hint = "choose another name, or remove it first if it is not needed"
-        raise DataError(
-            "this exists already, and a dataset is never written over", where=str(folder), hint=hint
-        )
+        fact = "this exists already, and a dataset is never overwritten"
+        raise DataError(fact, where=str(folder), hint=hint)
 
 
 def _publish(hidden: Path, folder: Path) -> None:
@@ -138,7 +137,7 @@ def _publish(hidden: Path, folder: Path) -> None:
     hidden.rename(folder)
     descriptor = os.open(folder.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # the rename itself must survive a power cut
+        os.fsync(descriptor)  # the rename itself must survive a power failure
     finally:
         os.close(descriptor)
 

@@ -1,5 +1,6 @@
 """Ranks on this machine: one process each, all ended together."""
 
+import math
 import os
 import signal
 import socket
@@ -10,8 +11,10 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from meshwright.errors import (
+    EXIT_FAULT,
     EXIT_INPUT,
     EXIT_INTERRUPTED,
     EXIT_NO_FIT,
@@ -20,12 +23,17 @@ from meshwright.errors import (
 )
 from meshwright.hardware.machine import this_machine
 
+Process = subprocess.Popen[bytes]
+
 _POLL_SECONDS = 0.1
 # After one rank has failed the others wait in a collective; this is how long they get to notice.
 _GRACE_SECONDS = 10.0
 # Ranks that fail within this time of each other failed for the same reason, and rank 0 has printed it.
 _TOGETHER_SECONDS = 1.0
+# Ranks that were asked twice to stop and do not end are killed after this time.
+_STOP_SECONDS = 10.0
 _STARTED_HERE = "MESHWRIGHT_LOCAL_RANKS"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def is_rank() -> bool:
@@ -46,23 +54,44 @@ def run_local(arguments: Sequence[str], *, num_ranks: int) -> int:
     """
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as folder, ExitStack() as files:
-        processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(num_ranks):
-            output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
-            command = [sys.executable, "-m", "meshwright", *arguments]
-            environment = _environment(rank, num_ranks, port)
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-        with _signals_passed_on(processes):
-            failed = _wait(processes)
+        processes: list[Process] = []
+        stopping = _Stopping(processes)
+        with stopping.signals_passed_on():
+            for rank in range(num_ranks):
+                output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
+                processes.append(_start(arguments, _environment(rank, num_ranks, port), output))
+            failed = _wait(processes, stopping)
         if failed is None:
             return 0
-        if failed and not _is_refused_by_all(processes, failed):
-            text = (Path(folder) / f"rank-{failed}").read_text(errors="replace").strip()
-            print(f"rank {failed} failed first:\n{text[-4000:]}", file=sys.stderr)
-        return _exit_code(processes[failed].returncode)
+        if not _is_refused_by_all(processes, failed):
+            _print_failure(processes[failed], failed, Path(folder) / f"rank-{failed}", stopping)
+        return _exit_code(processes[failed].returncode, stopping)
 
 
-def _is_refused_by_all(processes: list[subprocess.Popen[bytes]], failed: int) -> bool:
+def _start(arguments: Sequence[str], environment: dict[str, str], output: IO[bytes] | None) -> Process:
+    """One rank, in a session of its own: a signal to our process group reaches it once, from here."""
+    command = [sys.executable, "-m", "meshwright", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+
+def _print_failure(process: Process, rank: int, output: Path, stopping: "_Stopping") -> None:
+    """Name the rank whose failure ended the run; rank 0 has printed its own error."""
+    code = process.returncode
+    if code < 0 and stopping.number is not None:
+        name = signal.Signals(stopping.number).name
+        print(
+            f"stopped by {name} before the first step: nothing was trained since the start", file=sys.stderr
+        )
+    elif code < 0:
+        name = signal.Signals(-code).name
+        guess = "; was host memory full?" if -code == signal.SIGKILL else ""
+        print(f"rank {rank} was killed by signal {-code} ({name}){guess}", file=sys.stderr)
+    text = output.read_text(errors="replace").strip() if rank else ""
+    if text:
+        print(f"rank {rank} failed first:\n{text[-4000:]}", file=sys.stderr)
+
+
+def _is_refused_by_all(processes: list[Process], failed: int) -> bool:
     """Wrong input is refused by every rank with the same text, and rank 0 has printed it."""
     code = processes[failed].returncode
     return code in (EXIT_INPUT, EXIT_NO_FIT) and processes[0].returncode == code
@@ -92,52 +121,73 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-@contextmanager
-def _signals_passed_on(processes: list[subprocess.Popen[bytes]]) -> Generator[None]:
+class _Stopping:
     """Stop signals go to the ranks, which save and end; this process only waits for them."""
 
-    def pass_on(number: int, frame: object) -> None:
-        for process in processes:
+    def __init__(self, processes: list[Process]) -> None:
+        self._processes = processes
+        self.number: int | None = None
+        """The first stop signal."""
+        self._asked_at = 0.0
+        self.kill_at = math.inf
+        """When ranks that were asked again are killed."""
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self._asked_at = number, now
+        elif now - self._asked_at > _STOP_SECONDS / 2:
+            self.kill_at = min(self.kill_at, now + _STOP_SECONDS)
+        for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    # A terminal sends Ctrl-C to the ranks itself: they are in this process group.
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    @contextmanager
+    def signals_passed_on(self) -> Generator[None]:
+        """While inside, every stop signal is passed on."""
+        before = {number: signal.signal(number, self._pass_on) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
+def _wait(processes: list[Process], stopping: _Stopping) -> int | None:
     """Wait until all have ended: the rank whose failure is the reason, or None where none failed."""
     failed_at, failed = None, None
     while any(process.poll() is None for process in processes):
+        now = time.monotonic()
         if failed_at is None and _first_failure(processes) is not None:
-            failed_at = time.monotonic()
-        if failed_at is not None and failed is None and time.monotonic() - failed_at > _TOGETHER_SECONDS:
+            failed_at = now
+        if failed_at is not None and failed is None and now - failed_at > _TOGETHER_SECONDS:
             failed = _first_failure(processes)
-        if failed_at is not None and time.monotonic() - failed_at > _GRACE_SECONDS:
+        if (failed_at is not None and now - failed_at > _GRACE_SECONDS) or now > stopping.kill_at:
             for process in processes:
                 process.kill()
         time.sleep(_POLL_SECONDS)
     return failed if failed is not None else _first_failure(processes)
 
 
-def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Of the ranks that have failed so far, one that ran out of memory, else the lowest; None for none.
+def _first_failure(processes: list[Process]) -> int | None:
+    """Of the ranks that have failed so far the one that explains the others; None for none.
 
-    When a rank runs out of memory the others fail as well, because they lose the connection to it.
+    When a rank runs out of memory, is killed or refuses something, the others fail as well: they lose the
+    connection to it.
     """
-    codes = {rank: process.poll() for rank, process in enumerate(processes)}
-    out_of_memory = [rank for rank, code in codes.items() if code == EXIT_RANK_OUT_OF_MEMORY]
-    return next(iter([*out_of_memory, *(rank for rank, code in codes.items() if code)]), None)
+    codes = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+    return min(codes, key=lambda rank: (_consequence(codes[rank]), rank), default=None)
 
 
-def _exit_code(returncode: int) -> int:
-    """A rank that a signal ended counts as a failed run, unless it was Ctrl-C."""
-    if returncode == -signal.SIGINT:
+def _consequence(code: int) -> int:
+    """How likely a failure is only the consequence of another rank's."""
+    if code == EXIT_RANK_OUT_OF_MEMORY:
+        return 0
+    return 1 if code < 0 else 3 if code in (EXIT_RUN_FAILED, EXIT_FAULT) else 2
+
+
+def _exit_code(returncode: int, stopping: _Stopping) -> int:
+    """A rank that a signal ended counts as a failed run, unless it was Ctrl-C or this process was stopped."""
+    if returncode == -signal.SIGINT or (returncode < 0 and stopping.number is not None):
         return EXIT_INTERRUPTED
     return returncode if returncode >= 0 else EXIT_RUN_FAILED

@@ -1,1 +1,1 @@
-"""What trades seconds for bytes on one rank."""
+"""Recompute (activation checkpointing) and offload: what trades seconds for bytes on one rank."""

@@ -1,42 +1,37 @@
-"""Recompute: forget a block's inner activations after forward and make them again in backward.
+"""Recompute (activation checkpointing): free a block's activations after forward, recompute them in backward.
 
-full        keeps x[B, S, D] at the entry of the block; one more forward pass
-selective   keeps also what matmuls, convolutions and attention put out; recomputes norms, activations and
-            rotations
+full        saves x[B, S, D] at the input of the block; one more forward pass selective   also saves the
+outputs of matmuls, convolutions and attention; recomputes norms, activation functions
+            and RoPE
 
-Batch norm moves its running statistics in forward; the second forward leaves them alone.
+Batch norm updates its running statistics in forward; the recomputed forward leaves them unchanged.
 """
 
-import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.memory.saved_tensors import Keeper, keeping_contexts
+from meshwright.memory.saved_tensors import SavedTensorStore, storing_contexts
+from meshwright.memory.torch_checkpoint import ignore_profiler_ranges
 from meshwright.ops.batch_norm import batch_norms
-from meshwright.ops.fused_linear import JOINT_OPERATORS
-from meshwright.precision.fp8.matmul import OPERATORS
+from meshwright.ops.fused_linear import FUSED_OPERATORS
+from meshwright.precision.fp8.matmul import FP8_OPERATORS
 from meshwright.spec import MemorySpec
 
 _aten = torch.ops.aten
-# Costly to make again for the bytes they take; every other operator is cheap beside them.
-_KEPT = {
+# Expensive to recompute for the bytes they take; every other operator is cheap beside them.
+_SAVED = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.convolution.default,
     _aten._grouped_mm.default,
-    *OPERATORS,
-    *JOINT_OPERATORS,
+    *FP8_OPERATORS,
+    *FUSED_OPERATORS,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
@@ -44,59 +39,42 @@ _KEPT = {
     _aten._scaled_dot_product_attention_math.default,
 }
 
-# Marks for a profiler compute nothing. FSDP makes more of them in the second pass than in the first where it
-# wraps a part of a block (routed experts), which torch 2.13 would take for another computation.
-SAC_IGNORED_OPS.update(
-    (
-        torch.ops.profiler._record_function_enter.default,
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    )
-)
 
+def apply_recompute(
+    blocks: Iterable[nn.Module], memory: MemorySpec, *, store: SavedTensorStore | None = None
+) -> None:
+    """Recompute every k-th block; names and parameters of the blocks do not change.
 
-def apply_recompute(blocks: Iterable[nn.Module], memory: MemorySpec, *, keeper: Keeper | None = None) -> None:
-    """Every k-th block forgets; names and parameters of the blocks do not change.
-
-    What selective recompute keeps is left to a keeper, where there is one; not for blocks to be compiled.
+    What selective recompute saves goes to `store`, where one is given; not for blocks that are compiled.
     """
     if memory.recompute == "none":
         return
+    ignore_profiler_ranges()
     for index, block in enumerate(blocks):
         if index % memory.recompute_every == 0:
-            block.forward = recomputed(block.forward, memory, batch_norms(block), keeper)
+            block.forward = with_recompute(block.forward, memory, batch_norms(block), store)
 
 
-def vouch_for_blocks() -> None:
-    """Say that blocks write nothing in place, of which torch's compiler would warn on every rank."""
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
-
-
-def recomputed(
+def with_recompute(
     forward: Callable[..., Any],
     memory: MemorySpec,
     norms: Sequence[nn.Module] = (),
-    keeper: Keeper | None = None,
+    store: SavedTensorStore | None = None,
 ) -> Callable[..., Any]:
-    """The same function; random numbers are drawn alike the second time, and `norms` take no notice of it.
+    """The same forward with recompute: random numbers repeat, and `norms` keep their running statistics.
 
-    A plain function around `checkpoint`, because the compiler looks into that and passes over a partial:
-    the block would silently stay uncompiled.
+    It is a plain function around `checkpoint`, because the compiler traces into a function and skips a
+    partial: the block would silently stay uncompiled.
     """
 
     def full(*args: Any, **kwargs: Any) -> Any:
-        # torch 2.11 keeps what autograd functions put out, unless a policy says that it may compute it again.
+        # torch 2.11 saves the outputs of autograd functions unless a policy allows it to recompute them.
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=_nothing_kept, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=_full_contexts, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     def selective(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
 
     def eager(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=eager_contexts, **kwargs)
@@ -105,10 +83,10 @@ def recomputed(
         if memory.recompute == "full":
             first, second = nullcontext(), nullcontext()
         else:
-            first, second = _contexts() if keeper is None else keeping_contexts(_KEPT, keeper)
-        return first, _both(_statistics_held(norms), second)
+            first, second = _selective_contexts() if store is None else storing_contexts(_SAVED, store)
+        return first, _both(_running_statistics_preserved(norms), second)
 
-    if norms or (keeper is not None and memory.recompute == "selective"):
+    if norms or (store is not None and memory.recompute == "selective"):
         return eager
     return full if memory.recompute == "full" else selective
 
@@ -122,32 +100,32 @@ def _both(*contexts: Any) -> Generator[None]:
 
 
 @contextmanager
-def _statistics_held(norms: Sequence[nn.Module]) -> Generator[None]:
-    """What batch norms add to their running statistics goes to copies, which are forgotten.
+def _running_statistics_preserved(norms: Sequence[nn.Module]) -> Generator[None]:
+    """Inside, batch norms update copies of their running statistics, which are dropped.
 
-    Copies rather than none at all: autograd keeps them, and recompute must keep what forward kept.
+    Copies rather than none at all: autograd saves them, and the recompute must save what forward saved.
     """
-    kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
-    for norm, name, buffer in kept:
+    buffers = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    for norm, name, buffer in buffers:
         setattr(norm, name, buffer.clone())
     try:
         yield
     finally:
-        for norm, name, buffer in kept:
+        for norm, name, buffer in buffers:
             setattr(norm, name, buffer)
 
 
-def _contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_save_expensive)
 
 
-def _nothing_kept() -> Any:
-    return create_selective_checkpoint_contexts(_always_again)
+def _full_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_save_nothing)
 
 
-def _always_again(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _save_nothing(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _save_expensive(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,8 +1,11 @@
-"""What selective recompute keeps, handed to a keeper between the two passes.
+"""Selective recompute that stores what it saves elsewhere: with offload, on the host.
 
-Torch's own contexts for selective recompute hold it where it was made. These do the same work and let
-somebody else hold it: offload keeps it on the host. Eager only: the compiler knows torch's contexts and no
-others, and it hands all that it keeps to autograd, where offload finds it.
+torch's own contexts for selective recompute (selective activation checkpointing) hold saved outputs on the
+device. These contexts do the same work and pass each output to a store, which gives it back in backward.
+Eager only: the compiler supports torch's contexts only, and passes all that it saves to autograd, where
+offload finds it.
+
+`Tensor._version`, which counts in-place writes, is private; torch's own check of saved outputs uses it too.
 """
 
 from collections import defaultdict, deque
@@ -11,39 +14,37 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-# Named private by its module, and documented by torch as the way to see every operator.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from meshwright.errors import SpecError
+from meshwright.ops.torch_dispatch import TorchDispatchMode
 
-Kept = dict[Any, deque[Any]]
-"""By operator, in order: its outputs, each tensor as the call that brings it back."""
+Stored = dict[Any, deque[Any]]
+"""Outputs of each operator in order of its calls; each tensor is a function that loads it."""
 
 
-class Keeper(Protocol):
-    """Holds tensors of the block at work until its backward."""
+class SavedTensorStore(Protocol):
+    """Holds tensors of the block whose forward runs until its backward."""
 
-    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Take a tensor over; the call gives it back."""
+    def store(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Take over a tensor; the returned function loads it."""
         ...
 
 
-def keeping_contexts(operators: Container[Any], keeper: Keeper) -> tuple[Any, Any]:
-    """For `checkpoint`: around the first pass, and around the second, which runs these operators no more."""
-    kept: Kept = defaultdict(deque)
-    return _FirstPass(operators, keeper, kept), _SecondPass(operators, kept)
+def storing_contexts(operators: Container[Any], store: SavedTensorStore) -> tuple[Any, Any]:
+    """Contexts for `checkpoint`: of the first forward, and of the recompute, which skips `operators`."""
+    stored: Stored = defaultdict(deque)
+    return _FirstForward(operators, store, stored), _Recompute(operators, stored)
 
 
-class _FirstPass(TorchDispatchMode):
-    def __init__(self, operators: Container[Any], keeper: Keeper, kept: Kept) -> None:
+class _FirstForward(TorchDispatchMode):
+    def __init__(self, operators: Container[Any], store: SavedTensorStore, stored: Stored) -> None:
         super().__init__()
-        self._operators, self._keeper, self._kept = operators, keeper, kept
+        self._operators, self._store, self._stored = operators, store, stored
         self._versions: list[tuple[Tensor, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if func in self._operators:
-            self._kept[func].append(_each(outputs, Tensor, self._take))
+            self._stored[func].append(_map_outputs(outputs, Tensor, self._save))
         return outputs
 
     def __exit__(self, *error: Any) -> None:
@@ -52,29 +53,29 @@ class _FirstPass(TorchDispatchMode):
         self._versions.clear()
         if is_changed and error[0] is None:
             raise SpecError(
-                "a block changes the output of a product, a convolution or attention in place",
+                "a block changes the output of a matmul, a convolution or attention in place",
                 where="memory.recompute",
-                hint="use recompute=full, which keeps none of them",
+                hint="use recompute=full, which saves none of them",
             )
 
-    def _take(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _save(self, tensor: Tensor) -> Callable[[], Tensor]:
         self._versions.append((tensor, tensor._version))
-        return self._keeper.keep(tensor)
+        return self._store.store(tensor)
 
 
-class _SecondPass(TorchDispatchMode):
-    def __init__(self, operators: Container[Any], kept: Kept) -> None:
+class _Recompute(TorchDispatchMode):
+    def __init__(self, operators: Container[Any], stored: Stored) -> None:
         super().__init__()
-        self._operators, self._kept = operators, kept
+        self._operators, self._stored = operators, stored
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._operators:
-            return _each(self._kept[func].popleft(), Callable, lambda bring: bring())
+            return _map_outputs(self._stored[func].popleft(), Callable, lambda load: load())
         return func(*args, **(kwargs or {}))
 
 
-def _each(outputs: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """An operator's outputs with those of a kind changed: one, or several beside numbers and nothing."""
+def _map_outputs(outputs: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
+    """An operator's outputs with `change` applied to those of one kind; numbers and None stay."""
     if isinstance(outputs, tuple | list):
-        return type(outputs)(_each(one, kind, change) for one in outputs)
+        return type(outputs)(_map_outputs(one, kind, change) for one in outputs)
     return change(outputs) if isinstance(outputs, kind) else outputs

@@ -131,7 +131,7 @@ def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, li
             synchronise(norm, mesh.data.get_group("data"))
     compute_in(model, spec, mesh)
     offload = ActivationOffload(link) if "activations" in spec.memory.offload else None
-    apply_recompute(blocks.values(), spec.memory, keeper=None if spec.compile else offload)
+    apply_recompute(blocks.values(), spec.memory, store=None if spec.compile else offload)
     if spec.compile:
         compile_blocks(blocks.values(), spec.memory)
     if offload is not None:

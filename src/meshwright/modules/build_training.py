@@ -10,7 +10,7 @@ from meshwright.errors import SpecError
 from meshwright.memory.offload.budget import host_share
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import build_streamed_optimizer
-from meshwright.memory.offload.weights import HostedWeights
+from meshwright.memory.offload.weights import OffloadedWeights
 from meshwright.mesh import Mesh
 from meshwright.modules.build_program import build_chain_program, build_module_program
 from meshwright.modules.chain import Chain
@@ -72,13 +72,13 @@ def build_loop_training(
     return _training(program, optimizer, spec, mesh, weights)
 
 
-def _host(spec: ModuleSpec, mesh: Mesh) -> HostedWeights:
+def _host(spec: ModuleSpec, mesh: Mesh) -> OffloadedWeights:
     """The link to host memory; how much of it a module needs is known only as it runs."""
-    return HostedWeights(HostLink(mesh.device, limit_bytes=host_share() if spec.memory.offload else None))
+    return OffloadedWeights(HostLink(mesh.device, limit_bytes=host_share() if spec.memory.offload else None))
 
 
 def _build_program(
-    model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh, weights: HostedWeights, batch: Any
+    model: nn.Module, loss: Loss, spec: ModuleSpec, mesh: Mesh, weights: OffloadedWeights, batch: Any
 ) -> Program:
     prepare_device(spec.precision, mesh.device, deterministic=spec.deterministic)
     return build_module_program(model, loss, spec, mesh, weights.link, batch)
@@ -89,7 +89,7 @@ def _no_loss(model: Any, batch: Any) -> Any:
 
 
 def _our_optimizer(
-    program: Program, spec: ModuleSpec, optim: OptimSpec, weights: HostedWeights
+    program: Program, spec: ModuleSpec, optim: OptimSpec, weights: OffloadedWeights
 ) -> torch.optim.Optimizer:
     trainable = [one for one in program.shards if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
@@ -116,7 +116,7 @@ def _training(
     optimizer: torch.optim.Optimizer,
     spec: ModuleSpec,
     mesh: Mesh,
-    weights: HostedWeights,
+    weights: OffloadedWeights,
 ) -> Training:
     limits = getattr(spec, "optim", None) or spec
     assert isinstance(limits, OptimSpec | LoopSpec)  # how gradients are clipped and weights averaged

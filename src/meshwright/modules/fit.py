@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
@@ -24,13 +24,14 @@ from meshwright.modules.dataset import (
 )
 from meshwright.modules.module_program import Loss, ModuleProgram
 from meshwright.parallel.program import Program
+from meshwright.spec.keywords import FitSettings
 from meshwright.spec.modules import FitSpec
-from meshwright.spec.settings import read_settings, spread
+from meshwright.spec.settings import read_settings, with_data_parallel
 from meshwright.train.capacity import capacity_error
 from meshwright.train.evaluate import sum_over_world
 from meshwright.train.job import Job
 from meshwright.train.loop import Outcome, drive
-from meshwright.train.session import claim_directory, on_first_rank
+from meshwright.train.session import claimed_directory
 from meshwright.train.workload import Workload
 from meshwright.user_errors import errors_end_at_caller
 
@@ -46,7 +47,7 @@ def fit(
     run: str | Path | None = None,
     directory: str | Path | None = None,
     stop_after: int | None = None,
-    **settings: Any,
+    **settings: Unpack[FitSettings],
 ) -> Outcome:
     """Train a module, in place, and write the same run directory as `meshwright train`.
 
@@ -62,11 +63,11 @@ def fit(
     was_joined = dist.is_initialized()
     world = join_world(spec.device)
     try:
-        spec = spread(spec, world.num_ranks)
+        spec = with_data_parallel(spec, world.num_ranks)
         data = _Data(dataset, evaluation, collate)
         data.require(spec)
-        on_first_rank(lambda: claim_directory(spec, run_dir))
-        return drive(_job(model, data, loss, spec, world), run_dir, stop_after=stop_after)
+        with claimed_directory(spec, run_dir):
+            return drive(_job(model, data, loss, spec, world), run_dir, stop_after=stop_after)
     except OSError as error:
         raise capacity_error(error, run_dir, rank=world.rank) or error from None
     finally:

@@ -28,7 +28,7 @@ from meshwright.modules.loop_loader import LoopLoader
 from meshwright.modules.module_program import ModuleProgram, require_pair
 from meshwright.optim.user_optimizer import adopted_numbers, allocate, require_optimizer, restore_numbers
 from meshwright.spec.modules import LoopSpec
-from meshwright.spec.settings import read_settings, spread
+from meshwright.spec.settings import read_settings, with_data_parallel
 from meshwright.train.build import seed_step
 from meshwright.train.state import TrainState
 from meshwright.train.step import Training, update
@@ -60,7 +60,7 @@ def prepare(
     was_joined = dist.is_initialized()
     world = join_world(spec.device)
     try:
-        spec = spread(spec, world.num_ranks)
+        spec = with_data_parallel(spec, world.num_ranks)
         mesh = build_mesh(spec.parallel, world)
         training = build_loop_training(model, optimizer, spec, mesh)
         batches = LoopLoader(

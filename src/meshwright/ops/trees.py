@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private: torch has no public pytree, and libraries register their own containers here (transformers does).
+# Private: torch has no public pytree, and libraries register their own containers there (transformers does).
+# Other files import these two names from here.
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 

@@ -21,8 +21,9 @@ from torch import nn
 from meshwright.data.batches import Microbatch
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
-from meshwright.memory.offload.weights import HostedWeights
-from meshwright.memory.recompute import apply_recompute, vouch_for_blocks
+from meshwright.memory.offload.weights import OffloadedWeights
+from meshwright.memory.recompute import apply_recompute
+from meshwright.memory.torch_checkpoint import silence_in_place_warning
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
@@ -57,13 +58,13 @@ Fill = Callable[..., None]
 def build_program(
     run: RunSpec,
     mesh: Mesh,
-    weights: HostedWeights | None = None,
+    weights: OffloadedWeights | None = None,
     *,
     fill: Fill = initialise,
     simulation: Simulation = NOTHING_SIMULATED,
 ) -> Program:
     """The model of this rank at its initial weights, ready to accumulate gradients; all ranks call it."""
-    weights = weights or HostedWeights(HostLink(mesh.device))
+    weights = weights or OffloadedWeights(HostLink(mesh.device))
     dtype = weight_dtype(run.precision)
     stages = build_stages(
         run.model,
@@ -78,7 +79,7 @@ def build_program(
         pack_fused_weights(stage.module)
     shards = parameter_shards(stages, run, mesh)
     set_gradient_dtype(shards, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
-    weights.move_in()
+    weights.move_to_host()
     reducer = build_reducer(shards, mesh, roots=[stage.module for stage in stages])
     localise = localiser(mesh)
     fp8_weights = Fp8Weights([stage.module for stage in stages], mesh)
@@ -106,7 +107,7 @@ def build_program(
 
 
 def transform(
-    model: Decoder, run: RunSpec, mesh: Mesh, weights: HostedWeights, simulation: Simulation
+    model: Decoder, run: RunSpec, mesh: Mesh, weights: OffloadedWeights, simulation: Simulation
 ) -> None:
     """Apply steps 2 to 10 to one stage."""
     parallel = mesh.parallel
@@ -122,8 +123,8 @@ def transform(
     fuse_projections(model, run)
     compute_in(model, run.precision, mesh.device)
     offload = ActivationOffload(weights.link) if "activations" in run.memory.offload else None
-    vouch_for_blocks()
-    apply_recompute(model.blocks.values(), run.memory, keeper=None if run.compile else offload)
+    silence_in_place_warning()
+    apply_recompute(model.blocks.values(), run.memory, store=None if run.compile else offload)
     if run.compile:
         simulation.compile_blocks(model.blocks.values(), run.memory)
     if offload is not None:

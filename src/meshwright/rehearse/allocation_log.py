@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.rehearse.torch_storages import resizes_reported, storage_id
+from meshwright.ops.torch_storages import storage_id
+from meshwright.rehearse.torch_storages import resizes_reported
 
 BLOCK_BYTES = 512
 

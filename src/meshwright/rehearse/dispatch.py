@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from meshwright.mesh import Mesh
+from meshwright.ops.torch_dispatch import TorchDispatchMode
+from meshwright.ops.trees import tree_leaves
 from meshwright.rehearse.allocation_log import AllocationLog
 from meshwright.rehearse.world import axis_of, group_named
 

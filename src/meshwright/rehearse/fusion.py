@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
+from meshwright.ops.trees import tree_leaves
 from meshwright.rehearse.allocation_log import rounded
 from meshwright.rehearse.operations import Operation, Operations
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map_only
 
+from meshwright.ops.trees import tree_map_only
 from meshwright.rehearse.fusion import Kernel, kernels_of
 from meshwright.rehearse.operations import WAIT, Operation, Operations, is_operator, is_view
 

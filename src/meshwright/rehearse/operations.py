@@ -15,7 +15,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
+
+from meshwright.ops.trees import tree_leaves
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 

@@ -107,7 +107,7 @@ def _left_out(run: RunSpec) -> list[str]:
         changes.append("no dropout: masks depend on the layout")
     if run.compile:
         changes.append("not compiled")
-    if run.data.ramp:
+    if run.data.batch_ramp:
         changes.append("no batch-size ramp")
     if run.precision.fp8 is not None:
         changes.append("no fp8: matmuls in float64")
@@ -202,7 +202,7 @@ def _small_data(run: RunSpec, parallel: ParallelSpec) -> DataSpec:
         sequence_length=math.ceil(LEAST_LENGTH / pieces) * pieces,
         microbatch_sequences=microbatch,
         batch_sequences=_num_microbatches(run, parallel) * microbatch * parallel.dp,
-        ramp=(),
+        batch_ramp=(),
         max_epochs=None,
         holdout_sequences=HOLDOUT_SEQUENCES,
     )
@@ -225,7 +225,7 @@ def _small_optim(optim: OptimSpec, model: ModelSpec) -> OptimSpec:
     taken = {group_of(parameter.name, optim.groups) for parameter in parameters(model)}
     changes: dict[str, Any] = {"eps": max(optim.eps, LEAST_EPS)} if optim.kind in ADAM_KINDS else {}
     if optim.kind == "lars":
-        changes["trust"] = _TRUST
+        changes["trust_coefficient"] = _TRUST
     return optim.with_(
         lr=_RATES.get(optim.kind, _USUAL_RATE),
         lr_scaling=None,
@@ -236,10 +236,12 @@ def _small_optim(optim: OptimSpec, model: ModelSpec) -> OptimSpec:
 
 def proof_optimizers(optim: OptimSpec) -> list[OptimSpec]:
     """SGD, which shows a wrong gradient scale that Adam hides, and the run's own or AdamW, for its states."""
-    kept = {name: getattr(optim, name) for name in ("weight_decay", "decay", "groups", "max_grad_norm")}
+    shared = {
+        name: getattr(optim, name) for name in ("weight_decay", "weight_decay_on", "groups", "max_grad_norm")
+    }
     other = "adamw" if optim.kind == "sgd" else "sgd"
     plain = OptimSpec(kind=other, lr=_RATES.get(other, _USUAL_RATE)).with_(
-        **{**kept, "groups": [group.model_dump() for group in optim.groups]}
+        **{**shared, "groups": [group.model_dump() for group in optim.groups]}
     )
     if other == "adamw":
         plain = plain.with_(eps=LEAST_EPS)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshwright.memory.offload.host import settle
+from meshwright.memory.offload.host import synchronize
 from meshwright.mesh import Mesh
 from meshwright.optim.build import state_dims, state_tensors
 from meshwright.optim.combined import part_of
@@ -79,33 +79,33 @@ def train_steps(
         norms.append(float(outcome.grad_norm))
         sample_ids.append(batch.sample_ids)
     batches.close()
-    settle(mesh.device)  # states that are still on their way to the host
-    with training.weights.at_hand():
-        whole = gather(run, training, gradients.parts)
+    synchronize(mesh.device)  # states that are still on their way to the host
+    with training.weights.all_on_device():
+        full = gather(run, training, gradients.parts)
     return Trained(
         rank=mesh.rank,
         stage=mesh.coordinate("pp"),
         losses=losses,
         grad_norms=norms,
-        gradients=[_of_kind(whole, f"gradient {index}") for index in range(num_steps)],
-        weights=_of_kind(whole, "weight"),
-        optimizer=_states(whole),
+        gradients=[_of_kind(full, f"gradient {index}") for index in range(num_steps)],
+        weights=_of_kind(full, "weight"),
+        optimizer=_states(full),
         buffers=_buffers(training),
-        ema=_of_kind(whole, "ema"),
+        ema=_of_kind(full, "ema"),
         eval_loss=evaluate(run, training.program, mesh),
-        digests={name: _digest(kinds["weight"]) for name, kinds in whole.items()},
+        digests={name: _digest(kinds["weight"]) for name, kinds in full.items()},
         sample_ids=sample_ids,
     )
 
 
-def _of_kind(whole: dict[str, dict[str, Tensor]], kind: str) -> dict[str, Tensor]:
-    return {name: kinds[kind] for name, kinds in whole.items() if kind in kinds}
+def _of_kind(full: dict[str, dict[str, Tensor]], kind: str) -> dict[str, Tensor]:
+    return {name: kinds[kind] for name, kinds in full.items() if kind in kinds}
 
 
-def _states(whole: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+def _states(full: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     return {
         f"{name}.{key}": value
-        for name, kinds in whole.items()
+        for name, kinds in full.items()
         for key, value in kinds.items()
         if key not in _NOT_STATES and not key.startswith("gradient")
     }

@@ -1,8 +1,7 @@
-"""What torch has no public name for about storages: their identity, and that one changes its size.
+"""That a storage changes its size, of which torch tells nobody.
 
 FSDP2 keeps the storage of a gathered (unsharded) weight and resizes it to zero and back, outside of any
-operator, so no dispatch mode sees it: `UntypedStorage.resize_` is wrapped. A storage is identified by the
-address of its C++ object, `_cdata`; its data pointer is zero for tensors without data.
+operator, so no dispatch mode sees it: `UntypedStorage.resize_` is wrapped.
 """
 
 import contextlib
@@ -11,11 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """The identity of a storage while it exists; a later storage may have the same one."""
-    return storage._cdata
 
 
 @contextlib.contextmanager

@@ -93,6 +93,7 @@ def trace_rank(
         phases, observer = PhaseTracker(allocations, by_half=by_half), Observer(allocations, mesh)
         if by_half:
             compiler.watch = partial(_enter_half_of, phases)
+        compiler.paused = observer.paused
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
         simulation = Simulation(
@@ -127,7 +128,7 @@ def trace_rank(
         num_operators=observer.num_operators,
         seconds=time.perf_counter() - started_at,
         num_graphs=compiler.num_graphs,
-        host_bytes=training.weights.link.account.pool_bytes,
+        host_bytes=training.weights.link.counters.pool_bytes,
     )
 
 

@@ -1,6 +1,7 @@
-"""Stop signals: the first one asks the loop to save and end, the second one ends at once."""
+"""Stop signals: the first one asks the loop to save and end, a later one ends at once."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -8,18 +9,31 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from meshwright.launch.local import STOP_SIGNALS
+
+# A scheduler, a terminal and `timeout` may each send the same signal, to the group and to the launcher, which
+# passes it on: what arrives within this time is one request.
+REPEAT_SECONDS = 5.0
+
 
 class Interrupt:
     """Whether a signal asked this process to stop."""
 
     def __init__(self) -> None:
-        self.is_requested = False
+        self._requested_at: float | None = None
 
     def request(self, signal_number: int, frame: FrameType | None) -> None:
-        """Handle a stop signal."""
-        if self.is_requested:
+        """Handle a stop signal: ask for a stop, or end at once when asked again some seconds later."""
+        now = time.monotonic()
+        if self._requested_at is None:
+            self._requested_at = now
+        elif now - self._requested_at > REPEAT_SECONDS:
             raise KeyboardInterrupt
-        self.is_requested = True
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._requested_at is not None
 
     def is_requested_anywhere(self) -> bool:
         """Whether any rank was asked to stop; all ranks call it at the same step. Communicates (host)."""
@@ -32,10 +46,9 @@ class Interrupt:
 
 @contextmanager
 def stop_signals() -> Iterator[Interrupt]:
-    """While inside, SIGINT, SIGTERM and SIGUSR1 (a scheduler's early warning) ask for a stop."""
+    """While inside, SIGINT, SIGTERM, SIGHUP and SIGUSR1 (a scheduler's early warning) ask for a stop."""
     interrupt = Interrupt()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, interrupt.request) for number in signals}
+    before = {number: signal.signal(number, interrupt.request) for number in STOP_SIGNALS}
     try:
         yield interrupt
     finally:

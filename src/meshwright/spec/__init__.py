@@ -1,7 +1,7 @@
 """What was asked for: frozen, typed, complete descriptions of a run. Imports no torch."""
 
 from meshwright.spec.checkpoint import CheckpointSpec
-from meshwright.spec.data import DataSpec, RampSpec, SyntheticSpec
+from meshwright.spec.data import BatchRampSpec, DataSpec, SyntheticSpec
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.model import (
     AttentionSpec,
@@ -22,6 +22,7 @@ from meshwright.spec.schedule import ScheduleSpec
 __all__ = [
     "MESH_ORDER",
     "AttentionSpec",
+    "BatchRampSpec",
     "CheckpointSpec",
     "DataSpec",
     "EvaluateSpec",
@@ -39,7 +40,6 @@ __all__ = [
     "OptimSpec",
     "ParallelSpec",
     "PrecisionSpec",
-    "RampSpec",
     "RopeScalingSpec",
     "RopeSpec",
     "RunSpec",

@@ -1,23 +1,23 @@
-"""Settings that are valid and waste the hardware, with the fix. Like the rules, small named functions.
+"""Advice on settings that are valid but waste the hardware. Like the rules, small named functions.
 
-Tensor cores work on tiles: dims that are multiples of 64 (128 bytes in half precision) fill them.
+Tensor cores compute tiles: dims that are multiples of 64 (128 bytes in half precision) fill them.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_layers, left_out_weights
+from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_layers, unaligned_weights
 from meshwright.spec.run import RunSpec
 
 TILE = 64
-ALIGNED = 8  # elements; below this the fast kernels are not even chosen
+ALIGNED = 8  # elements; with a smaller alignment the fast kernels are not used
 FEWEST_TOKENS = 128
 LARGEST_BUBBLE = 0.2
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A fact with its values, where it stands, and what would be faster."""
+    """A fact with its values, the key it is about, and what would be faster."""
 
     fact: str
     where: str
@@ -46,23 +46,23 @@ def vocabulary_fills_tiles(run: RunSpec) -> Iterator[Advice]:
         each = f", {vocabulary // tp} on a rank," if tp > 1 else ""
         fact = f"vocab_size={vocabulary}{each} is not a multiple of {ALIGNED}"
         yield Advice(
-            fact, "model.vocab_size", f"model.vocab_size={padded} pads the table with rows nobody uses"
+            fact, "model.vocab_size", f"model.vocab_size={padded} pads the embedding with unused rows"
         )
 
 
 def widths_fill_tiles(run: RunSpec) -> Iterator[Advice]:
-    """Matmul dims that one rank holds are multiples of 64."""
+    """Local matmul dims of a rank are multiples of 64."""
     if not _uses_tensor_cores(run):
         return
-    for key, width, ways in _cut_widths(run):
-        if (width // ways) % TILE:
-            held = f" leaves {width // ways} on a rank, which" if ways > 1 else ""
-            fact = f"{key.rsplit('.', 1)[-1]}={width}{held} is not a multiple of {TILE}"
-            yield Advice(fact, key, f"{key}={-(-width // (TILE * ways)) * TILE * ways} fills the tiles")
+    for key, width, degree in _sharded_widths(run):
+        if (width // degree) % TILE:
+            local = f" is {width // degree} on a rank, which" if degree > 1 else ""
+            fact = f"{key.rsplit('.', 1)[-1]}={width}{local} is not a multiple of {TILE}"
+            yield Advice(fact, key, f"{key}={-(-width // (TILE * degree)) * TILE * degree} fills the tiles")
 
 
-def _cut_widths(run: RunSpec) -> Iterator[tuple[str, int, int]]:
-    """Key, width and ways it is cut, of each matmul dim."""
+def _sharded_widths(run: RunSpec) -> Iterator[tuple[str, int, int]]:
+    """Key, width and sharding degree of each matmul dim."""
     model, parallel = run.model, run.parallel
     yield "model.width", model.width, 1
     if not model.is_moe_layer(0):
@@ -89,40 +89,40 @@ def pipeline_is_filled(run: RunSpec) -> Iterator[Advice]:
         return
     bubble = (parallel.pp - 1) / (count * parallel.virtual_stages)
     if bubble > LARGEST_BUBBLE:
-        fact = f"ranks idle for {bubble:.0%} of the work: pp={parallel.pp} with {count} micro-batches"
+        fact = f"the pipeline bubble is {bubble:.0%} of the work: pp={parallel.pp} with {count} micro-batches"
         hint = "use more or smaller micro-batches, or an interleaved schedule with more virtual_stages"
         yield Advice(fact, "parallel.pp", hint)
 
 
 def fp8_is_fast(run: RunSpec) -> Iterator[Advice]:
-    """fp8 pays on devices that multiply it, compiled, with the dims of its blocks."""
+    """fp8 is fast on devices with fp8 tensor cores, in compiled blocks, with aligned dims."""
     fp8 = run.precision.fp8
     if fp8 is None:
         return
     if run.device == "cpu":
-        fact = f"fp8={fp8.recipe} on a CPU is emulated: it shows the numerics and is slower than bf16"
-        yield Advice(fact, "precision.fp8", "use device=cuda on a card with fp8 for speed")
+        fact = f"fp8={fp8.recipe} on a CPU is emulated: the numerics are the same, and it is slower than bf16"
+        yield Advice(fact, "precision.fp8", "use device=cuda on a GPU with fp8 for speed")
     elif not run.compile:
-        fact = "fp8 without compile makes a pass over memory for each part of a cast"
+        fact = "fp8 without compile runs each operation of a cast as a separate kernel"
         yield Advice(fact, "compile", "compile=true fuses them")
     if fp8.recipe == "mxfp8" and run.device != "cpu":
-        fact = "mxfp8 is multiplied by Blackwell and later; on other cards it is emulated in bf16"
-        yield Advice(fact, "precision.fp8.recipe", "on Hopper use current, delayed or blocks")
-    left_out = sorted({_part(one.name) for layer in fp8_layers(run) for one in left_out_weights(run, layer)})
-    if left_out:
-        fact = f"{', '.join(left_out)} stay in bf16: dims on a rank are not multiples of"
-        hint = "choose widths or tp so that they are, or leave it: the rest is in fp8"
+        fact = "mxfp8 needs Blackwell or later; on other GPUs it is emulated in bf16"
+        yield Advice(fact, "precision.fp8.recipe", "on Hopper use current, delayed or blockwise")
+    unaligned = {_part(one.name) for layer in fp8_layers(run) for one in unaligned_weights(run, layer)}
+    if unaligned:
+        fact = f"{', '.join(sorted(unaligned))} stay in bf16: dims on a rank are not multiples of"
+        hint = "choose widths or tp so that they are, or leave it: the other linears are in fp8"
         yield Advice(f"{fact} {FP8_MULTIPLE[fp8.recipe]}", "precision.fp8", hint)
 
 
 def fp8_weights_are_cast_once(run: RunSpec) -> Iterator[Advice]:
-    """Where weights stay on the device as wholes, one cast serves all micro-batches of a step."""
-    fp8, is_whole = run.precision.fp8, run.parallel.zero < 3 and "parameters" not in run.memory.offload
-    if fp8 is None or run.device == "cpu" or not is_whole or run.accumulation == 1:
+    """Where unsharded weights stay on the device, one cast serves all micro-batches of a step."""
+    fp8, is_full = run.precision.fp8, run.parallel.zero < 3 and "parameters" not in run.memory.offload
+    if fp8 is None or run.device == "cpu" or not is_full or run.accumulation == 1:
         return
     if fp8.cast_weights == "per_microbatch":
-        fact = f"fp8 weights are cast again in each of {run.accumulation} micro-batches of a step"
-        hint = "per_step casts them once, for two bytes per weight of memory"
+        fact = f"fp8 weights are cast in each of {run.accumulation} micro-batches of a step"
+        hint = "per_step casts them once, for two more bytes per weight"
         yield Advice(fact, "precision.fp8.cast_weights", hint)
 
 

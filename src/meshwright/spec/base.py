@@ -1,4 +1,4 @@
-"""What every spec has in common: frozen, complete, no unknown keys, human number forms."""
+"""The base of every spec: frozen, complete, no unknown keys, numbers as people write them (4K, 80GiB)."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ class Spec(BaseModel):
     )
 
     def with_(self, **changes: Any) -> Self:
-        """A new spec with these fields replaced and everything validated again."""
+        """A new, validated spec with these fields replaced."""
         return type(self).model_validate({**self.model_dump(), **{k: _plain(v) for k, v in changes.items()}})
 
     def fingerprint(self) -> str:

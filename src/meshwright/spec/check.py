@@ -1,7 +1,7 @@
 """Every cross-field rule of a run, shared by `check`, the planner and the docs.
 
-A rule is a small named function from a run to what breaks it; its docstring is its text in the docs.
-The rules are independent: all are asked, and everything that is broken is told at once.
+A rule is a small named function from a run to its violations; its docstring is its text in the docs.
+The rules are independent: all are checked, and all violations are reported at once.
 """
 
 from collections.abc import Callable, Iterator

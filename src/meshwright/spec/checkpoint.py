@@ -1,14 +1,15 @@
-"""When state is saved, how much is kept, and what a run starts from."""
+"""Checkpoints: when they are saved, how many are kept, and the initial weights of a run."""
 
 from meshwright.spec.base import Positive, Spec
 
 
 class CheckpointSpec(Spec):
-    """Nothing is saved on the way by default; the final state always is."""
+    """By default only the final state is saved."""
 
     every_steps: Positive | None = None
-    """Save this often; null saves at the end only."""
+    """Steps between checkpoints; null saves only at the end."""
     keep_last: Positive = 2
-    """Older checkpoints of this run are deleted once a newer one is complete."""
+    """Checkpoints of this run that are kept; older ones are deleted once a newer one is complete."""
     start_from: str | None = None
-    """Initial weights: a Hugging Face folder, a checkpoint, or a run directory; the rest starts anew."""
+    """Initial weights: a Hugging Face folder, a checkpoint, or a run directory. Optimizer, step and data
+    start from zero."""

@@ -1,4 +1,4 @@
-"""What trades seconds for bytes."""
+"""Settings that trade time for memory: recompute (activation checkpointing), offload, regather."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,31 +10,32 @@ Offloaded = Literal["optimizer", "parameters", "activations"]
 OFFLOAD_ORDER: tuple[Offloaded, ...] = ("optimizer", "parameters", "activations")
 
 
-def _listed(said: Any) -> Any:
-    """`optimizer,activations` on a command line is a list as well."""
-    return [word.strip() for word in said.split(",") if word.strip()] if isinstance(said, str) else said
+def _as_list(value: Any) -> Any:
+    """The list that `optimizer,activations` on a command line means."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
-def _in_order(said: tuple[Offloaded, ...]) -> tuple[Offloaded, ...]:
-    """The order in which they were said means nothing, so it is always the same."""
-    twice = [word for word in OFFLOAD_ORDER if said.count(word) > 1]
+def _in_order(value: tuple[Offloaded, ...]) -> tuple[Offloaded, ...]:
+    """The same items in a fixed order: the order in a file has no meaning."""
+    twice = [word for word in OFFLOAD_ORDER if value.count(word) > 1]
     if twice:
-        raise ValueError(f"{twice[0]} stands there twice")
-    return tuple(word for word in OFFLOAD_ORDER if word in said)
+        raise ValueError(f"{twice[0]} is listed twice")
+    return tuple(word for word in OFFLOAD_ORDER if word in value)
 
 
 class MemorySpec(Spec):
-    """Nothing is traded by default."""
+    """Everything is kept on the device by default."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """selective keeps matmul and attention outputs and recomputes the cheap rest."""
+    """Activation checkpointing: full recomputes each block in backward; selective saves matmul and attention
+    outputs and recomputes the cheap rest."""
     recompute_every: Positive = 1
     """Recompute every k-th layer (1: all of them)."""
-    offload: Annotated[tuple[Offloaded, ...], BeforeValidator(_listed), AfterValidator(_in_order)] = ()
-    """What lives in host memory and comes to the device only while it is used: optimizer states during the
-    update, parameters of a block and activations of a block while it computes. Of activations that is all
-    that recompute leaves to keep. In any order."""
+    offload: Annotated[tuple[Offloaded, ...], BeforeValidator(_as_list), AfterValidator(_in_order)] = ()
+    """State that lives in host memory and is prefetched to the device only while it is used: optimizer states
+    during the update, parameters and activations of a block while it computes. With recompute only the
+    activations that it still saves are offloaded. The order of the list has no meaning."""
     regather_tp_inputs: bool = False
-    """tp: gather the inputs of column-cut layers again in backward instead of keeping them gathered."""
+    """tp: all-gather the inputs of column-wise layers again in backward instead of saving them gathered."""
     on_oom: Literal["stop", "halve_microbatch"] = "stop"
     """When a rank is out of memory: stop, or restart from the last checkpoint with smaller micro-batches."""

@@ -1,4 +1,4 @@
-"""What a decoder is made of, in numbers. A family (`spec/families.py`) is one value of `ModelSpec`."""
+"""The architecture of a decoder, in numbers. A family (`spec/families.py`) is one value of `ModelSpec`."""
 
 from typing import Literal
 
@@ -6,22 +6,22 @@ from meshwright.spec.base import Fraction, NonNegative, Number, Positive, Positi
 
 
 class RopeScalingSpec(Spec):
-    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+    """Rope scaling: how frequencies change for sequences longer than those of the original training."""
 
     kind: Literal["linear", "llama3", "yarn"]
-    """Which published stretch."""
+    """Scaling method."""
     factor: PositiveNumber
-    """Times longer than the original positions."""
+    """Maximum length / original maximum length."""
     original_positions: Positive = 8192
-    """llama3 and yarn: the length the frequencies were first trained on."""
+    """llama3 and yarn: the sequence length of the original training."""
     low_frequency_factor: PositiveNumber = 1.0
-    """llama3 only."""
+    """llama3 only: wavelengths above original_positions / this factor are scaled in full."""
     high_frequency_factor: PositiveNumber = 4.0
-    """llama3 only."""
+    """llama3 only: wavelengths below original_positions / this factor are not scaled."""
     beta_fast: PositiveNumber = 32.0
-    """yarn only."""
+    """yarn only: dims with more rotations than this over the original length are not scaled."""
     beta_slow: PositiveNumber = 1.0
-    """yarn only."""
+    """yarn only: dims with fewer rotations than this over the original length are scaled in full."""
     mscale: Number = 0.0
     """yarn only: attention temperature, numerator."""
     mscale_all_dims: Number = 0.0
@@ -29,26 +29,26 @@ class RopeScalingSpec(Spec):
 
 
 class RopeSpec(Spec):
-    """Rotary positions."""
+    """Rotary position embeddings (rope)."""
 
     theta: PositiveNumber = 10000.0
     """Base of the geometric series of wavelengths."""
     interleaved: bool = False
-    """Pairs are neighbours (2i, 2i+1) instead of halves (i, i + width/2)."""
+    """Rotated pairs are neighbours (2i, 2i+1) instead of halves (i, i + width/2)."""
     scaling: RopeScalingSpec | None = None
 
 
 class LatentSpec(Spec):
-    """Multi-head latent attention (DeepSeek): queries and keys/values pass through low ranks."""
+    """Multi-head latent attention (MLA, DeepSeek): low-rank projections of queries and of keys/values."""
 
     query_rank: Positive | None = None
-    """None: queries are projected directly (V2-Lite)."""
+    """Rank of the query projection; null projects queries directly (V2-Lite)."""
     kv_rank: Positive
-    """Width of the latent that keys and values are made from."""
+    """Rank of the key/value projection: width of the latent."""
     nope_width: Positive
-    """Width per head of the part that carries no position."""
+    """Width per head of the part without rope."""
     rope_width: Positive
-    """Width per head of the rotary part; its key is shared by all heads."""
+    """Width per head of the part with rope; its key is shared by all heads."""
     value_width: Positive
     """Width per head of the values."""
 
@@ -67,12 +67,12 @@ class AttentionSpec(Spec):
     output_bias: bool = False
     """A bias on the projection back into the residual stream."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before the rotation (Qwen 3)."""
+    """RMSNorm over each query and key head before rope (Qwen 3)."""
     window: Positive | None = None
-    """Sliding window: a query sees itself and window - 1 tokens before it."""
+    """Sliding window: a query sees itself and the window - 1 tokens before it."""
     latent: LatentSpec | None = None
     dropout: Fraction = 0.0
-    """On the attention probabilities (GPT-2)."""
+    """Dropout on the attention probabilities (GPT-2)."""
 
     @property
     def value_width(self) -> int:
@@ -81,14 +81,14 @@ class AttentionSpec(Spec):
 
 
 class MlpSpec(Spec):
-    """The feed-forward part of a dense layer."""
+    """The MLP (feed-forward) of a dense layer."""
 
     kind: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
-    """swiglu has a gate and three matrices; gelu and gelu_tanh (its approximation) two."""
+    """Activation: swiglu has a gate and three matrices; gelu and gelu_tanh (its approximation) have two."""
     width: Positive
-    """Inner width (feed-forward size)."""
+    """Inner width (feed-forward size, intermediate size)."""
     bias: bool = False
-    """Biases on its projections."""
+    """Biases on the projections."""
 
     @property
     def num_matrices(self) -> int:
@@ -97,51 +97,51 @@ class MlpSpec(Spec):
 
 
 class MoeSpec(Spec):
-    """Routed experts (SwiGLU) in place of the dense MLP."""
+    """Mixture of experts: routed experts (SwiGLU) instead of the dense MLP."""
 
     num_experts: Positive
     """Routed experts per layer."""
     top_k: Positive
-    """Experts that each token is sent to."""
+    """Experts that each token is routed to."""
     width: Positive
     """Inner width of one routed expert."""
     shared_width: NonNegative = 0
     """Inner width of the always-active shared expert(s) together; 0 means none."""
     first_dense_layers: NonNegative = 0
-    """This many layers at the bottom keep the dense MLP (DeepSeek)."""
+    """Number of first layers that have a dense MLP (DeepSeek)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """How router logits become weights."""
+    """Function from router logits to routing weights."""
     normalise_top_k: bool = True
-    """Weights of the chosen experts are made to sum to one."""
+    """Normalise the weights of the chosen experts to a sum of one."""
     routed_scale: PositiveNumber = 1.0
     """Factor on the routed output (DeepSeek)."""
     num_groups: Positive = 1
-    """Experts are chosen inside the best `top_groups` of this many groups."""
+    """Expert groups; experts are chosen from the best `top_groups` of them."""
     top_groups: Positive = 1
-    """Groups that a token may choose from."""
+    """Groups that the experts of a token are chosen from."""
     group_score: Literal["max", "top2_sum"] = "max"
-    """A group counts by its best expert, or by the sum of its best two."""
+    """Score of a group: its best expert, or the sum of its best two."""
     aux_loss: Number = 0.0
-    """Coefficient of the load-balancing loss, taken per sequence and divided by the number of sequences."""
+    """Coefficient of the load-balancing loss, computed per sequence and averaged over sequences."""
     balance_bias_rate: Number = 0.0
-    """Step of the bias-based balancing that needs no loss; 0 leaves the bias where it is."""
+    """Step size of bias-based (auxiliary-loss-free) balancing; 0 never changes the bias."""
     has_balance_bias: bool = False
-    """A per-expert bias is added to the scores for choosing, not for weighting (DeepSeek-V3)."""
+    """Add a per-expert bias to the scores for choosing experts, not for weighting them (DeepSeek-V3)."""
     capacity_factor: PositiveNumber | None = None
-    """None is dropless; else an expert takes at most factor x S x top_k / num_experts tokens per sequence."""
+    """An expert takes at most factor x S x top_k / num_experts tokens per sequence; null is dropless."""
 
 
 class ModelSpec(Spec):
     """A decoder-only transformer."""
 
     family: str = "custom"
-    """The name shown to people; nothing is decided by it."""
+    """Display name; it has no effect on the model."""
     vocab_size: Positive
-    """Rows of the embedding table; padding for speed or for tp is counted in."""
+    """Rows of the embedding, with padding for speed or for tp."""
     num_layers: Positive
     """Transformer blocks."""
     width: Positive
-    """The residual stream (hidden size)."""
+    """Width of the residual stream (hidden size, model dim)."""
     max_positions: Positive
     """Longest sequence the model is meant for."""
     attention: AttentionSpec
@@ -152,17 +152,17 @@ class ModelSpec(Spec):
     norm_eps: PositiveNumber = 1e-5
     """Added to the mean square before the root."""
     positions: Literal["rope", "learned"] = "rope"
-    """Rotary, or a learned table."""
+    """Rope, or a learned position embedding."""
     rope: RopeSpec | None = None
-    """Present exactly when positions is `rope`."""
+    """Rope settings; set exactly when positions is `rope`."""
     tied_head: bool = False
-    """The output head is the embedding table."""
+    """The output head shares its weight with the embedding (tied embeddings)."""
     dropout: Fraction = 0.0
-    """On embeddings and on the output of each attention and MLP."""
+    """Dropout on embeddings and on the output of each attention and MLP."""
     init_std: PositiveNumber = 0.02
     """Standard deviation of initial weights."""
     scaled_residual_init: bool = True
-    """Projections into the residual stream start smaller by sqrt(2 x num_layers)."""
+    """Divide the initial weights of projections into the residual stream by sqrt(2 x num_layers)."""
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether this layer has routed experts instead of a dense MLP."""

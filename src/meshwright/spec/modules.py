@@ -1,4 +1,4 @@
-"""What is said about a module that is not ours: everything of a run but the model and its tokens."""
+"""Specs for user modules (`fit`, `prepare`): everything of a run except the model and its tokens."""
 
 from typing import Literal
 
@@ -15,34 +15,34 @@ from meshwright.spec.schedule import ScheduleSpec
 
 
 class ModuleSpec(Spec):
-    """How any `nn.Module` is spread over ranks, computed and saved."""
+    """How any `nn.Module` is distributed over ranks, computed and saved."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the run directory, runs/<name>."""
+    """Name of the run directory, runs/<name>."""
     seed: NonNegative = 0
-    """Order of samples and dropout follow from it; weights are the module's own."""
+    """Seed of the order of samples and of dropout; the weights are the module's own."""
     deterministic: bool = False
-    """The same run twice gives bitwise equal losses, at some cost in speed."""
+    """Two runs of the same spec have bitwise equal losses, at some cost in speed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a device, otherwise the CPU."""
+    """auto: CUDA if there is a device, otherwise the CPU."""
     compile: bool = False
     """Compile each block with torch.compile."""
     blocks: str | None = None
-    """Pattern of the names of the modules that are recomputed, compiled and gathered one at a time, such as
-    `encoder.layer.*`; absent: lists of alike modules are found."""
+    """Name pattern of the modules that are recomputed, compiled and gathered one at a time, such as
+    `encoder.layer.*`; absent: lists of modules of one class are found."""
     sync_batch_norm: bool = False
-    """Batch norm takes its statistics over all data-parallel ranks; false: each rank over its own samples."""
+    """Batch norm uses statistics over all data-parallel ranks; false: each rank uses its own samples."""
     parallel: ParallelSpec = ParallelSpec()
     precision: PrecisionSpec = PrecisionSpec()
     memory: MemorySpec = MemorySpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
 
     def trajectory_fingerprint(self) -> str:
-        """Equal for two specs whose runs pass through the same states; see `RunSpec`."""
-        return self.with_(**self._course()).fingerprint()
+        """A fingerprint that is equal for two specs whose runs have the same states; see `RunSpec`."""
+        return self.with_(**self._neutral_fields()).fingerprint()
 
-    def _course(self) -> dict[str, object]:
-        """What may differ between two sessions of one run, at one value."""
+    def _neutral_fields(self) -> dict[str, object]:
+        """The fields that may differ between two sessions of one run, each at a fixed value."""
         return {
             "name": "run",
             "device": "auto",
@@ -55,19 +55,20 @@ class ModuleSpec(Spec):
 
 
 class LoopSpec(ModuleSpec):
-    """For a training loop of your own (`meshwright.prepare`)."""
+    """The spec of a user's own training loop (`meshwright.prepare`)."""
 
     accumulation: Positive = 1
-    """Batches of the loader, on each rank, per optimizer step."""
+    """Gradient accumulation: batches of the loader, on each rank, per optimizer step."""
     max_grad_norm: PositiveNumber | None = None
-    """Gradients are scaled down to this global norm; null never clips."""
+    """Gradients are clipped to this global norm; null does not clip."""
     ema_decay: Fraction | None = None
     """Exponential moving average of the weights, updated after each step that was not skipped."""
     optim: OptimSpec | None = None
-    """An update rule of ours; absent: the loop brings its own optimizer."""
+    """A built-in optimizer; absent: the loop has its own torch optimizer."""
 
-    def _course(self) -> dict[str, object]:
-        return {**super()._course(), "accumulation": 1}  # more ranks, fewer batches: the same global batch
+    def _neutral_fields(self) -> dict[str, object]:
+        # More ranks with fewer batches each have the same global batch.
+        return {**super()._neutral_fields(), "accumulation": 1}
 
 
 class SamplesSpec(Spec):
@@ -76,29 +77,29 @@ class SamplesSpec(Spec):
     batch_samples: Positive
     """Global batch: samples per optimizer step over all ranks."""
     microbatch_samples: Positive | None = None
-    """Samples of one forward pass on one data-parallel rank; absent: its part of the batch at once."""
+    """Samples of one forward pass on one data-parallel rank; absent: the rank's full part of the batch."""
     shuffle: bool = True
-    """Samples in an order drawn from the seed, anew each epoch; false takes them as they lie."""
+    """Shuffle samples with the seed, differently in each epoch; false reads them in order."""
     max_epochs: Positive | None = None
-    """None: start over when the samples are used up; else the run ends there, with a short last batch."""
+    """The run ends after this many epochs, with a short last batch; null repeats the samples without end."""
     num_workers: NonNegative = 0
-    """Processes of each rank that make batches ahead; 0 makes them in between."""
+    """Worker processes of each rank that prefetch batches; 0 loads them in the training process."""
     sample_tokens: Positive = 1
-    """Positions of one sample: what `tokens` in the metrics counts (1: samples)."""
+    """Tokens of one sample, for the `tokens` metric (1: it counts samples)."""
 
     @property
     def batch_tokens(self) -> int:
-        """Positions per optimizer step."""
+        """Tokens per optimizer step."""
         return self.batch_samples * self.sample_tokens
 
     def batch_tokens_of(self, batch_index: int) -> int:
-        """Positions of a batch by its number: always the same."""
+        """Tokens of a batch by its index; all batches have the same."""
         del batch_index
         return self.batch_tokens
 
 
 class FitSpec(ModuleSpec):
-    """For a module, a dataset and a loss handed to the trainer (`meshwright.fit`)."""
+    """The spec of `meshwright.fit`, which trains a module on a dataset with a loss."""
 
     optim: OptimSpec = OptimSpec()
     schedule: ScheduleSpec
@@ -115,10 +116,10 @@ class FitSpec(ModuleSpec):
         """Micro-batches per optimizer step on one data-parallel rank."""
         return self.data.batch_samples // (self.microbatch_samples * self.parallel.dp)
 
-    def _course(self) -> dict[str, object]:
+    def _neutral_fields(self) -> dict[str, object]:
         can_extend = self.schedule.kind in ("constant", "inverse_sqrt")
         return {
-            **super()._course(),
+            **super()._neutral_fields(),
             "data": self.data.with_(microbatch_samples=None, num_workers=0),
             "schedule": self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
             "observe": ObserveSpec(),

@@ -1,27 +1,27 @@
-"""What is written down while a run runs."""
+"""Metrics, evaluation and what else a run logs."""
 
 from meshwright.spec.base import Positive, Spec
 
 
 class EvaluateSpec(Spec):
-    """Loss on the held-out sequences at intervals."""
+    """Evaluation loss on the held-out sequences."""
 
     every_steps: Positive
-    """Evaluate this often."""
+    """Steps between evaluations."""
 
 
 class NoiseScaleSpec(Spec):
-    """Estimates the gradient noise scale: the batch beyond which more tokens per step help little."""
+    """Estimate of the gradient noise scale: the batch beyond which more tokens per step help little."""
 
     every_steps: Positive
-    """Estimate this often; each time costs one more forward and backward."""
+    """Steps between estimates; each estimate costs one more forward and backward."""
 
 
 class ObserveSpec(Spec):
-    """metrics.jsonl is always written."""
+    """Logging; metrics.jsonl is always written."""
 
     every_steps: Positive = 1
-    """Metrics are gathered from the device this often; in between the step does not wait for the host."""
+    """Steps between reads of the metrics from the device; other steps have no host sync."""
     tensorboard: bool = False
     """Also write TensorBoard event files."""
     evaluate: EvaluateSpec | None = None

@@ -1,4 +1,4 @@
-"""Values from several places, laid over each other: default < family < recipe < file < command line."""
+"""Layers of values and where each value was set: default < family < recipe < file < command line."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -10,7 +10,7 @@ Kind = Literal["default", "family", "recipe", "file", "command line"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was said."""
+    """Where a value was set."""
 
     kind: Kind
     place: str = ""
@@ -21,19 +21,19 @@ class Origin:
 
     @property
     def where(self) -> str:
-        """How errors name it: a file's line, or the command line."""
+        """The place as errors name it: a line of a file, or the command line."""
         return self.place if self.kind in ("recipe", "file") else self.kind
 
 
 @dataclass
 class Layer:
-    """A tree of plain values and where each was said (the longest known prefix of a path counts)."""
+    """A tree of plain values and where each was set (by the longest known prefix of its path)."""
 
     tree: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[Path, Origin] = field(default_factory=dict[Path, Origin])
 
-    def says(self, path: Path) -> bool:
-        """Whether the value at `path` itself was said."""
+    def has(self, path: Path) -> bool:
+        """Whether this layer sets the value at `path`."""
         value: Any = self.tree
         for key in path:
             if not isinstance(value, dict) or key not in value:
@@ -42,21 +42,21 @@ class Layer:
         return True
 
     def origin_of(self, path: Path) -> Origin:
-        """Where the value at `path`, or what contains it, was said."""
+        """Where the value at `path`, or the mapping that contains it, was set."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return Origin("default")
 
-    def covered_by(self, upper: "Layer") -> "Layer":
-        """Both, `upper` winning; mappings are merged key by key, anything else replaces."""
+    def overridden_by(self, upper: "Layer") -> "Layer":
+        """Both layers merged; `upper` wins. Mappings are merged key by key, other values are replaced."""
         origins = {
             path: origin for path, origin in self.origins.items() if not _is_replaced(path, upper.tree)
         }
         return Layer(_merge(self.tree, upper.tree), {**origins, **upper.origins})
 
     def without(self, path: Path) -> "Layer":
-        """This layer as if nothing had been said at `path`."""
+        """This layer without the value at `path`."""
         tree = dict(self.tree)
         if len(path) == 1:
             tree.pop(str(path[0]), None)
@@ -68,7 +68,7 @@ class Layer:
 
 
 def layer_of(tree: dict[str, Any], origin: Origin) -> Layer:
-    """A layer whose values were all said in one place."""
+    """A layer whose values were all set in one place."""
     return Layer(tree, {path: origin for path, _ in walk(tree)})
 
 
@@ -82,7 +82,7 @@ def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_replaced(path: Path, upper: Any) -> bool:
-    """Whether `upper` says something other than a mapping at `path` or above it."""
+    """Whether `upper` sets a value other than a mapping at `path` or above it."""
     for key in path:
         if not isinstance(upper, dict) or key not in upper:
             return False

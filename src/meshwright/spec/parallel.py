@@ -1,4 +1,4 @@
-"""How many ways each mesh axis is cut. Field name = axis name = flag = table column."""
+"""The degree of each mesh axis. Field name = axis name = flag = table column."""
 
 from typing import Annotated, Literal
 
@@ -20,36 +20,37 @@ class ParallelSpec(Spec):
     """One device by default. sp follows tp; ep borrows ranks from dp_shard x cp and adds none."""
 
     dp_replicate: Positive = 1
-    """Copies of the whole (possibly sharded) model; gradients are all-reduced between them."""
+    """Replicas of the full (possibly sharded) model; gradients are all-reduced between them (DDP, HSDP)."""
     dp_shard: Positive = 1
-    """Data-parallel ranks that share one copy of the state, as `zero` says."""
+    """Data-parallel ranks that shard one copy of the state, by the stage in `zero`."""
     zero: ZeroStage = 0
-    """What dp_shard x cp divides: 1 optimizer states, 2 gradients too, 3 parameters too."""
-    reduce: Literal["each", "last"] = "each"
-    """zero 2 and 3: after each micro-batch gradients are reduced and a shard of them is kept, or once after
-    the last one, which sends less and keeps whole gradients, as zero 0 and 1 do. Pipelines too."""
+    """ZeRO stage, what dp_shard x cp shards: 1 optimizer states, 2 gradients too, 3 parameters too (FSDP)."""
+    grad_reduce: Literal["each_microbatch", "last_microbatch"] = "each_microbatch"
+    """zero 2 and 3: reduce-scatter gradients after each micro-batch and keep a shard of them, or once after
+    the last one, which sends less and keeps unsharded gradients, as zero 0 and 1 do. Pipelines too."""
     cp: Positive = 1
     """Context parallel: each rank holds a part of every sequence."""
     cp_kind: CpKind = "gather"
-    """How attention sees the other ranks: gather keys, pass them in a ring, or exchange heads."""
+    """How attention sees the keys of other ranks: all-gather, ring attention, or all-to-all of heads
+    (ulysses); hierarchical is ulysses inside a ring."""
     cp_inner: Positive = 1
-    """hierarchical only: ranks of cp that exchange heads; the ring runs across cp / cp_inner."""
+    """hierarchical only: cp ranks that exchange heads; the ring runs across cp / cp_inner."""
     tp: Positive = 1
     """Tensor parallel, with sequence parallel between the blocks."""
     pp: Positive = 1
-    """Pipeline stages over ranks."""
+    """Pipeline parallel: ranks that hold consecutive layers."""
     schedule: Schedule = "1f1b"
     """Order of forward and backward micro-batches when pp > 1."""
     virtual_stages: Positive = 1
-    """Model chunks per pipeline rank."""
+    """Pipeline stages (model chunks) per pipeline rank."""
     ep: Positive = 1
-    """Expert parallel: experts are dealt out over this many ranks of dp_shard x cp."""
+    """Expert parallel: experts are distributed over this many ranks of dp_shard x cp."""
     etp: Positive = 1
-    """Expert tensor parallel: 1 (each expert whole) or tp."""
+    """Expert tensor parallel: 1 (each expert unsharded) or tp."""
 
     @property
     def num_ranks(self) -> int:
-        """Size of the world."""
+        """World size."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
@@ -59,10 +60,5 @@ class ParallelSpec(Spec):
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages over the whole model."""
+        """Pipeline stages of the model."""
         return self.pp * self.virtual_stages
-
-    @property
-    def state_shards(self) -> int:
-        """Ways `zero` divides the state of a dense parameter."""
-        return self.dp_shard * self.cp if self.zero else 1

@@ -1,8 +1,8 @@
-"""Every tensor of a decoder, by name and shape, without building it.
+"""Every parameter of a decoder, by name and shape, without building it.
 
 The list equals `named_parameters()` of the built `Decoder`: same names, order and shapes. Stacked
 routed experts are one tensor per projection with the expert as first dim. A tied head has no tensor
-of its own, and the balance bias of a router is state, not a parameter.
+of its own, and the balance bias of a router is a buffer, not a parameter.
 """
 
 import math
@@ -13,23 +13,23 @@ from typing import Literal
 from meshwright.spec.model import AttentionSpec, LatentSpec, ModelSpec
 
 ParameterKind = Literal["embedding", "position", "matrix", "expert", "router", "head", "norm", "bias"]
-# The kinds whose elements each do one multiply-add per token that meets them.
+# The kinds that are matmul weights: each element does one multiply-add per token.
 MATMUL_KINDS = frozenset({"matrix", "expert", "router", "head"})
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor: its name in the module tree, its full shape, what it does, and its layer."""
+    """One parameter: its name in the module tree, its full shape, its kind, and its layer."""
 
     name: str
     shape: tuple[int, ...]
     kind: ParameterKind
     layer: int | None = None
-    """None for what stands before the first or after the last block."""
+    """None for parameters outside the blocks."""
 
     @property
     def num_elements(self) -> int:
-        """Numbers in the tensor."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -58,17 +58,17 @@ def layer_parameters(model: ModelSpec, layer: int) -> list[Parameter]:
 
 
 def num_parameters(model: ModelSpec) -> int:
-    """All parameters; a tied table counts once."""
+    """Number of all parameters; a tied embedding counts once."""
     return sum(parameter.num_elements for parameter in parameters(model))
 
 
 def num_active_parameters(model: ModelSpec) -> int:
-    """Parameters that one token meets: of the routed experts only the chosen ones."""
+    """Number of active parameters of one token: of the routed experts only the chosen ones."""
     return sum(_active_elements(model, parameter) for parameter in parameters(model))
 
 
 def num_matmul_parameters(model: ModelSpec) -> int:
-    """Parameters in the matmuls of one token: head in (also a tied one), embedding lookup out.
+    """Number of parameters in the matmuls of one token: with the head (also a tied one), no embedding.
 
     Six times this number, plus attention, are the model FLOPs of one trained token.
     """

@@ -1,12 +1,13 @@
-"""How each axis cuts each parameter, and where activations cross ranks: one table of plain data.
+"""The placement table: how each axis shards each parameter, and where tp communicates activations.
 
-`parallel/` applies it and `plan/` prices it, so what is predicted is what runs. Patterns are shell
-patterns over parameter and module names. What is in no row is whole on every rank of the axis.
+It is plain data that `parallel/` applies and `plan/` prices, so the prediction is about the program that
+runs. Patterns are shell patterns over parameter and module names. A parameter in no row is replicated over
+the axis.
 
-tp cuts the first matrix of a pair by columns (its output dim, dim 0 of a torch weight) and the second by
-rows (its input dim, dim 1): between them each rank works on its own heads or inner units. sp is the other
-half of tp: outside those pairs the sequence is cut instead, so entering a pair gathers x[B, S_tp, D] and
-leaving it scatters the partial sums.
+tp shards the first matrix of a pair column-wise (its output dim, dim 0 of a torch weight) and the second
+row-wise (its input dim, dim 1): between them each rank computes its own heads or MLP features. sp is the
+other half of tp: outside those pairs the sequence is sharded instead, so a pair starts with an all-gather of
+x[B, S_tp, D] and ends with a reduce-scatter of the partial sums.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from meshwright.spec.parallel import ParallelSpec
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """The dim of a parameter that an axis cuts."""
+    """The dim of a parameter that an axis shards."""
 
     pattern: str
     dim: int
@@ -26,11 +27,11 @@ class ShardedDim:
 
 @dataclass(frozen=True)
 class TpBoundary:
-    """A module at whose border x[B, S, D] crosses tp ranks, once forward and once (transposed) backward."""
+    """A module with a tp collective of x[B, S, D], once forward and once (transposed) backward."""
 
     pattern: str
     kind: Literal["gather", "scatter"]
-    """gather: the input is gathered along S; scatter: the output is summed and cut along S."""
+    """gather: the input is all-gathered along S; scatter: the output is reduce-scattered along S."""
 
 
 TP_SHARDED_DIMS = (
@@ -49,7 +50,7 @@ TP_SHARDED_DIMS = (
     ShardedDim("blocks.*.mlp.shared.down.weight", 1),
     ShardedDim("head.weight", 0),
 )
-# Routed experts over tp when etp = tp; with etp = 1 every tp rank has them whole and its own tokens.
+# Routed experts over tp when etp = tp; with etp = 1 every tp rank has full experts and its own tokens.
 ETP_SHARDED_DIMS = (
     ShardedDim("blocks.*.mlp.experts.gate", 1),
     ShardedDim("blocks.*.mlp.experts.up", 1),
@@ -61,7 +62,7 @@ TP_BOUNDARIES = (
     TpBoundary("embedding.tokens", "scatter"),
     TpBoundary("blocks.*.attention", "gather"),
     TpBoundary("blocks.*.attention.output", "scatter"),
-    TpBoundary("blocks.*.mlp", "gather"),  # dense layers; a routed layer works on its part of the sequence
+    TpBoundary("blocks.*.mlp", "gather"),  # dense layers; a routed layer computes on its part of the sequence
     TpBoundary("blocks.*.mlp.down", "scatter"),
     TpBoundary("blocks.*.mlp.shared", "gather"),
     TpBoundary("blocks.*.mlp.shared.down", "scatter"),
@@ -70,24 +71,24 @@ TP_BOUNDARIES = (
 
 
 def tp_dim(name: str, parallel: ParallelSpec) -> int | None:
-    """The dim of a parameter that tp cuts, or None when each tp rank has it whole."""
+    """The dim of a parameter that tp shards, or None when tp replicates it."""
     if is_routed_expert(name):
         return _dim(name, ETP_SHARDED_DIMS) if parallel.etp > 1 else None
     return _dim(name, TP_SHARDED_DIMS)
 
 
 def ep_dim(name: str) -> int | None:
-    """The dim of a parameter that ep cuts: the expert."""
+    """The dim of a parameter that ep shards: the expert dim."""
     return _dim(name, EP_SHARDED_DIMS)
 
 
 def is_routed_expert(name: str) -> bool:
-    """Whether a parameter belongs to routed experts, whose state is cut over its own axes."""
+    """Whether a parameter belongs to routed experts, whose state is sharded over other axes."""
     return ".experts." in name
 
 
 def tp_boundary(module_name: str, *, is_routed: bool) -> Literal["gather", "scatter"] | None:
-    """What happens to activations at the border of a module under tp."""
+    """The tp collective of a module, if it has one."""
     depth = module_name.count(".")
     for row in TP_BOUNDARIES:
         if row.pattern.count(".") == depth and fnmatchcase(module_name, row.pattern):
@@ -95,8 +96,8 @@ def tp_boundary(module_name: str, *, is_routed: bool) -> Literal["gather", "scat
     return None
 
 
-def _dim(name: str, cuts: tuple[ShardedDim, ...]) -> int | None:
+def _dim(name: str, table: tuple[ShardedDim, ...]) -> int | None:
     depth = name.count(".")
     return next(
-        (cut.dim for cut in cuts if cut.pattern.count(".") == depth and fnmatchcase(name, cut.pattern)), None
+        (row.dim for row in table if row.pattern.count(".") == depth and fnmatchcase(name, row.pattern)), None
     )

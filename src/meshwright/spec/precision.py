@@ -1,4 +1,4 @@
-"""In which number formats a step computes, keeps weights and sums gradients."""
+"""Dtypes of matmuls, weights and gradients; fp8 and loss scaling."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,33 +8,34 @@ from meshwright.spec.base import Fraction, NonNegative, Positive, PositiveNumber
 
 
 class LossScaleSpec(Spec):
-    """Dynamic loss scaling for fp16: halve on overflow and skip, grow after clean steps."""
+    """Dynamic loss scaling for fp16: skip the step and lower the scale on overflow, else raise it."""
 
     initial: PositiveNumber = 65536.0
-    """The scale of the first step."""
+    """Scale of the first step."""
     growth_factor: PositiveNumber = 2.0
-    """The scale is multiplied by this after growth_steps clean steps."""
+    """Factor on the scale after growth_steps clean steps."""
     backoff_factor: PositiveNumber = 0.5
-    """The scale is multiplied by this after an overflow, and the step is skipped."""
+    """Factor on the scale after an overflow; the step is skipped."""
     growth_steps: Positive = 2000
-    """Clean steps before the scale grows."""
+    """Steps without overflow before the scale grows."""
 
 
 class Fp8Spec(Spec):
-    """fp8 in the linear layers of the blocks; head, norms, attention, router and routed experts stay out."""
+    """fp8 matmuls in the linear layers of the blocks; head, norms, attention, router and routed experts stay
+    in bf16."""
 
-    recipe: Literal["current", "delayed", "blocks", "mxfp8"] = "current"
-    """current: one scale per tensor, E4M3, gradients of outputs E5M2. delayed: the same with scales from
-    earlier steps, which saves a pass over each tensor. blocks: one scale per 1x128 of inputs
-    and gradients and per 128x128 of weights, E4M3. mxfp8: one scale per 32, E4M3."""
-    bf16_ends: NonNegative = 1
-    """Blocks at each end of the model that stay in bf16."""
+    recipe: Literal["current", "delayed", "blockwise", "mxfp8"] = "current"
+    """current: per-tensor scaling, E4M3, gradients of outputs in E5M2. delayed: the same with scales from
+    the amax history of earlier steps, which saves a pass over each tensor. blockwise: one scale per 1x128 of
+    inputs and gradients and per 128x128 of weights, E4M3. mxfp8: one scale per 32 numbers, E4M3."""
+    bf16_layers_each_end: NonNegative = 1
+    """Layers at each end of the model (first and last) that stay in bf16."""
     cast_weights: Literal["per_microbatch", "per_step"] = "per_microbatch"
-    """per_microbatch: weights are cast when they are used. per_step: once per update, kept; that is faster
-    and takes two bytes per weight more; needs weights that stay on the device as wholes, so not ZeRO-3 and
-    not offloaded. The numbers are the same."""
+    """per_microbatch: weights are cast to fp8 when they are used. per_step: they are cast once per update and
+    cached, which is faster, takes two more bytes per weight, and needs unsharded weights on the device: not
+    ZeRO-3, not offloaded. The numbers are the same."""
     history_steps: Positive = 16
-    """delayed: steps whose largest magnitudes count."""
+    """delayed: length of the amax history in steps."""
     compare_every_steps: Positive | None = None
     """Every k steps one micro-batch runs in fp8 and in bf16 on the same weights and the gradients of each
     block are compared; None: never."""
@@ -48,19 +49,19 @@ def _of_recipe(value: Any) -> Any:
 
 
 class PrecisionSpec(Spec):
-    """fp32 throughout by default (fp64 when computing in fp64); `compute` is for matmuls."""
+    """fp32 by default (fp64 when computing in fp64); `compute` is the dtype of matmuls."""
 
     compute: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Format of matmuls and activations."""
+    """Dtype of matmuls and activations."""
     weights: Literal["fp32", "bf16_exact", "bf16_stochastic"] = "fp32"
-    """How weights are kept. bf16_exact: in bf16, and the optimizer keeps the lower 16 bits of their exact
-    fp32 values. bf16_stochastic: in bf16 alone, rounded at random so that small updates count on average.
-    Both need compute=bf16."""
+    """Dtype of the weights. bf16_exact: bf16, and the optimizer stores the lower 16 bits of the exact fp32
+    values. bf16_stochastic: bf16 alone, with stochastic rounding so that small updates count on average. Both
+    need compute=bf16."""
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are kept and added up over micro-batches and ranks; bf16 goes with weights
-    in bf16."""
+    """Dtype in which gradients are kept, accumulated over micro-batches and reduced over ranks; bf16 needs
+    weights in bf16."""
     loss_scale: LossScaleSpec | None = None
-    """Present exactly when compute is fp16."""
+    """Dynamic loss scaling; set exactly when compute is fp16."""
     fp8: Annotated[Fp8Spec | None, BeforeValidator(_of_recipe)] = None
-    """Linear layers of the blocks in fp8; a recipe's name alone takes the defaults of the rest. Everything
-    else stays in `compute`, which is then bf16 (or fp64, for proofs)."""
+    """fp8 matmuls in the linear layers of the blocks; the name of a recipe alone uses defaults for the rest.
+    All other layers use `compute`, which is then bf16 (or fp64, for proofs)."""

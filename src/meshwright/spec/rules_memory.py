@@ -1,4 +1,4 @@
-"""Rules about what trades seconds for bytes, and what it goes together with."""
+"""Rules about recompute, offload and regather, and what they can be combined with."""
 
 from collections.abc import Iterator
 
@@ -11,65 +11,64 @@ Violations = Iterator[SpecError]
 
 def offloaded_states_exist(run: RunSpec) -> Violations:
     """Offload of the optimizer needs an optimizer with states of the size of the parameters."""
-    if "optimizer" in run.memory.offload and run.optim.keeps_nothing:
-        fact = f"optim.kind={run.optim.kind} with beta1=0 keeps no state that offload could move"
-        yield SpecError(fact, where="memory.offload", hint="leave optimizer out of it")
+    if "optimizer" in run.memory.offload and run.optim.is_stateless:
+        fact = f"optim.kind={run.optim.kind} with beta1=0 has no state to offload"
+        yield SpecError(fact, where="memory.offload", hint="remove optimizer from it")
 
 
-def offloaded_parameters_come_alone(run: RunSpec) -> Violations:
-    """Offload of parameters goes with zero=0, or with zero=3, the optimizer there too, and no pipeline."""
+def offloaded_parameters_fit_zero(run: RunSpec) -> Violations:
+    """Offload of parameters needs zero=0, or zero=3 with the optimizer offloaded too and no pipeline."""
     if "parameters" not in run.memory.offload:
         return
     where, zero = "memory.offload", run.parallel.zero
     if zero in (1, 2):
-        fact = (
-            f"zero={zero} gathers all parameters after the update, so they would lie on the device together"
-        )
+        fact = f"zero={zero} gathers all parameters after the update, so all would be on the device at once"
         yield SpecError(fact, where=where, hint="use parallel.zero=3, or zero=0")
     if zero == 3 and "optimizer" not in run.memory.offload:
-        fact = "with zero=3 shards and gradients are on the host, so the update and its states are there too"
+        fact = "with zero=3 shards and gradients are on the host, so optimizer states must be there too"
         yield SpecError(fact, where=where, hint="set memory.offload=optimizer,parameters")
     if zero == 3 and run.parallel.pp > 1:
-        fact = f"pp={run.parallel.pp} with zero=3 keeps gathered parameters on the device for the whole step"
-        yield SpecError(fact, where=where, hint="leave parameters out of it, or use pp=1")
+        fact = f"pp={run.parallel.pp} with zero=3 keeps gathered parameters on the device for the full step"
+        yield SpecError(fact, where=where, hint="remove parameters from it, or use pp=1")
     if zero == 0 and run.optim.ema_decay is not None:
         fact = "the average of the weights (optim.ema_decay) reads all of them after every step"
-        yield SpecError(fact, where=where, hint="set optim.ema_decay=null, or leave parameters out of it")
+        yield SpecError(fact, where=where, hint="set optim.ema_decay=null, or remove parameters from it")
 
 
 def saved_tensors_are_used_once(run: RunSpec) -> Violations:
-    """Split-backward schedules ask twice for what a block saved, so it can neither move nor be regathered."""
+    """Split-backward schedules read saved tensors twice, so these can be neither offloaded nor regathered."""
     kind, memory = run.parallel.schedule, run.memory
     if run.parallel.pp == 1 or kind not in SPLIT_BACKWARD:
         return
     hint = "use parallel.schedule=interleaved_1f1b or 1f1b"
     for what in ("parameters", "activations"):
         if what in memory.offload:
-            fact = f"schedule={kind} splits the backward: {what} would come from the host twice"
+            fact = f"schedule={kind} splits the backward: {what} would be copied from the host twice"
             yield SpecError(fact, where="memory.offload", hint=hint)
-    if memory.regather:
-        fact = f"schedule={kind} splits the backward: inputs would be gathered once more for each part"
-        yield SpecError(fact, where="memory.regather", hint=hint)
+    if memory.regather_tp_inputs:
+        fact = f"schedule={kind} splits the backward: inputs would be gathered again for each part"
+        yield SpecError(fact, where="memory.regather_tp_inputs", hint=hint)
 
 
-def regather_has_something_to_drop(run: RunSpec) -> Violations:
-    """regather drops what autograd would keep: not where recompute or the compiler decides what is kept."""
-    if not run.memory.regather:
+def regather_frees_saved_inputs(run: RunSpec) -> Violations:
+    """Regather frees inputs that autograd saves, which it does not with recompute, fp8 or compile."""
+    if not run.memory.regather_tp_inputs:
         return
     if run.memory.recompute != "none":
-        fact = f"recompute={run.memory.recompute} gathers the inputs again anyway"
-        yield SpecError(fact, where="memory.regather", hint="set memory.regather=false")
+        fact = f"recompute={run.memory.recompute} already gathers the inputs again"
+        yield SpecError(fact, where="memory.regather_tp_inputs", hint="set memory.regather_tp_inputs=false")
     if run.precision.fp8 is not None:
-        fact = "fp8 products keep their inputs in their own format"
-        yield SpecError(fact, where="memory.regather", hint="set memory.regather=false")
+        fact = "fp8 matmuls save their inputs in fp8"
+        yield SpecError(fact, where="memory.regather_tp_inputs", hint="set memory.regather_tp_inputs=false")
     if run.compile:
-        fact = "a compiled block keeps what the compiler chooses"
-        yield SpecError(fact, where="memory.regather", hint="set memory.regather=false, or compile=false")
+        fact = "in a compiled block the compiler chooses the saved tensors"
+        hint = "set memory.regather_tp_inputs=false, or compile=false"
+        yield SpecError(fact, where="memory.regather_tp_inputs", hint=hint)
 
 
 MEMORY_RULES = [
     offloaded_states_exist,
-    offloaded_parameters_come_alone,
+    offloaded_parameters_fit_zero,
     saved_tensors_are_used_once,
-    regather_has_something_to_drop,
+    regather_frees_saved_inputs,
 ]

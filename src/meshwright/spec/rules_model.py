@@ -12,14 +12,14 @@ MOST_LAYERS = 10_000
 
 
 def depth_is_countable(run: RunSpec) -> Violations:
-    """A model has at most ten thousand layers: each is listed one by one when parameters are counted."""
+    """A model has at most ten thousand layers: parameters are counted layer by layer."""
     if run.model.num_layers > MOST_LAYERS:
         fact = f"num_layers={run.model.num_layers} is more than {MOST_LAYERS}"
-        yield SpecError(fact, where="model.num_layers", hint="is it a slip of a zero?")
+        yield SpecError(fact, where="model.num_layers", hint="check for a zero too many")
 
 
-def rope_goes_with_rotary_positions(run: RunSpec) -> Violations:
-    """`model.rope` is present exactly when `model.positions` is `rope`."""
+def rope_needs_rotary_positions(run: RunSpec) -> Violations:
+    """`model.rope` is set exactly when `model.positions` is `rope`."""
     model = run.model
     if model.positions == "rope" and model.rope is None:
         hint = "add model.rope, such as {theta: 500000}, or set model.positions=learned"
@@ -30,13 +30,13 @@ def rope_goes_with_rotary_positions(run: RunSpec) -> Violations:
 
 
 def rotary_width_is_even(run: RunSpec) -> Violations:
-    """Rotary positions turn pairs, so the width they turn is even."""
+    """Rope rotates pairs, so the width that it rotates is even."""
     attention = run.model.attention
     width = attention.latent.rope_width if attention.latent else attention.head_width
     where = "model.attention.latent.rope_width" if attention.latent else "model.attention.head_width"
     if run.model.positions == "rope" and width % 2:
         yield SpecError(
-            f"rotary positions turn pairs, and {width} is odd", where=where, hint="use an even width"
+            f"rope rotates pairs, and the width {width} is odd", where=where, hint="use an even width"
         )
 
 
@@ -50,7 +50,7 @@ def kv_heads_divide_heads(run: RunSpec) -> Violations:
 
 
 def latent_widths_add_up(run: RunSpec) -> Violations:
-    """With latent attention a head is its position-free part plus its rotary part."""
+    """With latent attention a head is its part without rope plus its part with rope."""
     attention, latent = run.model.attention, run.model.attention.latent
     if latent is None:
         return
@@ -61,7 +61,7 @@ def latent_widths_add_up(run: RunSpec) -> Violations:
 
 
 def latent_attention_is_rotary_and_full(run: RunSpec) -> Violations:
-    """Latent attention has one key/value head per query head, rotary positions, and norms of its own."""
+    """Latent attention has one key/value head per query head, rope, and norms on its latents."""
     attention = run.model.attention
     if attention.latent is None:
         return
@@ -75,12 +75,12 @@ def latent_attention_is_rotary_and_full(run: RunSpec) -> Violations:
         fact = f"latent attention with positions={run.model.positions}"
         yield SpecError(fact, where="model.positions", hint="use positions=rope")
     if attention.qk_norm:
-        fact = "qk_norm has no effect on latent attention, which norms its latents"
+        fact = "qk_norm has no effect on latent attention, which normalises its latents"
         yield SpecError(fact, where="model.attention.qk_norm", hint="set qk_norm=false")
 
 
 def sequence_fits_positions(run: RunSpec) -> Violations:
-    """A sequence is no longer than the positions the model knows."""
+    """A sequence is no longer than the model's maximum number of positions."""
     length, positions = run.data.sequence_length, run.model.max_positions
     if length > positions:
         fact = f"sequence_length={length} is longer than max_positions={positions}"
@@ -89,14 +89,14 @@ def sequence_fits_positions(run: RunSpec) -> Violations:
 
 
 def generated_bytes_fit_vocabulary(run: RunSpec) -> Violations:
-    """The generated corpus is bytes and an end mark, so the vocabulary has at least 257 entries."""
+    """The generated corpus is bytes and an end-of-document token, so vocab_size is at least 257."""
     if run.data.synthetic is not None and run.model.vocab_size < 257:
-        fact = f"vocab_size={run.model.vocab_size} is too small for bytes and an end mark"
+        fact = f"vocab_size={run.model.vocab_size} is too small for bytes and an end-of-document token"
         yield SpecError(fact, where="model.vocab_size", hint="use model.vocab_size=257 or more")
 
 
-def experts_are_enough(run: RunSpec) -> Violations:
-    """A token is sent to no more experts than there are to choose from."""
+def top_k_experts_exist(run: RunSpec) -> Violations:
+    """A token is routed to no more experts than there are."""
     moe = run.model.moe
     if moe is not None and moe.top_k > moe.num_experts:
         fact = f"top_k={moe.top_k} of num_experts={moe.num_experts}"
@@ -104,7 +104,7 @@ def experts_are_enough(run: RunSpec) -> Violations:
 
 
 def expert_groups_are_even(run: RunSpec) -> Violations:
-    """Groups are of equal size, and the chosen ones hold enough experts to choose from."""
+    """Expert groups are of equal size, and the chosen groups have at least top_k experts."""
     moe = run.model.moe
     if moe is None or moe.num_groups == 1:
         return
@@ -119,7 +119,7 @@ def expert_groups_are_even(run: RunSpec) -> Violations:
         yield SpecError(fact, where="model.moe.top_groups", hint=f"use top_groups={moe.num_groups} or less")
     if moe.top_k > moe.top_groups * group_size:
         fact = (
-            f"top_k={moe.top_k}, but top_groups={moe.top_groups} hold {moe.top_groups * group_size} experts"
+            f"top_k={moe.top_k}, but top_groups={moe.top_groups} have {moe.top_groups * group_size} experts"
         )
         yield SpecError(fact, where="model.moe.top_k", hint="use more top_groups or a smaller top_k")
     if moe.group_score == "top2_sum" and group_size < 2:
@@ -128,7 +128,7 @@ def expert_groups_are_even(run: RunSpec) -> Violations:
 
 
 def dense_layers_leave_experts(run: RunSpec) -> Violations:
-    """At least one layer has experts when the model is a mixture of experts."""
+    """A mixture of experts has at least one layer with experts."""
     moe = run.model.moe
     if moe is not None and moe.first_dense_layers >= run.model.num_layers:
         fact = f"first_dense_layers={moe.first_dense_layers} of num_layers={run.model.num_layers}: no experts"
@@ -151,7 +151,7 @@ def capacity_admits_a_token(run: RunSpec) -> Violations:
 
 
 def balance_needs_its_bias(run: RunSpec) -> Violations:
-    """Bias-based balancing moves a bias that has to exist; rates of balancing are not negative."""
+    """Bias-based balancing needs has_balance_bias; balancing rates are not negative."""
     moe = run.model.moe
     if moe is None:
         return
@@ -166,14 +166,14 @@ def balance_needs_its_bias(run: RunSpec) -> Violations:
 
 MODEL_RULES = [
     depth_is_countable,
-    rope_goes_with_rotary_positions,
+    rope_needs_rotary_positions,
     rotary_width_is_even,
     kv_heads_divide_heads,
     latent_widths_add_up,
     latent_attention_is_rotary_and_full,
     sequence_fits_positions,
     generated_bytes_fit_vocabulary,
-    experts_are_enough,
+    top_k_experts_exist,
     expert_groups_are_even,
     dense_layers_leave_experts,
     capacity_admits_a_token,

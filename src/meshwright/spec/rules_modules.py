@@ -1,6 +1,6 @@
-"""Rules for modules that are not ours, asked before anything is built.
+"""Rules for user modules, checked before anything is built.
 
-Those that read only fields that a run and these specs have in common are the run's own rules.
+Rules that read only fields which a run and these specs have in common are the run's own rules.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from meshwright.spec.rules_parallel import (
     schedule_fits_virtual_stages,
     split_backward_reduces_last,
     split_backward_runs_once,
-    zero_has_ranks_to_share,
+    zero_needs_sharding_ranks,
 )
 from meshwright.spec.rules_run import (
     CONDITIONS,
-    averages_forget,
-    loss_scale_goes_with_fp16,
+    decays_are_valid,
     loss_scale_moves_the_right_way,
+    loss_scale_needs_fp16,
     schedule_fits_steps,
     tf32_needs_cuda,
     without_effect,
@@ -30,11 +30,11 @@ from meshwright.spec.run import RunSpec
 Violations = Iterator[SpecError]
 AnySpec = TypeVar("AnySpec", bound=ModuleSpec)
 SHARED_RULES = [
-    zero_has_ranks_to_share,
+    zero_needs_sharding_ranks,
     schedule_fits_virtual_stages,
     split_backward_runs_once,
     saved_tensors_are_used_once,
-    loss_scale_goes_with_fp16,
+    loss_scale_needs_fp16,
     loss_scale_moves_the_right_way,
     tf32_needs_cuda,
 ]
@@ -42,72 +42,70 @@ SHARED_FIT_RULES = [
     split_backward_reduces_last,
     schedule_fits_steps,
     wsd_has_a_decay,
-    averages_forget,
+    decays_are_valid,
     offloaded_states_exist,
 ]
-# Their conditions read the model or the tokens of a run; they are refused elsewhere.
-_OF_A_RUN = ("parallel.etp", "precision.gradients", "memory.on_oom")
+# Their conditions read the model or the tokens of a run; other rules refuse them for user modules.
+_RUN_ONLY = ("parallel.etp", "precision.gradients", "memory.on_oom")
 
 
-def axes_are_known(spec: ModuleSpec) -> Violations:
-    """No module says where its experts are; whether tp, cp and pp can cut it is seen on the module itself."""
+def axes_are_supported(spec: ModuleSpec) -> Violations:
+    """User modules have no ep, and no pp with cp; tp, cp and pp are checked on the module itself."""
     parallel = spec.parallel
     if parallel.ep > 1:
-        fact = f"ep={parallel.ep} for a module that is not ours: nobody has said where its experts are"
+        fact = f"ep={parallel.ep} for a user module: its experts are not known"
         hint = "use ep=1, with dp_shard and zero=3 for large modules"
         yield SpecError(fact, where="parallel.ep", hint=hint)
     if parallel.pp > 1 and parallel.cp > 1:
-        fact = f"pp={parallel.pp} with cp={parallel.cp} for a module that is not ours"
+        fact = f"pp={parallel.pp} with cp={parallel.cp} for a user module"
         yield SpecError(fact, where="parallel.cp", hint="use cp=1, or cp with tp and zero=3")
 
 
 def module_settings_have_effect(spec: ModuleSpec) -> Violations:
-    """A setting that would do nothing, given the others, is refused rather than ignored."""
-    parts = type(spec).model_fields
-    known = [one for one in CONDITIONS if one.key.split(".")[0] in parts and one.key not in _OF_A_RUN]
+    """A setting that has no effect, given the others, is refused rather than ignored."""
+    fields = type(spec).model_fields
+    known = [one for one in CONDITIONS if one.key.split(".")[0] in fields and one.key not in _RUN_ONLY]
     yield from without_effect(cast(RunSpec, spec), known)
     if spec.checkpoint.start_from is not None:
-        fact = "checkpoint.start_from reads weights of models of ours only"
-        hint = "load the weights into the module before you hand it over"
+        fact = "checkpoint.start_from reads weights of built-in families only"
+        hint = "load the weights into the module before you pass it"
         yield SpecError(fact, where="checkpoint.start_from", hint=hint)
 
 
-def offload_knows_its_blocks(spec: ModuleSpec) -> Violations:
-    """Offload of parameters knows the blocks of models of ours only."""
+def parameters_are_not_offloaded(spec: ModuleSpec) -> Violations:
+    """Offload of parameters supports built-in families only."""
     if "parameters" in spec.memory.offload:
-        fact = "parameters are offloaded from blocks of our own models only"
+        fact = "offload of parameters supports built-in families only"
         yield SpecError(fact, where="memory.offload", hint="offload optimizer or activations, or use zero=3")
 
 
-def cuts_are_plain(spec: ModuleSpec) -> Violations:
-    """What tp and cp can do besides, in models of ours, they do not where layers are not ours."""
-    if spec.parallel.tp > 1 and spec.memory.regather:
-        fact = "memory.regather for a module that is not ours: its activations are whole on every tp rank"
-        yield SpecError(fact, where="memory.regather", hint="leave it out")
+def tp_and_cp_are_plain(spec: ModuleSpec) -> Violations:
+    """For user modules tp has no regather, and neither tp nor cp can be compiled."""
+    if spec.parallel.tp > 1 and spec.memory.regather_tp_inputs:
+        fact = "memory.regather_tp_inputs for a user module: its activations are unsharded on every tp rank"
+        yield SpecError(fact, where="memory.regather_tp_inputs", hint="leave it out")
     for axis in ("tp", "cp"):
         degree = getattr(spec.parallel, axis)
         if degree > 1 and spec.compile:
-            fact = f"compile with {axis}={degree} for a module that is not ours, whose layers are changed"
+            fact = f"compile with {axis}={degree} for a user module, whose layers are wrapped"
             yield SpecError(fact, where="compile", hint=f"use compile=False, or {axis}=1")
 
 
 def weights_are_fp32(spec: ModuleSpec) -> Violations:
-    """16 bits for weights and gradients, and fp8, know the layers of models of ours only."""
+    """bf16 weights and gradients, and fp8, support built-in families only."""
     precision = spec.precision
-    said = {"weights": precision.weights, "gradients": precision.gradients}
-    for name, value in said.items():
+    dtypes = {"weights": precision.weights, "gradients": precision.gradients}
+    for name, value in dtypes.items():
         if value != "fp32":
-            fact = f"precision.{name}={value} for a module that is not ours"
+            fact = f"precision.{name}={value} for a user module"
             yield SpecError(fact, where=f"precision.{name}", hint=f"leave precision.{name} at fp32")
     if precision.fp8 is not None:
-        fact = (
-            f"fp8={precision.fp8.recipe} for a module that is not ours: nobody has said which layers bear it"
-        )
+        fact = f"fp8={precision.fp8.recipe} for a user module: which of its layers tolerate fp8 is not known"
         yield SpecError(fact, where="precision.fp8", hint="use precision.compute=bf16")
 
 
-def samples_are_cut_evenly(spec: FitSpec) -> Violations:
-    """The global batch is a whole number of micro-batches on every data-parallel rank."""
+def samples_are_split_evenly(spec: FitSpec) -> Violations:
+    """The global batch is a multiple of one micro-batch on every data-parallel rank."""
     data, dp = spec.data, spec.parallel.dp
     unit = spec.microbatch_samples * dp
     if data.batch_samples % unit:
@@ -125,56 +123,56 @@ def samples_fill_schedule(spec: FitSpec) -> Violations:
     parallel, count = spec.parallel, spec.accumulation
     if parallel.pp > 1 and parallel.schedule in ("1f1b", "dualpipev") and count < parallel.num_stages:
         fact = (
-            f"schedule={parallel.schedule} needs {parallel.num_stages} micro-batches for as many stages, "
+            f"schedule={parallel.schedule} with {parallel.num_stages} stages needs as many micro-batches, "
             f"and has {count}"
         )
         smallest = parallel.num_stages * spec.microbatch_samples * parallel.dp
         yield SpecError(fact, where="data.batch_samples", hint=f"use data.batch_samples={smallest} or more")
 
 
-def noise_scale_weighs_tokens(spec: FitSpec) -> Violations:
-    """The noise scale leaves out a part of a batch by loss weights, which models of ours take."""
+def noise_scale_needs_loss_weights(spec: FitSpec) -> Violations:
+    """The noise scale masks a part of a batch by loss weights, which only built-in families have."""
     if spec.observe.noise_scale is not None:
-        fact = "observe.noise_scale for a module that is not ours, whose loss has no weights"
+        fact = "observe.noise_scale for a user module, whose loss has no weights"
         yield SpecError(fact, where="observe.noise_scale", hint="set observe.noise_scale=null")
 
 
-def loop_has_one_pass(spec: LoopSpec) -> Violations:
-    """A loop of your own calls the module itself, so nothing can pass micro-batches between stages."""
+def loop_calls_full_module(spec: LoopSpec) -> Violations:
+    """A user's own loop calls the full module on full sequences, so it has no pp and no cp."""
     if spec.parallel.pp > 1:
-        fact = f"pp={spec.parallel.pp} in a loop of your own, which calls the whole module"
+        fact = f"pp={spec.parallel.pp} in a loop of your own, which calls the full module"
         yield SpecError(fact, where="parallel.pp", hint="use meshwright.fit, which runs the schedule")
     if spec.parallel.cp > 1:
-        fact = f"cp={spec.parallel.cp} in a loop of your own, which calls the module on whole sequences"
-        yield SpecError(fact, where="parallel.cp", hint="use meshwright.fit, which cuts batches")
+        fact = f"cp={spec.parallel.cp} in a loop of your own, which calls the module on full sequences"
+        yield SpecError(fact, where="parallel.cp", hint="use meshwright.fit, which shards batches")
 
 
-def offloaded_optimizer_is_ours(spec: LoopSpec) -> Violations:
-    """States of an optimizer that the loop brings stay where it keeps them."""
+def offloaded_optimizer_is_built_in(spec: LoopSpec) -> Violations:
+    """Only the states of built-in optimizers (`optim`) can be offloaded."""
     if spec.optim is None and "optimizer" in spec.memory.offload:
-        fact = "offload=optimizer for an optimizer that the loop brings"
+        fact = "offload=optimizer with a torch optimizer of the loop"
         yield SpecError(
-            fact, where="memory.offload", hint="leave it out, or use an optimizer of ours (optim)"
+            fact, where="memory.offload", hint="leave it out, or use a built-in optimizer (optim)"
         )
 
 
-def limits_are_said_once(spec: LoopSpec) -> Violations:
-    """With an update rule of ours, clipping and averaging are part of it."""
+def clipping_and_ema_are_set_once(spec: LoopSpec) -> Violations:
+    """With a built-in optimizer, clipping and weight averaging are set in `optim`."""
     for name in ("max_grad_norm", "ema_decay"):
         if spec.optim is not None and getattr(spec, name) is not None:
-            fact = f"{name}={getattr(spec, name):g} beside an optim that has its own"
+            fact = f"{name}={getattr(spec, name):g} together with optim, which has its own {name}"
             yield SpecError(fact, where=name, hint=f"set optim.{name}")
 
 
 MODULE_RULES = [
-    axes_are_known,
+    axes_are_supported,
     weights_are_fp32,
-    offload_knows_its_blocks,
-    cuts_are_plain,
+    parameters_are_not_offloaded,
+    tp_and_cp_are_plain,
     module_settings_have_effect,
 ]
-FIT_RULES = [samples_are_cut_evenly, samples_fill_schedule, noise_scale_weighs_tokens]
-LOOP_RULES = [loop_has_one_pass, offloaded_optimizer_is_ours, limits_are_said_once]
+FIT_RULES = [samples_are_split_evenly, samples_fill_schedule, noise_scale_needs_loss_weights]
+LOOP_RULES = [loop_calls_full_module, offloaded_optimizer_is_built_in, clipping_and_ema_are_set_once]
 
 
 def check_module(spec: ModuleSpec) -> list[SpecError]:
@@ -194,7 +192,7 @@ def _by_run_rules(rules: list[Callable[[RunSpec], Violations]], spec: ModuleSpec
 
 
 def require_valid_module(spec: AnySpec) -> AnySpec:
-    """The spec itself, when no rule is broken."""
+    """The spec itself if no rule is broken; SpecErrors otherwise."""
     violations = check_module(spec)
     if violations:
         raise SpecErrors(violations)

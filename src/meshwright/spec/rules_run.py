@@ -1,4 +1,4 @@
-"""Rules about precision, optimizer, schedule and data, and the settings that would do nothing."""
+"""Rules about precision, optimizer, schedule and data, and about settings without effect."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from meshwright.spec.run import RunSpec
 Violations = Iterator[SpecError]
 
 
-def loss_scale_goes_with_fp16(run: RunSpec) -> Violations:
-    """`precision.loss_scale` is present exactly when computing in fp16."""
+def loss_scale_needs_fp16(run: RunSpec) -> Violations:
+    """`precision.loss_scale` is set exactly when computing in fp16."""
     precision = run.precision
     if precision.compute == "fp16" and precision.loss_scale is None:
-        fact = "compute=fp16 without loss_scale: small gradients would vanish"
+        fact = "compute=fp16 without loss_scale: small gradients would underflow"
         yield SpecError(fact, where="precision.loss_scale", hint="add precision.loss_scale={}")
     if precision.compute != "fp16" and precision.loss_scale is not None:
         fact = f"loss_scale with compute={precision.compute} has no effect"
@@ -42,7 +42,7 @@ def loss_scale_moves_the_right_way(run: RunSpec) -> Violations:
 
 
 def bf16_weights_compute_in_bf16(run: RunSpec) -> Violations:
-    """Weights that are kept in bf16 enter matmuls as they are, so these compute in bf16."""
+    """Weights in bf16 are used in matmuls without a cast, so matmuls compute in bf16."""
     precision = run.precision
     if precision.weights != "fp32" and precision.compute != "bf16":
         fact = f"weights={precision.weights} with compute={precision.compute}"
@@ -58,8 +58,8 @@ def tf32_needs_cuda(run: RunSpec) -> Violations:
         )
 
 
-def fp8_goes_with_bf16(run: RunSpec) -> Violations:
-    """fp8 linears stand among bf16 operators; fp64 is for proofs, where the products are emulated."""
+def fp8_needs_bf16(run: RunSpec) -> Violations:
+    """fp8 linears need compute=bf16 for the other layers; fp64 is for proofs, where fp8 is emulated."""
     precision = run.precision
     if precision.fp8 is not None and precision.compute not in ("bf16", "fp64"):
         fact = f"fp8={precision.fp8.recipe} with compute={precision.compute}"
@@ -67,14 +67,14 @@ def fp8_goes_with_bf16(run: RunSpec) -> Violations:
 
 
 def fp8_has_linears(run: RunSpec) -> Violations:
-    """Something is left for fp8 between the ends that stay in bf16."""
+    """At least one linear computes in fp8."""
     fp8, layers = run.precision.fp8, run.model.num_layers
     if fp8 is None or layers > MOST_LAYERS:
         return
     if not fp8_layers(run):
-        fact = f"bf16_ends={fp8.bf16_ends} at each end of {layers} layers leave none in fp8"
-        hint = "use precision.fp8.bf16_ends=0, or precision.fp8=null"
-        yield SpecError(fact, where="precision.fp8.bf16_ends", hint=hint)
+        fact = f"bf16_layers_each_end={fp8.bf16_layers_each_end} of {layers} layers leaves no layer in fp8"
+        hint = "use precision.fp8.bf16_layers_each_end=0, or precision.fp8=null"
+        yield SpecError(fact, where="precision.fp8.bf16_layers_each_end", hint=hint)
     elif not any(fp8_weights(run, layer) for layer in fp8_layers(run)):
         multiple = FP8_MULTIPLE[fp8.recipe]
         fact = f"fp8={fp8.recipe} finds no linear whose dims on a rank are multiples of {multiple}"
@@ -82,7 +82,8 @@ def fp8_has_linears(run: RunSpec) -> Violations:
 
 
 def fp8_divides_tokens(run: RunSpec) -> Violations:
-    """The tokens of a micro-batch on a rank, contracted in weight gradients, fill the blocks of fp8."""
+    """The tokens of a micro-batch on a rank, the contracted dim of weight gradients, are a multiple of the
+    fp8 block."""
     fp8, data = run.precision.fp8, run.data
     if fp8 is None:
         return
@@ -94,16 +95,17 @@ def fp8_divides_tokens(run: RunSpec) -> Violations:
         yield SpecError(fact, where="precision.fp8", hint=hint)
 
 
-def delayed_scales_see_the_weights(run: RunSpec) -> Violations:
-    """Delayed scaling looks at every weight after its update, so the weights stay on the device."""
+def delayed_scaling_needs_weights_on_device(run: RunSpec) -> Violations:
+    """Delayed scaling computes the amax of every weight after its update, so weights are not offloaded."""
     fp8 = run.precision.fp8
     if fp8 is not None and fp8.recipe == "delayed" and "parameters" in run.memory.offload:
         fact = "fp8=delayed with memory.offload=parameters"
-        yield SpecError(fact, where="precision.fp8.recipe", hint="use precision.fp8.recipe=current or blocks")
+        hint = "use precision.fp8.recipe=current or blockwise"
+        yield SpecError(fact, where="precision.fp8.recipe", hint=hint)
 
 
-def kept_fp8_weights_are_wholes(run: RunSpec) -> Violations:
-    """An fp8 copy of the weights beside them would undo ZeRO-3 and offload."""
+def cached_fp8_weights_are_unsharded(run: RunSpec) -> Violations:
+    """Cached fp8 weights are unsharded and on the device, which would undo ZeRO-3 and offload."""
     fp8, hint = run.precision.fp8, "use precision.fp8.cast_weights=per_microbatch"
     if fp8 is None or fp8.cast_weights != "per_step":
         return
@@ -117,25 +119,25 @@ def kept_fp8_weights_are_wholes(run: RunSpec) -> Violations:
 
 
 def one_source_of_data(run: RunSpec) -> Violations:
-    """Exactly one of `data.path` and `data.synthetic` is given."""
+    """Exactly one of `data.path` and `data.synthetic` is set."""
     data = run.data
     if data.path is None and data.synthetic is None:
         hint = "set data.path to a packed dataset, or data.synthetic={} for a generated corpus"
-        yield SpecError("no data: neither data.path nor data.synthetic is given", where="data", hint=hint)
+        yield SpecError("neither data.path nor data.synthetic is set", where="data", hint=hint)
     if data.path is not None and data.synthetic is not None:
-        fact = f"two sources of data: data.path={data.path!r} and data.synthetic"
+        fact = f"both data.path={data.path!r} and data.synthetic are set"
         yield SpecError(fact, where="data.synthetic", hint="set data.synthetic=null or data.path=null")
 
 
-def ramp_leads_to_the_batch(run: RunSpec) -> Violations:
-    """The parts of `data.ramp` follow each other inside the run, each with another batch than the next."""
+def batch_ramp_is_in_order(run: RunSpec) -> Violations:
+    """The parts of `data.batch_ramp` are in the order of steps, end before the run, and change the batch."""
     data = run.data
-    begins = [0, *(part.before_step for part in data.ramp)]
-    sizes = [*(part.batch_sequences for part in data.ramp), data.batch_sequences]
-    for index, (part, begin) in enumerate(zip(data.ramp, begins, strict=False)):
-        where = f"data.ramp.{index}"
+    begins = [0, *(part.before_step for part in data.batch_ramp)]
+    sizes = [*(part.batch_sequences for part in data.batch_ramp), data.batch_sequences]
+    for index, (part, begin) in enumerate(zip(data.batch_ramp, begins, strict=False)):
+        where = f"data.batch_ramp.{index}"
         if part.before_step <= begin:
-            fact = f"before_step={part.before_step} comes after {begin}: this part has no steps"
+            fact = f"before_step={part.before_step} after a part that ends at {begin}: this part has no steps"
             yield SpecError(fact, where=f"{where}.before_step", hint="list the parts in order of their steps")
         if part.before_step >= run.schedule.num_steps:
             fact = (
@@ -144,57 +146,56 @@ def ramp_leads_to_the_batch(run: RunSpec) -> Violations:
             hint = f"use less than {run.schedule.num_steps}"
             yield SpecError(fact, where=f"{where}.before_step", hint=hint)
         if part.batch_sequences == sizes[index + 1]:
-            fact = f"batch_sequences={part.batch_sequences} is that of the steps that follow"
+            fact = f"batch_sequences={part.batch_sequences} is the same as in the steps after this part"
             yield SpecError(
-                fact, where=f"{where}.batch_sequences", hint="use another, or leave this part out"
+                fact, where=f"{where}.batch_sequences", hint="use another size, or remove this part"
             )
 
 
 def evaluation_has_data(run: RunSpec) -> Violations:
-    """Evaluation reads held-out sequences, so some are held out."""
+    """Evaluation needs held-out sequences."""
     if run.observe.evaluate is not None and run.data.holdout_sequences == 0:
         hint = "set data.holdout_sequences, or observe.evaluate=null"
-        fact = "observe.evaluate with holdout_sequences=0 has nothing to read"
+        fact = "observe.evaluate with holdout_sequences=0 has no sequences to evaluate on"
         yield SpecError(fact, where="data.holdout_sequences", hint=hint)
 
 
 def noise_scale_compares_parts(run: RunSpec) -> Violations:
-    """The noise scale compares a batch with its half, so every batch has two micro-batches or ranks."""
+    """The noise scale compares a batch with half of it, so every batch has two micro-batches or ranks."""
     counts = [count * run.parallel.dp for _, _, count in run.each_accumulation()]
     if run.observe.noise_scale is not None and min(counts) == 1:
         fact = (
-            "observe.noise_scale with one micro-batch on one data-parallel rank: there is no part to compare"
+            "observe.noise_scale with one micro-batch on one data-parallel rank: there is no half to compare"
         )
         hint = "use smaller data.microbatch_sequences, more data-parallel ranks, or observe.noise_scale=null"
         yield SpecError(fact, where="observe.noise_scale", hint=hint)
 
 
 def schedule_fits_steps(run: RunSpec) -> Violations:
-    """Warm-up, and the final decay of wsd, fit into the number of steps."""
+    """Warm-up and the final decay of wsd fit into the number of steps."""
     schedule = run.schedule
     decay = schedule.decay_steps if schedule.kind == "wsd" else 0
     if schedule.warmup_steps + decay > schedule.num_steps:
         parts = f"warmup_steps={schedule.warmup_steps}" + (f" and decay_steps={decay}" if decay else "")
         fact = f"{parts} do not fit into num_steps={schedule.num_steps}"
-        yield SpecError(fact, where="schedule.warmup_steps", hint="use fewer, or more schedule.num_steps")
+        yield SpecError(fact, where="schedule.warmup_steps", hint="use fewer, or raise schedule.num_steps")
 
 
 def wsd_has_a_decay(run: RunSpec) -> Violations:
     """wsd ends with a decay; without one it is the constant schedule."""
     if run.schedule.kind == "wsd" and run.schedule.decay_steps == 0:
-        hint = (
-            f"such as schedule.decay_steps={max(1, run.schedule.num_steps // 10)}, or schedule.kind=constant"
-        )
+        steps = max(1, run.schedule.num_steps // 10)
+        hint = f"set schedule.decay_steps, such as {steps}, or schedule.kind=constant"
         yield SpecError("kind=wsd with decay_steps=0", where="schedule.decay_steps", hint=hint)
 
 
-def averages_forget(run: RunSpec) -> Violations:
-    """Moving averages have a memory below one, and decays are not negative."""
+def decays_are_valid(run: RunSpec) -> Violations:
+    """Decays of moving averages are below one, and weight decay is not negative."""
     optim = run.optim
     averages = {name: getattr(optim, name) for name in ("beta1", "beta2", "momentum", "ema_decay")}
     for name, value in averages.items():
         if value is not None and value >= 1:
-            fact = f"{name}={value:g} never takes in anything new"
+            fact = f"{name}={value:g} never includes a new value"
             yield SpecError(fact, where=f"optim.{name}", hint="use less than 1")
     if optim.weight_decay < 0:
         fact = f"weight_decay={optim.weight_decay:g} would grow the weights"
@@ -202,26 +203,24 @@ def averages_forget(run: RunSpec) -> Violations:
 
 
 def groups_have_parameters(run: RunSpec) -> Violations:
-    """Every group of `optim.groups` changes something for parameters that no later group takes."""
+    """Every group of `optim.groups` changes a setting of parameters that no later group matches."""
     if not run.optim.groups or run.model.num_layers > MOST_LAYERS:
         return
     names = [parameter.name for parameter in parameters(run.model)]
-    taken_by = {name: group_of(name, run.optim.groups) for name in names}
+    group_by_name = {name: group_of(name, run.optim.groups) for name in names}
     for index, group in enumerate(run.optim.groups):
         where = f"optim.groups.{index}"
         matched = [name for name in names if fnmatchcase(name, group.pattern)]
-        later = sorted({taken_by[name] for name in matched} - {index, None}, key=str)
+        later = sorted({group_by_name[name] for name in matched} - {index, None}, key=str)
         if not matched:
             fact, hint = f"pattern {group.pattern!r} matches no parameter", f"names are like {names[1]!r}"
             yield SpecError(fact, where=f"{where}.pattern", hint=hint)
-        elif all(taken_by[name] != index for name in matched):
-            fact = (
-                f"every parameter of pattern {group.pattern!r} is taken by groups {later}, which come later"
-            )
+        elif all(group_by_name[name] != index for name in matched):
+            fact = f"every parameter of pattern {group.pattern!r} is matched by the later groups {later}"
             yield SpecError(fact, where=f"{where}.pattern", hint="put the narrower pattern last")
         elif group.lr_factor == 1 and group.weight_decay is None:
             fact = f"the group of {group.pattern!r} changes nothing"
-            yield SpecError(fact, where=where, hint="give it an lr_factor or a weight_decay, or leave it out")
+            yield SpecError(fact, where=where, hint="set its lr_factor or weight_decay, or remove it")
         elif group.weight_decay is not None and group.weight_decay < 0:
             fact = f"weight_decay={group.weight_decay:g} would grow the weights"
             yield SpecError(fact, where=f"{where}.weight_decay", hint="use 0 or more")
@@ -229,11 +228,11 @@ def groups_have_parameters(run: RunSpec) -> Violations:
 
 @dataclass(frozen=True)
 class Condition:
-    """A setting, when it does something, and that condition in words."""
+    """A setting, the condition under which it has an effect, and that condition as text."""
 
     key: str
     has_effect: Callable[[RunSpec], bool]
-    words: str
+    text: str
 
 
 def _scaling(run: RunSpec) -> str:
@@ -241,7 +240,7 @@ def _scaling(run: RunSpec) -> str:
     return rope.scaling.kind if rope is not None and rope.scaling is not None else ""
 
 
-# The update rules with Adam's second moment, in whole or in part.
+# The optimizers with Adam's second moment for all or some parameters.
 ADAM_KINDS = ("adamw", "adamw_8bit", "lamb", "muon")
 
 
@@ -260,9 +259,11 @@ CONDITIONS: list[Condition] = [
     ),
     Condition("parallel.schedule", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition("parallel.virtual_stages", lambda run: run.parallel.pp > 1, "pp > 1"),
-    Condition("parallel.reduce", _accumulates_shards, "zero is 2 or 3, and micro-batches add up"),
+    Condition(
+        "parallel.grad_reduce", _accumulates_shards, "zero is 2 or 3 with several micro-batches per step"
+    ),
     Condition("parallel.etp", lambda run: run.model.moe is not None, "the model has experts"),
-    Condition("memory.regather", lambda run: run.parallel.tp > 1, "tp > 1"),
+    Condition("memory.regather_tp_inputs", lambda run: run.parallel.tp > 1, "tp > 1"),
     Condition("memory.on_oom", lambda run: run.data.microbatch_sequences > 1, "microbatch_sequences > 1"),
     Condition("memory.recompute_every", lambda run: run.memory.recompute != "none", "recompute is on"),
     Condition(
@@ -286,11 +287,11 @@ CONDITIONS: list[Condition] = [
     ),
     Condition("optim.state", lambda run: run.optim.kind == "adamw", "optim.kind=adamw"),
     Condition("optim.momentum", lambda run: run.optim.kind == "muon", "optim.kind=muon"),
-    Condition("optim.trust", lambda run: run.optim.kind == "lars", "optim.kind=lars"),
-    Condition("optim.decay", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
+    Condition("optim.trust_coefficient", lambda run: run.optim.kind == "lars", "optim.kind=lars"),
+    Condition("optim.weight_decay_on", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(
-        "schedule.final_ratio",
+        "schedule.min_lr_ratio",
         lambda run: run.schedule.kind in ("cosine", "linear", "wsd"),
         "schedule.kind is cosine, linear or wsd",
     ),
@@ -313,7 +314,7 @@ CONDITIONS: list[Condition] = [
 
 
 def settings_have_effect(run: RunSpec) -> Violations:
-    """A setting that would do nothing, given the others, is refused rather than ignored."""
+    """A setting that has no effect, given the others, is refused rather than ignored."""
     yield from without_effect(run, CONDITIONS)
 
 
@@ -322,8 +323,8 @@ def without_effect(run: RunSpec, conditions: list[Condition]) -> Violations:
     for condition in conditions:
         value, default = _value_and_default(run, condition.key)
         if value != default and not condition.has_effect(run):
-            fact = f"{condition.key}={value} has no effect: it counts when {condition.words}"
-            yield SpecError(fact, where=condition.key, hint=f"leave it at {default}, its default")
+            fact = f"{condition.key}={value} has no effect unless {condition.text}"
+            yield SpecError(fact, where=condition.key, hint=f"leave it at its default, {default}")
 
 
 def _value_and_default(run: RunSpec, key: str) -> tuple[Any, Any]:
@@ -339,22 +340,22 @@ def _value_and_default(run: RunSpec, key: str) -> tuple[Any, Any]:
 
 
 RUN_RULES = [
-    loss_scale_goes_with_fp16,
+    loss_scale_needs_fp16,
     loss_scale_moves_the_right_way,
     bf16_weights_compute_in_bf16,
     tf32_needs_cuda,
-    fp8_goes_with_bf16,
+    fp8_needs_bf16,
     fp8_has_linears,
     fp8_divides_tokens,
-    delayed_scales_see_the_weights,
-    kept_fp8_weights_are_wholes,
+    delayed_scaling_needs_weights_on_device,
+    cached_fp8_weights_are_unsharded,
     one_source_of_data,
-    ramp_leads_to_the_batch,
+    batch_ramp_is_in_order,
     evaluation_has_data,
     noise_scale_compares_parts,
     schedule_fits_steps,
     wsd_has_a_decay,
-    averages_forget,
+    decays_are_valid,
     groups_have_parameters,
     settings_have_effect,
 ]

@@ -1,4 +1,4 @@
-"""One file per run: every concern of a run in one frozen value."""
+"""The spec of a run: everything that a run file contains, in one frozen value."""
 
 from typing import Literal
 
@@ -15,14 +15,14 @@ from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.schedule import ScheduleSpec
 
-RUN_VERSION = 1
+RUN_VERSION = 2
 
 
 class RunSpec(Spec):
-    """Everything that decides what a run computes, and nothing that does not."""
+    """Everything that decides what a run computes, and nothing else."""
 
-    version: Literal[1] = RUN_VERSION
-    """Version of the run-file format; older ones are migrated when read."""
+    version: Literal[2] = RUN_VERSION
+    """Version of the run-file format; an older file is refused with the new names of its keys."""
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Names the run directory, runs/<name>."""
     seed: NonNegative = 0
@@ -49,30 +49,30 @@ class RunSpec(Spec):
         return self.data.batch_sequences // (self.data.microbatch_sequences * self.parallel.dp)
 
     def each_accumulation(self) -> list[tuple[str, int, int]]:
-        """(where, sequences, micro-batches) of every batch size: the final one, then the ramp's."""
+        """(where, sequences, micro-batches) of every batch size: the final one, then those of the ramp."""
         unit = self.data.microbatch_sequences * self.parallel.dp
         sizes = [("data.batch_sequences", self.data.batch_sequences)]
         sizes += [
-            (f"data.ramp.{index}.batch_sequences", part.batch_sequences)
-            for index, part in enumerate(self.data.ramp)
+            (f"data.batch_ramp.{index}.batch_sequences", part.batch_sequences)
+            for index, part in enumerate(self.data.batch_ramp)
         ]
         return [(where, sequences, sequences // unit) for where, sequences in sizes]
 
     @property
     def has_shards_on_host(self) -> bool:
-        """ZeRO-3 whose shards, gradients and optimizer states live in host memory; the update runs there."""
+        """Whether ZeRO-3 shards, gradients and optimizer states live in host memory and are updated there."""
         return self.parallel.zero == 3 and "parameters" in self.memory.offload
 
     def trajectory_fingerprint(self) -> str:
-        """Equal for two specs whose runs pass through the same states: what resuming requires.
+        """A fingerprint that is equal for two specs whose runs have the same states, as a resume requires.
 
-        The mesh, the micro-batch, the format in which weights, gradients and moments are kept, and how often
-        something is written may differ between the two; model, data, optimizer, seed and the format of
-        matmuls may not, but fp8 may be switched on, off or to another recipe: a checkpoint is the same with
-        it. A run may be made longer where that leaves the rate of earlier steps as it was.
+        The mesh, the micro-batch, the dtype of weights, gradients and moments, and how often something is
+        written may differ between the two. Model, data, optimizer, seed and the dtype of matmuls may not; fp8
+        may be switched on, off or to another recipe, because a checkpoint is the same with it. A run may get
+        more steps where the learning rate of earlier steps stays the same.
         """
         can_extend = self.schedule.kind in ("constant", "inverse_sqrt")
-        same_course = self.with_(
+        same_trajectory = self.with_(
             name="run",
             device="auto",
             compile=False,
@@ -85,4 +85,4 @@ class RunSpec(Spec):
             checkpoint=CheckpointSpec(start_from=self.checkpoint.start_from),
             observe=ObserveSpec(),
         )
-        return same_course.fingerprint()
+        return same_trajectory.fingerprint()

@@ -1,4 +1,4 @@
-"""The learning rate over the run."""
+"""The learning-rate schedule."""
 
 from typing import Literal
 
@@ -6,15 +6,15 @@ from meshwright.spec.base import Fraction, NonNegative, Positive, Spec
 
 
 class ScheduleSpec(Spec):
-    """A pure function of the step: warm-up, then a shape."""
+    """The learning rate as a pure function of the step: linear warm-up, then decay."""
 
     num_steps: Positive
-    """Optimizer updates in the whole run."""
+    """Optimizer updates of the run."""
     kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
-    """Shape after the warm-up."""
+    """Schedule after the warm-up."""
     warmup_steps: NonNegative = 0
-    """Steps of linear rise from zero to the peak."""
-    final_ratio: Fraction = 0.1
-    """Rate at the end as a part of the peak (cosine, linear, wsd)."""
+    """Steps of linear warm-up from zero to the peak."""
+    min_lr_ratio: Fraction = 0.1
+    """Final learning rate / peak learning rate (cosine, linear, wsd)."""
     decay_steps: NonNegative = 0
     """wsd only: steps of the final linear decay."""

@@ -1,4 +1,4 @@
-"""Which layers stand in which pipeline stage, and which stages on which rank."""
+"""The layers of each pipeline stage, and the stages of each pipeline rank."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -8,14 +8,14 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.parameters import MATMUL_KINDS, layer_parameters
 
-# Schedules whose second chunk runs back through the ranks, so that rank 0 has the first and the last stage.
+# Schedules whose second chunk is placed in reverse order, so that rank 0 has the first and the last stage.
 V_SCHEDULES = frozenset({"zbv", "dualpipev"})
 
 
 def stage_layers(model: ModelSpec, num_stages: int) -> list[range]:
     """The layers of each stage, in order; uneven where that makes the slowest stage faster.
 
-    A layer costs its active matmul parameters; the last stage also carries the head, the embedding
+    The cost of a layer is its active matmul parameters; the last stage also has the head, and the embedding
     lookup costs nothing. Every stage has at least one layer.
     """
     costs = layer_costs(model)
@@ -24,7 +24,7 @@ def stage_layers(model: ModelSpec, num_stages: int) -> list[range]:
 
 
 def layer_costs(model: ModelSpec) -> list[int]:
-    """Active matmul parameters of each layer: proportional to its FLOPs per token."""
+    """Active matmul parameters of each layer, which are proportional to its FLOPs per token."""
     kinds = {
         routed: _layer_cost(model, routed)
         for routed in {model.is_moe_layer(i) for i in range(model.num_layers)}
@@ -44,12 +44,12 @@ def _layer_cost(model: ModelSpec, is_routed: bool) -> int:  # noqa: FBT001 - one
 
 @lru_cache(maxsize=1024)
 def balanced_bounds(costs: tuple[int, ...], num_parts: int, *, last_extra: int = 0) -> tuple[int, ...]:
-    """Borders 0 = b0 < b1 < ... < bn: the costliest part as cheap as can be, the others as even as can be.
+    """Bounds 0 = b0 < b1 < ... < bn of the partition whose costliest part is cheapest, then most even.
 
-    best[end] is the least (largest part, sum of squares) of the parts so far over layers 0 .. end.
+    best[end] is the least (largest part, sum of squares) over partitions of layers 0 .. end so far.
     """
     if len(set(costs)) == 1 and num_parts > 1:
-        return _cuts_of_equals(len(costs), costs[0], num_parts, last_extra)
+        return _bounds_of_equal_layers(len(costs), costs[0], num_parts, last_extra)
     total = [0, *accumulate(costs)]
     limit = _even_limit(total, num_parts, last_extra)
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
@@ -64,8 +64,8 @@ def balanced_bounds(costs: tuple[int, ...], num_parts: int, *, last_extra: int =
     return best[len(costs)][2]
 
 
-def _cuts_of_equals(num_layers: int, cost: int, num_parts: int, last_extra: int) -> tuple[int, ...]:
-    """The same for layers of one cost: only the size of the last part is open, the others are even."""
+def _bounds_of_equal_layers(num_layers: int, cost: int, num_parts: int, last_extra: int) -> tuple[int, ...]:
+    """`balanced_bounds` for layers of one cost: only the size of the last part is free."""
 
     def judged(last: int) -> tuple[int, int, int]:
         size, num_larger = divmod(num_layers - last, num_parts - 1)
@@ -89,7 +89,7 @@ def _extended(
 
 
 def _even_limit(total: list[int], num_parts: int, last_extra: int) -> int:
-    """The costliest part of a cut into equal numbers of layers: no better cut has a costlier one."""
+    """The cost of the costliest part with equal numbers of layers: an upper bound for the best partition."""
     num_layers = len(total) - 1
     bounds = [part * num_layers // num_parts for part in range(num_parts + 1)]
     loads = [total[end] - total[begin] for begin, end in pairwise(bounds)]
@@ -97,7 +97,7 @@ def _even_limit(total: list[int], num_parts: int, last_extra: int) -> int:
 
 
 def stages_of_rank(parallel: ParallelSpec, pp_rank: int) -> list[int]:
-    """The stages that one pipeline rank holds: every pp-th, or the two ends of a V."""
+    """The stages of one pipeline rank: every pp-th stage, or the two of a V-shaped schedule."""
     if parallel.schedule in V_SCHEDULES:
         return [pp_rank, 2 * parallel.pp - 1 - pp_rank]
     return list(range(pp_rank, parallel.num_stages, parallel.pp))

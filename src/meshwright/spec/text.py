@@ -1,12 +1,12 @@
-"""Run files and overrides to a `RunSpec`, and back. Precedence, said once: recipe < file < command line.
+"""Run files and overrides to a `RunSpec`, and back. Precedence: recipe < file < command line.
 
-A run file is YAML. `recipe: NAME` lays it over a recipe; `model: NAME` starts from a family or from a
-Hugging Face folder or `config.json`; `model: {family: NAME, num_layers: 4}` does so and changes fields.
-Every value remembers where it was said, and everything that is wrong is told at once.
+A run file is YAML. `recipe: NAME` makes it override a recipe; `model: NAME` starts from a family or from a
+Hugging Face folder or `config.json`; `model: {family: NAME, num_layers: 4}` also changes fields of it.
+The place where each value was set is recorded, and all errors are reported at once.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,12 +20,10 @@ from meshwright.spec.families import FAMILIES
 from meshwright.spec.huggingface import load_model
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.origin import Layer, Origin, layer_of
+from meshwright.spec.renamed import renamed_in
 from meshwright.spec.run import RUN_VERSION, RunSpec
 from meshwright.spec.violations import nearest, placed, show_value, violations_of
 from meshwright.spec.yaml_text import Parsed, dump_yaml, parse_yaml, walk
-
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""From version n to n + 1: takes and returns the plain values of a run file."""
 
 _LARGEST_FILE_BYTES = 2**20
 _DEEPEST_RECIPE = 8
@@ -34,49 +32,50 @@ COMMAND_LINE = Origin("command line")
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run and where each of its values was said."""
+    """A run and where each of its values was set."""
 
     run: RunSpec
-    said: Layer
+    layer: Layer
+    """The values that were set, without defaults."""
 
     def origins(self) -> dict[str, Origin]:
         """The origin of every value of the run, by dotted key."""
         paths = [path for path, _ in walk(self.run.model_dump(mode="json"))]
         default = Origin("default")
-        said = {path: self.said.origin_of(path) for path in paths if self.said.says(path)}
-        return {".".join(map(str, path)): said.get(path, default) for path in paths}
+        known = {path: self.layer.origin_of(path) for path in paths if self.layer.has(path)}
+        return {".".join(map(str, path)): known.get(path, default) for path in paths}
 
     def require_valid(self) -> RunSpec:
-        """The run, when no rule is broken; otherwise every broken rule with its line."""
+        """The run, if no rule is broken; otherwise SpecErrors with every broken rule and its line."""
         violations = [self._located(violation) for violation in check(self.run)]
         if violations:
             raise SpecErrors(violations)
         return self.run
 
     def _located(self, violation: SpecError) -> SpecError:
-        origin = self.said.origin_of(tuple(violation.where.split(".")))
+        origin = self.layer.origin_of(tuple(violation.where.split(".")))
         return SpecError(violation.fact, where=placed(violation.where, origin), hint=violation.hint)
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """The run that a file (or recipe name) and overrides describe, with every rule checked."""
+    """The run of a file (or recipe name) with overrides, with every rule checked."""
     return read_run(path, overrides).require_valid()
 
 
 def read_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
-    """Like `load_run`, with the origin of each value, and before the cross-field rules."""
+    """Like `load_run`, with the origin of each value and without the cross-field rules."""
     file = find_run_file(str(path))
     kind = "recipe" if file.parent in recipe_folders() else "file"
     return _resolve(_read_text(file), file, kind, overrides)
 
 
 def parse_run(text: str, overrides: Sequence[str] = (), *, place: str = "run.yaml") -> LoadedRun:
-    """Like `read_run`, for text that is at hand already; `place` names it in errors."""
+    """Like `read_run`, for the text of a run file; `place` is its name in errors."""
     return _resolve(text, Path(place), "file", overrides)
 
 
 def dump_run(run: RunSpec | FitSpec) -> str:
-    """The complete run as YAML that loads back equal, whatever defaults and families become later."""
+    """The complete run as YAML, which loads to an equal run even if defaults and families change later."""
     header = (
         f"# {run.name}: every value of the run, resolved by meshwright {meshwright.__version__}.\n"
         f"# fingerprint {run.fingerprint()}\n"
@@ -85,13 +84,13 @@ def dump_run(run: RunSpec | FitSpec) -> str:
 
 
 def recipe_folders() -> list[Path]:
-    """Where recipes are looked up by name: here, beside the source, and where they were installed."""
+    """Folders in which recipes are looked up by name: ./recipes, beside the source, and as installed."""
     source = Path(__file__).resolve().parents[3] / "recipes"
     return [Path("recipes").resolve(), source, Path(sys.prefix) / "share/meshwright/recipes"]
 
 
 def recipe_names() -> list[str]:
-    """The recipes that can be named without a path."""
+    """Names of the recipes that can be used without a path."""
     return sorted({file.stem for folder in recipe_folders() for file in folder.glob("*.yaml")})
 
 
@@ -106,7 +105,7 @@ def find_run_file(name: str, *, beside: Path | None = None) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """False for names that no file can have (too long), where pathlib raises."""
+    """Whether a path exists; False for names that no file can have (too long), where pathlib raises."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -143,14 +142,14 @@ def _read_text(file: Path) -> str:
 
 
 class _Resolution:
-    """Layers from the lowest up, and everything that was wrong with any of them."""
+    """The merged layers, from the lowest up, and all violations found in them."""
 
     def __init__(self) -> None:
-        self.said = Layer()
+        self.merged = Layer()
         self.violations: list[SpecError] = []
 
-    def cover(self, layer: Layer, folder: Path) -> None:
-        """Lay one more layer on top; one that names a family starts the model anew."""
+    def override(self, layer: Layer, folder: Path) -> None:
+        """Merge one more layer on top; one that names a family replaces the model."""
         try:
             family = _family_of(layer, folder)
         except MeshwrightError as error:
@@ -159,23 +158,23 @@ class _Resolution:
             self.violations.append(SpecError(error.fact, where=where, hint=error.hint))
             family, layer = None, layer.without(("model",))
         if family is not None:
-            self.said = self.said.without(("model",)).covered_by(family)
+            self.merged = self.merged.without(("model",)).overridden_by(family)
             layer = _without_name(layer)
-        self.said = self.said.covered_by(layer)
+        self.merged = self.merged.overridden_by(layer)
 
     def finish(self) -> LoadedRun:
-        """The validated run, or every violation at once."""
+        """The validated run; SpecErrors with every violation otherwise."""
         model_failed = any(violation.where.endswith("model") for violation in self.violations)
         try:
-            run = RunSpec.model_validate(self.said.tree)
+            run = RunSpec.model_validate(self.merged.tree)
         except ValidationError as error:
-            found = violations_of(error, RunSpec, self.said)
+            found = violations_of(error, RunSpec, self.merged)
             self.violations += [each for each in found if not (model_failed and "model" in each.where)]
-            self.violations += _unknown_family(self.said, found)
+            self.violations += _unknown_family(self.merged, found)
             raise SpecErrors(self.violations) from None
         if self.violations:
             raise SpecErrors(self.violations)
-        return LoadedRun(run, self.said)
+        return LoadedRun(run, self.merged)
 
 
 def _resolve(text: str, file: Path, kind: str, overrides: Sequence[str]) -> LoadedRun:
@@ -183,37 +182,37 @@ def _resolve(text: str, file: Path, kind: str, overrides: Sequence[str]) -> Load
     layers, resolution.violations = _command_layers(overrides)
     recipes = [layer.tree.pop("recipe") for layer in layers if "recipe" in layer.tree]
     recipe = recipes[-1] if recipes else None
-    _cover_file(resolution, text, file, kind=kind, recipe=recipe, depth=0)
+    _add_file(resolution, text, file, kind=kind, recipe=recipe, depth=0)
     for layer in layers:
-        resolution.cover(layer, Path())
+        resolution.override(layer, Path())
     return resolution.finish()
 
 
-def _cover_file(
+def _add_file(
     resolution: _Resolution, text: str, file: Path, *, kind: str, recipe: object, depth: int
 ) -> None:
-    """Lay the recipe that a file names, and then the file, over what is there."""
+    """Merge the recipe that a file names, and then the file."""
     layer, violations = _file_layer(text, str(file), kind)
-    said_in_file = layer.tree.pop("recipe", None)
-    name = recipe or said_in_file
+    recipe_of_file = layer.tree.pop("recipe", None)
+    name = recipe or recipe_of_file
     if name is not None:
         origin = COMMAND_LINE if recipe else layer.origin_of(("recipe",))
-        _cover_recipe(resolution, name, origin, file.parent, depth)
+        _add_recipe(resolution, name, origin, file.parent, depth)
     resolution.violations += violations
-    resolution.cover(layer, file.parent)
+    resolution.override(layer, file.parent)
 
 
-def _cover_recipe(resolution: _Resolution, name: object, origin: Origin, folder: Path, depth: int) -> None:
+def _add_recipe(resolution: _Resolution, name: object, origin: Origin, folder: Path, depth: int) -> None:
     where = placed("recipe", origin)
     if not isinstance(name, str):
         raise SpecError(f"recipe is {show_value(name)}, not a name", where=where)
     if depth >= _DEEPEST_RECIPE:
-        raise SpecError(f"more than {_DEEPEST_RECIPE} recipes lie over each other", where=where)
+        raise SpecError(f"more than {_DEEPEST_RECIPE} recipes are nested", where=where)
     try:
         file = find_run_file(name, beside=folder)
     except SpecError as error:
         raise SpecError(error.fact, where=where, hint=error.hint) from None
-    _cover_file(resolution, _read_text(file), file, kind="recipe", recipe=None, depth=depth + 1)
+    _add_file(resolution, _read_text(file), file, kind="recipe", recipe=None, depth=depth + 1)
 
 
 def _file_layer(text: str, place: str, kind: str) -> tuple[Layer, list[SpecError]]:
@@ -228,19 +227,21 @@ def _file_layer(text: str, place: str, kind: str) -> tuple[Layer, list[SpecError
         path: Origin("recipe" if kind == "recipe" else "file", f"{place}:{line}")
         for path, line in parsed.lines.items()
     }
-    return Layer(migrated(tree, place), origins), parsed.violations
+    require_version(tree, place)
+    return Layer(tree, origins), parsed.violations
 
 
-def migrated(tree: dict[str, Any], place: str) -> dict[str, Any]:
-    """The values of a run file of any version that was ever written, as the current version has them."""
-    version = tree.get("version", RUN_VERSION)
-    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= RUN_VERSION:
-        hint = f"this is meshwright {meshwright.__version__}; it reads versions 1 to {RUN_VERSION}"
-        fact = f"version is {show_value(version)}, which is not known"
-        raise SpecError(fact, where=f"{place} version", hint=hint)
-    for step in range(version, RUN_VERSION):
-        tree = {**MIGRATIONS[step](tree), "version": step + 1}
-    return tree
+def require_version(tree: dict[str, Any], place: str) -> None:
+    """Refuse a run file of another version; an older one with the new names of the keys that it contains."""
+    version, where = tree.get("version", RUN_VERSION), f"{place} version"
+    if version is True or version not in (1, RUN_VERSION):
+        hint = f"this is meshwright {meshwright.__version__}, which reads version {RUN_VERSION}"
+        raise SpecError(f"version is {show_value(version)}, which is not known", where=where, hint=hint)
+    if version == 1:
+        renamed = "; ".join(renamed_in(tree))
+        fact = f"version is 1, and meshwright {meshwright.__version__} reads version {RUN_VERSION}"
+        changes = f"rename its keys ({renamed}) and set" if renamed else "none of its keys changed: set"
+        raise SpecError(fact, where=where, hint=f"{changes} version: {RUN_VERSION}")
 
 
 def _command_layers(overrides: Iterable[str]) -> tuple[list[Layer], list[SpecError]]:
@@ -254,14 +255,14 @@ def _command_layers(overrides: Iterable[str]) -> tuple[list[Layer], list[SpecErr
 
 
 def parse_override(override: str) -> Layer:
-    """`parallel.tp=2` as a layer; the value is YAML, so `null`, `true` and `{seed: 3}` work."""
+    """The layer of an override such as `parallel.tp=2`; its value is YAML: `null`, `true`, `{seed: 3}`."""
     key, equals, text = override.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys):
         hint = "overrides are dotted.key=value, such as parallel.tp=2"
         raise SpecError(f"{override!r} is not an override", where="command line", hint=hint)
     if not text.strip():
-        hint = f"{key}=null takes a value away"
+        hint = f"{key}=null removes a value"
         raise SpecError(f"{override!r} has no value", where="command line", hint=hint)
     parsed: Parsed = parse_yaml(text, f"command line {key}")
     if parsed.violations:
@@ -273,18 +274,18 @@ def parse_override(override: str) -> Layer:
 
 
 def _family_of(layer: Layer, folder: Path) -> Layer | None:
-    """The model that this layer starts from, as a layer of its own, when it names one."""
+    """The model that this layer starts from as a separate layer, if it names one."""
     model = layer.tree.get("model")
     name = cast(dict[str, Any], model).get("family") if isinstance(model, dict) else model
     if not isinstance(name, str):
         return None
     is_file = _is_path(name) and (_exists(folder / name) or _exists(Path(name)))
     if isinstance(model, dict) and name not in FAMILIES and not is_file:
-        return None  # only a label: the mapping describes the model itself
+        return None  # only a display name: the mapping contains the model itself
     source = str(folder / name) if is_file and _exists(folder / name) else name
     try:
         model = load_model(source)
-    except OSError as error:  # such as a name longer than a file's may be
+    except OSError as error:  # such as a name that is too long for a file
         raise SpecError(f"{show_value(name)} cannot be read: {error.strerror}") from None
     return layer_of({"model": model.model_dump(mode="json")}, Origin("family", name))
 
@@ -294,7 +295,7 @@ def _is_path(name: str) -> bool:
 
 
 def _without_name(layer: Layer) -> Layer:
-    """The layer without the name that its model started from; the other fields stay."""
+    """The layer without the name of its model's family; the other fields stay."""
     if not isinstance(layer.tree["model"], dict):
         return layer.without(("model",))
     bare = layer.without(("model", "family"))
@@ -302,13 +303,13 @@ def _without_name(layer: Layer) -> Layer:
     return replace(bare, origins=origins)
 
 
-def _unknown_family(said: Layer, found: list[SpecError]) -> list[SpecError]:
-    """A name close to a family's, on a model that is not complete, is a slip worth telling."""
-    model = said.tree.get("model")
+def _unknown_family(merged: Layer, found: list[SpecError]) -> list[SpecError]:
+    """The error for an incomplete model whose display name is close to the name of a family."""
+    model = merged.tree.get("model")
     name = cast(dict[str, Any], model).get("family") if isinstance(model, dict) else None
-    incomplete = any("model" in each.where and each.fact.endswith("is not given") for each in found)
+    incomplete = any("model" in each.where and each.fact.endswith("is missing") for each in found)
     if not incomplete or not isinstance(name, str):
         return []
-    where = placed("model.family", said.origin_of(("model", "family")))
+    where = placed("model.family", merged.origin_of(("model", "family")))
     hint = nearest(name, FAMILIES) or "`meshwright models list` names the families"
     return [SpecError(f"there is no model family {name!r}", where=where, hint=hint)]

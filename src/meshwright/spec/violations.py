@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a run, told as fact, where and hint."""
+"""Errors of pydantic's validation as fact, where and hint."""
 
 import difflib
 import types
@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from meshwright.errors import SpecError
 from meshwright.spec.base import Spec
 from meshwright.spec.origin import Layer, Origin
+from meshwright.spec.renamed import new_name
 from meshwright.spec.yaml_text import Path
 
 _LONGEST_SHOWN = 60
@@ -30,9 +31,9 @@ _EXPECTED = {
 _BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than"}
 
 
-def violations_of(error: ValidationError, root: type[Spec], said: Layer) -> list[SpecError]:
-    """Every error of one validation, in the order of the file where there is one."""
-    return [_violation(details, root, said) for details in error.errors(include_url=False)]
+def violations_of(error: ValidationError, root: type[Spec], layer: Layer) -> list[SpecError]:
+    """Every error of one validation, in the order of the file if there is one."""
+    return [_violation(details, root, layer) for details in error.errors(include_url=False)]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -42,22 +43,22 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def placed(dotted: str, origin: Origin) -> str:
-    """`run.yaml:12 parallel.tp`; the key alone when nobody said the value."""
+    """`run.yaml:12 parallel.tp`; the key alone if the value is a default."""
     return dotted if origin.kind == "default" else f"{origin.where} {dotted}"
 
 
 def show_value(value: Any) -> str:
-    """A value as it would be written, cut when long."""
-    words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    """A value as YAML writes it, truncated when long."""
+    names = {None: "null", True: "true", False: "false"}
+    text = names[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
-def _violation(details: ErrorDetails, root: type[Spec], said: Layer) -> SpecError:
+def _violation(details: ErrorDetails, root: type[Spec], layer: Layer) -> SpecError:
     path: Path = tuple(details["loc"])
     dotted = ".".join(map(str, path))
     fact, hint = _fact_and_hint(details, dotted, root)
-    return SpecError(fact, where=placed(dotted, said.origin_of(path)), hint=hint)
+    return SpecError(fact, where=placed(dotted, layer.origin_of(path)), hint=hint)
 
 
 def _fact_and_hint(details: ErrorDetails, dotted: str, root: type[Spec]) -> tuple[str, str]:
@@ -67,7 +68,7 @@ def _fact_and_hint(details: ErrorDetails, dotted: str, root: type[Spec]) -> tupl
     if kind == "extra_forbidden":
         return f"there is no key {_last(path)!r}" + _in(path), _hint_for_unknown(path, root)
     if kind == "missing":
-        return f"{dotted} is not given", _hint_for_missing(path, root)
+        return f"{dotted} is missing", _hint_for_missing(path, root)
     if kind == "literal_error":
         allowed = _allowed(field_at(path, root))
         advice = f"{nearest(str(value), allowed)} use {_one_of(allowed)}"
@@ -106,8 +107,11 @@ def _in(path: Path) -> str:
 def _hint_for_unknown(path: Path, root: type[Spec]) -> str:
     parent = spec_of(field_at(path[:-1], root)) if len(path) > 1 else root
     keys, every_key = _keys(parent), all_keys(root)
+    renamed = new_name(".".join(map(str, path)))
+    if renamed is not None:
+        return f"it is called {renamed!r} since version 2"
     if "." in _last(path) and _last(path) in every_key:
-        return "in a file each part of a dotted key is a line of its own, indented below the one before"
+        return "in a file each part of a dotted key is on its own line, indented below the one before"
     close = nearest(_last(path), keys)
     if close:
         return close
@@ -143,7 +147,7 @@ def field_at(path: Path, root: type[Spec]) -> FieldInfo | None:
     spec: type[Spec] | None = root
     found: FieldInfo | None = None
     for key in path:
-        if isinstance(key, int):  # an item of a list of specs, which the field itself told
+        if isinstance(key, int):  # an item of a list of specs: `found` is the field of the list
             continue
         found = spec.model_fields.get(str(key)) if spec else None
         spec = spec_of(found)
@@ -151,17 +155,19 @@ def field_at(path: Path, root: type[Spec]) -> FieldInfo | None:
 
 
 def spec_of(found: FieldInfo | None) -> type[Spec] | None:
-    """The spec a field holds (`MoeSpec` of `MoeSpec | None`, or of a list), or None for plain values."""
+    """The spec class of a field (`MoeSpec` of `MoeSpec | None`, or of a list), or None for plain values."""
     options = _options(found.annotation) if found else ()
     return next((option for option in options if isinstance(option, type) and issubclass(option, Spec)), None)
 
 
-def all_keys(root: type[Spec], prefix: str = "") -> list[str]:
-    """Every dotted key of a spec and of the specs inside it."""
+def all_keys(root: type[Spec], prefix: str = "", *, in_lists: bool = True) -> list[str]:
+    """Every dotted key of a spec and its nested specs, with `in_lists` also of specs in lists."""
     keys: list[str] = []
     for name, found in root.model_fields.items():
+        keys.append(prefix + name)
         below = spec_of(found)
-        keys += [prefix + name, *(all_keys(below, f"{prefix}{name}.") if below else [])]
+        if below is not None and (in_lists or get_origin(found.annotation) is not tuple):
+            keys += all_keys(below, f"{prefix}{name}.", in_lists=in_lists)
     return keys
 
 

@@ -1,7 +1,7 @@
-"""YAML to plain values and back, reading scalars as people mean them and keeping line numbers.
+"""YAML to plain values with line numbers, and back.
 
-Scalars follow YAML 1.2: `1e-4` is a number, `no` and `on` are text. A key that stands twice, an
-alias that multiplies and a nesting without end are refused.
+Scalars follow YAML 1.2: `1e-4` is a number, `no` and `on` are text. Duplicate keys, aliases that expand
+without bound and too deep nesting are refused.
 """
 
 import re
@@ -20,7 +20,7 @@ _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$")
 _SPECIAL_FLOAT = re.compile(r"^[-+]?\.(?:inf|Inf|INF|nan|NaN|NAN)$")
-_MAX_DIGITS = 400  # beyond this neither int() nor float() gives a number anyone means
+_MAX_DIGITS = 400  # a longer scalar is read as text, not as a number
 _TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("map", "seq", "str", "null", "bool", "int", "float", "timestamp", "merge", "value")
@@ -30,7 +30,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Parsed:
-    """Plain values, the line of every key in them, and what was wrong on the way."""
+    """Plain values, the line of every key in them, and the violations found while reading."""
 
     value: Any
     lines: dict[Path, int] = field(default_factory=dict[Path, int])
@@ -38,7 +38,7 @@ class Parsed:
 
 
 def parse_yaml(text: str, place: str) -> Parsed:
-    """The one document in `text`; `place` names it in errors (`run.yaml`, `command line`)."""
+    """The one document in `text`; `place` is its name in errors (`run.yaml`, `command line`)."""
     try:
         return _Reader(place).read(_compose(text))
     except yaml.YAMLError as error:
@@ -70,7 +70,7 @@ def _too_deep(place: str) -> SpecError:
 
 
 class _Reader:
-    """Walks the node graph once, counting, so that aliases cannot multiply without end."""
+    """Walks the node graph once and counts values, so that aliases cannot expand without bound."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -85,7 +85,7 @@ class _Reader:
     def _value(self, node: yaml.Node, path: Path) -> Any:
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            raise SpecError(f"more than {MAX_VALUES} values", where=self.place, hint="look at the aliases")
+            raise SpecError(f"more than {MAX_VALUES} values", where=self.place, hint="check the aliases")
         if len(path) > MAX_DEPTH:
             raise _too_deep(self.place)
         self.lines.setdefault(path, node.start_mark.line + 1)
@@ -100,7 +100,7 @@ class _Reader:
     def _refuse_tag(self, node: yaml.Node, path: Path) -> None:
         where = f"{self.place}:{node.start_mark.line + 1} {'.'.join(map(str, path))}".rstrip()
         self.violations.append(
-            SpecError(f"the tag {node.tag!r} has no meaning here", where=where, hint="write the bare value")
+            SpecError(f"the tag {node.tag!r} is not supported", where=where, hint="write the plain value")
         )
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class _Reader:
                 first = self.lines[(*path, key)]
                 self.violations.append(
                     SpecError(
-                        f"{dotted} stands twice: in line {first} and in line {line}",
+                        f"{dotted} is set twice: in line {first} and in line {line}",
                         where=f"{self.place}:{line} {dotted}",
                         hint="keep one of the two",
                     )
@@ -125,7 +125,7 @@ class _Reader:
 
 
 def scalar(node: yaml.Node) -> Any:
-    """The value of one scalar: quoted text stays text, plain text is read as YAML 1.2 does."""
+    """The value of one scalar: quoted text stays text, plain text is read as in YAML 1.2."""
     text = str(node.value)
     if getattr(node, "style", None) is not None or len(text) > _MAX_DIGITS:
         return text
@@ -143,7 +143,7 @@ def scalar(node: yaml.Node) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the text that the reader above would not take for text."""
+    """Quotes exactly the text that the reader above would not read as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -10,7 +10,7 @@ from meshwright.data.batches import Batches, build_batches
 from meshwright.memory.offload.budget import host_budget
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import build_streamed_optimizer
-from meshwright.memory.offload.weights import HostedWeights
+from meshwright.memory.offload.weights import OffloadedWeights
 from meshwright.mesh import Mesh, World, build_mesh
 from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer
@@ -60,7 +60,7 @@ def build_training(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
     prepare_device(run.precision, mesh.device, deterministic=run.deterministic)
     offload = run.memory.offload
-    weights = HostedWeights(_host_link(run, mesh, simulation))
+    weights = OffloadedWeights(_host_link(run, mesh, simulation))
     program = build_program(run, mesh, weights, fill=fill, simulation=simulation)
     trainable = [one for one in program.shards if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}

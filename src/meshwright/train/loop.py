@@ -68,7 +68,8 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
                 recorder.save(checkpoints, state)
             if recorder.recorded_step == state.step:  # the host has waited for the device anyway
                 collect_garbage()
-                last_step = state.step if interrupt.is_requested_anywhere() else last_step
+            if interrupt.is_requested_anywhere():  # an exchange between hosts: no device is waited for
+                last_step = state.step
 
         batches.close()
         recorder.save_last(checkpoints, state)

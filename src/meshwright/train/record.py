@@ -96,11 +96,13 @@ class Recorder:
     ) -> TrainState:
         """After a step: write its metrics where they are due, and evaluate where that is due.
 
-        No host sync unless due. `half_batch` is measured at steps that estimate the noise scale.
+        No host sync unless due. They are due before every save as well, so that no loss or gradient that is
+        not finite gets into a checkpoint. `half_batch` is measured at steps that estimate the noise scale.
         """
-        observe = self._run.observe
+        observe, save_every = self._run.observe, self._run.checkpoint.every_steps
+        is_saved = save_every is not None and state.step % save_every == 0
         is_evaluated = observe.evaluate is not None and state.step % observe.evaluate.every_steps == 0
-        if is_evaluated or half_batch or is_last or state.step % observe.every_steps == 0:
+        if is_evaluated or is_saved or half_batch or is_last or state.step % observe.every_steps == 0:
             state = self._record(state, outcome, lr, half_batch, is_evaluated=is_evaluated)
         self.step = state.step
         return state

@@ -1,7 +1,8 @@
 """One process of a run: join the other ranks, claim the run directory, train, leave."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshwright.errors import (
     SpecError,
 )
 from meshwright.mesh import World, join_world, leave_world
+from meshwright.resilience.run_lock import run_lock
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.text import dump_run, load_run
@@ -34,8 +36,8 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
     world = join_world(run.device)
     try:
         on_first_rank(lambda: require_capacity(run, world.device))
-        on_first_rank(lambda: claim_directory(run, run_dir))
-        outcome = train(run, world, run_dir, stop_after=stop_after)
+        with claimed_directory(run, run_dir):
+            outcome = train(run, world, run_dir, stop_after=stop_after)
     except BaseException as error:
         if world.num_ranks == 1:
             leave_world()
@@ -51,7 +53,7 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
 def _clear_error(error: BaseException, run_dir: Path, world: World) -> RunError | None:
     """The error of a full disk, of full memory or of a lost rank; None for anything else."""
     found = capacity_error(error, run_dir, rank=world.rank)
-    if found is None and world.num_ranks > 1 and is_lost_connection(error):
+    if found is None and world.num_ranks > 1 and _is_lost_connection(error):
         found = RunError(
             f"rank {world.rank} lost the connection to another rank, which has ended",
             where=str(run_dir),
@@ -60,7 +62,7 @@ def _clear_error(error: BaseException, run_dir: Path, world: World) -> RunError 
     return found
 
 
-def is_lost_connection(error: BaseException) -> bool:
+def _is_lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because a partner is gone; gloo raises a plain RuntimeError for it."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
@@ -80,13 +82,25 @@ def on_first_rank(action: Callable[[], None]) -> None:
         raise failure[0]
 
 
-def claim_directory(run: RunSpec | FitSpec, run_dir: Path) -> None:
-    """Write run.yaml into the run directory; refuse a directory that has another run."""
+@contextmanager
+def claimed_directory(run: RunSpec | FitSpec, run_dir: Path) -> Iterator[None]:
+    """While inside, the run directory is this run's alone; all ranks call it.
+
+    Refused are a directory that another process trains into, and one that has another run. run.yaml is
+    written anew.
+    """
+    with ExitStack() as held:
+        on_first_rank(lambda: _claim(run, run_dir, held))
+        yield
+
+
+def _claim(run: RunSpec | FitSpec, run_dir: Path, held: ExitStack) -> None:
     run_file = run_dir / "run.yaml"
-    if run_file.exists() and (run_dir / "metrics.jsonl").exists():
-        _require_same_run(run, run_file)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        held.enter_context(run_lock(run_dir))
+        if run_file.exists() and (run_dir / "metrics.jsonl").exists():
+            _require_same_run(run, run_file)
         draft = run_dir / ".run.yaml"
         draft.write_text(dump_run(run))
         os.replace(draft, run_file)

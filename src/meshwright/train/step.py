@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.memory.offload.weights import HostedWeights
+from meshwright.memory.offload.weights import OffloadedWeights
 from meshwright.optim.build import set_learning_rate
 from meshwright.optim.clip import clip_gradients
 from meshwright.optim.ema import Ema
@@ -25,7 +25,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     device: torch.device
     max_grad_norm: float | None
-    weights: HostedWeights
+    weights: OffloadedWeights
     """Blocks whose weights live on the host; its link counts the bytes that `memory.offload` moves."""
     loss_scale: LossScale | None = None
     ema: Ema | None = None

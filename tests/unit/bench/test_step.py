@@ -153,7 +153,7 @@ def test_a_ladder_is_measured_in_one_process(tmp_path: Path) -> None:
     assert all(row["first_loss"] == pytest.approx(rows[0]["first_loss"], rel=5e-3) for row in rows)
 
 
-def test_an_8b_run_keeps_ten_bytes_per_parameter(tmp_path: Path) -> None:
+def test_an_8b_run_has_ten_bytes_of_state_per_parameter(tmp_path: Path) -> None:
     options = program.parse(["--case", "8b", "--precision", "fp8", "--only", "ours"])
     made = RunSpec.model_validate(entries_of("8b", options, tmp_path)[0].run)
     assert (made.precision.weights, made.precision.gradients, made.optim.state) == (

@@ -49,7 +49,7 @@ def test_a_run_file_is_run_first(folder: Path, tmp_path: Path, capsys: Captured)
 
 def test_no_common_checkpoint_is_printed(folder: Path, capsys: Captured):
     assert run(["compare", str(folder / "a"), str(folder / "b"), "--steps", "3"]) == 0
-    assert "there is no step of which both have a checkpoint" in capsys.readouterr().err
+    assert "the runs have no checkpoint of the same step" in capsys.readouterr().err
 
 
 def test_a_run_file_that_fails_is_an_error(folder: Path, tmp_path: Path, capsys: Captured):

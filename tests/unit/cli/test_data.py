@@ -31,7 +31,7 @@ def one_json(captured: str) -> dict[str, object]:
     return document
 
 
-def test_pack_tells_what_it_made(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_prints_what_it_wrote(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["data", "pack", str(text), "-o", str(tmp_path / "data"), "--split", "blank-line", "--json"]
     assert run(command) == 0
     facts = one_json(capsys.readouterr().out)
@@ -99,7 +99,7 @@ def test_verify_of_damage(dataset: Path, capsys: pytest.CaptureFixture[str], nam
         (["inspect", "nowhere"], "there is no dataset here"),
         (["stats", "stories.txt"], "this is a file"),
         (["pack", "nowhere", "-o", "new"], "no such file or folder"),
-        (["pack", "stories.txt", "-o", "stories.txt"], "never written over"),
+        (["pack", "stories.txt", "-o", "stories.txt"], "never overwritten"),
         (["pack", "stories.txt", "-o", "new", "--field", "x"], "--field has no effect"),
         (["pack", "stories.txt", "-o", "new", "--eos", "x"], "--eos has no effect"),
         (["pack", "stories.txt", "-o", "new", "--tokenizer", "gpt5"], "there is no tokenizer here"),

@@ -49,7 +49,7 @@ def test_a_run_leaves_its_files(trained: Path):
     names = {path.name for path in trained.iterdir()}
     assert names == {"run.yaml", "metrics.jsonl", "events-0.jsonl", "summary.json", "checkpoints"}
     losses = [row["loss"] for row in read_metrics(trained)]
-    assert len(losses) == 4 and losses[-1] < losses[0] < math.log(257) + 0.5
+    assert len(losses) == 4 and losses[-1] < losses[0] < math.log(MODEL["vocab_size"]) + 0.5
 
 
 def test_stop_after_then_the_same_command_gives_the_same_run(trained: Path, tmp_path: Path):
@@ -188,16 +188,18 @@ def test_checkpoint_of_another_model_is_not_resumed(trained: Path, tmp_path: Pat
 
 
 def test_weights_of_another_model_are_refused(trained: Path, tmp_path: Path, capsys: Captured):
-    changes = {"checkpoint": {"start_from": str(trained)}, "model": {**MODEL, "width": 64}}
+    changes = {"checkpoint": {"start_from": str(trained)}, "model": {**MODEL, "width": 128}}
     file = write_run_file(tmp_path / "run.yaml", **changes)
     fact, where, _ = refusal(["train", file, "--dir", str(tmp_path / "out")], capsys)
-    assert "model.width is 32 there and 64 here" in fact and "step-00000004" in where
+    assert "model.width is 64 there and 128 here" in fact and "step-00000004" in where
 
 
 def test_damaged_checkpoint_is_refused(trained: Path, tmp_path: Path, capsys: Captured):
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
-    [shard] = copy.glob("checkpoints/*/*.distcp")
+    [shard] = copy.glob("checkpoints/*/*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-7])
-    fact, where, hint = refusal(["train", str(copy / "run.yaml"), "--dir", str(copy)], capsys)
+    assert run(["train", str(copy / "run.yaml"), "--dir", str(copy)]) == 2
+    note, fact, where, hint = capsys.readouterr().err.strip().splitlines()
+    assert note.startswith("note: ") and "step-00000004 is skipped" in note
     assert "differ from the manifest" in fact and "step-00000004" in where and "delete" in hint

@@ -158,7 +158,7 @@ def test_state_is_integers_that_json_keeps_exactly() -> None:
 )
 def test_a_position_in_another_stream_is_refused(change: dict[str, object], seed: int) -> None:
     state = build().state()
-    with pytest.raises(DataError, match="belongs to other data"):
+    with pytest.raises(DataError, match="is from another dataset"):
         build(SPEC.with_(**change), seed=seed).load_state(state)
 
 
@@ -177,7 +177,7 @@ def test_sizes_follow_the_ramp_from_any_position() -> None:
     spec = SPEC.with_(
         max_epochs=None,
         batch_sequences=8,
-        ramp=[{"before_step": 2, "batch_sequences": 2}, {"before_step": 3, "batch_sequences": 4}],
+        batch_ramp=[{"before_step": 2, "batch_sequences": 2}, {"before_step": 3, "batch_sequences": 4}],
     )
     batches = build(spec)
     taken = [next(batches) for _ in range(5)]
@@ -238,8 +238,8 @@ def test_evaluation_without_holdout_is_empty() -> None:
         ({"holdout_sequences": 10**5}, {}, "leaves nothing to train on"),
         ({}, {"vocab_size": 256}, "vocabulary has 257 tokens, the model's only 256"),
         ({}, {"dp_size": 5}, "not a multiple"),
-        ({"synthetic": None}, {}, "none of path and synthetic"),
-        ({"path": "somewhere"}, {}, "both of path and synthetic"),
+        ({"synthetic": None}, {}, "neither path nor synthetic"),
+        ({"path": "somewhere"}, {}, "both path and synthetic"),
         ({"synthetic": None, "path": "/no/such/dataset"}, {}, "there is no dataset here"),
     ],
 )

@@ -143,7 +143,7 @@ def test_nothing_is_overwritten(tmp_path: Path, kind: str) -> None:
     else:
         target.symlink_to(tmp_path / "nowhere")
     before = sorted((path, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*"))
-    with pytest.raises(DataError, match="never written over"):
+    with pytest.raises(DataError, match="never overwritten"):
         pack([tmp_path / "a.txt"], target, tokenizer=ByteTokenizer())
     assert sorted((path, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")) == before
 

@@ -63,7 +63,7 @@ def test_the_end_of_document_is_taken_from_the_config_beside(tmp_path: Path) -> 
 
 def test_an_unknown_end_of_document_is_asked_for(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json", end="<stop>")
-    with pytest.raises(DataError, match="does not say which token ends a document") as caught:
+    with pytest.raises(DataError, match="has no known end-of-document token") as caught:
         open_tokenizer(str(path))
     assert "--eos" in caught.value.hint
     assert open_tokenizer(str(path), eos="<stop>").eos_id == 3

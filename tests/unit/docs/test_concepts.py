@@ -69,7 +69,7 @@ def test_no_refusal_is_made_up(page):
 def test_every_condition_of_an_axis_is_listed():
     conditions = [condition for condition in CONDITIONS if condition.key.startswith("parallel.")]
     for condition in conditions:
-        assert row("parallelism.md", f"`{condition.key}`")[1] == condition.words
+        assert row("parallelism.md", f"`{condition.key}`")[1] == condition.text
     assert conditions
 
 
@@ -145,15 +145,15 @@ def test_data_parallel_holds_and_sends_what_the_page_says(ranks: RankPool, zero:
     assert results[0].held.optimizer == p * FLOAT64 * evaluate(bytes_held[3], {"n": n}) / 4
 
 
-@pytest.mark.parametrize("reduce", ("each", "last"))
+@pytest.mark.parametrize("reduce", ("each_microbatch", "last_microbatch"))
 def test_a_pipeline_gathers_once(ranks: RankPool, reduce: str):
-    """`3 with pp` of the page, with and without `reduce: last`."""
+    """`3 with pp` of the page, with and without `grad_reduce: last_microbatch`."""
     model = MODELS["gqa"].with_(num_layers=3)
-    parallel = ParallelSpec(pp=2, dp_shard=2, zero=3, reduce=reduce)
+    parallel = ParallelSpec(pp=2, dp_shard=2, zero=3, grad_reduce=reduce)
     run = tiny_run(model, parallel=parallel, optim="adamw")
     results = run_case(ranks, run, num_steps=NUM_STEPS, records_traffic=True)
     held = sum(weight.numel() for weight in results[0].weights.values())
-    scatters = run.accumulation if reduce == "each" else 1
+    scatters = run.accumulation if reduce == "each_microbatch" else 1
     assert elements(results, "reduce_scatter", "dp_shard") == scatters * held
     assert elements(results, "all_gather", "dp_shard") == held
 

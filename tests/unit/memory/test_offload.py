@@ -14,8 +14,8 @@ from meshwright.errors import PlanError, RunError, SpecError
 from meshwright.memory.offload import activations, budget, host
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
-from meshwright.memory.offload.states import StreamedOptimizer, bucketed, build_streamed_optimizer
-from meshwright.memory.offload.weights import HostedWeights
+from meshwright.memory.offload.states import StreamedOptimizer, build_streamed_optimizer, optimizer_buckets
+from meshwright.memory.offload.weights import OffloadedWeights
 from meshwright.memory.recompute import apply_recompute
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
@@ -51,15 +51,15 @@ def _gradients(model: Decoder) -> list[Tensor]:
 def test_a_buffer_handed_back_is_used_again() -> None:
     link = HostLink(CPU)
     first = link.pool.take(4096)
-    link.pool.give(first)
+    link.pool.release(first)
     assert link.pool.take(4096) is first
     assert link.pool.take(4096) is not first
-    assert (link.account.pool_bytes, link.account.host_bytes) == (8192, 8192)
+    assert (link.counters.pool_bytes, link.counters.host_bytes) == (8192, 8192)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 100_000])
 def test_pinned_buffers_share_no_page(num_bytes: int) -> None:
-    pages = [host._whole_pages(num_bytes) for _ in range(3)]
+    pages = [host._full_pages(num_bytes) for _ in range(3)]
     assert all(one.data_ptr() % PAGESIZE == 0 and one.nbytes % PAGESIZE == 0 for one in pages)
     assert all(num_bytes <= one.nbytes < num_bytes + PAGESIZE for one in pages)
     assert len({one.data_ptr() for one in pages}) == 3
@@ -77,7 +77,7 @@ def test_a_full_host_is_told() -> None:
 # --- optimizer states ---
 
 
-def _streamed(model: Decoder, kind: str, weights: HostedWeights) -> StreamedOptimizer:
+def _streamed(model: Decoder, kind: str, weights: OffloadedWeights) -> StreamedOptimizer:
     shards = dict(model.named_parameters())
     wholes = {name: uncut(name, shard) for name, shard in shards.items()}
     optim = (OPTIMIZERS | MORE_OPTIMIZERS)[kind]
@@ -92,18 +92,18 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, *MORE_OPTIMIZERS])
 def test_states_move_once_each_way_and_are_the_same(kind: str) -> None:
     plain, moved = _model(), _model()
-    weights = HostedWeights(HostLink(CPU))
-    optim, account = (OPTIMIZERS | MORE_OPTIMIZERS)[kind], weights.link.account
+    weights = OffloadedWeights(HostLink(CPU))
+    optim, counters = (OPTIMIZERS | MORE_OPTIMIZERS)[kind], weights.link.counters
     usual, streamed = build_optimizer(dict(plain.named_parameters()), optim), _streamed(moved, kind, weights)
     total = _state_bytes(streamed)
-    assert total == account.host_bytes == account.sent_bytes == _state_bytes(usual)
+    assert total == counters.host_bytes == counters.sent_bytes == _state_bytes(usual)
     for _ in range(2):
         for model, optimizer in ((plain, usual), (moved, streamed)):
             _gradients(model)
             optimizer.step()
             optimizer.zero_grad()
-    assert (account.fetched_bytes, account.sent_bytes) == (2 * total, 3 * total)
-    assert account.device_bytes == 0
+    assert (counters.fetched_bytes, counters.sent_bytes) == (2 * total, 3 * total)
+    assert counters.device_bytes == 0
     for (name, a), b in zip(plain.named_parameters(), moved.parameters(), strict=True):
         assert torch.equal(a, b), name
     shards = dict(moved.named_parameters())
@@ -114,17 +114,17 @@ def test_states_move_once_each_way_and_are_the_same(kind: str) -> None:
 
 def test_two_buckets_at_most_are_on_the_device() -> None:
     model = _model()
-    weights = HostedWeights(HostLink(CPU))
+    weights = OffloadedWeights(HostLink(CPU))
     optimizer = _streamed(model, "adamw", weights)
     _gradients(model)
     optimizer.step()
     each = [
         2 * sum(shard.nbytes for shard in part.values())
-        for part in bucketed(dict(model.named_parameters()), HostedWeights(weights.link))
+        for part in optimizer_buckets(dict(model.named_parameters()), OffloadedWeights(weights.link))
     ]
     pairs = [a + b for a, b in pairwise(each)]
     assert len(each) > 4 * NUM_LAYERS
-    assert weights.link.account.peak_device_bytes == max(pairs)
+    assert weights.link.counters.peak_device_bytes == max(pairs)
 
 
 # --- activations ---
@@ -137,12 +137,12 @@ def test_activations_are_the_same_with_dropout(recompute: str, every: int) -> No
     model, link = _model(), HostLink(CPU)
     offload = ActivationOffload(link)
     memory = MemorySpec(recompute=recompute, recompute_every=1 if recompute == "none" else every)
-    apply_recompute(model.blocks.values(), memory, keeper=offload)
+    apply_recompute(model.blocks.values(), memory, store=offload)
     apply_activation_offload(model.blocks.values(), offload)
     found = _gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert link.account.sent_bytes > 0
-    assert (link.account.host_bytes, link.account.device_bytes) == (0, 0)
+    assert link.counters.sent_bytes > 0
+    assert (link.counters.host_bytes, link.counters.device_bytes) == (0, 0)
 
 
 def test_a_recomputed_block_moves_its_input_only() -> None:
@@ -151,24 +151,26 @@ def test_a_recomputed_block_moves_its_input_only() -> None:
     apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     input_bytes = 2 * 16 * model.spec.width * 8
     _gradients(model)
-    assert link.account.sent_bytes == NUM_LAYERS * input_bytes
+    assert link.counters.sent_bytes == NUM_LAYERS * input_bytes
     # The last block's never left before they were wanted.
-    assert link.account.fetched_bytes == (NUM_LAYERS - 1) * input_bytes
+    assert link.counters.fetched_bytes == (NUM_LAYERS - 1) * input_bytes
 
 
 def test_what_selective_recompute_keeps_moves_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product's output, attention's with its statistics, and the input; nothing of it stays here."""
     storages: list[StorageWeakRef] = []
-    parcel = activations.Bundle.parcel
+    save = activations.BlockActivations.save
 
-    def recorded(self: activations.Bundle, tensor: Tensor, link: HostLink) -> activations.Parcel:
+    def recorded(
+        self: activations.BlockActivations, tensor: Tensor, link: HostLink
+    ) -> activations.SavedStorage:
         storages.append(StorageWeakRef(tensor.untyped_storage()))
-        return parcel(self, tensor, link)
+        return save(self, tensor, link)
 
-    monkeypatch.setattr(activations.Bundle, "parcel", recorded)
+    monkeypatch.setattr(activations.BlockActivations, "save", recorded)
     model, link = _model(dropout=0.0), HostLink(CPU)
     offload = ActivationOffload(link)
-    apply_recompute(model.blocks.values(), MemorySpec(recompute="selective"), keeper=offload)
+    apply_recompute(model.blocks.values(), MemorySpec(recompute="selective"), store=offload)
     apply_activation_offload(model.blocks.values(), offload)
     loss = _loss(model)
     spec, tokens = model.spec, 2 * 16
@@ -179,13 +181,13 @@ def test_what_selective_recompute_keeps_moves_too(monkeypatch: pytest.MonkeyPatc
     )  # input and two outputs of width D
     statistics = tokens * spec.attention.num_heads * 4
     each = tokens * elements * 8
-    assert NUM_LAYERS * each <= link.account.sent_bytes <= NUM_LAYERS * (each + 2 * statistics)
+    assert NUM_LAYERS * each <= link.counters.sent_bytes <= NUM_LAYERS * (each + 2 * statistics)
     gc.collect()
     per_block = len(storages) // NUM_LAYERS
     assert all(one.expired() for one in storages[:-per_block]), "a storage is still on the device"
     loss.backward()
-    assert link.account.fetched_bytes > 0
-    assert (link.account.host_bytes, link.account.device_bytes) == (0, 0)
+    assert link.counters.fetched_bytes > 0
+    assert (link.counters.host_bytes, link.counters.device_bytes) == (0, 0)
 
 
 class _InPlace(nn.Module):
@@ -199,7 +201,7 @@ class _InPlace(nn.Module):
 
 def test_a_kept_output_that_is_changed_in_place_is_told() -> None:
     block, offload = _InPlace(), ActivationOffload(HostLink(CPU))
-    apply_recompute([block], MemorySpec(recompute="selective"), keeper=offload)
+    apply_recompute([block], MemorySpec(recompute="selective"), store=offload)
     apply_activation_offload([block], offload)
     with pytest.raises(SpecError, match="in place") as caught:
         block(torch.randn(32, 16, requires_grad=True))
@@ -207,16 +209,18 @@ def test_a_kept_output_that_is_changed_in_place_is_told() -> None:
 
 
 def test_storages_are_freed_and_two_blocks_come_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    storages: list[tuple[activations.Bundle, StorageWeakRef, int]] = []
-    parcel = activations.Bundle.parcel
+    storages: list[tuple[activations.BlockActivations, StorageWeakRef, int]] = []
+    save = activations.BlockActivations.save
 
-    def recorded(self: activations.Bundle, tensor: Tensor, link: HostLink) -> activations.Parcel:
-        if activations.storage_key(tensor) not in self._parcels:
+    def recorded(
+        self: activations.BlockActivations, tensor: Tensor, link: HostLink
+    ) -> activations.SavedStorage:
+        if activations._storage_id(tensor) not in self._storages:
             storage = tensor.untyped_storage()
             storages.append((self, StorageWeakRef(storage), storage.nbytes()))
-        return parcel(self, tensor, link)
+        return save(self, tensor, link)
 
-    monkeypatch.setattr(activations.Bundle, "parcel", recorded)
+    monkeypatch.setattr(activations.BlockActivations, "save", recorded)
     model, link = _model(), HostLink(CPU)
     apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     loss = _loss(model)
@@ -228,22 +232,24 @@ def test_storages_are_freed_and_two_blocks_come_back_at_once(monkeypatch: pytest
     for block in by_block[:-1]:
         assert len(block) > 8
         assert all(reference.expired() for _, reference, _ in block), "a storage is still on the device"
-    assert link.account.sent_bytes == link.account.host_bytes == sum(sizes)
+    assert link.counters.sent_bytes == link.counters.host_bytes == sum(sizes)
     loss.backward()
-    assert link.account.fetched_bytes == sum(sizes[:-1])
-    assert max(sizes) < link.account.peak_device_bytes <= 2 * max(sizes)
+    assert link.counters.fetched_bytes == sum(sizes[:-1])
+    assert max(sizes) < link.counters.peak_device_bytes <= 2 * max(sizes)
 
 
 def test_parameters_and_what_blocks_share_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under autocast a block saves narrowed copies of its weights: they would travel every micro-batch."""
     moved: list[tuple[int, ...]] = []
-    parcel = activations.Bundle.parcel
+    save = activations.BlockActivations.save
 
-    def recorded(self: activations.Bundle, tensor: Tensor, link: HostLink) -> activations.Parcel:
+    def recorded(
+        self: activations.BlockActivations, tensor: Tensor, link: HostLink
+    ) -> activations.SavedStorage:
         moved.append(tuple(tensor.shape))
-        return parcel(self, tensor, link)
+        return save(self, tensor, link)
 
-    monkeypatch.setattr(activations.Bundle, "parcel", recorded)
+    monkeypatch.setattr(activations.BlockActivations, "save", recorded)
     model, link = build_decoder(MODELS["gqa"].with_(num_layers=1)), HostLink(CPU)
     initialise(model, 0)
     shapes = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim == 2}
@@ -258,9 +264,9 @@ def test_a_second_pass_needs_no_new_host_memory() -> None:
     model, link = _model(), HostLink(CPU)
     apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     _gradients(model)
-    once = link.account.pool_bytes
+    once = link.counters.pool_bytes
     _gradients(model)
-    assert link.account.pool_bytes == once == link.account.peak_host_bytes
+    assert link.counters.pool_bytes == once == link.counters.peak_host_bytes
 
 
 def test_nothing_moves_without_gradients() -> None:
@@ -268,7 +274,7 @@ def test_nothing_moves_without_gradients() -> None:
     apply_activation_offload(model.blocks.values(), ActivationOffload(link))
     with torch.no_grad():
         _loss(model)
-    assert link.account.sent_bytes == 0
+    assert link.counters.sent_bytes == 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -285,17 +291,17 @@ def test_what_a_compiled_block_saves_moves_too(recompute: str) -> None:
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     input_bytes = 2 * 16 * model.spec.width * 8
-    assert link.account.sent_bytes > 5 * NUM_LAYERS * input_bytes
-    assert link.account.host_bytes == 0
+    assert link.counters.sent_bytes > 5 * NUM_LAYERS * input_bytes
+    assert link.counters.host_bytes == 0
 
 
 # --- weights ---
 
 
-def _hosted(model: Decoder) -> HostedWeights:
-    weights = HostedWeights(HostLink(CPU))
+def _hosted(model: Decoder) -> OffloadedWeights:
+    weights = OffloadedWeights(HostLink(CPU))
     weights.apply(dict(model.blocks.items()))
-    weights.move_in()
+    weights.move_to_host()
     return weights
 
 
@@ -304,25 +310,25 @@ def test_weights_of_two_blocks_are_on_the_device() -> None:
     model = _model()
     block_bytes = sum(parameter.nbytes for parameter in model.blocks["0"].parameters())
     weights = _hosted(model)
-    account = weights.link.account
-    account.peak_device_bytes = 0
+    counters = weights.link.counters
+    counters.peak_device_bytes = 0
     held = [parameter.untyped_storage().nbytes() for parameter in model.blocks.parameters()]
     assert set(held) == {0}
     found = _gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert account.host_bytes == account.sent_bytes == NUM_LAYERS * block_bytes
-    assert account.fetched_bytes == 2 * NUM_LAYERS * block_bytes
-    assert (account.device_bytes, account.peak_device_bytes) == (0, 2 * block_bytes)
+    assert counters.host_bytes == counters.sent_bytes == NUM_LAYERS * block_bytes
+    assert counters.fetched_bytes == 2 * NUM_LAYERS * block_bytes
+    assert (counters.device_bytes, counters.peak_device_bytes) == (0, 2 * block_bytes)
 
 
 def test_weights_at_hand_are_written_back() -> None:
     model = _model()
     weights = _hosted(model)
-    with weights.at_hand(changing=True), torch.no_grad():
+    with weights.all_on_device(changing=True), torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.fill_(2.0)
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.blocks.parameters())
-    with weights.at_hand():
+    with weights.all_on_device():
         assert all(bool((parameter == 2.0).all()) for parameter in model.blocks.parameters())
 
 

@@ -7,7 +7,8 @@ from tests.support.runs import MODELS
 from torch import nn
 from torch._logging._internal import warning_once
 
-from meshwright.memory.recompute import apply_recompute, vouch_for_blocks
+from meshwright.memory.recompute import apply_recompute
+from meshwright.memory.torch_checkpoint import silence_in_place_warning
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.spec import MemorySpec
@@ -71,7 +72,7 @@ def test_selective_keeps_matmuls():
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 def test_the_compiler_sees_a_recomputed_block(kind, caplog):
     dynamo.reset()
-    vouch_for_blocks()
+    silence_in_place_warning()
     warning_once.cache_clear()
     dynamo.utils.counters.clear()
     loss, _ = _gradients(_model(kind, is_compiled=True, dropout=0.0))

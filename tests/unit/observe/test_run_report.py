@@ -17,7 +17,7 @@ from meshwright.observe.run_report import write_report
 from meshwright.observe.summary import RunSummary, write_summary
 
 RUN_YAML = """\
-version: 1
+version: 2
 name: tiny
 model:
   family: llama-like <script>alert(1)</script>

@@ -34,7 +34,7 @@ def test_vectors_do_not_decay():
 
 
 def test_all_decay_when_told():
-    decaying, others = parameter_groups(shards(), OptimSpec(decay="all"))
+    decaying, others = parameter_groups(shards(), OptimSpec(weight_decay_on="all"))
     assert len(decaying["params"]) == 5
     assert others["params"] == []
 

@@ -11,15 +11,15 @@ from meshwright.spec import LrScalingSpec, OptimSpec, ScheduleSpec
 TABLES = {
     "constant": (ScheduleSpec(num_steps=4, kind="constant", warmup_steps=2), [0.5, 1.0, 1.0, 1.0]),
     "linear": (
-        ScheduleSpec(num_steps=6, kind="linear", warmup_steps=1, final_ratio=0.2),
+        ScheduleSpec(num_steps=6, kind="linear", warmup_steps=1, min_lr_ratio=0.2),
         [1.0, 1.0, 0.8, 0.6, 0.4, 0.2],
     ),
     "cosine": (
-        ScheduleSpec(num_steps=5, kind="cosine", final_ratio=0.0),
+        ScheduleSpec(num_steps=5, kind="cosine", min_lr_ratio=0.0),
         [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0],
     ),
     "wsd": (
-        ScheduleSpec(num_steps=7, kind="wsd", warmup_steps=2, decay_steps=3, final_ratio=0.1),
+        ScheduleSpec(num_steps=7, kind="wsd", warmup_steps=2, decay_steps=3, min_lr_ratio=0.1),
         [0.5, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1],
     ),
     "inverse_sqrt": (
@@ -46,7 +46,7 @@ def test_warms_up_from_above_zero_and_never_exceeds_the_peak(kind):
 
 def test_the_last_step_is_at_the_final_ratio():
     for kind in ("cosine", "linear", "wsd"):
-        schedule = ScheduleSpec(num_steps=50, kind=kind, warmup_steps=5, decay_steps=10, final_ratio=0.3)
+        schedule = ScheduleSpec(num_steps=50, kind=kind, warmup_steps=5, decay_steps=10, min_lr_ratio=0.3)
         assert rate_ratio(schedule, 49) == pytest.approx(0.3)
 
 

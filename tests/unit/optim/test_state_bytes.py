@@ -40,4 +40,4 @@ def test_table(kind, expected):
 def test_without_a_first_moment_next_to_nothing_is_kept(kind):
     optim = OptimSpec(kind=kind, beta1=0.0)
     assert bytes_per_parameter(optim) == BESIDE.get(kind, 0.0)
-    assert optim.keeps_nothing
+    assert optim.is_stateless

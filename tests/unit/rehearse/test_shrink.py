@@ -58,7 +58,9 @@ def runs(draw: st.DrawFn) -> RunSpec:
     rounds = pick((1, 2, 5)) if pp == 1 else pick((1, pp, pp * chunks, 2 * pp * chunks))
     if parallel.zero >= 2 and rounds > 1:
         is_split = schedule in ("interleaved_zero_bubble", *V_SHAPED)
-        parallel = parallel.with_(reduce="last" if is_split else pick(("each", "last")))
+        parallel = parallel.with_(
+            grad_reduce="last_microbatch" if is_split else pick(("each_microbatch", "last_microbatch"))
+        )
     length = pick((512, 1024)) // (2 * cp * tp) * 2 * cp * tp
     recompute = "none" if schedule in ("interleaved_zero_bubble", *V_SHAPED) else pick(("none", "full"))
     return RunSpec(
@@ -136,8 +138,22 @@ def test_most_draws_are_valid() -> None:
             {"cp": 4, "cp_kind": "hierarchical", "cp_inner": 2},
         ),
         (
-            {"pp": 8, "schedule": "zbv", "virtual_stages": 2, "dp_shard": 8, "zero": 2, "reduce": "last"},
-            {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "dp_shard": 2, "zero": 2, "reduce": "last"},
+            {
+                "pp": 8,
+                "schedule": "zbv",
+                "virtual_stages": 2,
+                "dp_shard": 8,
+                "zero": 2,
+                "grad_reduce": "last_microbatch",
+            },
+            {
+                "pp": 2,
+                "schedule": "zbv",
+                "virtual_stages": 2,
+                "dp_shard": 2,
+                "zero": 2,
+                "grad_reduce": "last_microbatch",
+            },
         ),
         ({"dp_shard": 64, "zero": 3, "ep": 8}, {"dp_shard": 4, "zero": 3, "ep": 2}),
         ({"dp_shard": 64, "zero": 3, "ep": 64}, {"dp_shard": 2, "zero": 3, "ep": 2}),
@@ -163,7 +179,7 @@ def test_settings_of_an_axis_go_with_the_axis() -> None:
     run = RunSpec(
         model=family("llama-3.1-8b"),
         parallel=ParallelSpec(pp=2, tp=2, cp=2, dp_replicate=2, dp_shard=2, zero=3),
-        memory=MemorySpec(regather=True),
+        memory=MemorySpec(regather_tp_inputs=True),
         schedule=ScheduleSpec(num_steps=10),
         data=DataSpec(path="x", sequence_length=1024, batch_sequences=64),
     )
@@ -172,10 +188,10 @@ def test_settings_of_an_axis_go_with_the_axis() -> None:
     assert all(not check(small.run) for small in smalls)
     without = [small for small in smalls if small.run.parallel.tp == 1]
     assert without
-    assert all("memory.regather True -> False" in small.changes for small in without)
+    assert all("memory.regather_tp_inputs True -> False" in small.changes for small in without)
 
 
-def test_changes_are_told(tmp_path) -> None:
+def test_changes_are_listed(tmp_path) -> None:
     run = RunSpec(
         model=family("gpt2-124m").with_(dropout=0.1, vocab_size=50304),
         parallel=ParallelSpec(tp=4, dp_shard=64, zero=2),

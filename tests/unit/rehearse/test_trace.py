@@ -1,5 +1,6 @@
-"""The trace against what really happens: torch's own CPU allocator, and a second step."""
+"""The trace against what really happens: torch's own CPU allocator, and a later step."""
 
+import functools
 import gc
 import weakref
 
@@ -10,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.errors import MeshError, SpecError
 from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.measure import fill_random
-from meshwright.rehearse.trace import trace_rank, zero_batch
+from meshwright.rehearse.trace import Trace, trace_rank, zero_batch
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import (
     AttentionSpec,
@@ -42,12 +43,18 @@ MODEL = ModelSpec(
 
 
 def small_run(
-    parallel: dict, *, microbatches: int = 2, recompute: str = "none", compute: str = "fp32"
+    parallel: dict,
+    *,
+    num_layers: int = 4,
+    microbatches: int = 2,
+    recompute: str = "none",
+    compute: str = "fp32",
 ) -> RunSpec:
+    """A run of few operators, since a trace's time goes with them."""
     layout = ParallelSpec(**parallel)
     return RunSpec(
         device="cpu",
-        model=MODEL,
+        model=MODEL.with_(num_layers=num_layers),
         parallel=layout,
         precision=PrecisionSpec(compute=compute),
         memory=MemorySpec(recompute=recompute),
@@ -63,15 +70,27 @@ def small_run(
     )
 
 
+# Layout, layers, micro-batches.
 LAYOUTS = {
-    "one": ({}, 3),
-    "zero_1": ({"dp_shard": 4, "zero": 1}, 2),
-    "zero_3": ({"dp_shard": 4, "zero": 3}, 3),
-    "tp": ({"tp": 2}, 2),
-    "cp_ring": ({"cp": 2, "cp_kind": "ring"}, 1),
-    "pp_interleaved": ({"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 2),
-    "pp_zero_3": ({"pp": 2, "dp_shard": 2, "zero": 3}, 4),
+    "one": ({}, 2, 3),
+    "zero_1": ({"dp_shard": 4, "zero": 1}, 2, 2),
+    "zero_3": ({"dp_shard": 4, "zero": 3}, 2, 3),
+    "tp": ({"tp": 2}, 2, 2),
+    "cp_ring": ({"cp": 2, "cp_kind": "ring"}, 2, 1),
+    "pp_interleaved": ({"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, 4, 2),
+    "pp_zero_3": ({"pp": 2, "dp_shard": 2, "zero": 3}, 4, 4),
 }
+
+
+def layout_run(name: str, **how: str) -> RunSpec:
+    parallel, num_layers, microbatches = LAYOUTS[name]
+    return small_run(parallel, num_layers=num_layers, microbatches=microbatches, **how)
+
+
+@functools.cache
+def traced(run: RunSpec, **how) -> Trace:
+    """Traces that several tests look at."""
+    return trace_rank(run, 0, **how)
 
 
 def _real_rise(run: RunSpec) -> int:
@@ -91,9 +110,8 @@ def _real_rise(run: RunSpec) -> int:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_ledger_is_what_the_allocator_hands_out_to_the_byte(name, monkeypatch):
-    parallel, microbatches = LAYOUTS[name]
-    run = small_run(parallel, microbatches=microbatches)
+def test_the_log_is_what_the_allocator_hands_out_to_the_byte(name, monkeypatch):
+    run = layout_run(name)
     # As on the CPU itself: its own kernels, its allocator's rounding.
     monkeypatch.setattr("meshwright.rehearse.allocation_log.BLOCK_BYTES", 1)
     trace = trace_rank(run, 0, device=None)
@@ -102,16 +120,20 @@ def test_the_ledger_is_what_the_allocator_hands_out_to_the_byte(name, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["zero_1", "zero_3", "pp_zero_3"])
-def test_the_first_step_is_as_full_as_the_third(name):
-    parallel, microbatches = LAYOUTS[name]
-    run = small_run(parallel, microbatches=microbatches, compute="bf16")
-    peaks = [step_peak(trace_rank(run, 0, num_steps=count)).allocated_bytes for count in (1, 3)]
-    assert peaks[0] == peaks[1]
+def test_the_first_step_has_the_peak_of_the_third(name):
+    trace = trace_rank(layout_run(name, compute="bf16"), 0, num_steps=3)
+    peaks, live = [0, 0, 0], 0
+    for event in trace.events:
+        live += event.num_bytes
+        step = trace.phases[event.phase_id].step
+        if step >= 0:
+            peaks[step] = max(peaks[step], live)
+    assert peaks[0] == peaks[2] == step_peak(trace).allocated_bytes
 
 
 def test_state_is_exact():
-    run = small_run({"dp_shard": 4, "zero": 3}).with_(optim=OptimSpec(kind="adamw"))
-    items = step_peak(trace_rank(run, 0)).items
+    run = small_run({"dp_shard": 4, "zero": 3}, microbatches=1).with_(optim=OptimSpec(kind="adamw"))
+    items = step_peak(trace_rank(run, 0, num_steps=1)).items
     num_parameters = 2 * 512 * 128 + 128 + 4 * (128 * 256 * 3 + 128 * 128 * 3 + 2 * 128)
     # The shards of 9 norms are 128 B each and take the allocator's smallest block.
     slack = 9 * (512 - 128)
@@ -122,19 +144,25 @@ def test_state_is_exact():
 
 def test_routed_experts_of_zero_3_are_recomputed_selectively():
     """FSDP wraps the experts inside a block, and marks its work for profilers once more the second time."""
-    run = small_run({"dp_shard": 4, "zero": 3, "ep": 4}, recompute="selective", compute="bf16")
-    routed = MODEL.with_(moe=MoeSpec(num_experts=8, top_k=2, width=64))
-    kept = step_peak(trace_rank(run.with_(model=routed), 0)).items["activations"]
-    whole = run.with_(model=routed, memory=MemorySpec(recompute="none"))
-    assert 0 < kept < step_peak(trace_rank(whole, 0)).items["activations"]
+    saved = []
+    for recompute in ("selective", "none"):
+        run = small_run(
+            {"dp_shard": 4, "zero": 3, "ep": 4}, num_layers=2, recompute=recompute, compute="bf16"
+        )
+        routed = run.model.with_(moe=MoeSpec(num_experts=8, top_k=2, width=64))
+        peak = step_peak(trace_rank(run.with_(model=routed), 0, num_steps=1))
+        saved.append(peak.items["activations"])
+    assert 0 < saved[0] < saved[1]
 
 
-def test_recompute_keeps_less():
-    kept = [
-        step_peak(trace_rank(small_run({}, recompute=kind, compute="bf16"), 0)).items["activations"]
+def test_recompute_saves_fewer_activations():
+    saved = [
+        step_peak(
+            trace_rank(small_run({}, microbatches=1, recompute=kind, compute="bf16"), 0, num_steps=1)
+        ).items["activations"]
         for kind in ("none", "selective", "full")
     ]
-    assert kept[0] > kept[1] > kept[2]
+    assert saved[0] > saved[1] > saved[2]
 
 
 def test_a_rank_outside_the_world_is_refused():
@@ -144,7 +172,7 @@ def test_a_rank_outside_the_world_is_refused():
 
 def test_collectives_have_their_axis_bytes_and_count():
     run = small_run({"tp": 2, "dp_shard": 2, "zero": 3}, compute="bf16")
-    traffic = trace_rank(run, 0).traffic
+    traffic = trace_rank(run, 0, num_steps=1).traffic
     # Two into and two out of each of 4 blocks, one into the head and one out of the embedding; and back.
     gathers = traffic["tp", "all-gather"]
     assert gathers.count == 2 * (4 * 4 + 2)
@@ -153,24 +181,24 @@ def test_collectives_have_their_axis_bytes_and_count():
 
 
 def test_what_is_offloaded_is_not_on_the_device():
-    run = small_run({})
+    run = small_run({}, num_layers=2, microbatches=1)
     moved = run.with_(memory=run.memory.with_(offload="optimizer"))
-    plain, without = (step_peak(trace_rank(one, 0)) for one in (run, moved))
+    plain, without = (step_peak(trace_rank(one, 0, num_steps=1)) for one in (run, moved))
     assert plain.items["optimizer"] > 0
     assert without.items.get("optimizer", 0) == 0
     assert without.allocated_bytes < plain.allocated_bytes
 
 
 @pytest.mark.parametrize("what", ["activations", "parameters"])
-def test_what_comes_and_goes_in_a_pass_is_on_the_host(what):
-    run = small_run({})
+def test_what_is_offloaded_within_a_pass_is_in_host_memory(what):
+    run = small_run({}, microbatches=1)
     moved = run.with_(memory=run.memory.with_(offload=what))
-    # As on the CPU itself, so that the very program can be asked for its buffers.
-    plain, without = (trace_rank(one, 0, device=None) for one in (run, moved))
+    # As on the CPU itself, so that the same program can report its buffers.
+    plain, without = (traced(one, num_steps=1, device=None) for one in (run, moved))
     with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
         training = build_training(moved, mesh, fill=fill_random)
         train_step(training, zero_batch(moved), learning_rate=1e-3)
-        held = training.weights.link.account.pool_bytes
+        held = training.weights.link.counters.pool_bytes
     assert plain.host_bytes == 0
     assert without.host_bytes == held > 0
     item = {"activations": "activations", "parameters": "weights"}[what]
@@ -187,9 +215,8 @@ def test_shards_of_zero_3_on_the_host_are_not_traced():
 
 
 @pytest.mark.parametrize("name", ["one", "zero_1", "zero_3", "pp_zero_3"])
-def test_a_finished_training_lets_go_of_its_parameters(name):
-    parallel, microbatches = LAYOUTS[name]
-    run = small_run(parallel, microbatches=microbatches)
+def test_a_finished_training_frees_its_parameters(name):
+    run = layout_run(name)
     with fake_world(run.parallel, 0, torch.device("cpu")) as mesh:
         training = build_training(run, mesh, fill=fill_random)
         train_step(training, zero_batch(run), learning_rate=1e-3)
@@ -201,9 +228,9 @@ def test_a_finished_training_lets_go_of_its_parameters(name):
 
 
 def test_rows_of_experts_travel_over_ep():
-    routed = MODEL.with_(moe=MoeSpec(num_experts=8, top_k=2, width=64))
-    run = small_run({"dp_shard": 4, "zero": 1, "ep": 2}, compute="bf16").with_(model=routed)
-    traffic = trace_rank(run, 0).traffic
-    # Counts, rows there and rows back in forward, rows twice in backward; 4 layers, 2 micro-batches.
-    assert traffic["ep", "all-to-all"].count == 4 * 2 * 5
+    run = small_run({"dp_shard": 4, "zero": 1, "ep": 2}, num_layers=2, compute="bf16")
+    routed = run.model.with_(moe=MoeSpec(num_experts=8, top_k=2, width=64))
+    traffic = trace_rank(run.with_(model=routed), 0, num_steps=1).traffic
+    # Counts, dispatch and combine in forward, both again in backward; 2 layers, 2 micro-batches.
+    assert traffic["ep", "all-to-all"].count == 2 * 2 * 5
     assert ("dp_shard", "all-to-all") not in traffic

@@ -16,7 +16,7 @@ SHARDED = ["parallel.dp_shard=2", "parallel.zero=3"]
 # rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
 CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "depth_is_countable": ("dense", ["model.num_layers=10000"], [["model.num_layers=10001"]]),
-    "rope_goes_with_rotary_positions": (
+    "rope_needs_rotary_positions": (
         "dense",
         ["model.positions=learned", "model.rope=null"],
         [["model.rope=null"], ["model.positions=learned"]],
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     ),
     "sequence_fits_positions": ("dense", ["data.sequence_length=256"], [["data.sequence_length=257"]]),
     "generated_bytes_fit_vocabulary": ("dense", ["model.vocab_size=257"], [["model.vocab_size=256"]]),
-    "experts_are_enough": ("moe", ["model.moe.top_k=8"], [["model.moe.top_k=9"]]),
+    "top_k_experts_exist": ("moe", ["model.moe.top_k=8"], [["model.moe.top_k=9"]]),
     "expert_groups_are_even": (
         "moe",
         ["model.moe.num_groups=4", "model.moe.top_groups=2", "model.moe.group_score=top2_sum"],
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [["parallel.tp=4", "model.mlp.width=130"], ["parallel.tp=4", "model.moe.shared_width=66"]],
     ),
     "tp_divides_vocabulary": ("dense", ["parallel.tp=4"], [["parallel.tp=4", "model.vocab_size=513"]]),
-    "sequence_is_cut_evenly": (
+    "sequence_is_sharded_evenly": (
         "dense",
         ["parallel.cp=4", "parallel.tp=2"],
         [
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.cp=4", "data.sequence_length=124"],
         ],
     ),
-    "heads_suffice_for_exchange": (
+    "cp_divides_heads": (
         "dense",
         ["parallel.cp=4", "parallel.cp_kind=ulysses"],
         [
@@ -106,17 +106,17 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.cp=2", "parallel.cp_kind=hierarchical", "parallel.cp_inner=2"],
         ],
     ),
-    "attention_dropout_has_kernels": (
+    "attention_dropout_needs_ulysses": (
         "dense",
         ["model.attention.dropout=0.1", "parallel.cp=2", "parallel.cp_kind=ulysses"],
         [["model.attention.dropout=0.1", "parallel.cp=2"]],
     ),
-    "zero_has_ranks_to_share": (
+    "zero_needs_sharding_ranks": (
         "dense",
         ["parallel.dp_shard=2", "parallel.zero=3"],
         [["parallel.zero=1"], ["parallel.dp_shard=2"]],
     ),
-    "ep_deals_out_experts": (
+    "ep_divides_experts": (
         "moe",
         ["parallel.ep=4", "parallel.dp_shard=4", "parallel.zero=1"],
         [
@@ -145,7 +145,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [*PP4, "parallel.schedule=interleaved_1f1b", "data.batch_sequences=3"],
         [
             [*PP4, "data.batch_sequences=3"],
-            [*PP4, "data.ramp=[{before_step: 9, batch_sequences: 2}]"],
+            [*PP4, "data.batch_ramp=[{before_step: 9, batch_sequences: 2}]"],
             [*PP4, "parallel.schedule=dualpipev", "parallel.virtual_stages=2", "data.batch_sequences=7"],
             [*PP4, "parallel.schedule=interleaved_1f1b", "data.batch_sequences=9"],
         ],
@@ -160,19 +160,19 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     ),
     "split_backward_reduces_last": (
         "dense",
-        [*PP4, "parallel.schedule=interleaved_zero_bubble", *SHARDED, "parallel.reduce=last"],
+        [*PP4, "parallel.schedule=interleaved_zero_bubble", *SHARDED, "parallel.grad_reduce=last_microbatch"],
         [
             [*PP4, "parallel.schedule=interleaved_zero_bubble", *SHARDED],
             [*PP4, "parallel.schedule=zbv", "parallel.virtual_stages=2", *SHARDED],
         ],
     ),
-    "batch_is_cut_evenly": (
+    "batch_is_split_evenly": (
         "dense",
         ["parallel.dp_replicate=4", "data.microbatch_sequences=2"],
         [
             ["parallel.dp_replicate=4", "data.microbatch_sequences=3"],
             ["parallel.dp_replicate=32"],
-            ["parallel.dp_replicate=4", "data.ramp=[{before_step: 9, batch_sequences: 6}]"],
+            ["parallel.dp_replicate=4", "data.batch_ramp=[{before_step: 9, batch_sequences: 6}]"],
         ],
     ),
     "offloaded_states_exist": (
@@ -180,7 +180,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["optim.kind=sgd", "memory.offload=optimizer"],
         [["optim.kind=sgd", "optim.beta1=0", "memory.offload=optimizer"]],
     ),
-    "offloaded_parameters_come_alone": (
+    "offloaded_parameters_fit_zero": (
         "dense",
         ["parallel.dp_shard=2", "parallel.zero=3", "memory.offload=parameters,optimizer"],
         [
@@ -196,18 +196,23 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             [*PP4, "parallel.schedule=interleaved_zero_bubble", "memory.offload=activations"],
             [*PP4, "parallel.schedule=interleaved_zero_bubble", "memory.offload=parameters"],
-            [*PP4, "parallel.schedule=interleaved_zero_bubble", "parallel.tp=2", "memory.regather=true"],
+            [
+                *PP4,
+                "parallel.schedule=interleaved_zero_bubble",
+                "parallel.tp=2",
+                "memory.regather_tp_inputs=true",
+            ],
         ],
     ),
-    "regather_has_something_to_drop": (
+    "regather_frees_saved_inputs": (
         "dense",
-        ["parallel.tp=2", "memory.regather=true"],
+        ["parallel.tp=2", "memory.regather_tp_inputs=true"],
         [
-            ["parallel.tp=2", "memory.regather=true", "memory.recompute=full"],
-            ["parallel.tp=2", "memory.regather=true", "compile=true"],
+            ["parallel.tp=2", "memory.regather_tp_inputs=true", "memory.recompute=full"],
+            ["parallel.tp=2", "memory.regather_tp_inputs=true", "compile=true"],
         ],
     ),
-    "loss_scale_goes_with_fp16": (
+    "loss_scale_needs_fp16": (
         "dense",
         ["precision.compute=fp16", "precision.loss_scale={}"],
         [["precision.compute=fp16"], ["precision.loss_scale={}"]],
@@ -230,7 +235,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["precision.compute=tf32", "device=cuda"],
         [["precision.compute=tf32", "device=cpu"]],
     ),
-    "fp8_goes_with_bf16": (
+    "fp8_needs_bf16": (
         "dense",
         ["precision.compute=bf16", "precision.fp8=current"],
         [["precision.compute=fp32", "precision.fp8=current"]],
@@ -239,8 +244,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         "dense",
         ["precision.compute=bf16", "precision.fp8=mxfp8"],
         [
-            ["precision.compute=bf16", "precision.fp8.bf16_ends=4"],
-            ["precision.compute=bf16", "precision.fp8=blocks"],
+            ["precision.compute=bf16", "precision.fp8.bf16_layers_each_end=4"],
+            ["precision.compute=bf16", "precision.fp8=blockwise"],
         ],
     ),
     "fp8_divides_tokens": (
@@ -248,12 +253,12 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["precision.compute=bf16", "precision.fp8=mxfp8"],
         [["precision.compute=bf16", "precision.fp8=current", "data.sequence_length=9"]],
     ),
-    "delayed_scales_see_the_weights": (
+    "delayed_scaling_needs_weights_on_device": (
         "dense",
         ["precision.compute=bf16", "precision.fp8=delayed"],
         [["precision.compute=bf16", "precision.fp8=delayed", "memory.offload=[parameters]"]],
     ),
-    "kept_fp8_weights_are_wholes": (
+    "cached_fp8_weights_are_unsharded": (
         "dense",
         ["precision.compute=bf16", "precision.fp8.cast_weights=per_step"],
         [
@@ -266,13 +271,13 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["data.path=some/folder", "data.synthetic=null"],
         [["data.path=some/folder"], ["data.synthetic=null"]],
     ),
-    "ramp_leads_to_the_batch": (
+    "batch_ramp_is_in_order": (
         "dense",
-        ["data.ramp=[{before_step: 1, batch_sequences: 4}]"],
+        ["data.batch_ramp=[{before_step: 1, batch_sequences: 4}]"],
         [
-            ["data.ramp=[{before_step: 2, batch_sequences: 4}, {before_step: 2, batch_sequences: 2}]"],
-            ["data.ramp=[{before_step: 100, batch_sequences: 4}]"],
-            ["data.ramp=[{before_step: 1, batch_sequences: 16}]"],
+            ["data.batch_ramp=[{before_step: 2, batch_sequences: 4}, {before_step: 2, batch_sequences: 2}]"],
+            ["data.batch_ramp=[{before_step: 100, batch_sequences: 4}]"],
+            ["data.batch_ramp=[{before_step: 1, batch_sequences: 16}]"],
         ],
     ),
     "evaluation_has_data": (
@@ -298,7 +303,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["schedule.kind=wsd", "schedule.decay_steps=10"],
         [["schedule.kind=wsd"]],
     ),
-    "averages_forget": (
+    "decays_are_valid": (
         "dense",
         ["optim.ema_decay=0.999"],
         [
@@ -328,8 +333,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.schedule=gpipe"],
             ["parallel.virtual_stages=2"],
             ["parallel.etp=2", "parallel.tp=2"],
-            ["parallel.reduce=last"],
-            ["memory.regather=true"],
+            ["parallel.grad_reduce=last_microbatch"],
+            ["memory.regather_tp_inputs=true"],
             ["memory.recompute_every=2"],
             ["memory.on_oom=halve_microbatch", "data.microbatch_sequences=1"],
             ["precision.compute=bf16", "precision.fp8.history_steps=4"],
@@ -337,12 +342,12 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.kind=sgd", "optim.beta2=0.99"],
             ["optim.kind=lars", "optim.eps=1e-6"],
             ["optim.momentum=0.9"],
-            ["optim.kind=lamb", "optim.trust=0.01"],
+            ["optim.kind=lamb", "optim.trust_coefficient=0.01"],
             ["precision.compute=bf16", "precision.gradients=bf16"],
             ["optim.kind=lamb", "optim.state=bf16"],
-            ["optim.weight_decay=0", "optim.decay=all"],
+            ["optim.weight_decay=0", "optim.weight_decay_on=all"],
             ["schedule.decay_steps=5"],
-            ["schedule.kind=constant", "schedule.final_ratio=0.2"],
+            ["schedule.kind=constant", "schedule.min_lr_ratio=0.2"],
             ["model.moe={num_experts: 4, top_k: 1, width: 8, top_groups: 2}"],
             ["model.moe={num_experts: 4, top_k: 1, width: 8, group_score: top2_sum}"],
             ["model.rope.scaling={kind: linear, factor: 2, original_positions: 64}"],

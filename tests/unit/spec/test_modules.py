@@ -5,12 +5,12 @@ import pytest
 from meshwright.errors import SpecErrors
 from meshwright.spec.modules import FitSpec, LoopSpec
 from meshwright.spec.rules_modules import check_module
-from meshwright.spec.settings import read_settings, spread
+from meshwright.spec.settings import read_settings, with_data_parallel
 
 FIT = {"num_steps": 4, "batch_samples": 8}
 BROKEN = {
     "tp and compile": ({"tp": 2, "compile": True}, "compile"),
-    "tp and regather": ({"tp": 2, "regather": True}, "memory.regather"),
+    "tp and regather": ({"tp": 2, "regather_tp_inputs": True}, "memory.regather_tp_inputs"),
     "cp and pp": ({"cp": 2, "pp": 2, "microbatch_samples": 4}, "parallel.cp"),
     "cp and compile": ({"cp": 2, "compile": True}, "compile"),
     "ep": ({"parallel": {"ep": 2, "dp_shard": 2, "zero": 1}}, "parallel.ep"),
@@ -19,9 +19,9 @@ BROKEN = {
     "fp8": ({"fp8": "current", "compute": "bf16"}, "precision.fp8"),
     "recompute_every": ({"recompute_every": 2}, "memory.recompute_every"),
     "a schedule without pp": ({"parallel": {"schedule": "gpipe"}}, "parallel.schedule"),
-    "trust without lars": ({"trust": 0.5}, "optim.trust"),
-    "regather": ({"regather": True}, "memory.regather"),
-    "reduce": ({"parallel": {"reduce": "last"}}, "parallel.reduce"),
+    "trust without lars": ({"trust_coefficient": 0.5}, "optim.trust_coefficient"),
+    "regather": ({"regather_tp_inputs": True}, "memory.regather_tp_inputs"),
+    "reduce": ({"parallel": {"grad_reduce": "last_microbatch"}}, "parallel.grad_reduce"),
     "start_from": ({"start_from": "x"}, "checkpoint.start_from"),
     "uneven": ({"microbatch_samples": 3}, "data.batch_samples"),
     "few micro-batches": ({"pp": 2}, "data.batch_samples"),
@@ -101,12 +101,14 @@ def test_a_file_below_keywords(tmp_path):
 
 
 def test_ranks_that_no_axis_takes_are_data_parallel():
-    assert spread(_spec({}), 4).parallel.dp_replicate == 4
-    assert spread(_spec({"zero": 3}), 4).parallel.dp_shard == 4
-    assert spread(_spec({"pp": 2, "microbatch_samples": 1}), 4).parallel.dp_replicate == 2
-    assert spread(_spec({"tp": 2, "cp": 2}), 8).parallel.dp_replicate == 2
-    assert spread(_spec({"zero": 3}), 1).parallel.zero == 0
-    assert spread(_spec({"dp_replicate": 2}), 4).parallel.dp == 2  # the mesh then tells what is missing
+    assert with_data_parallel(_spec({}), 4).parallel.dp_replicate == 4
+    assert with_data_parallel(_spec({"zero": 3}), 4).parallel.dp_shard == 4
+    assert with_data_parallel(_spec({"pp": 2, "microbatch_samples": 1}), 4).parallel.dp_replicate == 2
+    assert with_data_parallel(_spec({"tp": 2, "cp": 2}), 8).parallel.dp_replicate == 2
+    assert with_data_parallel(_spec({"zero": 3}), 1).parallel.zero == 0
+    assert (
+        with_data_parallel(_spec({"dp_replicate": 2}), 4).parallel.dp == 2
+    )  # the mesh then tells what is missing
 
 
 def test_the_course_is_what_decides_the_numbers():

@@ -8,7 +8,7 @@ COMMAND = Origin("command line")
 
 def test_mappings_merge_and_anything_else_replaces():
     lower = layer_of({"a": {"b": 1, "c": 2}, "d": {"e": 3}}, FILE)
-    both = lower.covered_by(layer_of({"a": {"c": 5}, "d": None}, COMMAND))
+    both = lower.overridden_by(layer_of({"a": {"c": 5}, "d": None}, COMMAND))
     assert both.tree == {"a": {"b": 1, "c": 5}, "d": None}
     assert both.origin_of(("a", "b")) == FILE
     assert both.origin_of(("a", "c")) == COMMAND
@@ -17,14 +17,14 @@ def test_mappings_merge_and_anything_else_replaces():
 
 def test_the_lower_layer_is_left_as_it_was():
     lower = layer_of({"a": {"b": 1}}, FILE)
-    lower.covered_by(layer_of({"a": {"b": 2}}, COMMAND))
+    lower.overridden_by(layer_of({"a": {"b": 2}}, COMMAND))
     assert lower.tree == {"a": {"b": 1}}
 
 
 def test_says_only_what_was_said():
     layer = layer_of({"a": {"b": None, "c": {}}}, FILE)
-    assert layer.says(("a", "b")) and layer.says(("a", "c"))
-    assert not layer.says(("a", "d")) and not layer.says(("a", "b", "x")) and not layer.says(("a", "c", "x"))
+    assert layer.has(("a", "b")) and layer.has(("a", "c"))
+    assert not layer.has(("a", "d")) and not layer.has(("a", "b", "x")) and not layer.has(("a", "c", "x"))
 
 
 def test_without_forgets_a_value_and_its_origin():

@@ -6,19 +6,22 @@ import pytest
 from tests.support.golden_files import assert_golden
 from tests.support.run_files import DENSE, VALID
 
+from meshwright import __version__
 from meshwright.errors import SpecError, SpecErrors
-from meshwright.spec import text as text_module
+from meshwright.spec import RunSpec
 from meshwright.spec.families import FAMILIES
+from meshwright.spec.renamed import RENAMED_KEYS
 from meshwright.spec.text import (
     dump_run,
     find_run_file,
     load_run,
-    migrated,
     parse_override,
     parse_run,
     read_run,
     recipe_names,
+    require_version,
 )
+from meshwright.spec.violations import all_keys
 
 NAMELESS = DENSE.replace("name: tiny\n", "")
 REST = "schedule: {num_steps: 10}\ndata: {synthetic: {}, sequence_length: 128, batch_sequences: 8}\n"
@@ -236,21 +239,50 @@ class TestErrors:
         assert "run.yaml" in caught.value.hint
 
 
+OLD = """version: 1
+model: llama-3.2-1b
+parallel: {dp_shard: 2, zero: 2, reduce: last}
+precision: {compute: bf16, fp8: {recipe: blocks, bf16_ends: 0}}
+schedule: {num_steps: 10, final_ratio: 0.2}
+data: {synthetic: {}, sequence_length: 128, batch_sequences: 8, ramp: []}
+"""
+
+
 class TestVersions:
-    def test_old_versions_migrate_step_by_step(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(text_module, "RUN_VERSION", 3)
-        monkeypatch.setitem(text_module.MIGRATIONS, 1, lambda tree: {"version": 1, "lr": tree["rate"]})
-        monkeypatch.setitem(text_module.MIGRATIONS, 2, lambda tree: {**tree, "lr": tree["lr"] * 2})
-        assert migrated({"version": 1, "rate": 3}, "run.yaml") == {"version": 3, "lr": 6}
-        assert migrated({"version": 2, "lr": 3}, "run.yaml") == {"version": 3, "lr": 6}
+    def test_an_old_file_is_refused_with_the_new_names_of_its_keys(self):
+        (violation,) = violations(OLD)
+        assert violation.where == "run.yaml version"
+        assert violation.fact == f"version is 1, and meshwright {__version__} reads version 2"
+        assert violation.hint == (
+            "rename its keys (data.ramp is now data.batch_ramp; "
+            "parallel.reduce: last is now parallel.grad_reduce: last_microbatch; "
+            "precision.fp8.bf16_ends is now precision.fp8.bf16_layers_each_end; "
+            "precision.fp8.recipe: blocks is now precision.fp8.recipe: blockwise; "
+            "schedule.final_ratio is now schedule.min_lr_ratio) and set version: 2"
+        )
 
-    def test_every_old_version_has_its_migration(self):
-        assert sorted(text_module.MIGRATIONS) == list(range(1, text_module.RUN_VERSION))
+    def test_an_old_file_without_renamed_keys(self):
+        (violation,) = violations(f"version: 1\nmodel: llama-3.2-1b\n{REST}")
+        assert violation.hint == "none of its keys changed: set version: 2"
 
-    @pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.5])
+    def test_an_old_key_in_a_new_file_is_unknown_and_its_new_name_is_the_hint(self):
+        found = violations(OLD.replace("version: 1", "version: 2").replace("blocks", "blockwise"))
+        assert [violation.hint for violation in found] == [
+            "it is called 'parallel.grad_reduce' since version 2",
+            "it is called 'precision.fp8.bf16_layers_each_end' since version 2",
+            "it is called 'schedule.min_lr_ratio' since version 2",
+            "it is called 'data.batch_ramp' since version 2",
+        ]
+
+    def test_every_new_name_is_a_key_and_no_old_one_is(self):
+        keys = all_keys(RunSpec)
+        assert set(RENAMED_KEYS.values()) <= set(keys)
+        assert not set(RENAMED_KEYS) & set(keys)
+
+    @pytest.mark.parametrize("version", [0, 3, "2", None, True, 1.5])
     def test_unknown_versions_are_refused(self, version: object):
         with pytest.raises(SpecError, match="which is not known"):
-            migrated({"version": version}, "run.yaml")
+            require_version({"version": version}, "run.yaml")
 
 
 @pytest.mark.parametrize("name", VALID)

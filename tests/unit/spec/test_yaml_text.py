@@ -47,10 +47,10 @@ def test_lines_are_kept():
     assert parsed.lines[("b", "d", 1)] == 5
 
 
-def test_a_key_that_stands_twice_is_told_with_both_lines():
+def test_a_duplicate_key_is_an_error_with_both_lines():
     parsed = parse_yaml("a:\n  b: 1\n  c: 2\n  b: 3\n", "run.yaml")
     assert [str(violation) for violation in parsed.violations] == [
-        "run.yaml:4 a.b: a.b stands twice: in line 2 and in line 4\n  hint: keep one of the two"
+        "run.yaml:4 a.b: a.b is set twice: in line 2 and in line 4\n  hint: keep one of the two"
     ]
     assert parsed.value == {"a": {"b": 1, "c": 2}}
 

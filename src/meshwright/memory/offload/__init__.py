@@ -1,9 +1,9 @@
-"""Offload: what lives in host memory and comes to the device only while it is used.
+"""Offload: what lives in host memory and is prefetched to the device only while it is used.
 
-    optimizer     states, bucket by bucket through the update      states.py
+    optimizer     states, bucket by bucket during the update       states.py
     parameters    weights of a block while it computes             weights.py
-    activations   what a block's backward needs                    activations.py
+    activations   what a block saves for backward                  activations.py
 
-All three copy through one `HostLink`: two streams (there and back) and a pool of pinned buffers. On a CPU
-the streams do nothing and everything else is the same.
+All three copy through one `HostLink`: a CUDA stream for each direction, and a pool of pinned buffers. On a
+CPU there are no streams, and everything else is the same.
 """

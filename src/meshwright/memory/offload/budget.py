@@ -1,4 +1,4 @@
-"""Whether the host has room for what a run offloads: asked before anything is built."""
+"""Whether host memory suffices for what a run offloads; checked before anything is built."""
 
 import os
 
@@ -22,20 +22,20 @@ def host_budget(run: RunSpec) -> int:
             f"offload of {', '.join(run.memory.offload)} needs {show_bytes(needed)} of host memory on a "
             f"rank, and this machine has {show_bytes(budget)}{shared}",
             where="memory.offload",
-            hint="offload less, divide state over more ranks (parallel.zero), or use fewer ranks per host",
+            hint="offload less, shard state over more ranks (parallel.zero), or use fewer ranks per host",
         )
     return budget
 
 
 def host_share() -> int:
-    """This rank's part of the host memory that is free now."""
+    """This rank's share of the host memory that is free now."""
     return int(HOST_SHARE * this_machine().free_memory_bytes / ranks_on_this_host())
 
 
 def ranks_on_this_host() -> int:
-    """Ranks that share this host's memory, as the launcher says; without its word no more than devices."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if said.isdigit() and int(said) > 0:
-        return int(said)
+    """Ranks on this host, as the launcher set it; otherwise no more than there are devices."""
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local_world_size.isdigit() and int(local_world_size) > 0:
+        return int(local_world_size)
     world = dist.get_world_size() if dist.is_initialized() else 1
     return min(world, torch.cuda.device_count() or world)

@@ -1,4 +1,4 @@
-"""The way to host memory and back: pinned buffers that are used again, and a stream for each direction."""
+"""Copies to host memory and back: a pool of pinned buffers, and a CUDA stream for each direction."""
 
 import weakref
 from collections import defaultdict
@@ -10,65 +10,67 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import RunError
-from meshwright.memory.offload.counters import Account
+from meshwright.memory.offload.counters import OffloadCounters
 from meshwright.units import show_bytes
 
 
-class Copied:
-    """A copy that was started; whoever uses its result waits first."""
+class CopyEvent:
+    """The end of an asynchronous copy; whoever uses its result waits first."""
 
     def __init__(self, event: torch.cuda.Event | torch.Event | None = None) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """The current stream goes on only when the copy is made; the host does not wait."""
+        """Make the current stream wait for the copy; the host does not wait."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
             self._event = None
 
 
-class Lane:
-    """Copies in one direction, in order, beside the stream that computes; on a CPU at once."""
+class CopyStream:
+    """Copies in one direction, in order, on a CUDA stream of their own; on a CPU they are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, target: Tensor, source: Tensor) -> Copied:
-        """Start to copy; whatever the current stream was given before comes first."""
+    def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
+        """Start a copy, after all work that the current stream has now."""
         if self._stream is None:
             target.copy_(source)
-            return Copied()
+            return CopyEvent()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        return Copied(self._stream.record_event())
+        return CopyEvent(self._stream.record_event())
 
 
 class HostBuffer:
     """Bytes of host memory, and the last copy that reads them."""
 
-    def __init__(self, room: Tensor) -> None:
-        self.bytes = room
-        self.read = Copied()
+    def __init__(self, storage: Tensor) -> None:
+        self.bytes = storage
+        self.read = CopyEvent()
 
-    def shaped(self, like: Tensor) -> Tensor:
+    def view_as(self, like: Tensor) -> Tensor:
         """The buffer as a contiguous tensor of this shape and dtype."""
         return self.bytes.view(like.dtype).view(like.shape)
 
 
 class HostPool:
-    """Host buffers by size, pinned for CUDA. Every step asks for the same sizes, so it soon stops growing."""
+    """Host buffers by size, reused. Every step asks for the same sizes, so the pool soon stops growing."""
 
-    def __init__(self, account: Account, limit_bytes: int | None, allocate: Callable[[int], Tensor]) -> None:
-        self._account, self._limit_bytes, self._allocate = account, limit_bytes, allocate
+    def __init__(
+        self, counters: OffloadCounters, limit_bytes: int | None, allocate: Callable[[int], Tensor]
+    ) -> None:
+        self._counters, self._limit_bytes, self._allocate = counters, limit_bytes, allocate
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
 
     def take(self, num_bytes: int) -> HostBuffer:
-        """A buffer of exactly this size; RunError where the host has no room for another one."""
-        self._account.hold_on_host(num_bytes)
+        """A buffer of exactly this size; RunError where the pool would exceed its limit."""
+        self._counters.add_host_bytes(num_bytes)
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
-        pool_bytes = self._account.pool_bytes + num_bytes
+        pool_bytes = self._counters.pool_bytes + num_bytes
         if self._limit_bytes is not None and pool_bytes > self._limit_bytes:
             raise RunError(
                 f"offload needs {show_bytes(pool_bytes)} of host memory on this rank, and may use "
@@ -76,12 +78,12 @@ class HostPool:
                 where="memory.offload",
                 hint="offload less, or use more ranks or a smaller micro-batch",
             )
-        self._account.pool_bytes = pool_bytes
+        self._counters.pool_bytes = pool_bytes
         return HostBuffer(self._allocate(num_bytes))
 
-    def give(self, buffer: HostBuffer) -> None:
-        """Nobody needs what is in it any more."""
-        self._account.hold_on_host(-buffer.bytes.nbytes)
+    def release(self, buffer: HostBuffer) -> None:
+        """Return a buffer to the pool."""
+        self._counters.add_host_bytes(-buffer.bytes.nbytes)
         self._free[buffer.bytes.nbytes].append(buffer)
 
 
@@ -101,18 +103,18 @@ class PinnedMemory:
         """Pinned host memory of this size."""
         if num_bytes == 0:
             return pageable_memory(0)
-        pages = _whole_pages(num_bytes)
+        pages = _full_pages(num_bytes)
         _pin(pages)
         self._pinned.append(pages)
         return pages[:num_bytes]
 
 
-def _whole_pages(num_bytes: int) -> Tensor:
-    """Memory that begins with a page and ends with one: a page can be pinned for one buffer only."""
+def _full_pages(num_bytes: int) -> Tensor:
+    """Memory that starts and ends at page boundaries: a page can be pinned for one buffer only."""
     size = -(-num_bytes // PAGESIZE) * PAGESIZE
-    room = torch.empty(size + PAGESIZE, dtype=torch.uint8, device="cpu")
-    begin = -room.data_ptr() % PAGESIZE
-    return room[begin : begin + size]
+    memory = torch.empty(size + PAGESIZE, dtype=torch.uint8, device="cpu")
+    begin = -memory.data_ptr() % PAGESIZE
+    return memory[begin : begin + size]
 
 
 # Registered, not `pin_memory=True`: torch's pinned allocator rounds every size up to a power of two.
@@ -136,7 +138,7 @@ def _unpin(buffers: list[Tensor]) -> None:
 
 
 class HostLink:
-    """Everything that offload of one rank shares."""
+    """What all offload of one rank shares: the pool, the two streams and the counters."""
 
     def __init__(
         self,
@@ -145,26 +147,26 @@ class HostLink:
         limit_bytes: int | None = None,
         allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self.device, self.account = device, Account()
+        self.device, self.counters = device, OffloadCounters()
         if allocate is None:
             allocate = PinnedMemory().allocate if device.type == "cuda" else pageable_memory
-        self.pool = HostPool(self.account, limit_bytes, allocate)
-        self._there, self._back = Lane(device), Lane(device)
+        self.pool = HostPool(self.counters, limit_bytes, allocate)
+        self._to_host, self._to_device = CopyStream(device), CopyStream(device)
 
-    def send(self, source: Tensor, home: HostBuffer) -> Copied:
-        """Start to copy a tensor of the device into its buffer."""
-        home.read.wait()
-        self.account.sent_bytes += source.nbytes
-        return self._there.copy(home.shaped(source), source)
+    def send(self, source: Tensor, buffer: HostBuffer) -> CopyEvent:
+        """Start to copy a device tensor into its host buffer."""
+        buffer.read.wait()
+        self.counters.sent_bytes += source.nbytes
+        return self._to_host.copy(buffer.view_as(source), source)
 
-    def fetch(self, home: HostBuffer, target: Tensor) -> Copied:
-        """Start to copy a buffer into a tensor of the device."""
-        self.account.fetched_bytes += target.nbytes
-        home.read = self._back.copy(target, home.shaped(target))
-        return home.read
+    def fetch(self, buffer: HostBuffer, target: Tensor) -> CopyEvent:
+        """Start to copy a host buffer into a device tensor (prefetch)."""
+        self.counters.fetched_bytes += target.nbytes
+        buffer.read = self._to_device.copy(target, buffer.view_as(target))
+        return buffer.read
 
 
-def settle(device: torch.device) -> None:
-    """The host waits for all copies: before it reads what they bring."""
+def synchronize(device: torch.device) -> None:
+    """Make the host wait for all copies, before it reads their results."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -20,7 +20,7 @@ from meshwright.spec.run import RunSpec
 RECIPE_PRECISION: dict[str, Precision] = {
     "current": "fp8",
     "delayed": "fp8",
-    "blocks": "fp8",
+    "blockwise": "fp8",
     "mxfp8": "mxfp8",
 }
 # The gradient norm reads the gradients once; clipping reads and writes them, mostly fused with the update.
@@ -68,12 +68,12 @@ def workload_of(run: RunSpec) -> Workload:
 
 def _fp8_layers(num_layers: int, fp8: Fp8Spec | None) -> float:
     """Share of the blocks whose linears run in fp8."""
-    return max(num_layers - 2 * fp8.bf16_ends, 0) / num_layers if fp8 else 1.0
+    return max(num_layers - 2 * fp8.bf16_layers_each_end, 0) / num_layers if fp8 else 1.0
 
 
 def _optimizer(run: RunSpec) -> str:
     """Key of the run's optimizer states in OPTIMIZER_BYTES."""
     optim = run.optim
-    if optim.keeps_nothing:
+    if optim.is_stateless:
         return "none"
     return "adamw_bf16" if optim.kind == "adamw" and optim.state == "bf16" else optim.kind

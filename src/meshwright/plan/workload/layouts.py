@@ -116,7 +116,7 @@ class Layouts:
                 **degrees,
                 "schedule": SCHEDULES[int(self.schedule[index])],
                 "cp_kind": CP_KINDS[int(self.cp_kind[index])],
-                "reduce": "last" if self.reduce_last[index] else "each",
+                "grad_reduce": "last_microbatch" if self.reduce_last[index] else "each_microbatch",
             }
         )
 
@@ -155,8 +155,8 @@ def one_layout(
         recompute=RECOMPUTE_BITS[memory.recompute],
         recompute_every=memory.recompute_every,
         offload=offload_bits(memory),
-        reduce_last=int(parallel.reduce == "last"),
-        regather=int(memory.regather),
+        reduce_last=int(parallel.grad_reduce == "last_microbatch"),
+        regather=int(memory.regather_tp_inputs),
     )
 
 
