@@ -9,7 +9,7 @@ import typer
 
 from meshwright.cli.main import new_app
 
-app = new_app(help="The devices and clusters that are known.")
+app = new_app(help="List known devices and clusters, and measure this machine.")
 
 
 @app.callback()

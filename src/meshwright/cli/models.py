@@ -7,7 +7,7 @@ import typer
 
 from meshwright.cli.main import new_app
 
-app = new_app(help="The model families.")
+app = new_app(help="List the model families.")
 
 
 @app.callback()

@@ -27,7 +27,7 @@ def predict(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Memory, step time and MFU of the layout of a run file on a cluster.
+    """Predict memory, step time and MFU of a run file on a cluster.
 
     Exit code 3: the run does not fit the device. A row of a table that cannot be predicted has
     the reason in its `error` column; the other rows are predicted.

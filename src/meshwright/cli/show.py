@@ -8,12 +8,12 @@ import typer
 from meshwright.cli.check import AsJson, Overrides
 from meshwright.cli.main import new_app
 
-app = new_app(help="Pictures: pipeline timeline, rank map, memory.")
+app = new_app(help="Draw a pipeline timeline, a rank map or memory.")
 
 
 @app.callback()
 def show() -> None:
-    """Pictures: pipeline timeline, rank map, memory."""
+    """Draw a pipeline timeline, a rank map or memory."""
 
 
 @app.command()
