@@ -83,7 +83,7 @@ class BlockBytes:
         # What is added to earlier gradients is freed with it.
         passing = np.where(reduction.accumulates, gradients, 0.0)
         found = {"working set": live + passing, "gradients": gradients - passing}
-        found["gathered"] = np.zeros(live.shape[1])
+        found["gathered"] = np.zeros(len(self._at))
         return self._with_launches(found, block, reduction)
 
     def _with_launches(self, found: Items, block: BlockMemory, reduction: Reduction) -> Items:
