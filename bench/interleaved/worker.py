@@ -1,4 +1,4 @@
-"""The process of one contender: imports, builds, compiles, and then makes steps when it is told to.
+"""The process of one contender: imports, builds, compiles, and then makes steps on command.
 
 bench/interleaved/process.py starts it and talks to it over stdin and stdout.
 """

@@ -1,4 +1,4 @@
-"""The proof with NCCL ranks on one card."""
+"""The proof with NCCL ranks on one GPU."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", LARGE)
-def test_nccl_ranks_on_one_card_equal_one_device(case):
+def test_nccl_ranks_on_one_gpu_equal_one_device(case):
     (verdict,) = prove(shrink(LARGE[case], max_ranks=4), ranks=("cuda",))
     print(verdict.line)
     assert verdict.holds, verdict.line

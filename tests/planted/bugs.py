@@ -211,8 +211,8 @@ BUGS = [
     Bug(
         "LARS norm on the local shard only",
         "optim/full_parameter.py",
-        "square(), whole.axes()) for tensor, whole in parts]",
-        "square(), ()) for tensor, whole in parts]",
+        "square(), full.axes()) for tensor, full in parts]",
+        "square(), ()) for tensor, full in parts]",
         "tests/equivalence/test_optimizers.py::test_every_rule_equals_one_device[zero_1]",
     ),
     Bug(
@@ -225,8 +225,8 @@ BUGS = [
     Bug(
         "rounding noise counted from the beginning of the shard",
         "optim/rounding_noise.py",
-        "here = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)",
-        "here = torch.arange(part.stop - part.start, dtype=torch.int64, device=device)",
+        "local = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)",
+        "local = torch.arange(part.stop - part.start, dtype=torch.int64, device=device)",
         "tests/equivalence/test_weight_formats.py::test_every_format_on_every_mesh[zero_1]",
         is_wide=True,
     ),
@@ -248,7 +248,7 @@ BUGS = [
     Bug(
         "8-bit blocks scaled by each rank for itself",
         "optim/low_bit.py",
-        "axes = part.whole.axes(-1)",
+        "axes = part.full.axes(-1)",
         "axes = ()",
         "tests/equivalence/test_optimizers.py::test_every_rule_equals_one_device[tp]",
         is_wide=True,
@@ -284,7 +284,7 @@ BUGS = [
         is_wide=True,
     ),
     Bug(
-        "outputs kept on the host come back in the wrong order",
+        "outputs stored on the host come back in the wrong order",
         "memory/saved_tensors.py",
         "self._stored[func].popleft()",
         "self._stored[func].pop()",
@@ -337,7 +337,7 @@ BUGS = [
         "tests/equivalence/test_fp8.py::test_fp8_equals_one_process[tp2-current]",
     ),
     Bug(
-        "weights kept in fp8 not cast again after an update",
+        "cached fp8 weights not cast again after an update",
         "parallel/program.py",
         "        self._fp8_weights.cast()\n",
         "",
@@ -408,7 +408,7 @@ BUGS = [
     Bug(
         "the update forgets to clip the gradients that it reads",
         "optim/fused.py",
-        "g = g * numbers.factor",
+        "g = g * scalars.gradient_scale",
         "g = g * 1.0",
         "tests/unit/optim/test_clip.py::test_a_rule_that_clips_as_it_reads_takes_the_same_step[adamw]",
     ),

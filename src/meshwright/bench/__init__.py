@@ -1,1 +1,1 @@
-"""Measures this machine: matrix products, attention, copies, collectives, data, checkpoints, whole steps."""
+"""Measures this machine: matmuls, attention, copies, collectives, data loading, checkpoints, training steps."""

@@ -35,13 +35,13 @@ class Peak:
 
 def peaks_by_phase(trace: Trace) -> dict[int, tuple[int, int]]:
     """By phase id of the last step: the most live bytes, and the index of the event that reached them."""
-    fullest: dict[int, tuple[int, int]] = {}
+    peaks: dict[int, tuple[int, int]] = {}
     total = 0
     for index, event in enumerate(trace.events):
         total += event.num_bytes
-        if index >= trace.step_begins_at and total > fullest.get(event.phase_id, (0, 0))[0]:
-            fullest[event.phase_id] = (total, index)
-    return fullest
+        if index >= trace.step_begins_at and total > peaks.get(event.phase_id, (0, 0))[0]:
+            peaks[event.phase_id] = (total, index)
+    return peaks
 
 
 def step_peak(trace: Trace) -> Peak:

@@ -3,9 +3,9 @@
 Up to the forward and backward graph of a block everything is torch's own: Dynamo, AOTAutograd, inductor's
 decompositions and passes, and the partitioner that chooses what is saved for backward. Code generation is
 left out: `fusion` works out the graphs' kernels, and `kernel_replay` runs them on fake tensors. torch has no
-public entry point there, so this file uses two private ones: inductor's backend with another inner compiler,
-and the passes that run just before code generation. Both are looked up on use, because torch loads its
-compiler only then.
+public entry point there, so this file uses private ones: inductor's backend with another inner compiler, the
+passes that run just before code generation, and Dynamo's callbacks around a compilation. The first two are
+looked up on use, because torch loads inductor only then.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.callback import callback_handler
 from torch._functorch import config as functorch_config
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -76,6 +77,21 @@ def compiled_blocks(*, is_wanted: bool) -> Iterator[Compiler]:
             yield compiler
     finally:
         torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def compilation_excluded(
+    paused: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Inside, torch compiles within the context that `paused` makes: Dynamo runs operators of a block."""
+    pauses = contextlib.ExitStack()
+    start = callback_handler.register_start_callback(lambda _: pauses.enter_context(paused()))
+    end = callback_handler.register_end_callback(lambda _: pauses.close())
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
 
 
 @contextlib.contextmanager

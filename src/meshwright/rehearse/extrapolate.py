@@ -7,13 +7,9 @@ functions is not linear), so each phase is extrapolated by itself and the peak i
 is identified by its position from both ends: the first block, the last but one, the second micro-batch.
 """
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from unittest.mock import patch
 
-from meshwright.parallel.pp import stages as runtime_stages
 from meshwright.rehearse.categories import peak_at, peaks_by_phase
 from meshwright.rehearse.phases import Phase
 from meshwright.rehearse.trace import Trace
@@ -106,22 +102,10 @@ def _tail(model: ModelSpec, layers: range) -> int:
 
 
 def truncated(run: RunSpec, truncation: Truncation) -> RunSpec:
-    """The run with fewer micro-batches; layers are left out by `without_layers`."""
+    """The run with fewer micro-batches; the trace leaves out layers itself."""
     microbatches = run.accumulation - truncation.microbatches
     sequences = microbatches * run.data.microbatch_sequences * run.parallel.dp
     return run.with_(data=run.data.with_(batch_sequences=sequences))
-
-
-@contextlib.contextmanager
-def without_layers(count: int) -> Iterator[None]:
-    """Inside, every pipeline stage is built without its last `count` layers."""
-
-    def fewer(model: ModelSpec, num_stages: int) -> list[range]:
-        # A stage of another rank may have fewer layers than are left out; it is never built here.
-        return [held[: max(1, len(held) - count)] for held in stage_layers(model, num_stages)]
-
-    with patch.object(runtime_stages, "stage_layers", fewer):
-        yield
 
 
 @dataclasses.dataclass(frozen=True)

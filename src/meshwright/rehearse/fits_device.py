@@ -29,16 +29,16 @@ def outside_of(run: RunSpec) -> float:
 
 def require_fit(run: RunSpec, reports: Sequence[RankReport], cluster: Cluster) -> None:
     """PlanError when the rank with the most reserved bytes does not fit; the hint lists what would fit."""
-    fullest = max(reports, key=lambda report: report.reserved_bytes)
-    needed = fullest.reserved_bytes + outside_of(run)
+    highest = max(reports, key=lambda report: report.reserved_bytes)
+    needed = highest.reserved_bytes + outside_of(run)
     usable = FIT_SHARE * cluster.device.memory_bytes
     if needed <= usable:
         return
-    largest = max(fullest.items, key=lambda name: fullest.items[name])
+    largest = max(highest.items, key=lambda name: highest.items[name])
     raise PlanError(
-        f"rank {fullest.rank} needs {show_bytes(needed)}, {cluster.device.title} has {show_bytes(usable)} "
-        f"usable; the largest item is {largest}, {show_bytes(fullest.items[largest])}",
-        where=fullest.peak_phase,
+        f"rank {highest.rank} needs {show_bytes(needed)}, {cluster.device.title} has {show_bytes(usable)} "
+        f"usable; the largest item is {largest}, {show_bytes(highest.items[largest])}",
+        where=highest.peak_phase,
         hint=_ways(run, cluster, needed - usable),
     )
 

@@ -39,7 +39,7 @@ class Phase:
 
 
 class PhaseTracker:
-    """Lists the phases of a trace as the step enters them, and tells the allocation log the current one."""
+    """Lists the phases of a trace as the step enters them, and sets the current one in the allocation log."""
 
     def __init__(self, allocations: AllocationLog, *, by_half: bool = False) -> None:
         self.by_half = by_half

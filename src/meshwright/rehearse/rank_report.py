@@ -14,7 +14,6 @@ from meshwright.rehearse.extrapolate import (
     extrapolated,
     shortening_of,
     truncated,
-    without_layers,
 )
 from meshwright.rehearse.trace import Trace, trace_rank
 from meshwright.rehearse.world import mesh_coordinates, require_rank
@@ -117,9 +116,13 @@ def _shortening(run: RunSpec, rank: int, *, extrapolate: bool) -> Shortening:
 
 def run_task(task: TraceTask) -> tuple[Trace, str]:
     """The trace, and the form of its blocks."""
-    with without_layers(task.truncation.layers):
-        run = truncated(task.run, task.truncation)
-        return _traced(run, task.rank, num_steps=task.num_steps, imbalance=task.imbalance)
+    return _traced(
+        truncated(task.run, task.truncation),
+        task.rank,
+        num_steps=task.num_steps,
+        imbalance=task.imbalance,
+        left_out_layers=task.truncation.layers,
+    )
 
 
 def rehearse_rank(

@@ -13,7 +13,7 @@ from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 MAX_RANKS = 8
 """Processes that one machine runs at the same time without trouble."""
 # Order in which axes are kept when not all fit: first those that shard the model, last its replicas.
-_KEPT_FIRST = ("pp", "tp", "cp", "dp_shard", "dp_replicate")
+_AXIS_PRIORITY = ("pp", "tp", "cp", "dp_shard", "dp_replicate")
 _MIDDLE_STAGES = 4
 """Pipeline ranks at which a stage has neighbours on both sides."""
 
@@ -22,14 +22,14 @@ Degrees = dict[str, int]
 
 def small_world(parallel: ParallelSpec, *, max_ranks: int = MAX_RANKS) -> ParallelSpec:
     """One world of at most `max_ranks` ranks with as many of the axes as fit."""
-    return _world(parallel, _kept_axes(parallel, max_ranks), max_ranks)
+    return _world(parallel, _fitting_axes(parallel, max_ranks), max_ranks)
 
 
 def covering_worlds(parallel: ParallelSpec, *, max_ranks: int = MAX_RANKS) -> list[ParallelSpec]:
     """Worlds that together run every axis and every pair of axes; `small_world` is the first."""
     used = _used(parallel)
     worlds = [small_world(parallel, max_ranks=max_ranks)]
-    missing = _pairs(used) - _pairs(_kept_axes(parallel, max_ranks))
+    missing = _pairs(used) - _pairs(_fitting_axes(parallel, max_ranks))
     fitting = [axes for axes in _subsets(used) if _num_ranks(parallel, axes) <= max_ranks]
     while missing:
         axes = max(fitting, key=lambda axes: len(missing & _pairs(axes)))
@@ -48,7 +48,7 @@ def degree_changes(before: ParallelSpec, after: ParallelSpec) -> list[str]:
 
 
 def _used(parallel: ParallelSpec) -> tuple[str, ...]:
-    return tuple(axis for axis in _KEPT_FIRST if getattr(parallel, axis) > 1)
+    return tuple(axis for axis in _AXIS_PRIORITY if getattr(parallel, axis) > 1)
 
 
 def _least(parallel: ParallelSpec, axis: str) -> int:
@@ -59,12 +59,12 @@ def _num_ranks(parallel: ParallelSpec, axes: Iterable[str]) -> int:
     return math.prod(_least(parallel, axis) for axis in axes)
 
 
-def _kept_axes(parallel: ParallelSpec, max_ranks: int) -> tuple[str, ...]:
-    kept: tuple[str, ...] = ()
+def _fitting_axes(parallel: ParallelSpec, max_ranks: int) -> tuple[str, ...]:
+    fitting: tuple[str, ...] = ()
     for axis in _used(parallel):
-        if _num_ranks(parallel, (*kept, axis)) <= max_ranks:
-            kept = (*kept, axis)
-    return kept
+        if _num_ranks(parallel, (*fitting, axis)) <= max_ranks:
+            fitting = (*fitting, axis)
+    return fitting
 
 
 def _subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:

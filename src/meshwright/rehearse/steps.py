@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.memory.offload.host import synchronize
 from meshwright.mesh import Mesh
 from meshwright.optim.build import state_dims, state_tensors
-from meshwright.optim.combined import part_of
+from meshwright.optim.combined import optimizer_of
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.shards import ParameterShard
 from meshwright.spec import RunSpec
@@ -58,7 +58,7 @@ class _Gradients:
         for name, one in self._owned.items():
             assert one.shard.grad is not None, f"{name} has no gradient"
             # Some optimizers clip when they read the gradient.
-            factor = getattr(part_of(self._optimizer, one.shard), "gradient_factor", 1.0)
+            factor = getattr(optimizer_of(self._optimizer, one.shard), "gradient_scale", 1.0)
             self.parts[name][f"gradient {self._num_updates}"] = one.shard.grad * factor
         self._num_updates += 1
 

@@ -1,4 +1,4 @@
-"""Whether autograd's engine is running: torch tells it by a private function only."""
+"""Whether autograd's engine is running: torch has a private function for it only."""
 
 import torch
 

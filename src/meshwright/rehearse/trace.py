@@ -25,7 +25,7 @@ from meshwright.parallel.simulation import Simulation
 from meshwright.precision.policy import full_precision_dtype
 from meshwright.rehearse.allocation_log import AllocationLog, Event, StorageRecord
 from meshwright.rehearse.as_cuda import cuda_choices
-from meshwright.rehearse.compiled import compiled_blocks
+from meshwright.rehearse.compiled import compilation_excluded, compiled_blocks
 from meshwright.rehearse.dispatch import Observer, Traffic
 from meshwright.rehearse.fusion import Kernel
 from meshwright.rehearse.operations import is_operator
@@ -93,7 +93,6 @@ def trace_rank(
         phases, observer = PhaseTracker(allocations, by_half=by_half), Observer(allocations, mesh)
         if by_half:
             compiler.watch = partial(_enter_half_of, phases)
-        compiler.paused = observer.paused
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
         simulation = Simulation(
@@ -167,6 +166,7 @@ def _tracked(
         phases.tracking(training),
         allocations.tracking_resizes(),
         propagation_excluded(observer.paused),
+        compilation_excluded(observer.paused),
         fake,
         observer,
     ):

@@ -28,13 +28,13 @@ def test_every_kind_has_a_heading_as_wide_as_its_rows() -> None:
     }
 
 
-def test_rows_are_told_as_they_come() -> None:
-    said: list[str] = []
-    kept = log_rows("shapes", iter(SWEEP[:2]), said.append)
-    assert kept == SWEEP[:2] and len(said) == 3 and "204.8" in said[1]
+def test_rows_are_logged_as_they_come() -> None:
+    lines: list[str] = []
+    rows = log_rows("shapes", iter(SWEEP[:2]), lines.append)
+    assert rows == SWEEP[:2] and len(lines) == 3 and "204.8" in lines[1]
 
 
-def test_a_refusal_stands_at_the_end_of_its_row() -> None:
+def test_an_error_stands_at_the_end_of_its_row() -> None:
     assert line("attention", {"backend": "cudnn", "error": "not available for this case"}).endswith(
         "for this case"
     )
@@ -72,7 +72,7 @@ def test_a_folder_holds_page_numbers_and_pictures(tmp_path: Path) -> None:
     assert "| 4096 | 2048 | 4096 | bf16 |" in page and "(gemm_widths.svg)" in page
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecError, match="cannot be written"):
         write_folder(tmp_path / "file", "gemm", {"device": "x", "sections": {}}, None)

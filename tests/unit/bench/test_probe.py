@@ -62,7 +62,7 @@ def test_a_slower_measured_machine_is_predicted_slower(
     assert seconds[1] > 2 * seconds[0]
 
 
-def test_plan_reckons_with_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_uses_the_profile_of_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(PROFILE))
     assert run(["plan", "gpt2-124m", "--on", str(path), "--seq", "1024", "--batch-tokens", "64K"]) == 0
@@ -97,7 +97,7 @@ def test_attention_is_rated_over_both_passes() -> None:
         ("none.json:0", "not a number"),
     ],
 )
-def test_a_machine_that_cannot_be_read_is_told(text: str, says: str) -> None:
+def test_a_profile_that_cannot_be_read_is_refused(text: str, says: str) -> None:
     with pytest.raises(SpecError, match=says) as caught:
         cluster_of(text)
     assert caught.value.where == "--on"

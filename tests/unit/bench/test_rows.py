@@ -16,7 +16,7 @@ from meshwright.spec.families import family
 CPU = torch.device("cpu")
 
 
-def test_a_product_is_the_one_of_a_linear_layer() -> None:
+def test_a_matmul_is_that_of_a_linear_layer() -> None:
     torch.manual_seed(0)
     call = gemm.matmul_call(3, 5, 7, "fp32", CPU)
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_attention_by_kernel_names_the_chosen_one() -> None:
     assert row["backward_teraflops"] == pytest.approx(2.5 * work / row["backward_seconds"] / 1e12)
 
 
-def test_a_kernel_that_does_not_exist_here_says_so() -> None:
+def test_a_kernel_that_does_not_exist_here_is_an_error_row() -> None:
     row = attention.time_attention("cudnn", CPU, 64, 32, seconds=1e-4)
     assert row["error"] == "not available for this case"
 

@@ -69,7 +69,7 @@ def test_an_empty_trace_is_an_empty_budget() -> None:
     assert budget_of([], num_steps=1).step_seconds == 0.0
 
 
-def test_samples_of_the_driver_are_read_and_words_left_out() -> None:
+def test_samples_of_the_driver_are_read_and_text_is_skipped() -> None:
     assert read_samples(["1980, 690.5, 61", "[N/A], [N/A], 60", "1920, 700.5, 63"]) == {
         "clock_mhz": 1950.0,
         "power_watts": 695.5,

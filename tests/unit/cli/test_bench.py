@@ -49,7 +49,7 @@ def test_a_step_of_a_run_file(tmp_path: Path, capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "where"),
+    ("arguments", "where"),
     [
         (["bench", "gemm", "--section", "width"], "--section"),
         (["bench", "copy", "--device", "tpu"], "--device"),
@@ -62,8 +62,8 @@ def test_a_step_of_a_run_file(tmp_path: Path, capsys: Captured) -> None:
         (["hardware", "probe", "--device", "tpu"], "--device"),
     ],
 )
-def test_bad_input_is_told_with_its_place(words: list[str], where: str, capsys: Captured) -> None:
-    assert run(words) == 2
+def test_bad_input_is_refused_with_its_place(arguments: list[str], where: str, capsys: Captured) -> None:
+    assert run(arguments) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and where in err, (out, err)
 
@@ -83,7 +83,7 @@ def test_a_probe_writes_a_profile_and_shows_it_beside_the_catalogue(tmp_path: Pa
     assert "measured on" in capsys.readouterr().out
 
 
-def test_a_profile_that_cannot_be_written_is_told(tmp_path: Path, capsys: Captured) -> None:
+def test_a_profile_that_cannot_be_written_is_refused(tmp_path: Path, capsys: Captured) -> None:
     words = ["hardware", "probe", "-o", str(tmp_path), "--device", "cpu", "--seconds", "0.001"]
     assert run(words) == 2
     told = capsys.readouterr().err

@@ -18,7 +18,7 @@ def test_facts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert facts["launcher"]["WORLD_SIZE"] == "7"
 
 
-def test_words(capsys: pytest.CaptureFixture[str]):
+def test_text(capsys: pytest.CaptureFixture[str]):
     assert run(["env"]) == 0
     out = capsys.readouterr().out
     assert f"python       {platform.python_version()}" in out

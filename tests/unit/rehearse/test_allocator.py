@@ -39,7 +39,7 @@ def test_the_smallest_block_that_is_large_enough_is_taken():
     assert allocator.reserved_bytes == 90 * MIB
 
 
-def test_a_rest_of_up_to_one_mebibyte_is_not_cut_off():
+def test_a_remainder_of_up_to_one_mebibyte_is_not_split_off():
     allocator = CachingAllocator()
     allocator.free(allocator.malloc(30 * MIB))
     allocator.malloc(29 * MIB)

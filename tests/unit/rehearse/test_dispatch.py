@@ -1,4 +1,4 @@
-"""What the observer writes down of autograd's own sums, which torch makes in place on a device."""
+"""What the observer records of autograd's own gradient sums, which torch makes in place on a device."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -15,7 +15,7 @@ NUM_BYTES = 4 * 1024
 
 
 class _Free(torch.autograd.Function):
-    """A gradient that nobody holds but the engine."""
+    """A gradient that only the engine refers to."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class _Free(torch.autograd.Function):
 
 
 class _Held(torch.autograd.Function):
-    """A gradient that its maker keeps."""
+    """A gradient that the function keeps a reference to."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _Held(torch.autograd.Function):
 
 
 def bytes_of_sums(*functions: Any) -> int:
-    """What the sums of the gradients of one tensor allocate, with these functions of it added up."""
+    """Bytes that the gradient sums of one tensor allocate, for a sum of these functions of it."""
     allocations = AllocationLog()
     with FakeTensorMode(), Observer(allocations, Mock()):
         leaf = torch.ones(NUM_BYTES // 4, requires_grad=True)
@@ -62,7 +62,7 @@ def _is_of(event: Any, records: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("functions", [(_Free, _Free), (_Free, _Held), (_Held, _Free)])
-def test_a_gradient_is_added_to_one_that_nobody_else_holds(functions: Any) -> None:
+def test_a_gradient_is_added_to_one_without_other_references(functions: Any) -> None:
     assert bytes_of_sums(*functions) == 0
 
 

@@ -1,4 +1,4 @@
-"""Kernels of small graphs: what is written, what shares a kernel, what is written over."""
+"""Kernels of small graphs: what is written, what is fused, whose memory is reused."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def written(found: list[Kernel]) -> list[list[str]]:
     return [[node.name for node in kernel.written] for kernel in found]
 
 
-def test_elementwise_values_between_products_are_written_once():
+def test_pointwise_values_between_matmuls_are_written_once():
     found = kernels(lambda x, w: (torch.tanh(x @ w) * 2 + 1).exp() @ w, 2)
     assert written(found) == [["mm"], ["exp"], ["mm_1"]]
     # The one value takes the bytes of the product that it is made of.
@@ -38,17 +38,17 @@ def test_a_row_is_reduced_and_used_in_one_kernel():
     assert written(found) == [["mul_1"]]
 
 
-def test_the_largest_of_all_is_known_only_after_its_kernel():
+def test_a_full_reduction_is_known_only_after_its_kernel():
     found = kernels(lambda x: x / x.abs().amax(), 1)
     assert written(found) == [["amax"], ["div"]]
 
 
-def test_a_sum_over_columns_stands_in_no_kernel_with_its_reader():
+def test_a_sum_over_columns_is_not_fused_with_its_reader():
     found = kernels(lambda x: x - x.sum(0, keepdim=True), 1)
     assert written(found) == [["sum_1"], ["sub"]]
 
 
-def test_values_of_the_same_bytes_share_a_kernel_and_write_over_nothing_that_one_of_them_reads():
+def test_values_that_read_the_same_buffer_are_fused_and_reuse_no_buffer_that_one_of_them_reads():
     def two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = x @ w
         return y.sin() @ w, y.cos() @ w
@@ -61,7 +61,7 @@ def test_values_of_the_same_bytes_share_a_kernel_and_write_over_nothing_that_one
     assert peak_bytes(found) == 3 * MATRIX
 
 
-def test_many_reads_are_written_before_they_are_read_twice():
+def test_a_value_of_many_reads_is_realized_before_it_is_read_twice():
     def many(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
         total = a + b + c + d + e
         return total[:8].exp() @ a, total[:16].exp() @ a
@@ -74,13 +74,13 @@ def test_many_reads_are_written_before_they_are_read_twice():
     assert ["add_2"] not in written(kernels(few, 4))
 
 
-def test_returned_values_are_kept_and_views_cost_nothing():
+def test_returned_values_stay_allocated_and_views_cost_nothing():
     found = kernels(lambda x: ((x + 1).t(), x.view(-1)), 1)
     assert written(found) == [["add"]]
     assert found[0].freed == ()
 
 
-def test_what_writes_into_a_tensor_waits_for_its_readers():
+def test_a_mutation_waits_for_the_readers_of_its_tensor():
     def overwrite(x: Tensor, w: Tensor) -> Tensor:
         y = x @ w
         before = y @ w

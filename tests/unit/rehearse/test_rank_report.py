@@ -1,10 +1,11 @@
-"""Figures of a long step from shorter traces, and what is refused."""
+"""Figures of a long step extrapolated from truncated traces, and what is refused."""
 
 import pytest
 from tests.unit.rehearse.test_trace import small_run
 
 from meshwright.errors import MeshError, PlanError
 from meshwright.hardware import parse_cluster
+from meshwright.rehearse import extrapolate
 from meshwright.rehearse.fits_device import require_fit
 from meshwright.rehearse.rank_report import ranks_to_rehearse, rehearse_rank
 from meshwright.spec import ParallelSpec
@@ -13,16 +14,18 @@ from meshwright.spec import ParallelSpec
 @pytest.mark.parametrize(
     ("parallel", "layers", "microbatches"),
     [
-        ({"dp_shard": 4, "zero": 3}, 7, 5),
-        ({"pp": 2, "tp": 2}, 14, 4),
-        # Micro-batches between those that fill the pipeline and those that empty it.
+        # Two numbers of layers, two of micro-batches.
+        ({"dp_shard": 4, "zero": 3}, 5, 4),
+        ({"pp": 2, "tp": 2}, 10, 3),
+        # Micro-batches between those that fill the pipeline and those that drain it.
         ({"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 4, 12),
     ],
 )
-def test_shorter_traces_give_the_whole_step_exactly(parallel, layers, microbatches):
-    run = small_run(parallel, microbatches=microbatches, compute="bf16")
-    run = run.with_(model=run.model.with_(num_layers=layers))
-    short, whole = rehearse_rank(run, 0), rehearse_rank(run, 0, extrapolate=False)
+def test_truncated_traces_give_the_full_step_exactly(parallel, layers, microbatches, monkeypatch):
+    monkeypatch.setattr(extrapolate, "MIN_WORK", 0)
+    run = small_run(parallel, num_layers=layers, microbatches=microbatches, compute="bf16")
+    # One step, since the first has the peak of the third, as test_trace shows.
+    short, whole = (rehearse_rank(run, 0, num_steps=1, extrapolate=one) for one in (True, False))
     assert short.num_traces > 1 == whole.num_traces
     assert short.items == whole.items
     assert short.peak_phase == whole.peak_phase
@@ -44,9 +47,9 @@ def test_a_rank_outside_the_world():
         rehearse_rank(small_run({}), 9)
 
 
-def test_what_does_not_fit_is_told_with_bytes_and_ways():
-    run = small_run({"dp_shard": 4, "zero": 1}, compute="bf16")
-    report = rehearse_rank(run, 0)
+def test_what_does_not_fit_is_refused_with_bytes_and_changes():
+    run = small_run({"dp_shard": 4, "zero": 1}, num_layers=2, compute="bf16")
+    report = rehearse_rank(run, 0, num_steps=1)
     require_fit(run, [report], parse_cluster("h100:4"))
     large = report.__class__(**{**report.__dict__, "reserved_bytes": 10.0**12})
     with pytest.raises(PlanError, match="rank 0 needs") as refused:

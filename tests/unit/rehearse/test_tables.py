@@ -42,7 +42,7 @@ def test_bars_fit_beside_the_ranks_and_stay_in_proportion(num_ranks: int) -> Non
     assert bars[1] == 2 * bars[0] > 2
 
 
-def test_what_the_bars_are_a_part_of_is_said() -> None:
+def test_the_heading_names_what_the_bars_are_a_share_of() -> None:
     assert "of 4.0 GiB reserved" in text(draw_memory([report(0)], None))
     heading = text(draw_memory([report(0)], parse_cluster("h100:1"))).splitlines()[0]
     assert heading.rstrip().endswith("of 79.2 GiB")
