@@ -75,7 +75,7 @@ def draw_run(draw: random.Random, *, compiled: bool | None = None) -> RunSpec:
     sequences = draw.choice((1, 1, 2))
     precision = draw.choice(PRECISIONS)
     if draw.random() < 0.15:
-        precision = PrecisionSpec(compute="bf16", fp8=Fp8Spec(bf16_ends=0))
+        precision = PrecisionSpec(compute="bf16", fp8=Fp8Spec(bf16_layers_each_end=0))
     return RunSpec(
         device="cpu",
         model=_draw_model(draw, parallel.num_stages * per_stage, is_routed=is_routed),

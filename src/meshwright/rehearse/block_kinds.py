@@ -125,7 +125,7 @@ def traced_rank(run: RunSpec) -> int:
 
 
 def _precision(mode: Mode) -> PrecisionSpec:
-    fp8 = None if mode.fp8 == "bf16" else Fp8Spec(recipe=mode.fp8, bf16_ends=0)  # pyright: ignore[reportArgumentType]
+    fp8 = None if mode.fp8 == "bf16" else Fp8Spec(recipe=mode.fp8, bf16_layers_each_end=0)  # pyright: ignore[reportArgumentType]
     weights = "bf16_exact" if mode.weights == "bf16" else "fp32"
     return PrecisionSpec(compute="bf16", weights=weights, fp8=fp8)
 

@@ -50,7 +50,7 @@ class BlockBytes:
         self.kept = self._mean("kept")
         self.casts = self._mean("casts")
         self.remembered = self._mean("remembered")
-        self.forward = self._most(lambda block: self._stack_of(one.live for one in block.forward).max(axis=0))
+        self.forward = self._forward()
 
     def backward(self, reduction: Reduction) -> Items:
         """Items at the peak of a block's backward, what it kept included."""
@@ -78,7 +78,7 @@ class BlockBytes:
             arriving = each * self._stack_of(one.arriving for one in points)
             gradients = np.where(reduction.accumulates, arriving, gradients)
         best = (live + gradients).argmax(axis=0)
-        columns = np.arange(live.shape[1])
+        columns = np.arange(len(self._at))
         live, gradients = live[best, columns], gradients[best, columns]
         # What is added to earlier gradients is freed with it.
         passing = np.where(reduction.accumulates, gradients, 0.0)
@@ -130,11 +130,12 @@ class BlockBytes:
             found = np.where(rows, values, found)
         return found
 
-    def _most(self, value) -> Floats:
+    def _forward(self) -> Floats:
         found = np.zeros(len(self._at))
         for rows, blocks in self._groups:
             for block, _ in blocks:
-                found = np.where(rows, np.maximum(found, value(block)), found)
+                peak = self._stack_of(one.live for one in block.forward).max(axis=0)
+                found = np.where(rows, np.maximum(found, peak), found)
         return found
 
     def _stack_of(self, terms: Iterable[Terms]) -> Floats:

@@ -41,9 +41,9 @@ class Point:
     """A candidate for the peak: what stands beyond what stood when the pass over the block began."""
 
     live: Terms
-    gradients: Terms = field(default_factory=dict)
+    gradients: Terms = field(default_factory=dict[str, float])
     """Of weights of this block that have come so far."""
-    arriving: Terms = field(default_factory=dict)
+    arriving: Terms = field(default_factory=dict[str, float])
     """The gradient that has come just now."""
 
 

@@ -58,11 +58,14 @@ class Sums(Facts):
         # A gradient of 16 bits becomes one of 32 beside itself; a part of a DTensor does when these are gone.
         widened = (self.stack.state.weight < each) & ~self.is_sharded & (self.tp == 1)
         return {
-            "gradients": self._before_the_head() + np.where(widened, each * self.table, 0.0),
+            "gradients": self._before_the_head(),
             "gathered": self.gathered(2.0 * self.table + 2.0 * self.blocks.gathered_elements),
             "activations": self.activations(flight * self.rank.layers, flight) + 2.0 * here * self.stream,
             "cast weights": flight * self.rank.layers * self.blocks.casts,
-            "logits": (here - 1.0) * self.head_gradients() + made + again,
+            "logits": (here - 1.0) * self.head_gradients()
+            + made
+            + again
+            + np.where(widened, each * self.table, 0.0),
             "exchange": self.exchange(flight),
         }
 

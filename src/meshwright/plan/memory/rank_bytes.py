@@ -155,7 +155,7 @@ def _replaced(items: Items, rows: NDArray[np.bool_], new: Items) -> Items:
     """Items in which some rows are others."""
     found: Items = {}
     for name in dict.fromkeys([*items, *new]):
-        found[name] = np.array(np.broadcast_to(items.get(name, 0.0), (len(rows), 3)))
+        found[name] = np.array(np.broadcast_to(items.get(name, 0.0), (len(rows), 3)), dtype=np.float64)
         found[name][rows] = new.get(name, 0.0)
     return found
 
@@ -171,7 +171,7 @@ def _traced_items(
     gradients = np.where(later, state.get("gradients", 0.0), 0.0)
     least = sum(values for name, values in state.items() if name != "gradients") + kept + gradients
     possible = least.max(axis=1) <= cluster.device.memory_bytes
-    nothing = dict.fromkeys(("gathered", "working set", "logits", "exchange"), 0.0)
+    nothing = dict.fromkeys(("gathered", "working set", "logits", "exchange"), np.zeros((1, 3)))
     bound = {**nothing, **state, "gradients": gradients, "activations": kept}
     return _replaced(bound, possible, _traced_rows(work, at, stack, possible))
 
