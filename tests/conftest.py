@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import multiprocessing
+
 import pytest
 from hypothesis import settings
 
@@ -13,10 +15,21 @@ from meshwright.rehearse.rank_pool import RankPool
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+PRELOAD = ["pytest", "tests.support.equivalence", "tests.support.run_directories"]
+
 
 @pytest.fixture(scope="session")
-def ranks():
+def ranks(request: pytest.FixtureRequest):
     """The pool of gloo ranks: `ranks.run(function, world_size, *args)`."""
     pool = RankPool()
+    # Ranks are forked from a server, and anew every few jobs: what the server imports, no rank imports again.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([*PRELOAD, *_imported_by_ranks(request.session)])
     yield pool
     pool.close()
+
+
+def _imported_by_ranks(session: pytest.Session) -> list[str]:
+    """The slow imports that the test modules of this session name in `RANKS_IMPORT`."""
+    modules = {getattr(item, "module", None) for item in session.items}
+    return sorted({name for module in modules for name in getattr(module, "RANKS_IMPORT", ())})

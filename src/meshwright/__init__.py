@@ -1,33 +1,40 @@
 """Meshwright decides how to train your model on the GPUs you have, proves it, and then trains."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.load_weights import load_weights
+    from meshwright.modules.chain import Chain
+    from meshwright.modules.fit import fit
+    from meshwright.modules.own_loop import prepare
 
 __version__ = "0.1.0"
+__all__ = ["Chain", "__version__", "fit", "load_weights", "prepare"]
 
-# The Python face, loaded when it is used: `import meshwright` alone needs no torch and no time.
-_FACE = {
+# Loaded on first use: `import meshwright` alone needs no torch and no time.
+_LAZY = {
     "Chain": "meshwright.modules.chain",
     "fit": "meshwright.modules.fit",
     "load_weights": "meshwright.checkpoint.load_weights",
     "prepare": "meshwright.modules.own_loop",
 }
 
+if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses any other name
 
-def __getattr__(name: str) -> Any:
-    """What is loaded on first use."""
-    if name not in _FACE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(_FACE[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModuleNotFoundError(
-            f"meshwright.{name} needs torch: pip install 'meshwright[train]'", name="torch"
-        ) from None
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                f"meshwright.{name} needs torch: pip install 'meshwright[train]'", name="torch"
+            ) from None
 
-
-def __dir__() -> list[str]:
-    """With what is loaded on first use."""
-    return sorted([*globals(), *_FACE])
+    def __dir__() -> list[str]:
+        """All names of the module, with those that are imported on first use."""
+        return sorted([*globals(), *_LAZY])

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.errors import LaunchError, MeshError
+from meshwright.launch.local import STORE_FILE
 from meshwright.spec import ParallelSpec
 
 
@@ -92,12 +93,21 @@ def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> Worl
 
 
 def _init_process_group(world: World, timeout: datetime.timedelta) -> None:
-    """One rank needs no rendezvous; several use the address in the launcher's variables."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    store = dist.HashStore() if world.num_ranks == 1 else None
     dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.num_ranks, timeout=timeout
+        backend, store=_store(world), rank=world.rank, world_size=world.num_ranks, timeout=timeout
     )
+
+
+def _store(world: World) -> dist.Store | None:
+    """Where ranks find each other: a file on one machine, else the address in the launcher's variables.
+
+    A file needs no port, so no other program can take the port or write into the store.
+    """
+    if world.num_ranks == 1:
+        return dist.HashStore()
+    path = os.environ.get(STORE_FILE)
+    return dist.FileStore(path, world.num_ranks) if path else None
 
 
 def leave_world() -> None:

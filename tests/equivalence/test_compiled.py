@@ -21,6 +21,7 @@ from meshwright.rehearse.steps import Trained, train_steps
 from meshwright.spec import MemorySpec, ParallelSpec, RunSpec
 from meshwright.spec.check import check, require_valid
 
+RANKS_IMPORT = ("torch._inductor.compile_fx",)
 BACKEND = "aot_eager_decomp_partition"
 RECOMPUTE = ("none", "selective", "full")
 

@@ -10,10 +10,11 @@ from tests.support.module_training import (
     train_cases,
     train_plain_loop,
 )
-from tests.support.user_modules import DECODERS, MORE_DECODERS
+from tests.support.user_modules import DECODERS, MORE_DECODERS, SLOW_IMPORTS
 
 from meshwright.spec.modules import FitSpec
 
+RANKS_IMPORT = SLOW_IMPORTS
 RTOL = 1e-9
 SOAK = pytest.mark.soak
 

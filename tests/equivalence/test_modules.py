@@ -12,8 +12,9 @@ from tests.support.module_training import (
     train_plain_loop,
 )
 from tests.support.runs import MORE_OPTIMIZERS
-from tests.support.user_modules import MODULES
+from tests.support.user_modules import MODULES, SLOW_IMPORTS
 
+RANKS_IMPORT = SLOW_IMPORTS
 RTOL = 1e-9
 TWO_RANKS = {
     "dp2": {"parallel": parallel(dp_replicate=2)},

@@ -93,8 +93,11 @@ def test_a_killed_rank_is_named_and_the_run_fails(tmp_path):
     assert "fault" not in printed
 
 
-def test_a_second_writer_is_refused(tmp_path):
-    with training(tmp_path):
+def test_a_second_writer_is_refused_and_ranks_listen_on_loopback_only(tmp_path):
+    with training(tmp_path) as launcher:
+        sockets = [socket for rank in _ranks(launcher.pid) for socket in rank.net_connections("inet")]
+        listening = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+        assert listening and listening <= {"127.0.0.1", "::1"}
         command = [sys.executable, "-m", "meshwright", *TRAIN, *SMALL, "checkpoint.every_steps=10"]
         second = subprocess.run(
             [*command, "--dir", str(tmp_path)], capture_output=True, text=True, timeout=LONGEST_SECONDS

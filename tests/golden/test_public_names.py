@@ -4,6 +4,7 @@ import inspect
 
 from tests.support.golden_files import assert_golden
 
+import meshwright
 from meshwright import errors, spec, units
 from meshwright.spec import check, text
 
@@ -25,6 +26,7 @@ def _signature(value: object) -> str:
 
 def test_public_names():
     modules = {
+        "meshwright": meshwright,
         "meshwright.errors": errors,
         "meshwright.units": units,
         "meshwright.spec": spec,

@@ -15,7 +15,8 @@ import traceback
 from multiprocessing import forkserver
 from pathlib import Path
 
-import numpy as np  # noqa: F401  (imported for the forks, like pydantic and torch)
+import hypothesis  # noqa: F401  (imported for the forks, like numpy, pydantic and torch)
+import numpy as np  # noqa: F401
 import pydantic  # noqa: F401
 import pytest
 import torch.distributed.checkpoint
@@ -82,7 +83,8 @@ def _run_trial(source: Path, tests: list[str]) -> None:
     assert "meshwright" not in sys.modules
     sys.path.insert(0, str(source))
     sys.dont_write_bytecode = True
-    os.environ.update(PYTHONPATH=str(source), PYTHONDONTWRITEBYTECODE="1")  # for programs that a test starts
+    # For programs that a test starts; and pytest loads no plugins, whose asserts it would rewrite each time.
+    os.environ.update(PYTHONPATH=str(source), PYTHONDONTWRITEBYTECODE="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     # Ranks are forks of this process instead of a server's, which would import torch again.
     context = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: context

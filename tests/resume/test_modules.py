@@ -1,18 +1,17 @@
-"""Modules from elsewhere, stopped and resumed, go exactly the way of an uninterrupted run."""
+"""A user's module that is stopped and resumed equals an uninterrupted run, bit for bit."""
 
 from typing import Any
 
 import pytest
 import torch
-from tests.support.module_training import (
-    OPTIMIZERS,
-)
-from tests.support.user_modules import BATCH, user_module
+from tests.support.module_training import OPTIMIZERS
+from tests.support.user_modules import BATCH, SLOW_IMPORTS, user_module
 from torch import Tensor
 
 import meshwright
 from meshwright.observe.metrics import read_metrics
 
+RANKS_IMPORT = SLOW_IMPORTS
 # Starting transformers takes longer than training; the convolutional network has most to lose.
 MODULES = ["resnet", *(pytest.param(name, marks=pytest.mark.soak) for name in ("vit", "bert"))]
 
@@ -32,12 +31,12 @@ class Rows:
 
 
 def _train(name: str, directory: str, *, stop_after: int | None = None, **settings: Any) -> dict[str, Tensor]:
-    foreign = user_module(name)
-    model = foreign.build()
+    user = user_module(name)
+    model = user.build()
     meshwright.fit(
         model,
         Rows(name),
-        foreign.loss,
+        user.loss,
         directory=directory,
         stop_after=stop_after,
         device="cpu",

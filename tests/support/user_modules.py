@@ -21,6 +21,8 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 BATCH = 8
+# Importing transformers takes longer than training; the pool of ranks imports it once.
+SLOW_IMPORTS = ("transformers.models.resnet.modeling_resnet", "transformers.models.gemma3.modeling_gemma3")
 Batch = tuple[Tensor, Tensor]
 
 

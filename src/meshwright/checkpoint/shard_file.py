@@ -68,7 +68,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The elements of a tensor in host memory; a copy where it is on a device or not contiguous."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class ShardFiles:

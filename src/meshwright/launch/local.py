@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,8 @@ _TOGETHER_SECONDS = 1.0
 # Ranks that were asked twice to stop and do not end are killed after this time.
 _STOP_SECONDS = 10.0
 _STARTED_HERE = "MESHWRIGHT_LOCAL_RANKS"
+STORE_FILE = "MESHWRIGHT_STORE_FILE"
+"""The variable that names the file in which local ranks find each other."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -52,14 +53,13 @@ def run_local(arguments: Sequence[str], *, num_ranks: int) -> int:
     Rank 0 prints to this terminal. Output of the other ranks is kept in files and printed when one of them
     fails first. EXIT_RANK_OUT_OF_MEMORY is returned where any rank ran out of memory.
     """
-    port = _free_port()
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as folder, ExitStack() as files:
         processes: list[Process] = []
         stopping = _Stopping(processes)
         with stopping.signals_passed_on():
             for rank in range(num_ranks):
                 output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
-                processes.append(_start(arguments, _environment(rank, num_ranks, port), output))
+                processes.append(_start(arguments, _environment(rank, num_ranks, Path(folder)), output))
             failed = _wait(processes, stopping)
         if failed is None:
             return 0
@@ -97,28 +97,21 @@ def _is_refused_by_all(processes: list[Process], failed: int) -> bool:
     return code in (EXIT_INPUT, EXIT_NO_FIT) and processes[0].returncode == code
 
 
-def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
     environment = dict(os.environ)
     environment.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
         LOCAL_WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
     )
+    environment[STORE_FILE] = str(folder / "store")
     environment[_STARTED_HERE] = str(num_ranks)
     # Each rank its share of the cores: the default would give every rank all of them.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // num_ranks)))
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names need not resolve for a local run
     return environment
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class _Stopping:

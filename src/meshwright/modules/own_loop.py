@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,13 @@ from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.modules.build_training import build_loop_training, require_module
 from meshwright.modules.loop_loader import LoopLoader
 from meshwright.modules.module_program import ModuleProgram, require_pair
-from meshwright.optim.user_optimizer import adopted_numbers, allocate, require_optimizer, restore_numbers
+from meshwright.optim.user_optimizer import (
+    allocate,
+    require_optimizer,
+    restore_user_state,
+    user_state_numbers,
+)
+from meshwright.spec.keywords import LoopSettings
 from meshwright.spec.modules import LoopSpec
 from meshwright.spec.settings import read_settings, with_data_parallel
 from meshwright.train.build import seed_step
@@ -44,7 +50,7 @@ def prepare(
     run: str | Path | None = None,
     directory: str | Path | None = None,
     keep: Mapping[str, Any] | None = None,
-    **settings: Any,
+    **settings: Unpack[LoopSettings],
 ) -> "OwnLoop":
     """Distribute a loop over the ranks that torchrun started; plain Python is one rank.
 
@@ -216,12 +222,12 @@ class _UserObjects:
     def state(self) -> dict[str, Any]:
         numbers = None
         if self._has_user_optimizer:
-            numbers = adopted_numbers(self._training.optimizer, self._training.named_shards)
+            numbers = user_state_numbers(self._training.optimizer, self._training.named_shards)
         return {"optimizer": numbers, "keep": {name: one.state_dict() for name, one in self._keep.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self._has_user_optimizer:
-            restore_numbers(self._training.optimizer, self._training.named_shards, state["optimizer"])
+            restore_user_state(self._training.optimizer, self._training.named_shards, state["optimizer"])
         for name, thing in self._keep.items():
             thing.load_state_dict(state["keep"][name])
 

@@ -295,14 +295,7 @@ def _layout(cells: _Cells, workload: Workload, framework: Framework, num_devices
     micro = batch // (dp * microbatch)
     virtual = _virtual_stages(cells, workload, framework, pp)
     schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
-    recompute = cells.text("recompute")
-    if not recompute:
-        recompute = "none" if routed else _recipe(framework).recompute
-        cells.assumed.append(f"recompute={recompute}")
-    try:
-        bits = parse_recompute(recompute)
-    except SpecError as error:
-        raise SpecError(error.fact, where=cells.where, hint=error.hint) from error
+    recompute = _recompute(cells, "none" if routed else _recipe(framework).recompute)
     zero_default = 0 if workload.precision == "fp16" else 1
     return layouts(
         dp_shard=dp,
@@ -315,8 +308,19 @@ def _layout(cells: _Cells, workload: Workload, framework: Framework, num_devices
         schedule=SCHEDULES.index(schedule),
         microbatch_sequences=microbatch,
         num_microbatches=micro,
-        recompute=bits,
+        recompute=recompute,
     )
+
+
+def _recompute(cells: _Cells, default: str) -> int:
+    """Bits of the recomputed parts, as stated or by default."""
+    text = cells.text("recompute")
+    if not text:
+        cells.assumed.append(f"recompute={default}")
+    try:
+        return parse_recompute(text or default)
+    except SpecError as error:
+        raise SpecError(error.fact, where=cells.where, hint=error.hint) from error
 
 
 def _virtual_stages(cells: _Cells, workload: Workload, framework: Framework, pp: int) -> int:

@@ -6,6 +6,8 @@ from pydantic import AfterValidator, BeforeValidator
 
 from meshwright.spec.base import Positive, Spec
 
+Recompute = Literal["none", "selective", "full"]
+OnOom = Literal["stop", "halve_microbatch"]
 Offloaded = Literal["optimizer", "parameters", "activations"]
 OFFLOAD_ORDER: tuple[Offloaded, ...] = ("optimizer", "parameters", "activations")
 
@@ -26,7 +28,7 @@ def _in_order(value: tuple[Offloaded, ...]) -> tuple[Offloaded, ...]:
 class MemorySpec(Spec):
     """Everything is kept on the device by default."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """Activation checkpointing: full recomputes each block in backward; selective saves matmul and attention
     outputs and recomputes the cheap rest."""
     recompute_every: Positive = 1
@@ -37,5 +39,5 @@ class MemorySpec(Spec):
     activations that it still saves are offloaded. The order of the list has no meaning."""
     regather_tp_inputs: bool = False
     """tp: all-gather the inputs of column-wise layers again in backward instead of saving them gathered."""
-    on_oom: Literal["stop", "halve_microbatch"] = "stop"
+    on_oom: OnOom = "stop"
     """When a rank is out of memory: stop, or restart from the last checkpoint with smaller micro-batches."""

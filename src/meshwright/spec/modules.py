@@ -13,6 +13,8 @@ from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.schedule import ScheduleSpec
 
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
 
 class ModuleSpec(Spec):
     """How any `nn.Module` is distributed over ranks, computed and saved."""
@@ -23,7 +25,7 @@ class ModuleSpec(Spec):
     """Seed of the order of samples and of dropout; the weights are the module's own."""
     deterministic: bool = False
     """Two runs of the same spec have bitwise equal losses, at some cost in speed."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceKind = "auto"
     """auto: CUDA if there is a device, otherwise the CPU."""
     compile: bool = False
     """Compile each block with torch.compile."""

@@ -6,11 +6,16 @@ from typing import Literal
 
 from meshwright.spec.base import Fraction, Number, Positive, PositiveNumber, Spec
 
+OptimizerKind = Literal["adamw", "sgd", "adamw_8bit", "adafactor", "lars", "lamb", "muon"]
+StateDtype = Literal["fp32", "bf16"]
+DecayedParameters = Literal["matrices", "all"]
+LrScalingRule = Literal["linear", "sqrt"]
+
 
 class LrScalingSpec(Spec):
     """Scales the learning rate with the batch: lr x (batch / reference), or its square root."""
 
-    rule: Literal["linear", "sqrt"]
+    rule: LrScalingRule
     """Scale the learning rate in proportion to the batch, or to its square root."""
     reference_batch_tokens: Positive
     """The batch at which `optim.lr` is used unscaled."""
@@ -30,7 +35,7 @@ class GroupSpec(Spec):
 class OptimSpec(Spec):
     """AdamW by default, with weight decay on matrices only."""
 
-    kind: Literal["adamw", "sgd", "adamw_8bit", "adafactor", "lars", "lamb", "muon"] = "adamw"
+    kind: OptimizerKind = "adamw"
     """adamw; sgd with momentum; adamw_8bit and adafactor need less memory; lars and lamb, whose updates are
     in proportion to each parameter's norm, allow larger batches; muon orthogonalises the updates of matrices
     and uses adamw for embeddings, head and vectors."""
@@ -43,7 +48,7 @@ class OptimSpec(Spec):
     """Decay of the second moment."""
     eps: PositiveNumber = 1e-8
     """Added to the square root of the second moment."""
-    state: Literal["fp32", "bf16"] = "fp32"
+    state: StateDtype = "fp32"
     """adamw: dtype of the two moments; bf16 uses stochastic rounding."""
     momentum: Fraction = 0.95
     """muon: momentum of matrices."""
@@ -51,7 +56,7 @@ class OptimSpec(Spec):
     """lars: norm of an update / norm of its parameter, at a learning rate of 1."""
     weight_decay: Number = 0.1
     """Decoupled weight decay, times the learning rate; sgd, lars and lamb add it to the update direction."""
-    weight_decay_on: Literal["matrices", "all"] = "matrices"
+    weight_decay_on: DecayedParameters = "matrices"
     """Parameters with weight decay; matrices: not on norms, biases and other vectors."""
     groups: tuple[GroupSpec, ...] = ()
     """Parameter groups by name; where several match a parameter, the last one applies."""

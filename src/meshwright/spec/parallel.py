@@ -10,6 +10,7 @@ from meshwright.units import parse_count
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]
+GradReduce = Literal["each_microbatch", "last_microbatch"]
 CpKind = Literal["gather", "ring", "ulysses", "hierarchical"]
 ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(parse_count)]
 # From outer to inner: neighbours on the innermost axis are neighbours on the node.
@@ -25,7 +26,7 @@ class ParallelSpec(Spec):
     """Data-parallel ranks that shard one copy of the state, by the stage in `zero`."""
     zero: ZeroStage = 0
     """ZeRO stage, what dp_shard x cp shards: 1 optimizer states, 2 gradients too, 3 parameters too (FSDP)."""
-    grad_reduce: Literal["each_microbatch", "last_microbatch"] = "each_microbatch"
+    grad_reduce: GradReduce = "each_microbatch"
     """zero 2 and 3: reduce-scatter gradients after each micro-batch and keep a shard of them, or once after
     the last one, which sends less and keeps unsharded gradients, as zero 0 and 1 do. Pipelines too."""
     cp: Positive = 1

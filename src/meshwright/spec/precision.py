@@ -6,6 +6,12 @@ from pydantic import BeforeValidator
 
 from meshwright.spec.base import Fraction, NonNegative, Positive, PositiveNumber, Spec
 
+Fp8Recipe = Literal["current", "delayed", "blockwise", "mxfp8"]
+CastWeights = Literal["per_microbatch", "per_step"]
+ComputeDtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+WeightDtype = Literal["fp32", "bf16_exact", "bf16_stochastic"]
+GradientDtype = Literal["fp32", "bf16"]
+
 
 class LossScaleSpec(Spec):
     """Dynamic loss scaling for fp16: skip the step and lower the scale on overflow, else raise it."""
@@ -24,13 +30,13 @@ class Fp8Spec(Spec):
     """fp8 matmuls in the linear layers of the blocks; head, norms, attention, router and routed experts stay
     in bf16."""
 
-    recipe: Literal["current", "delayed", "blockwise", "mxfp8"] = "current"
+    recipe: Fp8Recipe = "current"
     """current: per-tensor scaling, E4M3, gradients of outputs in E5M2. delayed: the same with scales from
     the amax history of earlier steps, which saves a pass over each tensor. blockwise: one scale per 1x128 of
     inputs and gradients and per 128x128 of weights, E4M3. mxfp8: one scale per 32 numbers, E4M3."""
     bf16_layers_each_end: NonNegative = 1
     """Layers at each end of the model (first and last) that stay in bf16."""
-    cast_weights: Literal["per_microbatch", "per_step"] = "per_microbatch"
+    cast_weights: CastWeights = "per_microbatch"
     """per_microbatch: weights are cast to fp8 when they are used. per_step: they are cast once per update and
     cached, which is faster, takes two more bytes per weight, and needs unsharded weights on the device: not
     ZeRO-3, not offloaded. The numbers are the same."""
@@ -51,13 +57,13 @@ def _of_recipe(value: Any) -> Any:
 class PrecisionSpec(Spec):
     """fp32 by default (fp64 when computing in fp64); `compute` is the dtype of matmuls."""
 
-    compute: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
+    compute: ComputeDtype = "fp32"
     """Dtype of matmuls and activations."""
-    weights: Literal["fp32", "bf16_exact", "bf16_stochastic"] = "fp32"
+    weights: WeightDtype = "fp32"
     """Dtype of the weights. bf16_exact: bf16, and the optimizer stores the lower 16 bits of the exact fp32
     values. bf16_stochastic: bf16 alone, with stochastic rounding so that small updates count on average. Both
     need compute=bf16."""
-    gradients: Literal["fp32", "bf16"] = "fp32"
+    gradients: GradientDtype = "fp32"
     """Dtype in which gradients are kept, accumulated over micro-batches and reduced over ranks; bf16 needs
     weights in bf16."""
     loss_scale: LossScaleSpec | None = None

@@ -57,3 +57,25 @@ def test_a_rank_knows_who_started_it(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # torchrun
         monkeypatch.setenv(name, value)
     assert local.is_rank() and not local.is_local_rank()
+
+
+def test_the_rank_that_was_killed_is_named_and_not_those_that_lost_it(monkeypatch, capfd):
+    _ranks(monkeypatch, "os.kill(os.getpid(), 9) if rank == '2' else sys.exit(4)")
+    assert local.run_local([], num_ranks=3) == 4
+    assert "rank 2 was killed by signal 9 (SIGKILL); was host memory full?" in capfd.readouterr().err
+
+
+def test_an_error_of_the_input_explains_lost_connections(monkeypatch, capfd):
+    """A token outside of the vocabulary on rank 1: rank 0 only loses the connection."""
+    _ranks(
+        monkeypatch,
+        "print('token 9', file=sys.stderr) if rank == '1' else 0; sys.exit(2 if rank == '1' else 4)",
+    )
+    assert local.run_local([], num_ranks=2) == 2
+    assert capfd.readouterr().err.endswith("rank 1 failed first:\ntoken 9\n")
+
+
+def test_a_signal_during_the_start_is_passed_on_and_named(monkeypatch, capfd):
+    _ranks(monkeypatch, "os.kill(os.getppid(), 15) if rank == '0' else 0; time.sleep(60)")
+    assert local.run_local([], num_ranks=2) == 130
+    assert "stopped by SIGTERM before the first step" in capfd.readouterr().err

@@ -6,12 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.module_training import (
-    NUM_STEPS,
-    OPTIMIZERS,
-    train_plain_loop,
-)
-from tests.support.user_modules import BATCH, user_module
+from tests.support.module_training import NUM_STEPS, OPTIMIZERS, train_plain_loop
+from tests.support.user_modules import BATCH, SLOW_IMPORTS, user_module
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,6 +16,7 @@ import meshwright
 from meshwright.data.order import SampleOrder
 from meshwright.errors import MeshwrightError, SpecError
 
+RANKS_IMPORT = SLOW_IMPORTS
 RTOL = 1e-9
 NUM_SAMPLES, EPOCHS = 29, 2
 BUILD = {
@@ -240,10 +237,10 @@ def _refusals() -> list[str]:
 
 def test_what_cannot_be_divided_is_told(ranks):
     expected = [
-        "Whole may look at whole parameters",
+        "Whole may need full parameters",
         "scale is a scalar, which ZeRO-3 cannot shard",
-        "SGD has made state already",
-        "SGD holds 7 parameters that the model has not",
+        "SGD already has state",
+        "SGD holds 7 parameters that the model does not have",
         "blocks.0.0.weight is shared by blocks.0 and blocks.1",
     ]
     for told in ranks.run(_refusals, 2):
@@ -262,8 +259,8 @@ def test_a_mean_is_refused():
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
-        ({"optimizer": "adamw"}, "'adamw' is no torch optimizer"),
-        ({"optimizer": "lbfgs"}, "LBFGS computes the loss again within a step"),
+        ({"optimizer": "adamw"}, "'adamw' is not a torch optimizer"),
+        ({"optimizer": "lbfgs"}, "LBFGS calls a closure for the loss"),
         ({"model": len}, "builtin_function_or_method is not an nn.Module"),
         ({"keep": {"rates": object()}}, "keep has no effect without a directory"),
         ({"checkpoint": {"every_steps": 5}}, "checkpoint has no effect without a directory"),

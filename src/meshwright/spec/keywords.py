@@ -1,0 +1,273 @@
+"""Types of the keywords of `fit` and `prepare`, for type checkers.
+
+One TypedDict per nested spec, and one per function with the fields of its spec and the fields of nested specs
+that have a unique name. A test compares them with the specs, field by field.
+"""
+
+from collections.abc import Sequence
+from typing import Required, TypedDict
+
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
+from meshwright.spec.modules import DeviceKind, SamplesSpec
+from meshwright.spec.observe import EvaluateSpec, NoiseScaleSpec, ObserveSpec
+from meshwright.spec.optim import (
+    DecayedParameters,
+    GroupSpec,
+    LrScalingRule,
+    LrScalingSpec,
+    OptimizerKind,
+    OptimSpec,
+    StateDtype,
+)
+from meshwright.spec.parallel import CpKind, GradReduce, ParallelSpec, Schedule
+from meshwright.spec.precision import (
+    CastWeights,
+    ComputeDtype,
+    Fp8Recipe,
+    Fp8Spec,
+    GradientDtype,
+    LossScaleSpec,
+    PrecisionSpec,
+    WeightDtype,
+)
+from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
+
+
+class ParallelSettings(TypedDict, total=False):
+    """Fields of `ParallelSpec`."""
+
+    dp_replicate: int
+    dp_shard: int
+    zero: int
+    grad_reduce: GradReduce
+    cp: int
+    cp_kind: CpKind
+    cp_inner: int
+    tp: int
+    pp: int
+    schedule: Schedule
+    virtual_stages: int
+    ep: int
+    etp: int
+
+
+class LossScaleSettings(TypedDict, total=False):
+    """Fields of `LossScaleSpec`."""
+
+    initial: float
+    growth_factor: float
+    backoff_factor: float
+    growth_steps: int
+
+
+class Fp8Settings(TypedDict, total=False):
+    """Fields of `Fp8Spec`."""
+
+    recipe: Fp8Recipe
+    bf16_layers_each_end: int
+    cast_weights: CastWeights
+    history_steps: int
+    compare_every_steps: int | None
+    min_gradient_cosine: float
+
+
+class PrecisionSettings(TypedDict, total=False):
+    """Fields of `PrecisionSpec`."""
+
+    compute: ComputeDtype
+    weights: WeightDtype
+    gradients: GradientDtype
+    loss_scale: LossScaleSpec | LossScaleSettings | None
+    fp8: Fp8Spec | Fp8Settings | Fp8Recipe | None
+
+
+class MemorySettings(TypedDict, total=False):
+    """Fields of `MemorySpec`."""
+
+    recompute: Recompute
+    recompute_every: int
+    offload: Sequence[Offloaded] | Offloaded
+    regather_tp_inputs: bool
+    on_oom: OnOom
+
+
+class CheckpointSettings(TypedDict, total=False):
+    """Fields of `CheckpointSpec`."""
+
+    every_steps: int | None
+    keep_last: int
+    start_from: str | None
+
+
+class GroupSettings(TypedDict, total=False):
+    """Fields of `GroupSpec`."""
+
+    pattern: Required[str]
+    lr_factor: float
+    weight_decay: float | None
+
+
+class LrScalingSettings(TypedDict, total=False):
+    """Fields of `LrScalingSpec`."""
+
+    rule: LrScalingRule
+    reference_batch_tokens: int
+
+
+class OptimSettings(TypedDict, total=False):
+    """Fields of `OptimSpec`."""
+
+    kind: OptimizerKind
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    state: StateDtype
+    momentum: float
+    trust_coefficient: float
+    weight_decay: float
+    weight_decay_on: DecayedParameters
+    groups: Sequence[GroupSpec | GroupSettings]
+    max_grad_norm: float | None
+    lr_scaling: LrScalingSpec | LrScalingSettings | None
+    ema_decay: float | None
+
+
+class ScheduleSettings(TypedDict, total=False):
+    """Fields of `ScheduleSpec`."""
+
+    num_steps: int
+    kind: ScheduleKind
+    warmup_steps: int
+    min_lr_ratio: float
+    decay_steps: int
+
+
+class SamplesSettings(TypedDict, total=False):
+    """Fields of `SamplesSpec`."""
+
+    batch_samples: int
+    microbatch_samples: int | None
+    shuffle: bool
+    max_epochs: int | None
+    num_workers: int
+    sample_tokens: int
+
+
+class EvaluateSettings(TypedDict, total=False):
+    """Fields of `EvaluateSpec`."""
+
+    every_steps: int
+
+
+class NoiseScaleSettings(TypedDict, total=False):
+    """Fields of `NoiseScaleSpec`."""
+
+    every_steps: int
+
+
+class ObserveSettings(TypedDict, total=False):
+    """Fields of `ObserveSpec`."""
+
+    every_steps: int
+    tensorboard: bool
+    evaluate: EvaluateSpec | EvaluateSettings | None
+    noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+
+
+class ModuleSettings(TypedDict, total=False):
+    """Keywords that `fit` and `prepare` have in common."""
+
+    name: str
+    seed: int
+    deterministic: bool
+    device: DeviceKind
+    compile: bool
+    blocks: str | None
+    sync_batch_norm: bool
+    parallel: ParallelSpec | ParallelSettings
+    precision: PrecisionSpec | PrecisionSettings
+    memory: MemorySpec | MemorySettings
+    checkpoint: CheckpointSpec | CheckpointSettings
+    dp_replicate: int
+    dp_shard: int
+    zero: int
+    grad_reduce: GradReduce
+    cp: int
+    cp_kind: CpKind
+    cp_inner: int
+    tp: int
+    pp: int
+    virtual_stages: int
+    ep: int
+    etp: int
+    compute: ComputeDtype
+    weights: WeightDtype
+    gradients: GradientDtype
+    loss_scale: LossScaleSpec | LossScaleSettings | None
+    initial: float
+    growth_factor: float
+    backoff_factor: float
+    growth_steps: int
+    fp8: Fp8Spec | Fp8Settings | Fp8Recipe | None
+    recipe: Fp8Recipe
+    bf16_layers_each_end: int
+    cast_weights: CastWeights
+    history_steps: int
+    compare_every_steps: int | None
+    min_gradient_cosine: float
+    recompute: Recompute
+    recompute_every: int
+    offload: Sequence[Offloaded] | Offloaded
+    regather_tp_inputs: bool
+    on_oom: OnOom
+    keep_last: int
+    start_from: str | None
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    state: StateDtype
+    momentum: float
+    trust_coefficient: float
+    weight_decay: float
+    weight_decay_on: DecayedParameters
+    groups: Sequence[GroupSpec | GroupSettings]
+    max_grad_norm: float | None
+    lr_scaling: LrScalingSpec | LrScalingSettings | None
+    rule: LrScalingRule
+    reference_batch_tokens: int
+    ema_decay: float | None
+
+
+class FitSettings(ModuleSettings, total=False):
+    """Keywords of `fit`: fields of `FitSpec`, and fields of its nested specs that have a unique name."""
+
+    optim: OptimSpec | OptimSettings
+    schedule: ScheduleSpec | ScheduleSettings
+    data: SamplesSpec | SamplesSettings
+    observe: ObserveSpec | ObserveSettings
+    num_steps: int
+    warmup_steps: int
+    min_lr_ratio: float
+    decay_steps: int
+    batch_samples: int
+    microbatch_samples: int | None
+    shuffle: bool
+    max_epochs: int | None
+    num_workers: int
+    sample_tokens: int
+    tensorboard: bool
+    evaluate: EvaluateSpec | EvaluateSettings | None
+    noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+
+
+class LoopSettings(ModuleSettings, total=False):
+    """Keywords of `prepare`: fields of `LoopSpec`, and fields of its nested specs that have a unique name."""
+
+    accumulation: int
+    optim: OptimSpec | OptimSettings | None
+    schedule: Schedule
+    every_steps: int | None
+    kind: OptimizerKind
