@@ -97,7 +97,7 @@ def run_of(variant: Variant) -> RunSpec:
 def switched_off(what: str) -> Iterator[None]:
     """Inside, one of our techniques is off."""
     if what == "precise gradients":
-        with patch.object(linear, "matmul", partial(matmul.matmul, fast=True)):
+        with patch.object(linear, "matmul", partial(matmul.matmul, fast_accumulation=True)):
             yield
     elif what == "fused projections":
         with patch.object(apply, "linears_sharing_input", lambda _: ()):

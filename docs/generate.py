@@ -133,7 +133,7 @@ def run_page() -> str:
     """Every key of a run file, and every rule between them."""
     parts = [
         f"# Run file\n\n{GENERATED}\n",
-        "Keys are written nested in a file and dotted on the command line (`parallel.tp=2`). Whole numbers",
+        "Keys are written nested in a file and dotted on the command line (`parallel.tp=2`). Integers",
         "may be written `4K`, `2M`, `1e6`; sizes `80GiB`; durations `30d`. Besides these keys a file may say",
         "`recipe: NAME`, and `model:` may be a family's name. See [the guide](../guides/run_file.md).\n",
         *_sections("", RunSpec),
@@ -194,7 +194,7 @@ def _word(option: Any) -> str:
     if get_origin(option) is tuple:
         return f"list of {_word(get_args(option)[0])}"
     plain = get_args(option)[0] if get_origin(option) is Annotated else option
-    return {int: "whole number", float: "number", bool: "true or false", str: "text"}[plain]
+    return {int: "integer", float: "number", bool: "true or false", str: "text"}[plain]
 
 
 def _line(text: str | None) -> str:

@@ -1,18 +1,16 @@
-"""Rows of `bench/step.py` for people: a line on the terminal, a page, a picture, and all of it as JSON."""
+"""The rows of `bench.step` as a line on the terminal, a Markdown page, a chart, and JSON."""
 
 import json
 import re
 import statistics
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.draw.charts import PALETTE
+from meshwright import svg
 
-STYLE = "text{font:13px sans-serif;fill:#333}.strong{font-weight:600}"
 WIDTH, LABEL_WIDTH, VALUE_WIDTH, BAR, GAP = 940, 400, 240, 22, 8
 GIB = 2**30
-# bf16 rounds each of some hundred operations differently per implementation; fp8 has three bits of fraction.
+# Relative. Implementations round some hundred bf16 operations differently; fp8 has three bits of fraction.
 LOSS_TOLERANCE = {"bf16": 1e-3, "fp8": 5e-3, "fp32": 1e-5}
 Row = dict[str, Any]
 
@@ -44,13 +42,13 @@ def print_row(row: Row) -> None:
 
 
 def shorten(kernel: str) -> str:
-    """The telling part of a kernel's name."""
+    """The part of a kernel's name that identifies it."""
     match = re.search(r"(cudnn\w*?sdpa\w*?_(?:fprop|bprop)\w{0,8}|flash_\w+|fmha\w+|pytorch_flash)", kernel)
     return (match.group(1) if match else kernel)[:48]
 
 
 def losses_agree(rows: list[Row]) -> bool:
-    """Whether all first losses are within the tolerance of their precision of the first row's."""
+    """Whether all first losses equal that of the first row, within the tolerance of their precision."""
     known = [row for row in rows if "first_loss" in row]
     return all(
         abs(row["first_loss"] - known[0]["first_loss"])
@@ -60,7 +58,7 @@ def losses_agree(rows: list[Row]) -> bool:
 
 
 def merged(rows: list[Row]) -> list[Row]:
-    """One row per label: the median over its rounds, and how far the rounds lie apart."""
+    """One row per label: the median over its rounds, and the spread between rounds."""
     found = []
     for label in dict.fromkeys(row["label"] for row in rows):
         same = [row for row in rows if row["label"] == label and "error" not in row]
@@ -73,19 +71,19 @@ def merged(rows: list[Row]) -> list[Row]:
             for key in ("teraflops", "tokens_per_second", "step_seconds", "p10_seconds", "p90_seconds")
         }
         apart = (max(rates) - min(rates)) / middle["teraflops"]
-        # The last round knows the most: it was profiled.
+        # The last round has the kernel profile.
         found.append({**same[-1], **middle, "rounds": len(same), "rounds_apart": apart})
     return found
 
 
 def stem_of(kind: str, case: str, facts: Row) -> str:
-    """How the files of a measurement are called: kind, case, device and date."""
+    """File name of a measurement without suffix: kind, case, device and date."""
     device = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower().replace("nvidia ", "")).strip("-")
     return f"{kind}_{case}_{device}_{facts['date']}"
 
 
 def write_files(folder: Path, stem: str, summary: dict[str, Any], page_text: str, rows: list[Row]) -> None:
-    """The JSON of everything, the page and the picture."""
+    """Write the JSON document, the page and the chart."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.json").write_text(json.dumps(summary, indent=1) + "\n")
     (folder / f"{stem}.svg").write_text(picture(rows))
@@ -93,7 +91,7 @@ def write_files(folder: Path, stem: str, summary: dict[str, Any], page_text: str
 
 
 def write_results(summary: dict[str, Any], folder: Path) -> None:
-    """All files of a case, if anything was measured at all."""
+    """Write all files of a case, if anything was measured."""
     facts = next((row for row in [*summary["rows"], *summary["sweep"]] if "device" in row), None)
     if facts is None:
         return
@@ -103,32 +101,28 @@ def write_results(summary: dict[str, Any], folder: Path) -> None:
     write_files(folder, stem, summary, page(summary, facts, stem), merged(summary["rows"]))
 
 
-# ---- the picture --------------------------------------------------------------------------------
+# ---- the chart ----------------------------------------------------------------------------------
 
 
 def picture(rows: list[Row]) -> str:
-    """A bar for each row that was measured, shaded by who it is, with its rates."""
+    """A bar chart with one bar per measured row, coloured by contender."""
     working = [row for row in rows if "error" not in row]
     peers = list(dict.fromkeys(_peer(row).split(",")[0] for row in working))
-    shade = dict(zip(peers, PALETTE, strict=False))
+    colours = dict(zip(peers, svg.PALETTE, strict=False))
     longest = max((row["teraflops"] for row in working), default=1.0)
-    scale = (WIDTH - LABEL_WIDTH - VALUE_WIDTH) / longest
+    scale = svg.Scale(0.0, longest, LABEL_WIDTH, WIDTH - VALUE_WIDTH)
     parts = []
     for index, row in enumerate(working):
-        y, width = 8 + index * (BAR + GAP), row["teraflops"] * scale
-        words = f"{row['teraflops']:.4g} TFLOP/s, {row['tokens_per_second'] / 1e3:.4g}k tokens/s"
+        y, end = 8 + index * (BAR + GAP), scale.place(row["teraflops"])
+        text = f"{row['teraflops']:.4g} TFLOP/s, {row['tokens_per_second'] / 1e3:.4g}k tokens/s"
         shown = row["label"] if len(row["label"]) < 62 else row["label"][:60] + "…"
         parts += [
-            f'<text x="{LABEL_WIDTH - 8}" y="{y + 15}" text-anchor="end">{escape(shown)}</text>',
-            f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR}" '
-            f'fill="{shade[_peer(row).split(",")[0]]}"/>',
-            f'<text x="{LABEL_WIDTH + width + 8:.1f}" y="{y + 15}" class="strong">{words}</text>',
+            svg.text(LABEL_WIDTH - 8, y + 15, shown, anchor="end"),
+            svg.rect(LABEL_WIDTH, y, end - LABEL_WIDTH, BAR, fill=colours[_peer(row).split(",")[0]]),
+            svg.text(end + 8, y + 15, text, weight=600),
         ]
     height = 16 + len(working) * (BAR + GAP)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}">'
-    return (
-        f'{head}<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
-    )
+    return svg.document(parts, WIDTH, height, label="Model TFLOP/s")
 
 
 def _peer(row: Row) -> str:
@@ -139,14 +133,14 @@ def _peer(row: Row) -> str:
 
 
 def page(summary: dict[str, Any], facts: Row, stem: str) -> str:
-    """Everything that a reader needs to believe it, or not."""
+    """The results page with everything that is needed to judge them."""
     run, rows = summary["run"], compared(summary)
     lines = [
         f"# One training step of {run['model']['family']} on {facts['device']}",
         "",
         provenance(summary, facts),
-        "Contenders stay on the card together and take turns; a figure is the median over the rounds, each "
-        "the median of its steps.",
+        "The contenders are alive on the device together and are timed in interleaved windows (A-B-A-B). A "
+        "figure is the median over the rounds, and a round's figure is the median of its steps.",
         "",
         f"First losses agree: {'yes' if summary['first_losses_agree'] else 'NO'} (to 0.1% between "
         "implementations in bf16, which round some hundred operations differently; to 0.5% in fp8, which has "
@@ -158,8 +152,8 @@ def page(summary: dict[str, Any], facts: Row, stem: str) -> str:
         f"![model TFLOP/s]({stem}.svg)",
         "",
         *_ratio_lines(rows),
-        "| who | TFLOP/s | tokens/s | step ms | p10 to p90 | rounds apart | allocated / reserved GiB "
-        "| compile s | first loss | MHz, W | attention kernel |",
+        "| contender | TFLOP/s | tokens/s | step ms | p10 to p90 | spread of rounds "
+        "| allocated / reserved GiB | compile s | first loss | MHz, W | attention kernel |",
         "|" + "---|" * 11,
         *map(_cells, rows),
         *_sweep_lines(summary),
@@ -169,7 +163,7 @@ def page(summary: dict[str, Any], facts: Row, stem: str) -> str:
 
 
 def provenance(summary: dict[str, Any], facts: Row) -> str:
-    """Where, with what, and what a step is."""
+    """Date, versions, the batch, and how FLOPs are counted."""
     data = summary["run"]["data"]
     versions = "".join(f", {name} {version}" for name, version in summary["versions"].items() if version)
     micro = data["microbatch_sequences"]
@@ -177,15 +171,15 @@ def provenance(summary: dict[str, Any], facts: Row) -> str:
         f"{facts['date']}, torch {facts['torch']}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, driver "
         f"{facts.get('driver')}{versions}. A step has {data['batch_sequences']} sequences of "
         f"{data['sequence_length']} tokens ({data['batch_sequences'] // micro} x {micro} of ours: "
-        "micro-batches x sequences); random tokens, frequent ones more often; the same weights for "
-        "everyone. Model TFLOP/s by the strict count: 6 x parameters in matmuls + 6 x layers x width x "
-        "sequence, per token; recomputed work never counts. A step is data fetch, copy to the device, "
-        f"forward, backward, clipping and update. All of it took {summary['seconds']} s."
+        "micro-batches x sequences); random tokens with a Zipf-like distribution; the same weights for all. "
+        "Model TFLOP/s by the strict count: 6 x parameters in matmuls + 6 x layers x width x sequence, per "
+        "token; recomputed work does not count. A step is data fetch, copy to the device, forward, backward, "
+        f"clipping and update. The measurement took {summary['seconds']} s."
     )
 
 
 def compared(summary: dict[str, Any]) -> list[Row]:
-    """Who was timed in rounds, and of those that nothing is known of, their words."""
+    """The rows of the rounds, and the errors of contenders without any."""
     rows = merged(summary["rows"])
     measured = {_peer(row) for row in rows if "error" not in row}
     return [row for row in rows if "error" not in row or _peer(row) not in measured]
@@ -197,7 +191,7 @@ def _ratio_lines(rows: list[Row]) -> list[str]:
     if "ours" not in rates or not others:
         return []
     best = max(others, key=others.__getitem__)
-    return [f"Ours is {rates['ours'] / others[best]:.3f} times the best other, {best}.", ""]
+    return [f"Ours is {rates['ours'] / others[best]:.3f} times the fastest peer, {best}.", ""]
 
 
 def _cells(row: Row) -> str:
@@ -224,13 +218,13 @@ def _cells(row: Row) -> str:
 
 
 def _sweep_lines(summary: dict[str, Any]) -> list[str]:
-    """One line for each setting of a peer, the fastest first; one window each."""
+    """One line for each setting of a peer, the fastest first; each was timed in one window."""
     rows = [row for row in [*summary["sweep"], *summary["rows"]] if not _peer(row).startswith("ours")]
     first = {row["label"]: row for row in reversed(rows)}.values()
     if not first:
         return []
     ordered = sorted(first, key=lambda row: (_peer(row), -row.get("teraflops", 0.0)))
-    lines = ["", "## What was tried for each peer", "", "The best of each took part in the rounds.", ""]
+    lines = ["", "## Settings tried for each peer", "", "The fastest of each took part in the rounds.", ""]
     lines += ["| setting (micro-batches x sequences) | TFLOP/s | tokens/s | GiB |", "|---|---|---|---|"]
     for row in ordered:
         if "error" in row:
@@ -243,12 +237,12 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _budget_lines(rows: list[Row]) -> list[str]:
-    """Where the time goes, in milliseconds of one step, a column for each contender."""
+    """Milliseconds of one step by class of kernel, with a column for each contender."""
     known = [row for row in rows if row.get("kernel_seconds")]
     if not known:
         return []
     classes = list(dict.fromkeys(name for row in known for name in row["kernel_seconds"]))
-    lines = ["", "## Where the time goes, ms of one step", ""]
+    lines = ["", "## Time by class of kernel, ms of one step", ""]
     lines.append("| | " + " | ".join(row["label"] for row in known) + " |")
     lines.append("|---|" + "---|" * len(known))
     for name in classes:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from meshwright.models import decoder
 from meshwright.models.layers import mlp
-from meshwright.models.layers.fused import join
+from meshwright.models.layers.fused import fuse_linears
 from meshwright.ops.gelu import gelu_by_sigmoid
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.parallel import apply
@@ -29,7 +29,7 @@ def _fuse_only(kind: type[nn.Module], model: nn.Module, run: RunSpec) -> None:
     del run
     for module in model.modules():
         if isinstance(module, kind):
-            join(module)  # pyright: ignore[reportArgumentType]
+            fuse_linears(module)  # pyright: ignore[reportArgumentType]
 
 
 def _tanh_forward(self: mlp.Gelu, x_BSD: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.reference_attention import reference_attention
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -15,7 +16,7 @@ from meshwright.data.batches import Microbatch
 from meshwright.errors import MeshError
 from meshwright.models.layers.attend import Attend
 from meshwright.ops import collectives
-from meshwright.ops.attention import AttentionScope, full_sequence, reference_attention
+from meshwright.ops.attention import AttentionScope, full_sequence
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch, shard_sequence, unshard_sequence
 
 B, S, H, K = 2, 32, 8, 8

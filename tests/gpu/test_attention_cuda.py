@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from tests.support.reference_attention import reference_attention
 from torch import nn
 
 from meshwright.models.layers.attend import Attend
@@ -17,7 +18,6 @@ from meshwright.ops.attention import (
     attend,
     full_sequence,
     masked_score,
-    reference_attention,
 )
 from meshwright.ops.attention_aten import CUDNN, EFFICIENT, FLASH, PLAIN, SdpaArgs
 from meshwright.ops.attention_tasks import Chunk

@@ -62,7 +62,7 @@ def matmul_call(m: int, n: int, k: int, precision: str, device: torch.device) ->
     if precision == "fp8":
         one = torch.ones((), device=device)
         a, b = (Quantised(x.to(torch.float8_e4m3fn), one) for x in (a_MK, b_NK))
-        return lambda: matmul(a, b, to=torch.bfloat16, native=True, fast=True)
+        return lambda: matmul(a, b, to=torch.bfloat16, native=True, fast_accumulation=True)
     dtype = DTYPES[precision]
     a_MK, b_NK = a_MK.to(dtype), b_NK.to(dtype)
     return lambda: torch.mm(a_MK, b_NK.t())

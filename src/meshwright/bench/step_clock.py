@@ -15,7 +15,7 @@ from torch.profiler import profile
 from meshwright.bench.kernel_time import KernelBudget, budget_of, kernel_recorder, kernels_of
 from meshwright.bench.machine_facts import sampled_clock
 from meshwright.bench.timing import synchronize, timing_of
-from meshwright.parallel.compile import num_compiled_graphs
+from meshwright.parallel.torch_graph_count import num_compiled_graphs
 
 FEWEST_STEPS, MOST_STEPS = 6, 300
 PROFILED_STEPS = 2

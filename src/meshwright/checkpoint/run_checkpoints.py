@@ -31,7 +31,7 @@ from meshwright.optim.build import (
     state_dims,
     state_tensors,
 )
-from meshwright.optim.user_optimizer import adopted_tensors
+from meshwright.optim.user_optimizer import user_state_tensors
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec, LoopSpec
 
@@ -87,7 +87,7 @@ def all_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, Tensor]:
 
 def _optimizer_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, dict[str, Tensor]]:
     if run.optim is None:
-        return adopted_tensors(training.optimizer, training.named_shards)
+        return user_state_tensors(training.optimizer, training.named_shards)
     return state_tensors(training.optimizer, training.named_shards, run.optim)
 
 

@@ -140,11 +140,6 @@ class Batches:
         self._prefetch()
         return on_device(batch, self.sharding.device)
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples in the training part of the data."""
-        return self.order.num_samples
-
     def state(self) -> dict[str, int]:
         """The state for a resume: the position, and the stream of samples that it counts in."""
         return {"position": self.position, "stream": self._stream()}

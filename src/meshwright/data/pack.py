@@ -1,4 +1,4 @@
-"""Text files to a packed dataset, one document at a time: the corpus is never in memory as a whole."""
+"""Text files to a packed dataset, one document at a time: memory never holds the full corpus."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -140,7 +140,7 @@ class TokenFile:
     def damage(self) -> list[str]:
         """Everything wrong with the files, as facts; reads every byte. Empty when they are intact."""
         facts = [
-            f"{file}: sha256 is {found[:16]}..., dataset.json says {expected[:16]}..."
+            f"{file}: sha256 is {found[:16]}..., dataset.json has {expected[:16]}..."
             for file, expected in self.manifest.sha256.items()
             if (found := sha256_of(self.folder / file)) != expected
         ]
@@ -225,7 +225,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         raise damaged(path, "the file is missing")
     size, expected = path.stat().st_size, count * dtype.itemsize
     if size != expected:
-        raise damaged(path, f"the file has {size} bytes, dataset.json says {expected}")
+        raise damaged(path, f"the file has {size} bytes, dataset.json has {expected}")
     try:
         # A plain view: slices of np.memmap are a subclass and several times slower to make.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

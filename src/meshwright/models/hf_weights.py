@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from meshwright.errors import CheckpointError
 from meshwright.models.hf_names import Source, sources, state_shapes
-from meshwright.ops.sharded import local_slices
 from meshwright.spec import ModelSpec
 from meshwright.spec.huggingface import load_model, to_config
 
@@ -118,22 +116,6 @@ class HuggingFaceReader:
         # Multi-token-prediction modules have layer numbers after the last layer of the model.
         is_extra_layer = name.startswith("model.layers.") and int(name.split(".")[2]) >= self.model.num_layers
         return is_second_copy or is_extra_layer or name.endswith(_DERIVED)
-
-
-def load_folder(model: nn.Module, reader: HuggingFaceReader) -> None:
-    """Load every parameter and saved buffer of a decoder, or of a stage of one, from the folder.
-
-    Each rank reads its own shards, one tensor at a time. Does not communicate.
-    """
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with torch.no_grad():
-        for name in reader.names():
-            if name in held:
-                _local(held[name]).copy_(reader.read_slice(name, local_slices(held[name])))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def save_folder(

@@ -1,6 +1,6 @@
 """User modules: any `nn.Module`, or a Hugging Face model outside our families, on the same mesh and step.
 
-fit             a module, a dataset and a loss handed to the trainer
+fit             trains a module on a dataset with a loss
 own_loop        `prepare`: a user's own training loop on any number of ranks
 build_training  from a module to program, optimizer and loss scale
 build_program   the order of transforms on the module, in place

@@ -17,7 +17,7 @@ from meshwright.modules.chain import Chain
 from meshwright.modules.module_program import Loss
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.ema import Ema
-from meshwright.optim.user_optimizer import adopt
+from meshwright.optim.user_optimizer import replace_parameters
 from meshwright.parallel.program import Program
 from meshwright.parallel.shards import full_parameter_of
 from meshwright.precision.loss_scale import LossScale
@@ -68,7 +68,7 @@ def build_loop_training(
     assert optimizer is not None
     shards = {one.name: one.shard for one in program.shards}
     shard_of = {parameter: shards[name] for parameter, name in names.items()}
-    adopt(optimizer, shard_of, is_cut=spec.parallel.zero > 0 or spec.parallel.tp > 1)
+    replace_parameters(optimizer, shard_of, is_sharded=spec.parallel.zero > 0 or spec.parallel.tp > 1)
     return _training(program, optimizer, spec, mesh, weights)
 
 
@@ -93,10 +93,10 @@ def _our_optimizer(
 ) -> torch.optim.Optimizer:
     trainable = [one for one in program.shards if one.parameter.requires_grad]
     shards = {one.name: one.shard for one in trainable}
-    wholes = {one.name: full_parameter_of(one) for one in trainable}
+    full_parameters = {one.name: full_parameter_of(one) for one in trainable}
     if "optimizer" not in spec.memory.offload:
-        return build_optimizer(shards, optim, wholes)
-    return build_streamed_optimizer(shards, optim, wholes, weights=weights, with_states=True)
+        return build_optimizer(shards, optim, full_parameters)
+    return build_streamed_optimizer(shards, optim, full_parameters, weights=weights, with_states=True)
 
 
 def _require_groups(model: nn.Module, optim: OptimSpec) -> None:

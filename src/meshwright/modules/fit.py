@@ -1,4 +1,4 @@
-"""A module, a dataset and a loss handed to the trainer."""
+"""`fit`: trains a user module on a dataset with a loss."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Update rules, parameter groups, gradient norm and the learning rate, on plain local tensors."""
+"""Optimizers, parameter groups, gradient norm and learning rate, on plain local tensors."""

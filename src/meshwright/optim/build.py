@@ -1,8 +1,8 @@
 """From an OptimSpec to a torch optimizer over this rank's shards.
 
-The shards are plain tensors. AdamW and SGD are element by element, so a shard is updated exactly as its
-part of the whole parameter would be, and in fp32 torch's fused kernels apply. The other rules look at the
-whole parameter, through `Whole`; so does rounding to bf16, whose noise is that of the whole parameter.
+The shards are plain tensors. AdamW and SGD work element by element, so a shard is updated exactly as its
+slice of the full parameter would be, and in fp32 torch's fused kernels apply. The other optimizers need the
+full parameter, through `FullParameter`; so does rounding to bf16, whose noise is that of the full parameter.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.adamw import AdamW
-from meshwright.optim.combined import part_of
-from meshwright.optim.full_parameter import Whole, uncut
+from meshwright.optim.combined import optimizer_of
+from meshwright.optim.full_parameter import FullParameter, unsharded
 from meshwright.optim.lamb import Lamb
 from meshwright.optim.lars import Lars
 from meshwright.optim.low_bit import Adam8Bit
 from meshwright.optim.muon import Muon
 from meshwright.optim.rounding import WeightFormat
 from meshwright.optim.sgd import Sgd
-from meshwright.optim.sharded import LOWER_BITS, ShardedOptimizer, Shards
+from meshwright.optim.sharded import LOWER_BITS, OptimizerShards, ShardedOptimizer
 from meshwright.spec import OptimSpec
 from meshwright.spec.optim import group_of
 
@@ -31,7 +31,7 @@ STATE_TENSORS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)
 
 
 def state_dims(key: str, num_dims: int) -> tuple[int | None, ...]:
-    """The dim of the parameter that each dim of a state tensor goes along with; None: whole on every rank."""
+    """The dim of the parameter that each dim of a state tensor is sharded with; None: unsharded."""
     if key == "row_mean_sq":
         return tuple(range(num_dims - 1))
     if key == "column_mean_sq":
@@ -42,7 +42,7 @@ def state_dims(key: str, num_dims: int) -> tuple[int | None, ...]:
 
 
 def parameter_groups(shards: Mapping[str, nn.Parameter], optim: OptimSpec) -> list[dict[str, Any]]:
-    """With weight decay, without (vectors by default), and one for each of `optim.groups`."""
+    """Groups with weight decay and without (vectors by default), and one for each of `optim.groups`."""
     decaying = {"params": [], "weight_decay": optim.weight_decay, "lr_factor": 1.0}
     others = {"params": [], "weight_decay": 0.0, "lr_factor": 1.0}
     named: dict[tuple[int, float], dict[str, Any]] = {}
@@ -52,9 +52,9 @@ def parameter_groups(shards: Mapping[str, nn.Parameter], optim: OptimSpec) -> li
         if index is None:
             usual["params"].append(shard)
             continue
-        said = optim.groups[index]
-        decay = usual["weight_decay"] if said.weight_decay is None else said.weight_decay
-        group = {"params": [], "weight_decay": decay, "lr_factor": said.lr_factor}
+        chosen = optim.groups[index]
+        decay = usual["weight_decay"] if chosen.weight_decay is None else chosen.weight_decay
+        group = {"params": [], "weight_decay": decay, "lr_factor": chosen.lr_factor}
         named.setdefault((index, decay), group)["params"].append(shard)
     return [decaying, others, *named.values()]
 
@@ -62,22 +62,25 @@ def parameter_groups(shards: Mapping[str, nn.Parameter], optim: OptimSpec) -> li
 def build_optimizer(
     shards: Mapping[str, nn.Parameter],
     optim: OptimSpec,
-    wholes: Mapping[str, Whole] | None = None,
+    full_parameters: Mapping[str, FullParameter] | None = None,
     *,
     weights: WeightFormat = "fp32",
     simulated: SimulatedDevice | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer with all its state allocated, so that memory is known before the first step.
 
-    `wholes` tells of each shard what it is a part of; without it the shards are whole parameters. The
-    shards are bf16 where `weights` says so.
+    `full_parameters` describes the full parameter of each shard; without it the shards are full parameters.
+    `weights` is the format of the shards. A rehearsal passes the device that it simulates.
     """
     groups = [group for group in parameter_groups(shards, optim) if group["params"]]
     if optim.kind in STATE_TENSORS and weights == "fp32" and optim.state == "fp32":
         optimizer = _build_elementwise(groups, optim, on_cuda=_on_cuda(shards, simulated))
     else:
-        known = {shard: wholes[name] if wholes else uncut(name, shard) for name, shard in shards.items()}
-        optimizer = _build_sharded(Shards(groups, known, optim.lr, weights, simulated), optim)
+        full = {
+            shard: full_parameters[name] if full_parameters else unsharded(name, shard)
+            for name, shard in shards.items()
+        }
+        optimizer = _build_sharded(OptimizerShards(groups, full, optim.lr, weights, simulated), optim)
     set_num_updates(optimizer, shards, optim, num_updates=0)
     return optimizer
 
@@ -97,7 +100,7 @@ def _build_elementwise(
     )
 
 
-def _build_sharded(shards: Shards, optim: OptimSpec) -> ShardedOptimizer:
+def _build_sharded(shards: OptimizerShards, optim: OptimSpec) -> ShardedOptimizer:
     betas = (optim.beta1, optim.beta2)
     match optim.kind:
         case "adamw":
@@ -119,7 +122,7 @@ def _build_sharded(shards: Shards, optim: OptimSpec) -> ShardedOptimizer:
 def state_tensors(
     optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], optim: OptimSpec
 ) -> dict[str, dict[str, Tensor]]:
-    """The state by parameter name; the tensors are the optimizer's own, so loading into them is loading.
+    """State tensors by parameter name; they are the optimizer's own, so a checkpoint is loaded into them.
 
     The lower bits of weights are not among them: they belong to `master_weights`.
     """
@@ -127,29 +130,29 @@ def state_tensors(
     found: dict[str, dict[str, Tensor]] = {}
     for name, shard in shards.items():
         state = optimizer.state[shard]
-        is_ours = isinstance(part_of(optimizer, shard), ShardedOptimizer)
+        is_ours = isinstance(optimizer_of(optimizer, shard), ShardedOptimizer)
         found[name] = {key: state[key] for key in (state if is_ours else keys) if key != LOWER_BITS}
     return found
 
 
 def master_weights(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The weights of which the optimizer keeps lower bits, as fp32 copies: what a checkpoint holds."""
-    rules = {name: part_of(optimizer, shard) for name, shard in shards.items()}
+    """fp32 copies of the weights whose lower bits the optimizer stores, for a checkpoint."""
+    parts = {name: optimizer_of(optimizer, shard) for name, shard in shards.items()}
     return {
-        name: rule.master(shards[name])
-        for name, rule in rules.items()
-        if isinstance(rule, ShardedOptimizer) and LOWER_BITS in rule.state[shards[name]]
+        name: part.master(shards[name])
+        for name, part in parts.items()
+        if isinstance(part, ShardedOptimizer) and LOWER_BITS in part.state[shards[name]]
     }
 
 
 def set_master_weights(
     optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor]
 ) -> None:
-    """Take over weights: rounded into the shards, and the rest into the lower bits where these are kept."""
+    """Set weights: rounded into the shards, with the rest in the lower bits where these are stored."""
     for name, value in masters.items():
-        rule = part_of(optimizer, shards[name])
-        if isinstance(rule, ShardedOptimizer):
-            rule.set_master(shards[name], value)
+        part = optimizer_of(optimizer, shards[name])
+        if isinstance(part, ShardedOptimizer):
+            part.set_master(shards[name], value)
         else:
             shards[name].detach().copy_(value)
 
@@ -161,11 +164,11 @@ def set_num_updates(
     *,
     num_updates: int,
 ) -> None:
-    """Allocate missing state and say how many updates it stands for (Adam's bias correction)."""
+    """Allocate missing state and set the number of updates so far (for Adam's bias correction)."""
     for shard in shards.values():
-        rule, state = part_of(optimizer, shard), optimizer.state[shard]
-        if isinstance(rule, ShardedOptimizer):
-            rule.num_updates = num_updates
+        part, state = optimizer_of(optimizer, shard), optimizer.state[shard]
+        if isinstance(part, ShardedOptimizer):
+            part.num_updates = num_updates
             continue
         if optim.kind == "sgd":
             if optim.beta1:
@@ -177,6 +180,6 @@ def set_num_updates(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Every group moves at the rate times its own factor."""
+    """Set the learning rate of every group: the given rate times the group's factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]

@@ -1,8 +1,8 @@
-"""The whole parameter behind a shard, for update rules that look beyond their own elements.
+"""The full parameter behind a shard, for optimizers that look beyond their own elements.
 
-A norm, a row mean or a block's largest value is of the whole parameter: each rank computes its part, and
-the parts are joined over the axes that cut the parameter. Axes that only replicate it are left alone, so
-every copy goes the same way without communication.
+A norm, a row mean or a block's largest value is that of the full parameter: each rank computes it over its
+shard, and the results are all-reduced over the axes that shard the parameter. Axes that only replicate it are
+left out, so every replica gets the same update without communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,37 +16,37 @@ Axes = tuple[dist.ProcessGroup, ...]
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Where a shard lies in its parameter, and how ranks that hold the rest are reached."""
+class FullParameter:
+    """The place of a shard in its full parameter, and the groups of the ranks that hold the rest."""
 
     name: str
     shape: torch.Size
-    """Of the whole parameter."""
-    box: tuple[slice, ...]
-    """This rank's part of it."""
-    cuts: tuple[tuple[int, dist.ProcessGroup], ...]
-    """(dim, group) of each axis that cuts it."""
+    """Shape of the full parameter."""
+    local_slices: tuple[slice, ...]
+    """Slices of the full parameter that this rank's shard holds."""
+    sharded_dims: tuple[tuple[int, dist.ProcessGroup], ...]
+    """(dim, group) of each axis that shards the parameter."""
     gather: Callable[[Tensor], Tensor]
-    """A tensor of the shard's shape on every rank -> the whole one, on every rank."""
+    """All-gathers tensors of the shard's shape to the full one, on every rank."""
 
     def axes(self, *dims: int) -> Axes:
-        """The groups that cut one of these dims (negative ones count from the end); none given: all."""
+        """The groups that shard one of these dims (may be negative); without dims, all groups."""
         wanted = {dim % len(self.shape) for dim in dims} if dims else set(range(len(self.shape)))
-        return tuple(group for dim, group in self.cuts if dim in wanted)
+        return tuple(group for dim, group in self.sharded_dims if dim in wanted)
 
 
-def uncut(name: str, shard: Tensor) -> Whole:
-    """A parameter that lies here whole."""
-    box = tuple(slice(0, size) for size in shard.shape)
-    return Whole(name, shard.shape, box, (), lambda tensor: tensor)
+def unsharded(name: str, shard: Tensor) -> FullParameter:
+    """A parameter that this rank holds in full."""
+    slices = tuple(slice(0, size) for size in shard.shape)
+    return FullParameter(name, shard.shape, slices, (), lambda tensor: tensor)
 
 
-def reduce_together(
+def all_reduce_together(
     parts: Sequence[tuple[Tensor, Axes]], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> list[Tensor]:
-    """Each tensor reduced over its own axes; those with the same axes travel in one all-reduce.
+    """Each tensor all-reduced over its own axes; tensors with the same axes share one all-reduce.
 
-    Every rank of a group must give its tensors in the same order and with the same shapes.
+    Every rank of a group must pass its tensors in the same order and with the same shapes.
     """
     together: dict[tuple[str, ...], list[int]] = {}
     for index, (_, axes) in enumerate(parts):
@@ -56,17 +56,17 @@ def reduce_together(
         axes = parts[indices[0]][1]
         if not axes:
             continue
-        flat = torch.cat([results[index].reshape(-1) for index in indices])
+        bucket = torch.cat([results[index].reshape(-1) for index in indices])
         for group in axes:
-            dist.all_reduce(flat, op=op, group=group)
+            dist.all_reduce(bucket, op=op, group=group)
         sizes = [results[index].numel() for index in indices]
-        for index, piece in zip(indices, flat.split(sizes), strict=True):
+        for index, piece in zip(indices, bucket.split(sizes), strict=True):
             results[index] = piece.view_as(results[index])
     return results
 
 
-def whole_norms(parts: Sequence[tuple[Tensor, Whole]]) -> list[Tensor]:
-    """The Euclidean norm of each whole tensor, of which a shard is given; fp64 scalars, no host sync."""
+def full_norms(parts: Sequence[tuple[Tensor, FullParameter]]) -> list[Tensor]:
+    """The Euclidean norm of the full tensor of each shard; fp64 scalars, no host sync."""
     # Squares of fp32 values are summed in fp64: a norm near fp32's limits must not overflow.
-    squares = [(torch.linalg.vector_norm(tensor).double().square(), whole.axes()) for tensor, whole in parts]
-    return [square.sqrt() for square in reduce_together(squares)]
+    squares = [(torch.linalg.vector_norm(tensor).double().square(), full.axes()) for tensor, full in parts]
+    return [square.sqrt() for square in all_reduce_together(squares)]

@@ -1,7 +1,7 @@
-"""Adam's arithmetic for passes that are one kernel on CUDA, and what turns them into one.
+"""Adam's arithmetic as plain torch functions, which on CUDA are compiled into one kernel.
 
-A pass is plain torch on [rows, columns] tensors. On CUDA it is compiled once for all shapes; numbers that
-change from step to step are scalars on the device, so that nothing is compiled anew.
+A function updates [rows, columns] tensors. On CUDA it is compiled once for all shapes; values that change
+from step to step are scalars on the device, so that they cause no recompilation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,74 +14,73 @@ from torch import Tensor
 
 from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.optim.rounding_noise import step_key
-from meshwright.optim.sharded import Part
+from meshwright.optim.sharded import ShardUpdate
 
-# Torch gives up at 8, which two formats in one process exceed.
-MOST_KINDS = 64
+# torch's own limit of 8 is too low for two formats in one process.
+RECOMPILE_LIMIT = 64
 
 
-class Numbers(NamedTuple):
-    """Of one update: floats, or scalars on the device, which a compiled pass does not bake in."""
+class AdamScalars(NamedTuple):
+    """Scalars of one update: floats, or device tensors, which cause no recompilation when they change."""
 
-    keep: float | Tensor
+    decay_factor: float | Tensor
     """1 - lr x decay."""
-    rate: float | Tensor
+    step_size: float | Tensor
     """lr / (1 - beta1^t)."""
-    root: float | Tensor
+    bias_correction2_sqrt: float | Tensor
     """sqrt(1 - beta2^t)."""
-    forget1: float | Tensor
-    """1 - beta1."""
+    one_minus_beta1: float | Tensor
     beta2: float | Tensor
-    forget2: float | Tensor
-    """1 - beta2."""
+    one_minus_beta2: float | Tensor
     eps: float | Tensor
-    factor: float | Tensor
-    """Of the gradient."""
+    gradient_scale: float | Tensor
+    """Factor of the gradient (clipping)."""
 
 
-class UpdateNumbers:
-    """The numbers of one update, made once for each rate and decay."""
+class AdamScalarCache:
+    """The scalars of one update, computed once for each learning rate and weight decay."""
 
     def __init__(
-        self, betas: tuple[float, float], eps: float, num_updates: int, factor: float | Tensor
+        self, betas: tuple[float, float], eps: float, num_updates: int, gradient_scale: float | Tensor
     ) -> None:
-        self._betas, self._eps, self._num_updates, self._factor = betas, eps, num_updates, factor
-        self._known: dict[tuple[float, float], Numbers] = {}
+        self._betas, self._eps, self._num_updates = betas, eps, num_updates
+        self._gradient_scale = gradient_scale
+        self._known: dict[tuple[float, float], AdamScalars] = {}
         self._key: Tensor | None = None
 
-    def of(self, part: Part) -> Numbers:
-        """Those of a part, in its dtype where they are tensors."""
-        rates = (part.lr, part.weight_decay)
-        if rates not in self._known:
+    def of(self, part: ShardUpdate) -> AdamScalars:
+        """The scalars of a shard, in its dtype where they are tensors."""
+        key = (part.lr, part.weight_decay)
+        if key not in self._known:
             plain = self.plain(part)
-            self._known[rates] = plain if part.shard.device.type == "cpu" else _on_device(plain, part.shard)
-        return self._known[rates]
+            self._known[key] = plain if part.shard.device.type == "cpu" else _on_device(plain, part.shard)
+        return self._known[key]
 
-    def key(self, part: Part) -> Tensor:
-        """Of this update's noise."""
+    def key(self, part: ShardUpdate) -> Tensor:
+        """The key of this update's rounding noise."""
         if self._key is None:
             self._key = step_key(self._num_updates, part.shard.device)
         return self._key
 
-    def plain(self, part: Part) -> Numbers:
-        """Floats, but for a factor that only the device knows."""
+    def plain(self, part: ShardUpdate) -> AdamScalars:
+        """The scalars as floats, except a gradient scale that is on the device."""
         beta1, beta2 = self._betas
-        return Numbers(
-            keep=1.0 - part.lr * part.weight_decay,
-            rate=part.lr / (1.0 - beta1**self._num_updates),
-            root=(1.0 - beta2**self._num_updates) ** 0.5,
-            forget1=1.0 - beta1,
+        return AdamScalars(
+            decay_factor=1.0 - part.lr * part.weight_decay,
+            step_size=part.lr / (1.0 - beta1**self._num_updates),
+            bias_correction2_sqrt=(1.0 - beta2**self._num_updates) ** 0.5,
+            one_minus_beta1=1.0 - beta1,
             beta2=beta2,
-            forget2=1.0 - beta2,
+            one_minus_beta2=1.0 - beta2,
             eps=self._eps,
-            factor=self._factor,
+            gradient_scale=self._gradient_scale,
         )
 
 
-def _on_device(plain: Numbers, like: Tensor) -> Numbers:
-    """Scalars that the device fills by itself: no host sync."""
+def _on_device(plain: AdamScalars, like: Tensor) -> AdamScalars:
+    """The scalars as tensors, filled on the device: no host sync."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return Numbers(
+    return AdamScalars(
         *(
             one.to(dtype) if isinstance(one, Tensor) else torch.full((), one, dtype=dtype, device=like.device)
             for one in plain
@@ -89,33 +88,34 @@ def _on_device(plain: Numbers, like: Tensor) -> Numbers:
     )
 
 
-def moved_moments(first: Tensor, second: Tensor, g: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
+def updated_moments(first: Tensor, second: Tensor, g: Tensor, scalars: AdamScalars) -> tuple[Tensor, Tensor]:
     """Both moments after one more gradient."""
-    g = g * numbers.factor
-    first = first + numbers.forget1 * (g - first)
-    return first, second * numbers.beta2 + numbers.forget2 * g * g
+    g = g * scalars.gradient_scale
+    first = first + scalars.one_minus_beta1 * (g - first)
+    return first, second * scalars.beta2 + scalars.one_minus_beta2 * g * g
 
 
-def moved_weight(weight: Tensor, first: Tensor, second: Tensor, numbers: Numbers) -> Tensor:
-    """The weight after decay and one step along the corrected moments."""
-    return weight * numbers.keep - numbers.rate * (first / (second.sqrt() / numbers.root + numbers.eps))
+def updated_weight(weight: Tensor, first: Tensor, second: Tensor, scalars: AdamScalars) -> Tensor:
+    """The weight after weight decay and one step along the bias-corrected moments."""
+    root = second.sqrt() / scalars.bias_correction2_sqrt
+    return weight * scalars.decay_factor - scalars.step_size * (first / (root + scalars.eps))
 
 
 @contextmanager
-def fused(
-    one_pass: Callable[..., None], parts: Sequence[Part], simulated: SimulatedDevice | None
+def fused_kernel(
+    update: Callable[..., None], parts: Sequence[ShardUpdate], simulated: SimulatedDevice | None
 ) -> Iterator[Callable[..., None]]:
-    """The pass as one kernel where the parts lie on CUDA, else as it is."""
+    """The update as one compiled kernel where the shards are on CUDA, else as it is."""
     if simulated is not None:
-        yield lambda *_: None  # the compiled pass allocates nothing
+        yield lambda *_: None  # the compiled kernel allocates nothing
     elif any(part.shard.is_cuda for part in parts):
-        with torch.compiler.config.patch(recompile_limit=MOST_KINDS):  # pyright: ignore[reportAttributeAccessIssue]
-            yield _compiled(one_pass)
+        with torch.compiler.config.patch(recompile_limit=RECOMPILE_LIMIT):  # pyright: ignore[reportAttributeAccessIssue]
+            yield _compiled(update)
     else:
-        yield one_pass
+        yield update
 
 
 @cache
-def _compiled(one_pass: Callable[..., None]) -> Callable[..., None]:
-    """A kernel for each kind of tensors (formats, number of dims, a single row), not for each size."""
-    return torch.compile(one_pass, dynamic=True, fullgraph=True)
+def _compiled(update: Callable[..., None]) -> Callable[..., None]:
+    """The compiled update: one kernel for each set of dtypes and dims, not for each size."""
+    return torch.compile(update, dynamic=True, fullgraph=True)

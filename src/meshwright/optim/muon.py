@@ -3,21 +3,29 @@
     m <- momentum x m + g,   o = orthogonal(g + momentum x m)
     w <- w - lr x (0.2 sqrt(max(rows, columns)) x o + decay x w)
 
-Orthogonalising needs the whole matrix: it is gathered over the axes that cut it, and every rank keeps its
-part of the result. The factor gives steps of the size that AdamW takes, so one rate and one decay serve both.
-Embeddings, head and vectors go by AdamW. Stacked experts are orthogonalised one by one.
+Orthogonalising needs the full matrix: it is all-gathered over the axes that shard it, and every rank keeps
+its shard of the result. The factor gives steps of the size of AdamW's, so one learning rate and one weight
+decay serve both. Embeddings, head and vectors are updated by AdamW. Stacked experts are orthogonalised one by
+one.
 """
 
 import torch
 from torch import Tensor
 
 from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
-from meshwright.optim.full_parameter import Whole
-from meshwright.optim.sharded import Part, ShardedOptimizer, Shards, adam_directions, step_along, wide_zeros
+from meshwright.optim.full_parameter import FullParameter
+from meshwright.optim.sharded import (
+    OptimizerShards,
+    ShardedOptimizer,
+    ShardUpdate,
+    adam_directions,
+    apply_directions,
+    state_zeros,
+)
 
 NUM_ITERATIONS = 5
-# Coefficients of the odd polynomial x -> a x + b x^3 + c x^5 that lifts small singular values fastest
-# (Jordan 2024); what comes out lies between about 0.7 and 1.2, which is orthogonal enough.
+# Coefficients of the odd polynomial x -> a x + b x^3 + c x^5 that raises small singular values fastest
+# (Jordan 2024). The results are between about 0.7 and 1.2, which is orthogonal enough.
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 # Root mean square of a typical AdamW update (Liu et al. 2025).
 ADAMW_SIZE = 0.2
@@ -25,21 +33,21 @@ _BY_ADAMW = ("embedding.", "head.")
 
 
 def is_orthogonalised(name: str, shape: torch.Size) -> bool:
-    """Whether a parameter is a matrix between activations."""
+    """Whether a parameter is a matrix other than embedding and head."""
     return len(shape) >= 2 and not name.startswith(_BY_ADAMW)
 
 
 def orthogonal(matrices: Tensor, simulated: SimulatedDevice | None = None) -> Tensor:
     """The orthogonal factor of each matrix [..., rows, columns], by Newton-Schulz iteration.
 
-    On CUDA fp32 matrices are iterated in bf16: the polynomial forgives its errors.
+    On CUDA fp32 matrices are iterated in bf16: the iteration corrects rounding errors.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     on_cuda = kernel_device(matrices.device.type, simulated) == "cuda"
-    work = torch.bfloat16 if on_cuda and matrices.dtype == torch.float32 else matrices.dtype
+    dtype = torch.bfloat16 if on_cuda and matrices.dtype == torch.float32 else matrices.dtype
     x = matrices.mT if is_tall else matrices
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-30)
-    x = x.to(work)
+    x = x.to(dtype)
     a, b, c = POLYNOMIAL
     for _ in range(NUM_ITERATIONS):
         square = x @ x.mT
@@ -48,11 +56,11 @@ def orthogonal(matrices: Tensor, simulated: SimulatedDevice | None = None) -> Te
 
 
 class Muon(ShardedOptimizer):
-    """Momentum, orthogonalised, for matrices; AdamW for the rest."""
+    """Muon for matrices, AdamW for the rest."""
 
     def __init__(
         self,
-        shards: Shards,
+        shards: OptimizerShards,
         *,
         momentum: float,
         betas: tuple[float, float],
@@ -61,22 +69,22 @@ class Muon(ShardedOptimizer):
         self._momentum, self._betas, self._eps = momentum, betas, eps
         super().__init__(shards)
 
-    def new_state(self, shard: Tensor, whole: Whole) -> dict[str, Tensor]:
-        """One momentum for a matrix, two moments for the rest."""
-        if is_orthogonalised(whole.name, whole.shape):
-            return {"momentum_buffer": wide_zeros(shard)}
-        return {"exp_avg": wide_zeros(shard), "exp_avg_sq": wide_zeros(shard)}
+    def new_state(self, shard: Tensor, full: FullParameter) -> dict[str, Tensor]:
+        """A momentum buffer for a matrix, two moments for the rest."""
+        if is_orthogonalised(full.name, full.shape):
+            return {"momentum_buffer": state_zeros(shard)}
+        return {"exp_avg": state_zeros(shard), "exp_avg_sq": state_zeros(shard)}
 
-    def update(self, parts: list[Part]) -> None:
-        """See above; one gather per tensor whose matrices are cut."""
-        rotated = [part for part in parts if "momentum_buffer" in part.state]
-        step_along(rotated, self._rotations(rotated), has_decay=True)
+    def update(self, parts: list[ShardUpdate]) -> None:
+        """Update all shards; one all-gather per tensor whose matrices are sharded."""
+        matrices = [part for part in parts if "momentum_buffer" in part.state]
+        apply_directions(matrices, self._orthogonal_directions(matrices), has_decay=True)
         others = [part for part in parts if "momentum_buffer" not in part.state]
-        along = adam_directions(others, betas=self._betas, eps=self._eps, num_updates=self.num_updates)
-        step_along(others, along, has_decay=True)
+        directions = adam_directions(others, betas=self._betas, eps=self._eps, num_updates=self.num_updates)
+        apply_directions(others, directions, has_decay=True)
 
-    def _rotations(self, parts: list[Part]) -> list[Tensor]:
-        """The direction of each part; whole matrices of one shape are orthogonalised together."""
+    def _orthogonal_directions(self, parts: list[ShardUpdate]) -> list[Tensor]:
+        """The direction of each shard; full matrices of one shape are orthogonalised in one batch."""
         if not parts:
             return []
         gradients = [part.gradient for part in parts]
@@ -84,23 +92,23 @@ class Muon(ShardedOptimizer):
         torch._foreach_mul_(buffers, self._momentum)
         torch._foreach_add_(buffers, gradients)
         ahead = torch._foreach_add(gradients, buffers, alpha=self._momentum)
-        wholes = [_with_whole_matrices(part, one) for part, one in zip(parts, ahead, strict=True)]
-        rotations = orthogonal_together(wholes, self.simulated)
-        pairs = zip(parts, rotations, strict=True)
+        gathered = [_with_full_matrices(part, one) for part, one in zip(parts, ahead, strict=True)]
+        orthogonalised = orthogonal_together(gathered, self.simulated)
+        pairs = zip(parts, orthogonalised, strict=True)
         return [
-            (one[part.whole.box] if part.whole.axes(-2, -1) else one)
-            * (ADAMW_SIZE * max(part.whole.shape[-2:]) ** 0.5)
+            (one[part.full.local_slices] if part.full.axes(-2, -1) else one)
+            * (ADAMW_SIZE * max(part.full.shape[-2:]) ** 0.5)
             for part, one in pairs
         ]
 
 
-def _with_whole_matrices(part: Part, ahead: Tensor) -> Tensor:
-    """As it is where whole matrices lie here (all, or this rank's experts), else gathered."""
-    return part.whole.gather(ahead) if part.whole.axes(-2, -1) else ahead
+def _with_full_matrices(part: ShardUpdate, ahead: Tensor) -> Tensor:
+    """As it is where this rank has full matrices (all of them, or its experts), else all-gathered."""
+    return part.full.gather(ahead) if part.full.axes(-2, -1) else ahead
 
 
 def orthogonal_together(tensors: list[Tensor], simulated: SimulatedDevice | None = None) -> list[Tensor]:
-    """The orthogonal factor of each matrix of each tensor, equal shapes in one batch of products."""
+    """The orthogonal factor of each matrix of each tensor, equal shapes in one batch."""
     by_shape: dict[torch.Size, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_shape.setdefault(tensor.shape[-2:], []).append(index)

@@ -1,7 +1,6 @@
 """Block-by-block compile: one graph serves all blocks of a kind, and ZeRO-3 collectives stay outside it."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +19,3 @@ def compile_blocks(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
             block.forward = torch.compile(block.forward)
         else:
             block.compile()
-
-
-def num_compiled_graphs() -> int:
-    """Graphs that torch's compiler has made in this process. Private API: torch has no public counter."""
-    dynamo: Any = torch._dynamo
-    return dynamo.utils.counters["stats"]["unique_graphs"]

@@ -47,7 +47,9 @@ class GradientReducer:
     """ZeRO stages 0 to 2: reduces gradients over the mesh, overlapped with the last backward."""
 
     def __init__(self, shards: list[ParameterShard], mesh: Mesh, roots: Sequence[nn.Module]) -> None:
-        self.reduces_each_microbatch = mesh.parallel.zero == 2 and mesh.parallel.grad_reduce == "each_microbatch"
+        self.reduces_each_microbatch = (
+            mesh.parallel.zero == 2 and mesh.parallel.grad_reduce == "each_microbatch"
+        )
         root_of = {id(one): number for number, root in enumerate(roots) for one in root.parameters()}
         trainable = [one for one in shards if one.parameter.requires_grad]
         # Backward reaches the last layers first, so buckets are filled and launched from the end.
@@ -193,8 +195,8 @@ class FullyShardedReducer:
     def begin_backward(self, root: nn.Module, *, is_last: bool) -> None:
         """Called inside a schedule as a micro-batch's backward begins on a stage.
 
-        Only where `reduces_each_microbatch`. Torch's pipeline stages have just told FSDP2 to keep gradients
-        unsharded and to wait for nothing.
+        Only where `reduces_each_microbatch`. Torch's pipeline stages have just set FSDP2 to keep
+        gradients unsharded and to wait for nothing.
         """
         assert isinstance(root, FSDPModule)
         self._collect_gradients(is_last=False)  # or FSDP2 would add the next micro-batch to them in 16 bits
@@ -231,7 +233,9 @@ Reducer = GradientReducer | FullyShardedReducer
 def build_reducer(shards: list[ParameterShard], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
     """The reducer for the mesh's ZeRO stage; `roots` are the models of this rank."""
     if mesh.parallel.zero == 3:
-        return FullyShardedReducer(shards, roots, every_microbatch=mesh.parallel.grad_reduce == "each_microbatch")
+        return FullyShardedReducer(
+            shards, roots, every_microbatch=mesh.parallel.grad_reduce == "each_microbatch"
+        )
     return GradientReducer(shards, mesh, roots)
 
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.mesh import Mesh
-from meshwright.optim.full_parameter import Whole
-from meshwright.parallel.strided_shard import is_strided, moved_to_dim, row_shard, sharded_dim
+from meshwright.optim.full_parameter import FullParameter
+from meshwright.parallel.torch_strided_shard import is_strided, moved_to_dim, row_shard, sharded_dim
 from meshwright.spec.placement import is_routed_expert
 
 
@@ -101,14 +101,14 @@ def _local_slices(
     return tuple(slice(begin, end) for begin, end in bounds)
 
 
-def full_parameter_of(one: ParameterShard) -> Whole:
+def full_parameter_of(one: ParameterShard) -> FullParameter:
     """What update rules may know of the full parameter behind a shard."""
     sharded = tuple(
         (sharded_dim(placement), one.mesh.get_group(axis))
         for axis, placement in enumerate(one.placements)
         if not placement.is_replicate() and one.mesh.size(axis) > 1
     )
-    return Whole(
+    return FullParameter(
         one.name, one.shape, global_slices(one), sharded, lambda tensor: one.as_global(tensor).full_tensor()
     )
 

@@ -6,17 +6,14 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from meshwright.units import parse_bytes, parse_count, parse_number, parse_seconds
+from meshwright.units import parse_count, parse_number
 
 LARGEST_COUNT = 2**63 - 1  # what a tensor's 64-bit integer holds
-Count = Annotated[int, BeforeValidator(parse_count)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST_COUNT), BeforeValidator(parse_count)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(parse_count)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_number)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_number)]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(parse_number)]
-Bytes = Annotated[int, Field(ge=0), BeforeValidator(parse_bytes)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(parse_seconds)]
 
 
 class Spec(BaseModel):

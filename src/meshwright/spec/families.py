@@ -1,7 +1,7 @@
 """Published model families as values of `ModelSpec`, one short block each.
 
-Dropout is off everywhere: it belongs to how a model was once trained, not to what it is. The
-coefficients of MoE balancing are the ones its authors trained with.
+Dropout is off in all of them: it belongs to the original training, not to the architecture. The
+coefficients of MoE balancing are those of the original training.
 """
 
 import difflib
@@ -267,8 +267,8 @@ _ALL = [
     _gpt2("gpt2-355m", 24, 1024, 16),
     _gpt2("gpt2-774m", 36, 1280, 20),
     _gpt2("gpt2-1.5b", 48, 1600, 25),
-    # The GPT-3 paper prints 24 heads of 128 for 1.3B and a width of 5140 for 13B, which do not
-    # multiply out; these are the shapes that do and that others train under the same names.
+    # The GPT-3 paper prints 24 heads of 128 for 1.3B and a width of 5140 for 13B, which are not
+    # consistent; these are the consistent shapes that others train under the same names.
     _gpt3("gpt3-125m", 12, 768, 12),
     _gpt3("gpt3-350m", 24, 1024, 16),
     _gpt3("gpt3-760m", 24, 1536, 16),

@@ -17,9 +17,9 @@ from meshwright.spec.yaml_text import Path
 
 _LONGEST_SHOWN = 60
 _EXPECTED = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
     "int_parsing_size": "a number of sensible size",
     "float_type": "a number",
     "float_parsing": "a number",
@@ -134,7 +134,7 @@ def _hint_for_type(kind: str, value: Any, dotted: str) -> str:
     if kind.startswith("bool"):
         return "write true or false"
     if kind == "int_from_float":
-        return "whole numbers may also be written 4K, 2M or 1e6"
+        return "integers may also be written 4K, 2M or 1e6"
     return ""
 
 

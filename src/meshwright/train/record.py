@@ -13,7 +13,7 @@ from meshwright.observe.metrics import MetricsWriter, StepMetrics
 from meshwright.observe.prediction_check import PredictionCheck
 from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.tensorboard import TensorBoardMirror
-from meshwright.parallel.compile import num_compiled_graphs
+from meshwright.parallel.torch_graph_count import num_compiled_graphs
 from meshwright.train import messages
 from meshwright.train.fp8_comparison import Fp8Report
 from meshwright.train.job import Job

@@ -84,7 +84,7 @@ def test_weights_of_a_step_add_up_to_one() -> None:
 def test_the_last_batch_is_short_and_filled_up_on_every_rank() -> None:
     ranks = [list(build(dp_rank=rank, dp_size=12)) for rank in range(12)]
     last = [rank[-1] for rank in ranks]
-    num_samples = build().samples_per_epoch * 2
+    num_samples = build().order.num_samples * 2
     assert last[0].num_sequences == num_samples % 12 != 0
     without_any = [batch for batch in last if float(batch.microbatches[0].weights_BS.sum()) == 0]
     assert len(without_any) == 12 - last[0].num_sequences
@@ -165,7 +165,7 @@ def test_a_position_in_another_stream_is_refused(change: dict[str, object], seed
 def test_without_max_epochs_the_data_starts_over() -> None:
     batches = build(SPEC.with_(max_epochs=None, batch_sequences=1000))
     batch = next(batches)
-    per_epoch = batches.samples_per_epoch
+    per_epoch = batches.order.num_samples
     assert per_epoch < 1000
     assert batch.num_sequences == 1000
     assert sorted(batch.sample_ids[:per_epoch]) == sorted(batch.sample_ids[per_epoch : 2 * per_epoch])

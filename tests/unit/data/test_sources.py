@@ -72,8 +72,8 @@ def shift_documents(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "fact"),
     [
-        (truncate("tokens.bin"), "the file has 1683 bytes, dataset.json says 1686"),
-        (truncate("documents.bin"), "the file has 21 bytes, dataset.json says 24"),
+        (truncate("tokens.bin"), "the file has 1683 bytes, dataset.json has 1686"),
+        (truncate("documents.bin"), "the file has 21 bytes, dataset.json has 24"),
         (remove("tokens.bin"), "the file is missing"),
         (remove("documents.bin"), "the file is missing"),
         (remove("dataset.json"), "it has no dataset.json"),

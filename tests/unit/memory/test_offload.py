@@ -20,7 +20,7 @@ from meshwright.memory.recompute import apply_recompute
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer, state_tensors
-from meshwright.optim.full_parameter import uncut
+from meshwright.optim.full_parameter import unsharded
 from meshwright.spec import MemorySpec
 
 CPU = torch.device("cpu")
@@ -79,9 +79,9 @@ def test_a_full_host_is_told() -> None:
 
 def _streamed(model: Decoder, kind: str, weights: OffloadedWeights) -> StreamedOptimizer:
     shards = dict(model.named_parameters())
-    wholes = {name: uncut(name, shard) for name, shard in shards.items()}
+    full_parameters = {name: unsharded(name, shard) for name, shard in shards.items()}
     optim = (OPTIMIZERS | MORE_OPTIMIZERS)[kind]
-    return build_streamed_optimizer(shards, optim, wholes, weights=weights, with_states=True)
+    return build_streamed_optimizer(shards, optim, full_parameters, weights=weights, with_states=True)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

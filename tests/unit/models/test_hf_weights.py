@@ -8,12 +8,13 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.support.hf_folder import load_folder
 from tests.support.shrunk_families import shrunk_family
 from torch import Tensor, nn
 
 from meshwright.errors import CheckpointError
 from meshwright.models import Decoder, build_decoder, initialise
-from meshwright.models.hf_weights import HuggingFaceReader, load_folder, save_folder
+from meshwright.models.hf_weights import HuggingFaceReader, save_folder
 from meshwright.spec import ModelSpec
 from meshwright.spec.huggingface import to_config
 
@@ -268,7 +269,7 @@ def test_quantised_weights_are_refused_with_a_hint(tmp_path: Path) -> None:
 
 def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     reader = HuggingFaceReader(_written(tmp_path, **{"model.norm.weight": torch.ones(7)}))
-    with pytest.raises(CheckpointError, match=r"has shape \(7,\), the model wants \(32,\)"):
+    with pytest.raises(CheckpointError, match=r"has shape \(7,\), the model has \(32,\)"):
         reader.read("norm.weight")
 
 

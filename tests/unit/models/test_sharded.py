@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import torch
+from tests.support.hf_folder import load_folder
 from tests.support.shrunk_families import shrunk_family
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.models import Decoder, build_decoder, initialise
-from meshwright.models.hf_weights import HuggingFaceReader, load_folder, save_folder
+from meshwright.models.hf_weights import HuggingFaceReader, save_folder
 from meshwright.ops.sharded import local_slices
 from meshwright.rehearse.rank_pool import RankPool
 

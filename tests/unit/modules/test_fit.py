@@ -66,10 +66,10 @@ def _losses(directory: Path) -> list[float]:
 
 
 def _both(directory: str, changes: dict) -> bool:
-    whole = train(f"{directory}/whole", **changes)
+    full = train(f"{directory}/full", **changes)
     train(f"{directory}/parts", 2, **changes)
     resumed = train(f"{directory}/parts", **changes)
-    return all(torch.equal(whole[name], resumed[name]) for name in whole)
+    return all(torch.equal(full[name], resumed[name]) for name in full)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def _both(directory: str, changes: dict) -> bool:
 def test_resumed_equals_uninterrupted_bitwise(ranks, tmp_path, changes):
     """Weights and running statistics, with dropout; the metrics are one clean history."""
     assert ranks.run(_both, 2, str(tmp_path), changes) == [True, True]
-    assert _losses(tmp_path / "whole") == _losses(tmp_path / "parts")
-    assert len(_losses(tmp_path / "whole")) == 6
+    assert _losses(tmp_path / "full") == _losses(tmp_path / "parts")
+    assert len(_losses(tmp_path / "full")) == 6
 
 
 def _with_buffers(directory: str) -> bool:
@@ -200,7 +200,7 @@ BAD = {
         {"model": nn.Linear(6, 3), "sync_batch_norm": True},
         "Linear has no batch norm",
     ),
-    "what a shortage does": ({"on_oom": "halve_microbatch"}, "on_oom=halve_microbatch is for models"),
+    "what an OOM does": ({"on_oom": "halve_microbatch"}, "on_oom=halve_microbatch is for models"),
     "a group of nothing": (
         {"optim": {"groups": [{"pattern": "*norm*", "lr_factor": 0.5}]}},
         "pattern '*norm*' matches no parameter",
@@ -210,7 +210,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told(tmp_path, case):
+def test_bad_input_is_an_error(tmp_path, case):
     changes, fact = BAD[case]
     given = {
         "model": network(),
@@ -226,7 +226,7 @@ def test_bad_input_is_told(tmp_path, case):
     assert not dist.is_initialized()
 
 
-def test_what_was_not_said_is_named_by_its_setting():
+def test_a_missing_setting_is_named():
     with pytest.raises(MeshwrightError) as caught:
         meshwright.fit(network(), samples(0), loss)
     assert len(caught.traceback) == 2, "this line and one of ours, whatever the depth at which it was found"

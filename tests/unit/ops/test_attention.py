@@ -1,9 +1,10 @@
-"""Attention part by part is the definition; every kernel is the plain one; tasks coverage each pair once."""
+"""Attention part by part equals the definition; every kernel equals the plain one; tasks cover each pair once."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.reference_attention import reference_attention
 
 from meshwright.ops import attention_aten
 from meshwright.ops.attention import (
@@ -12,7 +13,6 @@ from meshwright.ops.attention import (
     attend,
     full_sequence,
     masked_score,
-    reference_attention,
     visible,
 )
 from meshwright.ops.attention_tasks import Chunk, Coverage, Tiling, coverage_of, plan_tasks

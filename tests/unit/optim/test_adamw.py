@@ -13,7 +13,7 @@ from meshwright.optim.build import (
     set_master_weights,
     state_tensors,
 )
-from meshwright.optim.full_parameter import Whole
+from meshwright.optim.full_parameter import FullParameter
 from meshwright.spec import OptimSpec
 
 OPTIM = OptimSpec(lr=0.01, beta2=0.99, weight_decay=0.1)
@@ -87,22 +87,24 @@ def test_bf16_moments_stay_near_and_move():
 
 
 @pytest.mark.parametrize(
-    "box",
+    "slices",
     [(slice(0, 13), slice(0, 30)), (slice(13, 40), slice(0, 30)), (slice(0, 40), slice(11, 30))],
     ids=("first rows", "other rows", "columns"),
 )
 @pytest.mark.parametrize("kind", ("adamw", "sgd"))
-def test_a_part_is_updated_as_it_is_in_the_whole(box, kind):
-    """Noise is that of the whole parameter, so any cut ends bit by bit alike."""
+def test_a_part_is_updated_as_it_is_in_the_whole(slices, kind):
+    """Noise is that of the full parameter, so any cut ends bit by bit alike."""
     optim = OPTIM.with_(kind=kind, state="bf16" if kind == "adamw" else "fp32")
-    whole, _ = trained(optim, "bf16_stochastic", torch.bfloat16)
-    part = {"matrix": nn.Parameter(start(torch.bfloat16)["matrix"].detach()[box].clone())}
-    where = {"matrix": Whole("matrix", torch.Size(SHAPES["matrix"]), box, (), lambda tensor: tensor)}
+    full, _ = trained(optim, "bf16_stochastic", torch.bfloat16)
+    part = {"matrix": nn.Parameter(start(torch.bfloat16)["matrix"].detach()[slices].clone())}
+    where = {
+        "matrix": FullParameter("matrix", torch.Size(SHAPES["matrix"]), slices, (), lambda tensor: tensor)
+    }
     optimizer = build_optimizer(part, optim, where, weights="bf16_stochastic")
     for step in range(NUM_STEPS):
-        part["matrix"].grad = gradients(step)["matrix"][box].clone()
+        part["matrix"].grad = gradients(step)["matrix"][slices].clone()
         optimizer.step()
-    assert torch.equal(part["matrix"], whole["matrix"][box])
+    assert torch.equal(part["matrix"], full["matrix"][slices])
 
 
 def test_masters_are_taken_over_bit_by_bit():
@@ -129,5 +131,5 @@ def test_bytes_per_parameter(weights, optim, expected):
     """Weight, bf16 gradient, and everything the optimizer keeps."""
     shard = nn.Parameter(torch.zeros(1024, 1024, dtype=torch.bfloat16))
     optimizer = build_optimizer({"matrix": shard}, optim, weights=weights)
-    kept = sum(state.nbytes for state in optimizer.state[shard].values())
-    assert (2 * shard.nbytes + kept) / shard.numel() == expected
+    stored = sum(state.nbytes for state in optimizer.state[shard].values())
+    assert (2 * shard.nbytes + stored) / shard.numel() == expected

@@ -40,11 +40,11 @@ def _norm_here() -> tuple[float, float, torch.Tensor]:
 
 @pytest.mark.parametrize("num_ranks", (1, 2, 4))
 def test_equals_the_norm_of_gathered_gradients(ranks, num_ranks):
-    whole = torch.cat([gradient(1, 7), *(gradient(10 + rank, 5) for rank in range(num_ranks))])
+    full = torch.cat([gradient(1, 7), *(gradient(10 + rank, 5) for rank in range(num_ranks))])
     results = ranks.run(_norm_here, num_ranks)
     assert len({norm for norm, _, _ in results}) == 1
     for norm, after, tied in results:
-        assert norm == pytest.approx(float(whole.norm()), rel=1e-14)
+        assert norm == pytest.approx(float(full.norm()), rel=1e-14)
         assert after == pytest.approx(0.5, rel=1e-5)  # torch divides by norm + 1e-6
         # What counts nothing in the norm is clipped like all the rest.
         torch.testing.assert_close(tied, gradient(2, 3) * 0.5 / (norm + 1e-6))
@@ -95,7 +95,7 @@ def _step_of(kind: str, *, hands_on: bool) -> tuple[bool, dict[str, torch.Tensor
     clip_gradients(pairs, 2.0**-3, CPU, optimizer=optimizer if hands_on else None)
     is_same = all(torch.equal(one.grad, one) for one in shards.values())
     optimizer.step()
-    assert not isinstance(optimizer.gradient_factor, torch.Tensor)  # of one step alone
+    assert not isinstance(optimizer.gradient_scale, torch.Tensor)  # of one step alone
     states = {
         f"{name} {key}": value for name, one in shards.items() for key, value in optimizer.state[one].items()
     }

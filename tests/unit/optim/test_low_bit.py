@@ -9,8 +9,8 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from meshwright.optim import low_bit
 from meshwright.optim.build import build_optimizer
-from meshwright.optim.full_parameter import Whole, uncut
-from meshwright.optim.low_bit import Adam8Bit, block_maxima, decoded
+from meshwright.optim.full_parameter import FullParameter, unsharded
+from meshwright.optim.low_bit import Adam8Bit, block_amax, dequantise
 from meshwright.optim.rounding_noise import draw, noise_grid, step_key
 from meshwright.spec import OptimSpec
 
@@ -23,33 +23,36 @@ CUTS = {
 }
 
 
-def part_of(box: tuple[slice, ...], shape: torch.Size = SHAPE) -> Whole:
-    return Whole("w", shape, box, (), lambda tensor: tensor)
+def shard_at(slices: tuple[slice, ...], shape: torch.Size = SHAPE) -> FullParameter:
+    return FullParameter("w", shape, slices, (), lambda tensor: tensor)
 
 
-WHOLE = part_of((slice(0, 6), slice(0, 700)))
+FULL = shard_at((slice(0, 6), slice(0, 700)))
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_blocks_are_those_of_the_whole(cut):
-    """The maxima of all parts together are the maxima of the whole; a part knows only its own."""
+    """The maxima of all parts together are the maxima of the full; a part knows only its own."""
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([values[:, i : i + 256].abs().amax(1) for i in (0, 256, 512)], dim=1)
-    assert torch.equal(block_maxima(values, WHOLE), expected)
+    assert torch.equal(block_amax(values, FULL), expected)
     rows, columns = CUTS[cut]
     masked = torch.zeros(SHAPE)
     masked[:, columns] = values[:, columns]
-    assert torch.equal(block_maxima(values[CUTS[cut]], part_of(CUTS[cut])), block_maxima(masked, WHOLE)[rows])
+    assert torch.equal(block_amax(values[CUTS[cut]], shard_at(CUTS[cut])), block_amax(masked, FULL)[rows])
 
 
 def coded_and_back(key: str, moment: torch.Tensor, step: int) -> torch.Tensor:
-    whole = uncut("w", moment)
-    state = {f"{key}_scale": block_maxima(moment, whole)}
-    noise = draw(noise_grid(whole, moment.device), step_key(step, moment.device)).first / 2**16
-    state[f"{key}_code"] = low_bit._code(
-        moment, low_bit._spread(state[f"{key}_scale"], whole, moment.dtype), key, noise.view_as(moment)
+    full = unsharded("w", moment)
+    state = {f"{key}_scale": block_amax(moment, full)}
+    noise = draw(noise_grid(full, moment.device), step_key(step, moment.device)).first / 2**16
+    state[f"{key}_code"] = low_bit._quantise_to_code(
+        moment,
+        low_bit._scale_per_element(state[f"{key}_scale"], full, moment.dtype),
+        key,
+        noise.view_as(moment),
     )
-    return decoded(state, key, whole, moment.dtype)
+    return dequantise(state, key, full, moment.dtype)
 
 
 @pytest.mark.parametrize(("key", "ratio"), [("exp_avg", 2 ** (16 / 126)), ("exp_avg_sq", 2 ** (24 / 254))])
@@ -107,7 +110,7 @@ def test_one_pass_equals_the_update_step_by_step(monkeypatch, weights):
     found = []
     for is_fused in (True, False):
         if not is_fused:
-            monkeypatch.setattr(low_bit, "_has_whole_blocks", lambda part: False)
+            monkeypatch.setattr(low_bit, "_has_full_blocks", lambda part: False)
         generator = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.randn(3, 4, 512, generator=generator).to(dtype))
         optimizer = build_optimizer({"w": weight}, OptimSpec(kind="adamw_8bit", lr=0.01), weights=weights)

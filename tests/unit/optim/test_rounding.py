@@ -62,10 +62,10 @@ def test_not_a_number_stays_so(bits):
 @pytest.mark.parametrize("value", (1.001, -1.001, 3e-39, -0.1, 1.99999, 7e37))
 def test_random_rounding_is_right_on_average(value):
     """Over all noise levels the mean is the number itself, to the last bit of fp32."""
-    wide = torch.full((NOISE_LEVELS,), value)
-    numbers = rounded(wide, EVERY_NOISE).view(torch.bfloat16)
+    fp32 = torch.full((NOISE_LEVELS,), value)
+    numbers = rounded(fp32, EVERY_NOISE).view(torch.bfloat16)
     assert len(numbers.unique()) == 2
-    assert numbers.double().mean().item() == pytest.approx(float(wide[0]), rel=1e-12)
+    assert numbers.double().mean().item() == pytest.approx(float(fp32[0]), rel=1e-12)
 
 
 @pytest.mark.parametrize("noise", (0, 1, 65535))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.optim.full_parameter import Whole
+from meshwright.optim.full_parameter import FullParameter
 from meshwright.optim.rounding_noise import NOISE_LEVELS, Noise, draw, noise_grid, step_key
 
 CPU = torch.device("cpu")
@@ -17,19 +17,21 @@ CUTS = {
 }
 
 
-def noise_of(name: str, shape: tuple[int, ...], box: tuple[slice, ...] | None = None, step: int = 3) -> Noise:
-    held = box or tuple(slice(0, size) for size in shape)
-    whole = Whole(name, torch.Size(shape), held, (), lambda tensor: tensor)
+def noise_of(
+    name: str, shape: tuple[int, ...], slices: tuple[slice, ...] | None = None, step: int = 3
+) -> Noise:
+    held = slices or tuple(slice(0, size) for size in shape)
+    full = FullParameter(name, torch.Size(shape), held, (), lambda tensor: tensor)
     lengths = [part.stop - part.start for part in held]
-    drawn = draw(noise_grid(whole, CPU), step_key(step, CPU))
+    drawn = draw(noise_grid(full, CPU), step_key(step, CPU))
     return Noise(*(one.reshape(lengths) for one in drawn))
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_noise_of_a_part_is_a_part_of_the_noise(cut):
-    shape, box = CUTS[cut]
-    for part, whole in zip(noise_of("w", shape, box), noise_of("w", shape), strict=True):
-        assert torch.equal(part, whole[box])
+    shape, slices = CUTS[cut]
+    for part, full in zip(noise_of("w", shape, slices), noise_of("w", shape), strict=True):
+        assert torch.equal(part, full[slices])
 
 
 def test_noise_is_uniform_and_differs_by_name_step_and_use():

@@ -8,7 +8,7 @@ from meshwright.optim.build import build_optimizer, state_tensors
 from meshwright.plan.workload.workload import OPTIMIZER_BYTES
 from meshwright.spec import OptimSpec
 
-# Numbers beside the states of a [1024, 1024] matrix: a scale per 256 elements and moment, or one number per
+# Values beside the states of a [1024, 1024] matrix: a scale per 256 elements and moment, or one number per
 # row and per column.
 BESIDE = {"adamw_8bit": 2 * 4 / 256, "adafactor": 2 * 4 / 1024}
 

@@ -247,8 +247,8 @@ def test_a_missing_file_is_a_fact(tmp_path: Path) -> None:
         load_model(str(tmp_path))
 
 
-def test_what_no_family_can_say_is_refused_by_field() -> None:
+def test_what_no_family_can_express_is_refused_by_field() -> None:
     model = family("llama-3.1-8b")
     mixed = model.with_(mlp=model.mlp.with_(kind="gelu"))
-    with pytest.raises(SpecError, match=r"cannot say mlp\.kind='gelu'"):
+    with pytest.raises(SpecError, match=r"cannot express mlp\.kind='gelu'"):
         to_config(mixed)

@@ -23,8 +23,8 @@ from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.memory.offload.host import HostBuffer, HostLink
 from meshwright.memory.offload.weights import OffloadedWeights
 from meshwright.optim.build import build_optimizer
-from meshwright.optim.combined import JoinedOptimizer
-from meshwright.optim.full_parameter import Whole
+from meshwright.optim.combined import CombinedOptimizer
+from meshwright.optim.full_parameter import FullParameter
 from meshwright.optim.rounding import WeightFormat
 from meshwright.spec import OptimSpec
 
@@ -109,7 +109,7 @@ class OptimizerBucket:
             offloaded.free()
 
 
-class StreamedOptimizer(JoinedOptimizer):
+class StreamedOptimizer(CombinedOptimizer):
     """An optimizer over buckets that acts as one optimizer, whose state is in host memory."""
 
     def __init__(self, buckets: list[OptimizerBucket]) -> None:
@@ -142,7 +142,7 @@ def _with_neighbours(
 def build_streamed_optimizer(
     shards: Mapping[str, nn.Parameter],
     optim: OptimSpec,
-    wholes: Mapping[str, Whole],
+    full_parameters: Mapping[str, FullParameter],
     *,
     weights: OffloadedWeights,
     weight_format: WeightFormat = "fp32",
@@ -152,7 +152,7 @@ def build_streamed_optimizer(
     """As `build_optimizer`; states are offloaded as they are made, so they never fill the device."""
     buckets: list[OptimizerBucket] = []
     for part in optimizer_buckets(shards, weights):
-        optimizer = build_optimizer(part, optim, wholes, weights=weight_format, simulated=simulated)
+        optimizer = build_optimizer(part, optim, full_parameters, weights=weight_format, simulated=simulated)
         block = weights.block_of(next(iter(part)))
         states = offload_states(optimizer, weights.link) if with_states else []
         buckets.append(OptimizerBucket(optimizer, [*states, *([] if block is None else [block])]))

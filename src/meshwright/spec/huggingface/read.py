@@ -1,6 +1,6 @@
 """Hugging Face `config.json` -> `ModelSpec`.
 
-A key that would change the computation and that the decoder does not have is refused, never
+A key that changes the computation in a way that the decoder does not support is refused, never
 skipped. Keys that only concern generation, storage or other libraries are listed in `INERT_KEYS`.
 """
 
@@ -39,7 +39,7 @@ _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu
 
 
 class _Reader:
-    """Reads keys of one config and remembers which; the rest is then refused unless inert."""
+    """Reads keys of one config and records them; other keys are then refused unless inert."""
 
     def __init__(self, config: Config, where: str) -> None:
         self.config = config
@@ -58,14 +58,14 @@ class _Reader:
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
-        """This key decides about the computation, and the decoder has these values only."""
+        """Refuse a key that changes the computation and has another value than the allowed ones."""
         value = self.get(key, allowed[0])
         if value not in allowed:
             shown = " or ".join(json.dumps(each) for each in allowed)
             raise SpecError(
                 f"{key}={json.dumps(value)} is not supported",
                 where=self.where,
-                hint=f"the decoder computes {key}={shown}; setting it changes the model",
+                hint=f"the decoder supports {key}={shown}; setting it changes the model",
             )
 
     def refuse_the_rest(self) -> None:
@@ -81,7 +81,7 @@ class _Reader:
 
 
 def load_model(text: str) -> ModelSpec:
-    """The model a person names: a family, a `config.json`, or a folder that holds one."""
+    """The model of a name: a family, a `config.json`, or a folder that has one."""
     path = Path(text).expanduser()
     if text.strip().lower() in FAMILIES and not path.is_file():
         return family(text)
@@ -111,7 +111,7 @@ def _read_json(path: Path) -> Config:
 
 
 def from_config(config: Config, where: str = "config.json") -> ModelSpec:
-    """The spec that computes what this Hugging Face config describes."""
+    """The model spec of a Hugging Face config."""
     model_type = str(config.get("model_type", ""))
     if model_type not in _FROM:
         near = difflib.get_close_matches(model_type, _FROM, n=1)
@@ -212,7 +212,7 @@ def _gpt2(reader: _Reader) -> ModelSpec:
             "attention": {
                 "num_heads": num_heads,
                 "num_kv_heads": num_heads,
-                "head_width": _whole(width, num_heads, reader.where),
+                "head_width": _head_width(width, num_heads, reader.where),
                 "qkv_bias": True,
                 "output_bias": True,
                 "dropout": reader.get("attn_pdrop", 0.1),
@@ -300,7 +300,7 @@ def _deepseek(reader: _Reader, moe: MoeSpec) -> ModelSpec:
     return _rotary_model(reader, attention=attention, mlp=_swiglu(reader), moe=moe)
 
 
-# ---- what the rotary families share --------------------------------------------------------------
+# ---- shared by the families with rope ------------------------------------------------------------
 
 
 def _rotary_model(
@@ -332,7 +332,7 @@ def _rotary_model(
 
 def _attention(reader: _Reader, **rest: Any) -> AttentionSpec:
     num_heads = reader.need("num_attention_heads")
-    head_width = reader.get("head_dim") or _whole(reader.need("hidden_size"), num_heads, reader.where)
+    head_width = reader.get("head_dim") or _head_width(reader.need("hidden_size"), num_heads, reader.where)
     fields: dict[str, Any] = {
         "num_heads": num_heads,
         "num_kv_heads": reader.get("num_key_value_heads", num_heads),
@@ -343,7 +343,7 @@ def _attention(reader: _Reader, **rest: Any) -> AttentionSpec:
     return AttentionSpec.model_validate(fields)
 
 
-def _whole(width: int, num_heads: int, where: str) -> int:
+def _head_width(width: int, num_heads: int, where: str) -> int:
     if width % num_heads:
         raise SpecError(
             f"{num_heads} heads do not divide the width {width}", where=where, hint="set head_dim"
@@ -357,7 +357,7 @@ def _swiglu(reader: _Reader, *, bias: bool = False) -> MlpSpec:
 
 
 def _qwen_window(reader: _Reader) -> int | None:
-    """Qwen configs carry a window that counts only when `use_sliding_window` says so."""
+    """The sliding window of a Qwen config, which has an effect only with `use_sliding_window`."""
     window = reader.get("sliding_window", 4096)
     layer_types = set(reader.get("layer_types", []))
     if layer_types:

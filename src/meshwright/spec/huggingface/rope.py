@@ -1,4 +1,4 @@
-"""Rotary settings in a config: `rope_theta` + `rope_scaling`, or `rope_parameters` that holds both."""
+"""Rope settings in a config: `rope_theta` + `rope_scaling`, or `rope_parameters` with both."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +24,12 @@ _FIELDS = {
         "mscale_all_dim": "mscale_all_dims",
     },
 }
-# Without effect at these values.
+# Keys that have no effect at these values.
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True, "attention_factor": None}
 
 
 def read_rope(config: Mapping[str, Any], *, where: str, latent: bool, theta: float) -> RopeSpec:
-    """The rotary part of a config; `latent` says it is DeepSeek's, `theta` is the family's default."""
+    """The rope settings of a config; `latent` is True for DeepSeek, `theta` is the family's default."""
     given = dict(config.get("rope_scaling") or {})
     given.update(config.get("rope_parameters") or {})
     base = given.pop("rope_theta", None) or config.get("rope_theta") or theta
@@ -52,7 +52,7 @@ def _read_scaling(kind: str, given: dict[str, Any], config: Mapping[str, Any], w
     for key, value in given.items():
         if value is not None and key not in names and value != _NEUTRAL.get(key, object()):
             if key == "original_max_position_embeddings":
-                continue  # linear scaling carries it without using it
+                continue  # linear scaling has it without using it
             fact = f"rope scaling of type {kind} with {key}={value!r} is not supported"
             raise SpecError(fact, where=where, hint=f"supported keys are {', '.join(names)}")
     fields: dict[str, Any] = {
@@ -65,7 +65,7 @@ def _read_scaling(kind: str, given: dict[str, Any], config: Mapping[str, Any], w
 
 
 def write_rope(rope: RopeSpec) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`: the form that every version of every reader understands."""
+    """`rope_theta` and `rope_scaling`, the form that every version of transformers reads."""
     written: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
     scaling = rope.scaling
     if scaling is not None:

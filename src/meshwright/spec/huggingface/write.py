@@ -1,4 +1,4 @@
-"""`ModelSpec` -> `config.json`: the family that computes the same, or a refusal that says why not."""
+"""`ModelSpec` -> `config.json` of the family that computes the same; other models are refused."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -36,7 +36,7 @@ def to_config(model: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
 
 
 def model_type_of(model: ModelSpec) -> str:
-    """The Hugging Face family whose code computes this model, going by its parts."""
+    """The Hugging Face family that computes this model, by its features."""
     attention, moe = model.attention, model.moe
     if model.positions == "learned":
         return "gpt2"
@@ -155,10 +155,10 @@ def _deepseek(model: ModelSpec, moe: MoeSpec, model_type: str) -> dict[str, Any]
 
 
 def _require_same(model: ModelSpec, back: ModelSpec, model_type: str) -> None:
-    """What the config says must be what the model computes; settings of training may differ."""
+    """Refuse a config that does not describe the same computation; training settings may differ."""
     lost = list(_differences(_computed(model), _computed(back)))
     if lost:
-        fact = f"the Hugging Face family {model_type} cannot say {'; '.join(lost)}"
+        fact = f"the Hugging Face family {model_type} cannot express {'; '.join(lost)}"
         raise SpecError(fact, where="model", hint="keep the weights as a checkpoint, or change the model")
 
 
