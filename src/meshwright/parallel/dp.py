@@ -39,9 +39,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.mesh import Mesh
 from meshwright.parallel.gradient_bucket import Bucket, is_partial_over_tp, local_gradient
 from meshwright.parallel.shards import ParameterShard
+from meshwright.plan.memory.buckets import BUCKET_ELEMENTS
 from meshwright.spec.placement import is_routed_expert
-
-BUCKET_ELEMENTS = 25_000_000  # 100 MB of fp32: large enough for full bandwidth, small enough to overlap
 
 
 class GradientReducer:

@@ -24,6 +24,7 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
+from meshwright.rehearse.fusion import Kernel
 from meshwright.rehearse.kernel_replay import Boxed, replay_graph
 from meshwright.spec import MemorySpec
 
@@ -34,6 +35,8 @@ class Compiler:
 
     num_graphs: int = 0
     """Graphs compiled so far; with 0 the blocks ran uncompiled."""
+    watch: Callable[[Kernel], None] | None = None
+    """Called with each kernel of a graph before it runs."""
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The compiled form of a graph that Dynamo captured."""
@@ -47,7 +50,11 @@ class Compiler:
         with inductor.virtualized.V.set_fake_mode(detect_fake_mode(inputs)):
             inductor.fx_passes.post_grad.post_grad_passes(module, is_inference=False)
         self.num_graphs += 1
-        return replay_graph(module)
+        return replay_graph(module, self._see)
+
+    def _see(self, kernel: Kernel) -> None:
+        if self.watch is not None:
+            self.watch(kernel)
 
     def compile_blocks(self, blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
         """In the place of `parallel.compile.compile_blocks`; the hooks of phases stay outside the graph."""

@@ -16,8 +16,11 @@ _CASTS = (torch.ops.prims.convert_element_type, torch.ops.aten._to_copy)
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-def replay_graph(module: GraphModule) -> Boxed:
-    """The graph as a boxed function: it empties the list of inputs it gets, so that they can be freed."""
+def replay_graph(module: GraphModule, watch: Callable[[Kernel], None] | None = None) -> Boxed:
+    """The graph as a boxed function: it empties the list of inputs it gets, so that they can be freed.
+
+    `watch` gets each kernel before it runs.
+    """
     operations = Operations(module.graph)
     kernels = kernels_of(operations)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -29,7 +32,7 @@ def replay_graph(module: GraphModule) -> Boxed:
         for node in unread:
             if node not in operations.outputs:
                 del values[node]
-        return _Run(values, operations, kernels).result()
+        return _Run(values, operations, kernels, watch).result()
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess] - how torch knows that it empties the list
     return run
@@ -38,14 +41,23 @@ def replay_graph(module: GraphModule) -> Boxed:
 class _Run:
     """One call of a graph: the tensors that are live, by the node that wrote them."""
 
-    def __init__(self, values: dict[Node, Any], operations: Operations, kernels: list[Kernel]) -> None:
+    def __init__(
+        self,
+        values: dict[Node, Any],
+        operations: Operations,
+        kernels: list[Kernel],
+        watch: Callable[[Kernel], None] | None,
+    ) -> None:
         self._values, self._operations, self._kernels = values, operations, kernels
+        self._watch = watch
 
     def result(self) -> Sequence[Any]:
         """Run all kernels and return the graph's outputs."""
         for node in self._operations.constants:
             self._values[node] = _empty(node.meta["val"])
         for kernel in self._kernels:
+            if self._watch is not None:
+                self._watch(kernel)
             self._launch(kernel)
         returned: Any = self._operations.returned.args[0]
         return map_arg(returned, self._value)

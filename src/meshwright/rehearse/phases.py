@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.rehearse.allocation_log import AllocationLog
 from meshwright.rehearse.torch_backward import is_in_backward
 from meshwright.train.step import Training
+
+HALVES = {"attention_norm": "attention", "attention": "attention", "mlp_norm": "mlp", "mlp": "mlp"}
+"""Which half of a block each of its modules belongs to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +41,9 @@ class Phase:
 class PhaseTracker:
     """Lists the phases of a trace as the step enters them, and sets the current one in the allocation log."""
 
-    def __init__(self, allocations: AllocationLog) -> None:
+    def __init__(self, allocations: AllocationLog, *, by_half: bool = False) -> None:
+        self.by_half = by_half
+        """Whether the halves of a block are phases of their own: `blocks.3/attention`, `blocks.3/mlp`."""
         self.entered: list[Phase] = [Phase("build")]
         self._ledger = allocations
         self._step = -1
@@ -64,6 +70,8 @@ class PhaseTracker:
                 begin = partial(self._forward, stage, name)
                 handles.append(part.register_forward_pre_hook(begin, prepend=True))
                 handles.append(part.register_forward_hook(partial(self._after, stage, name)))
+                if self.by_half and name.startswith("blocks."):
+                    handles += self._track_halves(part)
         optimizer = training.optimizer
         handles.append(optimizer.register_step_pre_hook(lambda *_: self.enter("update")))
         try:
@@ -71,6 +79,26 @@ class PhaseTracker:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _track_halves(self, block: nn.Module) -> Iterator[Any]:
+        for name, half in HALVES.items():
+            module = getattr(block, name)
+            yield module.register_forward_pre_hook(partial(self._half_begins, half), prepend=True)
+            yield module.register_forward_hook(partial(self._half_ends, half))
+
+    def _half_begins(self, half: str, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.enter_half(half)
+
+    def _half_ends(self, half: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and output.requires_grad and not is_in_backward():
+            output.register_hook(lambda _: self.enter_half(half))
+
+    def enter_half(self, half: str) -> None:
+        """Begin a half of the current block: in its forward, its backward or its recompute."""
+        now = self.entered[self._ledger.phase_id]
+        if now.part.startswith("blocks."):
+            self.enter(now.kind, f"{now.part.split('/')[0]}/{half}", now.microbatch)
 
     def _count_call(self, stage: nn.Module, inputs: Any) -> None:
         self._calls[id(stage)] = self._calls.get(id(stage), -1) + 1

@@ -5,6 +5,7 @@ import textwrap
 from typing import Any
 
 from meshwright.errors import SpecError
+from meshwright.plan.memory.rank_bytes import WORKSPACE_BYTES
 from meshwright.rehearse.allocator import Request, replay
 from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.extrapolate import (
@@ -18,9 +19,6 @@ from meshwright.rehearse.trace import Trace, trace_rank
 from meshwright.rehearse.world import mesh_coordinates, require_rank
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.stages import stage_layers, stages_of_rank
-
-# cuBLAS and cuBLASLt allocate 32 MiB each through torch on Hopper: what six measured runs had beyond tensors.
-WORKSPACE_BYTES = 64 * 2**20
 
 # Uncompiled traces of five compiled runs on an H200 were up to 15.8% above the measured bytes.
 TRACED_UNCOMPILED = "traced as if uncompiled, which reads up to 16% high"

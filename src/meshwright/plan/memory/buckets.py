@@ -1,16 +1,18 @@
-"""The flat buffers in which our runtime reduces gradients at ZeRO 0 to 2, as parallel/dp.py fills them.
+"""The buckets in which our runtime reduces gradients at ZeRO 0 to 2, as parallel/dp.py fills them.
 
 Parameters join from the last to the first; a buffer is full at so many elements of whole parameters. Where
 tp leaves a parameter uncut its gradient has another sum ahead of it, and dealt-out experts are summed over
 other ranks, so each goes with its like.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
 
 BUCKET_ELEMENTS = 25_000_000
+"""100 MB of fp32: large enough for full bandwidth, small enough to overlap; parallel/dp.py reads it here."""
 ARRIVAL = (
     *("down", "up", "gate", "experts.down", "experts.up", "experts.gate"),
     *("output", "value", "key", "query"),
@@ -46,7 +48,7 @@ class Flat(NamedTuple):
     padded: float
     """Of the buffer."""
     copies: float
-    """Of gradients that are padded on their way into it."""
+    """Of gradients that are padded in flight into it."""
     is_experts: bool
     """Of experts alone, which other ranks divide."""
 
@@ -56,7 +58,7 @@ class Flat(NamedTuple):
         return self.padded / rows if shards else 0.0
 
     def launching(self, shard: float) -> float:
-        """Held at the fullest moment of sending it off, beside gradients of other buffers."""
+        """Held at the fullest phase of sending it off, beside gradients of other buffers."""
         if self.copies:
             return max(self.whole, shard) + self.copies + self.padded
         return self.whole + self.padded + shard
@@ -66,7 +68,7 @@ class Flats(NamedTuple):
     """The buffers of one stage."""
 
     each: tuple[Flat, ...]
-    """In the order in which they are sent off."""
+    """In the order in which they are launched."""
     last_index: int
     """Of the buffer with the first parameters of the stage, which backward reaches last."""
     ends: float
@@ -86,11 +88,11 @@ class Flats(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Elements of gradients that are sent off with the last buffer or after it."""
+        """Elements of gradients that are launched with the last buffer or after it."""
         return sum(one.whole for one in self.each[self.last_index :])
 
     def fullest_reduction(self, shards: float, *, is_tail: bool = False) -> float:
-        """Elements held at the fullest moment when all buffers, or those from the last one on, are sent off
+        """Elements held at the fullest phase when all buffers, or those from the last one on, are launched
         one after the other: a buffer, what goes into it, and with ZeRO the shard that becomes of it."""
         flats = self.each[self.last_index :] if is_tail else self.each
         waiting, sent, fullest = sum(one.whole for one in flats), 0.0, 0.0
@@ -103,7 +105,7 @@ class Flats(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A flat buffer that is sent off within the backward of a block."""
+    """A bucket that is launched within the backward of a block."""
 
     block: int
     """Blocks before the one that completes it."""
@@ -111,7 +113,7 @@ class Launch(NamedTuple):
     """Of the matrix whose gradient completes it."""
     elements: float
     sent: float
-    """Elements sent off before."""
+    """Elements launched before."""
 
 
 class Buckets:
@@ -125,7 +127,12 @@ class Buckets:
             if one.layer is not None:
                 self._blocks[one.layer].append(one)
         self._before = [one for one in listed if one.kind in ("embedding", "position")]
-        self._after = [one for one in listed if one.layer is None and one not in self._before]
+        self._after = [
+            one for one in listed if one.layer is None and one.kind not in ("embedding", "position")
+        ]
+        self._elements = {one.name: one.num_elements for one in listed}
+        self._filled: dict[Stage, list[list[Parameter]]] = {}
+        self._sizes: dict[Stage, list[float]] = {}
         self._flats: dict[Stage, Flats] = {}
         self._launches: dict[Stage, list[Launch]] = {}
         self._sent: dict[tuple[Stage, int], float] = {}
@@ -145,20 +152,20 @@ class Buckets:
     def _launched(self, stage: Stage) -> list[Launch]:
         found: list[Launch] = []
         sent = 0.0
-        for bucket in self._buckets(stage):
-            elements = self._size(stage, bucket)
+        for bucket, elements in zip(self._buckets(stage), self._bucket_sizes(stage), strict=True):
             layers = [one.layer for one in bucket if one.layer is not None]
             is_last = stage.sends_experts_last and bucket[0].kind == "expert"
             if layers and not is_last and not any(one.kind == "embedding" for one in bucket):
-                names = {_matrix(one) for one in bucket if one.layer == min(layers)}
+                lowest = min(layers)
+                names = {_matrix(one) for one in bucket if one.layer == lowest}
                 last = next((name for name in reversed(ARRIVAL) if name in names), None)
                 if last is not None:
-                    found.append(Launch(min(layers), last, elements, sent))
+                    found.append(Launch(lowest, last, elements, sent))
             sent += elements
         return found
 
     def sent_before(self, stage: Stage, block: int) -> float:
-        """Elements of the buffers that are sent off before the backward of a block of the stage begins."""
+        """Elements of the buffers that are launched before the backward of a block of the stage begins."""
         if (stage, block) not in self._sent:
             self._sent[stage, block] = self._sum_before(stage, block)
         return self._sent[stage, block]
@@ -166,29 +173,35 @@ class Buckets:
     def _sum_before(self, stage: Stage, block: int) -> float:
         first = self._model.num_layers - stage.num_layers
         sent = 0.0
-        for bucket in self._buckets(stage):
-            layers = [_layer_of(one) for one in bucket]
+        for bucket, size in zip(self._buckets(stage), self._bucket_sizes(stage), strict=True):
             is_last = stage.sends_experts_last and bucket[0].kind == "expert"
-            if not is_last and all(layer is None or layer > first + block for layer in layers):
-                sent += self._size(stage, bucket)
+            layers = [layer for layer in map(_layer_of, bucket) if layer is not None]
+            if not is_last and min(layers, default=first + block + 1) > first + block:
+                sent += size
         return sent
+
+    def _bucket_sizes(self, stage: Stage) -> list[float]:
+        if stage not in self._sizes:
+            self._sizes[stage] = [self._size(stage, bucket) for bucket in self._buckets(stage)]
+        return self._sizes[stage]
 
     def _size(self, stage: Stage, bucket: list[Parameter]) -> float:
         """Elements of a buffer; on a rank where there are experts, else before any cut."""
         return sum(self._local(stage, one) for one in bucket)
 
     def _local(self, stage: Stage, one: Parameter) -> float:
+        elements = self._elements[one.name]
         if one.kind in ("norm", "router", "position"):
-            return float(one.num_elements)
+            return float(elements)
         if one.kind != "expert":
-            return one.num_elements / stage.tp
+            return elements / stage.tp
         here = one.shape[0] / stage.ep
         rows = -(-here // stage.expert_rows) * stage.expert_rows
-        return rows * one.num_elements / one.shape[0]
+        return rows * elements / one.shape[0]
 
     def _fill(self, stage: Stage) -> Flats:
         found = self._buckets(stage)
-        # Where tp is larger than 1 norms have a small buffer of their own, which is sent off after this one.
+        # Where tp is larger than 1 norms have a small buffer of their own, which is launched after this one.
         held = self._held(stage)
         first = [one for one in held if one.kind not in ("norm", "router", "expert") or not stage.is_cut][-1]
         return Flats(
@@ -216,29 +229,40 @@ class Buckets:
         return [*before, *(one for block in blocks for one in block), *after][::-1]
 
     def _buckets(self, stage: Stage) -> list[list[Parameter]]:
+        key = stage._replace(expert_rows=1)  # padding does not change what goes together
+        if key not in self._filled:
+            self._filled[key] = self._fill_buckets(key)
+        return self._filled[key]
+
+    def _fill_buckets(self, stage: Stage) -> list[list[Parameter]]:
         runs: dict[tuple[bool, bool], list[Parameter]] = {}
         for one in self._held(stage):
             is_last = stage.sends_experts_last and one.kind == "expert"
             is_uncut = stage.is_cut and one.kind in ("norm", "router", "position")
             runs.setdefault((is_last, is_uncut), []).append(one)
-        return [bucket for kind in sorted(runs) for bucket in _filled(runs[kind])]
+        return [bucket for kind in sorted(runs) for bucket in self._cut_runs(runs[kind])]
+
+    def _cut_runs(self, run: list[Parameter]) -> list[list[Parameter]]:
+        found: list[list[Parameter]] = []
+        bucket: list[Parameter] = []
+        elements = 0
+        for one in run:
+            bucket.append(one)
+            elements += self._elements[one.name]
+            if elements >= BUCKET_ELEMENTS:
+                found.append(bucket)
+                bucket, elements = [], 0
+        return [*found, bucket] if bucket else found
 
 
-def _filled(run: list[Parameter]) -> list[list[Parameter]]:
-    found: list[list[Parameter]] = []
-    bucket: list[Parameter] = []
-    elements = 0
-    for one in run:
-        bucket.append(one)
-        elements += one.num_elements
-        if elements >= BUCKET_ELEMENTS:
-            found.append(bucket)
-            bucket, elements = [], 0
-    return [*found, bucket] if bucket else found
+@lru_cache(maxsize=8)
+def buckets_of(model: ModelSpec) -> Buckets:
+    """The buckets of a model; the same object for the same model, because filling them takes a while."""
+    return Buckets(model)
 
 
 def _matrix(one: Parameter) -> str:
-    """As tapes name it."""
+    """The name of a matrix as MATRICES has it."""
     parts = one.name.split(".")
     return ".".join(parts[-2:]) if one.kind == "expert" else parts[-2]
 

@@ -1,15 +1,14 @@
-"""How far the closed form of memory may be from what a run of our runtime allocates, by the kind of run.
+"""How far the predicted memory may be from what a run of our runtime allocates, by the kind of run.
 
 Shares are the largest errors of layouts of each kind that were drawn at random and traced; the trace equals
-the card. Drawn layouts are small (under 2 GiB). Compiled blocks were measured on models of 1B to 8B too: what
-is off on small ones are flat buffers of a fixed size, so that their margin has bytes beside a share. Tests
-hold the first two kinds; the others are told so that nobody takes them for exact, and `rehearse` traces them.
+the card. `python -m tests.support.memory_agreement` measures them again. The drawn layouts are small (under
+4 GiB), where a bucket or a mask weighs more than in a large run.
 """
 
 from typing import NamedTuple
 
 from meshwright.plan.framework import Framework
-from meshwright.plan.memory.moments import covered_layouts, is_covered
+from meshwright.plan.memory.phases import covered_layouts, is_covered
 from meshwright.plan.workload.layouts import Layouts
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.plan.workload.workload import Workload
@@ -38,14 +37,15 @@ class Margin(NamedTuple):
 
 
 # Seeds, counts and means stand in docs/concepts/prediction.md.
-EXACT = Margin(0.01, "dense layers, held against traces")
-ROUTED = Margin(0.04, "routed experts, held against traces")
-ROUTED_SHARDS = Margin(0.10, "routed experts with ZeRO-3 and ep, priced in part by shares")
-TURNS = Margin(0.28, "ZeRO-2 or 3 with interleaved stages, or one round of turns, priced by shares")
-COMPILED = Margin(0.05, "compiled blocks, priced by shares", num_bytes=0.35 * 2**30)
-SPLIT = Margin(0.38, "split backwards, priced by shares")
-NARROW = Margin(0.45, "fp8 without the compiler, priced by shares")
-OTHER = Margin(0.45, "priced by shares, held against nothing")
+DENSE = Margin(0.02, "dense layers, by the trace's table")
+OVER_CP = Margin(0.06, "context parallel, by the trace's table")
+LATENT = Margin(0.04, "latent attention, by the trace's table")
+ROUTED = Margin(0.07, "routed experts, by the trace's table")
+COMPILED = Margin(0.10, "compiled blocks, by the trace's table")
+LOW_PRECISION = Margin(0.12, "fp8, by the trace's table")
+INTERLEAVED = Margin(0.25, "ZeRO-2 or 3 with several stages on a rank")
+SPLIT = Margin(0.38, "split backwards: weight gradients are not followed one by one")
+FORMULA = Margin(0.45, "estimated by formula, held against nothing")
 
 
 def memory_margin(work: Workload, at: Layouts, stack: Framework) -> Margin | None:
@@ -56,17 +56,22 @@ def memory_margin(work: Workload, at: Layouts, stack: Framework) -> Margin | Non
 
 
 def _margins(work: Workload, at: Layouts, stack: Framework) -> list[Margin]:
-    schedule = SCHEDULES[int(at.schedule[0])]
-    found = [EXACT if work.model.moe is None else ROUTED]
-    if work.is_low_precision and not work.compiled:
-        found.append(NARROW)
+    is_moved = bool(at.offloads("activations")[0] or at.offloads("parameters")[0])
+    if is_moved or not (is_covered(work, stack) and covered_layouts(at).all()):
+        return [FORMULA]
+    found = [DENSE]
+    if work.model.moe is not None:
+        found.append(ROUTED)
+    if work.model.attention.latent is not None:
+        found.append(LATENT)
+    if at.cp[0] > 1:
+        found.append(OVER_CP)
     if work.compiled:
         found.append(COMPILED)
-    if at.pp[0] > 1 and schedule in SPLIT_BACKWARD:
+    if work.is_low_precision:
+        found.append(LOW_PRECISION)
+    if at.pp[0] > 1 and at.virtual_stages[0] > 1 and at.zero[0] >= 2:
+        found.append(INTERLEAVED)
+    if at.pp[0] > 1 and SCHEDULES[int(at.schedule[0])] in SPLIT_BACKWARD:
         found.append(SPLIT)
-    if at.pp[0] > 1 and at.virtual_stages[0] > 1:
-        found.append(TURNS if not covered_layouts(at).all() else EXACT)
-    if work.model.moe is not None and at.zero[0] == 3 and at.ep[0] > 1:
-        found.append(ROUTED_SHARDS)
-    is_known = is_covered(work, stack) and covered_layouts(at).all()
-    return found if is_known or len(found) > 1 else [OTHER]
+    return found

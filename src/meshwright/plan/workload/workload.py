@@ -1,13 +1,15 @@
 """What is trained, apart from the layout: the model, the sequence, the number formats, the optimizer."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
-from meshwright.plan.memory.buckets import Buckets
+from meshwright.plan.memory.buckets import Buckets, buckets_of
 from meshwright.plan.workload import flops
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, layer_parameters, parameters
+from meshwright.spec.placement import TP_SHARDED_DIMS
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 AttentionKernel = Literal["flash", "unfused"]
@@ -76,6 +78,16 @@ def _size(listed: list[Parameter], *kinds: str) -> int:
     return sum(parameter.num_elements for parameter in listed if parameter.kind in kinds)
 
 
+def _unsharded(listed: list[Parameter]) -> int:
+    """Elements of matrices that tp does not shard: the down projections of latent attention."""
+    matrices = (one for one in listed if one.kind == "matrix")
+    return sum(one.num_elements for one in matrices if not _is_sharded(one.name))
+
+
+def _is_sharded(name: str) -> bool:
+    return any(fnmatchcase(name, row.pattern) for row in TP_SHARDED_DIMS)
+
+
 def count_parameters(model: ModelSpec) -> ParameterCounts:
     """Parameter counts by placement, from the list that the model is built from."""
     outside = [parameter for parameter in parameters(model) if parameter.layer is None]
@@ -85,10 +97,10 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
     return ParameterCounts(
         embedding=_size(outside, "embedding", "position", "norm", "bias"),
         head=_size(outside, "head"),
-        dense_layer=_size(dense, "matrix", "bias"),
-        moe_layer=_size(moe, "matrix", "bias"),
+        dense_layer=_size(dense, "matrix", "bias") - _unsharded(dense),
+        moe_layer=_size(moe, "matrix", "bias") - _unsharded(moe),
         experts_layer=_size(moe, "expert"),
-        replicated_layer=_size(moe or dense, "norm"),
+        replicated_layer=_size(moe or dense, "norm") + _unsharded(moe or dense),
         router_layer=_size(moe, "router"),
         num_dense_layers=model.num_layers - num_moe,
         num_moe_layers=num_moe,
@@ -123,7 +135,7 @@ class Workload:
     @cached_property
     def buckets(self) -> Buckets:
         """The buckets in which gradients are reduced."""
-        return Buckets(self.model)
+        return buckets_of(self.model)
 
     @property
     def matmul_rate(self) -> str:

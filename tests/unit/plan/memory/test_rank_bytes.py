@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from meshwright.hardware import parse_cluster
 from meshwright.plan.framework import Framework, our_runtime
 from meshwright.plan.memory.activations import layer_activation_bytes
-from meshwright.plan.memory.rank_bytes import Memory, in_flight, memory
+from meshwright.plan.memory.in_flight import in_flight
+from meshwright.plan.memory.rank_bytes import Memory, memory
 from meshwright.plan.workload.layouts import FULL, NORMS, OFFLOAD_BITS, RECOMPUTE_SELECTIVE, Layouts, layouts
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
 from meshwright.plan.workload.workload import Adapters, Workload

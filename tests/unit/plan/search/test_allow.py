@@ -121,16 +121,15 @@ def test_fp8_is_used_when_it_is_faster_and_explained() -> None:
 
 
 def test_the_least_change_that_fits_is_used() -> None:
-    """8B on one H200: weights, gradients and moments of 16 bytes do not fit, some of them in bf16 do."""
-    plan = make_plan(question("llama-3.1-8b", "h200:1", "bf16_weights,bf16_gradients,bf16_moments", HERE))
+    """8B on one H200: fewer changes do not fit, or take longer than a tie with the best that is allowed."""
+    asked_for = question("llama-3.1-8b", "h200:1", "bf16_weights,bf16_gradients,bf16_moments", HERE)
+    plan, best = make_plan(asked_for), choose_precision(asked_for).best_score
     assert 0 < len(plan.changes) <= 3
     for change in plan.changes:
         fewer = ",".join(each.name for each in plan.changes if each != change)
         found = choose_precision(question("llama-3.1-8b", "h200:1", fewer, HERE)).result
         seconds = found.fitting.step_seconds.min() if len(found.fitting) else np.inf
-        assert (
-            seconds > (1 + TIE_FRACTION) * plan.result.fitting.step_seconds.min() or len(found.fitting) == 0
-        )
+        assert seconds > (1 + TIE_FRACTION) * best or len(found.fitting) == 0
 
 
 def test_what_is_not_needed_is_not_used() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from meshwright.plan.memory.rank_bytes import in_flight
+from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.workload.layouts import layouts
 from meshwright.plan.workload.schedules import (
     SCHEDULES,

@@ -1,26 +1,23 @@
-"""What the moments of a step are added up from: bytes of one rank, and what a block's tape says."""
+"""What the phases of a step are added up from: bytes of one rank, and what the table says of its blocks."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.plan.framework import Framework
-from meshwright.plan.memory import tapes
-from meshwright.plan.memory.block_sizes import sizes_of
+from meshwright.plan.memory.block_bytes import TURNS, BlockBytes, Items, Reduction, Turn
 from meshwright.plan.memory.buckets import ARRIVAL, Stage
-from meshwright.plan.memory.tape import Items
 from meshwright.plan.workload.layouts import FULL, NORMS, Floats, Layouts
-from meshwright.plan.workload.schedules import SCHEDULES
+from meshwright.plan.workload.schedules import SCHEDULES, V_SHAPED
 from meshwright.plan.workload.workload import Workload
+from meshwright.spec.parameters import Parameter, layer_parameters
 
 Mask = NDArray[np.bool_]
-Turn = Literal["first", "later", "last"]
-"""Of the micro-batches that come back: the first finds no gradients, the last sends them off."""
-TURNS: tuple[Turn, ...] = ("first", "later", "last")
 FLAT_FACTS = ("last", "ends", "largest", "largest_parameter", "reduction", "tail", "waiting")
 EARLY_BLOCKS = ("first block", "second block", "last block but one")
 
@@ -40,60 +37,73 @@ class Rank:
 
 
 class InnerLaunch(NamedTuple):
-    """A flat buffer that is sent off within a block; shape (N, 3)."""
+    """A bucket that is launched within a block; shape (N, 3)."""
 
     block: Floats
     """Blocks before it."""
     elements: Floats
     """On this rank; 0 where there is no such buffer."""
     sent: Floats
-    """Elements sent off before."""
+    """Elements launched before."""
     after: Floats
-    """What the block holds at that moment."""
+    """What the block holds at that phase."""
 
 
 class Blocks:
-    """What the tape says of one block of every layout, as columns of shape (N, 1)."""
+    """What the trace's table says of one block of every layout, as columns of shape (N, 1)."""
 
     def __init__(self, work: Workload, at: Layouts, stack: Framework) -> None:
         rows, self._inverse = _distinct(at)
-        count = len(rows)
-        tiled = rows.take(np.tile(np.arange(count), len(TURNS)))
-        turn = np.repeat(np.arange(len(TURNS)), count)
-        # At ZeRO-2 nothing is left of earlier whole gradients, and each micro-batch sends its own off.
-        scatters = tiled.scatters_each(in_pipelines=stack.scatters_in_pipelines) & (tiled.zero == 2)
-        accumulates = (turn > 0) & ~scatters & (tiled.num_microbatches > 1)
-        is_due = (((turn == 2) & (tiled.pp == 1)) | scatters) & (tiled.zero < 3) & (tiled.dp * tiled.cp > 1)
-        flats = partial(_flats, work, tiled, stack)
-        sizes = sizes_of(work, tiled, stack, accumulates.astype(np.float64), flats(is_due, tiled.pp == 1))
-        kept, casts = tapes.kept_bytes(sizes)
-        self.kept, self.casts = self._column(kept[:count]), self._column(casts[:count])
-        self.elements = self._column(sizes.elements[:count])
-        experts = [size for name, size in sizes.weights.items() if name.startswith("experts.")]
-        self.expert_elements = self._column(sum(experts, 0.0 * sizes.x)[:count])
-        self.remembered_elements = self.elements - self.expert_elements
-        """Whose casts autocast remembers: those of linears."""
-        self.gathered_elements = self._column(sizes.gathered_elements[:count])
-        """That ZeRO-3 gathers."""
-        self.last_elements = self._column(list(sizes.weights.values())[-1][:count])
-        """Of the last matrix of the module."""
-        self.masked = self._columns(tapes.reach_the_mask(sizes)) if work.has_mask else {}
-        """In the forward of a block, when the mask of attention is made."""
-        tape = tapes.run_backward(sizes)
-        self.after = {name: self._column(values[-count:]) for name, values in tape.after.items()}
-        """Bytes of a block when one of its gradients has come, in the last micro-batch."""
-        self.back = self._by_turn(tape.peak)
+        found = BlockBytes(work, rows, stack)
+        self.kept, self.casts = self._column(found.kept), self._column(found.casts)
+        self.remembered = self._column(found.remembered)
+        """Casts of weights that autocast remembers until the forward ends."""
+        self.forward = self._column(found.forward)
+        """Peak of a block's forward, beyond its input."""
+        self._set_elements(work, rows)
+        # At ZeRO-2 nothing is left of earlier full gradients, and each micro-batch reduces its own.
+        self._scatters = rows.scatters_each(in_pipelines=stack.scatters_in_pipelines) & (rows.zero == 2)
+        shared = rows.dp * rows.cp > 1
+        self._due = (rows.zero < 3) & shared
+        self._fused = work.compiled & ~shared & (rows.tp == 1) & (rows.pp == 1) & (rows.num_microbatches > 1)
+        self.after = {name: self._column(values) for name, values in found.after().items()}
+        """Bytes of a block when one of its gradients has come."""
+        buckets = partial(_buckets, work, rows, stack)
+        self.back = self._by_turn(found, rows, partial(buckets, has_ends=rows.pp == 1))
         """The backward of the last block."""
-        inner = replace(sizes, flats=flats(is_due, np.zeros(len(tiled), dtype=bool)))
-        self.inner_back = self._by_turn(tapes.run_backward(inner).peak)
+        self.inner_back = self._by_turn(
+            found, rows, partial(buckets, has_ends=np.zeros(len(rows), dtype=bool))
+        )
         """Of another one."""
 
-    def _by_turn(self, peak: Items) -> dict[Turn, Items]:
-        parts = {item: np.split(values, len(TURNS)) for item, values in peak.items()}
-        return {
-            turn: self._columns({item: values[index] for item, values in parts.items()})
-            for index, turn in enumerate(TURNS)
-        }
+    def _set_elements(self, work: Workload, at: Layouts) -> None:
+        listed = layer_parameters(work.model, work.model.num_layers - 1)
+        tp, ep = at.tp.astype(np.float64), at.ep.astype(np.float64)
+
+        def local(one: Parameter) -> Floats:
+            sharded = {"expert": ep, "matrix": tp, "bias": tp}
+            return one.num_elements / sharded.get(one.kind, np.ones_like(tp))
+
+        matrices = [one for one in listed if one.kind in ("matrix", "expert")]
+        experts = sum((local(one) for one in matrices if one.kind == "expert"), 0.0 * tp)
+        elements = sum((local(one) for one in matrices), 0.0 * tp)
+        padding = expert_padding(work, at) if work.model.moe is not None else 1.0
+        self.elements, self.expert_elements = self._column(elements), self._column(experts)
+        self.gathered_elements = self._column(elements + (padding - 1.0) * experts)
+        """That ZeRO-3 gathers."""
+        self.last_elements = self._column(local(matrices[-1]))
+        """Of the last matrix of the module."""
+
+    def _by_turn(
+        self, found: BlockBytes, at: Layouts, buckets: Callable[[Mask], dict[str, Floats]]
+    ) -> dict[Turn, Items]:
+        by_turn: dict[Turn, Items] = {}
+        for turn in TURNS:
+            accumulates = (turn != "first") & ~self._scatters & (at.num_microbatches > 1)
+            is_due = self._due & (((turn == "last") & (at.pp == 1)) | self._scatters)
+            reduction = Reduction(accumulates, self._fused & (turn != "first"), buckets(is_due))
+            by_turn[turn] = self._columns(found.backward(reduction))
+        return by_turn
 
     def _column(self, values: Floats) -> Floats:
         return values[self._inverse][:, None]
@@ -102,7 +112,27 @@ class Blocks:
         return {item: self._column(values) for item, values in items.items()}
 
 
-def _flats(work: Workload, at: Layouts, stack: Framework, is_due: Mask, has_ends: Mask) -> dict[str, Floats]:
+def kept_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """What one block keeps of one micro-batch for its backward, shape (N, 1)."""
+    rows, inverse = _distinct(at)
+    found = BlockBytes(work, rows, stack)
+    return found.kept[inverse][:, None]
+
+
+def expert_padding(work: Workload, at: Layouts) -> Floats:
+    """Gathered elements of experts over those on a rank: each rank's part is padded to whole experts.
+
+    Where ep spreads experts over ranks FSDP2 gathers them by themselves; that is not written down here.
+    """
+    moe = work.model.moe
+    assert moe is not None
+    each = np.ceil(moe.num_experts / at.shards)
+    return np.where(at.ep > 1, 1.0, each * at.shards / moe.num_experts)
+
+
+def _buckets(
+    work: Workload, at: Layouts, stack: Framework, is_due: Mask, *, has_ends: Mask
+) -> dict[str, Floats]:
     """Bytes of the buffers that a gradient of the last block completes, behind a head or not."""
     found: dict[str, Floats] = {}
     is_apart = ((at.tp > 1) | (at.ep > 1)) & (work.model.moe is not None)
@@ -124,6 +154,7 @@ def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
         *(getattr(at, name) for name in ("microbatch_sequences", "cp", "cp_kind", "cp_inner", "tp")),
         *(getattr(at, name) for name in ("recompute", "zero", "reduce_last")),
         at.pp > 1,
+        at.ep,
         at.shards,
         at.num_microbatches > 1,
         at.dp * at.cp > 1,
@@ -147,13 +178,18 @@ class Facts:
         self.whole_stream = work.working_bytes * self.tokens * model.width
         self.stream = self.whole_stream / self.tp
         self.gathered_stream = np.where(self.tp > 1, self.whole_stream, 0.0)
+        self.keeps_inputs = work.compiled | ((at.recompute & (FULL | NORMS)) > 0)[:, None]
+        """Blocks keep their input as it is; a received one lies in its receive buffer."""
         self.recomputes = ((at.recompute & (FULL | NORMS)) > 0)[:, None]
         self.pp = at.pp[:, None]
-        self.is_last = np.array([[False, False, True]]) | (self.pp == 1)
-        self.is_first = np.array([[True, False, False]]) | (self.pp == 1)
+        is_v = np.isin(at.schedule, [SCHEDULES.index(name) for name in sorted(V_SHAPED)])[:, None]
+        first, last = np.array([[True, False, False]]), np.array([[False, False, True]])
+        self.is_last = np.where(is_v, first, last) | (self.pp == 1)
+        self.is_first = first | (self.pp == 1)
         self.microbatches = at.num_microbatches[:, None].astype(np.float64)
         self.chunks = at.virtual_stages[:, None].astype(np.float64)
-        self.takes_turns = (at.schedule == SCHEDULES.index("interleaved_1f1b"))[:, None] & (self.chunks > 1)
+        turns = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+        self.takes_turns = np.isin(at.schedule, [SCHEDULES.index(name) for name in turns])[:, None]
         self.shards = at.shards[:, None].astype(np.float64)
         self.is_sharded = (at.zero == 3)[:, None]
         self.casts = np.where(self.is_sharded, 0.0, 2.0 * float(stack.state.weight > work.working_bytes))
@@ -170,22 +206,22 @@ class Facts:
         self.sharded_gradients = np.where(at.zero[:, None] > 0, sharded, self.whole_gradients)
         self.scatters = at.scatters_each(in_pipelines=self.stack.scatters_in_pipelines)[:, None]
         self.overlaps = self.scatters | (self.pp == 1)
-        """Gradients are sent off within a backward."""
+        """Gradients are launched within a backward."""
         left = np.where(self.scatters, self.sharded_gradients, self.whole_gradients)
         self.left_gradients = np.where(self.microbatches > 1, left, 0.0)
         """What earlier micro-batches have left when the last one comes."""
         self.head_gradient = np.where(self.is_last, each * self.table, 0.0)
 
     def tables(self) -> Floats:
-        """Cosines and sines of one micro-batch, fp32."""
+        """Rope cosines and sines of one micro-batch, fp32."""
         attention = self.work.model.attention
-        width = attention.head_width if self.work.model.positions == "rope" else 0
-        return 4.0 * self.tokens * width
+        width = attention.latent.rope_width if attention.latent else attention.head_width
+        return 4.0 * self.tokens * (width if self.work.model.positions == "rope" else 0)
 
     def activations(self, blocks: Floats, flight: Floats) -> Floats:
         """What so many blocks and the tables keep; a received input lies in its receive buffer."""
         inner = self.chunks - np.where(self.is_first, 1.0, 0.0)  # the first stage receives no input
-        received = np.where(self.recomputes, inner * self.stream, 0.0)
+        received = np.where(self.keeps_inputs, inner * self.stream, 0.0)
         return blocks * self.blocks.kept + flight * (self.chunks * self.tables() - received)
 
     def at_the_last_stage(self, flight: Floats) -> Floats:
@@ -197,15 +233,15 @@ class Facts:
         return self.whole_stream + 4.0 * self.table
 
     def gathered(self, now: Floats, on_the_way: Floats | float = 0.0) -> Floats:
-        """ZeRO-3: weights gathered at this moment, and gradients that are being reduced.
+        """ZeRO-3: weights gathered at this phase, and gradients that are being reduced.
 
-        A pipeline gathers all weights once; where it reduces once, too, nothing is on its way before the end.
+        A pipeline gathers all weights once; where it reduces once, too, nothing is in flight before the end.
         """
         weights = np.where(self.pp > 1, 2.0 * self.rank.gathered_parameters, now)
         return np.where(self.is_sharded, weights + np.where(self.overlaps, on_the_way, 0.0), 0.0)
 
     def rows(self) -> Floats:
-        """Ranks that divide a flat buffer."""
+        """Ranks that divide a bucket."""
         return np.where(self.at.zero[:, None] > 0, self.shards, 1.0)
 
     def normed(self, flight: Floats) -> Floats:
@@ -234,12 +270,12 @@ class Facts:
         return min(self.stack.state.weight / self.stack.state.gradient, 1.0)
 
     def is_due(self) -> Mask:
-        """Whether our reducer sends gradients off; FSDP2 does it by itself."""
+        """Whether our reducer launches gradients; FSDP2 does it by itself."""
         return (~self.is_sharded) & (self.at.dp * self.at.cp > 1)[:, None]
 
     @cached_property
     def _stages(self) -> tuple[list[tuple[Stage, int]], NDArray[np.intp]]:
-        """Stages that differ in their flat buffers, with the ranks that divide these; which one each is."""
+        """Stages that differ in their buckets, with the ranks that divide these; which one each is."""
         layers = self.rank.layers.astype(np.int64)
         ends = 2 * (self.is_first + 0 * layers) + (self.is_last + 0 * layers)
         shards = np.where(self.at.zero[:, None] > 0, self.at.shards[:, None], 0) + 0 * layers
@@ -271,12 +307,12 @@ class Facts:
 
     @property
     def _cut(self) -> Floats:
-        """What divides the sizes of flat buffers: with experts they are those of a rank already."""
+        """What divides the sizes of buckets: with experts they are those of a rank already."""
         return self.tp if self.work.model.moe is None else np.ones_like(self.tp)
 
     @cached_property
     def flats(self) -> Items:
-        """Elements on this rank of facts of its flat buffers."""
+        """Elements on this rank of facts of its buckets."""
         stages, inverse = self._stages
         known = self.work.buckets
         facts = np.zeros((len(stages), len(FLAT_FACTS) + len(EARLY_BLOCKS)))
@@ -299,7 +335,7 @@ class Facts:
 
     @cached_property
     def inner_launch(self) -> InnerLaunch:
-        """The first flat buffer that a block before the stage's last one completes; in pipelines, any."""
+        """The first bucket that a block before the stage's last one completes; in pipelines, any."""
         stages, inverse = self._stages
         facts = np.zeros((len(stages), 4))
         for row, (stage, _) in enumerate(stages):
@@ -311,10 +347,10 @@ class Facts:
             if inner:
                 facts[row] = (inner.block - before, inner.elements, inner.sent, ARRIVAL.index(inner.name))
         block, elements, sent, name = np.moveaxis(facts[inverse], -1, 0)
-        after = np.select(
-            [name == index for index, known in enumerate(ARRIVAL) if known in self.blocks.after],
-            [self.blocks.after[known] + 0.0 * block for known in ARRIVAL if known in self.blocks.after],
-        )
+        after = np.zeros_like(block)
+        for index, known in enumerate(ARRIVAL):
+            if known in self.blocks.after:
+                after = np.where(name == index, self.blocks.after[known], after)
         return InnerLaunch(block, elements / self._cut, sent / self._cut, after)
 
     def exchange(self, flight: Floats) -> Floats:

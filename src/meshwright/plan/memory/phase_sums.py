@@ -1,19 +1,19 @@
-"""What is held at each moment of a step that may be the fullest; moments.py says which happen, and chooses.
+"""What is held at each phase of a step that may be the fullest; candidates.py says which happen, and chooses.
 
 Every sum is an array over layouts and the three ranks of a pipeline, without weights and optimizer states,
-which are the same at all moments.
+which are the same at all candidates.
 """
 
 import numpy as np
 
+from meshwright.plan.memory.block_bytes import Items, Turn
 from meshwright.plan.memory.buckets import BUCKET_ELEMENTS
-from meshwright.plan.memory.moment_facts import Facts, Mask, Turn
-from meshwright.plan.memory.tape import Items
-from meshwright.plan.workload.layouts import FULL, Floats
+from meshwright.plan.memory.rank_facts import Facts, Mask
+from meshwright.plan.workload.layouts import Floats
 
 
 class Sums(Facts):
-    """The moments of every layout; all arrays have shape (N, 3) or (N, 1)."""
+    """The candidates of every layout; all arrays have shape (N, 3) or (N, 1)."""
 
     # The head.
 
@@ -24,15 +24,14 @@ class Sums(Facts):
         ends = 2.0 * here + 2.0  # the norm's fp32 input; of the present micro-batch its output and x
         whole = 2.0 * self.tokens * self.work.model.vocab_size / self.tp
         count = np.ceil(whole / (self.stack.loss_chunk_bytes or np.inf)).clip(1.0)
-        # The logits of one chunk are let go of when those of the next are there.
+        # The logits of one chunk are freed when those of the next are there.
         chunks = whole / count * np.minimum(count, 2.0)
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.
-        cast = self.casts * self.blocks.remembered_elements
-        remembered = np.where(self.recomputes & (self.tp == 1), self.rank.layers * cast, 0.0)
+        remembered = self.rank.layers * self.blocks.remembered
         block = 2.0 * self.blocks.gathered_elements
         table = 2.0 * self.table
         flat = block if self.is_tied else table
-        # A pipeline's first micro-batch finds no gradients, but the flat buffer of what was gathered last.
+        # A pipeline's first micro-batch finds no gradients, but the bucket of what was gathered last.
         is_first = self.is_sharded & (self.pp > 1) & (flight <= 1.0)
         first = np.where(is_first, np.maximum(flat - self._before_a_forward(), 0.0), 0.0)
         return {
@@ -50,7 +49,7 @@ class Sums(Facts):
         """Backward of the head: its gradients are multiplied, so they are there twice."""
         flight = self.rank.in_flight
         here = self.at_the_last_stage(flight)
-        # Then they are let go of, and FSDP2 reduces what was made of the weight's.
+        # Then they are freed, and FSDP2 reduces what was made of the weight's.
         each = self.stack.state.gradient
         shard = (1.0 + self.scattered() * (self.stack.state.weight < each)) / self.shards
         on_the_way = np.where(self.is_sharded & self.overlaps & (not self.is_tied), each * self.table, 0.0)
@@ -59,11 +58,14 @@ class Sums(Facts):
         # A gradient of 16 bits becomes one of 32 beside itself; a part of a DTensor does when these are gone.
         widened = (self.stack.state.weight < each) & ~self.is_sharded & (self.tp == 1)
         return {
-            "gradients": self._before_the_head() + np.where(widened, each * self.table, 0.0),
+            "gradients": self._before_the_head(),
             "gathered": self.gathered(2.0 * self.table + 2.0 * self.blocks.gathered_elements),
             "activations": self.activations(flight * self.rank.layers, flight) + 2.0 * here * self.stream,
             "cast weights": flight * self.rank.layers * self.blocks.casts,
-            "logits": (here - 1.0) * self.head_gradients() + made + again,
+            "logits": (here - 1.0) * self.head_gradients()
+            + made
+            + again
+            + np.where(widened, each * self.table, 0.0),
             "exchange": self.exchange(flight),
         }
 
@@ -78,42 +80,15 @@ class Sums(Facts):
 
     def through_the_last_block(self) -> Items:
         """Forward of the stage's last block in the last micro-batch that comes before a backward."""
-        flight, model = self.rank.in_flight, self.work.model
-        # Its input, the sum after attention with what was added, and the same of the MLP.
-        is_spread = (self.tp > 1) & (self.at.microbatch_sequences > 1)[:, None]
-        streams = 4.0 * self.stream + self.whole_stream * (1.0 + is_spread)
-        inner = 3.0 * self.work.working_bytes * self.tokens * model.mlp.width / self.tp
-        full = ((self.at.recompute & FULL) > 0)[:, None]
-        cast = np.where(self.recomputes, self.casts * self.blocks.remembered_elements, 0.0)
-        remembered = np.where(self.tp == 1, self.rank.layers * cast, 0.0)
-        return {
-            "gradients": self._before_a_forward(),
-            "gathered": self.gathered(4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table()),
-            "activations": self.activations(flight * self.rank.layers, flight) + self.normed(flight),
-            "working set": np.where(
-                full, np.maximum(inner + 3.0 * self.stream + self.whole_stream, streams), streams
-            ),
-            "logits": self.waiting_head_gradients(flight),
-            "cast weights": flight * self.rank.layers * self.blocks.casts + remembered,
-            "exchange": self.exchange(flight - 1.0),
-        }
-
-    def at_the_mask(self) -> Items:
-        """Forward of the stage's last block in the same micro-batch, when its mask is made."""
-        flight, block = self.rank.in_flight, self.blocks.masked
+        flight = self.rank.in_flight
         others = flight * self.rank.layers - 1.0
-        remembered = np.where(self.recomputes & (self.tp == 1), self.rank.layers - 1.0, 0.0)
-        received = np.where((self.rank.layers == self.chunks) & ~self.is_first, self.stream, 0.0)
-        activations = self.activations(others, flight) + self.normed(flight) - received
         return {
             "gradients": self._before_a_forward(),
             "gathered": self.gathered(4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table()),
-            "activations": activations + block["activations"],
-            "working set": block["working set"],
+            "activations": self.activations(others, flight) + self.normed(flight),
+            "working set": self.stream + self.blocks.forward,
             "logits": self.waiting_head_gradients(flight),
-            "cast weights": others * self.blocks.casts
-            + remembered * self.casts * self.blocks.remembered_elements
-            + block["cast weights"],
+            "cast weights": others * self.blocks.casts + (self.rank.layers - 1.0) * self.blocks.remembered,
             "exchange": self.exchange(flight - 1.0),
         }
 
@@ -133,7 +108,7 @@ class Sums(Facts):
         block = self.blocks.back[turn]
         return {
             "gradients": self._before_the_block(turn) + block["gradients"],
-            # This block, the next one to come in a flat buffer, and the head's gradient on its way.
+            # This block, the next one to come in a bucket, and the head's gradient in flight.
             "gathered": self.gathered(
                 4.0 * self.blocks.gathered_elements + 2.0 * self.tied_table(), self._heads_way()
             )
@@ -157,7 +132,7 @@ class Sums(Facts):
         head = self.head_gradient * np.where(self.is_sharded & self.overlaps, reduced, 1.0)
         tied = np.where(self.is_sharded, 0.0, self.stack.state.gradient * self.tied_table())
         waits = self.is_tied & self.is_first & ~self.is_sharded
-        # What is sent off with the last micro-batch, or with each, is whole no longer.
+        # What is launched with the last micro-batch, or with each, is whole no longer.
         is_sent = (
             self.is_due() & self.overlaps & (self.scatters | (turn == "last") | (self.microbatches == 1))
         )
@@ -191,7 +166,7 @@ class Sums(Facts):
         }
 
     def after_the_first_block(self, turn: Turn) -> Items:
-        """ZeRO-3: the stage's first block is behind, and FSDP2 reduces its gradients in one flat buffer."""
+        """ZeRO-3: the stage's first block is behind, and FSDP2 reduces its gradients in one bucket."""
         flight, state = self._flight(turn), self.stack.state
         # What comes out of the sum is made narrow again where weights are.
         shard = 1.0 + self.scattered() * (state.weight < state.gradient)
@@ -218,7 +193,7 @@ class Sums(Facts):
         return np.where(waits, (2.0 - reduced) * self.table, 0.0)
 
     def at_a_launch(self, turn: Turn) -> Items:
-        """A flat buffer is sent off in a block before the last: small blocks fill one together."""
+        """A bucket is launched in a block before the last: small blocks fill one together."""
         each, one, flight = self.stack.state.gradient, self.inner_launch, self._flight(turn)
         left = np.where(turn == "first", 0.0, self.left_gradients)
         is_new = (left == 0.0) | self.scatters
@@ -251,7 +226,7 @@ class Sums(Facts):
         return is_alone & (self.tp > 1) & (self.work.model.moe is not None)
 
     def when_experts_are_summed(self) -> Items:
-        """The first flat buffer of experts is summed over tp; in a pipeline, after the schedule."""
+        """The first bucket of experts is summed over tp; in a pipeline, after the schedule."""
         moe, each, layers = self.work.model.moe, self.stack.state.gradient, self.rank.layers
         assert moe is not None
         matrix = moe.num_experts * moe.width * self.work.model.width
@@ -349,7 +324,7 @@ class Sums(Facts):
         }
 
     def on_the_way(self) -> Items:
-        """Gradients sent off after the backward; of each micro-batch in a pipeline, beside the others."""
+        """Gradients launched after the backward; of each micro-batch in a pipeline, beside the others."""
         rank = self.rank
         others = np.where(self.scatters, rank.in_flight - 1.0 / self.chunks, 0.0)
         return {
@@ -363,7 +338,7 @@ class Sums(Facts):
         }
 
     def _reduction(self) -> Floats:
-        """Gradients in all forms while flat buffers are sent off after the backward."""
+        """Gradients in all forms while buckets are launched after the backward."""
         each = self.stack.state.gradient
         last, fullest = self.flats["last"], self.flats["reduction"]
         # A stage that is reduced by itself has buffers of its own.
@@ -380,7 +355,7 @@ class Sums(Facts):
         return np.where(self.is_due(), np.where(self.overlaps, overlapped, each * fullest), 0.0)
 
     def in_the_update(self) -> Items:
-        """ZeRO-1 and 2: the rows of the others come into a flat buffer, and are copied out of it."""
+        """ZeRO-1 and 2: the rows of the others come into a bucket, and are copied out of it."""
         weight = self.stack.state.weight
         largest, parameter = self.flats["largest"], self.flats["largest_parameter"]
         gathers = np.isin(self.at.zero, (1, 2))[:, None]

@@ -1,0 +1,110 @@
+"""Memory by formula, for what the trace's table does not have.
+
+Layouts with `regather` or etp, compute in fp32, adapters, dropout; and runs of other frameworks, which
+`published/` prices with the same items. A formula is an estimate: margins.py says how far it may be off.
+"""
+
+import numpy as np
+
+from meshwright.plan.framework import Framework
+from meshwright.plan.memory.activations import kept_parts, layer_activation_bytes
+from meshwright.plan.memory.in_flight import in_flight
+from meshwright.plan.memory.rank_parameters import (
+    Items,
+    RankParameters,
+    column,
+    expert_shards,
+    is_v_shaped,
+)
+from meshwright.plan.workload.layouts import CP_KINDS, FULL, Floats, Layouts
+from meshwright.plan.workload.workload import Workload
+
+HEAD_GRADIENT_BYTES = 4.0
+"""The gradient of the head is summed over chunks of logits in fp32, beside the head in bf16."""
+
+
+def formula_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters, state: Items) -> Items:
+    """Items of every layout, the state included."""
+    items = dict(state)
+    items["gathered"] = _gathered_bytes(work, at, stack, rank)
+    items.update(_activation_items(work, at, stack, rank))
+    items["logits"] = _logit_bytes(work, at, stack)
+    items["exchange"] = _exchange_bytes(work, at)
+    return items
+
+
+def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Floats:
+    """Whole weights and gradients that ZeRO-3 (and 2) keep for a moment; with a pipeline, for the step."""
+    unit = rank.largest_unit
+    trained = 0.0 if work.adapters else 1.0
+    moment = unit * (2.0 * stack.state.gather + trained * (stack.state.gather + stack.state.reduce))
+    scatter = trained * unit * (stack.state.gather + stack.state.reduce)
+    each = at.scatters_each(in_pipelines=stack.scatters_in_pipelines)[:, None]
+    everything = rank.dense + np.where(column(expert_shards(at, stack)) > 1, rank.experts, 0.0)
+    gradients = np.where(each, scatter, everything * trained * stack.state.reduce)
+    sharded = np.where((at.pp > 1)[:, None], everything * stack.state.gather + gradients, moment)
+    shards = (at.shards > 1)[:, None]
+    zero = at.zero[:, None]
+    return np.where(shards & (zero == 3), sharded, np.where(shards & (zero == 2), scatter, 0.0))
+
+
+def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Items:
+    counts = work.counts
+    share = counts.num_moe_layers / work.model.num_layers
+    dense = layer_activation_bytes(work, at, stack, moe=False) if share < 1 else 0.0
+    routed = layer_activation_bytes(work, at, stack, moe=True) if share > 0 else 0.0
+    per_layer = column((1.0 - share) * dense + share * routed)
+    whole = sum(kept_parts(work, at, stack, moe=share > 0.5).values())
+    working = np.where((at.recompute & FULL) > 0, whole, 0.25 * np.asarray(whole))
+    flight = in_flight(at)
+    items = {
+        "activations": flight * rank.layers * per_layer,
+        "working set": column(working) * np.ones((1, 3)),
+    }
+    if stack.casts_weights and work.working_bytes < stack.state.weight and work.adapters is None:
+        each = work.working_bytes * rank.layers * rank.layer
+        dropped = (at.zero == 3) | ((at.recompute & FULL) > 0)
+        items["cast weights"] = np.where(dropped[:, None], 0.0, flight * each)
+    return {**items, **fp8_weight_items(work, at, rank)}
+
+
+def fp8_weight_items(work: Workload, at: Layouts, rank: RankParameters) -> Items:
+    """Weights that are cast to fp8 once per update and kept, as they lie and transposed."""
+    if not (work.is_low_precision and work.keeps_low_precision_weights):
+        return {}
+    counts = work.counts
+    share = counts.num_moe_layers / work.model.num_layers
+    matrices = (1.0 - share) * counts.dense_layer + share * counts.moe_layer
+    return {"fp8 weights": 2.0 * work.low_precision_layers * rank.layers * column(matrices / at.tp)}
+
+
+def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """Logits and what the loss makes of them where the head is; the embedding's output on the first rank."""
+    tokens = at.microbatch_tokens(work.sequence_length)
+    logits = stack.logits_bytes * tokens * work.model.vocab_size / at.tp
+    if stack.loss_chunk_bytes is not None:
+        whole = work.working_bytes * tokens * work.model.vocab_size / at.tp
+        head = (HEAD_GRADIENT_BYTES + work.working_bytes) * work.model.vocab_size * work.model.width / at.tp
+        logits = np.minimum(whole, stack.loss_chunk_bytes) + head
+    embedded = work.working_bytes * tokens * work.model.width / np.where(stack.sequence_parallel, at.tp, 1)
+    alone, is_v = at.pp == 1, is_v_shaped(at)
+    first = np.where(alone | is_v, logits, embedded)
+    return np.stack([first, np.where(alone, logits, 0.0), np.where(is_v, 0.0, logits)], axis=1)
+
+
+def _exchange_bytes(work: Workload, at: Layouts) -> Floats:
+    """Keys and values in flight over cp, and receive buffers of the pipeline."""
+    attention = work.model.attention
+    tokens = at.microbatch_tokens(work.sequence_length)
+    kv = 2.0 * attention.num_kv_heads * attention.head_width / at.tp * work.working_bytes * tokens
+    gathers = at.cp_kind == CP_KINDS.index("gather")
+    over_cp = np.where(at.cp > 1, np.where(gathers, at.cp * kv, 4.0 * kv), 0.0)
+    hop = np.where(at.pp > 1, 2.0 * work.working_bytes * tokens * work.model.width / at.tp, 0.0)
+    return column(over_cp + hop) * np.ones((1, 3))
+
+
+def gradients_at_the_peak(at: Layouts, items: Items) -> Floats:
+    """Gradients that exist beside the activations: all of them once a second micro-batch runs."""
+    once = ((at.num_microbatches == 1) & (at.pp == 1))[:, None]
+    freed = items["activations"] + items["logits"]
+    return np.where(once, np.maximum(items["gradients"] - freed, 0.0), items["gradients"])

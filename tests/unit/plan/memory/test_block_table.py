@@ -1,0 +1,59 @@
+"""The table of block memory: halves put together, and modes that were not traced."""
+
+import pytest
+
+from meshwright.plan.memory.block_table import (
+    Mode,
+    block_memory,
+    half_of,
+    parse_terms,
+    show_terms,
+    total,
+)
+
+PLAIN = Mode(compiled=False, recompute="none", weights="cast", fp8="bf16", tp="1")
+
+
+def test_terms_round_trip_as_text() -> None:
+    terms = {"t*D": 6.0, "T*HK": 4.0}
+    assert parse_terms(show_terms(terms)) == terms
+    assert show_terms(terms) == "T*HK:4 t*D:6"
+
+
+def test_a_dense_block_keeps_what_its_layers_save_for_backward() -> None:
+    """Norms keep fp32 inputs and their outputs, attention q, k, v and its output, SwiGLU four tensors."""
+    kept = block_memory(PLAIN, (), "swiglu").kept
+    assert {name: kept[name] for name in ("t*D", "T*GK", "T*HK", "T*F")} == {
+        "t*D": 12.0,
+        "T*GK": 4.0,
+        "T*HK": 4.0,
+        "T*F": 8.0,
+    }
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tp", ["1", "tp", "tp_rows"])
+def test_full_recompute_keeps_the_input_alone(tp: str, compiled: bool) -> None:
+    mode = PLAIN._replace(compiled=compiled, recompute="full", tp=tp)
+    assert block_memory(mode, (), "swiglu").kept == {"t*D": 2.0}
+
+
+@pytest.mark.parametrize("weights", ["cast", "bf16", "zero3"])
+@pytest.mark.parametrize("fp8", ["bf16", "current", "mxfp8"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tp", ["1", "tp", "tp_rows"])
+def test_every_mode_has_every_half(weights: str, fp8: str, recompute: str, compiled: bool, tp: str) -> None:
+    mode = Mode(compiled, recompute, weights, fp8, tp)
+    for attention in ((), ("latent",), ("qk_norm", "documents"), ("ring",), ("documents", "ulysses")):
+        for mlp in ("swiglu", "gelu", "routed", "routed_shared", "routed_ep", "routed_shared_ep"):
+            block = block_memory(mode, attention, mlp)
+            assert block.forward
+            assert block.backward
+
+
+def test_a_half_that_was_not_traced_moves_by_what_the_mode_changes_of_the_plain_one() -> None:
+    mode = PLAIN._replace(fp8="current")
+    bf16, fp8 = (half_of(one, "attention", "qk_norm").kept for one in (PLAIN, mode))
+    plain_bf16, plain_fp8 = (half_of(one, "attention", "gqa").kept for one in (PLAIN, mode))
+    assert total(fp8, bf16, sign=-1.0) == total(plain_fp8, plain_bf16, sign=-1.0)
