@@ -9,9 +9,11 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/meshwright demo
 
-# Two at a time, file by file: most tests use one core, and each of the two has its own pool of ranks.
+# Two processes, each with its own pool of ranks. A file stays on one process, and files run in the order of
+# the folders: tests/equivalence, whose files take longest, starts first, and short unit tests end the run.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not soak" --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not soak" \
+		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak"

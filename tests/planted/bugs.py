@@ -258,7 +258,7 @@ BUGS = [
         "modules/module_program.py",
         "count = everywhere[1].clamp(min=1.0)",
         "count = self._groups[0].size() * self._sum_count[1].clamp(min=1.0)",
-        "tests/unit/modules/test_own_loop.py::test_any_cut_equals_the_plain_loop[momentum]",
+        "tests/unit/modules/test_own_loop.py::test_any_split_equals_the_plain_loop[momentum]",
     ),
     Bug(
         "norms inside a cut pair of a foreign decoder not summed over tp",
@@ -364,14 +364,14 @@ BUGS = [
         "ops/fused_linear.py",
         "total.addmm_(a, b)",
         "total.copy_(a @ b)",
-        JOINT + "test_three_steps_of_several_micro_batches_equal_those_of_products_apart[gqa]",
+        JOINT + "test_three_steps_of_several_micro_batches_equal_those_of_separate_projections[gqa]",
     ),
     Bug(
         "matrices taken for adjacent that are not",
         "ops/fused_linear.py",
         "if weights[0].dtype == dtype and is_packed(weights):",
         "if weights[0].dtype == dtype:",
-        "tests/unit/ops/test_fused_linear.py::test_matrices_that_moved_apart_again_are_still_multiplied_right",
+        "tests/unit/ops/test_fused_linear.py::test_matrices_that_are_no_longer_packed_are_still_multiplied_right",
         is_wide=True,
     ),
     Bug(

@@ -38,6 +38,28 @@ def test_every_page_is_in_the_index():
     assert not missing
 
 
+def test_decisions_are_dated_and_listed_by_their_titles():
+    """The day in a page's name is the day on the page; the list shows each page once, with its title."""
+    titles = {}
+    for page in (ROOT / "docs/decisions").glob("2*.md"):
+        title, _, day, *_ = page.read_text().splitlines()
+        assert page.name.startswith(f"{day}-"), page.name
+        titles[page.name] = title.removeprefix("# ")
+    index = (ROOT / "docs/decisions/README.md").read_text()
+    listed = {name: title for title, name in re.findall(r"^- \[(.*)\]\((.*)\)$", index, re.MULTILINE)}
+    assert listed == titles
+
+
+def test_the_tour_names_every_package_and_every_folder_of_tests():
+    tour = (ROOT / "CONTRIBUTING.md").read_text()
+    packages = [path.parent.name for path in (ROOT / "src/meshwright").glob("*/__init__.py")]
+    parts = [path.parent.name for path in (ROOT / "src/meshwright/plan").glob("*/__init__.py")]
+    modules = [path.name for path in (ROOT / "src/meshwright").glob("[a-z]*.py")]
+    folders = [f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if list(path.glob("**/*.py"))]
+    wanted = [*(f"{name}/" for name in [*packages, *parts]), *modules, *folders]
+    assert [name for name in wanted if f"`{name}`" not in tour] == []
+
+
 def test_run_files_on_pages_are_valid():
     checked = 0
     for page in PAGES:

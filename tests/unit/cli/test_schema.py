@@ -32,7 +32,7 @@ def test_what_the_text_form_accepts_besides():
 
 def test_keys_carry_their_meaning():
     zero = run_schema()["$defs"]["ParallelSpec"]["properties"]["zero"]
-    assert zero["description"].startswith("What dp_shard x cp divides")
+    assert zero["description"].startswith("ZeRO stage, what dp_shard x cp shards")
     assert zero["anyOf"][0] == {"minimum": 0, "maximum": 3, "type": "integer"}
 
 

@@ -1,4 +1,4 @@
-"""Batches: one global order, however it is dealt out, stopped and resumed."""
+"""Batches: one global order, however it is split, stopped and resumed."""
 
 import threading
 from collections import Counter
@@ -16,7 +16,7 @@ from meshwright.spec import DataSpec, SyntheticSpec
 
 SMALL = SyntheticSpec(num_documents=12)
 SPEC = DataSpec(synthetic=SMALL, sequence_length=64, batch_sequences=12, max_epochs=2, holdout_sequences=7)
-CUTS = [(1, 1), (1, 12), (2, 1), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)]
+SPLITS = [(1, 1), (1, 12), (2, 1), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)]
 
 
 def build(spec: DataSpec = SPEC, **options: object) -> Batches:
@@ -24,7 +24,7 @@ def build(spec: DataSpec = SPEC, **options: object) -> Batches:
 
 
 def rows_of(batches: list[Batch]) -> Counter[tuple[object, ...]]:
-    """Every sequence with a weight, with all that is said of it."""
+    """Every sequence with a weight, with all its tensors."""
     found: Counter[tuple[object, ...]] = Counter()
     for batch in batches:
         for one in batch.microbatches:
@@ -41,20 +41,20 @@ def ids_of(batches: Batches, count: int | None = None) -> list[int]:
     return [sample for batch in taken for sample in batch.sample_ids]
 
 
-@pytest.mark.parametrize(("dp_size", "microbatch_sequences"), CUTS)
-def test_any_cut_reads_the_same_sequences_with_the_same_weights(
+@pytest.mark.parametrize(("dp_size", "microbatch_sequences"), SPLITS)
+def test_any_split_reads_the_same_sequences_with_the_same_weights(
     dp_size: int, microbatch_sequences: int
 ) -> None:
-    whole = list(build())
+    full = list(build())
     spec = SPEC.with_(microbatch_sequences=microbatch_sequences)
     ranks = [list(build(spec, dp_rank=rank, dp_size=dp_size)) for rank in range(dp_size)]
-    for step, batch in enumerate(whole):
+    for step, batch in enumerate(full):
         parts = [rank[step] for rank in ranks]
         assert rows_of(parts) == rows_of([batch])
         assert {part.sample_ids for part in parts} == {batch.sample_ids}
         assert {part.num_tokens for part in parts} == {batch.num_tokens}
         assert {len(part.microbatches) for part in parts} == {12 // (dp_size * microbatch_sequences)}
-    assert {len(rank) for rank in ranks} == {len(whole)}
+    assert {len(rank) for rank in ranks} == {len(full)}
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6, 12])
@@ -205,8 +205,8 @@ def test_every_tensor_has_the_sequences_first() -> None:
     assert all(part.is_contiguous() for part in one if part is not None)
 
 
-@pytest.mark.parametrize(("dp_size", "microbatch_sequences"), CUTS)
-def test_evaluation_is_the_same_for_every_cut(dp_size: int, microbatch_sequences: int) -> None:
+@pytest.mark.parametrize(("dp_size", "microbatch_sequences"), SPLITS)
+def test_evaluation_is_the_same_for_every_split(dp_size: int, microbatch_sequences: int) -> None:
     spec = SPEC.with_(microbatch_sequences=microbatch_sequences)
     options = {"vocab_size": 257, "dtype": torch.float64}
     ranks = [
@@ -253,7 +253,7 @@ def test_data_that_does_not_suit_is_refused_with_a_hint(
 
 
 def test_a_damaged_token_stops_the_run_with_a_fact(tmp_path: Path) -> None:
-    """Found in the background thread, told in the foreground; and never handed to the model."""
+    """Found in the background thread, raised in the foreground, and never passed to the model."""
     (tmp_path / "a.txt").write_text("many words " * 100)
     pack([tmp_path / "a.txt"], tmp_path / "data", tokenizer=ByteTokenizer())
     with (tmp_path / "data" / "tokens.bin").open("r+b") as file:

@@ -56,7 +56,7 @@ def test_packing_is_counted(dataset: TokenFile) -> None:
     assert packing.documents_per_sequence == pytest.approx(4 / 3)
     # Of the 18 targets, those at the ends of the documents at 5 and 16 belong to another document.
     assert packing.target_share == pytest.approx(16 / 18)
-    # [0, 5) is whole; [5, 16) and [16, 22) cross a border between sixes; [22, 24) is whole.
+    # [0, 5) is in one sequence of six; [5, 16) and [16, 22) are split; [22, 24) is in one.
     assert packing.split_share == 0.5
     # One document per row: 1, 2, 1 and 1 rows of 6.
     assert packing.padded_share == pytest.approx(24 / 30)

@@ -1,4 +1,4 @@
-"""Packing: documents keep their borders, and a dataset is whole or not there."""
+"""Packing: documents keep their ends, and a dataset is complete or not there."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Sequences from documents: targets, borders, positions."""
+"""Sequences from documents: targets, document ends, positions."""
 
 import numpy as np
 from hypothesis import given
@@ -28,7 +28,7 @@ def test_a_sample_is_a_window_and_its_successors() -> None:
     assert rows.documents_BS.tolist() == [[0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]]
 
 
-def test_joined_documents_have_no_borders() -> None:
+def test_joined_documents_have_no_ends() -> None:
     rows = Samples(source_of([4, 3, 6]), sequence_length=6, separate=False).rows(np.array([0, 1]))
     assert rows.counts_BS.all()
     assert rows.positions_BS.tolist() == [[0, 1, 2, 3, 4, 5]] * 2

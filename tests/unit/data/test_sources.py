@@ -1,4 +1,4 @@
-"""A packed dataset on disk: opened without reading, and every kind of damage told."""
+"""A packed dataset on disk: opened without reading, and every kind of damage is an error."""
 
 import json
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def shift_documents(folder: Path) -> None:
         (shift_documents, "the last document ends at 842, but there are 843 tokens"),
     ],
 )
-def test_damage_is_told_when_opening(dataset: Path, damage: Callable[[Path], object], fact: str) -> None:
+def test_damage_is_an_error_when_opening(dataset: Path, damage: Callable[[Path], object], fact: str) -> None:
     damage(dataset)
     with pytest.raises(DataError, match=fact) as caught:
         TokenFile.open(dataset)

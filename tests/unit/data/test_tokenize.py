@@ -38,7 +38,7 @@ def test_no_byte_is_the_end_of_document() -> None:
     assert ByteTokenizer.vocab_size == 257
 
 
-def test_a_cut_character_does_not_stop_decoding() -> None:
+def test_a_truncated_character_does_not_stop_decoding() -> None:
     assert ByteTokenizer().decode("né".encode()[:2]) == "n\ufffd"
 
 

@@ -1,4 +1,4 @@
-"""Offload changes where bytes lie, never numbers: what moves, when it is freed, what stays on the device."""
+"""Offload moves bytes and never changes values: what moves, when it is freed, what stays on the device."""
 
 import gc
 from itertools import pairwise
@@ -48,7 +48,7 @@ def _gradients(model: Decoder) -> list[Tensor]:
 # --- the pool ---
 
 
-def test_a_buffer_handed_back_is_used_again() -> None:
+def test_a_released_buffer_is_reused() -> None:
     link = HostLink(CPU)
     first = link.pool.take(4096)
     link.pool.release(first)
@@ -66,7 +66,7 @@ def test_pinned_buffers_share_no_page(num_bytes: int) -> None:
     assert host.HostBuffer(pages[0]).bytes.view(torch.float64).numel() == pages[0].nbytes // 8
 
 
-def test_a_full_host_is_told() -> None:
+def test_too_much_for_the_host_is_an_error() -> None:
     link = HostLink(CPU, limit_bytes=5000)
     link.pool.take(4096)
     with pytest.raises(RunError, match="may use") as error:
@@ -156,8 +156,8 @@ def test_a_recomputed_block_moves_its_input_only() -> None:
     assert link.counters.fetched_bytes == (NUM_LAYERS - 1) * input_bytes
 
 
-def test_what_selective_recompute_keeps_moves_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product's output, attention's with its statistics, and the input; nothing of it stays here."""
+def test_what_selective_recompute_saves_is_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every matmul's output, attention's with its statistics, and the input; none stays on the device."""
     storages: list[StorageWeakRef] = []
     save = activations.BlockActivations.save
 
@@ -199,7 +199,7 @@ class _InPlace(nn.Module):
         return self.linear(x).relu_()
 
 
-def test_a_kept_output_that_is_changed_in_place_is_told() -> None:
+def test_a_saved_output_that_is_changed_in_place_is_an_error() -> None:
     block, offload = _InPlace(), ActivationOffload(HostLink(CPU))
     apply_recompute([block], MemorySpec(recompute="selective"), store=offload)
     apply_activation_offload([block], offload)
@@ -321,7 +321,7 @@ def test_weights_of_two_blocks_are_on_the_device() -> None:
     assert (counters.device_bytes, counters.peak_device_bytes) == (0, 2 * block_bytes)
 
 
-def test_weights_at_hand_are_written_back() -> None:
+def test_weights_changed_on_the_device_are_written_back() -> None:
     model = _model()
     weights = _hosted(model)
     with weights.all_on_device(changing=True), torch.no_grad():

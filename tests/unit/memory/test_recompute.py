@@ -39,8 +39,8 @@ def _gradients(model: Decoder) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bitwise_equal_with_dropout(kind, every):
     loss, gradients = _gradients(_model("none"))
-    again, found = _gradients(_model(kind, every=every))
-    assert torch.equal(loss, again)
+    recomputed, found = _gradients(_model(kind, every=every))
+    assert torch.equal(loss, recomputed)
     assert all(torch.equal(a, b) for a, b in zip(gradients, found, strict=True))
 
 
@@ -56,8 +56,8 @@ def test_full_enters_a_block_twice(every, expected):
     assert len(entries) == expected
 
 
-def test_selective_keeps_matmuls():
-    """The products are not made again: fewer matmuls than with full, as many as without recompute."""
+def test_selective_saves_matmuls():
+    """Matmuls are not recomputed: fewer of them than with full, as many as without recompute."""
     from torch.utils.flop_counter import FlopCounterMode
 
     flops = {}

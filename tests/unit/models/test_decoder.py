@@ -49,7 +49,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
     tokens_BS = _tokens(2, 16)
     _loss(model, tokens_BS, sequence_weights_B=torch.full((2,), 0.5)).backward()
     without = [key for key, value in model.named_parameters() if value.grad is None or not value.grad.any()]
-    # A bias of all keys shifts every score of a query alike, so softmax cancels it where nothing rotates.
+    # A bias of all keys shifts every score of a query equally, so softmax cancels it without RoPE.
     assert [key for key in without if not key.endswith("key.bias")] == []
 
 
@@ -65,10 +65,10 @@ def test_the_loss_is_a_weighted_sum(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
-def test_stages_compose_to_the_whole(name: str) -> None:
-    """Loss and gradients of three stages equal the whole model's, from the same seed."""
+def test_stages_compose_to_the_full_model(name: str) -> None:
+    """Loss and gradients of three stages equal the full model's, from the same seed."""
     spec = shrunk_family(name).with_(init_std=0.2)
-    whole = _model(spec)
+    full = _model(spec)
     stages = [
         build_decoder(spec, layers=range(1), has_head=False, dtype=torch.float64),
         build_decoder(spec, layers=range(1, 2), has_embedding=False, has_head=False, dtype=torch.float64),
@@ -80,13 +80,13 @@ def test_stages_compose_to_the_whole(name: str) -> None:
     for stage in stages:
         initialise(stage, 0)
         x = stage(x, **common, **({"targets_BS": tokens_BS} if stage.head else {}))
-    loss = whole(tokens_BS, **common, targets_BS=tokens_BS)
+    loss = full(tokens_BS, **common, targets_BS=tokens_BS)
     torch.testing.assert_close(x, loss, rtol=0, atol=0)
     x.backward()
     loss.backward()
     grads = _summed_gradients(stages)
-    assert grads.keys() == dict(whole.named_parameters()).keys()
-    for key, parameter in whole.named_parameters():
+    assert grads.keys() == dict(full.named_parameters()).keys()
+    for key, parameter in full.named_parameters():
         torch.testing.assert_close(grads[key], parameter.grad, **SAME_FLOAT64)
 
 
@@ -148,23 +148,23 @@ def test_the_mask_joins_cause_window_and_document() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_depends_on_distance_only(interleaved: bool) -> None:
+def test_rope_depends_on_distance_only(interleaved: bool) -> None:
     rope = RopeSpec(interleaved=interleaved)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def score(query_at: int, key_at: int) -> Tensor:
-        turned = [_turned(x, rope, at) for x, at in ((q, query_at), (k, key_at))]
-        return (turned[0] * turned[1]).sum()
+        rotated = [_rotated(x, rope, at) for x, at in ((q, query_at), (k, key_at))]
+        return (rotated[0] * rotated[1]).sum()
 
     torch.testing.assert_close(score(3, 1), score(13, 11), **SAME_FLOAT64)
     assert not torch.isclose(score(3, 1), score(3, 2))
 
 
-def _turned(x: Tensor, rope: RopeSpec, position: int) -> Tensor:
+def _rotated(x: Tensor, rope: RopeSpec, position: int) -> Tensor:
     return apply_rope(x, rope_tables(rope, torch.tensor([[position]]), width=8, dtype=torch.float64))
 
 
-def test_rotation_keeps_the_dtype_and_computes_wide() -> None:
+def test_rope_keeps_the_dtype_and_computes_in_fp32() -> None:
     x = torch.randn(1, 5, 2, 8).bfloat16()
     rope = rope_tables(RopeSpec(), torch.arange(5)[None], width=8, dtype=torch.float32)
     assert isinstance(rope, RopeTables) and rope.cos_BSK.dtype == torch.float32
@@ -173,8 +173,8 @@ def test_rotation_keeps_the_dtype_and_computes_wide() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.1-8b", "deepseek-v3", "mixtral-8x7b"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_narrow_weights_stay_close(name: str, dtype: torch.dtype) -> None:
-    """Norms, tables, router and loss stay wide, so the loss moves by rounding only."""
+def test_autocast_and_16_bit_weights_stay_close(name: str, dtype: torch.dtype) -> None:
+    """Norms, tables, router and loss stay in fp32, so the loss changes by rounding only."""
     spec = shrunk_family(name)
     tokens_BS = _tokens(2, 12)
     reference = build_decoder(spec)
@@ -182,13 +182,13 @@ def test_autocast_and_narrow_weights_stay_close(name: str, dtype: torch.dtype) -
     expected = _loss(reference, tokens_BS) / 22
     with torch.autocast("cpu", dtype=dtype):
         cast = _loss(reference, tokens_BS) / 22
-    narrow = build_decoder(spec, dtype=dtype)
-    initialise(narrow, 0)
-    narrow_loss = _loss(narrow, tokens_BS) / 22
-    assert cast.dtype == narrow_loss.dtype == torch.float32
+    lowered = build_decoder(spec, dtype=dtype)
+    initialise(lowered, 0)
+    lowered_loss = _loss(lowered, tokens_BS) / 22
+    assert cast.dtype == lowered_loss.dtype == torch.float32
     # 2^-8 relative rounding of bf16 on logits of order 0.1 moves a loss of 4.2 by far less than this.
     torch.testing.assert_close(cast, expected, rtol=5e-3, atol=0)
-    torch.testing.assert_close(narrow_loss, expected, rtol=5e-3, atol=0)
+    torch.testing.assert_close(lowered_loss, expected, rtol=5e-3, atol=0)
 
 
 def test_dropout_acts_in_training_only() -> None:

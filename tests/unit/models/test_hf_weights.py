@@ -191,14 +191,14 @@ def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2-124m", "llama-3.1-8b", "deepseek-v3"])
-def test_slices_are_parts_of_the_whole(family: str, tmp_path: Path) -> None:
+def test_slices_are_parts_of_the_full_tensor(family: str, tmp_path: Path) -> None:
     ours = _initialised(shrunk_family(family))
     save_folder(ours.state_dict(), ours.spec, tmp_path / "out")
     reader = HuggingFaceReader(tmp_path / "out")
     for name in reader.names():
-        whole = reader.read(name)
-        index = (slice(2, 7), slice(1, 20), slice(3, None))[: whole.ndim]
-        assert torch.equal(reader.read_slice(name, index), whole[index]), name
+        full = reader.read(name)
+        index = (slice(2, 7), slice(1, 20), slice(3, None))[: full.ndim]
+        assert torch.equal(reader.read_slice(name, index), full[index]), name
 
 
 def test_a_stage_loads_only_its_part(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_stage_loads_only_its_part(tmp_path: Path) -> None:
         assert torch.equal(tensor, ours.state_dict()[name])
 
 
-def test_narrow_weights_leave_the_balance_bias_wide(tmp_path: Path) -> None:
+def test_16_bit_weights_leave_the_balance_bias_in_fp32(tmp_path: Path) -> None:
     ours = _initialised(shrunk_family("deepseek-v3"))
     save_folder(ours.state_dict(), ours.spec, tmp_path / "out", dtype=torch.bfloat16)
     saved = load_file(tmp_path / "out" / "model.safetensors")

@@ -10,16 +10,16 @@ from meshwright.models.initialise import initial_std
 from meshwright.spec.parameters import parameters
 
 
-def test_stages_hold_the_numbers_of_the_whole() -> None:
+def test_stages_hold_the_weights_of_the_full_model() -> None:
     for name in TINY_FAMILIES:
         spec = shrunk_family(name)
-        whole = build_decoder(spec)
-        initialise(whole, 7)
+        full = build_decoder(spec)
+        initialise(full, 7)
         for layers, has_embedding, has_head in ((range(1), True, False), (range(1, 3), False, True)):
             stage = build_decoder(spec, layers=layers, has_embedding=has_embedding, has_head=has_head)
             initialise(stage, 7)
             for key, value in stage.state_dict().items():
-                assert torch.equal(value, whole.state_dict()[key]), (name, key)
+                assert torch.equal(value, full.state_dict()[key]), (name, key)
 
 
 def test_dtypes_start_from_the_same_numbers() -> None:

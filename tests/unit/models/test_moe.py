@@ -1,4 +1,4 @@
-"""Routing, capacity, empty experts, and a balancing loss that no way to cut the batch changes."""
+"""Routing, capacity, empty experts, and a load-balancing loss that does not depend on the sharding."""
 
 import pytest
 import torch
@@ -106,8 +106,8 @@ def test_the_balance_bias_moves_the_choice_but_not_the_weights() -> None:
 def test_capacity_keeps_the_first_choices_of_each_sequence() -> None:
     capacity = Capacity(PLAIN.with_(top_k=1, capacity_factor=1.0))
     experts_BSC = torch.tensor([[0, 0, 1, 0, 2, 1, 1, 0], [3, 3, 3, 0, 1, 2, 0, 1]])[..., None]
-    kept = capacity(experts_BSC)[..., 0].int().tolist()  # 8 tokens / 4 experts: two each
-    assert kept == [[1, 1, 1, 0, 1, 1, 0, 0], [1, 1, 0, 1, 1, 1, 1, 1]]
+    accepted = capacity(experts_BSC)[..., 0].int().tolist()  # 8 tokens / 4 experts: two each
+    assert accepted == [[1, 1, 1, 0, 1, 1, 0, 0], [1, 1, 0, 1, 1, 1, 1, 1]]
 
 
 def test_capacity_drops_what_is_over_it_and_nothing_else() -> None:
@@ -138,12 +138,12 @@ def _router_gradient(parts: list[Tensor], *, recompute: bool = False) -> tuple[T
     return moe.router.weight.grad, moe.balance_loss.clone(), moe.load.clone()
 
 
-def test_the_balance_loss_does_not_depend_on_the_cut() -> None:
+def test_the_balance_loss_does_not_depend_on_the_sharding() -> None:
     x_BSD = _x()
-    whole = _router_gradient([x_BSD])
-    assert whole[0].any() and whole[1] > 0
+    full = _router_gradient([x_BSD])
+    assert full[0].any() and full[1] > 0
     for parts in (x_BSD.split(1), x_BSD.split(2)):
-        for found, expected in zip(_router_gradient(list(parts)), whole, strict=True):
+        for found, expected in zip(_router_gradient(list(parts)), full, strict=True):
             # the record of the loss is float32, the gradient float64
             torch.testing.assert_close(
                 found, expected, rtol=1e-6 if expected.ndim == 0 else 1e-11, atol=1e-13

@@ -79,7 +79,7 @@ def test_a_pattern_stays_within_one_part_of_a_name():
     assert list(find_blocks(model, "stages.1.layers.*")) == ["stages.1.layers.0", "stages.1.layers.1"]
 
 
-def test_a_pattern_that_matches_nothing_is_told():
+def test_a_pattern_that_matches_nothing_is_an_error():
     model = _model(layers=nn.ModuleList([Block(), Block()]))
     with pytest.raises(SpecError) as caught:
         find_blocks(model, "layer.*")

@@ -119,8 +119,8 @@ def test_a_loop_goes_on_in_mid_epoch(kind):
     loader = (
         list(numbers) if kind == "list" else DataLoader(TensorDataset(numbers), batch_size=1, shuffle=True)
     )
-    whole, part = _loaders(loader, 1)[0], _loaders(loader, 1)[0]
-    expected = [torch.as_tensor(batch[0] if kind != "list" else batch).item() for batch in whole]
+    full, part = _loaders(loader, 1)[0], _loaders(loader, 1)[0]
+    expected = [torch.as_tensor(batch[0] if kind != "list" else batch).item() for batch in full]
     for _ in zip(range(4), part, strict=False):
         pass
     again = _loaders(loader, 1)[0]

@@ -165,9 +165,15 @@ BAD = {
     "no samples": ({"dataset": []}, "list has no samples"),
     "evaluation that never comes": ({"evaluation": samples(1)}, "evaluation without observe.evaluate"),
     "no evaluation": ({"evaluate": {"every_steps": 1}}, "observe.evaluate without evaluation"),
-    "weights from elsewhere": ({"start_from": "x"}, "checkpoint.start_from reads weights of models of ours"),
+    "weights from elsewhere": (
+        {"start_from": "x"},
+        "start_from reads weights of built-in families",
+    ),
     "every second of none": ({"recompute_every": 2}, "recompute_every=2 has no effect"),
-    "parameters of theirs": ({"offload": "parameters"}, "offloaded from blocks of our own models only"),
+    "offloaded parameters": (
+        {"offload": "parameters"},
+        "offload of parameters supports built-in families",
+    ),
     "regather": ({"regather_tp_inputs": True}, "regather_tp_inputs=True has no effect"),
     "reduce": ({"grad_reduce": "last_microbatch"}, "grad_reduce=last_microbatch has no effect"),
     "nothing to offload": (
@@ -205,7 +211,7 @@ BAD = {
         {"optim": {"groups": [{"pattern": "*norm*", "lr_factor": 0.5}]}},
         "pattern '*norm*' matches no parameter",
     ),
-    "fp8": ({"compute": "bf16", "fp8": "current"}, "fp8=current for a module that is not ours"),
+    "fp8": ({"compute": "bf16", "fp8": "current"}, "fp8=current for a user module"),
 }
 
 

@@ -53,7 +53,7 @@ def net(seed: int = 0) -> Net:
 
 
 def plain(kind: str, batch: int, num_steps: int | None = None) -> tuple[list[float], dict[str, Tensor]]:
-    """One process over whole batches, in the order that the loaders share."""
+    """One process over full batches, in the order that the loaders share."""
     model, order, data = net(), SampleOrder(NUM_SAMPLES, 0, True), samples()
     optimizer = BUILD[kind](model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -121,7 +121,7 @@ def _several(kind: str, cases: list[tuple[int, dict]]) -> list[tuple]:
 
 
 @pytest.mark.parametrize("kind", BUILD)
-def test_any_cut_equals_the_plain_loop(ranks, kind):
+def test_any_split_equals_the_plain_loop(ranks, kind):
     """29 samples in batches of 8: the last has five, and 5 x 1 of accumulation 4 ends early."""
     cases = [
         (4, {}),
@@ -179,8 +179,8 @@ def test_an_average_and_an_update_rule_of_ours():
     assert not torch.equal(model.blocks[0][0].weight, before["blocks.0.0.weight"])
 
 
-class Whole(torch.optim.SGD):
-    """An optimizer that nobody knows."""
+class Unknown(torch.optim.SGD):
+    """An optimizer of an unknown kind."""
 
 
 BAD = {
@@ -188,7 +188,7 @@ BAD = {
     "a wrong value": ({"zero": 7}, "parallel.zero is 7"),
     "expert parallel": (
         {"parallel": {"ep": 2, "dp_shard": 2, "zero": 1}},
-        "ep=2 for a module that is not ours",
+        "ep=2 for a user module",
     ),
     "a pipeline": ({"parallel": {"pp": 2}}, "pp=2 in a loop of your own"),
     "a pattern of nothing": ({"blocks": "layers.*"}, "'layers.*' matches none"),
@@ -199,7 +199,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_settings_are_told_before_the_first_step(case):
+def test_bad_settings_are_errors_before_the_first_step(case):
     settings, fact = BAD[case]
     model = net()
     try:
@@ -212,11 +212,11 @@ def test_bad_settings_are_told_before_the_first_step(case):
 
 
 def _refusals() -> list[str]:
-    """What two ranks are told of optimizers and modules that cannot be divided."""
-    told = []
+    """The errors of two ranks for optimizers and modules that cannot be sharded."""
+    facts = []
     for zero, change in [(1, "optimizer"), (3, "number"), (0, "state"), (0, "others"), (3, "shared")]:
         model = net()
-        optimizer = (Whole if change == "optimizer" else torch.optim.SGD)(
+        optimizer = (Unknown if change == "optimizer" else torch.optim.SGD)(
             model.parameters(), lr=0.1, momentum=0.9
         )
         if change == "state":
@@ -231,21 +231,21 @@ def _refusals() -> list[str]:
         try:
             meshwright.prepare(model, optimizer, [], device="cpu", zero=zero)
         except SpecError as error:
-            told.append(error.fact)
-    return told
+            facts.append(error.fact)
+    return facts
 
 
-def test_what_cannot_be_divided_is_told(ranks):
+def test_what_cannot_be_sharded_is_an_error(ranks):
     expected = [
-        "Whole may need full parameters",
+        "Unknown may need full parameters",
         "scale is a scalar, which ZeRO-3 cannot shard",
         "SGD already has state",
         "SGD holds 7 parameters that the model does not have",
         "blocks.0.0.weight is shared by blocks.0 and blocks.1",
     ]
-    for told in ranks.run(_refusals, 2):
-        assert len(told) == len(expected)
-        assert all(fact.startswith(begin) for fact, begin in zip(told, expected, strict=True)), told
+    for facts in ranks.run(_refusals, 2):
+        assert len(facts) == len(expected)
+        assert all(fact.startswith(begin) for fact, begin in zip(facts, expected, strict=True)), facts
 
 
 def test_a_mean_is_refused():
@@ -267,7 +267,7 @@ def test_a_mean_is_refused():
     ],
     ids=["no optimizer", "a closure", "no module", "keep", "checkpoint"],
 )
-def test_bad_input_is_told_before_anything_is_changed(changes, fact):
+def test_bad_input_is_an_error_before_anything_is_changed(changes, fact):
     model = net()
     given = {"model": model, "optimizer": BUILD["adamw"](model), **changes}
     if given["optimizer"] == "lbfgs":
@@ -297,15 +297,15 @@ def test_importing_the_package_loads_no_torch():
 
 def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Three batches in order through a decoder of transformers, the same as in `train_plain_loop`."""
-    user, said = user_module(name), OPTIMIZERS["adamw"]
+    user, optim = user_module(name), OPTIMIZERS["adamw"]
     torch.manual_seed(dist.get_rank())
     model = user.build()
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        lr=said.lr,
-        betas=(said.beta1, said.beta2),
-        eps=said.eps,
-        weight_decay=said.weight_decay,
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
     )
     parts = zip(*(user.batch(step) for step in range(NUM_STEPS)), strict=True)
     loader = DataLoader(TensorDataset(*map(torch.cat, parts)), batch_size=BATCH)
@@ -315,7 +315,7 @@ def _decoder_loop(name: str, settings: dict) -> tuple[list[float], list[float], 
         loader,
         device="cpu",
         compute="fp64",
-        max_grad_norm=said.max_grad_norm,
+        max_grad_norm=optim.max_grad_norm,
         **settings,
     )
     steps = []

@@ -1,4 +1,4 @@
-"""Attention part by part equals the definition; every kernel equals the plain one; tasks cover each pair once."""
+"""Attention by parts equals the definition, and every kernel the plain one; tasks cover each pair once."""
 
 import pytest
 import torch
@@ -57,12 +57,12 @@ def test_equals_the_definition(window, has_documents, heads, groups, value_width
 
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
-def test_queries_with_gaps_see_what_the_whole_would(has_documents, window):
-    """Head and tail of a sequence against all keys give those rows of the whole result."""
+def test_queries_with_gaps_see_what_the_full_sequence_would(has_documents, window):
+    """Head and tail of a sequence against all keys give those rows of the full result."""
     documents = _documents() if has_documents else None
-    whole = full_sequence(S, documents)
+    full = full_sequence(S, documents)
     q, k, v = _qkv(4, 2, 6)
-    expected = reference_attention(q, k, v, AttentionScope(whole, whole, scale=0.3, window=window))
+    expected = reference_attention(q, k, v, AttentionScope(full, full, scale=0.3, window=window))
     held = torch.cat([torch.arange(6, 12), torch.arange(18, 24)])
     queries = Rows((Chunk(6, 6), Chunk(18, 6)), None if documents is None else documents[:, held])
     keys = Rows(tuple(Chunk(start, 6) for start in range(0, S, 6)), documents)
@@ -78,7 +78,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_masks_are_cut_into_bands(monkeypatch, window):
+def test_masks_are_split_into_bands(monkeypatch, window):
     rows = full_sequence(S, _documents())
     scope = AttentionScope(rows, rows, scale=0.3, window=window)
     inputs = _qkv(4, 2, 8)
@@ -91,13 +91,13 @@ def test_masks_are_cut_into_bands(monkeypatch, window):
 
 
 def test_bands_reach_only_keys_in_order_and_window():
-    whole = (Chunk(0, 24),)
+    full = (Chunk(0, 24),)
     tiling = Tiling(max_rows=8, align=4)
-    tasks = plan_tasks(whole, whole, has_documents=True, tiling=tiling)
+    tasks = plan_tasks(full, full, has_documents=True, tiling=tiling)
     assert [task.keys for task in tasks] == [slice(0, 8), slice(0, 16), slice(0, 24)]
-    tasks = plan_tasks(whole, whole, window=3, tiling=tiling)
+    tasks = plan_tasks(full, full, window=3, tiling=tiling)
     assert [task.keys for task in tasks] == [slice(0, 8), slice(4, 16), slice(12, 24)]
-    tasks = plan_tasks(whole, whole, has_documents=True, tiling=Tiling(max_elements=24 * 5))
+    tasks = plan_tasks(full, full, has_documents=True, tiling=Tiling(max_elements=24 * 5))
     assert [task.queries.stop - task.queries.start for task in tasks] == [5, 5, 5, 5, 4]
 
 
@@ -176,7 +176,7 @@ def test_tasks_cover_each_visible_pair_once(layout, window, has_documents, tilin
     assert torch.equal(counted, seen.long())
 
 
-def test_cover_of_a_window():
+def test_coverage_of_a_window():
     query = Chunk(8, 4)
     covers = [coverage_of(query, Chunk(start, 4), 5, has_documents=False) for start in (0, 4, 8, 12)]
     assert covers == [Coverage.NONE, Coverage.MASKED, Coverage.CAUSAL, Coverage.NONE]

@@ -42,7 +42,7 @@ def _two_steps(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     y = norm(x)
     factors = torch.arange(y.numel(), dtype=y.dtype, device=y.device).view_as(y)
-    # Of the place in the global batch: rank r's rows are told by their values.
+    # Values depend on the position in the global batch, so rank r's rows can be told apart.
     ((y * torch.sin(x.detach() + factors % y[0].numel() if len(y) else y)).sum()).backward()
     found = {"y": y.detach(), "x": x.grad}
     found |= {name: one.grad for name, one in norm.named_parameters()}
@@ -60,7 +60,7 @@ def check(pool: RankPool, kind: str, sizes: tuple[int, ...], **options) -> None:
     plain = "2d" if kind == "torch_sync" else kind  # which cannot run in one process on a CPU
     expected = _two_steps(_norm(plain, **options), _samples(KINDS[kind][1]).to(rank_device()))
     results = pool.run(_rank, len(sizes), kind, sizes, options)
-    for name, whole in expected.items():
+    for name, full in expected.items():
         parts = [result[name] for result in results]
         if name in ("y", "x"):
             found = torch.cat(parts)
@@ -69,7 +69,7 @@ def check(pool: RankPool, kind: str, sizes: tuple[int, ...], **options) -> None:
         else:
             assert all(torch.equal(part, parts[0]) for part in parts), name
             found = parts[0]
-        assert torch.allclose(found, whole.cpu(), rtol=RTOL, atol=RTOL), name
+        assert torch.allclose(found, full.cpu(), rtol=RTOL, atol=RTOL), name
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -90,21 +90,21 @@ def test_uneven_parts_are_refused(ranks):
 
 
 def _there_and_back(dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A whole that ranks hold alike, cut and joined again, weighted alike by every rank."""
-    whole = _input(0).requires_grad_()
-    part = collectives.scatter_from_replicated(whole, dim, dist.group.WORLD)
-    again = collectives.gather_to_replicated(part * 2, dim, dist.group.WORLD)
-    weights = torch.arange(again.numel()).reshape(again.shape).double()
-    (again * weights).sum().backward()
-    return part.detach(), again.detach(), whole.grad, weights
+    """A replicated tensor, scattered and gathered, with the same weights on every rank."""
+    full = _input(0).requires_grad_()
+    part = collectives.scatter_from_replicated(full, dim, dist.group.WORLD)
+    gathered = collectives.gather_to_replicated(part * 2, dim, dist.group.WORLD)
+    weights = torch.arange(gathered.numel()).reshape(gathered.shape).double()
+    (gathered * weights).sum().backward()
+    return part.detach(), gathered.detach(), full.grad, weights
 
 
 @pytest.mark.parametrize("dim", [0, 2])
-def test_wholes_that_ranks_use_alike(ranks, dim):
-    """Gradients are whole on every rank already: nothing may be summed."""
-    for rank, (part, again, grad, weights) in enumerate(ranks.run(_there_and_back, NUM_RANKS, dim)):
+def test_replicated_tensors_are_scattered_and_gathered(ranks, dim):
+    """Gradients are complete on every rank: nothing may be summed."""
+    for rank, (part, gathered, grad, weights) in enumerate(ranks.run(_there_and_back, NUM_RANKS, dim)):
         assert torch.equal(part, _input(0).chunk(NUM_RANKS, dim)[rank])
-        assert torch.equal(again, _input(0) * 2)
+        assert torch.equal(gathered, _input(0) * 2)
         assert torch.equal(grad, weights * 2)
 
 

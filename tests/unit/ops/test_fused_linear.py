@@ -1,4 +1,4 @@
-"""Several matrices on one input as one product: the same numbers as apart."""
+"""Several matrices on one input as one matmul: the same result as separate matmuls."""
 
 import pytest
 import torch
@@ -26,40 +26,40 @@ def _matrices(dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[nn.Param
     ]
 
 
-@pytest.mark.parametrize("is_laid", [True, False])
-def test_one_product_equals_those_apart(is_laid: bool) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_one_matmul_equals_separate_ones(packed: bool) -> None:
     x_BSK, weights = _matrices()
-    apart = torch.cat([functional.linear(x_BSK, weight) for weight in weights], dim=-1)
-    wanted = torch.autograd.grad(apart.square().sum(), (x_BSK, *weights))
-    if is_laid:
+    separate = torch.cat([functional.linear(x_BSK, weight) for weight in weights], dim=-1)
+    wanted = torch.autograd.grad(separate.square().sum(), (x_BSK, *weights))
+    if packed:
         pack_weights(weights)
-    assert is_packed(weights) == is_laid
-    joint = fused_linear(x_BSK, weights, torch.float64)
-    torch.testing.assert_close(joint, apart, rtol=1e-13, atol=0)
-    for grad, true in zip(torch.autograd.grad(joint.square().sum(), (x_BSK, *weights)), wanted, strict=True):
+    assert is_packed(weights) == packed
+    fused = fused_linear(x_BSK, weights, torch.float64)
+    torch.testing.assert_close(fused, separate, rtol=1e-13, atol=0)
+    for grad, true in zip(torch.autograd.grad(fused.square().sum(), (x_BSK, *weights)), wanted, strict=True):
         torch.testing.assert_close(grad, true, rtol=1e-12, atol=1e-13)  # dx sums in another order
 
 
-def test_matrices_laid_behind_each_other_are_not_copied_and_change_together() -> None:
+def test_packed_matrices_are_not_copied_and_change_together() -> None:
     _, weights = _matrices()
     pack_weights(weights)
-    whole = concatenated(weights, torch.float64)
-    assert whole.data_ptr() == weights[0].data_ptr()
+    concatenation = concatenated(weights, torch.float64)
+    assert concatenation.data_ptr() == weights[0].data_ptr()
     with torch.no_grad():
         weights[2].fill_(7.0)
-    assert (whole[6:] == 7.0).all() and not (whole[:6] == 7.0).any()
+    assert (concatenation[6:] == 7.0).all() and not (concatenation[:6] == 7.0).any()
     assert concatenated(weights, torch.float32).data_ptr() != weights[0].data_ptr()
 
 
-def test_matrices_that_moved_apart_again_are_still_multiplied_right() -> None:
+def test_matrices_that_are_no_longer_packed_are_still_multiplied_right() -> None:
     x_BSK, weights = _matrices()
     pack_weights(weights)
     weights[1].data = weights[1].data.clone() + 1.0
-    apart = torch.cat([functional.linear(x_BSK, weight) for weight in weights], dim=-1)
-    torch.testing.assert_close(fused_linear(x_BSK, weights, torch.float64), apart, rtol=1e-13, atol=0)
+    separate = torch.cat([functional.linear(x_BSK, weight) for weight in weights], dim=-1)
+    torch.testing.assert_close(fused_linear(x_BSK, weights, torch.float64), separate, rtol=1e-13, atol=0)
 
 
-def test_wide_weights_are_cast_and_get_wide_gradients() -> None:
+def test_fp32_weights_are_cast_and_get_fp32_gradients() -> None:
     x_BSK, weights = _matrices(torch.float32)
     fused_linear(x_BSK, weights, torch.bfloat16).sum().backward()
     low = fused_linear(x_BSK.bfloat16(), [weight.bfloat16() for weight in weights], torch.bfloat16)
@@ -69,16 +69,16 @@ def test_wide_weights_are_cast_and_get_wide_gradients() -> None:
 
 @pytest.mark.parametrize("are_one", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_gradients_are_added_to_totals(are_one: bool, dtype: torch.dtype) -> None:
+def test_gradients_are_added_to_the_buffers(are_one: bool, dtype: torch.dtype) -> None:
     x_BSK, weights = _matrices(dtype)
     fused_linear(x_BSK, weights, dtype).square().sum().backward()
     wanted = [x_BSK.grad, *(weight.grad.double() + 1.0 for weight in weights)]  # pyright: ignore[reportOptionalMemberAccess]
-    whole = torch.ones(sum(map(len, weights)), x_BSK.shape[-1], dtype=torch.float64)
-    sums = whole.split([len(weight) for weight in weights])
+    concatenation = torch.ones(sum(map(len, weights)), x_BSK.shape[-1], dtype=torch.float64)
+    sums = concatenation.split([len(weight) for weight in weights])
     x_BSK.grad = None
     for weight in weights:
         weight.grad = None
-    grad_buffers = [whole] if are_one else [part.clone() for part in sums]
+    grad_buffers = [concatenation] if are_one else [part.clone() for part in sums]
     fused_linear(x_BSK, weights, dtype, grad_buffers).square().sum().backward()
     assert [weight.grad for weight in weights] == [None] * 3
     rounding = 4 * torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""Head and loss in chunks equal the plain ones, forward and backward, in every dtype and cut."""
+"""Head and loss in chunks equal the plain ones, forward and backward, in every dtype, sharded or not."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_equals_the_plain_sum(chunk_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_wide_and_gives_gradients_in_the_dtypes_that_came(dtype: torch.dtype) -> None:
+def test_sums_in_fp32_and_gives_gradients_in_the_dtypes_of_the_inputs(dtype: torch.dtype) -> None:
     x_BSD, weight_VD, targets_BS, weights_BS = _case(dtype)
     loss = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS)
     dx_BSD, dw_VD = torch.autograd.grad(loss, (x_BSD, weight_VD))
@@ -46,7 +46,7 @@ def test_sums_wide_and_gives_gradients_in_the_dtypes_that_came(dtype: torch.dtyp
     expected = _plain(wide_x, wide_weight, targets_BS, weights_BS)
     wanted = torch.autograd.grad(expected, (wide_x, wide_weight))
     assert (loss.dtype, dx_BSD.dtype, dw_VD.dtype) == (torch.float32, dtype, dtype)
-    # Logits of order 10 are rounded to the dtype, so each chance is off by ten roundings or so.
+    # Logits of order 10 are rounded to the dtype, so each probability is off by ten roundings or so.
     rounding = 20 * torch.finfo(dtype).eps
     torch.testing.assert_close(loss.double(), expected, rtol=rounding, atol=0)
     for grad, true in zip((dx_BSD, dw_VD), wanted, strict=True):
@@ -89,8 +89,8 @@ def test_a_backward_pass_run_twice_gives_the_same_gradients() -> None:
     x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
     loss = linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS) * 3
     (first,) = torch.autograd.grad(loss, x_BSD, retain_graph=True)
-    (again,) = torch.autograd.grad(loss, x_BSD)
-    assert torch.equal(first, again)
+    (second,) = torch.autograd.grad(loss, x_BSD)
+    assert torch.equal(first, second)
 
 
 def test_logits_exist_for_one_chunk_at_a_time() -> None:

@@ -51,7 +51,7 @@ def test_exact_weights_follow_the_fp32_trajectory(kind):
     named, optimizer = trained(optim, "bf16_exact", torch.bfloat16)
     masters = master_weights(optimizer, named)
     for name, weight in expected.items():
-        # Bit by bit but where fp32 weights have torch's kernels, which order some products otherwise.
+        # Bit by bit, except where fp32 weights have torch's kernels, which multiply in another order.
         rtol = 2e-6 if kind in ("adamw", "sgd") else 0.0
         assert torch.allclose(masters[name], weight, rtol=rtol, atol=rtol)
         assert not torch.equal(weight.bfloat16().float(), weight)
@@ -72,7 +72,7 @@ def test_stochastic_weights_stay_near(kind):
 
 
 def test_bf16_moments_stay_near_and_move():
-    """The second moment moves by 1% a step and less: nearest rounding would leave it standing."""
+    """The second moment moves by 1% a step and less: rounding to nearest would never change it."""
     expected, exact = trained(OPTIM.with_(beta2=0.999), "fp32", torch.float32)
     optim = OPTIM.with_(beta2=0.999, state="bf16")
     named, optimizer = trained(optim, "fp32", torch.float32)
@@ -92,8 +92,8 @@ def test_bf16_moments_stay_near_and_move():
     ids=("first rows", "other rows", "columns"),
 )
 @pytest.mark.parametrize("kind", ("adamw", "sgd"))
-def test_a_part_is_updated_as_it_is_in_the_whole(slices, kind):
-    """Noise is that of the full parameter, so any cut ends bit by bit alike."""
+def test_a_shard_is_updated_as_in_the_full_parameter(slices, kind):
+    """Noise is that of the full parameter, so any sharding gives equal bits."""
     optim = OPTIM.with_(kind=kind, state="bf16" if kind == "adamw" else "fp32")
     full, _ = trained(optim, "bf16_stochastic", torch.bfloat16)
     part = {"matrix": nn.Parameter(start(torch.bfloat16)["matrix"].detach()[slices].clone())}

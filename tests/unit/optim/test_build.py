@@ -33,7 +33,7 @@ def test_vectors_do_not_decay():
     assert [id(p) for p in others["params"]] == [id(named[name]) for name in ("norm", "bias")]
 
 
-def test_all_decay_when_told():
+def test_all_decay_when_set():
     decaying, others = parameter_groups(shards(), OptimSpec(weight_decay_on="all"))
     assert len(decaying["params"]) == 5
     assert others["params"] == []
@@ -79,7 +79,7 @@ def test_sgd_without_momentum_keeps_nothing():
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_rebuilt_optimizer_goes_on_bit_by_bit(kind):
-    """States copied and the number of updates told: the next update is the same."""
+    """With copied states and the number of updates set, the next update is the same."""
     optim = OptimSpec(kind=kind, lr=0.1)
     first = shards()
     optimizer = build_optimizer(first, optim)

@@ -23,7 +23,7 @@ def shard(values: torch.Tensor) -> nn.Parameter:
 
 
 def _norm_here() -> tuple[float, float, torch.Tensor]:
-    """A cut parameter, a replicated one, a tied copy that counts nothing, and an empty shard."""
+    """A sharded parameter, a replicated one, a tied copy that counts nothing, and an empty shard."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     held = [
         (shard(gradient(10 + rank, 5)), 1.0),

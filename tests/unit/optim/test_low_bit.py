@@ -1,4 +1,4 @@
-"""8-bit moments: what a code loses, where blocks lie, and noise that no cut changes."""
+"""8-bit moments: what a code loses, where blocks lie, and noise that no shard changes."""
 
 from contextlib import nullcontext
 
@@ -15,7 +15,7 @@ from meshwright.optim.rounding_noise import draw, noise_grid, step_key
 from meshwright.spec import OptimSpec
 
 SHAPE = torch.Size((6, 700))
-CUTS = {
+SHARDS = {
     "rows": (slice(2, 5), slice(0, 700)),
     "inside a block": (slice(0, 6), slice(130, 700)),
     "both, and within one block": (slice(3, 4), slice(300, 420)),
@@ -30,19 +30,21 @@ def shard_at(slices: tuple[slice, ...], shape: torch.Size = SHAPE) -> FullParame
 FULL = shard_at((slice(0, 6), slice(0, 700)))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_blocks_are_those_of_the_whole(cut):
-    """The maxima of all parts together are the maxima of the full; a part knows only its own."""
+@pytest.mark.parametrize("shard", SHARDS)
+def test_blocks_are_those_of_the_full_parameter(shard):
+    """The amax of all shards together is that of the full parameter; a shard knows only its own blocks."""
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([values[:, i : i + 256].abs().amax(1) for i in (0, 256, 512)], dim=1)
     assert torch.equal(block_amax(values, FULL), expected)
-    rows, columns = CUTS[cut]
+    rows, columns = SHARDS[shard]
     masked = torch.zeros(SHAPE)
     masked[:, columns] = values[:, columns]
-    assert torch.equal(block_amax(values[CUTS[cut]], shard_at(CUTS[cut])), block_amax(masked, FULL)[rows])
+    assert torch.equal(
+        block_amax(values[SHARDS[shard]], shard_at(SHARDS[shard])), block_amax(masked, FULL)[rows]
+    )
 
 
-def coded_and_back(key: str, moment: torch.Tensor, step: int) -> torch.Tensor:
+def quantised_and_back(key: str, moment: torch.Tensor, step: int) -> torch.Tensor:
     full = unsharded("w", moment)
     state = {f"{key}_scale": block_amax(moment, full)}
     noise = draw(noise_grid(full, moment.device), step_key(step, moment.device)).first / 2**16
@@ -59,7 +61,7 @@ def coded_and_back(key: str, moment: torch.Tensor, step: int) -> torch.Tensor:
 def test_a_code_is_a_neighbour_and_right_on_average(key, ratio):
     """Values over three decades; a level is at most one step away, and rounding has no bias."""
     sizes = 10 ** -torch.linspace(0, 3, 256, dtype=torch.float64).repeat(4, 1)
-    back = torch.stack([coded_and_back(key, sizes, step) for step in range(200)])
+    back = torch.stack([quantised_and_back(key, sizes, step) for step in range(200)])
     assert ((back / sizes).log().abs() <= 1.0001 * torch.tensor(ratio).log()).all()
     # The worst spread of one draw is half a step, 5%; the mean of 800 is known to 0.2%.
     mean = back.mean((0, 1)) / sizes[0]
@@ -70,11 +72,11 @@ def test_a_code_is_a_neighbour_and_right_on_average(key, ratio):
 def test_extremes():
     """Zero stays zero, the largest value is exact, a tiny second moment is never lost."""
     moment = torch.tensor([[1.0, 1e-30, 0.0]])
-    second = coded_and_back("exp_avg_sq", moment, 0)
+    second = quantised_and_back("exp_avg_sq", moment, 0)
     assert second[0, 0] == 1.0 and second[0, 1] > 0 and second[0, 2] == 0
-    first = coded_and_back("exp_avg", -moment, 0)
+    first = quantised_and_back("exp_avg", -moment, 0)
     assert first[0, 0] == -1.0 and first[0, 2] == 0
-    assert not coded_and_back("exp_avg_sq", torch.zeros(2, 3), 0).any()
+    assert not quantised_and_back("exp_avg_sq", torch.zeros(2, 3), 0).any()
 
 
 def losses(kind: str, num_steps: int = 150) -> float:

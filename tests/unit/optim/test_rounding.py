@@ -60,7 +60,7 @@ def test_not_a_number_stays_so(bits):
 
 
 @pytest.mark.parametrize("value", (1.001, -1.001, 3e-39, -0.1, 1.99999, 7e37))
-def test_random_rounding_is_right_on_average(value):
+def test_stochastic_rounding_is_unbiased(value):
     """Over all noise levels the mean is the number itself, to the last bit of fp32."""
     fp32 = torch.full((NOISE_LEVELS,), value)
     numbers = rounded(fp32, EVERY_NOISE).view(torch.bfloat16)
@@ -69,10 +69,10 @@ def test_random_rounding_is_right_on_average(value):
 
 
 @pytest.mark.parametrize("noise", (0, 1, 65535))
-def test_random_rounding_leaves_what_bf16_has_and_what_is_infinite(noise):
+def test_stochastic_rounding_keeps_bf16_values_and_infinities(noise):
     representable = NUMBERS.bfloat16()
-    again = rounded(representable.float(), torch.tensor(noise))
-    assert torch.equal(again, representable.view(torch.int16))
+    second = rounded(representable.float(), torch.tensor(noise))
+    assert torch.equal(second, representable.view(torch.int16))
     largest = torch.tensor([3.4028e38, -3.4028e38])
     assert rounded(largest, torch.tensor(noise)).view(torch.bfloat16).isfinite().all()
 
@@ -83,6 +83,6 @@ def test_small_updates_count_on_average():
     noise = torch.randint(0, NOISE_LEVELS, (4096, 256), generator=SEED, dtype=torch.int32)
     for drawn in noise:
         write(weight.float() + 2.0**-12, bits_of(weight), None, drawn)
-    # Each step moves by 2^-7 with chance 2^-5: sigma of the sum is sqrt(4096 x 2^-5) x 2^-7 = 0.09, and
-    # less where numbers lie denser; of the mean over 256 weights 0.006.
+    # Each step moves by 2^-7 with probability 2^-5: sigma of the sum is sqrt(4096 x 2^-5) x 2^-7 = 0.09, and
+    # less where bf16 values are denser; of the mean over 256 weights 0.006.
     assert math.isclose(weight.double().mean().item(), 2.0, abs_tol=0.025)

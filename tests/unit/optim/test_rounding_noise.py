@@ -7,7 +7,7 @@ from meshwright.optim.full_parameter import FullParameter
 from meshwright.optim.rounding_noise import NOISE_LEVELS, Noise, draw, noise_grid, step_key
 
 CPU = torch.device("cpu")
-CUTS = {
+SHARDS = {
     "rows": ((6, 700), (slice(2, 5), slice(0, 700))),
     "columns": ((6, 700), (slice(0, 6), slice(130, 700))),
     "both": ((6, 700), (slice(3, 4), slice(300, 420))),
@@ -27,9 +27,9 @@ def noise_of(
     return Noise(*(one.reshape(lengths) for one in drawn))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_noise_of_a_part_is_a_part_of_the_noise(cut):
-    shape, slices = CUTS[cut]
+@pytest.mark.parametrize("shard", SHARDS)
+def test_noise_of_a_shard_is_a_slice_of_the_noise(shard):
+    shape, slices = SHARDS[shard]
     for part, full in zip(noise_of("w", shape, slices), noise_of("w", shape), strict=True):
         assert torch.equal(part, full[slices])
 

@@ -37,7 +37,7 @@ def test_table(kind, expected):
 
 
 @pytest.mark.parametrize("kind", ("sgd", "lars", "adafactor"))
-def test_without_a_first_moment_next_to_nothing_is_kept(kind):
+def test_without_a_first_moment_almost_nothing_is_stored(kind):
     optim = OptimSpec(kind=kind, beta1=0.0)
     assert bytes_per_parameter(optim) == BESIDE.get(kind, 0.0)
     assert optim.is_stateless

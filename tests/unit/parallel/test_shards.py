@@ -1,4 +1,4 @@
-"""The shard that a rank owns, and the whole it is a part of."""
+"""The parameter shards of a rank, and where they lie in the full parameter."""
 
 import pytest
 import torch
@@ -26,9 +26,9 @@ def _initial(parallel: ParallelSpec, model: str) -> tuple[dict[str, torch.Tensor
     """Gathered weights of a fresh program, and the sum over ranks of its shares in the norm."""
     run = tiny_run(model, parallel=parallel)
     program = build_program(run, build_mesh(parallel, this_world()))
-    whole = {one.name: gather_full(one, [one.shard.detach()])[0] for one in program.shards}
+    full = {one.name: gather_full(one, [one.shard.detach()])[0] for one in program.shards}
     share = sum(one.norm_share * one.shard.numel() for one in program.shards)
-    return whole, share
+    return full, share
 
 
 @pytest.mark.parametrize("model", ("gqa", "moe_shared"))
@@ -48,7 +48,7 @@ def test_initial_weights_do_not_depend_on_the_layout(ranks, parallel, model):
     expected = build_decoder(tiny_run(model).model, dtype=torch.float64)
     initialise(expected, tiny_run(model).seed)
     results = ranks.run(_initial, 4, parallel, model)
-    found = {name: tensor for whole, _ in results for name, tensor in whole.items()}
+    found = {name: tensor for full, _ in results for name, tensor in full.items()}
     named = dict(expected.named_parameters())
     assert set(found) == set(named)
     assert all(torch.equal(found[name], named[name]) for name in named)

@@ -41,7 +41,7 @@ def test_deferred_cast_is_the_same_and_concatenated_by_rows() -> None:
     assert torch.equal(_bits(deferred_cast_transpose(parts, SCALE, E4M3, torch.zeros(1))), _bits(expected))
 
 
-def test_into_columns_of_a_wider_matrix() -> None:
+def test_into_columns_of_a_larger_matrix() -> None:
     x, values, transposed = torch.randn(6, 4), torch.zeros(6, 9).to(E4M3), torch.zeros(9, 6).to(E4M3)
     cast_into(x, SCALE, values[:, 3:7], transposed[3:7])
     expected = encode(x, SCALE, E4M3, None).values_MK

@@ -199,7 +199,7 @@ def test_several_matrices_are_one_with_all_their_rows(recipe):
 def test_cached_weights_equal_a_fresh_cast(recipe):
     cached_weight = CachedFp8Weight(recipe, 3 * N, K).to_empty(device="cpu")
     cached_weight.cast(WEIGHTS, power_of_two_scale(torch.cat(WEIGHTS).abs().amax(), E4M3))
-    for ours, anew in zip(
+    for ours, fresh in zip(
         _fused_matmuls(WEIGHTS, recipe, cached_weight), _fused_matmuls(WEIGHTS, recipe), strict=True
     ):
-        assert torch.equal(ours, anew)
+        assert torch.equal(ours, fresh)

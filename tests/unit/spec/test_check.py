@@ -385,12 +385,12 @@ def test_a_bad_run_breaks_the_rule(name: str, bad: list[str]):
 
 
 def test_every_condition_is_broken_by_a_case():
-    told = {
+    found = {
         violation.where
         for bad in CASES["settings_have_effect"][2]
         for violation in RULE_BY_NAME["settings_have_effect"](parse_run(VALID["dense"], bad).run)
     }
-    assert told == {condition.key for condition in CONDITIONS}
+    assert found == {condition.key for condition in CONDITIONS}
 
 
 def test_texts_of_broken_rules():

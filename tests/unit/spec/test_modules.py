@@ -55,12 +55,12 @@ def _spec(settings: dict) -> FitSpec:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_rule_is_told(case):
+def test_a_broken_rule_is_an_error(case):
     settings, where = BROKEN[case]
     found = check_module(_spec(settings))
     assert where in [violation.where for violation in found]
     assert all(violation.hint for violation in found)
-    assert len({violation.where for violation in found}) == len(found)  # nothing is told twice
+    assert len({violation.where for violation in found}) == len(found)  # nothing is reported twice
 
 
 @pytest.mark.parametrize("settings", KEPT, ids=str)
@@ -81,13 +81,13 @@ def test_a_keyword_is_a_field_or_the_only_field_of_that_name():
     assert (spec.memory.recompute, spec.optim.lr, spec.schedule.num_steps) == ("full", 0.5, 4)
 
 
-def test_everything_wrong_is_told_at_once():
+def test_all_errors_are_reported_at_once():
     with pytest.raises(SpecErrors) as caught:
         _spec({"zeroo": 1, "kind": "sgd", "num_steps": "many"})
-    told = str(caught.value)
-    assert "did you mean 'zero'?" in told
-    assert "kind could be optim.kind and schedule.kind" in told
-    assert "schedule.num_steps" in told
+    text = str(caught.value)
+    assert "did you mean 'zero'?" in text
+    assert "kind could be optim.kind and schedule.kind" in text
+    assert "schedule.num_steps" in text
 
 
 def test_a_file_below_keywords(tmp_path):
@@ -108,7 +108,7 @@ def test_ranks_that_no_axis_takes_are_data_parallel():
     assert with_data_parallel(_spec({"zero": 3}), 1).parallel.zero == 0
     assert (
         with_data_parallel(_spec({"dp_replicate": 2}), 4).parallel.dp == 2
-    )  # the mesh then tells what is missing
+    )  # the mesh then reports what is missing
 
 
 def test_the_course_is_what_decides_the_numbers():

@@ -1,4 +1,4 @@
-"""Layers over each other, and where a value was said."""
+"""Merged layers, and where a value was set."""
 
 from meshwright.spec.origin import Layer, Origin, layer_of
 
@@ -21,7 +21,7 @@ def test_the_lower_layer_is_left_as_it_was():
     assert lower.tree == {"a": {"b": 1}}
 
 
-def test_says_only_what_was_said():
+def test_has_only_what_was_set():
     layer = layer_of({"a": {"b": None, "c": {}}}, FILE)
     assert layer.has(("a", "b")) and layer.has(("a", "c"))
     assert not layer.has(("a", "d")) and not layer.has(("a", "b", "x")) and not layer.has(("a", "c", "x"))

@@ -22,7 +22,7 @@ def test_full_size_equals_the_built_model(name: str) -> None:
     assert num_parameters(family(name)) == sum(value.numel() for value in model.parameters())
 
 
-def test_dense_models_are_active_whole() -> None:
+def test_all_parameters_of_dense_models_are_active() -> None:
     for model in FAMILIES.values():
         if model.moe is None:
             assert num_active_parameters(model) == num_parameters(model)
@@ -44,7 +44,7 @@ def test_matmul_parameters_count_chosen_experts_only() -> None:
     assert num_matmul_parameters(model) == 32 * (attention + experts + router) + 32000 * 4096
 
 
-def test_layers_are_told() -> None:
+def test_layers_are_known() -> None:
     listed = parameters(family("deepseek-v2-lite"))
     assert {parameter.layer for parameter in listed} == {None, *range(27)}
     assert {p.layer for p in listed if p.kind == "expert"} == set(range(1, 27))

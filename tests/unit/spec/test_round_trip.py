@@ -36,7 +36,7 @@ WORDS = st.sampled_from(
     ]
 )
 NAMES = st.text(string.ascii_letters + string.digits, min_size=1, max_size=12)
-WHOLE = st.integers(1, 3) | st.integers(1, 2**40)
+INTEGERS = st.integers(1, 3) | st.integers(1, 2**40)
 PARTS = st.floats(0.01, 0.99, allow_nan=False)
 
 
@@ -73,7 +73,7 @@ def _plain(name: str, option: Any) -> st.SearchStrategy[Any]:
         return st.integers(0, 3)
     if name == "name":
         return NAMES
-    return {bool: st.booleans(), int: WHOLE, float: PARTS, str: WORDS | NAMES}[base]
+    return {bool: st.booleans(), int: INTEGERS, float: PARTS, str: WORDS | NAMES}[base]
 
 
 @settings(max_examples=60, deadline=None)

@@ -111,10 +111,10 @@ class TestModel:
         assert parse_run(DENSE, ["model.family=mine"]).run.model.family == "mine"
 
     def test_a_slip_in_a_family_is_told(self):
-        told = violations("model: {family: lama-3.2-1b, num_layers: 2}\n" + REST)
-        assert "did you mean 'llama-3.2-1b'?" in {violation.hint for violation in told}
-        told = violations("model: lama-3.2-1b\nseed: -1\n" + REST)
-        assert [violation.where for violation in told] == ["run.yaml:1 model", "run.yaml:2 seed"]
+        found = violations("model: {family: lama-3.2-1b, num_layers: 2}\n" + REST)
+        assert "did you mean 'llama-3.2-1b'?" in {violation.hint for violation in found}
+        found = violations("model: lama-3.2-1b\nseed: -1\n" + REST)
+        assert [violation.where for violation in found] == ["run.yaml:1 model", "run.yaml:2 seed"]
 
     def test_a_hugging_face_config_beside_the_file(self, tmp_path: Path):
         (tmp_path / "hf").mkdir()
@@ -161,23 +161,23 @@ ERRORS = {
 
 class TestErrors:
     def test_texts(self):
-        told = [
+        found = [
             f"# {name}\n{line}\n"
             + "\n".join(str(violation) for violation in violations(f"{NAMELESS}{line}\n"))
             for name, line in ERRORS.items()
         ]
-        assert_golden("errors/values.txt", "\n\n".join(told) + "\n")
+        assert_golden("errors/values.txt", "\n\n".join(found) + "\n")
 
     @pytest.mark.parametrize("line", ERRORS.values())
     def test_each_is_refused_with_its_line_and_file(self, line: str):
-        told = violations(f"{NAMELESS}{line}\n")
-        assert len(told) == 1
-        assert told[0].where.startswith("run.yaml")
+        found = violations(f"{NAMELESS}{line}\n")
+        assert len(found) == 1
+        assert found[0].where.startswith("run.yaml")
 
     def test_all_at_once_and_each_in_its_place(self):
         bad = DENSE.replace("width: 64", "width: wide").replace("  num_steps: 100\n", "  steps: 100\n")
-        told = violations(bad, ["parallel.tq=2", "nonsense"])
-        assert [violation.where for violation in told] == [
+        found = violations(bad, ["parallel.tq=2", "nonsense"])
+        assert [violation.where for violation in found] == [
             "command line",
             "run.yaml:5 model.width",
             "command line parallel.tq",
