@@ -165,6 +165,8 @@ def _groups(work: Workload, at: Layouts, stack: Framework) -> Iterable[tuple[NDA
     kind = np.where(at.cp > 1, at.cp_kind + 1, 0)
     tp = np.where(at.tp == 1, 0, np.where(at.microbatch_sequences == 1, 1, 2))
     recompute = np.where((at.recompute & FULL) > 0, 2, np.where((at.recompute & NORMS) > 0, 1, 0))
+    every = np.where(recompute > 0, at.recompute_every, 1)
+    code = code + every
     for column, size in ((kind, 5), (tp, 3), (recompute, 3), (at.zero == 3, 2), (at.ep > 1, 2)):
         code = code * size + column
     for one in np.unique(code):
@@ -182,12 +184,19 @@ def _blocks_of(work: Workload, at: Layouts, stack: Framework, row: int) -> Block
     attention = _attention_words(work, at, row)
     found: Blocks = []
     for mlp, share in _mlps(work, ep=int(at.ep[row])):
-        narrow = share * work.low_precision_layers if work.is_low_precision else 0.0
-        if narrow:
-            found.append((block_memory(plain._replace(fp8="current"), attention, mlp), narrow))
-        if share - narrow > 0:
-            found.append((block_memory(plain, attention, mlp), share - narrow))
+        for mode, part in _modes(plain, work, every=int(at.recompute_every[row])):
+            found.append((block_memory(mode, attention, mlp), share * part))
     return found
+
+
+def _modes(plain: Mode, work: Workload, every: int) -> Iterable[tuple[Mode, float]]:
+    """Modes of a layout's blocks and their shares: every k-th is recomputed, and some stay out of fp8."""
+    recomputed = 1.0 / every if plain.recompute != "none" else 1.0
+    fp8 = work.low_precision_layers if work.is_low_precision else 0.0
+    for recompute, part in ((plain.recompute, recomputed), ("none", 1.0 - recomputed)):
+        for precision, share in (("current", fp8), ("bf16", 1.0 - fp8)):
+            if part * share > 0:
+                yield plain._replace(recompute=recompute, fp8=precision), part * share
 
 
 def _attention_words(work: Workload, at: Layouts, row: int) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
     """Layouts that differ in what a block sees, and which of them each layout is."""
     seen = [
         *(getattr(at, name) for name in ("microbatch_sequences", "cp", "cp_kind", "cp_inner", "tp")),
-        *(getattr(at, name) for name in ("recompute", "zero", "reduce_last")),
+        *(getattr(at, name) for name in ("recompute", "recompute_every", "zero", "reduce_last")),
         at.pp > 1,
         at.ep,
         at.shards,

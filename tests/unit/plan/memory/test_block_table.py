@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshwright.plan.framework import our_runtime
 from meshwright.plan.memory.block_table import (
     Mode,
     block_memory,
@@ -10,6 +11,10 @@ from meshwright.plan.memory.block_table import (
     show_terms,
     total,
 )
+from meshwright.plan.memory.rank_bytes import movable_bytes
+from meshwright.plan.workload.layouts import FULL, layouts
+from meshwright.plan.workload.workload import Workload
+from meshwright.spec.families import family
 
 PLAIN = Mode(compiled=False, recompute="none", weights="cast", fp8="bf16", tp="1")
 
@@ -57,3 +62,13 @@ def test_a_half_that_was_not_traced_moves_by_what_the_mode_changes_of_the_plain_
     bf16, fp8 = (half_of(one, "attention", "qk_norm").kept for one in (PLAIN, mode))
     plain_bf16, plain_fp8 = (half_of(one, "attention", "gqa").kept for one in (PLAIN, mode))
     assert total(fp8, bf16, sign=-1.0) == total(plain_fp8, plain_bf16, sign=-1.0)
+
+
+def test_every_second_block_recomputed_keeps_the_mean() -> None:
+    work, stack = Workload(family("llama-3.1-8b"), 4096, compiled=True), our_runtime()
+    none, full, half = (
+        movable_bytes(work, layouts(recompute=bits, recompute_every=every), stack)[0, 0]
+        for bits, every in ((0, 1), (FULL, 1), (FULL, 2))
+    )
+    assert half == pytest.approx((none + full) / 2)
+    assert full < none
