@@ -1,1 +1,1 @@
-"""Measures this machine: matmuls, attention, copies, collectives, data loading, checkpoints, training steps."""
+"""Measures this machine: matmuls, attention, copies, collectives, data loading, checkpoints and steps."""
