@@ -11,6 +11,8 @@ from meshwright.spec.text import parse_run
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+CLI_PAGE = (ROOT / "docs/reference/cli.md").read_text()
+RUN_PAGE = (ROOT / "docs/reference/run.md").read_text()
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 COMMAND = re.compile(r"^(?:    |\$ |`)meshwright ([a-z]+)", re.MULTILINE)
 YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
@@ -29,6 +31,16 @@ def test_links_lead_somewhere(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_verbs_are_real(page: Path):
     assert set(COMMAND.findall(page.read_text())) <= set(VERBS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_options_and_keys_of_commands_are_real(page: Path):
+    """Every `--option` is in the help of its verb, and every dotted key is one of a run file."""
+    verbs = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", CLI_PAGE, re.MULTILINE | re.DOTALL))
+    for verb, rest in re.findall(r"^ *(?:\$ )?meshwright ([a-z]+)([^\n#`]*)", page.read_text(), re.MULTILINE):
+        unknown = [option for option in re.findall(r"--[a-z][a-z-]*", rest) if option not in verbs[verb]]
+        unknown += [key for key in re.findall(r"\b((?:\w+\.)+\w+)=", rest) if f"`{key}`" not in RUN_PAGE]
+        assert not unknown, (verb, unknown)
 
 
 def test_every_page_is_in_the_index():

@@ -1,0 +1,53 @@
+"""The README and the guides show what the program prints today, for commands that take a few seconds.
+
+`...` stands for anything within a line, and as a line of its own for the rest of the output.
+"""
+
+import re
+import shlex
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import run
+
+ROOT = Path(__file__).parents[2]
+FENCED = re.compile(r"```(?:console)?\n\$ meshwright ([^\n]+)\n(.*?)```", re.DOTALL)
+INDENTED = re.compile(r"^    \$ meshwright ([^\n]+)\n((?:    [^\n]*\n)+)", re.MULTILINE)
+
+
+def shown(page: str) -> list[tuple[str, list[str]]]:
+    """(command, lines) of every command whose output a page shows."""
+    text = (ROOT / page).read_text()
+    fenced = [(command, output.splitlines()) for command, output in FENCED.findall(text)]
+    indented = [
+        (command, [line[4:] for line in output.splitlines()]) for command, output in INDENTED.findall(text)
+    ]
+    return fenced + indented
+
+
+def quick(page: str) -> list[tuple[str, list[str]]]:
+    return [(command, lines) for command, lines in shown(page) if command.split()[0] in ("plan", "check")]
+
+
+CASES = [*quick("README.md"), *quick("docs/guides/plan.md")]
+
+
+def test_the_readme_shows_the_verbs():
+    assert [command.split()[0] for command, _ in shown("README.md")] == ["plan", "check", "rehearse", "demo"]
+
+
+@pytest.mark.parametrize(("command", "lines"), CASES, ids=[command for command, _ in CASES])
+def test_shown_output_is_what_is_printed(command, lines, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "140")
+    run(shlex.split(command))
+    captured = capsys.readouterr()
+    printed = [line.rstrip() for line in (captured.out or captured.err).splitlines()]
+    wanted = [line.rstrip() for line in takewhile(lambda line: line != "...", lines)]
+    for found, line in zip(printed, wanted, strict=False):
+        assert re.fullmatch(re.escape(line).replace(r"\.\.\.", ".*"), found), (
+            f"{found!r} is shown as {line!r}"
+        )
+    assert len(printed) >= len(wanted)
