@@ -1,5 +1,7 @@
 """Plants a known bug in a copy of the source and runs an unmodified test against it."""
 
+import ast
+import builtins
 import re
 import shutil
 from dataclasses import dataclass
@@ -24,17 +26,31 @@ class Bug:
     """A similar bug is tried in `make test`; this one is tried in `make soak` only."""
 
 
-def plant(bug: Bug, folder: Path) -> Path:
-    """A copy of the source with the bug in it; fails when the text is not there exactly once."""
-    source = folder / "src"
-    shutil.copytree(ROOT / "src", source)  # with compiled files, which stay valid: copies keep their times
-    path = source / "meshwright" / bug.file
-    text = path.read_text()
+def planted_text(bug: Bug, source: Path) -> str:
+    """The changed file's text; fails when the text to replace is not there exactly once."""
+    text = (source / "meshwright" / bug.file).read_text()
     assert text.count(bug.before) == 1, (
         f"{bug.name}: {bug.file} holds the text {text.count(bug.before)} times; the source has changed, "
         f"so plant the bug in its new form:\n{bug.before}"
     )
-    path.write_text(text.replace(bug.before, bug.after))
+    return text.replace(bug.before, bug.after)
+
+
+def new_names(bug: Bug) -> set[str]:
+    """Names that the bug uses and the file neither knows nor assigns: the bug would only be a NameError."""
+    planted = list(ast.walk(ast.parse(planted_text(bug, ROOT / "src"))))
+    original = ast.walk(ast.parse((ROOT / "src/meshwright" / bug.file).read_text()))
+    known = {node.id for node in original if isinstance(node, ast.Name)} | set(dir(builtins))
+    assigned = {node.id for node in planted if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {node.id for node in planted if isinstance(node, ast.Name)} - known - assigned
+
+
+def plant(bug: Bug, folder: Path) -> Path:
+    """A copy of the source with the bug in it."""
+    source = folder / "src"
+    shutil.copytree(ROOT / "src", source)  # with compiled files, which stay valid: copies keep their times
+    path = source / "meshwright" / bug.file
+    path.write_text(planted_text(bug, source))
     Path(cache_from_source(str(path))).unlink(missing_ok=True)
     return source
 
