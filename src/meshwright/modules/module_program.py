@@ -16,9 +16,9 @@ from meshwright.errors import SpecError
 from meshwright.mesh import Mesh
 from meshwright.modules.buffers import SharedBuffers
 from meshwright.modules.dataset import DatasetMicrobatch
+from meshwright.ops import torch_foreach as foreach
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.shards import ParameterShard
-from meshwright.parallel.torch_foreach import divide_all
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 """(module, batch of the loader) -> (sum of losses, number of losses in the sum)."""
@@ -132,7 +132,7 @@ class LossTotals:
         count = everywhere[1].clamp(min=1.0)  # a step without any loss term has a loss of zero, not nan
         gradients = [one.shard.grad for one in shards if one.shard.grad is not None]
         if gradients:
-            divide_all(gradients, count.to(gradients[0].dtype))
+            foreach.div_(gradients, count.to(gradients[0].dtype))
         part, self.loss = self._sum_count[0] / count, everywhere[0] / count
         self._sum_count = torch.zeros_like(self._sum_count)
         return part

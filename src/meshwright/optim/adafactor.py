@@ -8,9 +8,9 @@ rows. The averages decay with beta2 = 1 - t^-0.8. Stacked experts are factored o
 unfactored v. The learning rate is absolute, like AdamW's, not relative to the size of the weights.
 """
 
-import torch
 from torch import Tensor
 
+from meshwright.ops import torch_foreach as foreach
 from meshwright.optim.full_parameter import FullParameter, all_reduce_together, full_norms
 from meshwright.optim.sharded import (
     OptimizerShards,
@@ -59,7 +59,7 @@ class Adafactor(ShardedOptimizer):
         if self._beta1:
             firsts = [part.state["exp_avg"] for part in parts]
             update_averages(firsts, updates, self._beta1)
-            torch._foreach_copy_(updates, firsts)
+            foreach.copy_(updates, firsts)
         apply_directions(parts, updates, has_decay=True)
 
     def _average_squares(self, parts: list[ShardUpdate], beta2: float) -> None:
@@ -75,7 +75,7 @@ class Adafactor(ShardedOptimizer):
         if not matrices:
             return
         for key, sums_of, dim in (("row_mean_sq", reduced[::2], -1), ("column_mean_sq", reduced[1::2], -2)):
-            means = torch._foreach_div(sums_of, [float(part.full.shape[dim]) for part in matrices])
+            means = foreach.div(sums_of, [float(part.full.shape[dim]) for part in matrices])
             update_averages([part.state[key] for part in matrices], list(means), beta2)
 
     def _scaled_gradients(self, parts: list[ShardUpdate]) -> list[Tensor]:

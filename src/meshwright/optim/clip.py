@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.ops import torch_foreach as foreach
 from meshwright.optim.combined import optimizer_of
 from meshwright.optim.sharded import ShardedOptimizer
 
@@ -27,7 +28,7 @@ def global_norm(shards: Iterable[tuple[nn.Parameter, float]], device: torch.devi
     # Squares of fp32 gradients are summed in fp64, so an infinite norm means inf or nan in a gradient.
     total = torch.zeros((), dtype=torch.float64, device=device)
     for share, grads in by_share.items():
-        norms = torch._foreach_norm(grads, 2.0, dtype=torch.float64)
+        norms = foreach.norm(grads, 2.0, dtype=torch.float64)
         total += torch.stack(norms).square().sum() * share
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
@@ -48,7 +49,7 @@ def clip_gradients(
     are never written.
     """
     if scale != 1.0:
-        torch._foreach_mul_([shard.grad for shard, _ in shards if shard.grad is not None], 1.0 / scale)
+        foreach.mul_([shard.grad for shard, _ in shards if shard.grad is not None], 1.0 / scale)
     norm = global_norm(shards, device)
     if max_norm is not None:
         factor = (max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)
@@ -78,7 +79,7 @@ def scale_gradients(grads: list[Tensor], factor: Tensor) -> None:
     others = [grad for grad in grads if grad.dtype != torch.bfloat16]
     if others:
         # The factor in the dtype of the gradients: otherwise torch multiplies them one by one.
-        torch._foreach_mul_(others, factor.to(others[0].dtype))
+        foreach.mul_(others, factor.to(others[0].dtype))
     for grad in grads:
         if grad.dtype == torch.bfloat16 and grad.numel():
             multiply = _compiled_multiply() if grad.is_cuda else multiply_bf16

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
+from meshwright.ops import torch_foreach as foreach
 from meshwright.optim.full_parameter import FullParameter
 from meshwright.optim.sharded import (
     OptimizerShards,
@@ -89,9 +90,9 @@ class Muon(ShardedOptimizer):
             return []
         gradients = [part.gradient for part in parts]
         buffers = [part.state["momentum_buffer"] for part in parts]
-        torch._foreach_mul_(buffers, self._momentum)
-        torch._foreach_add_(buffers, gradients)
-        ahead = torch._foreach_add(gradients, buffers, alpha=self._momentum)
+        foreach.mul_(buffers, self._momentum)
+        foreach.add_(buffers, gradients)
+        ahead = foreach.add(gradients, buffers, alpha=self._momentum)
         gathered = [_with_full_matrices(part, one) for part, one in zip(parts, ahead, strict=True)]
         orthogonalised = orthogonal_together(gathered, self.simulated)
         pairs = zip(parts, orthogonalised, strict=True)

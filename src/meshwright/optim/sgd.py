@@ -5,9 +5,9 @@ m <- momentum x m + g + decay x w,   w <- w - lr x m
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from meshwright.ops import torch_foreach as foreach
 from meshwright.optim.full_parameter import FullParameter
 from meshwright.optim.sharded import (
     OptimizerShards,
@@ -41,7 +41,7 @@ class Sgd(ShardedOptimizer):
 def apply_momentum(parts: Sequence[ShardUpdate], directions: list[Tensor], momentum: float) -> list[Tensor]:
     """momentum x buffer + direction, written to the buffers and to `directions`, which are returned."""
     buffers = [part.state["momentum_buffer"] for part in parts]
-    torch._foreach_mul_(buffers, momentum)
-    torch._foreach_add_(buffers, directions)
-    torch._foreach_copy_(directions, buffers)
+    foreach.mul_(buffers, momentum)
+    foreach.add_(buffers, directions)
+    foreach.copy_(directions, buffers)
     return list(directions)

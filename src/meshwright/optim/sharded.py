@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.hardware.simulated_device import SimulatedDevice
+from meshwright.ops import torch_foreach as foreach
 from meshwright.optim.full_parameter import FullParameter
 from meshwright.optim.rounding import WeightFormat, bits_of, read, write
 from meshwright.optim.rounding_noise import NoiseGrid, draw, noise_grid, step_key
@@ -164,19 +165,19 @@ def adam_directions(
     gradients = [part.gradient for part in parts]
     firsts, seconds = ([part.state[key] for part in parts] for key in ("exp_avg", "exp_avg_sq"))
     update_averages(firsts, gradients, betas[0])
-    update_averages(seconds, list(torch._foreach_mul(gradients, gradients)), betas[1])
-    roots = torch._foreach_sqrt(seconds)
-    torch._foreach_div_(roots, (1.0 - betas[1] ** num_updates) ** 0.5)
-    torch._foreach_add_(roots, eps)
-    directions = torch._foreach_div(firsts, roots)
-    torch._foreach_div_(directions, 1.0 - betas[0] ** num_updates)
+    update_averages(seconds, list(foreach.mul(gradients, gradients)), betas[1])
+    roots = foreach.sqrt(seconds)
+    foreach.div_(roots, (1.0 - betas[1] ** num_updates) ** 0.5)
+    foreach.add_(roots, eps)
+    directions = foreach.div(firsts, roots)
+    foreach.div_(directions, 1.0 - betas[0] ** num_updates)
     return list(directions)
 
 
 def update_averages(averages: list[Tensor], new: list[Tensor], beta: float) -> None:
     """average <- beta x average + (1 - beta) x new, in place."""
-    torch._foreach_mul_(averages, beta)
-    torch._foreach_add_(averages, new, alpha=1.0 - beta)
+    foreach.mul_(averages, beta)
+    foreach.add_(averages, new, alpha=1.0 - beta)
 
 
 def apply_directions(parts: Sequence[ShardUpdate], directions: list[Tensor], *, has_decay: bool) -> None:
@@ -185,13 +186,13 @@ def apply_directions(parts: Sequence[ShardUpdate], directions: list[Tensor], *, 
     if not shards:
         return
     if has_decay:
-        torch._foreach_mul_(shards, [1.0 - part.lr * part.weight_decay for part in parts])
-    torch._foreach_mul_(directions, [-part.lr for part in parts])
-    torch._foreach_add_(shards, directions)
+        foreach.mul_(shards, [1.0 - part.lr * part.weight_decay for part in parts])
+    foreach.mul_(directions, [-part.lr for part in parts])
+    foreach.add_(shards, directions)
 
 
 def add_weight_decay(parts: Sequence[ShardUpdate], directions: list[Tensor]) -> list[Tensor]:
     """direction + decay x w, as new tensors: coupled weight decay."""
-    decays = torch._foreach_mul([part.shard for part in parts], [part.weight_decay for part in parts])
-    torch._foreach_add_(decays, directions)
+    decays = foreach.mul([part.shard for part in parts], [part.weight_decay for part in parts])
+    foreach.add_(decays, directions)
     return list(decays)

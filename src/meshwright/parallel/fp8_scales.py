@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
 from meshwright.models.layers.linear import Linear
+from meshwright.ops import torch_foreach as foreach
 from meshwright.parallel.fp8 import fp8_sites
-from meshwright.parallel.torch_foreach import copy_all, zero_all
 from meshwright.precision.fp8.quantise import power_of_two_scale
 from meshwright.precision.fp8.recipes import RECIPES
 
@@ -40,7 +40,7 @@ class DelayedScales:
         seen = [seen for scales in self._scales for seen in (scales.amax_x, scales.amax_gradient)]
         seen_N2 = self._reduce_max(torch.stack(seen).view(-1, 2))
         self._history_N2H.copy_(torch.cat((seen_N2.unsqueeze(2), self._history_N2H[:, :, :-1]), dim=2))
-        zero_all(seen)
+        foreach.zero_(seen)
         self.set_scales()
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class DelayedScales:
         old = [scale for s in self._scales for scale in (s.scale_x, s.scale_weight, s.scale_gradient)]
         operands_N2 = power_of_two_scale(torch.stack((x_N, weight_N), dim=1), RULE.operand)
         gradients_N1 = power_of_two_scale(gradient_N.unsqueeze(1), RULE.gradient)
-        copy_all(old, list(torch.cat((operands_N2, gradients_N1), dim=1).flatten()))
+        foreach.copy_(old, list(torch.cat((operands_N2, gradients_N1), dim=1).flatten()))
 
     def tensors(self) -> dict[str, Tensor]:
         """The histories, in the live storage, for a checkpoint."""

@@ -38,7 +38,7 @@ def apply_simulation(model: nn.Module, simulation: Simulation) -> None:
     for module in model.modules():
         if isinstance(module, Moe):
             module.row_counts = simulation.row_counts
-            module.dispatch.row_counts = simulation.row_counts
+            module.dispatch.row_counts = simulation.row_counts  # pyright: ignore[reportArgumentType]  no parameter
         elif isinstance(module, Attend | Experts):
             module.simulated = simulation.device
         elif isinstance(module, Head) and simulation.device is not None:
