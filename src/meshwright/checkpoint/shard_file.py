@@ -6,6 +6,7 @@ all tensors in host memory at once and a second pass over the file for the hash.
 which checks the header. Nothing in such a file is ever executed.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -43,9 +44,14 @@ def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("xb") as stream:
-        for block in (_header(ordered), *(_bytes_of(tensor) for tensor in ordered.values())):
-            digest.update(block)
-            num_bytes += stream.write(block)
+        header = _header(ordered)
+        digest.update(header)
+        num_bytes += stream.write(header)
+        for tensor in ordered.values():
+            on_host = tensor.detach().cpu().contiguous()  # a copy only where it is on a device or has gaps
+            content = _bytes_of(on_host)
+            digest.update(content)
+            num_bytes += stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
@@ -67,8 +73,12 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a tensor in host memory; a copy where it is on a device or not contiguous."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """The bytes of a contiguous tensor in host memory, not copied; valid while the tensor lives.
+
+    Not by `numpy()`: torch refuses to resize a storage that numpy has seen, and offload resizes storages.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class ShardFiles:

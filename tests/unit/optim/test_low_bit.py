@@ -142,7 +142,7 @@ def test_the_compiler_knows_the_size_of_a_block_alone(monkeypatch):
         return module.forward
 
     compiled = torch.compile(low_bit.blockwise_pass, dynamic=True, fullgraph=True, backend=look)
-    monkeypatch.setattr(low_bit, "fused", lambda *_: nullcontext(compiled))
+    monkeypatch.setattr(low_bit, "fused_kernel", lambda *_: nullcontext(compiled))
     weight = nn.Parameter(torch.ones(6, 1024).bfloat16())
     optimizer = build_optimizer({"w": weight}, OptimSpec(kind="adamw_8bit"), weights="bf16_stochastic")
     weight.grad = torch.ones_like(weight)

@@ -41,6 +41,8 @@ GIB = float(2**30)
 CONTEXT_BYTES = 0.55 * GIB
 FIRST_COMMUNICATOR_BYTES = 0.9 * GIB
 COMMUNICATOR_BYTES = 0.25 * GIB
+FORMULA_WORKSPACE_BYTES = 0.1 * GIB
+"""The same where the closed formula is used: other frameworks, whose published rows it was fitted on."""
 WORKSPACE_BYTES = 64 * 2**20
 """cuBLAS and cuBLASLt ask torch for 32 MiB each on Hopper: what six measured runs had beside tensors."""
 # Part of the short-lived bytes (activations, gathered weights, logits) that the allocator holds beyond need.
@@ -132,7 +134,8 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
         items = formula_items(work, at, stack, rank, state)
         if traced.any():
             items = _replaced(items, traced, _traced_rows(work, at, stack, traced))
-    items["workspace"] = np.full((len(at), 3), WORKSPACE_BYTES)
+    workspace = np.where(traced, WORKSPACE_BYTES, FORMULA_WORKSPACE_BYTES)
+    items["workspace"] = np.repeat(workspace[:, None], 3, axis=1)
     host["activations"] = moved_activations(at, movable)
     move_activations(items, at, movable)
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]

@@ -135,7 +135,7 @@ class Workload:
     @cached_property
     def buckets(self) -> Buckets:
         """The buckets in which gradients are reduced."""
-        return buckets_of(self.model)
+        return buckets_of(self.model)  # pyright: ignore[reportArgumentType]  frozen specs are hashable
 
     @property
     def matmul_rate(self) -> str:
