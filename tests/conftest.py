@@ -22,7 +22,7 @@ PRELOAD = ["pytest", "tests.support.equivalence", "tests.support.run_directories
 def ranks(request: pytest.FixtureRequest):
     """The pool of gloo ranks: `ranks.run(function, world_size, *args)`."""
     pool = RankPool()
-    # Ranks are forked from a server, and anew every few jobs: what the server imports, no rank imports again.
+    # Ranks are forked from a server, and new ones every few jobs: what the server imports, no rank imports.
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([*PRELOAD, *_imported_by_ranks(request.session)])
     yield pool

@@ -235,7 +235,7 @@ def test_zigzag_gives_every_rank_the_same_work():
     assert torch.equal(unshard_sequence(shards, 0, 4), positions)
 
 
-def test_a_microbatch_is_cut_along_its_sequence_alone():
+def test_a_microbatch_is_sharded_along_its_sequence_alone():
     rows = torch.arange(16).expand(2, 16)
     whole = Microbatch(rows, rows + 1, rows / 16.0, rows % 5, rows // 5, torch.ones(2))
     local = shard_microbatch(whole, cp_rank=1, cp=2)

@@ -1,4 +1,4 @@
-"""Data parallel in all its stages equals one device, however the batch is cut and whatever it holds."""
+"""Data parallel in all its stages equals one device, however the batch is split and whatever it contains."""
 
 import pytest
 from tests.support.equivalence import prove, prove_with_every_optimizer
@@ -25,14 +25,14 @@ def test_every_stage_equals_one_device(ranks, stage):
 
 
 @pytest.mark.parametrize(("dp", "microbatch_sequences"), [(1, 1), (1, 2), (1, 8), (2, 2), (2, 4), (4, 2)])
-def test_any_cut_of_the_batch_gives_the_same(ranks, dp, microbatch_sequences):
+def test_any_split_of_the_batch_gives_the_same(ranks, dp, microbatch_sequences):
     parallel = ParallelSpec(dp_replicate=dp)
     prove(ranks, tiny_run("gqa", parallel=parallel, microbatch_sequences=microbatch_sequences))
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))
 @pytest.mark.parametrize("microbatch_sequences", (2, 4))
-def test_any_cut_under_sharding_gives_the_same(ranks, stage, microbatch_sequences):
+def test_any_split_under_sharding_gives_the_same(ranks, stage, microbatch_sequences):
     parallel = ParallelSpec(dp_shard=2, zero=stage)
     prove(ranks, tiny_run("moe", parallel=parallel, microbatch_sequences=microbatch_sequences))
 

@@ -14,7 +14,7 @@ def test_rows_go_to_their_experts_and_back(ranks, dp_shard):
     run = tiny_run("moe", parallel=ParallelSpec(dp_shard=dp_shard, zero=1, ep=2))
     moe, model = run.model.moe, run.model
     assert moe is not None
-    # Per routed layer and micro-batch: counts, rows there, rows back; backward the rows both ways again.
+    # Per routed layer and micro-batch: counts, rows to the experts and back; in backward the rows both ways.
     exchanges = model.num_layers * run.accumulation
     results = run_case(ranks, run, records_traffic=True)
     sent = [

@@ -1,6 +1,6 @@
-"""fp8 linears do not depend on the layout: in float64 with emulated products every rank rounds alike.
+"""fp8 linears do not depend on the layout: in float64 with emulated matmuls every rank rounds alike.
 
-The sums around the fp8 numbers are reordered (partial products over tp, gradients over ranks), which costs
+The sums around the fp8 numbers are reordered (partial sums over tp, gradients over ranks), which costs
 digits of float64; a number that would then round to another fp8 number would show as an error of percents.
 """
 
@@ -112,7 +112,7 @@ def test_fp8_equals_one_process(ranks: RankPool, alone, layout: str, recipe: str
 
 
 @pytest.mark.parametrize("layout", ["tp2", "zero1", pytest.param("pp2", marks=pytest.mark.soak)])
-def test_kept_weights_equal_one_process_that_casts_anew(ranks: RankPool, alone, layout: str) -> None:
+def test_cached_weights_equal_one_process_that_casts_every_time(ranks: RankPool, alone, layout: str) -> None:
     """They follow every update: a stale copy would show from the second step on."""
     precision = PrecisionSpec(compute="fp64", fp8=Fp8Spec(bf16_layers_each_end=0, cast_weights="per_step"))
     run = fp8_run(precision=precision, parallel=ParallelSpec(**LAYOUTS[layout]))

@@ -1,4 +1,4 @@
-"""Decoders of transformers, unmodified and of families that are not ours: every cut equals one device."""
+"""Unmodified decoders of transformers, of families without model code here: every axis equals one device."""
 
 import pytest
 from tests.support.module_training import (
@@ -20,7 +20,7 @@ SOAK = pytest.mark.soak
 
 
 def assert_equal(ranks, name: str, num_ranks: int, cases: dict[tuple[str, str], dict]) -> None:
-    """Every case (optimizer, words) with its changes of the spec, on all ranks."""
+    """Every case, (optimizer, name) -> changes of the spec, equals the plain loop on all ranks."""
     specs = [fit_spec(optim, microbatch_samples=2, **changes) for (optim, _), changes in cases.items()]
     expected = {optim: train_plain_loop(name, optim) for optim, _ in cases}
     for by_rank in ranks.run(train_cases, num_ranks, name, specs):

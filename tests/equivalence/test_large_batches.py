@@ -65,7 +65,7 @@ def noise_run(layout: str, **changes) -> RunSpec:
 
 
 def reference_noise(run: RunSpec, num_steps: int) -> list[tuple[float, float]]:
-    """(signal, noise) of each step, from the gradients of the first half and of the whole batch."""
+    """(signal, noise) of each step, from the gradients of the first half and of the full batch."""
     model, sequences = reference_model(run), Sequences(run)
     named = dict(model.named_parameters())
     optimizer = _optimizer(run, named)

@@ -48,7 +48,7 @@ def _run(layout: str, kind: str, recompute: str, offload: str) -> RunSpec:
 
 
 def _covering() -> dict[str, list[tuple[str, str, str]]]:
-    """For each layout every optimizer once; recompute and offload take turns so that all pairs occur."""
+    """For each layout every optimizer once; recompute and offload alternate so that all pairs occur."""
     return {
         layout: [
             (kind, RECOMPUTE[(row + column) % 3], OFFLOAD[(row + 2 * column) % 5])
@@ -168,12 +168,12 @@ def _saved_bytes(runs: list[RunSpec]) -> list[int]:
 
 
 def test_regather_keeps_a_part_of_each_gathered_input(ranks):
-    """Two inputs of B S D elements a block, of which this rank's half stays as it is kept by the norm."""
+    """Two inputs of B S D elements a block, of which this rank's half stays, because the norm keeps it."""
     run = tiny_run("gqa", parallel=ParallelSpec(tp=2))
     runs = [run, run.with_(memory=MemorySpec(regather_tp_inputs=True))]
     kept, dropped = ranks.run(_saved_bytes, 2, runs)[0]
-    whole = run.data.sequence_length * run.model.width * ELEMENT
-    assert kept - dropped == 2 * run.model.num_layers * whole // 2
+    full = run.data.sequence_length * run.model.width * ELEMENT
+    assert kept - dropped == 2 * run.model.num_layers * full // 2
 
 
 # --- when gradients are reduced ---
@@ -259,15 +259,15 @@ def _held_between_microbatches(runs: list[RunSpec]) -> list[int]:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_reducing_last_keeps_whole_gradients(ranks, zero):
+def test_reducing_last_keeps_full_gradients(ranks, zero):
     parallel = ParallelSpec(dp_shard=2, zero=zero)
     run = tiny_run("gqa", parallel=parallel)
     runs = [run, run.with_(parallel=parallel.with_(grad_reduce="last_microbatch"))]
     each, last = ranks.run(_held_between_microbatches, 2, runs)[0]
     shapes = held_shapes(run, 0)
-    whole = sum(torch.Size(shape).numel() for shape in shapes.values())
+    full = sum(torch.Size(shape).numel() for shape in shapes.values())
     shard = sum(padded_elements(run, name, shape) for name, shape in shapes.items())
-    assert last - each == ELEMENT * (whole - shard)
+    assert last - each == ELEMENT * (full - shard)
 
 
 def _held_in_a_pipeline(runs: list[RunSpec]) -> list[int]:
@@ -297,9 +297,9 @@ def test_a_pipeline_that_reduces_each_keeps_shards(ranks, zero):
     runs = [run, run.with_(parallel=parallel.with_(grad_reduce="last_microbatch"))]
     each, last = ranks.run(_held_in_a_pipeline, 4, runs)[0]
     shapes = held_shapes(run, 0)
-    whole = sum(torch.Size(shape).numel() for shape in shapes.values())
+    full = sum(torch.Size(shape).numel() for shape in shapes.values())
     shard = sum(padded_elements(run, name, shape) for name, shape in shapes.items())
-    assert last - each == ELEMENT * (whole - shard)
+    assert last - each == ELEMENT * (full - shard)
 
 
 def test_the_layouts_here_are_valid():

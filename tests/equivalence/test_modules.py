@@ -1,4 +1,4 @@
-"""Modules from elsewhere, unmodified: every ZeRO stage equals a plain loop on one device."""
+"""Unmodified modules of transformers and torch: every ZeRO stage equals a plain loop on one device."""
 
 import pytest
 from tests.support.module_training import (
@@ -28,7 +28,7 @@ TWO_RANKS = {
 
 
 def _spec(name: str, optim: str, case: dict):
-    # Statistics of batch norm are of the whole batch only where a rank takes its part of it at once.
+    # Batch norm has the statistics of the full batch only where a rank computes its part in one micro-batch.
     return fit_spec(
         optim, microbatch_samples=4 if name == "resnet" else 2, sync_batch_norm=name == "resnet", **case
     )
@@ -93,8 +93,8 @@ def test_a_pipeline_with_zero(ranks):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", sorted(MORE_OPTIMIZERS))
-def test_optimizers_that_look_at_whole_parameters(ranks, kind):
-    """Every stage on two ranks equals one rank, for rules whose step depends on the whole parameter."""
+def test_optimizers_that_read_full_parameters(ranks, kind):
+    """Every stage on two ranks equals one rank, for optimizers whose step depends on the full parameter."""
     optim = MORE_OPTIMIZERS[kind]
     (alone,) = ranks.run(train_cases, 1, "mlp", [fit_spec(optim, microbatch_samples=2)])[0]
     layouts = [parallel(dp_replicate=2), *(parallel(dp_shard=2, zero=zero) for zero in (1, 2, 3))]

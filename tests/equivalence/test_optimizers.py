@@ -1,4 +1,4 @@
-"""Update rules that look at whole parameters give the same on any mesh."""
+"""Optimizers that read full parameters give the same result on any mesh."""
 
 import pytest
 from tests.support.equivalence import RTOL, assert_same_training, run_cases, worst_errors
@@ -82,7 +82,7 @@ def test_groups_by_pattern(ranks, layout):
     ids=("adafactor", "lars", "lamb", "adamw_8bit", "adamw_8bit_zero_3", "muon"),
 )
 def test_resumes_on_another_mesh(ranks, tmp_path, kind, before, after):
-    """Rows, columns, codes and scales are cut otherwise there; the end is that of one device."""
+    """Rows, columns, codes and scales are sharded differently there; the result is that of one device."""
     run = tiny_run("gqa", optim=kind)
     attempt(ranks, run.with_(parallel=before), tmp_path, stop_after=2)
     attempt(ranks, run.with_(parallel=after), tmp_path)

@@ -29,7 +29,7 @@ from meshwright.train.step import train_step
 
 @pytest.mark.parametrize("model", ("gqa", "gpt", "mla", "moe"))
 def test_a_packed_sequence_is_its_documents_one_by_one(model):
-    """No attention, position or loss term crosses a border."""
+    """No attention, position or loss term crosses a document boundary."""
     run = tiny_run(model)
     sequences, decoder = Sequences(run), reference_model(run)
     rows = sequences.rows([4])

@@ -1,4 +1,4 @@
-"""Models of timm and torchvision, unmodified: every ZeRO stage equals a plain loop, and formats are kept."""
+"""Unmodified models of timm and torchvision: every ZeRO stage equals a plain loop; memory formats stay."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ WIDE = ("torchvision resnet",)  # 5 million parameters: its widths are fixed
 
 
 def _spec(name: str, **case: Any) -> FitSpec:
-    """Statistics of batch norm are of the whole batch where a rank takes its part of it at once."""
+    """Batch norm has the statistics of the full batch where a rank computes its part in one micro-batch."""
     has_norms = name in WITH_BATCH_NORM
     return fit_spec(
         microbatch_samples=4 if has_norms else 2, sync_batch_norm=has_norms, blocks=BLOCKS.get(name), **case

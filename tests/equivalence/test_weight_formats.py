@@ -1,4 +1,4 @@
-"""Weights kept in bf16: on any mesh the update is the one that one process makes of the same gradients."""
+"""Weights stored in bf16: on any mesh the update equals that of one process with the same gradients."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ LAYOUTS = {
 
 
 @dataclasses.dataclass
-class Course:
+class TrainedRun:
     """Of one rank: losses, and by name the clipped gradients of each step, weights and masters."""
 
     losses: list[float]
@@ -66,16 +66,16 @@ class Course:
     dtypes: set[torch.dtype]
 
 
-def train_here(runs: list[RunSpec]) -> list[Course]:
+def train_here(runs: list[RunSpec]) -> list[TrainedRun]:
     """All runs on one mesh."""
     mesh = build_mesh(runs[0].parallel, this_world())
-    return [course(run, mesh) for run in runs]
+    return [train_run(run, mesh) for run in runs]
 
 
-def course(run: RunSpec, mesh) -> Course:
+def train_run(run: RunSpec, mesh) -> TrainedRun:
     training, batches = build_training(run, mesh), build_data(run, mesh)
     shards = {one.name: one for one in training.program.shards}
-    found = Course([], [], {}, {}, set())
+    found = TrainedRun([], [], {}, {}, set())
 
     def before_update(*_: object) -> None:
         found.dtypes |= {one.shard.grad.dtype for one in shards.values()}
@@ -100,7 +100,7 @@ def rate_of(run: RunSpec, step: int) -> float:
 
 
 def replay(run: RunSpec, gradients: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights, masters) after updates of whole parameters by these gradients, in this process."""
+    """(weights, masters) after updates of full parameters by these gradients, in this process."""
     model = build_decoder(run.model, dtype=torch.bfloat16)
     initialise(model, run.seed)
     named = {name: nn.Parameter(value.detach()) for name, value in model.named_parameters()}
@@ -137,26 +137,26 @@ def test_every_format_on_every_mesh(ranks, layout):
         require_valid(run)
     by_rank = ranks.run(train_here, parallel.num_ranks, runs)
     for index, run in enumerate(runs):
-        courses = [courses[index] for courses in by_rank]
-        told = f"{layout} {list(FORMATS)[index]}"
+        results = [results[index] for results in by_rank]
+        case = f"{layout} {list(FORMATS)[index]}"
         gradients = [
-            {name: value for one in courses for name, value in one.gradients[step].items()}
+            {name: value for one in results for name, value in one.gradients[step].items()}
             for step in range(NUM_STEPS)
         ]
         weights, masters = replay(run, gradients)
-        # Norms of cut parameters are summed in another order.
+        # Norms of sharded parameters are summed in another order.
         rtol = 1e-6 if run.optim.kind == "lamb" else 0.0
-        for one in courses:
-            assert one.losses == courses[0].losses, told
+        for one in results:
+            assert one.losses == results[0].losses, case
             assert one.dtypes == {torch.float32 if run.precision.gradients == "fp32" else torch.bfloat16}, (
-                told
+                case
             )
             for name, value in one.masters.items():
-                assert value.dtype == masters[name].dtype, told
-                assert torch.allclose(value, masters[name], rtol=rtol, atol=rtol), f"{told}: {name}"
+                assert value.dtype == masters[name].dtype, case
+                assert torch.allclose(value, masters[name], rtol=rtol, atol=rtol), f"{case}: {name}"
             for name, value in one.weights.items():
                 assert value.dtype == torch.bfloat16
-                assert torch.allclose(value, weights[name], rtol=2**-7 * bool(rtol)), f"{told}: {name}"
+                assert torch.allclose(value, weights[name], rtol=2**-7 * bool(rtol)), f"{case}: {name}"
         exact = reference(run.with_(precision=PrecisionSpec(compute="fp64")))
-        errors = [abs(a / b - 1) for a, b in zip(courses[0].losses, exact.losses, strict=True)]
-        assert max(errors) < BF16_LOSS, f"{told}: {errors}"
+        errors = [abs(a / b - 1) for a, b in zip(results[0].losses, exact.losses, strict=True)]
+        assert max(errors) < BF16_LOSS, f"{case}: {errors}"

@@ -13,7 +13,7 @@ BUGS = [
         "parallel/gradient_bucket.py",
         "self._work = dist.all_reduce(self._buffer, group=self.sums[0], async_op=True)",
         "self._work = None",
-        DP + "test_any_cut_of_the_batch_gives_the_same[2-2]",
+        DP + "test_any_split_of_the_batch_gives_the_same[2-2]",
     ),
     Bug(
         "a pipeline forgets the micro-batch before when it begins to reduce the next",
@@ -35,7 +35,7 @@ BUGS = [
         "data/batches.py",
         "token_weight = 1 / max(1, samples.num_targets(total_ids))",
         "token_weight = 1 / max(1, sharding.dp_size * samples.num_targets(local_ids))",
-        DP + "test_any_cut_of_the_batch_gives_the_same[2-2]",
+        DP + "test_any_split_of_the_batch_gives_the_same[2-2]",
         is_wide=True,
     ),
     Bug(
@@ -58,7 +58,7 @@ BUGS = [
         "parallel/shards.py",
         "norm_share=is_counted * distinct / ranks_per_stage",
         "norm_share=float(is_counted)",
-        DP + "test_any_cut_of_the_batch_gives_the_same[2-2]",
+        DP + "test_any_split_of_the_batch_gives_the_same[2-2]",
         is_wide=True,
     ),
     Bug(
@@ -80,7 +80,7 @@ BUGS = [
         "train/step.py",
         "        training.program.gather_parameters()\n",
         "",
-        DP + "test_any_cut_under_sharding_gives_the_same[2-1]",
+        DP + "test_any_split_under_sharding_gives_the_same[2-1]",
         is_wide=True,
     ),
     Bug(
@@ -88,7 +88,7 @@ BUGS = [
         "parallel/dp.py",
         "module.set_gradient_divide_factor(1.0)",
         "pass",
-        DP + "test_any_cut_under_sharding_gives_the_same[2-3]",
+        DP + "test_any_split_under_sharding_gives_the_same[2-3]",
     ),
     Bug(
         "weight decay on norms and biases",
@@ -135,14 +135,14 @@ BUGS = [
         "tests/unit/train/test_dropout.py::test_recompute_draws_the_same_masks[one-full]",
     ),
     Bug(
-        "gradients of what tp does not cut not summed",
+        "gradients of parameters that tp replicates not summed",
         "parallel/gradient_bucket.py",
         'return one.placements[names.index("tp")].is_replicate()',
         "return names == ()",
         AXIS + "[tp2-gqa]",
     ),
     Bug(
-        "cut vocabulary: another rank's rows looked up",
+        "sharded vocabulary: another rank's rows looked up",
         "ops/vocabulary.py",
         "shifted = ids_BS - group.rank() * num_rows",
         "shifted = ids_BS - (group.size() - 1 - group.rank()) * num_rows",
@@ -152,8 +152,8 @@ BUGS = [
         "positions of zig-zag shards as if they were contiguous",
         "parallel/cp/zigzag.py",
         "return microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)",
-        "cut = microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)\n"
-        "    return cut._replace(positions_BS=microbatch.positions_BS.chunk(cp, 1)[cp_rank])",
+        "shards = microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)\n"
+        "    return shards._replace(positions_BS=microbatch.positions_BS.chunk(cp, 1)[cp_rank])",
         AXIS + "[cp2-gqa]",
         is_wide=True,
     ),
@@ -172,7 +172,7 @@ BUGS = [
         AXIS + "[pp2-tied]",
     ),
     Bug(
-        "pipeline divides by its micro-batches again",
+        "pipeline divides by its micro-batches a second time",
         "parallel/pp/pipeline_program.py",
         "scale_grads=False",
         "scale_grads=True",
@@ -201,7 +201,7 @@ BUGS = [
         AXIS + "[dp_shard2-zero1-ep2-moe]",
     ),
     Bug(
-        "balance of a cut sequence taken from its part",
+        "load balance of a sharded sequence taken from one shard",
         "parallel/ep.py",
         "            layer.balance.total = SumCounts(sequence_groups)\n",
         "",
@@ -261,7 +261,7 @@ BUGS = [
         "tests/unit/modules/test_own_loop.py::test_any_split_equals_the_plain_loop[momentum]",
     ),
     Bug(
-        "norms inside a cut pair of a foreign decoder not summed over tp",
+        "norms inside a sharded pair of a Hugging Face decoder not summed over tp",
         "modules/tp.py",
         "values = {key: all_reduce_backward(one, group) for",
         "values = {key: one for",
@@ -291,7 +291,7 @@ BUGS = [
         "tests/unit/memory/test_offload.py::test_activations_are_the_same_with_dropout[1-selective]",
     ),
     Bug(
-        "running statistics moved again by recompute",
+        "running statistics updated twice by recompute",
         "memory/recompute.py",
         "        setattr(norm, name, buffer.clone())\n",
         "        pass\n",
@@ -337,11 +337,11 @@ BUGS = [
         "tests/equivalence/test_fp8.py::test_fp8_equals_one_process[tp2-current]",
     ),
     Bug(
-        "cached fp8 weights not cast again after an update",
+        "cached fp8 weights not cast after an update",
         "parallel/program.py",
         "        self._fp8_weights.cast()\n",
         "",
-        "tests/equivalence/test_fp8.py::test_kept_weights_equal_one_process_that_casts_anew[tp2]",
+        "tests/equivalence/test_fp8.py::test_cached_weights_equal_one_process_that_casts_every_time[tp2]",
         is_wide=True,
     ),
     Bug(

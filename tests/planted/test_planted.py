@@ -64,7 +64,7 @@ def test_fits_the_source(bug):
 def test_an_unchanged_copy_is_green(servers, tmp_path):
     """A red test is due to the bug, not to running in a copy: unchanged, the tests of every file pass."""
     unchanged = Bug("nothing", "errors.py", "EXIT_DONE = 0", "EXIT_DONE = 0", "")
-    tests = sorted({bug.test for bug in BUGS if "test_any_cut_under_sharding" in bug.test})
+    tests = sorted({bug.test for bug in BUGS if "test_any_split_under_sharding" in bug.test})
     server = servers.get()
     try:
         assert outcomes(server, plant(unchanged, tmp_path), tests) == dict.fromkeys(tests, True)

@@ -180,15 +180,15 @@ def _hidden_bytes(run: RunSpec) -> int:
 
 
 def _tensor(run: RunSpec, pp_rank: int) -> Named:
-    """A gather or a scatter at each crossing of the table, transposed in backward; the cut loss."""
+    """The gather or scatter at each tp boundary, its transpose in backward, and the sharded loss."""
     total: Named = Counter()
     stages, last = stages_here(run, pp_rank), run.parallel.num_stages - 1
-    crossings = 4 * _layers_here(run, pp_rank) + (0 in stages) + (last in stages)
+    boundaries = 4 * _layers_here(run, pp_rank) + (0 in stages) + (last in stages)
     for kind in ("all_gather", "reduce_scatter"):
-        again = (
+        regathers = (
             2 * _layers_here(run, pp_rank) if kind == "all_gather" and run.memory.regather_tp_inputs else 0
         )
-        _add(total, run, kind, ("tp",), _hidden_bytes(run), (crossings + again) * run.accumulation)
+        _add(total, run, kind, ("tp",), _hidden_bytes(run), (boundaries + regathers) * run.accumulation)
     if last in stages:
         per_number = _hidden_bytes(run) // run.model.width
         _add(total, run, "all_reduce", ("tp",), per_number, run.accumulation)
@@ -225,7 +225,7 @@ def _context(run: RunSpec, pp_rank: int) -> Named:
 
 
 def _pipeline(run: RunSpec, rank: int) -> Named:
-    """Hidden states over every border to another rank, gradients back, and the tied table's gradient."""
+    """Hidden states to the next stage's rank, gradients back, and the gradient of a tied embedding."""
     total: Named = Counter()
     parallel, pp_rank = run.parallel, place(run, rank)["pp"]
     rank_of = {stage: place for place in range(parallel.pp) for stage in stages_of_rank(parallel, place)}
@@ -269,7 +269,7 @@ def expected_parameter_bytes(run: RunSpec, pp_rank: int) -> int:
 
 
 def gradient_bytes(run: RunSpec, pp_rank: int) -> tuple[int, int]:
-    """(least, most) at the update: whole ones with ZeRO-0, a chunk of each with every other stage.
+    """(least, most) at the update: full gradients with ZeRO-0, a shard of each with every other stage.
 
     They differ only for a table with both ends on one rank: each end computes with its own copy, and the
     second gradient may still be there after it was added to the first.

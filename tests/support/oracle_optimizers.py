@@ -1,4 +1,4 @@
-"""Update rules on whole parameters, written out from their papers: what sharded ones must equal."""
+"""Optimizers on full parameters, written independently from their papers; sharded ones must equal them."""
 
 import hashlib
 import math
@@ -137,8 +137,8 @@ def _encoded(key: str, moment: Tensor, name: str, step: int) -> dict[str, Tensor
     spread = _spread(scales, moment.shape[-1]).numpy()
     part = np.divide(moment.abs().numpy(), spread, out=np.zeros(moment.shape), where=spread > 0)
     lower = np.clip(np.searchsorted(table, part, side="right") - 1, 0, len(table) - 2)
-    chance = (part - table[lower]) / (table[lower + 1] - table[lower])
-    code = lower + (_noise(name, key, step, moment.shape) < chance)
+    probability = (part - table[lower]) / (table[lower + 1] - table[lower])
+    code = lower + (_noise(name, key, step, moment.shape) < probability)
     if key == "exp_avg_sq":
         code = np.where(part > 0, np.maximum(code, 1), 0)
     signed = torch.from_numpy(code) * moment.sign()

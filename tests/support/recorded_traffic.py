@@ -86,8 +86,8 @@ class Recorder(TorchDispatchMode):
     def _functional(self, name: str, args: tuple, result: Any) -> Call:
         kind = _FUNCTIONAL[name]
         group = next(value for value in reversed(args) if isinstance(value, str))
-        whole = args[0] if kind == "reduce_scatter" else result
-        return Call(kind, _ranks(dist.distributed_c10d._resolve_process_group(group)), _bytes(whole))
+        full = args[0] if kind == "reduce_scatter" else result
+        return Call(kind, _ranks(dist.distributed_c10d._resolve_process_group(group)), _bytes(full))
 
 
 def _is_group(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The golden helper itself: it compares, and it writes only when told to."""
+"""The golden helper: it compares, and it writes only when the environment says so."""
 
 from pathlib import Path
 
