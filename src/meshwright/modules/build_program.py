@@ -129,7 +129,7 @@ def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, li
     if spec.sync_batch_norm:
         for norm in norms:
             synchronise(norm, mesh.data.get_group("data"))
-    compute_in(model, spec, mesh)
+    apply_precision(model, spec, mesh)
     offload = ActivationOffload(link) if "activations" in spec.memory.offload else None
     apply_recompute(blocks.values(), spec.memory, store=None if spec.compile else offload)
     if spec.compile:
@@ -146,7 +146,7 @@ def transform(model: nn.Module, blocks: Blocks, spec: ModuleSpec, mesh: Mesh, li
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-def compute_in(model: nn.Module, spec: ModuleSpec, mesh: Mesh) -> None:
+def apply_precision(model: nn.Module, spec: ModuleSpec, mesh: Mesh) -> None:
     """Apply step 5. Outputs are returned in the weights' dtype: a loss in 16 bits would lose precision."""
     context = compute_context(spec.precision, mesh.device)
     if context is not None:

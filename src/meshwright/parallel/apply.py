@@ -75,13 +75,13 @@ def build_program(
     )
     for stage in stages:
         transform(stage.module, run, mesh, weights, simulation)
-        give_memory(stage.module, run, mesh, fill)
+        allocate(stage.module, run, mesh, fill)
         pack_fused_weights(stage.module)
     shards = parameter_shards(stages, run, mesh)
     set_gradient_dtype(shards, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
     weights.move_to_host()
     reducer = build_reducer(shards, mesh, roots=[stage.module for stage in stages])
-    localise = localiser(mesh)
+    localise = build_localise(mesh)
     fp8_weights = Fp8Weights([stage.module for stage in stages], mesh)
     fp8_weights.cast()
     if run.parallel.num_stages == 1:
@@ -121,7 +121,7 @@ def transform(
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
     apply_fp8(model, run, mesh, simulation.device)
     fuse_projections(model, run)
-    compute_in(model, run.precision, mesh.device)
+    apply_precision(model, run.precision, mesh.device)
     offload = ActivationOffload(weights.link) if "activations" in run.memory.offload else None
     silence_in_place_warning()
     apply_recompute(model.blocks.values(), run.memory, store=None if run.compile else offload)
@@ -134,7 +134,7 @@ def transform(
     if parallel.zero == 3:
         experts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Experts)]
         shard_fully(
-            sharding_units(model),
+            fsdp_units(model),
             model,
             mesh,
             experts=experts,
@@ -144,7 +144,7 @@ def transform(
         )
 
 
-def give_memory(model: Decoder, run: RunSpec, mesh: Mesh, fill: Fill) -> None:
+def allocate(model: Decoder, run: RunSpec, mesh: Mesh, fill: Fill) -> None:
     """Apply step 11 to one stage: shards that live in host memory start there, buffers on the device."""
     if not run.has_shards_on_host:
         fill(model, run.seed, device=mesh.device)
@@ -155,7 +155,7 @@ def give_memory(model: Decoder, run: RunSpec, mesh: Mesh, fill: Fill) -> None:
             setattr(module, name, buffer.to(mesh.device))
 
 
-def compute_in(model: Decoder, precision: PrecisionSpec, device: torch.device) -> None:
+def apply_precision(model: Decoder, precision: PrecisionSpec, device: torch.device) -> None:
     """Make the forward enter autocast; with bf16 the residual stream is bf16 too, at any ZeRO stage.
 
     With fp16 the residual stream stays fp32 where the weights are: sums over many layers can leave fp16's
@@ -169,7 +169,7 @@ def compute_in(model: Decoder, precision: PrecisionSpec, device: torch.device) -
         model.embedding.register_forward_hook(lambda _module, _inputs, x_BSD: x_BSD.bfloat16())
 
 
-def sharding_units(model: Decoder) -> list[nn.Module]:
+def fsdp_units(model: Decoder) -> list[nn.Module]:
     """Modules that ZeRO-3 gathers one at a time; a tied embedding, used at both ends, stays with the root."""
     ends: list[nn.Module] = []
     if not model.spec.tied_head:
@@ -204,7 +204,7 @@ def stage_io(run: RunSpec) -> StageIO:
     )
 
 
-def localiser(mesh: Mesh) -> Localise:
+def build_localise(mesh: Mesh) -> Localise:
     """The function that takes this rank's part of a micro-batch; with cp its zig-zag shard."""
     cp, cp_rank = mesh.parallel.cp, mesh.coordinate("cp")
 
