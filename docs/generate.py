@@ -1,6 +1,6 @@
 """Writes the generated pages of docs/reference from the program itself: `python docs/generate.py`.
 
-A test compares the committed pages with what this writes, so that they cannot grow old.
+A test compares the committed pages with what this writes, so that they cannot become stale.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def pages() -> dict[str, str]:
 
 
 def python_page() -> str:
-    """Both functions of the Python face and the settings of each."""
+    """The functions of the Python interface, with the settings of each."""
     parts = [
         f"# Python\n\n{GENERATED}\n",
         "A setting is a keyword: a field of a part by its own name where only one part has it "
@@ -84,10 +84,10 @@ def python_page() -> str:
 
 def _call(function: Any) -> str:
     parameters = inspect.signature(function).parameters.values()
-    return f"meshwright.{function.__name__}({', '.join(_told(one) for one in parameters)})"
+    return f"meshwright.{function.__name__}({', '.join(_parameter_text(one) for one in parameters)})"
 
 
-def _told(parameter: inspect.Parameter) -> str:
+def _parameter_text(parameter: inspect.Parameter) -> str:
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return f"**{parameter.name}"
     empty = parameter.default is inspect.Parameter.empty
