@@ -141,8 +141,9 @@ def _losses_and_gradient(
         found = settings.kernels.unscaled_gradient(logits_TV, local_T)
         losses_T = found.sum_exp_T.log() + found.max_T - found.target_logit_T
         return losses_T, (weights_T / found.sum_exp_T)[:, None]
-    found = settings.kernels.statistics(logits_TV, local_T)
-    lse_T, target_logit_T = _reduce_statistics(found, settings.group)
+    lse_T, target_logit_T = _reduce_statistics(
+        settings.kernels.statistics(logits_TV, local_T), settings.group
+    )
     if settings.wants_gradient:
         settings.kernels.to_gradient(logits_TV, lse_T, local_T, weights_T)
     return lse_T - target_logit_T, None

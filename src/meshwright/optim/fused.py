@@ -97,8 +97,9 @@ def updated_moments(first: Tensor, second: Tensor, g: Tensor, scalars: AdamScala
 
 def updated_weight(weight: Tensor, first: Tensor, second: Tensor, scalars: AdamScalars) -> Tensor:
     """The weight after weight decay and one step along the bias-corrected moments."""
-    root = second.sqrt() / scalars.bias_correction2_sqrt
-    return weight * scalars.decay_factor - scalars.step_size * (first / (root + scalars.eps))
+    return weight * scalars.decay_factor - scalars.step_size * (
+        first / (second.sqrt() / scalars.bias_correction2_sqrt + scalars.eps)
+    )
 
 
 @contextmanager

@@ -186,8 +186,9 @@ def block_amax(moment: Tensor, full: FullParameter) -> Tensor:
 
 def dequantise(state: Mapping[str, Tensor], key: str, full: FullParameter, dtype: torch.dtype) -> Tensor:
     """A moment in `dtype`."""
-    scale = _scale_per_element(state[f"{key}_scale"], full, dtype)
-    return _dequantised(state[f"{key}_code"].to(dtype), scale, key)
+    return _dequantised(
+        state[f"{key}_code"].to(dtype), _scale_per_element(state[f"{key}_scale"], full, dtype), key
+    )
 
 
 def _dequantised(code: Tensor, scale: Tensor, key: str) -> Tensor:

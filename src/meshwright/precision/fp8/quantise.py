@@ -38,8 +38,9 @@ def quantise(
     x_MK: Tensor, dtype: torch.dtype, block: Block, groups: tuple[ProcessGroup, ...] = ()
 ) -> Quantised:
     """x in fp8 with scales from its own amax, all-reduced over the groups that shard x."""
-    amax = all_reduce_amax(block_amax(x_MK, block), groups)
-    return encode(x_MK, power_of_two_scale(amax, dtype), dtype, block)
+    return encode(
+        x_MK, power_of_two_scale(all_reduce_amax(block_amax(x_MK, block), groups), dtype), dtype, block
+    )
 
 
 def block_amax(x_MK: Tensor, block: Block) -> Tensor:
