@@ -117,7 +117,7 @@ class TestBytes:
         assert 0.75 * whole < saved < 1.1 * whole
 
     @pytest.mark.parametrize("zero", [2, 3])
-    def test_reducing_last_keeps_whole_gradients(self, zero: int) -> None:
+    def test_reducing_last_keeps_full_gradients(self, zero: int) -> None:
         at = {"dp_shard": 8, "zero": zero, "num_microbatches": 4}
         each, last = _memory(layouts(**at)), _memory(layouts(**at, reduce_last=1))
         assert last.items["gradients"][0, 0] == 8 * each.items["gradients"][0, 0] == 4 * num_parameters(MODEL)
