@@ -118,7 +118,7 @@ def test_compiled_tf32_steps_follow_eager_fp64_ones(family: str) -> None:
     torch.testing.assert_close(_losses(run.with_(compile=True)), _losses(exact), rtol=5e-3, atol=0)
 
 
-def test_matrices_that_lie_behind_each_other_are_seen_as_one() -> None:
+def test_packed_matrices_are_one_view() -> None:
     from meshwright.ops.fused_linear import concatenated
 
     weights = [torch.nn.Parameter(_normal(rows, 64, seed=rows)) for rows in (128, 32)]

@@ -1,5 +1,4 @@
-"""The passes of the loss over rows of logits, plain, for any device and dtype. `loss_triton` has the fast
-ones.
+"""The plain passes of the loss over rows of logits, for any device and dtype; `loss_triton` has fast ones.
 
     lse[t]      = log sum_v exp(logits[t, v])
     logits[t,v] <- weight[t] (exp(logits[t, v] - lse[t]) - [v == target[t]])

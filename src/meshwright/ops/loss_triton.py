@@ -1,5 +1,4 @@
-"""The passes of the loss over rows of logits as Triton kernels: one program per row, block by block of
-columns.
+"""The passes of the loss over rows of logits as Triton kernels: one program per row.
 
 Where the gradient needs no other rank's values, one read and one write of the logits give both statistics and
 gradient: exponentials are written at once, relative to the running max, and the missing factor 1 / sum per

@@ -6,23 +6,23 @@ from meshwright.spec import LrScalingSpec, OptimSpec, ScheduleSpec
 
 
 def learning_rate(optim: OptimSpec, schedule: ScheduleSpec, step: int, *, batch_tokens: int) -> float:
-    """Rate of update number `step` (counted from 0): scaled peak x warm-up x shape."""
+    """The learning rate of update number `step` (from 0): scaled peak x warm-up x shape."""
     return peak_rate(optim, batch_tokens=batch_tokens) * rate_ratio(schedule, step)
 
 
 def peak_rate(optim: OptimSpec, *, batch_tokens: int) -> float:
-    """`optim.lr`, raised with the batch when a scaling rule is named."""
+    """`optim.lr`, scaled with the batch size where a scaling rule is set."""
     return optim.lr * (batch_factor(optim.lr_scaling, batch_tokens) if optim.lr_scaling else 1.0)
 
 
 def batch_factor(scaling: LrScalingSpec, batch_tokens: int) -> float:
-    """Above 1 for a batch larger than the reference: larger batches take larger steps."""
+    """Factor of the learning rate, above 1 for a batch larger than the reference."""
     ratio = batch_tokens / scaling.reference_batch_tokens
     return ratio if scaling.rule == "linear" else math.sqrt(ratio)
 
 
 def rate_ratio(schedule: ScheduleSpec, step: int) -> float:
-    """Rate of a step as a part of the peak, between 0 and 1."""
+    """The learning rate of a step as a fraction of the peak, between 0 and 1."""
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     return _SHAPES[schedule.kind](schedule, step)

@@ -1,4 +1,4 @@
-"""The dtypes of weights, gradients and matmuls, and the torch settings that belong to them."""
+"""The dtypes of weights, gradients and matmuls, and the torch settings for them."""
 
 import torch
 

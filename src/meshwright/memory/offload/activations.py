@@ -2,11 +2,11 @@
 
 Autograd hands over what it saves, storage by storage. In forward the storages of a block are copied to the
 host while the next block computes, and freed when that block is done. In backward the first tensor that is
-needed fetches its whole block and prefetches the block before it. So the activations of two blocks are on the
-device, in any pipeline schedule. Storages that a block shares with others stay on the device: its parameters,
-also as cast by autocast, and its keyword inputs (RoPE tables, document ids). So do tiny ones.
+needed fetches all of its block and prefetches the block before it. So the activations of two blocks are on
+the device, in any pipeline schedule. Storages that a block shares with others stay on the device: its
+parameters, also as cast by autocast, and its keyword inputs (RoPE tables, document ids). So do tiny ones.
 
-Under recompute autograd saves only the input of a block; the outputs that selective recompute saves besides
+Under recompute autograd saves only the input of a block; the outputs that selective recompute also saves
 come from its own contexts (`memory.saved_tensors`).
 """
 

@@ -15,7 +15,7 @@ from meshwright.units import show_bytes
 
 
 class CopyEvent:
-    """The end of an asynchronous copy; whoever uses its result waits first."""
+    """The end of an asynchronous copy; wait for it before its result is used."""
 
     def __init__(self, event: torch.cuda.Event | torch.Event | None = None) -> None:
         self._event = event

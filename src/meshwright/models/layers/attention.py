@@ -10,9 +10,9 @@ from meshwright.spec import ModelSpec
 
 
 class Attention(nn.Module):
-    """QkvProjections to heads, optional QK-norm and rope_tables, attention, projection back.
+    """QKV projections, optional QK-norm and RoPE, attention, output projection.
 
-    Head counts are read off the weights at hand, which may be a rank's part of the heads.
+    Head counts follow from the local weights, which under tp hold a part of the heads.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -4,8 +4,8 @@
     scale of W           from the amax of W itself, once per update
 
 Within a step the scales are constants. So a cast needs no amax pass before it, all micro-batches and a
-recomputed forward round alike, and recording an amax twice changes nothing. A value beyond the range of its
-history saturates for one step. A layer without a history uses the amax of the tensors at hand.
+recomputed forward round to the same bits, and recording an amax twice changes nothing. A value beyond the
+range of its history saturates for one step. A layer without a history uses the amax of its current tensors.
 """
 
 import torch

@@ -24,7 +24,7 @@ class Recipe:
     min_capability: tuple[int, int]
     """The first CUDA compute capability whose GEMM takes it; on older devices the GEMM is emulated."""
     is_delayed: bool = False
-    """Whether scales come from earlier steps instead of from the tensor at hand."""
+    """Whether scales come from earlier steps instead of from the tensor that is cast."""
 
 
 RECIPES = {
