@@ -1,6 +1,7 @@
 """`meshwright check`: everything that is wrong with a run file, before anything starts."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,13 @@ On = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+def run_directory(text: str) -> Path:
+    """The path of `--dir`; an empty one, such as of an unset shell variable, is refused."""
+    if not text.strip():
+        raise typer.BadParameter("the path is empty; name a directory, or leave --dir out")
+    return Path(text)
 
 
 def check(

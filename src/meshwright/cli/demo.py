@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.check import run_directory
 from meshwright.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_NO_FIT, RunError
 
 if TYPE_CHECKING:
@@ -30,7 +31,13 @@ def demo(
         ),
     ] = None,
     directory: Annotated[
-        Path, typer.Option("--dir", help="The run directory; an existing one is renamed first.")
+        Path,
+        typer.Option(
+            "--dir",
+            parser=run_directory,
+            metavar="DIR",
+            help="The run directory; that of an earlier run is renamed first.",
+        ),
     ] = Path("runs") / RECIPE,
 ) -> None:
     """Train a small model on generated text, here and now.
@@ -43,6 +50,7 @@ def demo(
 
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("torch", name="torch")  # printed with how to install it
+    _require_own_directory(directory)
     started_at = time.monotonic()
     recipe = str(find_run_file(RECIPE))
     machine, decision = _decide(load_run(recipe, overrides or []))
@@ -100,6 +108,18 @@ def _print_decision(run: "RunSpec", machine: "Machine", decision: "LocalDecision
     print_line(f"  precision    {decision.compute:<5} {decision.reasons['precision']}")
     print_line(f"  micro-batch  {decision.microbatch_sequences:<5} {decision.reasons['microbatch']}")
     print_line()
+
+
+def _require_own_directory(directory: Path) -> None:
+    """Refuse a directory that holds something other than a run: it would be renamed."""
+    from meshwright.errors import SpecError
+
+    holds_run = (directory / "run.yaml").is_file()
+    is_other = directory.is_dir() and not holds_run and any(directory.iterdir())
+    if is_other or (directory.exists() and not directory.is_dir()) or directory.resolve() == Path.cwd():
+        raise SpecError(
+            "this exists and is no directory of a run", where=str(directory), hint="name a new one with --dir"
+        )
 
 
 def _move_aside(directory: Path) -> None:
