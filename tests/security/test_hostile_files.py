@@ -97,7 +97,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing tensor": (change_tensors(lambda tensors: tensors.pop(next(iter(tensors)))), "1 missing tensor"),
     "odd name": (change_tensors(_add_odd_name), "unexpected tensor"),
     "integers": (change_tensors(_first_to_int8), "has dtype I8"),
-    "rope_theta 0": (change_config(rope_theta=0, rope_parameters=None), "theta"),
+    "rope_theta 0": (
+        change_config(rope_theta=0, rope_parameters=None),
+        "theta: Input should be",
+    ),
     "a billion layers": (change_config(num_hidden_layers=10**9), "num_layers"),
     "10,000 layers": (change_config(num_hidden_layers=10_000), "only"),
     "vast width": (change_config(hidden_size=10**12), "width"),
@@ -105,7 +108,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "config.json").write_text('{"a":' * 100_000),
         "nested too deeply",
     ),
-    "config is a pipe": (as_fifo("config.json"), "no regular file"),
+    "config is a pipe": (as_fifo("config.json"), "neither a checkpoint nor a config.json"),
     "weights are a pipe": (as_fifo(SINGLE_FILE), "no regular file"),
 }
 

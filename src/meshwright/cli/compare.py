@@ -86,6 +86,9 @@ def _as_directory(run: Path, steps: int | None) -> Generator[Path]:
 def _with_weights(
     comparison: "Comparison", run_a: Path, run_b: Path, steps: int | None, rtol: float
 ) -> "Comparison":
+    if not _checkpoint_names(run_a) & _checkpoint_names(run_b):  # seen without loading torch
+        print("weights are not compared: the runs have no checkpoint of the same step", file=sys.stderr)
+        return comparison
     if importlib.util.find_spec("torch") is None:
         print("weights are not compared: torch is not installed", file=sys.stderr)
         return comparison
@@ -107,12 +110,16 @@ def _with_weights(
     return replace(comparison, differences=[*comparison.differences, weights])
 
 
+def _checkpoint_names(run_dir: Path) -> set[str]:
+    return {manifest.parent.name for manifest in run_dir.glob("checkpoints/step-*/manifest.json")}
+
+
 def _compare(run_a: Path, run_b: Path, steps: int | None, rtol: float) -> "Comparison":
     from meshwright.errors import DataError
-    from meshwright.observe.compare import compare_histories, different_settings
+    from meshwright.observe.compare import COMPARED, compare_histories, different_settings
     from meshwright.observe.run_files import read_run
 
-    a, b = read_run(run_a), read_run(run_b)
+    a, b = read_run(run_a, columns=COMPARED), read_run(run_b, columns=COMPARED)
     for files in (a, b):
         if not len(files.history):
             raise DataError("no step is recorded in metrics.jsonl", where=str(files.run_dir))

@@ -166,12 +166,9 @@ def _sample(directory: Path) -> None:
 
 
 def _finish(directory: Path, seconds: float) -> None:
-    from meshwright.observe.figures import run_figures
-    from meshwright.observe.run_files import read_run
     from meshwright.observe.run_report import write_report
 
-    report = write_report(directory)
-    figures = run_figures(read_run(directory))
+    report, figures = write_report(directory)
     if figures.eval_loss is not None and figures.unigram_entropy is not None:
         print_line(
             f"Held-out loss {figures.eval_loss:.3f} nats per byte; without context the best possible is "

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,12 +65,15 @@ def read_history(path: Path | str, names: Sequence[str]) -> History:
     """
     path = Path(path)
     path = path / METRICS_NAME if path.is_dir() else path
-    chunks = [_columns_of(rows, names) for rows in _chunks(path)]
-    if not chunks:
-        return History(np.empty(0, np.int64), {}, {})
-    steps = np.concatenate([chunk.steps for chunk in chunks])
-    columns = {name: np.concatenate([chunk.columns[name] for chunk in chunks]) for name in names}
-    recorded = {name: np.concatenate([chunk.recorded[name] for chunk in chunks]) for name in names}
+    chunks = [_Chunk.of(rows, names) for rows in _chunks(path)]
+    steps = np.concatenate([np.empty(0, np.int64), *(chunk.steps for chunk in chunks)])
+    columns, recorded = {}, {}
+    for name in names:
+        if any(name in chunk.columns for chunk in chunks):
+            # Taken out of the chunks one column at a time: memory holds the history once.
+            parts = [chunk.take(name) for chunk in chunks]
+            columns[name] = np.concatenate([values for values, _ in parts])
+            recorded[name] = np.concatenate([mask for _, mask in parts])
     return _sorted(History(steps, columns, recorded))
 
 
@@ -82,26 +85,39 @@ def _sorted(history: History) -> History:
     return history._select(len(history) - 1 - first)
 
 
-def _columns_of(rows: list[dict[str, Any]], names: Sequence[str]) -> History:
-    parts = {name: _numbers([row.get(name) for row in rows]) for name in names}
-    return History(
-        np.array([row["step"] for row in rows], np.int64),
-        {name: values for name, (values, _) in parts.items()},
-        {name: mask for name, (_, mask) in parts.items()},
-    )
+class _Column(NamedTuple):
+    values: Numbers
+    recorded: NDArray[np.bool_]
 
 
-def _numbers(values: list[Any]) -> tuple[Numbers, NDArray[np.bool_]]:
+class _Chunk(NamedTuple):
+    """Some thousand lines; a column that none of them has is left out."""
+
+    steps: NDArray[np.int64]
+    columns: dict[str, _Column]
+
+    @staticmethod
+    def of(rows: list[dict[str, Any]], names: Sequence[str]) -> "_Chunk":
+        found = {name: [row.get(name) for row in rows] for name in names}
+        columns = {name: _column(values) for name, values in found.items() if values.count(None) < len(rows)}
+        return _Chunk(np.array([row["step"] for row in rows], np.int64), columns)
+
+    def take(self, name: str) -> _Column:
+        absent = _Column(np.full(len(self.steps), math.nan), np.zeros(len(self.steps), np.bool_))
+        return self.columns.pop(name, absent)
+
+
+def _column(values: list[Any]) -> _Column:
     """The values as floats, and where there is one."""
     try:
         found = np.array(values)
         if found.dtype.kind in "fib" and found.ndim == 1:
-            return found.astype(np.float64), np.ones(len(values), np.bool_)
+            return _Column(found.astype(np.float64, copy=False), np.ones(len(values), np.bool_))
     except ValueError:  # lists of different lengths in a damaged file
         pass
     numbers = [_number(value) for value in values]
     mask = np.array([number is not None for number in numbers], np.bool_)
-    return np.array([math.nan if number is None else number for number in numbers]), mask
+    return _Column(np.array([math.nan if number is None else number for number in numbers]), mask)
 
 
 def _number(value: Any) -> float | None:

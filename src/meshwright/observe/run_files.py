@@ -1,5 +1,6 @@
 """Reads the files of a run directory; a missing or damaged file is named and does not stop the reader."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class RunFiles:
         return str(self.run.get("name") or self.run_dir.resolve().name)
 
 
-def read_run(run_dir: Path | str) -> RunFiles:
-    """The readable content of a run directory; raises DataError when it is not one."""
+def read_run(run_dir: Path | str, *, columns: Sequence[str] = READ_COLUMNS) -> RunFiles:
+    """The readable content of a run directory, with these columns; raises DataError when it is not one."""
     run_dir = Path(run_dir)
     _require_run(run_dir)
     run_text, run = _read_yaml(run_dir / RUN_NAME)
@@ -58,7 +59,7 @@ def read_run(run_dir: Path | str) -> RunFiles:
         run_dir=run_dir,
         run_text=run_text,
         run=run,
-        history=read_history(run_dir, READ_COLUMNS),
+        history=read_history(run_dir, columns),
         events=read_events(events_path(run_dir, 0)),
         sample=_read_text(run_dir / SAMPLE_NAME)[:MAX_SAMPLE_CHARACTERS],
         summary=read_summary(run_dir),

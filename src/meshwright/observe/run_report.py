@@ -3,11 +3,12 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
@@ -40,12 +41,25 @@ _EVENT_SENTENCE = {
 }
 
 
-def write_report(run_dir: Path | str, output: Path | str | None = None) -> Path:
-    """Write the report of a run directory; returns its path. Raises DataError when it is not a run."""
+class Report(NamedTuple):
+    """A report that was written, and the figures in it."""
+
+    path: Path
+    figures: RunFigures
+
+    def to_json(self) -> str:
+        """The path and the figures as one JSON document."""
+        figures = {name: json_value(value) for name, value in asdict(self.figures).items()}
+        return json.dumps({"report": str(self.path), **figures}, indent=2)
+
+
+def write_report(run_dir: Path | str, output: Path | str | None = None) -> Report:
+    """Write the report of a run directory. Raises DataError when it is not a run."""
     files = read_run(run_dir)
     path = Path(output) if output else files.run_dir / REPORT_NAME
     path = path / REPORT_NAME if path.is_dir() else path
-    page = render(files)
+    figures = run_figures(files)
+    page = render(files, figures)
     draft = path.with_name(path.name + ".draft")
     try:
         draft.write_text(page, encoding="utf-8")
@@ -54,18 +68,11 @@ def write_report(run_dir: Path | str, output: Path | str | None = None) -> Path:
         raise DataError(
             f"the report cannot be written: {error.strerror}", where=str(path), hint="choose a file with -o"
         ) from error
-    return path
+    return Report(path, figures)
 
 
-def describe(run_dir: Path | str, report_path: Path) -> str:
-    """The figures of a run and the path of its report, as one JSON document."""
-    figures = {name: json_value(value) for name, value in asdict(run_figures(read_run(run_dir))).items()}
-    return json.dumps({"report": str(report_path), **figures}, indent=2)
-
-
-def render(files: RunFiles) -> str:
-    """The page as HTML text, computed from the files of a run."""
-    figures = run_figures(files)
+def render(files: RunFiles, figures: RunFigures) -> str:
+    """The page as HTML text."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -91,54 +98,52 @@ def _asset(name: str) -> str:
     return package_files("meshwright.observe").joinpath(name).read_text(encoding="utf-8")
 
 
-def charts(files: RunFiles, figures: RunFigures) -> list[Chart]:
-    """The charts of the report; those without a point are omitted when drawn."""
+def charts(files: RunFiles, figures: RunFigures) -> Iterator[Chart]:
+    """The charts of the report, one at a time; those without a point are omitted when drawn."""
     history, marks = files.history, [float(step) for step in figures.resumed_at]
     memory_unit, memory = _memory(history)
-    return [
-        _loss_chart(history, figures, marks),
-        Chart(
-            title="Gradient norm", note="Before clipping.", series=_trend(history, "grad_norm"), marks=marks
-        ),
-        Chart(title="Learning rate", series=_single(history, "lr"), marks=marks, show=_show_small),
-        Chart(
-            title="Throughput",
-            note="Tokens per second, all ranks.",
-            series=_trend(history, "tokens_per_second"),
-            marks=marks,
-        ),
-        Chart(
-            title="Step time",
-            unit=" s",
-            series=_trend(history, "step_seconds"),
-            marks=marks,
-            show=_show_small,
-        ),
-        Chart(
-            title="Peak memory",
-            note="Largest over ranks.",
-            unit=f" {memory_unit}",
-            series=[Series("peak", memory)] if len(memory) else [],
-            marks=marks,
-            show=_show_small,
-        ),
-        Chart(
-            title="Noise scale",
-            note="Tokens; batches far above it waste tokens, far below it waste steps.",
-            series=_single(history, "noise_scale_tokens", "noise scale")
-            + (_batch_size(history) if len(history.points("noise_scale_tokens")) else []),
-            marks=marks,
-        ),
-        Chart(title="Loss scale", series=_single(history, "loss_scale"), marks=marks),
-        Chart(
-            title="Expert load",
-            note="Experts with the most and the fewest tokens; 1 is perfect balance.",
-            series=_single(history, "expert_load_max", "most")
-            + _single(history, "expert_load_min", "fewest", style="second"),
-            marks=marks,
-            show=_show_small,
-        ),
-    ]
+    yield _loss_chart(history, figures, marks)
+    yield Chart(
+        title="Gradient norm", note="Before clipping.", series=_trend(history, "grad_norm"), marks=marks
+    )
+    yield Chart(title="Learning rate", series=_single(history, "lr"), marks=marks, show=_show_small)
+    yield Chart(
+        title="Throughput",
+        note="Tokens per second, all ranks.",
+        series=_trend(history, "tokens_per_second"),
+        marks=marks,
+    )
+    yield Chart(
+        title="Step time",
+        unit=" s",
+        series=_trend(history, "step_seconds"),
+        marks=marks,
+        show=_show_small,
+    )
+    yield Chart(
+        title="Peak memory",
+        note="Largest over ranks.",
+        unit=f" {memory_unit}",
+        series=[Series("peak", memory)] if len(memory) else [],
+        marks=marks,
+        show=_show_small,
+    )
+    yield Chart(
+        title="Noise scale",
+        note="Tokens; batches far above it waste tokens, far below it waste steps.",
+        series=_single(history, "noise_scale_tokens", "noise scale")
+        + (_batch_size(history) if len(history.points("noise_scale_tokens")) else []),
+        marks=marks,
+    )
+    yield Chart(title="Loss scale", series=_single(history, "loss_scale"), marks=marks)
+    yield Chart(
+        title="Expert load",
+        note="Experts with the most and the fewest tokens; 1 is perfect balance.",
+        series=_single(history, "expert_load_max", "most")
+        + _single(history, "expert_load_min", "fewest", style="second"),
+        marks=marks,
+        show=_show_small,
+    )
 
 
 def _batch_size(history: History) -> list[Series]:

@@ -98,7 +98,7 @@ def parse(page: str) -> Tags:
 
 
 def report(run_dir: Path) -> str:
-    return write_report(run_dir).read_text()
+    return write_report(run_dir).path.read_text()
 
 
 def chart_titles(page: str) -> list[str]:
