@@ -1,6 +1,7 @@
 """The loop: batch, step, record, save, until the steps are done or a signal asks to stop."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,7 @@ from meshwright.mesh import World
 from meshwright.optim.schedule import learning_rate
 from meshwright.resilience.interrupt import stop_signals
 from meshwright.spec import RunSpec
+from meshwright.train import messages
 from meshwright.train.build import build_job, seed_step
 from meshwright.train.gc_control import collect_garbage, gc_paused
 from meshwright.train.job import Job
@@ -40,9 +42,11 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
         run, run_dir / "checkpoints", training, batches, fp8_fallback=job.fp8_comparison
     )
     state = _restore_or_start(job, checkpoints)
+    if state.step and (state.step >= run.schedule.num_steps or batches.is_exhausted):
+        return _already_finished(job, state, checkpoints)
 
     with (
-        Recorder(job, run_dir, state) as recorder,
+        Recorder(job, run_dir, state, resumed_from=checkpoints) as recorder,
         oom_explained(job, recorder, run_dir),
         stop_signals() as interrupt,
         gc_paused(),
@@ -85,6 +89,14 @@ def _restore_or_start(job: Job, checkpoints: Checkpoints) -> TrainState:
         return TrainState.from_facts(saved)
     job.load_initial_weights()
     return TrainState()
+
+
+def _already_finished(job: Job, state: TrainState, checkpoints: Checkpoints) -> Outcome:
+    """The outcome of a run without steps left: its directory stays as it is."""
+    job.batches.close()
+    if job.mesh.rank == 0:
+        print(messages.already_finished(state, job.run, checkpoints.changes), file=sys.stderr)
+    return Outcome("finished", state)
 
 
 def _due(every_steps: int | None, step: int) -> bool:

@@ -13,7 +13,9 @@ from meshwright.observe.metrics import MetricsWriter, StepMetrics
 from meshwright.observe.prediction_check import PredictionCheck
 from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.tensorboard import TensorBoardMirror
+from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
+from meshwright.spec.violations import show_value
 from meshwright.train import messages
 from meshwright.train.fp8_comparison import Fp8Report
 from meshwright.train.job import Job
@@ -31,7 +33,9 @@ class Recorder:
     Every rank writes events; rank 0 also writes metrics and the summary, and prints.
     """
 
-    def __init__(self, job: Job, run_dir: Path, state: TrainState) -> None:
+    def __init__(
+        self, job: Job, run_dir: Path, state: TrainState, *, resumed_from: Checkpoints | None = None
+    ) -> None:
         self._job, self._run, self._run_dir = job, job.run, run_dir
         self._recorded, self.recorded_step = state, state.step
         """The state at the last step whose metrics were read, and its step."""
@@ -41,14 +45,31 @@ class Recorder:
             self._open(state, opening)
             self._closing = opening.pop_all()
         if state.step:
-            self._events.write("resume", step=state.step)
-            self.print(messages.resumed(state, job.run.schedule.num_steps))
+            self._record_resume(state, resumed_from)
         else:
             self._events.write("start", num_ranks=job.mesh.parallel.num_ranks)
         self._num_graphs = num_compiled_graphs() if job.run.compile else None
         if job.run.compile:
             self.print(messages.COMPILING)
         self._meter = StepMeter(job.training, job.mesh, state)
+
+    def _record_resume(self, state: TrainState, resumed_from: Checkpoints | None) -> None:
+        """Write and print the step, and the settings that differ from those of the checkpoint."""
+        self._events.write("resume", step=state.step)
+        self.print(f"resumed at step {state.step}")
+        if resumed_from is None:
+            return
+        for change in resumed_from.changes:
+            old, new = show_value(change.old), show_value(change.new)
+            self._events.write("change", step=state.step, setting=change.key, old=old, new=new)
+        if resumed_from.restarts_data:
+            self._events.write("change", step=state.step, setting="data position", old="kept", new="0")
+        run = self._run
+        batch_tokens = run.data.batch_tokens_of(state.num_batches)
+        lr = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
+        restarts_data = resumed_from.restarts_data
+        for line in messages.changed(resumed_from.changes, learning_rate=lr, restarts_data=restarts_data):
+            self.print(line)
 
     def _open(self, state: TrainState, opening: ExitStack) -> None:
         job, run = self._job, self._run
