@@ -233,15 +233,22 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """One pass over the held-out samples, in order, split like training batches, with padding rows.
 
-    Weights divide by the target tokens of the full holdout (and `sequence_weights_B` by its sequences):
-    the evaluation loss is the plain sum of loss x weight over all batches and ranks, however they are split.
+    A spec without held-out samples is evaluated on all of them. Weights divide by the target tokens of all
+    evaluated samples (and `sequence_weights_B` by their number): the evaluation loss is the plain sum of loss
+    x weight over all batches and ranks, however they are split.
     """
     samples = open_samples(spec, vocab_size=vocab_size)
     sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
-    holdout = np.arange(len(samples) - spec.holdout_sequences, len(samples), dtype=np.int64)
-    for start in range(0, len(holdout), spec.batch_sequences):
-        ids = holdout[start : start + spec.batch_sequences]
-        yield on_device(build_local_batch(samples, ids, sharding, total_ids=holdout), sharding.device)
+    evaluated = evaluation_ids(spec, samples)
+    for start in range(0, len(evaluated), spec.batch_sequences):
+        ids = evaluated[start : start + spec.batch_sequences]
+        yield on_device(build_local_batch(samples, ids, sharding, total_ids=evaluated), sharding.device)
+
+
+def evaluation_ids(spec: DataSpec, samples: Samples) -> NDArray[np.int64]:
+    """The held-out samples of a spec; all samples where none are held out."""
+    count = spec.holdout_sequences or len(samples)
+    return np.arange(len(samples) - count, len(samples), dtype=np.int64)
 
 
 def _sharding(

@@ -29,12 +29,14 @@ class Outcome:
     state: TrainState
 
 
-def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+def train(
+    run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None, quiet: bool = False
+) -> Outcome:
     """Build a run and train it in `run_dir`, from its newest checkpoint there; all ranks call it."""
-    return drive(build_job(run, world), run_dir, stop_after=stop_after)
+    return drive(build_job(run, world), run_dir, stop_after=stop_after, quiet=quiet)
 
 
-def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool = False) -> Outcome:
     """Train to the last step, or to step `stop_after`, whose result equals that of the full run there."""
     run, training, batches = job.run, job.training, job.batches
     last_step = min(run.schedule.num_steps, stop_after or run.schedule.num_steps)
@@ -43,10 +45,10 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
     )
     state = _restore_or_start(job, checkpoints)
     if state.step and (state.step >= run.schedule.num_steps or batches.is_exhausted):
-        return _already_finished(job, state, checkpoints)
+        return _already_finished(job, state, checkpoints, quiet=quiet)
 
     with (
-        Recorder(job, run_dir, state, resumed_from=checkpoints) as recorder,
+        Recorder(job, run_dir, state, resumed_from=checkpoints, quiet=quiet) as recorder,
         oom_explained(job, recorder, run_dir),
         stop_signals() as interrupt,
         gc_paused(),
@@ -91,10 +93,10 @@ def _restore_or_start(job: Job, checkpoints: Checkpoints) -> TrainState:
     return TrainState()
 
 
-def _already_finished(job: Job, state: TrainState, checkpoints: Checkpoints) -> Outcome:
+def _already_finished(job: Job, state: TrainState, checkpoints: Checkpoints, *, quiet: bool) -> Outcome:
     """The outcome of a run without steps left: its directory stays as it is."""
     job.batches.close()
-    if job.mesh.rank == 0:
+    if job.mesh.rank == 0 and not quiet:
         print(messages.already_finished(state, job.run, checkpoints.changes), file=sys.stderr)
     return Outcome("finished", state)
 

@@ -5,11 +5,14 @@ from pathlib import Path
 
 from meshwright.errors import CheckpointError, RunError
 from meshwright.observe.metrics import StepMetrics
-from meshwright.spec import RunSpec
+from meshwright.observe.prediction_check import device_title
+from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.changes import Change
 from meshwright.spec.modules import FitSpec
 from meshwright.train.fp8_comparison import Fp8Report
+from meshwright.train.job import Job
 from meshwright.train.state import TrainState
+from meshwright.units import show_count
 
 COMPILING = "compiling: the first step takes up to a minute; the result is cached on disk for the next run"
 NOT_COMPILED = (
@@ -18,6 +21,25 @@ NOT_COMPILED = (
 )
 # A loss scale this small means that the gradients themselves are not finite.
 SMALLEST_LOSS_SCALE = 2.0**-14
+
+
+def opening(job: Job, run_dir: Path) -> str:
+    """The first line of a run: directory, parameters, device and layout."""
+    run, default = job.run, ParallelSpec()
+    fields = (
+        (name, getattr(run.parallel, name), getattr(default, name)) for name in ParallelSpec.model_fields
+    )
+    layout = " ".join(f"{name}={value}" for name, value, usual in fields if value != usual)
+    num_ranks = run.parallel.num_ranks
+    ranks = (
+        f"{num_ranks} ranks on {device_title(job.mesh.device)}"
+        if num_ranks > 1
+        else device_title(job.mesh.device)
+    )
+    return (
+        f"{run_dir}: {show_count(job.workload.num_parameters)} parameters, {ranks}, "
+        f"{layout or 'one device'}, {run.accumulation} micro-batch{'es' * (run.accumulation > 1)} per step"
+    )
 
 
 def already_finished(state: TrainState, run: RunSpec | FitSpec, changes: Sequence[Change]) -> str:

@@ -34,7 +34,13 @@ class Recorder:
     """
 
     def __init__(
-        self, job: Job, run_dir: Path, state: TrainState, *, resumed_from: Checkpoints | None = None
+        self,
+        job: Job,
+        run_dir: Path,
+        state: TrainState,
+        *,
+        resumed_from: Checkpoints | None = None,
+        quiet: bool = False,
     ) -> None:
         self._job, self._run, self._run_dir = job, job.run, run_dir
         self._recorded, self.recorded_step = state, state.step
@@ -42,8 +48,9 @@ class Recorder:
         self.step = state.step
         """Optimizer updates done."""
         with ExitStack() as opening:  # whatever fails half-way closes what was opened
-            self._open(state, opening)
+            self._open(state, opening, quiet=quiet)
             self._closing = opening.pop_all()
+        self.print(messages.opening(job, run_dir))
         if state.step:
             self._record_resume(state, resumed_from)
         else:
@@ -71,7 +78,7 @@ class Recorder:
         for line in messages.changed(resumed_from.changes, learning_rate=lr, restarts_data=restarts_data):
             self.print(line)
 
-    def _open(self, state: TrainState, opening: ExitStack) -> None:
+    def _open(self, state: TrainState, opening: ExitStack, *, quiet: bool) -> None:
         job, run = self._job, self._run
         self._events = opening.enter_context(EventWriter(self._run_dir, job.mesh.rank))
         self._metrics: MetricsWriter | None = None
@@ -83,7 +90,8 @@ class Recorder:
         rate = work_rate(job.workload, job.mesh, run.precision)
         metrics = MetricsWriter(self._run_dir, rate, restored_step=state.step)
         self._metrics = opening.enter_context(metrics)
-        progress = open_progress(run.name, total_steps=run.schedule.num_steps, counted=job.workload.counted)
+        counted, num_steps = job.workload.counted, run.schedule.num_steps
+        progress = open_progress(run.name, total_steps=num_steps, counted=counted, quiet=quiet)
         self._progress = opening.enter_context(progress)
         if run.observe.tensorboard:
             mirror = TensorBoardMirror(self._run_dir, restored_step=state.step)
@@ -143,6 +151,8 @@ class Recorder:
             self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
             metrics = replace(metrics, eval_loss=state.last_eval_loss)
         self._write(metrics)
+        if metrics.eval_loss is not None:
+            self.print(f"step {state.step}: evaluation loss {metrics.eval_loss:.4f}")
         self._warn_if_not_compiled(state)
         self._recorded, self.recorded_step = state, state.step
         if not metrics.is_finite:

@@ -28,7 +28,7 @@ from meshwright.train.capacity import capacity_error, require_capacity
 from meshwright.train.loop import train
 
 
-def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:
+def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None, quiet: bool = False) -> int:
     """Train as the rank that the environment describes; returns the exit code.
 
     After an error the process groups of several ranks are left as they are: others may be in any
@@ -38,7 +38,7 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
     try:
         on_first_rank(lambda: require_capacity(run, world.device))
         with claimed_directory(run, run_dir):
-            outcome = train(run, world, run_dir, stop_after=stop_after)
+            outcome = train(run, world, run_dir, stop_after=stop_after, quiet=quiet)
     except BaseException as error:
         if world.num_ranks == 1:
             leave_world()
