@@ -13,6 +13,8 @@ from meshwright.observe.metrics import read_metrics
 from meshwright.optim.schedule import learning_rate
 from meshwright.rehearse.rank_pool import RankFailure
 from meshwright.spec import ParallelSpec, RunSpec, ScheduleSpec
+from meshwright.spec.changes import Change
+from meshwright.train import messages
 
 ADAM = OPTIMIZERS["adamw"].with_(ema_decay=0.5)
 CONSTANT = ScheduleSpec(num_steps=6, kind="constant")
@@ -69,7 +71,7 @@ def test_another_batch_keeps_the_position_in_samples(ranks, tmp_path, ramp):
     assert changes(tmp_path / "parts") == [(3, "data.batch_sequences")]
 
 
-def test_another_dataset_starts_at_its_beginning(ranks, tmp_path, capfd):
+def test_another_dataset_starts_at_its_beginning(ranks, tmp_path):
     run = tiny_run("gqa", schedule=CONSTANT)
     attempt(ranks, run, tmp_path / "parts", stop_after=2)
     other = run.with_(data=run.data.with_(path=ragged_dataset(25)))
@@ -77,7 +79,10 @@ def test_another_dataset_starts_at_its_beginning(ranks, tmp_path, capfd):
     fresh = attempt(ranks, other, tmp_path / "fresh")
     assert second.sample_ids == fresh.sample_ids[:4]
     assert changes(tmp_path / "parts") == [(2, "data.path"), (2, "data position")]
-    assert "the data starts at its beginning" in capfd.readouterr().err
+    lines = messages.changed([Change("data.path", "a", "b")], learning_rate=0.05, restarts_data=True)
+    assert (
+        lines[0] == "changed: data.path was 'a', is 'b'" and "the data starts at its beginning" in lines[-1]
+    )
 
 
 def test_a_dataset_that_has_moved_keeps_the_position(ranks, tmp_path):

@@ -230,24 +230,25 @@ def evaluation_batches(
     dp_size: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    every_sample: bool = False,
 ) -> Iterator[Batch]:
     """One pass over the held-out samples, in order, split like training batches, with padding rows.
 
-    A spec without held-out samples is evaluated on all of them. Weights divide by the target tokens of all
+    `every_sample` takes all samples instead. Weights divide by the target tokens of all
     evaluated samples (and `sequence_weights_B` by their number): the evaluation loss is the plain sum of loss
     x weight over all batches and ranks, however they are split.
     """
     samples = open_samples(spec, vocab_size=vocab_size)
     sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
-    evaluated = evaluation_ids(spec, samples)
+    evaluated = evaluation_ids(spec, samples, every_sample=every_sample)
     for start in range(0, len(evaluated), spec.batch_sequences):
         ids = evaluated[start : start + spec.batch_sequences]
         yield on_device(build_local_batch(samples, ids, sharding, total_ids=evaluated), sharding.device)
 
 
-def evaluation_ids(spec: DataSpec, samples: Samples) -> NDArray[np.int64]:
-    """The held-out samples of a spec; all samples where none are held out."""
-    count = spec.holdout_sequences or len(samples)
+def evaluation_ids(spec: DataSpec, samples: Samples, *, every_sample: bool = False) -> NDArray[np.int64]:
+    """The held-out samples of a spec, or all samples."""
+    count = len(samples) if every_sample else spec.holdout_sequences
     return np.arange(len(samples) - count, len(samples), dtype=np.int64)
 
 

@@ -114,14 +114,15 @@ def _evaluated_data(
 
 def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
     """Build the run on this rank, load its weights and evaluate; all ranks call it."""
+    every_sample = run.data.holdout_sequences == 0
     world = join_world(run.device)
     on_first_rank(lambda: require_capacity(run, world.device))
     samples = open_samples(run.data, vocab_size=run.model.vocab_size)
     mesh = build_mesh(run.parallel, world)
     training = build_training(run, mesh)
     load_initial_weights(run, training, averaged=averaged)
-    loss = evaluate(run, training.program, mesh)
-    evaluated = evaluation_ids(run.data, samples)
+    loss = evaluate(run, training.program, mesh, every_sample=every_sample)
+    evaluated = evaluation_ids(run.data, samples, every_sample=every_sample)
     folder = Path(run.checkpoint.start_from or "")
     return Evaluation(
         loss=loss,

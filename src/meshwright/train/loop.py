@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
+from meshwright.checkpoint.source_files import keep_start_files
 from meshwright.mesh import World
 from meshwright.optim.schedule import learning_rate
 from meshwright.resilience.interrupt import stop_signals
@@ -43,7 +44,7 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
     checkpoints = Checkpoints(
         run, run_dir / "checkpoints", training, batches, fp8_fallback=job.fp8_comparison
     )
-    state = _restore_or_start(job, checkpoints)
+    state = _restore_or_start(job, checkpoints, run_dir)
     if state.step and (state.step >= run.schedule.num_steps or batches.is_exhausted):
         return _already_finished(job, state, checkpoints, quiet=quiet)
 
@@ -85,11 +86,13 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
         return Outcome(kind, state)
 
 
-def _restore_or_start(job: Job, checkpoints: Checkpoints) -> TrainState:
+def _restore_or_start(job: Job, checkpoints: Checkpoints, run_dir: Path) -> TrainState:
     saved = checkpoints.restore()
     if saved is not None:
         return TrainState.from_facts(saved)
     job.load_initial_weights()
+    if job.mesh.rank == 0:
+        keep_start_files(job.run.checkpoint.start_from, run_dir)
     return TrainState()
 
 
