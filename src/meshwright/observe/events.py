@@ -19,6 +19,7 @@ from meshwright.observe.metrics import to_json
 EventKind = Literal[
     "start",
     "resume",
+    "change",
     "checkpoint",
     "evaluate",
     "overflow",

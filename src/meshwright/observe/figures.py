@@ -1,14 +1,26 @@
 """The headline figures of a run, computed from the files of its directory."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.observe.events import Event
 from meshwright.observe.history import History, Numbers
 from meshwright.observe.run_files import RunFiles
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A setting that differs from that of the steps before; values are texts."""
+
+    step: int
+    setting: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +51,8 @@ class RunFigures:
     """Peak memory, the largest of any step."""
     resumed_at: list[int]
     """Steps from which the run was resumed."""
+    changes: list[SettingChange]
+    """Settings that were changed when the run was resumed, by step."""
     non_finite_steps: list[int]
     """Steps whose loss or gradient norm was not a finite number."""
     num_skipped: int
@@ -66,6 +80,7 @@ def run_figures(files: RunFiles) -> RunFigures:
         mfu=_median(history, "mfu"),
         peak_bytes=_whole(finite(history, "peak_bytes").max(initial=0) or None),
         resumed_at=resume_steps(files),
+        changes=setting_changes(files.events),
         non_finite_steps=history.steps[_is_broken(history)].tolist(),
         num_skipped=_whole(summary.get("num_skipped")) or int((history.values("skipped") > 0).sum()),
     )
@@ -81,6 +96,25 @@ def resume_steps(files: RunFiles) -> list[int]:
     """Steps from which the run was resumed, from the events of rank 0."""
     steps = (_whole(event.get("step")) for event in files.events if event["kind"] == "resume")
     return sorted({step for step in steps if step is not None})
+
+
+def setting_changes(events: Iterable[Event]) -> list[SettingChange]:
+    """The changes that the recorded steps were trained with.
+
+    A later resume from the same or an earlier step starts from the settings of its checkpoint, so changes
+    from that step on no longer count.
+    """
+    found: list[SettingChange] = []
+    for event in events:
+        step = _whole(event.get("step"))
+        if step is None:
+            continue
+        if event["kind"] == "resume":
+            found = [change for change in found if change.step < step]
+        elif event["kind"] == "change":
+            texts = (str(event.get(name, ""))[:200] for name in ("setting", "old", "new"))
+            found.append(SettingChange(step, *texts))
+    return found
 
 
 def _is_broken(history: History) -> NDArray[np.bool_]:
