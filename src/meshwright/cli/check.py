@@ -21,9 +21,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stder
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
-def run_directory(text: str) -> Path:
-    """The path of `--dir`; an empty one, such as of an unset shell variable, is refused."""
-    if not text.strip():
+def run_directory(text: str | Path) -> Path:
+    """The path of `--dir` (or its default); an empty one, such as of an unset variable, is refused."""
+    if not str(text).strip():
         raise typer.BadParameter("the path is empty; name a directory, or leave --dir out")
     return Path(text)
 
