@@ -218,10 +218,17 @@ def _is_path_error(error: OSError) -> bool:
     is_named = error.filename is not None and (
         isinstance(error, _PATH_ERRORS) or error.errno in _PATH_ERROR_CODES
     )
-    return is_named or error.errno in _DISK_FULL_CODES
+    return is_named or _has_no_directory(error) or error.errno in _DISK_FULL_CODES
+
+
+def _has_no_directory(error: OSError) -> bool:
+    """Whether the current directory was deleted: the system then names no file."""
+    return error.errno == errno.ENOENT and error.filename is None
 
 
 def _show_path_error(error: OSError) -> str:
+    if _has_no_directory(error):
+        return "error: the current directory no longer exists\n  where: .\n  hint:  change to another one"
     hint = "\n  hint:  free disk space, or write somewhere else" if error.errno in _DISK_FULL_CODES else ""
     return f"error: {error.strerror}\n  where: {error.filename or 'standard output'}{hint}"
 
