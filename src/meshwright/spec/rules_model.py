@@ -35,7 +35,11 @@ def kv_heads_divide_heads(run: RunSpec) -> Violations:
     attention = run.model.attention
     if attention.num_heads % attention.num_kv_heads:
         fact = f"num_kv_heads={attention.num_kv_heads} does not divide num_heads={attention.num_heads}"
-        hint = "use as many kv heads as heads (MHA), one (MQA), or a divisor between them (GQA)"
+        fitting = max(n for n in range(1, attention.num_kv_heads + 1) if attention.num_heads % n == 0)
+        hint = (
+            f"set model.attention.num_kv_heads={fitting}; any divisor of num_heads will do "
+            "(all of them: MHA, one: MQA)"
+        )
         yield SpecError(fact, where="model.attention.num_kv_heads", hint=hint)
 
 
