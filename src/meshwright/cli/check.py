@@ -1,6 +1,7 @@
 """`meshwright check`: everything that is wrong with a run file, before anything starts."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,13 @@ On = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr; errors only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+def run_directory(text: str | Path) -> Path:
+    """The path of `--dir` (or its default); an empty one, such as of an unset variable, is refused."""
+    if not str(text).strip():
+        raise typer.BadParameter("the path is empty; name a directory, or leave --dir out")
+    return Path(text)
 
 
 def check(

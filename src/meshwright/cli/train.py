@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.cli.check import Overrides, Quiet, Run
+from meshwright.cli.check import Overrides, Quiet, Run, run_directory
 from meshwright.errors import EXIT_RANK_OUT_OF_MEMORY, OutOfMemory, SpecError
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ def train(
     run: Run,
     overrides: Overrides = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="The run directory; by default runs/<name>.")
+        Path | None,
+        typer.Option("--dir", parser=run_directory, metavar="DIR", help="By default runs/<name>."),
     ] = None,
     stop_after: Annotated[
         int | None,

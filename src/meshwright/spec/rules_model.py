@@ -8,16 +8,6 @@ from meshwright.spec.run import RunSpec
 Violations = Iterator[SpecError]
 
 
-MOST_LAYERS = 10_000
-
-
-def depth_is_countable(run: RunSpec) -> Violations:
-    """A model has at most ten thousand layers: parameters are counted layer by layer."""
-    if run.model.num_layers > MOST_LAYERS:
-        fact = f"num_layers={run.model.num_layers} is more than {MOST_LAYERS}"
-        yield SpecError(fact, where="model.num_layers", hint="check for a zero too many")
-
-
 def rope_needs_rotary_positions(run: RunSpec) -> Violations:
     """`model.rope` is set exactly when `model.positions` is `rope`."""
     model = run.model
@@ -169,7 +159,6 @@ def balance_needs_its_bias(run: RunSpec) -> Violations:
 
 
 MODEL_RULES = [
-    depth_is_countable,
     rope_needs_rotary_positions,
     rotary_width_is_even,
     kv_heads_divide_heads,
