@@ -59,6 +59,8 @@ def write_report(run_dir: Path | str, output: Path | str | None = None) -> Repor
     files = read_run(run_dir)
     path = Path(output) if output else files.run_dir / REPORT_NAME
     path = path / REPORT_NAME if path.is_dir() else path
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced
+        raise DataError("this is no regular file", where=str(path), hint="choose a file with -o")
     figures = run_figures(files)
     page = render(files, figures)
     draft = path.with_name(path.name + ".draft")
