@@ -5,7 +5,7 @@ output), the core between them (softmax(q k) v, masks, communication over cp) an
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from meshwright.plan.memory.block_table import SECTIONS
@@ -34,6 +34,11 @@ UNKNOWN_BYTES = 2**18
 UNKNOWN_SCALE_BYTES = 2**22
 """The same with fp8, whose scales are padded."""
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 1 / 32, 1 / 16, 1 / 8)
+FUSED = (
+    *(("D*HK", "D*GK"), ("T*HK", "T*GK"), ("T*HN", "T*HP"), ("T*HK", "T*HP"), ("T*HP", "T*HK")),
+    *(("t*C", "t*R"), ("D*C", "D*R"), ("C*HN", "C*HP")),
+)
+"""Products that one tensor often holds together: fused projections, keys beside values."""
 MLP_WEIGHTS = {"D*F", "D*U", "EDM", "D*E"}
 STATE_KINDS = ("weights", "optimizer", "batch", "gathered")
 SECTION_OF = {"attention": "attention", "output": "attention", "core": "core", "mlp": "mlp"}
@@ -73,15 +78,32 @@ class Units:
         return self._known[num_bytes]
 
     def _find(self, num_bytes: int) -> Terms:
-        for factor, (name, size) in itertools.product(FACTORS, self._sizes.items()):
+        return (
+            self._single(num_bytes, FACTORS[:4])
+            or self._pair(num_bytes, [pair for pair in FUSED if set(pair) <= set(self._sizes)])
+            or self._single(num_bytes, FACTORS[4:])
+            or self._other(num_bytes)
+        )
+
+    def _single(self, num_bytes: int, factors: Sequence[float]) -> Terms:
+        for factor, (name, size) in itertools.product(factors, self._sizes.items()):
             if _is(num_bytes, factor * size):
                 return {name: factor}
-        # Parts of a fused tensor are of one class: both have rows of tokens, or both are weights.
-        pairs = itertools.permutations(self._sizes.items(), 2)
-        for one, other in sorted(pairs, key=lambda pair: _class(pair[0][0]) != _class(pair[1][0])):
+        return {}
+
+    def _pair(self, num_bytes: int, pairs: Iterable[tuple[str, str]]) -> Terms:
+        for one, other in pairs:
             for each, left, right in itertools.product(self._fused, (1.0, 2.0, 4.0), (1.0, 2.0, 4.0, 8.0)):
-                if _is(num_bytes, each * (left * one[1] + right * other[1])):
-                    return {one[0]: each * left, other[0]: each * right}
+                if _is(num_bytes, each * (left * self._sizes[one] + right * self._sizes[other])):
+                    return {one: each * left, other: each * right}
+        return {}
+
+    def _other(self, num_bytes: int) -> Terms:
+        # Parts of a fused tensor are of one class: both have rows of tokens, or both are weights.
+        pairs = itertools.permutations(self._sizes, 2)
+        found = self._pair(num_bytes, sorted(pairs, key=lambda pair: _class(pair[0]) != _class(pair[1])))
+        if found:
+            return found
         if self._is_zero3 or num_bytes <= self._unknown_bytes:
             return {}  # FSDP2's own buffers, which the planner counts by itself
         if self._has_bands:  # a window ends within a chunk of keys

@@ -179,13 +179,18 @@ def find_section(mode: Mode, section: str, name: str) -> Section:
         return exact
     if mode.compiled and mode.recompute == "full" and mode.tp != "1":
         return _recomputed(find_section(mode._replace(recompute="none"), section, name), section)
+    base = mode._replace(weights="cast", tp="1")
+    if mode.fp8 not in ("bf16", "current") and mode != base and _stored(base, section, name):
+        # Recipes differ in what fp8 linears keep, which neither tp nor ZeRO changes.
+        known, other = (find_section(one._replace(fp8="current"), section, name) for one in (mode, base))
+        return _shifted(find_section(base, section, name), known, other)
     if name == PLAIN[section]:
         return next(found for one in _nearest_modes(mode) if (found := _stored(one, section, name)))
     for one in _nearest_modes(mode):
         found = _stored(one, section, name)
         if found is not None:
-            base = _reference(mode, one, section, name)
-            return _shifted(found, find_section(mode, section, base), find_section(one, section, base))
+            known = _reference(mode, one, section, name)
+            return _shifted(found, find_section(mode, section, known), find_section(one, section, known))
     raise KeyError(f"no {section} {name} in {mode}")
 
 

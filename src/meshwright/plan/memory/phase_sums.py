@@ -85,7 +85,7 @@ class BackwardSums(Rows):
 
     def in_the_last_block(self) -> Items:
         """Backward of the stage's last block."""
-        blocks, peak = self.layers - 1.0, self.turn_items(behind_head=True)
+        blocks, peak = self.layers - 1.0, self.last_backward_peak
         # This block, the next one to come in a bucket, and the head's gradient in flight.
         weights = 4.0 * self.gathered_elements + 2.0 * self.tied_table
         return {
@@ -119,7 +119,7 @@ class BackwardSums(Rows):
 
     def in_an_early_block(self, name: str) -> Items:
         """Backward of a block with few before it, when most gradients of the micro-batch are there."""
-        before, peak = self.blocks_before(name), self.turn_items(behind_head=False)
+        before, peak = self.blocks_before(name), self.backward_peak
         following = np.where(before > 0, self.gathered_elements, self._embedding)
         weights = 2.0 * (following + self.gathered_elements) + 4.0 * self.tied_table
         in_flight = np.where(self.layers > 1, self.each * self.gathered_elements, 0.0) + self._waiting_head

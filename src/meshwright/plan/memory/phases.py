@@ -60,8 +60,9 @@ def peak_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state:
     for rows, candidates in candidates_of(Step(work, at, stack, rank), at):
         _choose(rows, candidates, fullest, chosen)
     alone = at.pp == 1
-    for values in chosen.values():  # without a pipeline there is one rank
+    for values in chosen.values():  # one rank without a pipeline, two in the shortest
         values[alone] = values[alone][:, :1]
+        values[at.pp == 2, 1] = values[at.pp == 2, 2]
     chosen.update({name: values for name, values in state.items() if name != "gradients"})
     # A pipeline joins the micro-batches of a step, of which it has cut its part of the sequence.
     copies = 1.0 + (at.pp > 1) / at.cp

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.plan.framework import Framework
-from meshwright.plan.memory.block_bytes import TURNS, Items
+from meshwright.plan.memory.block_bytes import TURNS, Items, Turn
 from meshwright.plan.memory.block_columns import BlockColumns, Mask
 from meshwright.plan.memory.buckets import ARRIVAL, BUCKET_ELEMENTS, Stage
 from meshwright.plan.memory.snapshots import Snapshots
@@ -367,15 +367,24 @@ class Rows:
         count = np.minimum(np.ceil(BUCKET_ELEMENTS / matrix), 3.0 * self.rank_layers)
         return matrix, count, count * matrix >= BUCKET_ELEMENTS
 
-    def turn_items(self, *, behind_head: bool) -> Items:
-        """The peak of a block's backward in this row's turn; behind a head where the stage has one."""
-        turn = np.where(self.count["is_final"] > 0, 2, np.where(self.has_gradients, 1, 0))
-        plain, headed = self._blocks.back, self._blocks.back_to_head
+    @cached_property
+    def backward_peak(self) -> Items:
+        """The peak of a block's backward in this row's turn."""
+        return self._in_turn(self._blocks.back)
+
+    @cached_property
+    def last_backward_peak(self) -> Items:
+        """The same of the stage's last block, behind a head where the stage has one."""
+        headed, plain = self._blocks.back_to_head, self.backward_peak
+        if headed is self._blocks.back:
+            return plain
+        found = self._in_turn(headed)
+        return {name: np.where(self.is_last, values, plain[name]) for name, values in found.items()}
+
+    def _in_turn(self, by_turn: dict[Turn, Items]) -> Items:
+        is_final, has_gradients = self.count["is_final"] > 0, self.has_gradients
         found: Items = {}
-        for name in plain["first"]:
-            stacked = np.stack([self.block(plain[one][name]) for one in TURNS])
-            if behind_head:
-                other = np.stack([self.block(headed[one][name]) for one in TURNS])
-                stacked = np.where(self.is_last, other, stacked)
-            found[name] = np.take_along_axis(stacked, turn[None], axis=0)[0]
+        for name in by_turn["first"]:
+            first, later, last = (self.block(by_turn[turn][name]) for turn in TURNS)
+            found[name] = np.where(is_final, last, np.where(has_gradients, later, first))
         return found

@@ -176,7 +176,8 @@ def _table(schedule: int, pp: int, virtual: int, micro: int) -> Floats:
     else:
         listed = [
             (column, one)
-            for column, rank in enumerate((0, min(1, pp - 1), pp - 1))
+            for column, rank in ((0, 0), (1, 1), (2, pp - 1))
+            if column != 1 or pp > 2
             for one in rank_snapshots(name, rank, shape)
         ]
     kinds = list(KINDS)
