@@ -13,7 +13,6 @@ EAGER = Mode(compiled=False, recompute="selective", weights="cast", fp8="bf16", 
 SPOT_CHECKS = [
     Kind(EAGER),
     Kind(EAGER._replace(recompute="none", tp="1"), "latent", "routed"),
-    Kind(EAGER._replace(recompute="full", tp="1"), core="ring_window"),
     Kind(EAGER._replace(recompute="full", tp="1", weights="zero3")),
     Kind(EAGER._replace(recompute="none", tp="1", compiled=True)),
 ]

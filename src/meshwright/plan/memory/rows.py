@@ -96,8 +96,8 @@ class Rows:
         at, facts = self.at, self.step.rank
         self.in_pipeline = at.pp > 1
         is_v = np.isin(at.schedule, [SCHEDULES.index(name) for name in sorted(V_SHAPED)])
-        self.has_first = ~self.in_pipeline | (self.rank == 0)
-        self.has_last = ~self.in_pipeline | np.where(is_v, self.rank == 0, self.rank == 2)
+        self.has_first: Mask = ~self.in_pipeline | (self.rank == 0)
+        self.has_last: Mask = ~self.in_pipeline | (self.rank == np.where(is_v, 0, 2))
         self.is_first = self.count["in_first_stage"] > 0
         self.is_last = self.count["in_last_stage"] > 0
         self.stages = np.where(self.in_pipeline, at.virtual_stages, 1).astype(np.float64)
