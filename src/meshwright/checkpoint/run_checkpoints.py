@@ -257,7 +257,7 @@ def _trajectory(saved: Mapping[str, Any], kind: type[SavedSpec]) -> str | None:
 
 
 _MAY_DIFFER = (
-    *("name", "device", "compile", "parallel", "memory", "observe", "checkpoint"),
+    *("name", "device", "compile", "parallel", "memory", "observe", "checkpoint", "resilience"),
     *(
         "data.microbatch_sequences",
         "precision.weights",

@@ -89,9 +89,10 @@ def comm(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing; for use with -o.")] = False,
 ) -> None:
     """Collectives by message and group size, from all-reduce to point-to-point."""
-    from meshwright.launch.local import is_rank, run_local
+    from meshwright.launch.launched import launched_rank
+    from meshwright.launch.local import run_local
 
-    if not is_rank():
+    if launched_rank() is None:
         options = ["--device", device, "--seconds", str(seconds)]
         options += ["--json"] if as_json else []
         options += ["-o", str(output)] if output else []

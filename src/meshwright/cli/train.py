@@ -33,14 +33,14 @@ def train(
     directory, a run resumes from its newest checkpoint; another run is refused there. Ctrl-C saves and
     stops (exit 130).
     """
-    from meshwright.launch.local import is_rank
+    from meshwright.launch.launched import launched_rank
     from meshwright.spec.text import read_run
 
     loaded = read_run(run, overrides or [])
     loaded.require_valid()
     spec = loaded.run
     run_dir = directory or Path("runs") / spec.name
-    if is_rank():
+    if launched_rank() is not None:
         _run_one_rank(spec, run_dir, stop_after)
     if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch":
         from meshwright.train.oom_restart import run_ranks
@@ -56,9 +56,11 @@ def train(
 def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None) -> NoReturn:
     """Train as one of the processes that a launcher started; after an error this one ends at once."""
     from meshwright.cli.main import report_error
-    from meshwright.resilience.parent import end_with_parent
+    from meshwright.launch.parent import end_with_parent
+    from meshwright.launch.stacks import write_stacks_on_signal
 
     end_with_parent()
+    write_stacks_on_signal()
     from meshwright.train.session import run_rank
 
     try:
@@ -79,7 +81,7 @@ def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None) -> NoRe
 
 def _require_own_ranks(run: "RunSpec") -> None:
     """Refuse `on_oom=halve_microbatch`, which has no effect where another launcher has started the ranks."""
-    from meshwright.launch.local import is_local_rank
+    from meshwright.launch.launched import is_local_rank
 
     if run.memory.on_oom == "halve_microbatch" and not is_local_rank():
         raise SpecError(

@@ -73,6 +73,8 @@ def _plain(name: str, option: Any) -> st.SearchStrategy[Any]:
         return st.integers(0, 3)
     if name == "name":
         return NAMES
+    if name.endswith("_timeout_seconds"):
+        return st.floats(1, 1e6, allow_nan=False)
     return {bool: st.booleans(), int: INTEGERS, float: PARTS, str: WORDS | NAMES}[base]
 
 
