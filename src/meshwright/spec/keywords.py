@@ -60,6 +60,8 @@ class LossScaleSettings(TypedDict, total=False):
     growth_factor: float
     backoff_factor: float
     growth_steps: int
+    hysteresis: int
+    minimum: float | None
 
 
 class Fp8Settings(TypedDict, total=False):
@@ -218,6 +220,8 @@ class ModuleSettings(TypedDict, total=False):
     growth_factor: float
     backoff_factor: float
     growth_steps: int
+    hysteresis: int
+    minimum: float | None
     fp8: Fp8Spec | Fp8Settings | Fp8Recipe | None
     recipe: Fp8Recipe
     bf16_layers_each_end: int
