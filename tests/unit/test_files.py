@@ -30,7 +30,7 @@ def _large(folder: Path) -> Path:
 def test_pipes_devices_and_folders_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
-        with pytest.raises(OSError, match="no regular file|Is a directory"):
+        with pytest.raises(OSError, match=r"no regular file|Is a directory"):
             read_bounded(path, max_bytes=10)
 
 
