@@ -149,7 +149,9 @@ def write_tokens(name: str, folder: Path, options: argparse.Namespace) -> Path:
     step_tokens = sequences * case.sequence_length * (case.accumulation_factor or 1)
     num_tokens = 4 * step_tokens if name.startswith("tiny") else max(DATA_TOKENS, 4 * step_tokens)
     data = folder / f"tokens-{name}"
-    write_random_tokens(data, vocab_size=case.model.vocab_size, num_tokens=num_tokens)
+    write_random_tokens(
+        data, vocab_size=case.model.vocab_size, num_tokens=num_tokens, mean_tokens=options.documents
+    )
     return data
 
 
@@ -162,6 +164,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("all", "bf16", "fp8", "fp32"), default="all")
     parser.add_argument("--microbatch", type=int, help="sequences per micro-batch; by default the case's")
     parser.add_argument("--accumulation", type=int, help="micro-batches per step; by default the case's")
+    parser.add_argument(
+        "--documents", type=int, help="ours on separate documents of so many tokens on average; else joined"
+    )
     parser.add_argument("--only", help=f"contenders, comma-separated: {','.join(CONTENDERS)}")
     parser.add_argument(
         "--set", action="append", default=[], help="override of our run, such as optim.lr=1e-3"

@@ -129,7 +129,7 @@ def concatenated(microbatches: Sequence[Microbatch]) -> Microbatch:
     columns = {
         name: torch.cat([getattr(one, name) for one in microbatches])
         for name, part in first._asdict().items()
-        if part is not None
+        if isinstance(part, Tensor)
     }
     return first._replace(**columns)
 
