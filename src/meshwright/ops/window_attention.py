@@ -4,11 +4,12 @@ With chunks of `window` = W rows, a query at row i of a chunk sees the keys j <=
 keys j > i of the chunk before it:
 
     near   j <= i          causal attention inside each chunk
-    far    j >= i + 1      the rows 0 .. W-2 of a chunk against the rows 1 .. W-1 of the chunk before; with
-                           both reversed, row W-2-i sees key W-1-j where W-1-j <= W-2-i: causal again
+    far    j >= i + 1      with queries in the order W-2, ..., 0, W-1 and keys in the order W-1, ..., 0, row
+                           W-2-i sees key W-1-j where W-1-j <= W-2-i: causal again
 
-So every pair is computed once, by kernels that have no window, and no mask is stored. Backward needs only the
-merged out and lse (see ops/attention.py): it is the sum of both calls' backward.
+The last query of a chunk sees no far key; its row stands last, where it hides nothing, and weighs 0. So every
+pair is computed once, by kernels that have no window, and no mask is stored. Backward needs only the merged
+out and lse (see ops/attention.py): it is the sum of both calls' backward.
 """
 
 from typing import Any
@@ -21,10 +22,15 @@ from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.ops.attention_aten import CUDNN, Kernel, SdpaArgs, choose_kernel, masked_score
 from meshwright.ops.cast import cast, compute_dtype
 
+# Rows of a chunk are a multiple of this many: the compiler pads odd sizes, and kernels read them as dense.
+ALIGN = 64
+# The log-sum-exp of a row that gets no gradient: its weights exp(score - lse) are 0.
+_NO_WEIGHT = 1e30
+
 
 def has_window_kernel(q: Tensor, v: Tensor, window: int, simulated: SimulatedDevice | None = None) -> bool:
     """Whether two causal calls pay: cuDNN's have no window, and are faster than flash with one (Hopper)."""
-    is_even = window > 1 and q.shape[1] % window == 0
+    is_even = window % ALIGN == 0 and q.shape[1] % window == 0
     if not is_even or q.dtype != compute_dtype(q):
         return False
     return choose_kernel(q, v, has_bias=False, simulated=simulated) is CUDNN
@@ -57,15 +63,17 @@ class _WindowAttention(torch.autograd.Function):
     ) -> Tensor:
         args, kernel = SdpaArgs(scale, causal=True), choose_kernel(q, v, has_bias=False, simulated=simulated)
         near_out, near_lse = kernel.forward(*_heads_first(*_chunks(window, q, k, v)), args)
-        far_out, far_lse = kernel.forward(*_heads_first(*_far(window, q), *_far_keys(window, k, v)), args)
-        shape = (len(q), -1, *near_lse.shape[1:])
-        near_BCHW, far_BCHW = near_lse.view(shape), _all_rows(far_lse.view(len(q), -1, *far_lse.shape[1:]), 3)
-        share_BCWH1 = torch.sigmoid(far_BCHW - near_BCHW).transpose(2, 3).unsqueeze(-1)
-        near_BCWHV = near_out.transpose(1, 2).unflatten(0, (len(q), -1))
-        far_BCWHV = _all_rows(far_out.transpose(1, 2).unflatten(0, (len(q), -1)), 2, 0.0)
-        merged = torch.lerp(near_BCWHV.to(share_BCWH1.dtype), far_BCWHV.to(share_BCWH1.dtype), share_BCWH1)
-        out = cast(merged, q.dtype).flatten(1, 2)
-        lse_BSH = torch.logaddexp(near_BCHW, far_BCHW).transpose(2, 3).flatten(1, 2)
+        far_out, far_lse = kernel.forward(
+            *_heads_first(_far_queries(window, q), *_far_keys(window, k, v)), args
+        )
+        near, near_lse = _rows_first(near_out, near_lse, len(q))
+        far, far_lse = (_in_order(x) for x in _rows_first(far_out, far_lse, len(q)))
+        far_lse = _without_last(far_lse, masked_score(far_lse.dtype))
+        # The first chunk has no far keys.
+        far, far_lse = _after_first(far, 0.0), _after_first(far_lse, masked_score(far_lse.dtype))
+        share = torch.sigmoid(far_lse - near_lse).unsqueeze(-1)
+        merged = torch.lerp(near.to(share.dtype), far.to(share.dtype), share)
+        out, lse_BSH = cast(merged, q.dtype).flatten(1, 2), torch.logaddexp(near_lse, far_lse).flatten(1, 2)
         ctx.save_for_backward(q, k, v, out, lse_BSH)
         ctx.window, ctx.scale, ctx.simulated = window, scale, simulated
         return out
@@ -75,15 +83,12 @@ class _WindowAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         window, args = ctx.window, SdpaArgs(ctx.scale, causal=True)
         kernel = choose_kernel(q, v, has_bias=False, simulated=ctx.simulated)
-        queries, keys = (grad, q, out, lse), (k, v)
-        near = _backward(kernel, _chunks(window, *queries), _chunks(window, *keys), args)
-        far = _backward(kernel, _far(window, *queries), _far_keys(window, *keys), args)
-        dq, dk, dv = (x.unflatten(0, (len(q), -1)) for x in far)
-        rest = (_all_rows(dq, 2, 0.0), _all_keys(dk), _all_keys(dv))
-        grads = (
-            (part.unflatten(0, (len(q), -1)) + other).flatten(1, 2)
-            for part, other in zip(near, rest, strict=True)
-        )
+        near = _backward(kernel, _chunks(window, grad, q, out, lse), _chunks(window, k, v), args)
+        *far_queries, far_lse = (_far_queries(window, x) for x in (grad, q, out, lse))
+        far_queries = [*far_queries, _without_last(far_lse, _NO_WEIGHT, dim=1)]
+        dq, dk, dv = _backward(kernel, far_queries, _far_keys(window, k, v), args)
+        far = (_after_first(_in_order(_by_chunk(dq, q))), *(_before_last(_by_chunk(x, q)) for x in (dk, dv)))
+        grads = ((_by_chunk(one, q) + other).flatten(1, 2) for one, other in zip(near, far, strict=True))
         return *grads, None, None, None
 
 
@@ -100,27 +105,45 @@ def _chunks(window: int, *tensors_BS: Tensor) -> list[Tensor]:
     return [x.unflatten(1, (-1, window)).flatten(0, 1) for x in tensors_BS]
 
 
-def _far(window: int, *tensors_BS: Tensor) -> list[Tensor]:
-    """x[B (C - 1), W - 1, ...]: all but the last row of every chunk but the first, reversed."""
-    return [x.unflatten(1, (-1, window))[:, 1:, :-1].flip(2).flatten(0, 1) for x in tensors_BS]
+def _far_queries(window: int, x_BS: Tensor) -> Tensor:
+    """x[B (C - 1), W, ...]: every chunk but the first, its rows in the order W-2, ..., 0, W-1."""
+    return x_BS.unflatten(1, (-1, window))[:, 1:].flip(2).roll(-1, 2).flatten(0, 1)
 
 
 def _far_keys(window: int, *tensors_BS: Tensor) -> list[Tensor]:
-    """x[B (C - 1), W - 1, ...]: all but the first row of every chunk but the last, reversed."""
-    return [x.unflatten(1, (-1, window))[:, :-1, 1:].flip(2).flatten(0, 1) for x in tensors_BS]
+    """x[B (C - 1), W, ...]: every chunk but the last, its rows in the order W-1, ..., 0."""
+    return [x.unflatten(1, (-1, window))[:, :-1].flip(2).flatten(0, 1) for x in tensors_BS]
 
 
-def _all_rows(far_BC: Tensor, dim: int, value: float | None = None) -> Tensor:
-    """The inverse of `_far` along the rows' dim: other rows get `value`, or the score of a masked pair."""
-    value = masked_score(far_BC.dtype) if value is None else value
-    after = far_BC.ndim - 1 - dim
-    sizes = [0, 0] * after + [0, 1] + [0, 0] * (dim - 2) + [1, 0]
-    return pad(far_BC.flip(dim), sizes, value=value)
+def _rows_first(out_NHWV: Tensor, lse_NHW: Tensor, num_sequences: int) -> list[Tensor]:
+    """out_BCWHV and lse_BCWH."""
+    return [x.transpose(1, 2).unflatten(0, (num_sequences, -1)) for x in (out_NHWV, lse_NHW)]
 
 
-def _all_keys(far_BCWGK: Tensor) -> Tensor:
-    """The inverse of `_far_keys`: other rows get 0."""
-    return pad(far_BCWGK.flip(2), [0, 0, 0, 0, 1, 0, 0, 1])
+def _by_chunk(x_NW: Tensor, q_BS: Tensor) -> Tensor:
+    return x_NW.unflatten(0, (len(q_BS), -1))
+
+
+def _in_order(far_BCW: Tensor) -> Tensor:
+    """The rows of `_far_queries` in their order in a chunk."""
+    return far_BCW.roll(1, 2).flip(2)
+
+
+def _without_last(x: Tensor, value: float, dim: int = 2) -> Tensor:
+    """x with its last row set to `value`."""
+    index = torch.arange(x.shape[dim], device=x.device)
+    is_last = (index == x.shape[dim] - 1).view(-1, *[1] * (x.ndim - 1 - dim))
+    return x.masked_fill(is_last, value)
+
+
+def _after_first(far_BC: Tensor, value: float = 0.0) -> Tensor:
+    """All chunks: the first one is `value`."""
+    return pad(far_BC, [0, 0] * (far_BC.ndim - 2) + [1, 0], value=value)
+
+
+def _before_last(far_BCWGK: Tensor) -> Tensor:
+    """All chunks of keys, from the reversed rows of all but the last, which is 0."""
+    return pad(far_BCWGK.flip(2), [0, 0] * 3 + [0, 1])
 
 
 def _heads_first(*tensors_BSHK: Tensor) -> list[Tensor]:

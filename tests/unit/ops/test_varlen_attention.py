@@ -127,8 +127,9 @@ def test_which_tensors_have_a_kernel():
     assert not has_varlen(half[..., :20], half, HOPPER)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert has_varlen(double.float(), half, HOPPER)
-    assert has_window_kernel(half, half, 4, HOPPER) and not has_window_kernel(half, half, 3, HOPPER)
-    assert not has_window_kernel(half, half, 4)
+    longer = half.expand(16, -1, -1, -1).reshape(1, 128, 2, 64)
+    assert has_window_kernel(longer, half, 64, HOPPER) and not has_window_kernel(longer, half, 32, HOPPER)
+    assert not has_window_kernel(longer, half, 64)
 
 
 @pytest.mark.parametrize("has_documents", [False, True])
