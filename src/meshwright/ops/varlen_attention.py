@@ -141,7 +141,7 @@ def varlen_backward(
 
 @varlen_backward.register_fake
 def _(saved: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, q, k, v, *_ = saved
+    q, k, v = saved[1:4]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -257,7 +257,7 @@ def _(q: torch.Size, k: torch.Size, v: torch.Size, bounds: Sequence[torch.Size],
 
 @register_flop_formula(torch.ops.meshwright.varlen_attention_backward)
 def _(saved: Sequence[torch.Size], bounds: Sequence[torch.Size], *_: Any, **__: Any) -> int:
-    _, q, k, v, *_ = saved
+    q, k, v = saved[1:4]
     return 2 * q[1] * _pairs(q, k, bounds) * (3 * q[2] + 2 * v[2])
 
 

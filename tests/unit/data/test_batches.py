@@ -24,14 +24,15 @@ def build(spec: DataSpec = SPEC, **options: object) -> Batches:
 
 
 def rows_of(batches: list[Batch]) -> Counter[tuple[object, ...]]:
-    """Every sequence with a weight, with all its tensors."""
+    """Every sequence with a weight, with all its tensors; documents follow from the positions."""
     found: Counter[tuple[object, ...]] = Counter()
     for batch in batches:
         for one in batch.microbatches:
             for row in range(len(one.tokens_BS)):
                 if one.sequence_weights_B[row] > 0:
+                    rest = one._replace(document_offsets_P=None, longest_document=None)
                     found[
-                        tuple(tuple(part[row].reshape(-1).tolist()) for part in one if part is not None)
+                        tuple(tuple(part[row].reshape(-1).tolist()) for part in rest if part is not None)
                     ] += 1
     return found
 

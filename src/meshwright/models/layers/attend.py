@@ -77,7 +77,7 @@ class Attend(nn.Module):
                 return attend_window(
                     q_BSHK, k_BSGK, v_BSGK, window=window, scale=scale, simulated=self.simulated
                 )
-            documents = one_document_each(*q_BSHK.shape[:2], q_BSHK.device)
+            documents = one_document_each(q_BSHK.shape[0], q_BSHK.shape[1], q_BSHK.device)
         if documents is None or not has_varlen(q_BSHK, v_BSGK, self.simulated):
             return None
         return attend_segments(q_BSHK, k_BSGK, v_BSGK, self_segments(documents, window), scale=scale)
