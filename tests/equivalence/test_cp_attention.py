@@ -231,13 +231,15 @@ def test_zigzag_gives_every_rank_the_same_work():
 
 def test_a_microbatch_is_sharded_along_its_sequence_alone():
     rows = torch.arange(16).expand(2, 16)
-    whole = Microbatch(rows, rows + 1, rows / 16.0, rows % 5, torch.tensor([0, 5, 16, 32]), 16, torch.ones(2))
+    offsets = torch.tensor([0, 5, 16, 32])
+    whole = Microbatch(rows, rows + 1, rows / 16.0, 30, rows % 5, offsets, 16, torch.ones(2))
     local = shard_microbatch(whole, cp_rank=1, cp=2)
     held = [4, 5, 6, 7, 8, 9, 10, 11]
     for name, tensor in whole._asdict().items():
-        if name != "longest_document":
+        if isinstance(tensor, torch.Tensor):
             expected = tensor[:, held] if tensor.ndim > 1 else tensor
             assert torch.equal(getattr(local, name), expected), name
+    assert local.num_targets is None and local.longest_document == 16
     joined = whole._replace(document_offsets_P=None, longest_document=None)
     without = shard_microbatch(joined, cp_rank=0, cp=2)
     assert without.document_offsets_P is None and without.longest_document is None

@@ -42,6 +42,8 @@ class Microbatch(NamedTuple):
     """Target tokens, int64: the next token of each token."""
     weights_BS: Tensor
     """Loss weights: 1 / target tokens of the global batch where the target counts, else 0."""
+    num_targets: int | None
+    """Most targets that count in a micro-batch of the batch; None where the tokens are sharded over cp."""
     positions_BS: Tensor
     """Positions, int64, from 0 at the start of the row and, with separate documents, of each document."""
     document_offsets_P: Tensor | None
@@ -59,6 +61,7 @@ class Microbatch(NamedTuple):
             tokens_BS=change(self.tokens_BS),
             targets_BS=change(self.targets_BS),
             weights_BS=change(self.weights_BS),
+            num_targets=self.num_targets,
             positions_BS=change(self.positions_BS),
             document_offsets_P=(None if self.document_offsets_P is None else change(self.document_offsets_P)),
             longest_document=self.longest_document,
@@ -285,6 +288,7 @@ def build_local_batch(
         tokens_BS=torch.from_numpy(rows.tokens_BS),
         targets_BS=torch.from_numpy(rows.targets_BS),
         weights_BS=weights,
+        num_targets=int(rows.counts_BS.reshape(-1, size * samples.sequence_length).sum(axis=1).max()),
         positions_BS=torch.from_numpy(rows.positions_BS),
         document_offsets_P=None if documents is None else torch.from_numpy(documents.offsets_MP.ravel()),
         longest_document=None if documents is None else documents.longest,

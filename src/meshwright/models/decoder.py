@@ -69,6 +69,7 @@ class Head(nn.Module):
         tied_VD: Tensor | None = None,
         targets_BS: Tensor | None = None,
         weights_BS: Tensor | None = None,
+        num_targets: int | None = None,
     ) -> Tensor:
         """logits_BSV, or with targets the sum of weight x cross-entropy over all tokens."""
         weight_VD = self.weight if tied_VD is None else tied_VD
@@ -84,6 +85,7 @@ class Head(nn.Module):
             weights_BS,
             group=self.vocabulary_group,
             kernels=self.loss_kernels,
+            num_counted=num_targets,
         )
 
 
@@ -123,6 +125,7 @@ class Decoder(nn.Module):
         longest_document: int | None = None,
         targets_BS: Tensor | None = None,
         weights_BS: Tensor | None = None,
+        num_targets: int | None = None,
         sequence_weights_B: Tensor | None = None,
     ) -> Tensor:
         """x_BSD without a head, logits_BSV without targets, else the scalar sum of weighted losses.
@@ -130,8 +133,9 @@ class Decoder(nn.Module):
         `x` is tokens_BS in the first stage and x_BSD in the others. `positions_BS` restart in each
         document; `document_offsets_P` are the offsets of separate documents (None: one per row), and
         `longest_document` counts the tokens of the longest one, or more.
-        `weights_BS` hold mask and denominator of the loss (None: a plain sum over all targets),
-        `sequence_weights_B` those of the MoE load-balancing loss (None: it is left out).
+        `weights_BS` hold mask and denominator of the loss (None: a plain sum over all targets); at most
+        `num_targets` of them are not 0 (None: any number). `sequence_weights_B` hold those of the MoE
+        load-balancing loss (None: it is left out).
         """
         x_BSD = self.embedding(x, positions_BS) if self.has_embedding and self.embedding else x
         rope = self._rope_tables(x_BSD, positions_BS)
@@ -150,7 +154,7 @@ class Decoder(nn.Module):
             return x_BSD
         assert self.norm is not None
         tied_VD = self.embedding.tokens.weight if self.spec.tied_head and self.embedding else None
-        return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS)
+        return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS, num_targets)
 
     def _rope_tables(self, x_BSD: Tensor, positions_BS: Tensor) -> RopeTables | None:
         """The RoPE tables, computed once for all blocks."""

@@ -145,7 +145,7 @@ def _model(kind: Kind) -> ModelSpec:
         width=896,
         max_positions=4096,
         attention=attention.with_(
-            qk_norm=kind.attention == "qk_norm", window=700 if kind.attention == "window" else None
+            qk_norm=kind.attention == "qk_norm", window=1664 if kind.attention == "window" else None
         ),
         mlp=MlpSpec(width=4224, kind="gelu" if kind.mlp == "gelu" else "swiglu"),
         moe=moe,

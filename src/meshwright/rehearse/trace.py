@@ -255,6 +255,7 @@ def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
             tokens_BS=ids[0].clone(),
             targets_BS=ids[1].clone(),
             weights_BS=torch.zeros(shape, dtype=full_precision_dtype(run.precision), device=device),
+            num_targets=None,
             positions_BS=ids[2].clone(),
             document_offsets_P=documents.offsets_P if is_separate else None,
             longest_document=shape[1] if is_separate else None,

@@ -30,7 +30,7 @@ def rows_of(batches: list[Batch]) -> Counter[tuple[object, ...]]:
         for one in batch.microbatches:
             for row in range(len(one.tokens_BS)):
                 if one.sequence_weights_B[row] > 0:
-                    rest = one._replace(document_offsets_P=None, longest_document=None)
+                    rest = one._replace(document_offsets_P=None, longest_document=None, num_targets=None)
                     found[
                         tuple(tuple(part[row].reshape(-1).tolist()) for part in rest if part is not None)
                     ] += 1

@@ -61,4 +61,6 @@ def shard_microbatch(microbatch: Microbatch, cp_rank: int, cp: int) -> Microbatc
     Positions keep the values they have in their document: rotary needs those, and causality between
     ranks follows from the layout instead.
     """
-    return microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)
+    return microbatch._replace(num_targets=None).each(
+        lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x
+    )
