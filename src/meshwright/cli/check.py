@@ -16,6 +16,7 @@ On = Annotated[
         "--on", help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json."
     ),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr; errors only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 

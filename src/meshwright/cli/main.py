@@ -35,6 +35,7 @@ VERBS = {
     "rehearse": "Trace a rank of the full run on this machine, then prove the run on local ranks.",
     "train": "Run a run file: starts local ranks, or joins those that a launcher started.",
     "demo": "Train a small model on generated text, here and now.",
+    "evaluate": "Compute the loss of a trained model on a dataset.",
     "sample": "Print text that a trained model writes after a prompt.",
     "compare": "Compare two runs' losses, gradient norms and weights.",
     "report": "Write one HTML file about a run.",

@@ -93,6 +93,10 @@ class HuggingFaceTokenizer:
         """The text of tokens; special tokens and tokens outside the vocabulary have no text."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
+    def token(self, token_id: int) -> str | None:
+        """The text of one token, special or not; None outside the vocabulary."""
+        return self._tokenizer.id_to_token(token_id)
+
     def _find_eos(self, eos: str | None) -> int:
         for name in [eos] if eos else _EOS_NAMES:
             token = self._tokenizer.token_to_id(name)

@@ -125,24 +125,27 @@ def save_folder(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     dtype: torch.dtype | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `config.json` and the weights, cast to `dtype` if one is given; called by one rank.
 
-    `state` maps our names to full tensors and is read one tensor at a time. The folder gets its name only
-    when it is complete.
+    `state` maps our names to full tensors and is read one tensor at a time. `files` are written beside the
+    weights; a `config.json` among them takes the place of ours. The folder gets its name only when it is
+    complete.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError("exists already and is not empty", where=str(folder), hint="name a new folder")
     _require_state(state, model, folder)
     dtype = next(iter(state.values())).dtype if dtype is None else dtype
-    config = to_config(model, dtype=str(dtype).removeprefix("torch."))
+    config = json.dumps(to_config(model, dtype=str(dtype).removeprefix("torch.")), indent=2) + "\n"
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         _write_shards(state, model, partial, max_shard_bytes=max_shard_bytes, dtype=dtype)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name, content in {"config.json": config.encode(), **(files or {})}.items():
+            (partial / name).write_bytes(content)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

@@ -58,6 +58,10 @@ class LoopLoader:
         """Continue at a saved epoch and position."""
         self.epoch, self.position = state["epoch"], state["position"]
 
+    def restart(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch: the loader has other batches than that of the saved run."""
+        self.epoch, self.position = state["epoch"] + bool(state["position"]), 0
+
     def close(self) -> None:
         """Does nothing: no batch is prefetched between epochs."""
 

@@ -11,6 +11,7 @@ The module is changed in place and called as before. Everything after `backward`
 """
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,6 +199,9 @@ class OwnLoop:
 
 def _restored(saver: Checkpoints | None) -> TrainState:
     saved = saver.restore() if saver else None
+    if saver is not None and dist.get_rank() == 0:
+        for change in saver.changes:
+            print(f"changed: {change}", file=sys.stderr)
     return TrainState.from_facts(saved) if saved else TrainState()
 
 

@@ -18,6 +18,7 @@ from meshwright.observe.metrics import to_json
 EventKind = Literal[
     "start",
     "resume",
+    "change",
     "checkpoint",
     "evaluate",
     "overflow",

@@ -6,8 +6,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from meshwright.observe.events import Event
 from meshwright.observe.metrics import Row
 from meshwright.observe.run_files import RunFiles
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A setting that differs from that of the steps before; values are texts."""
+
+    step: int
+    setting: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,8 @@ class RunFigures:
     """Peak memory, the largest of any step."""
     resumed_at: list[int]
     """Steps from which the run was resumed."""
+    changes: list[SettingChange]
+    """Settings that were changed when the run was resumed, by step."""
     non_finite_steps: list[int]
     """Steps whose loss or gradient norm was not a finite number."""
     num_skipped: int
@@ -66,6 +79,7 @@ def run_figures(files: RunFiles) -> RunFigures:
         mfu=_median(rows, "mfu"),
         peak_bytes=_whole(max(finite(rows, "peak_bytes"), default=None)),
         resumed_at=resume_steps(files),
+        changes=setting_changes(files.events),
         non_finite_steps=[int(row["step"] or 0) for row in rows if not _is_healthy(row)],
         num_skipped=_whole(summary.get("num_skipped")) or sum(bool(row.get("skipped")) for row in rows),
     )
@@ -81,6 +95,25 @@ def resume_steps(files: RunFiles) -> list[int]:
     """Steps from which the run was resumed, from the events of rank 0."""
     steps = (_whole(event.get("step")) for event in files.events if event["kind"] == "resume")
     return sorted({step for step in steps if step is not None})
+
+
+def setting_changes(events: Iterable[Event]) -> list[SettingChange]:
+    """The changes that the recorded steps were trained with.
+
+    A later resume from the same or an earlier step starts from the settings of its checkpoint, so changes
+    from that step on no longer count.
+    """
+    found: list[SettingChange] = []
+    for event in events:
+        step = _whole(event.get("step"))
+        if step is None:
+            continue
+        if event["kind"] == "resume":
+            found = [change for change in found if change.step < step]
+        elif event["kind"] == "change":
+            texts = (str(event.get(name, ""))[:200] for name in ("setting", "old", "new"))
+            found.append(SettingChange(step, *texts))
+    return found
 
 
 def _is_healthy(row: Row) -> bool:

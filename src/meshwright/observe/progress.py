@@ -39,8 +39,14 @@ def open_progress(
     counted: str = "tokens",
     every_seconds: float = 10.0,
     stream: TextIO | None = None,
+    quiet: bool = False,
 ) -> ProgressView:
-    """A live bar when the stream (stderr) is a terminal, else a plain line every `every_seconds`."""
+    """A live bar when the stream (stderr) is a terminal, else a plain line every `every_seconds`.
+
+    `quiet` shows nothing.
+    """
+    if quiet:
+        return NoProgress()
     out: TextIO = sys.stderr if stream is None else stream
     if Console(file=out).is_terminal:
         return LiveProgress(name, total_steps=total_steps, counted=counted, stream=out)
@@ -74,6 +80,21 @@ def _facts(metrics: StepMetrics, eta_seconds: float | None, counted: str) -> lis
     if eta_seconds is None:
         return parts
     return [*parts, f"ETA {show_seconds(eta_seconds)}" if eta_seconds else "done"]
+
+
+class NoProgress:
+    """Shows nothing (`--quiet`)."""
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show nothing of this step."""
+
+    def print(self, text: str) -> None:
+        """Print nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class LiveProgress:

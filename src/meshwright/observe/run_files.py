@@ -71,8 +71,15 @@ def _require_run(run_dir: Path) -> None:
         raise DataError(
             f"not a run directory: it has neither {RUN_NAME} nor {METRICS_NAME}",
             where=str(run_dir),
-            hint=_runs_in(run_dir),
+            hint=_runs_in(run_dir) or _loop_hint(run_dir),
         )
+
+
+def _loop_hint(run_dir: Path) -> str:
+    """What a directory of `meshwright.prepare` has, in which the user's loop logs what it wants."""
+    if not (run_dir / "checkpoints").is_dir():
+        return ""
+    return "a loop of meshwright.prepare saves checkpoints only; meshwright.fit also writes metrics"
 
 
 def _runs_in(folder: Path) -> str:

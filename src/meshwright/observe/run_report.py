@@ -28,6 +28,7 @@ _YAML_KEY = re.compile(r"^(\s*(?:- )?)([A-Za-z_][\w.-]*)(:)", re.MULTILINE)
 _EVENT_SENTENCE = {
     "start": "started",
     "resume": "resumed",
+    "change": "changed a setting",
     "checkpoint": "saved a checkpoint",
     "evaluate": "evaluated",
     "overflow": "skipped an update: gradients overflowed",
@@ -76,6 +77,7 @@ def render(files: RunFiles) -> str:
         notices=notices(figures),
         drawings=drawings,
         hover=[_hover(drawing) for drawing in drawings],
+        changes=figures.changes,
         events=_event_lines(files.events),
         sample=files.sample,
         run_yaml=_coloured_yaml(files.run_text),

@@ -168,6 +168,7 @@ class _Resolution:
         try:
             run = RunSpec.model_validate(self.merged.tree)
         except ValidationError as error:
+            _require_tokens(self.merged)
             found = violations_of(error, RunSpec, self.merged)
             self.violations += [each for each in found if not (model_failed and "model" in each.where)]
             self.violations += _unknown_family(self.merged, found)
@@ -175,6 +176,17 @@ class _Resolution:
         if self.violations:
             raise SpecErrors(self.violations)
         return LoadedRun(run, self.merged)
+
+
+def _require_tokens(layer: Layer) -> None:
+    """Refuse the run file of `meshwright.fit` in one text: it has samples and no model."""
+    data = layer.tree.get("data")
+    if "model" not in layer.tree and isinstance(data, dict) and "batch_samples" in data:
+        raise SpecError(
+            "this is a run of meshwright.fit, whose model and dataset are Python objects",
+            where=placed("data.batch_samples", layer.origin_of(("data", "batch_samples"))),
+            hint="start the program that calls fit; `report` and `compare` read its run directory",
+        )
 
 
 def _resolve(text: str, file: Path, kind: str, overrides: Sequence[str]) -> LoadedRun:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.run_checkpoints import require_same_trajectory
+from meshwright.checkpoint.load import complete_checkpoints
+from meshwright.checkpoint.run_checkpoints import allowed_changes
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -27,7 +28,7 @@ from meshwright.train.capacity import capacity_error, require_capacity
 from meshwright.train.loop import train
 
 
-def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:
+def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None, quiet: bool = False) -> int:
     """Train as the rank that the environment describes; returns the exit code.
 
     After an error the process groups of several ranks are left as they are: others may be in any
@@ -37,7 +38,7 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
     try:
         on_first_rank(lambda: require_capacity(run, world.device))
         with claimed_directory(run, run_dir):
-            outcome = train(run, world, run_dir, stop_after=stop_after)
+            outcome = train(run, world, run_dir, stop_after=stop_after, quiet=quiet)
     except BaseException as error:
         if world.num_ranks == 1:
             leave_world()
@@ -101,6 +102,8 @@ def _claim(run: RunSpec | FitSpec, run_dir: Path, held: ExitStack) -> None:
         held.enter_context(run_lock(run_dir))
         if run_file.exists() and (run_dir / "metrics.jsonl").exists():
             _require_same_run(run, run_file)
+            if _is_finished(run, run_dir):
+                return
         draft = run_dir / ".run.yaml"
         draft.write_text(dump_run(run))
         os.replace(draft, run_file)
@@ -123,7 +126,20 @@ def _require_same_run(run: RunSpec | FitSpec, run_file: Path) -> None:
             where=str(run_file),
             hint="name another directory with --dir",
         ) from None
-    require_same_trajectory(run, saved, run_file.parent)
+    allowed_changes(run, saved, run_file.parent)
+
+
+def _is_finished(run: RunSpec | FitSpec, run_dir: Path) -> bool:
+    """Whether the newest checkpoint has all steps: run.yaml then stays as it is. Refuses fewer steps."""
+    folders = complete_checkpoints(run_dir / "checkpoints")
+    done, wanted = int(folders[-1].name.removeprefix("step-")) if folders else 0, run.schedule.num_steps
+    if done > wanted:
+        raise CheckpointError(
+            f"this run has {done} steps already, schedule.num_steps is {wanted}",
+            where=str(run_dir),
+            hint=f"set schedule.num_steps above {done} to go on, or name another directory with --dir",
+        )
+    return done == wanted
 
 
 def _read_saved(run: RunSpec | FitSpec, run_file: Path) -> dict[str, Any]:

@@ -173,8 +173,8 @@ def test_without_max_epochs_the_data_starts_over() -> None:
     assert batch.sample_ids[:per_epoch] != batch.sample_ids[per_epoch : 2 * per_epoch]
 
 
-def test_sizes_follow_the_ramp_from_any_position() -> None:
-    """A position alone tells how large its batch is, so a resume inside a ramp needs nothing else."""
+def test_sizes_follow_the_ramp_from_any_batch() -> None:
+    """The index of a batch decides how large it is, so a run may change it and keep its position."""
     spec = SPEC.with_(
         max_epochs=None,
         batch_sequences=8,
@@ -187,7 +187,7 @@ def test_sizes_follow_the_ramp_from_any_position() -> None:
     assert [spec.num_sequences(count) for count in range(6)] == [0, 2, 4, 8, 16, 24]
     for index in range(5):
         later = build(spec)
-        later.load_state({**batches.state(), "position": spec.num_sequences(index)})
+        later.load_state({**batches.state(), "position": spec.num_sequences(index), "num_batches": index})
         assert next(later).sample_ids == taken[index].sample_ids
 
 
