@@ -1,9 +1,9 @@
 """Initial weights that do not depend on the layout: every tile of a tensor has a seed of its own.
 
 A parameter consists of tiles of at most 1024 x 1024 elements over its last two dims. A tile is drawn on the
-CPU in float32, from a generator seeded by the run's seed, the parameter's name and the tile's place. Each rank
-draws the tiles that its shard touches. So any mesh, stage split, device or dtype starts from the same weights,
-and no rank draws or holds a full tensor of which it keeps a shard.
+CPU in float32, from a generator seeded by the run's seed, the parameter's name and the tile's place. Each
+rank draws the tiles that its shard touches. So any mesh, stage split, device or dtype starts from the same
+weights, and no rank draws or holds a full tensor of which it keeps a shard.
 """
 
 import hashlib
