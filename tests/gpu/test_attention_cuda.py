@@ -223,13 +223,34 @@ def test_attention_of_one_device(has_documents, window, groups, value_width):
         _close(ours, exact, BF16)
 
 
-def _kernels(*, has_documents: bool, window: int | None) -> str:
+@pytest.mark.parametrize(("groups", "value_width"), [(2, 64), (2, 32)])
+def test_compiled_windows(groups, value_width):
+    """Two causal calls, with what the compiler makes of reordered rows, against the definition."""
+    shapes = [(8, 64), (groups, 64), (groups, value_width), (8, value_width)]
+    tensors = [_heads((2, 512, *shape), seed, torch.bfloat16) for seed, shape in enumerate(shapes)]
+    rows, results = full_sequence(512), []
+    for is_ours in (True, False):
+        *leaves, grad = (x if is_ours else x.double() for x in tensors)
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        if is_ours:
+            settings = {"documents": None, "positions_BS": None, "window": 128, "scale": 0.2}
+            out = torch.compile(Attend())(*leaves, **settings)
+        else:
+            out = reference_attention(*leaves, AttentionScope(rows, rows, 0.2, 128))
+        out.backward(grad)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, exact in zip(*results, strict=True):
+        _close(ours, exact, BF16)
+
+
+def _kernels(*, has_documents: bool, window: int | None, is_compiled: bool = False) -> str:
     """Names of the attention kernels of a call."""
+    layer = torch.compile(Attend()) if is_compiled else Attend()
     q, k, v = (_heads((2, 512, heads, 64), seed, torch.bfloat16) for seed, heads in enumerate((8, 2, 2)))
     documents = documents_of(_documents(512) if has_documents else None)
 
     def call() -> None:
-        Attend()(q, k, v, documents=documents, positions_BS=None, window=window, scale=0.2)
+        layer(q, k, v, documents=documents, positions_BS=None, window=window, scale=0.2)
 
     call()
     return " ".join(profiled(call, num_steps=1).attention_kernels)
@@ -240,10 +261,11 @@ def test_the_kernel_of_each_case():
     has_cudnn = torch.cuda.get_device_capability() >= (9, 0)
     assert "flash_fwd" in _kernels(has_documents=True, window=None)
     assert "flash_fwd" in _kernels(has_documents=True, window=64)
-    assert "flash_fwd" in _kernels(has_documents=False, window=100)
+    assert "flash_fwd" in _kernels(has_documents=False, window=64)
+    assert "flash_fwd" in _kernels(has_documents=False, window=100, is_compiled=True)
     if has_cudnn:
         for window in (None, 64):
-            found = _kernels(has_documents=False, window=window)
+            found = _kernels(has_documents=False, window=window, is_compiled=window is not None)
             assert "flash_fwd" not in found and ("cudnn" in found or "sdpa" in found or "fmha" in found)
 
 

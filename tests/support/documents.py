@@ -13,7 +13,7 @@ def document_arguments(ids_BS: Tensor) -> dict[str, Any]:
     """The arguments of `Decoder.forward` for one micro-batch with these documents."""
     found = batch_documents(ids_BS.cpu().numpy(), len(ids_BS))
     offsets_P = torch.from_numpy(found.offsets_MP[0]).to(ids_BS.device)
-    return {"document_offsets_P": offsets_P, "longest_document": found.longest}
+    return {"document_offsets_P": offsets_P, "longest_document": found.longest_M[0]}
 
 
 def documents_of(ids_BS: Tensor | None) -> Documents | None:

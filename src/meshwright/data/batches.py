@@ -43,7 +43,7 @@ class Microbatch(NamedTuple):
     weights_BS: Tensor
     """Loss weights: 1 / target tokens of the global batch where the target counts, else 0."""
     num_targets: int | None
-    """Most targets that count in a micro-batch of the batch; None where the tokens are sharded over cp."""
+    """Targets that count in the loss, or more; None where the tokens are sharded over cp."""
     positions_BS: Tensor
     """Positions, int64, from 0 at the start of the row and, with separate documents, of each document."""
     document_offsets_P: Tensor | None
@@ -51,7 +51,7 @@ class Microbatch(NamedTuple):
     the tokens from one entry to the next. Of one length in all micro-batches of a batch: entries at the end
     repeat B x S. None for joined documents."""
     longest_document: int | None
-    """Tokens of the longest document of the batch; None for joined documents."""
+    """Tokens of the longest document, or more; None for joined documents."""
     sequence_weights_B: Tensor
     """1 / sequences of the global batch, 0 for a padding row: for losses that average over sequences."""
 
@@ -308,14 +308,19 @@ def build_local_batch(
         tokens_BS=torch.from_numpy(rows.tokens_BS),
         targets_BS=torch.from_numpy(rows.targets_BS),
         weights_BS=weights,
-        num_targets=int(rows.counts_BS.reshape(-1, size * samples.sequence_length).sum(axis=1).max()),
+        num_targets=None,
         positions_BS=torch.from_numpy(rows.positions_BS),
         document_offsets_P=None if documents is None else torch.from_numpy(documents.offsets_MP.ravel()),
-        longest_document=None if documents is None else documents.longest,
+        longest_document=None,
         sequence_weights_B=sequence_weights,
     )
+    num_targets = rows.counts_BS.reshape(-1, size * samples.sequence_length).sum(axis=1).tolist()
+    longest = [None] * len(num_targets) if documents is None else documents.longest_M
+    parts = zip(_split(local, sharding), num_targets, longest, strict=True)
     return Batch(
-        microbatches=_split(local, sharding),
+        microbatches=tuple(
+            part._replace(num_targets=count, longest_document=most) for part, count, most in parts
+        ),
         num_tokens=samples.num_targets(ids),
         num_sequences=len(ids),
         sample_ids=tuple(ids.tolist()),

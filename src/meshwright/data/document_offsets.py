@@ -14,8 +14,8 @@ class BatchDocuments(NamedTuple):
 
     offsets_MP: NDArray[np.int32]
     """Offsets over the tokens of each micro-batch, padded to one length with its number of tokens."""
-    longest: int
-    """Tokens of the longest document."""
+    longest_M: tuple[int, ...]
+    """Tokens of the longest document of each micro-batch."""
 
 
 def batch_documents(documents_BS: NDArray[np.int64], microbatch_sequences: int) -> BatchDocuments:
@@ -25,8 +25,7 @@ def batch_documents(documents_BS: NDArray[np.int64], microbatch_sequences: int) 
     most = max(len(each) for each in offsets)
     width = most + -most % ALIGN
     padded = [np.pad(each, (0, width - len(each)), mode="edge") for each in offsets]
-    longest = max(int(np.diff(each).max()) for each in offsets)
-    return BatchDocuments(np.stack(padded), longest)
+    return BatchDocuments(np.stack(padded), tuple(int(np.diff(each).max()) for each in offsets))
 
 
 def document_offsets(documents_BS: NDArray[np.int64]) -> NDArray[np.int32]:

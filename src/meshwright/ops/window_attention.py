@@ -29,9 +29,13 @@ _NO_WEIGHT = 1e30
 
 
 def has_window_kernel(q: Tensor, v: Tensor, window: int, simulated: SimulatedDevice | None = None) -> bool:
-    """Whether two causal calls pay: cuDNN's have no window, and are faster than flash with one (Hopper)."""
+    """Whether two causal calls pay: cuDNN's have no window, and are faster than flash with one (Hopper).
+
+    Only in a compiled graph, which fuses the reordering of rows and the merge: uncompiled, they take more
+    memory and half of the gain.
+    """
     is_even = window % ALIGN == 0 and q.shape[1] % window == 0
-    if not is_even or q.dtype != compute_dtype(q):
+    if not is_even or q.dtype != compute_dtype(q) or not torch.compiler.is_compiling():
         return False
     return choose_kernel(q, v, has_bias=False, simulated=simulated) is CUDNN
 

@@ -17,7 +17,7 @@ def test_micro_batches_count_from_zero_and_have_one_length() -> None:
     assert found.offsets_MP.shape == (2, ALIGN) and found.offsets_MP.dtype == np.int32
     assert found.offsets_MP[0].tolist() == [0, 2, 3, 4] + [8] * (ALIGN - 4)
     assert found.offsets_MP[1].tolist() == [0, 1, 2, 3, 4, 7] + [8] * (ALIGN - 6)
-    assert found.longest == 4
+    assert found.longest_M == (4, 3)
 
 
 def test_many_documents_take_the_next_multiple() -> None:

@@ -15,7 +15,8 @@ class Attend(nn.Module):
 
     joined documents, no window    torch's SDPA, causal
     separate documents             ops/varlen_attention, with or without a window
-    window, joined documents       ops/window_attention, or ops/varlen_attention; on a CPU a mask
+    window, joined documents       ops/window_attention if compiled, else ops/varlen_attention
+    the same on a CPU              torch's SDPA with a mask
     attention dropout, fp32 CUDA   torch's SDPA with a mask
     """
 

@@ -129,14 +129,19 @@ class PipelineProgram:
 
 
 def concatenated(microbatches: Sequence[Microbatch]) -> Microbatch:
-    """All sequences of a step as one batch."""
+    """All sequences of a step as one batch; its numbers are the largest of all micro-batches."""
     first = microbatches[0]
+    numbers = {
+        name: max(getattr(one, name) for one in microbatches)
+        for name in NUMBERS
+        if getattr(first, name) is not None
+    }
     columns = {
         name: torch.cat([getattr(one, name) for one in microbatches])
         for name, part in first._asdict().items()
         if isinstance(part, Tensor)
     }
-    return first._replace(**columns)
+    return first._replace(**columns, **numbers)
 
 
 def _numbers_as_shapes(arguments: dict[str, Tensor | int], like_BS: Tensor) -> dict[str, Tensor]:
