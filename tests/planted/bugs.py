@@ -164,7 +164,6 @@ BUGS = [
         "begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]",
         "begins_BS[:, 1:] = False",
         DP + "test_one_rank_is_the_oracle[gqa]",
-        is_wide=True,
     ),
     Bug(
         "a token of the document before is seen",
