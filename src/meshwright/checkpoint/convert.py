@@ -19,6 +19,7 @@ from meshwright.checkpoint.save import save_checkpoint
 from meshwright.checkpoint.source_files import keep_source_files
 from meshwright.checkpoint.weights import TORCH_SUFFIXES, Weights
 from meshwright.errors import CheckpointError
+from meshwright.files import new_folder_beside
 from meshwright.mesh import join_world, leave_world
 from meshwright.models.hf_weights import DEFAULT_SHARD_BYTES, save_folder
 
@@ -84,18 +85,17 @@ def _write_file(weights: Weights, target: Path, *, dtype: torch.dtype | None) ->
         "spec": weights.model.model_dump(mode="json"),
         "step": weights.step,
     }
-    draft = target.with_name(f".{target.name}.partial")
+    folder = new_folder_beside(target)
     try:
-        torch.save(content, draft)
-        os.link(draft, target)  # refuses what appeared in the meantime
+        torch.save(content, folder / target.name)
+        os.link(folder / target.name, target)  # refuses what appeared in the meantime
     finally:
-        draft.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_checkpoint(weights: Weights, target: Path, *, dtype: torch.dtype | None) -> None:
     """Write a checkpoint of the weights alone, for `checkpoint.start_from`."""
-    draft = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
+    draft = new_folder_beside(target)
     has_world = dist.is_initialized()
     if not has_world:
         join_world("cpu")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.cli.check import Overrides, Quiet, Run
+from meshwright.cli.check import Overrides, Quiet, Run, run_directory
 from meshwright.errors import EXIT_RANK_OUT_OF_MEMORY, OutOfMemory, SpecError
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ def train(
     run: Run,
     overrides: Overrides = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="The run directory; by default runs/<name>.")
+        Path | None,
+        typer.Option("--dir", parser=run_directory, metavar="DIR", help="By default runs/<name>."),
     ] = None,
     stop_after: Annotated[
         int | None,
@@ -41,6 +42,8 @@ def train(
     loaded.require_valid()
     spec = loaded.run
     run_dir = directory or Path("runs") / spec.name
+    if not is_rank() and not quiet:
+        _print_notes(spec)
     if is_rank():
         _run_one_rank(spec, run_dir, stop_after, quiet=quiet)
     if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch":
@@ -53,6 +56,14 @@ def train(
     from meshwright.train.session import run_rank
 
     sys.exit(run_rank(spec, run_dir, stop_after=stop_after, quiet=quiet))
+
+
+def _print_notes(run: "RunSpec") -> None:
+    """Print where a family was shrunk by half; `check` prints every note."""
+    from meshwright.spec.advice import family_keeps_its_proportions
+
+    for note in family_keeps_its_proportions(run):
+        print(f"note: {note.fact}\n  hint:  {note.hint}", file=sys.stderr)
 
 
 def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None, *, quiet: bool) -> NoReturn:

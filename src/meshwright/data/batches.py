@@ -296,6 +296,7 @@ def build_local_batch(
     samples: Samples, ids: NDArray[np.int64], sharding: BatchSharding, *, total_ids: NDArray[np.int64]
 ) -> Batch:
     """One rank's part of the global batch `ids`, on the host; weights divide by the totals of `total_ids`."""
+    samples.source.require_unchanged()
     local_ids = sharding.local(ids)
     rows = samples.rows(local_ids)
     # At least 1: a batch in which no target counts has weight zero, not nan.

@@ -12,15 +12,15 @@ from meshwright.spec.violations import show_value
 
 # Settings that name a run or its file format and decide nothing in it.
 _UNRECORDED = ("name", "version")
-_MODEL = "the saved weights are those of this model"
+_MODEL = "the saved weights are of the old model"
 _INITIAL = "it is used before the first step only"
 _FIXED = {
     "model": _MODEL,
     "model.init_std": _INITIAL,
     "model.scaled_residual_init": _INITIAL,
     "seed": "the order of samples and the initial weights follow from it",
-    "optim": "the saved optimizer state is of this optimizer",
-    "optim.kind": "the saved optimizer state is of this kind",
+    "optim": "the saved optimizer state is of the old optimizer",
+    "optim.kind": "the saved optimizer state is of the old kind",
     "checkpoint.start_from": _INITIAL,
 }
 # Settings of a model that decide how it is trained, not what its weights mean.

@@ -9,7 +9,9 @@ from meshwright.checkpoint.initial import load_initial_weights, require_built_in
 from meshwright.checkpoint.load import read_manifest
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.data.batches import evaluation_ids, open_samples
-from meshwright.errors import CheckpointError, DataError
+from meshwright.data.sources import read_manifest as read_dataset_manifest
+from meshwright.data.tokenize import tokenizer_for
+from meshwright.errors import CheckpointError, DataError, MeshwrightError
 from meshwright.mesh import build_mesh, join_world
 from meshwright.spec import (
     CheckpointSpec,
@@ -105,11 +107,29 @@ def _evaluated_data(
     batch = saved.batch_sequences if keeps_batch else saved.microbatch_sequences * parallel.dp
     spec = saved.with_(batch_sequences=batch, batch_ramp=(), max_epochs=None)
     if path is not None:
+        if saved.path != path:
+            _require_same_tokenizer(saved, path)
         return spec.with_(path=path, synthetic=None, holdout_sequences=0)
     if saved.holdout_sequences == 0:
         hint = "name a dataset: --data PATH (`meshwright data pack` makes one)"
         raise DataError("the run has no held-out sequences", where="data.holdout_sequences", hint=hint)
     return spec
+
+
+def _require_same_tokenizer(saved: DataSpec, path: str) -> None:
+    """Refuse a dataset that another tokenizer packed; nothing is compared where the run's data is gone."""
+    try:
+        ours = tokenizer_for(saved)
+    except (MeshwrightError, OSError):
+        return
+    theirs = read_dataset_manifest(Path(path)).tokenizer
+    if theirs.hash == ours.hash:
+        return
+    raise DataError(
+        f"the dataset is packed with {theirs.name}, the run was trained on tokens of {ours.name}",
+        where=path,
+        hint="pack it with the tokenizer of the run: `meshwright data pack --tokenizer`",
+    )
 
 
 def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:

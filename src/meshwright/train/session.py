@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.checkpoint.load import complete_checkpoints
+from meshwright.checkpoint.retain import remove_leftovers
 from meshwright.checkpoint.run_checkpoints import allowed_changes
 from meshwright.errors import (
     EXIT_DONE,
@@ -18,7 +19,9 @@ from meshwright.errors import (
     RunError,
     SpecError,
 )
+from meshwright.files import read_text
 from meshwright.mesh import World, join_world, leave_world
+from meshwright.observe.events import events_path, read_events
 from meshwright.resilience.run_lock import run_lock
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
@@ -83,6 +86,26 @@ def on_first_rank(action: Callable[[], None]) -> None:
         raise failure[0]
 
 
+def lock_directory(run_dir: Path, held: ExitStack) -> None:
+    """Make the directory and lock it until `held` ends; removes what interrupted saves left. For rank 0."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        held.enter_context(run_lock(run_dir))
+        remove_leftovers(run_dir / "checkpoints")
+    except OSError as error:
+        raise _not_writable(run_dir, error) from None
+
+
+def _not_writable(run_dir: Path, error: OSError) -> SpecError:
+    is_file = isinstance(error, FileExistsError | NotADirectoryError)
+    why = "a file is in the way" if is_file else error.strerror or error
+    return SpecError(
+        f"the run directory cannot be written: {why}",
+        where=str(run_dir),
+        hint="name another directory: --dir, or directory= in Python",
+    )
+
+
 @contextmanager
 def claimed_directory(run: RunSpec | FitSpec, run_dir: Path) -> Iterator[None]:
     """While inside, the run directory is this run's alone; all ranks call it.
@@ -96,25 +119,30 @@ def claimed_directory(run: RunSpec | FitSpec, run_dir: Path) -> Iterator[None]:
 
 
 def _claim(run: RunSpec | FitSpec, run_dir: Path, held: ExitStack) -> None:
+    lock_directory(run_dir, held)
     run_file = run_dir / "run.yaml"
+    if run_file.exists() and (run_dir / "metrics.jsonl").exists():
+        _require_same_run(run, run_file)
+        _require_checkpoints(run_dir)
+        if _is_finished(run, run_dir):
+            return
+    draft = run_dir / ".run.yaml"
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        held.enter_context(run_lock(run_dir))
-        if run_file.exists() and (run_dir / "metrics.jsonl").exists():
-            _require_same_run(run, run_file)
-            if _is_finished(run, run_dir):
-                return
-        draft = run_dir / ".run.yaml"
         draft.write_text(dump_run(run))
         os.replace(draft, run_file)
     except OSError as error:
-        is_file = isinstance(error, FileExistsError | NotADirectoryError)
-        why = "a file is in the way" if is_file else error.strerror or error
-        raise SpecError(
-            f"the run directory cannot be written: {why}",
+        raise _not_writable(run_dir, error) from None
+
+
+def _require_checkpoints(run_dir: Path) -> None:
+    """Refuse to start over, silently, a run whose checkpoints were deleted: its metrics would be lost too."""
+    saved = [event for event in read_events(events_path(run_dir, 0)) if event["kind"] == "checkpoint"]
+    if saved and not complete_checkpoints(run_dir / "checkpoints"):
+        raise CheckpointError(
+            f"this run saved a checkpoint of step {saved[-1].get('step')}, and checkpoints/ has none now",
             where=str(run_dir),
-            hint="name another directory: --dir, or directory= in Python",
-        ) from None
+            hint="put checkpoints/ back, or start over in another directory (--dir)",
+        )
 
 
 def _require_same_run(run: RunSpec | FitSpec, run_file: Path) -> None:
@@ -145,5 +173,5 @@ def _is_finished(run: RunSpec | FitSpec, run_dir: Path) -> bool:
 def _read_saved(run: RunSpec | FitSpec, run_file: Path) -> dict[str, Any]:
     if isinstance(run, RunSpec):
         return load_run(run_file).model_dump(mode="json")
-    found = parse_yaml(run_file.read_text(), str(run_file)).value
+    found = parse_yaml(read_text(run_file), str(run_file)).value
     return found if isinstance(found, dict) else {}

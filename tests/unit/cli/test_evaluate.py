@@ -9,6 +9,7 @@ import pytest
 from tests.support.run_files import TRAINABLE, write_run_file
 
 from meshwright.cli.main import run
+from meshwright.data.byte_tokenizer_file import byte_tokenizer_json
 from meshwright.observe.metrics import read_metrics
 
 Captured = pytest.CaptureFixture[str]
@@ -93,6 +94,16 @@ def test_bad_input_is_refused(trained: Path, capsys: Captured, options: list[str
     assert run(["evaluate", str(trained), *options]) == 2
     captured = capsys.readouterr()
     assert fact in captured.err and captured.out == ""
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(trained: Path, tmp_path: Path, capsys: Captured):
+    (tmp_path / "text.txt").write_text("the fox and the crow\n" * 60)
+    (tmp_path / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    pack = ["data", "pack", str(tmp_path / "text.txt"), "-o", str(tmp_path / "packed")]
+    assert run([*pack, "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
+    capsys.readouterr()
+    assert run(["evaluate", str(trained), "--data", str(tmp_path / "packed")]) == 2
+    assert "the run was trained on tokens of bytes" in capsys.readouterr().err
 
 
 def test_a_run_without_holdout_needs_a_dataset(tmp_path: Path, capsys: Captured):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -196,6 +197,28 @@ def test_a_finished_run_says_so_and_its_directory_stays_as_it_is(trained: Path, 
     assert run(["train", file, "optim.lr=0.5", "--dir", str(trained)]) == 0
     assert "without effect: optim.lr was 0.01, is 0.5" in capsys.readouterr().err
     assert content(trained) == before
+
+
+def test_a_run_prints_where_and_on_what_it_trains_and_its_evaluation_losses(tmp_path: Path, capsys: Captured):
+    data = {**TRAINABLE["data"], "holdout_sequences": 2}
+    file = write_run_file(tmp_path / "run.yaml", data=data, observe={"evaluate": {"every_steps": 2}})
+    command = ["train", file, "--dir", str(tmp_path / "run")]
+    assert run([*command, "--stop-after", "2"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r".*/run: [0-9.]+K parameters, cpu, one device, 4 micro-batches per step", lines[0])
+    loss = read_metrics(tmp_path / "run")[-1]["eval_loss"]
+    assert f"step 2: evaluation loss {loss:.4f}" in lines
+    assert run([*command, "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == captured.out == ""
+
+
+def test_a_shrunken_family_says_what_to_set(tmp_path: Path, capsys: Captured):
+    model = {"family": "llama-3.2-1b", "num_layers": 1, "width": 64, "vocab_size": 257}
+    file = write_run_file(tmp_path / "run.yaml", model=model, schedule={"num_steps": 1})
+    assert run(["train", file, "--dir", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("note: width=64 with attention.num_heads=32") and "model.mlp.width=256" in said
 
 
 def test_a_run_goes_on_with_other_settings(tmp_path: Path, capsys: Captured):

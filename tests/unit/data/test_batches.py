@@ -1,5 +1,6 @@
 """Batches: one global order, however it is split, stopped and resumed."""
 
+import json
 import threading
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from meshwright.data.batches import Batch, Batches, build_batches, evaluation_batches
+from meshwright.data.file_check import sampled_hash, sha256_of
 from meshwright.data.pack import pack
 from meshwright.data.tokenize import ByteTokenizer
 from meshwright.errors import DataError
@@ -270,6 +272,14 @@ def test_data_that_does_not_suit_is_refused_with_a_hint(
     assert caught.value.where
 
 
+def vouch_for(folder: Path) -> None:
+    """Write the hashes of tokens.bin as it is now: a dataset that was packed with a damaged token."""
+    manifest = json.loads((folder / "dataset.json").read_text())
+    manifest["sha256"]["tokens.bin"] = sha256_of(folder / "tokens.bin")
+    manifest["sampled"]["tokens.bin"] = sampled_hash(folder / "tokens.bin")
+    (folder / "dataset.json").write_text(json.dumps(manifest))
+
+
 def test_a_damaged_token_stops_the_run_with_a_fact(tmp_path: Path) -> None:
     """Found in the background thread, raised in the foreground, and never passed to the model."""
     (tmp_path / "a.txt").write_text("many words " * 100)
@@ -277,6 +287,7 @@ def test_a_damaged_token_stops_the_run_with_a_fact(tmp_path: Path) -> None:
     with (tmp_path / "data" / "tokens.bin").open("r+b") as file:
         file.seek(2 * 70)
         file.write(b"\xff\xff")
+    vouch_for(tmp_path / "data")
     spec = DataSpec(path=str(tmp_path / "data"), sequence_length=64, batch_sequences=1, shuffle=False)
     batches = build(spec)
     next(batches)
