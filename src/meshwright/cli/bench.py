@@ -90,9 +90,10 @@ def comm(
     yes: Annotated[bool, typer.Option("--yes", help="Start more ranks than cores without asking.")] = False,
 ) -> None:
     """Collectives by message and group size, from all-reduce to point-to-point."""
-    from meshwright.launch.local import is_rank, run_local
+    from meshwright.launch.launched import launched_rank
+    from meshwright.launch.local import run_local
 
-    if not is_rank():
+    if launched_rank() is None:
         _require_room(ranks, yes=yes)
         options = ["--device", device, "--seconds", str(seconds)]
         options += ["--json"] if as_json else []

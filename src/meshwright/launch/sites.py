@@ -2,7 +2,7 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -114,7 +114,7 @@ def validated_site(table: dict[str, Any], where: str) -> SiteSpec:
 def changed_site(site: SiteSpec, changes: dict[str, Any]) -> SiteSpec:
     """The profile with the values that are not None replaced."""
     given = {name: value for name, value in changes.items() if value is not None}
-    return validated_site({**cast(dict[str, Any], site.model_dump()), **given}, "command line")
+    return validated_site({**site.model_dump(), **given}, "command line")
 
 
 def _all_keys() -> str:

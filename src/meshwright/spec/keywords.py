@@ -31,6 +31,7 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
+from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -178,6 +179,13 @@ class ObserveSettings(TypedDict, total=False):
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
 
 
+class ResilienceSettings(TypedDict, total=False):
+    """Fields of `ResilienceSpec`."""
+
+    step_timeout_seconds: float
+    start_timeout_seconds: float
+
+
 class ModuleSettings(TypedDict, total=False):
     """Keywords that `fit` and `prepare` have in common."""
 
@@ -252,6 +260,7 @@ class FitSettings(ModuleSettings, total=False):
     schedule: ScheduleSpec | ScheduleSettings
     data: SamplesSpec | SamplesSettings
     observe: ObserveSpec | ObserveSettings
+    resilience: ResilienceSpec | ResilienceSettings
     num_steps: int
     warmup_steps: int
     min_lr_ratio: float
@@ -265,6 +274,8 @@ class FitSettings(ModuleSettings, total=False):
     tensorboard: bool
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+    step_timeout_seconds: float
+    start_timeout_seconds: float
 
 
 class LoopSettings(ModuleSettings, total=False):
