@@ -3,7 +3,7 @@
 A block is attention, the core of attention and an MLP. What differs between kinds of one section does not
 change the tensors of the others, so one trace gives a kind of each, and the planner puts them together. A
 mode changes attention and MLP: compiled or not, recompute (activation checkpointing), how weights are kept,
-fp8, tp. The core (softmax(q k) v, masks, communication over cp) knows of these only compiling and recompute.
+fp8, tp. The core (softmax(q k) v, communication over cp) knows of these only compiling and recompute.
 """
 
 import itertools
@@ -40,8 +40,7 @@ PAIRS = (
 )
 """Attention and MLP that are traced together; the first pair with an attention gives its numbers."""
 CP_KINDS = ("gather", "ring", "ulysses", "hierarchical")
-MASKS = ("documents", "window")
-CORES = (*MASKS, *CP_KINDS, *(f"{kind}_{mask}" for kind in CP_KINDS for mask in MASKS))
+CORES = CP_KINDS
 FP8_RECIPES = ("current", "blockwise", "mxfp8")
 """A trace cannot follow `delayed`, which has the tensors of `current`."""
 TP = 3
@@ -95,7 +94,7 @@ def run_of(kind: Kind) -> RunSpec:
     Of two micro-batches the first is read, in which no gradients are reduced. One that shares gradients with
     nobody needs a single one; its second would be compiled anew, with matmuls that add to gradients.
     """
-    mode, cp_kind = kind.mode, kind.core.partition("_")[0]
+    mode, cp_kind = kind.mode, kind.core
     cp = CP if cp_kind in CP_KINDS else 1
     tp = 1 if mode.tp == "1" else TP
     ep = EP if kind.mlp.endswith("_ep") else 1
@@ -125,7 +124,7 @@ def run_of(kind: Kind) -> RunSpec:
             sequence_length=4992,
             batch_sequences=sequences * shards * microbatches,
             microbatch_sequences=sequences,
-            documents="separate" if kind.core.endswith("documents") else "joined",
+            documents="joined",  # separate documents and windows keep the same tensors
         ),
     )
 
@@ -184,9 +183,7 @@ def _model(kind: Kind) -> ModelSpec:
         num_layers=2,
         width=896,
         max_positions=4096,
-        attention=attention.with_(
-            qk_norm=kind.attention == "qk_norm", window=700 if kind.core.endswith("window") else None
-        ),
+        attention=attention.with_(qk_norm=kind.attention == "qk_norm"),
         mlp=MlpSpec(width=4224, kind="gelu" if kind.mlp == "gelu" else "swiglu"),
         moe=moe,
         rope=RopeSpec(),

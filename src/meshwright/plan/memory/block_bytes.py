@@ -203,7 +203,7 @@ def _blocks_of(work: Workload, at: Layouts, stack: Framework, row: int) -> Block
     recompute = "full" if bits & FULL else "selective" if bits & NORMS else "none"
     weights = "zero3" if at.zero[row] == 3 else "cast" if stack.state.weight > work.working_bytes else "bf16"
     plain = Mode(work.compiled, recompute, weights, "bf16", tp)
-    attention, core = _attention(work), _core(work, at, row)
+    attention, core = _attention(work), _core(at, row)
     found: Blocks = []
     for mlp, share in _mlps(work, ep=int(at.ep[row])):
         for mode, part in _modes(plain, work, every=int(at.recompute_every[row])):
@@ -226,11 +226,9 @@ def _attention(work: Workload) -> str:
     return "latent" if attention.latent else "qk_norm" if attention.qk_norm else "gqa"
 
 
-def _core(work: Workload, at: Layouts, row: int) -> str:
-    """The core of attention: `plain`, a mask, a kind of cp, or both."""
-    mask = "" if not work.has_mask else "documents" if work.separate_documents else "window"
-    kind = CP_KINDS[int(at.cp_kind[row])] if at.cp[row] > 1 else ""
-    return "_".join(part for part in (kind, mask) if part) or "plain"
+def _core(at: Layouts, row: int) -> str:
+    """The core of attention: `plain`, or a kind of cp. Documents and windows keep the same tensors."""
+    return CP_KINDS[int(at.cp_kind[row])] if at.cp[row] > 1 else "plain"
 
 
 def _mlps(work: Workload, ep: int) -> list[tuple[str, float]]:

@@ -185,7 +185,7 @@ def _table(schedule: int, pp: int, virtual: int, micro: int) -> Floats:
     rows = np.array(found, dtype=np.float64)
     slopes = np.zeros_like(rows)
     if pp > 1 and name in BREADTH_FIRST and micro == MANY:
-        slopes[:, 2:] = [_slope(one, rank) for rank, one in listed]
+        slopes[:, 2:] = np.array([_slope(one, rank) for rank, one in listed])
     return np.concatenate([rows, slopes], axis=1)
 
 

@@ -52,7 +52,7 @@ def test_every_mode_has_every_section(
     weights: str, fp8: str, recompute: str, compiled: bool, tp: str
 ) -> None:
     mode = Mode(compiled, recompute, weights, fp8, tp)
-    for attention, core in (("gqa", "plain"), ("latent", "ring"), ("qk_norm", "ulysses_documents")):
+    for attention, core in (("gqa", "plain"), ("latent", "ring"), ("qk_norm", "ulysses")):
         for mlp in ("swiglu", "gelu", "routed", "routed_shared", "routed_ep", "routed_shared_ep"):
             block = block_memory(mode, attention, core, mlp)
             assert block.forward
