@@ -240,7 +240,7 @@ BUGS = [
     Bug(
         "position in a ramp counted in batches of the final size",
         "data/batches.py",
-        "stop = start + self._size_at(start)",
+        "stop = start + self._size_of(index)",
         "stop = start + self.sharding.batch_sequences",
         "tests/equivalence/test_large_batches.py::test_a_ramp_equals_one_device[zero_3]",
         is_wide=True,

@@ -136,7 +136,9 @@ def test_one_process_ends_with_the_same_text(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("meshwright.train.loop.train_step", _out_of_memory)
     code, run_dir = train(run_of(), tmp_path)
     assert code == EXIT_RUN_FAILED
-    assert capsys.readouterr().err.startswith(f"error: rank 0 ran out of memory in step 1: {TEXT}")
+    opening, error, *_ = capsys.readouterr().err.splitlines()
+    assert opening.startswith(f"{run_dir}: ") and "parameters" in opening
+    assert error.startswith(f"error: rank 0 ran out of memory in step 1: {TEXT}")
     assert read_events(events_path(run_dir, 0))[-1]["text"].startswith("rank 0 ran out of memory in step 1")
 
 

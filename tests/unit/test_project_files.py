@@ -68,3 +68,15 @@ def test_every_requirement_is_pinned_in_the_constraints():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower() for line in lines if "==" in line}
     assert wanted - {"meshwright"} <= pinned
+
+
+def test_the_dockerfile_copies_files_that_exist_and_installs_what_train_needs():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    assert copied and all((ROOT / name).exists() for name in copied)
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert not set(copied) & set(ignored)
+    assert any(line.startswith("RUN pip install") and ".[train]" in line for line in lines)
+    assert 'ENTRYPOINT ["meshwright"]' in lines
+    base = next(line for line in lines if line.startswith("FROM "))
+    assert base == "FROM python:3.12-slim"

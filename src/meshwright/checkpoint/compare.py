@@ -1,15 +1,16 @@
 """Differences between the weights of two runs."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint.load import complete_checkpoints
-from meshwright.checkpoint.weights import Weights, open_weights
+from meshwright.checkpoint.weights import saved_weights
 from meshwright.errors import CheckpointError
-from meshwright.models.hf_names import state_shapes
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ def weight_difference(
     step = max((step for step in shared if max_step is None or step <= max_step), default=None)
     if step is None:
         return None
-    a, b = open_weights(run_a, step=step), open_weights(run_b, step=step)
-    if state_shapes(a.model) != state_shapes(b.model):
+    a, b = saved_weights(run_a, step=step), saved_weights(run_b, step=step)
+    if a.shapes() != b.shapes():
         raise CheckpointError(
             "the runs have different models, so their weights cannot be compared",
             where=f"{run_a} and {run_b}",
@@ -41,9 +42,11 @@ def weight_difference(
     return compare_weights(a, b, step=step, rtol=rtol)
 
 
-def compare_weights(a: Weights, b: Weights, *, step: int, rtol: float) -> WeightDifference:
+def compare_weights(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, step: int, rtol: float
+) -> WeightDifference:
     """The difference of two sets of weights, tensor by tensor."""
-    relative = [_relative(a.tensors[tensor], b.tensors[tensor]) for tensor in a.tensors]
+    relative = [_relative(a[tensor], b[tensor]) for tensor in a]
     return WeightDifference(
         step=step,
         num_tensors=len(relative),
@@ -52,7 +55,7 @@ def compare_weights(a: Weights, b: Weights, *, step: int, rtol: float) -> Weight
     )
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def _relative(a: Tensor, b: Tensor) -> float:
     if torch.equal(a, b):
         return 0.0
     size = torch.maximum(a.abs().max(), b.abs().max()).double()

@@ -14,10 +14,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshwright import __version__
+from meshwright.checkpoint.export import exported_files, source_dtype
 from meshwright.checkpoint.save import save_checkpoint
+from meshwright.checkpoint.source_files import keep_source_files
 from meshwright.checkpoint.weights import TORCH_SUFFIXES, Weights
-from meshwright.data.sources import TOKENIZER_FILE
 from meshwright.errors import CheckpointError
+from meshwright.files import new_folder_beside
 from meshwright.mesh import join_world, leave_world
 from meshwright.models.hf_weights import DEFAULT_SHARD_BYTES, save_folder
 
@@ -68,17 +70,12 @@ def _disk_error_text(error: Exception) -> str | None:
 
 
 def _write_folder(weights: Weights, target: Path, *, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-    """Write a Hugging Face folder, one file in memory at a time, with the dataset's tokenizer."""
-    save_folder(weights.tensors, weights.model, target, max_shard_bytes=max_shard_bytes, dtype=dtype)
-    tokenizer = _tokenizer_file(weights)
-    if tokenizer is not None:
-        shutil.copyfile(tokenizer, target / TOKENIZER_FILE)
-
-
-def _tokenizer_file(weights: Weights) -> Path | None:
-    dataset = weights.run.data.path if weights.run else None
-    file = (Path(dataset) if dataset else weights.origin) / TOKENIZER_FILE
-    return file if file.is_file() else None
+    """Write a Hugging Face folder, one file in memory at a time, with all that came in beside the weights."""
+    dtype = dtype or source_dtype(weights) or next(iter(weights.tensors.values())).dtype
+    files = exported_files(weights, dtype)
+    save_folder(
+        weights.tensors, weights.model, target, max_shard_bytes=max_shard_bytes, dtype=dtype, files=files
+    )
 
 
 def _write_file(weights: Weights, target: Path, *, dtype: torch.dtype | None) -> None:
@@ -88,18 +85,17 @@ def _write_file(weights: Weights, target: Path, *, dtype: torch.dtype | None) ->
         "spec": weights.model.model_dump(mode="json"),
         "step": weights.step,
     }
-    draft = target.with_name(f".{target.name}.partial")
+    folder = new_folder_beside(target)
     try:
-        torch.save(content, draft)
-        os.link(draft, target)  # refuses what appeared in the meantime
+        torch.save(content, folder / target.name)
+        os.link(folder / target.name, target)  # refuses what appeared in the meantime
     finally:
-        draft.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_checkpoint(weights: Weights, target: Path, *, dtype: torch.dtype | None) -> None:
     """Write a checkpoint of the weights alone, for `checkpoint.start_from`."""
-    draft = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
+    draft = new_folder_beside(target)
     has_world = dist.is_initialized()
     if not has_world:
         join_world("cpu")
@@ -110,7 +106,9 @@ def _write_checkpoint(weights: Weights, target: Path, *, dtype: torch.dtype | No
             "versions": {"meshwright": __version__, "torch": torch.__version__},
         }
         tensors = {_saved_name(name): _cast(weights.tensors[name], dtype) for name in weights.tensors}
-        save_checkpoint(draft, step=weights.step or 0, tensors=tensors, facts=facts).rename(target)
+        folder = save_checkpoint(draft, step=weights.step or 0, tensors=tensors, facts=facts)
+        keep_source_files(weights.origin, folder)
+        folder.rename(target)
     finally:
         if not has_world:
             leave_world()

@@ -31,18 +31,18 @@ _WHERE = "checkpoint.start_from"
 _TRAINING_SETTINGS = ("family", "dropout", "init_std", "scaled_residual_init")
 
 
-def load_initial_weights(run: RunSpec, training: LiveTraining) -> None:
+def load_initial_weights(run: RunSpec, training: LiveTraining, *, averaged: bool = False) -> None:
     """Load weights from `checkpoint.start_from`; without it the model keeps its random weights.
 
     All ranks call it. Everything else (optimizer, data position, step) starts from zero, and an average of
-    the weights begins at the loaded ones.
+    the weights begins at the loaded ones. `averaged` loads the moving average of a checkpoint's weights.
     """
     if run.checkpoint.start_from is None:
         return
     folder = locate_weights(run.checkpoint.start_from, where=_WHERE)
     with training.weights.all_on_device(changing=True):
         if is_checkpoint(folder):
-            _load_checkpoint(run, training, folder)
+            _load_checkpoint(run, training, folder, averaged=averaged)
         else:
             on_all_ranks(lambda: _load_hugging_face(run, training, folder))
         training.program.gather_parameters()
@@ -68,19 +68,45 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
     _print_differences(run.model, there.model_dump(mode="json"), folder)
 
 
-def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path) -> None:
+def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool) -> None:
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
     theirs = saved_model(manifest)
     kinds = ("model.", "buffers.")
-    shapes = {
-        name.split(".", 1)[1]: shape for name, shape in saved_shapes(folder).items() if name.startswith(kinds)
-    }
+    saved = saved_shapes(folder)
+    shapes = {name.split(".", 1)[1]: shape for name, shape in saved.items() if name.startswith(kinds)}
     require_same_tensors(run.model, shapes, folder, theirs=theirs)
     tensors = weight_tensors(training)
-    load_tensors(folder, tensors)
+    load_tensors(folder, _averages(tensors, saved, folder) if averaged else tensors)
     set_loaded_masters(training, tensors)
     _print_differences(run.model, theirs, folder)
+
+
+def _averages(
+    tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any], folder: Path
+) -> dict[str, torch.Tensor]:
+    """The tensors under the names of their moving averages; buffers have none."""
+    if not any(name.startswith("ema.") for name in saved):
+        raise no_average(folder)
+    renamed = {name: name.replace("model.", "ema.", 1) for name in tensors}
+    return {renamed[name] if renamed[name] in saved else name: tensor for name, tensor in tensors.items()}
+
+
+def no_average(folder: Path) -> CheckpointError:
+    """The error of a checkpoint without a moving average of the weights."""
+    hint = "leave --ema out; optim.ema_decay keeps one"
+    return CheckpointError("the run has no average of its weights", where=str(folder), hint=hint)
+
+
+def require_built_in(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint of a user's module: nothing in it describes the module."""
+    if not saved_model(manifest):
+        raise CheckpointError(
+            "these weights are of a Python module (meshwright.fit or prepare), which the directory does not "
+            "record",
+            where=str(folder),
+            hint="load them into the module with meshwright.load_weights(model, directory)",
+        )
 
 
 def saved_model(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,14 @@ class Resumable(Protocol):
         ...
 
 
+class DataPosition(Resumable, Protocol):
+    """The position of a run in its samples."""
+
+    def restart(self, state: dict[str, Any]) -> None:
+        """Begin other samples than those that a saved state counts in."""
+        ...
+
+
 class UserState(Resumable, Protocol):
     """State of a user's own objects that a resume restores: an optimizer's counts, a scheduler."""
 

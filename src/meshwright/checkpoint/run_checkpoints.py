@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
-from meshwright.checkpoint.live import Fp8Fallback, LiveTraining, Progress, Resumable, UserState
+from meshwright.checkpoint.live import DataPosition, Fp8Fallback, LiveTraining, Progress, UserState
 from meshwright.checkpoint.load import (
     complete_checkpoints,
     load_tensors,
@@ -22,7 +22,7 @@ from meshwright.checkpoint.load import (
 )
 from meshwright.checkpoint.retain import keep_last
 from meshwright.checkpoint.save import MANIFEST, on_all_ranks, save_checkpoint
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DataError
 from meshwright.memory.offload.host import synchronize
 from meshwright.optim.build import (
     master_weights,
@@ -33,6 +33,7 @@ from meshwright.optim.build import (
 )
 from meshwright.optim.user_optimizer import user_state_tensors
 from meshwright.spec import RunSpec
+from meshwright.spec.changes import Change, changed_settings, refused_changes
 from meshwright.spec.modules import FitSpec, LoopSpec
 
 SavedSpec = RunSpec | FitSpec | LoopSpec
@@ -104,6 +105,13 @@ def without_unsaved_fp8_histories(tensors: Mapping[str, Tensor], folder: Path) -
     }
 
 
+def without_new_averages(tensors: Mapping[str, Tensor], saved: set[str]) -> dict[str, Tensor]:
+    """The tensors without averages of weights, where a checkpoint has none: they begin at its weights."""
+    if any(name.startswith("ema.") for name in saved):
+        return dict(tensors)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("ema.")}
+
+
 class Checkpoints:
     """The checkpoints of one run; every method is called by all ranks."""
 
@@ -112,7 +120,7 @@ class Checkpoints:
         run: SavedSpec,
         root: Path,
         training: LiveTraining,
-        batches: Resumable,
+        batches: DataPosition,
         user_state: UserState | None = None,
         fp8_fallback: Fp8Fallback | None = None,
     ) -> None:
@@ -121,6 +129,10 @@ class Checkpoints:
         self.saved_step: int | None = None
         self.damaged: list[Path] = []
         """Checkpoints that `restore` skipped."""
+        self.changes: list[Change] = []
+        """Settings that differ from those of the restored checkpoint."""
+        self.restarts_data = False
+        """Whether the data begins anew after `restore`, because the run has other samples."""
 
     def save(self, progress: Progress) -> Path:
         """Save everything, and delete checkpoints beyond `keep_last`; returns the folder."""
@@ -147,8 +159,11 @@ class Checkpoints:
             self.user_state.allocate()
         with self.training.weights.all_on_device(changing=True):
             tensors = all_tensors(self.run, self.training)
-            load_tensors(folder, without_unsaved_fp8_histories(tensors, folder))
+            saved = set(saved_shapes(folder))
+            load_tensors(folder, without_new_averages(without_unsaved_fp8_histories(tensors, folder), saved))
             set_loaded_masters(self.training, tensors)
+            if self.training.ema is not None and not any(name.startswith("ema.") for name in saved):
+                self.training.ema.restart()
             self.training.program.gather_parameters()
             if self.training.fp8_scales is not None:
                 self.training.fp8_scales.set_scales()
@@ -168,7 +183,7 @@ class Checkpoints:
                     print(f"note: {folder} is skipped: {error.fact}", file=sys.stderr)
                 continue
             with damage_reported(folder / MANIFEST):
-                require_same_trajectory(self.run, manifest["run"], folder)
+                self.changes = allowed_changes(self.run, manifest["run"], folder)
             return folder, manifest
         if first_error is not None:
             raise first_error
@@ -193,10 +208,12 @@ class Checkpoints:
         if self.run.optim is not None:
             step = progress["step"]
             set_num_updates(training.optimizer, training.named_shards, self.run.optim, num_updates=step)
-        self.batches.load_state(manifest["data"])
+        # Checkpoints of earlier versions do not count batches.
+        num_batches = progress["step"] + progress["num_skipped"]
+        self._restore_data({"num_batches": num_batches, **manifest["data"]})
         if self.user_state is not None:
             self.user_state.load_state(manifest["user_state"])
-        if training.loss_scale is not None:
+        if training.loss_scale is not None and manifest["loss_scale"] is not None:
             training.loss_scale.scale = manifest["loss_scale"]["scale"]
             training.loss_scale.num_clean_steps = manifest["loss_scale"]["num_clean_steps"]
         if self.fp8_fallback is not None and _recipe(manifest["run"]) == self.fp8_fallback.recipe:
@@ -204,6 +221,16 @@ class Checkpoints:
             self.fp8_fallback.restore(manifest["fp8_fallback_layers"])
         self.saved_step = progress["step"]
         return progress
+
+    def _restore_data(self, state: dict[str, Any]) -> None:
+        """Continue at the saved position; with other settings of the data, other samples begin anew."""
+        try:
+            self.batches.load_state(state)
+        except DataError:
+            if not any(change.is_of_data for change in self.changes):
+                raise
+            self.batches.restart(state)
+            self.restarts_data = True
 
 
 @contextmanager
@@ -231,53 +258,18 @@ def _recipe(saved: Mapping[str, Any]) -> str | None:
     return (saved["precision"].get("fp8") or {}).get("recipe")
 
 
-def require_same_trajectory(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> None:
-    """Refuse to resume another run, and name what differs; `saved` is its resolved spec.
-
-    The saved spec is validated again, so that a field added since, at its default, is no difference.
-    """
-    if _trajectory(saved, type(run)) == run.trajectory_fingerprint():
-        return
-    different = _differences(saved, run.model_dump(mode="json"))
-    named = ", ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in different[:3])
+def allowed_changes(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> list[Change]:
+    """The settings that differ from those of a saved run; refuses a change that its state contradicts."""
+    changes = changed_settings(saved, run)
+    refused = refused_changes(changes, run)
+    if not refused:
+        return changes
+    named = "; ".join(f"{change} ({reason})" for change, reason in refused[:3])
     raise CheckpointError(
-        f"this directory has another run: {named or 'the specs differ'}",
+        f"this directory has another run: {named}",
         where=str(where),
-        hint="train into another directory (--dir), or set checkpoint.start_from to take only its weights"
+        hint="set it back, or train into another directory (--dir) with checkpoint.start_from, which takes "
+        "the weights alone"
         if isinstance(run, RunSpec)
-        else "name another directory, or take only its weights with meshwright.load_weights",
+        else "set it back, or name another directory and take the weights with meshwright.load_weights",
     )
-
-
-def _trajectory(saved: Mapping[str, Any], kind: type[SavedSpec]) -> str | None:
-    try:
-        return kind.model_validate(saved).trajectory_fingerprint()
-    except ValueError:  # written by a version with other fields
-        return None
-
-
-_MAY_DIFFER = (
-    *("name", "device", "compile", "parallel", "memory", "observe", "checkpoint"),
-    *(
-        "data.microbatch_sequences",
-        "precision.weights",
-        "precision.gradients",
-        "optim.state",
-        "precision.fp8",
-    ),
-)
-
-
-def _differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
-) -> list[tuple[str, Any, Any]]:
-    found: list[tuple[str, Any, Any]] = []
-    for key in sorted(set(old) | set(new)):
-        if f"{prefix}{key}" in _MAY_DIFFER:
-            continue
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found.append((f"{prefix}{key}", a, b))
-    return found

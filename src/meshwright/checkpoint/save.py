@@ -29,6 +29,8 @@ from meshwright.errors import CheckpointError, MeshwrightError
 FORMAT_VERSION = 2
 """Version 1 kept its list of tensors as a pickle, which runs code when it is opened."""
 MANIFEST = "manifest.json"
+PARTIAL, REPLACED = ".partial-", ".replaced-"
+"""Beginnings of the names of folders that are being written, or that a new save replaces."""
 Result = TypeVar("Result")
 
 
@@ -41,7 +43,7 @@ def save_checkpoint(
     root: Path, *, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> Path:
     """Write and publish one checkpoint; all ranks call it. An error on one rank raises on all."""
-    target, partial = step_folder(root, step), root / f".partial-{step:08d}"
+    target, partial = step_folder(root, step), root / f"{PARTIAL}{step:08d}"
     try:
         _or_raise_on_all(lambda: _prepare(root, partial), only_first=True)
         mine, index = assign_boxes(tensors)
@@ -96,7 +98,7 @@ def _failure_text(error: Exception) -> str:
 
 
 def _prepare(root: Path, partial: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(exist_ok=True)  # not its parents: a run directory that vanished is not made again
     if partial.exists():  # left by a save that did not finish
         shutil.rmtree(partial)
     partial.mkdir()
@@ -124,7 +126,7 @@ def _publish(partial: Path, target: Path, index: dict[str, IndexEntry], manifest
     manifest["files"][INDEX] = _write_text(partial / INDEX, dump_index(index))
     _write_text(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     if target.exists():  # the same step saved again after a resume: the new one replaces it
-        replaced = target.with_name(f".replaced-{target.name}")
+        replaced = target.with_name(f"{REPLACED}{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
         partial.rename(target)

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.initial import require_same_tensors, saved_model
+from meshwright.checkpoint.initial import (
+    no_average,
+    require_built_in,
+    require_same_tensors,
+    saved_model,
+)
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.errors import CheckpointError, SpecError
@@ -60,6 +65,18 @@ class CheckpointTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._saved_name)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor; none is read."""
+        return {name: self._shapes[saved] for name, saved in self._saved_name.items()}
+
+
+def saved_weights(run_dir: Path, *, step: int) -> CheckpointTensors:
+    """Weights and buffers of a checkpoint under their names there, of built-in families and of modules."""
+    folder = locate_weights(run_dir, where=str(run_dir), step=step)
+    verify_files(folder, read_manifest(folder))
+    names = [name for name in saved_shapes(folder) if name.startswith(("model.", "buffers."))]
+    return CheckpointTensors(folder, {name: name for name in names})
+
 
 class FolderTensors(Mapping[str, Tensor]):
     """Tensors of a Hugging Face folder under the names of this package, read from memory-mapped files."""
@@ -100,16 +117,13 @@ def open_weights(
 def _from_checkpoint(folder: Path, *, averaged: bool) -> Weights:
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
+    require_built_in(manifest, folder)
     model = _spec(saved_model(manifest), folder)
     shapes = saved_shapes(folder)
     saved_name = {name: _saved_name(name, shapes, averaged=averaged) for name in state_shapes(model)}
     missing = [name for name, saved in saved_name.items() if saved not in shapes]
     if missing and averaged:
-        raise CheckpointError(
-            "the run has no average of its weights",
-            where=str(folder),
-            hint="leave --ema out; optim.ema_decay keeps one",
-        )
+        raise no_average(folder)
     found = {name: shapes[saved] for name, saved in saved_name.items() if saved in shapes}
     require_same_tensors(model, found, folder, theirs={})
     run = RunSpec.model_validate(manifest["run"]) if "run" in manifest else None

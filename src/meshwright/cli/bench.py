@@ -87,11 +87,13 @@ def comm(
     as_json: AsJson = False,
     output: FolderOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing; for use with -o.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Start more ranks than cores without asking.")] = False,
 ) -> None:
     """Collectives by message and group size, from all-reduce to point-to-point."""
     from meshwright.launch.local import is_rank, run_local
 
     if not is_rank():
+        _require_room(ranks, yes=yes)
         options = ["--device", device, "--seconds", str(seconds)]
         options += ["--json"] if as_json else []
         options += ["-o", str(output)] if output else []
@@ -180,6 +182,21 @@ def step(
 
         total = sum(result["kernel_seconds"].values())
         typer.echo(show_budget(KernelBudget(total, result["kernel_seconds"], result["largest_kernels"])))
+
+
+def _require_room(num_ranks: int, *, yes: bool) -> None:
+    """Ask before more ranks are started than there are cores; without a terminal, refuse."""
+    from meshwright.errors import SpecError
+    from meshwright.hardware.machine import this_machine
+
+    cores = this_machine().cores
+    if yes or num_ranks <= max(2, cores):
+        return
+    memory = f"{num_ranks * 0.4:.0f} GB of memory"
+    fact = f"{num_ranks} ranks on {cores} cores take about {memory} and wait for each other"
+    if not sys.stdin.isatty():
+        raise SpecError(fact, where="--ranks", hint=f"use at most {max(2, cores)}, or add --yes")
+    typer.confirm(f"{fact}. Start them?", abort=True, err=True)
 
 
 def _require_one_rank(spec: Any) -> None:

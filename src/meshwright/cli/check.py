@@ -1,6 +1,7 @@
 """`meshwright check`: everything that is wrong with a run file, before anything starts."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,15 @@ On = Annotated[
         "--on", help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json."
     ),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr; errors only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+def run_directory(text: str | Path) -> Path:
+    """The path of `--dir` (or its default); an empty one, such as of an unset variable, is refused."""
+    if not str(text).strip():
+        raise typer.BadParameter("the path is empty; name a directory, or leave --dir out")
+    return Path(text)
 
 
 def check(
@@ -25,13 +34,14 @@ def check(
     origins: Annotated[
         bool, typer.Option("--origins", help="Show every value and where it was set.")
     ] = False,
+    on: On = "",
     as_json: AsJson = False,
 ) -> None:
     """List everything that is wrong with a run file, and what in it wastes the hardware.
 
     Unknown keys, wrong values and broken rules between fields are listed all at once, each with the fact,
-    where it is and what to do. Shapes that use the hardware badly are notes: the run is valid.
-    Nothing is started and nothing is written.
+    where it is and what to do. Shapes that use the hardware badly are notes: the run is valid. With --on,
+    a larger micro-batch that fits and is faster is a note too. Nothing is started and nothing is written.
     """
     from meshwright.errors import EXIT_INPUT, SpecError
     from meshwright.spec.text import read_run
@@ -44,12 +54,13 @@ def check(
             raise
         typer.echo(json.dumps({"valid": False, "violations": _violations(error)}, indent=2))
         raise typer.Exit(EXIT_INPUT) from None
+    notes = _advice(loaded.run, on)
     if as_json:
-        typer.echo(json.dumps(_document(loaded), indent=2))
+        typer.echo(json.dumps(_document(loaded, notes), indent=2))
     elif origins:
         typer.echo(_origin_table(loaded))
     else:
-        typer.echo("\n".join([_summary(loaded.run), *_notes(loaded)]))
+        typer.echo("\n".join([_summary(loaded.run), *_notes(notes)]))
 
 
 def _violations(error: Any) -> list[dict[str, str]]:
@@ -57,13 +68,24 @@ def _violations(error: Any) -> list[dict[str, str]]:
     return [{"fact": each.fact, "where": each.where, "hint": each.hint} for each in each_error]
 
 
-def _document(loaded: Any) -> dict[str, Any]:
+def _advice(run: Any, on: str) -> list[Any]:
+    """Every note on a run; --on prices its micro-batch on a cluster, a CPU run is priced on this machine."""
+    from meshwright.hardware import cluster_of
+    from meshwright.hardware.machine import this_machine
+    from meshwright.plan.explain.microbatch import advise_local_microbatch, advise_microbatch
     from meshwright.spec.advice import advise
 
+    found: list[Any] = advise(run)
+    if on:
+        return found + advise_microbatch(run, cluster_of(on))
+    return found + (advise_local_microbatch(run, this_machine()) if run.device == "cpu" else [])
+
+
+def _document(loaded: Any, notes: list[Any]) -> dict[str, Any]:
     return {
         "valid": True,
         "violations": [],
-        "notes": [{"fact": note.fact, "where": note.where, "hint": note.hint} for note in advise(loaded.run)],
+        "notes": [{"fact": note.fact, "where": note.where, "hint": note.hint} for note in notes],
         "fingerprint": loaded.run.fingerprint(),
         "run": loaded.run.model_dump(mode="json"),
         "origins": {key: str(origin) for key, origin in loaded.origins().items()},
@@ -107,12 +129,8 @@ def _offloaded(run: Any) -> str:
     return f"\n  offload   {', '.join(run.memory.offload)}: at most {needed} of host memory per rank"
 
 
-def _notes(loaded: Any) -> list[str]:
-    from meshwright.spec.advice import advise
-
-    return [
-        f"\nnote: {note.fact}\n  where: {note.where}\n  hint:  {note.hint}" for note in advise(loaded.run)
-    ]
+def _notes(notes: list[Any]) -> list[str]:
+    return [f"\nnote: {note.fact}\n  where: {note.where}\n  hint:  {note.hint}" for note in notes]
 
 
 def _axes(parallel: Any) -> list[str]:

@@ -14,7 +14,6 @@ import typer
 
 if TYPE_CHECKING:
     from meshwright.observe.compare import Comparison, Difference
-    from meshwright.observe.metrics import Row
 
 _RUN_HELP = "A run directory such as runs/demo, or a run file, which is run first."
 MAX_SETTINGS = 20
@@ -87,6 +86,9 @@ def _as_directory(run: Path, steps: int | None) -> Generator[Path]:
 def _with_weights(
     comparison: "Comparison", run_a: Path, run_b: Path, steps: int | None, rtol: float
 ) -> "Comparison":
+    if not _checkpoint_names(run_a) & _checkpoint_names(run_b):  # seen without loading torch
+        print("weights are not compared: the runs have no checkpoint of the same step", file=sys.stderr)
+        return comparison
     if importlib.util.find_spec("torch") is None:
         print("weights are not compared: torch is not installed", file=sys.stderr)
         return comparison
@@ -108,24 +110,24 @@ def _with_weights(
     return replace(comparison, differences=[*comparison.differences, weights])
 
 
+def _checkpoint_names(run_dir: Path) -> set[str]:
+    return {manifest.parent.name for manifest in run_dir.glob("checkpoints/step-*/manifest.json")}
+
+
 def _compare(run_a: Path, run_b: Path, steps: int | None, rtol: float) -> "Comparison":
     from meshwright.errors import DataError
-    from meshwright.observe.compare import compare_rows, different_settings
+    from meshwright.observe.compare import COMPARED, compare_histories, different_settings
     from meshwright.observe.run_files import read_run
 
-    a, b = read_run(run_a), read_run(run_b)
+    a, b = read_run(run_a, columns=COMPARED), read_run(run_b, columns=COMPARED)
     for files in (a, b):
-        if not files.rows:
+        if not len(files.history):
             raise DataError("no step is recorded in metrics.jsonl", where=str(files.run_dir))
-    comparison = compare_rows(_first(a.rows, steps), _first(b.rows, steps), rtol=rtol)
+    comparison = compare_histories(a.history.up_to(steps), b.history.up_to(steps), rtol=rtol)
     if comparison.num_steps == 0:
-        spans = " and ".join(f"{files.rows[0]['step']} to {files.rows[-1]['step']}" for files in (a, b))
+        spans = " and ".join(f"{files.history.steps[0]} to {files.history.steps[-1]}" for files in (a, b))
         raise DataError(f"the runs share no step: they recorded {spans}", where=f"{run_a} and {run_b}")
     return replace(comparison, settings=different_settings(a.run, b.run))
-
-
-def _first(rows: "list[Row]", steps: int | None) -> "list[Row]":
-    return [row for row in rows if steps is None or int(row["step"] or 0) <= steps]
 
 
 def _document(comparison: "Comparison", rtol: float) -> str:
@@ -204,4 +206,4 @@ def _why(comparison: "Comparison") -> str:
         if only:
             count = f"{len(only)} steps" if len(only) > 1 else "a step"
             reasons.append(f"{count} only in {name} (first {only[0]})")
-    return "; ".join(reasons)
+    return "; ".join(reasons) or "nothing was compared: the steps have no loss and no gradient norm"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.check import AsJson
+from meshwright.cli.check import AsJson, Quiet
 from meshwright.cli.main import new_app
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def pack(
     eos: Annotated[
         str | None, typer.Option(help="End-of-document token, where tokenizer.json does not name one.")
     ] = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize text files into a packed dataset for training.
@@ -72,7 +73,7 @@ def pack(
     _require_effect(files, split=split, field=field)
     text_format = TextFormat(split=(split or SplitAt.FILE).value, text_field=field or "text")
     chosen = open_tokenizer(tokenizer, eos=eos)
-    with _progress("packing", sum(file.stat().st_size for file in files)) as advance:
+    with _progress("packing", sum(file.stat().st_size for file in files), quiet=quiet) as advance:
         packed = pack_files(files, output, tokenizer=chosen, text_format=text_format, progress=advance)
     facts = {"path": str(output), **packed.manifest.model_dump(), "empty_documents": packed.num_empty}
     if as_json:
@@ -158,7 +159,7 @@ def verify(path: Folder, as_json: AsJson = False) -> None:
     from meshwright.errors import EXIT_INPUT, DataError
 
     try:
-        dataset = TokenFile.open(path)
+        dataset = TokenFile.open(path, check_content=False)
         damage = dataset.damage()
     except DataError as error:
         if not as_json:
@@ -185,7 +186,7 @@ def _require_effect(files: list[Path], *, split: SplitAt | None, field: str | No
 
 
 @contextmanager
-def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+def _progress(what: str, total_bytes: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, if that is a terminal; yields a function to call with the bytes done."""
     from rich import progress
     from rich.console import Console
@@ -198,7 +199,7 @@ def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with progress.Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 

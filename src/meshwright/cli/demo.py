@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.check import run_directory
 from meshwright.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_NO_FIT, RunError
 
 if TYPE_CHECKING:
@@ -30,7 +31,13 @@ def demo(
         ),
     ] = None,
     directory: Annotated[
-        Path, typer.Option("--dir", help="The run directory; an existing one is renamed first.")
+        Path,
+        typer.Option(
+            "--dir",
+            parser=run_directory,
+            metavar="DIR",
+            help="The run directory; that of an earlier run is renamed first.",
+        ),
     ] = Path("runs") / RECIPE,
 ) -> None:
     """Train a small model on generated text, here and now.
@@ -43,6 +50,7 @@ def demo(
 
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("torch", name="torch")  # printed with how to install it
+    _require_own_directory(directory)
     started_at = time.monotonic()
     recipe = str(find_run_file(RECIPE))
     machine, decision = _decide(load_run(recipe, overrides or []))
@@ -102,6 +110,18 @@ def _print_decision(run: "RunSpec", machine: "Machine", decision: "LocalDecision
     print_line()
 
 
+def _require_own_directory(directory: Path) -> None:
+    """Refuse a directory that holds something other than a run: it would be renamed."""
+    from meshwright.errors import SpecError
+
+    holds_run = (directory / "run.yaml").is_file()
+    is_other = directory.is_dir() and not holds_run and any(directory.iterdir())
+    if is_other or (directory.exists() and not directory.is_dir()) or directory.resolve() == Path.cwd():
+        raise SpecError(
+            "this exists and is no directory of a run", where=str(directory), hint="name a new one with --dir"
+        )
+
+
 def _move_aside(directory: Path) -> None:
     """Rename the directory of an earlier demo: two runs never share a directory."""
     if not directory.exists():
@@ -146,12 +166,9 @@ def _sample(directory: Path) -> None:
 
 
 def _finish(directory: Path, seconds: float) -> None:
-    from meshwright.observe.figures import run_figures
-    from meshwright.observe.run_files import read_run
     from meshwright.observe.run_report import write_report
 
-    report = write_report(directory)
-    figures = run_figures(read_run(directory))
+    report, figures = write_report(directory)
     if figures.eval_loss is not None and figures.unigram_entropy is not None:
         print_line(
             f"Held-out loss {figures.eval_loss:.3f} nats per byte; without context the best possible is "

@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.check import Quiet
 from meshwright.cli.main import new_app
 
 app = new_app(help="List known devices and clusters, and measure this machine.")
@@ -62,6 +64,7 @@ def probe(
     seconds: Annotated[
         float, typer.Option(min=0.001, max=60, help="How long each measurement is repeated.")
     ] = 0.2,
+    quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Measure this machine for about a minute and write its profile. Needs torch.
@@ -77,10 +80,15 @@ def probe(
 
     chosen = choose_device(_device_kind(device), 0)
     _require_writable(output)
-    document = measure(chosen, seconds=seconds, log=lambda text: typer.echo(f"measuring {text}", err=True))
+
+    def log(text: str) -> None:
+        if not quiet:
+            typer.echo(f"measuring {text}", err=True)
+
+    document = measure(chosen, seconds=seconds, log=log)
     num_ranks = ranks or (torch.cuda.device_count() if chosen.type == "cuda" else 1)
     if num_ranks > 1:
-        document["collectives"] = _collectives(num_ranks, chosen.type, seconds)
+        document["collectives"] = _collectives(num_ranks, chosen.type, seconds, log)
     found = profile_from(document, where=str(output))
     _write(output, json.dumps(document, indent=1) + "\n")
     typer.echo(f"written: {output}", err=True)
@@ -122,7 +130,9 @@ def _device_kind(device: str) -> str:
     raise SpecError(f"there is no device {device!r}", where="--device", hint="auto, cpu or cuda")
 
 
-def _collectives(num_ranks: int, device: str, seconds: float) -> list[dict[str, Any]]:
+def _collectives(
+    num_ranks: int, device: str, seconds: float, log: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """The rows of `bench comm`, measured by this many ranks."""
     import tempfile
 
@@ -130,7 +140,7 @@ def _collectives(num_ranks: int, device: str, seconds: float) -> list[dict[str, 
     from meshwright.hardware.profile import RING_SHARE
     from meshwright.launch.local import run_local
 
-    typer.echo(f"measuring collectives of {num_ranks} ranks", err=True)
+    log(f"collectives of {num_ranks} ranks")
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
         arguments = ["bench", "comm", "--device", device, "--seconds", str(seconds), "--quiet", "-o", folder]
         if run_local(arguments, num_ranks=num_ranks) != 0:

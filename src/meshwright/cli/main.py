@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.completion import completion_init
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -35,6 +36,7 @@ VERBS = {
     "rehearse": "Trace a rank of the full run on this machine, then prove the run on local ranks.",
     "train": "Run a run file: starts local ranks, or joins those that a launcher started.",
     "demo": "Train a small model on generated text, here and now.",
+    "evaluate": "Compute the loss of a trained model on a dataset.",
     "sample": "Print text that a trained model writes after a prompt.",
     "compare": "Compare two runs' losses, gradient norms and weights.",
     "report": "Write one HTML file about a run.",
@@ -46,7 +48,9 @@ VERBS = {
     "hardware": "List known devices and clusters, and measure this machine.",
     "env": "Print versions, cores, memory and accelerators of this machine.",
     "schema": "Print the JSON schema of a run file, for editors.",
+    "completion": "Print the completion script of a shell.",
 }
+COMPLETE_VARIABLE = "_MESHWRIGHT_COMPLETE"
 # Installed by `pip install "meshwright[train]"` only.
 TRAIN_PACKAGES = ("torch", "safetensors", "tokenizers", "tensorboard")
 # Errors of a path that the user named; other errors of the operating system are reported as faults.
@@ -147,6 +151,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line, report errors on stderr, and return the exit code."""
     try:
+        if COMPLETE_VARIABLE in os.environ:  # set by the script that `completion` prints
+            completion_init()
         result = get_command(app).main(
             list(arguments) or ["--help"], prog_name="meshwright", standalone_mode=False
         )
@@ -212,10 +218,17 @@ def _is_path_error(error: OSError) -> bool:
     is_named = error.filename is not None and (
         isinstance(error, _PATH_ERRORS) or error.errno in _PATH_ERROR_CODES
     )
-    return is_named or error.errno in _DISK_FULL_CODES
+    return is_named or _has_no_directory(error) or error.errno in _DISK_FULL_CODES
+
+
+def _has_no_directory(error: OSError) -> bool:
+    """Whether the current directory was deleted: the system then names no file."""
+    return error.errno == errno.ENOENT and error.filename is None
 
 
 def _show_path_error(error: OSError) -> str:
+    if _has_no_directory(error):
+        return "error: the current directory no longer exists\n  where: .\n  hint:  change to another one"
     hint = "\n  hint:  free disk space, or write somewhere else" if error.errno in _DISK_FULL_CODES else ""
     return f"error: {error.strerror}\n  where: {error.filename or 'standard output'}{hint}"
 

@@ -45,6 +45,7 @@ Deadline = Annotated[
 Top = Annotated[int, typer.Option(min=1, max=50, help="How many layouts to show.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the run file here.")]
 Report = Annotated[Path | None, typer.Option(help="Write an HTML report here.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the files of -o and --report.")]
 Price = Annotated[float | None, typer.Option(min=0, help="Money per device-hour, for --report.")]
 
 
@@ -62,6 +63,7 @@ def plan(
     top: Top = 5,
     output: Output = None,
     report: Report = None,
+    force: Force = False,
     price: Price = None,
     as_json: AsJson = False,
 ) -> None:
@@ -75,6 +77,7 @@ def plan(
 
     if price is not None and report is None:
         raise _error("--price has no effect without --report", "--price", "add --report plan.html")
+    _require_new(output, report, force=force)
     filled = _filled_request(
         model, pins or [], on=on, seq=seq, batch_tokens=batch_tokens, tokens=tokens, precision=precision,
         allow=allow, objective=objective,
@@ -113,6 +116,17 @@ def _deliver(
         typer.echo(json.dumps(plan_document(found, tokens=filled.tokens, assumed=filled.assumed, **views)))
     else:
         _print(found, filled, **views)
+
+
+def _require_new(*files: Path | None, force: bool) -> None:
+    """Refuse, before anything is searched, to overwrite a file without --force."""
+    if force and not any(files):
+        raise _error("--force has no effect without -o or --report", "--force", "leave it out")
+    for file in files:
+        if file is not None and file.exists() and not force:
+            raise _error(
+                f"{file} already exists", str(file), "name another file, or overwrite it with --force"
+            )
 
 
 def _error(fact: str, where: str, hint: str) -> Exception:

@@ -1,13 +1,15 @@
 """`meshwright rehearse`: trace any rank of a run on this machine, and prove the run on a few local ranks."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.check import AsJson, On, Overrides, Run
+from meshwright.cli.check import AsJson, On, Overrides, Quiet, Run
 from meshwright.errors import SpecError
+
+Log = Callable[[str], None]
 
 
 def rehearse(
@@ -35,6 +37,7 @@ def rehearse(
             "--all-pairs", help="Prove in as many small worlds as it takes to run every pair of axes."
         ),
     ] = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Trace a rank of the full run on this machine, then prove the run on a few local ranks.
@@ -55,11 +58,12 @@ def rehearse(
     loaded.require_valid()
     cluster = parse_cluster(on) if on else None
     _check_options(loaded.run, rank, imbalance, measure=measure, proof=proof, all_pairs=all_pairs)
-    reports = _trace(loaded.run, rank, steps, imbalance, extrapolate=extrapolate)
-    measured = _measure(loaded.run, reports, imbalance) if measure else []
+    log = _no_log if quiet else _log
+    reports = _trace(loaded.run, rank, steps, imbalance, extrapolate=extrapolate, log=log)
+    measured = _measure(loaded.run, reports, imbalance, log) if measure else []
     if not as_json:
         _print_reports(reports, measured, cluster)
-    proved = list(_prove(loaded.run, all_pairs=all_pairs, as_json=as_json)) if proof else []
+    proved = list(_prove(loaded.run, all_pairs=all_pairs, as_json=as_json, log=log)) if proof else []
     if as_json:
         typer.echo(json.dumps({**_document(reports, measured, cluster), "proof": proved}))
     if cluster is not None:
@@ -91,30 +95,32 @@ def _check_options(
         )
 
 
-def _trace(run: Any, rank: int | None, steps: int, imbalance: float, *, extrapolate: bool) -> list[Any]:
+def _trace(
+    run: Any, rank: int | None, steps: int, imbalance: float, *, extrapolate: bool, log: Log
+) -> list[Any]:
     from meshwright.rehearse.parallel_traces import rehearse_ranks
     from meshwright.rehearse.rank_report import ranks_to_rehearse
 
     ranks = ranks_to_rehearse(run.parallel) if rank is None else [rank]
     named = ", ".join(map(str, ranks))
-    _log(f"tracing rank{'s' * (len(ranks) > 1)} {named} of {run.parallel.num_ranks}")
+    log(f"tracing rank{'s' * (len(ranks) > 1)} {named} of {run.parallel.num_ranks}")
     return rehearse_ranks(
         run,
         ranks,
         num_steps=steps,
         imbalance=imbalance,
         extrapolate=extrapolate,
-        log=lambda line: _log(f"  {line}"),
+        log=lambda line: log(f"  {line}"),
     )
 
 
-def _measure(run: Any, reports: list[Any], imbalance: float) -> list[Any]:
+def _measure(run: Any, reports: list[Any], imbalance: float, log: Log) -> list[Any]:
     from meshwright.rehearse.measure import log_prediction, measure_rank
 
     measured = [measure_rank(run, report.rank, imbalance=imbalance) for report in reports]
     line = log_prediction(run, measured)
     if line is not None:
-        _log(line)
+        log(line)
     return measured
 
 
@@ -135,7 +141,7 @@ def _print_reports(reports: list[Any], measured: list[Any], cluster: Any) -> Non
         console.print(draw_measured(reports, measured))
 
 
-def _prove(run: Any, *, all_pairs: bool, as_json: bool) -> Iterator[dict[str, Any]]:
+def _prove(run: Any, *, all_pairs: bool, as_json: bool, log: Log) -> Iterator[dict[str, Any]]:
     """Prove the run on local ranks; one document per verdict. A failed proof is raised, exit code 4."""
     import torch
 
@@ -145,9 +151,9 @@ def _prove(run: Any, *, all_pairs: bool, as_json: bool) -> Iterator[dict[str, An
     smalls = shrink(run, all_pairs=all_pairs)
     has_cuda = torch.cuda.is_available() and run.device != "cpu"
     for small in smalls:
-        _log(f"proving {layout_text(small.run.parallel)} in float64 against one device")
+        log(f"proving {layout_text(small.run.parallel)} in float64 against one device")
         if small.changes:
-            _log(f"  smaller or left out: {', '.join(small.changes)}")
+            log(f"  smaller or left out: {', '.join(small.changes)}")
     for verdict in prove(smalls, ranks=("cpu", "cuda") if has_cuda else ("cpu",)):
         require_proved(verdict)
         if not as_json:
@@ -192,3 +198,8 @@ def _require_fit(run: Any, reports: list[Any], cluster: Any) -> None:
 def _log(line: str) -> None:
     """One line on stderr, at once."""
     typer.echo(line, err=True)
+
+
+def _no_log(line: str) -> None:
+    """Prints nothing (--quiet)."""
+    del line

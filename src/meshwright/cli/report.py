@@ -22,7 +22,7 @@ def report(
     be sent to anyone. A run that is still in progress can be reported too; files that its directory
     does not have are named as absent.
     """
-    from meshwright.observe.run_report import describe, write_report
+    from meshwright.observe.run_report import write_report
 
-    path = write_report(run_dir, output)
-    typer.echo(describe(run_dir, path) if as_json else str(path))
+    written = write_report(run_dir, output)
+    typer.echo(written.to_json() if as_json else str(written.path))

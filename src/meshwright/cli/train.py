@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.cli.check import Overrides, Run
+from meshwright.cli.check import Overrides, Quiet, Run, run_directory
 from meshwright.errors import EXIT_RANK_OUT_OF_MEMORY, OutOfMemory, SpecError
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ def train(
     run: Run,
     overrides: Overrides = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="The run directory; by default runs/<name>.")
+        Path | None,
+        typer.Option("--dir", parser=run_directory, metavar="DIR", help="By default runs/<name>."),
     ] = None,
     stop_after: Annotated[
         int | None,
@@ -26,12 +27,13 @@ def train(
             metavar="STEP", min=1, help="Save and stop at this step; the same command without it resumes."
         ),
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run a run file: starts local ranks, or joins those that a launcher started.
 
     The run directory gets run.yaml, metrics.jsonl, events, and checkpoints. Started again with the same
-    directory, a run resumes from its newest checkpoint; another run is refused there. Ctrl-C saves and
-    stops (exit 130).
+    directory, a run resumes from its newest checkpoint; other settings hold from there on, and what its
+    checkpoints fix is refused. Ctrl-C saves and stops (exit 130).
     """
     from meshwright.launch.local import is_rank
     from meshwright.spec.text import read_run
@@ -40,22 +42,32 @@ def train(
     loaded.require_valid()
     spec = loaded.run
     run_dir = directory or Path("runs") / spec.name
+    if not is_rank() and not quiet:
+        _print_notes(spec)
     if is_rank():
-        _run_one_rank(spec, run_dir, stop_after)
+        _run_one_rank(spec, run_dir, stop_after, quiet=quiet)
     if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch":
         from meshwright.train.oom_restart import run_ranks
 
         arguments = ["train", run, *(overrides or []), "--dir", str(run_dir)]
         arguments += ["--stop-after", str(stop_after)] if stop_after else []
+        arguments += ["--quiet"] if quiet else []
         sys.exit(run_ranks(spec, arguments, run_dir))
     from meshwright.train.session import run_rank
 
-    sys.exit(run_rank(spec, run_dir, stop_after=stop_after))
+    sys.exit(run_rank(spec, run_dir, stop_after=stop_after, quiet=quiet))
 
 
-def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None) -> NoReturn:
+def _print_notes(run: "RunSpec") -> None:
+    """Print where a family was shrunk by half; `check` prints every note."""
+    from meshwright.spec.advice import family_keeps_its_proportions
+
+    for note in family_keeps_its_proportions(run):
+        print(f"note: {note.fact}\n  hint:  {note.hint}", file=sys.stderr)
+
+
+def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None, *, quiet: bool) -> NoReturn:
     """Train as one of the processes that a launcher started; after an error this one ends at once."""
-    from meshwright.cli.main import report_error
     from meshwright.resilience.parent import end_with_parent
 
     end_with_parent()
@@ -63,14 +75,20 @@ def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None) -> NoRe
 
     try:
         _require_own_ranks(run)
-        sys.exit(run_rank(run, run_dir, stop_after=stop_after))
+        sys.exit(run_rank(run, run_dir, stop_after=stop_after, quiet=quiet))
     except SystemExit:
         raise
-    except OutOfMemory as error:
-        report_error(error)
-        code = EXIT_RANK_OUT_OF_MEMORY
     except BaseException as error:
-        code = report_error(error)
+        ended_with_error(error)
+
+
+def ended_with_error(error: BaseException) -> NoReturn:
+    """Print the error of a rank and end its process at once."""
+    from meshwright.cli.main import report_error
+
+    code = report_error(error)
+    if isinstance(error, OutOfMemory):
+        code = EXIT_RANK_OUT_OF_MEMORY
     sys.stdout.flush()
     sys.stderr.flush()
     # A usual exit frees the process groups, and that waits for collectives which will never complete.

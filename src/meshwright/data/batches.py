@@ -1,10 +1,10 @@
 """Batches of one data-parallel rank, from a global order that does not depend on the number of ranks.
 
 The global batch at position p is the samples p ... p + batch_sequences - 1 of the global order (during a
-ramp the position decides how many). Its rows are assigned by their place in it: micro-batch m of
-data-parallel rank r gets the rows from (m dp + r) microbatch_sequences on. Every rank computes the target
-count of the global batch from document ends, so a batch needs no communication. A batch is a pure function of
-its position; a background thread prefetches the next ones.
+ramp the number of batches before it decides how many). Its rows are assigned by their place in it:
+micro-batch m of data-parallel rank r gets the rows from (m dp + r) microbatch_sequences on. Every rank
+computes the target count of the global batch from document ends, so a batch needs no communication. A batch
+is a pure function of its position and index; a background thread prefetches the next ones.
 """
 
 import hashlib
@@ -105,10 +105,10 @@ class BatchSharding:
 
 
 class Batches:
-    """An endless or finite iterator of batches whose full state is `position`.
+    """An endless or finite iterator of batches whose full state is `position` and `num_batches`.
 
-    `position` is the global index of the next sample that was not returned yet; prefetched batches do not
-    count.
+    `position` is the global index of the next sample that was not returned yet, `num_batches` the number of
+    batches that were; prefetched batches do not count.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Batches:
         sharding: BatchSharding,
         *,
         max_epochs: int | None,
-        size_at: Callable[[int], int],
+        size_of: Callable[[int], int],
     ) -> None:
-        self.samples, self.order, self.sharding, self._size_at = samples, order, sharding, size_at
+        self.samples, self.order, self.sharding, self._size_of = samples, order, sharding, size_of
         self.num_samples = None if max_epochs is None else max_epochs * order.num_samples
-        self.position = 0
+        self.position, self.num_batches = 0, 0
         self._in_flight: deque[tuple[int, Future[Batch]]] = deque()
         self._worker = ThreadPoolExecutor(1, "batches", initializer=_use_device, initargs=(sharding.device,))
 
@@ -136,13 +136,14 @@ class Batches:
             raise StopIteration
         position, future = self._in_flight.popleft()
         batch = future.result()
+        self.num_batches += 1
         self.position = position
         self._prefetch()
         return on_device(batch, self.sharding.device)
 
     def state(self) -> dict[str, int]:
-        """The state for a resume: the position, and the stream of samples that it counts in."""
-        return {"position": self.position, "stream": self._stream()}
+        """The state for a resume: the position, the stream of samples that it counts in, and the batches."""
+        return {"position": self.position, "stream": self._stream(), "num_batches": self.num_batches}
 
     def load_state(self, state: dict[str, int]) -> None:
         """Continue at a saved position; DataError when it counts in another stream of samples."""
@@ -153,7 +154,17 @@ class Batches:
                 hint="use the dataset, sequence length, holdout, shuffle and seed of the saved run",
             )
         self._discard()
-        self.position = state["position"]
+        self.position, self.num_batches = state["position"], state["num_batches"]
+
+    def restart(self, state: dict[str, int]) -> None:
+        """Begin this stream of samples, after the batches that a run has taken from another one."""
+        self._discard()
+        self.position, self.num_batches = 0, state["num_batches"]
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether max_epochs leaves no sample."""
+        return self.num_samples is not None and self.position >= self.num_samples
 
     def close(self) -> None:
         """Stop prefetching."""
@@ -163,15 +174,16 @@ class Batches:
     def _prefetch(self) -> None:
         while len(self._in_flight) <= _PREFETCHED_BATCHES:
             start = self._in_flight[-1][0] if self._in_flight else self.position
-            stop = start + self._size_at(start)
+            index = self.num_batches + len(self._in_flight)
+            stop = start + self._size_of(index)
             stop = stop if self.num_samples is None else min(stop, self.num_samples)
             if stop <= start:
                 return
-            self._in_flight.append((stop, self._worker.submit(self._batch, start, stop - start)))
+            self._in_flight.append((stop, self._worker.submit(self._batch, index, start, stop - start)))
 
-    def _batch(self, position: int, count: int) -> Batch:
+    def _batch(self, index: int, position: int, count: int) -> Batch:
         ids = self.order.sample_ids(position, count)
-        sharding = replace(self.sharding, batch_sequences=self._size_at(position))
+        sharding = replace(self.sharding, batch_sequences=self._size_of(index))
         return build_local_batch(self.samples, ids, sharding, total_ids=ids)
 
     def _discard(self) -> None:
@@ -207,7 +219,7 @@ def build_batches(
     num_training = len(samples) - spec.holdout_sequences
     order = SampleOrder(num_training, seed, spec.shuffle)
     sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
-    return Batches(samples, order, sharding, max_epochs=spec.max_epochs, size_at=spec.batch_sequences_at)
+    return Batches(samples, order, sharding, max_epochs=spec.max_epochs, size_of=spec.batch_sequences_of)
 
 
 def evaluation_batches(
@@ -218,18 +230,26 @@ def evaluation_batches(
     dp_size: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    every_sample: bool = False,
 ) -> Iterator[Batch]:
     """One pass over the held-out samples, in order, split like training batches, with padding rows.
 
-    Weights divide by the target tokens of the full holdout (and `sequence_weights_B` by its sequences):
-    the evaluation loss is the plain sum of loss x weight over all batches and ranks, however they are split.
+    `every_sample` takes all samples instead. Weights divide by the target tokens of all
+    evaluated samples (and `sequence_weights_B` by their number): the evaluation loss is the plain sum of loss
+    x weight over all batches and ranks, however they are split.
     """
     samples = open_samples(spec, vocab_size=vocab_size)
     sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
-    holdout = np.arange(len(samples) - spec.holdout_sequences, len(samples), dtype=np.int64)
-    for start in range(0, len(holdout), spec.batch_sequences):
-        ids = holdout[start : start + spec.batch_sequences]
-        yield on_device(build_local_batch(samples, ids, sharding, total_ids=holdout), sharding.device)
+    evaluated = evaluation_ids(spec, samples, every_sample=every_sample)
+    for start in range(0, len(evaluated), spec.batch_sequences):
+        ids = evaluated[start : start + spec.batch_sequences]
+        yield on_device(build_local_batch(samples, ids, sharding, total_ids=evaluated), sharding.device)
+
+
+def evaluation_ids(spec: DataSpec, samples: Samples, *, every_sample: bool = False) -> NDArray[np.int64]:
+    """The held-out samples of a spec, or all samples."""
+    count = len(samples) if every_sample else spec.holdout_sequences
+    return np.arange(len(samples) - count, len(samples), dtype=np.int64)
 
 
 def _sharding(
@@ -264,6 +284,7 @@ def build_local_batch(
     samples: Samples, ids: NDArray[np.int64], sharding: BatchSharding, *, total_ids: NDArray[np.int64]
 ) -> Batch:
     """One rank's part of the global batch `ids`, on the host; weights divide by the totals of `total_ids`."""
+    samples.source.require_unchanged()
     local_ids = sharding.local(ids)
     rows = samples.rows(local_ids)
     # At least 1: a batch in which no target counts has weight zero, not nan.

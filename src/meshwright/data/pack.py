@@ -80,6 +80,8 @@ def _files_at(path: Path) -> list[Path]:
             fact, hint = f"the folder holds no {' or '.join(kinds)} file", "name the files themselves"
             raise DataError(fact, where=str(path), hint=hint)
         return found
+    if path.exists() and not path.is_file():
+        raise DataError("this is no regular file", where=str(path), hint="copy its content into a file first")
     if not path.exists():
         hint = "name files of text, .jsonl files, or folders of them"
         raise DataError("there is no such file or folder", where=str(path), hint=hint)

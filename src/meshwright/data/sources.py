@@ -10,23 +10,32 @@ A dataset packed with a Hugging Face tokenizer also holds its `tokenizer.json`, 
 """
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
+from meshwright.data.file_check import (
+    FileState,
+    PackedFile,
+    damaged,
+    require_packed_content,
+    require_unchanged,
+    sha256_of,
+)
 from meshwright.errors import DataError
+from meshwright.files import MIB, read_json_file
 from meshwright.spec.base import Spec
 
 DATASET_VERSION = 1
 TOKENS_FILE, DOCUMENTS_FILE, MANIFEST_FILE = "tokens.bin", "documents.bin", "dataset.json"
 TOKENIZER_FILE = "tokenizer.json"
 _TOKEN_TYPES = ("uint8", "uint16", "uint32")
-_HASH_CHUNK_BYTES = 1 << 22
+# The manifest lists the source files, so that of a large corpus is long.
+_MAX_MANIFEST_BYTES = 512 * MIB
 
 
 class TokenSource(Protocol):
@@ -57,6 +66,10 @@ class TokenSource(Protocol):
         """A text that is equal exactly when tokens and documents are equal."""
         ...
 
+    def require_unchanged(self) -> None:
+        """DataError where the source was changed since it was opened."""
+        ...
+
 
 @dataclass(frozen=True)
 class TokensInMemory:
@@ -67,6 +80,9 @@ class TokensInMemory:
     document_ends: NDArray[np.int64]
     vocab_size: int
     fingerprint: str
+
+    def require_unchanged(self) -> None:
+        """Does nothing: nobody else can change memory."""
 
 
 class TokenizerFacts(Spec):
@@ -90,6 +106,10 @@ class Manifest(Spec):
     sha256: dict[str, str]
     """Hash of every other file in the folder, by file name."""
     source_files: list[str]
+    sampled: dict[str, str] = Field(default_factory=dict)
+    """Hash of samples of tokens.bin and documents.bin, which every start compares."""
+    modified_ns: dict[str, int] = Field(default_factory=dict)
+    """Modification time of these files, nanoseconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +120,15 @@ class TokenFile:
     manifest: Manifest
     tokens: NDArray[np.unsignedinteger]
     document_ends: NDArray[np.int64]
+    states: tuple[tuple[Path, FileState], ...] = ()
+    """The files as they were opened."""
 
     @staticmethod
-    def open(folder: str | Path) -> "TokenFile":
-        """Memory-map the dataset at `folder`; DataError when it is missing, unfinished or damaged."""
+    def open(folder: str | Path, *, check_content: bool = True) -> "TokenFile":
+        """Memory-map the dataset at `folder`; DataError when it is missing, unfinished or damaged.
+
+        Without `check_content` nothing is compared with the hashes: `damage` then reads every byte.
+        """
         folder = Path(folder)
         manifest = read_manifest(folder)
         dtype = np.dtype(manifest.dtype)
@@ -114,7 +139,12 @@ class TokenFile:
                 folder / DOCUMENTS_FILE,
                 f"the last document ends at {document_ends[-1]}, but there are {manifest.num_tokens} tokens",
             )
-        return TokenFile(folder, manifest, tokens, document_ends)
+        if check_content:
+            _require_packed_content(folder, manifest)
+        files = (folder / TOKENS_FILE, folder / DOCUMENTS_FILE)
+        return TokenFile(
+            folder, manifest, tokens, document_ends, tuple((file, FileState.of(file)) for file in files)
+        )
 
     @property
     def name(self) -> str:
@@ -131,6 +161,11 @@ class TokenFile:
         """A hash of the hashes in the manifest: no token is read."""
         content = "".join(self.manifest.sha256[file] for file in (TOKENS_FILE, DOCUMENTS_FILE))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def require_unchanged(self) -> None:
+        """DataError where a file was changed since it was opened; reading it could end the process."""
+        for file, state in self.states:
+            require_unchanged(file, state)
 
     def document(self, index: int) -> NDArray[np.unsignedinteger]:
         """The tokens of one document, its end-of-document token included."""
@@ -167,10 +202,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     _require_dataset(folder)
     try:
-        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        manifest = Manifest.model_validate(read_json_file(path, max_bytes=_MAX_MANIFEST_BYTES))
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
-    except (ValueError, RecursionError) as error:  # ValidationError is a ValueError
+    except ValueError as error:  # ValidationError is a ValueError
         raise damaged(path, f"the file is not a dataset description ({_first_line(error)})") from error
     if manifest.version != DATASET_VERSION:
         fact = f"dataset version {manifest.version}, this program reads version {DATASET_VERSION}"
@@ -182,28 +217,16 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def damaged(path: Path, fact: str) -> DataError:
-    """The error for a damaged file."""
-    hint = "copy the dataset again from an intact copy, or pack it again; `meshwright data verify` checks it"
-    return DataError(fact, where=str(path), hint=hint)
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, read in chunks."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while part := file.read(_HASH_CHUNK_BYTES):
-                digest.update(part)
-    except OSError as error:
-        raise damaged(path, f"the file cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
-
-
 def in_parts(tokens: NDArray[np.unsignedinteger], part_tokens: int = 1 << 22):
     """Successive chunks of a token array, so that a pass over it needs little memory."""
     for start in range(0, len(tokens), part_tokens):
         yield tokens[start : start + part_tokens]
+
+
+def _require_packed_content(folder: Path, manifest: Manifest) -> None:
+    for name in (TOKENS_FILE, DOCUMENTS_FILE):
+        packed = PackedFile(manifest.sha256[name], manifest.sampled.get(name), manifest.modified_ns.get(name))
+        require_packed_content(folder / name, packed)
 
 
 def _require_dataset(folder: Path) -> None:

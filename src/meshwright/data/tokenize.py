@@ -1,7 +1,6 @@
 """Text to tokens and back: raw bytes, or a Hugging Face `tokenizer.json`."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,11 +10,13 @@ from numpy.typing import NDArray
 
 from meshwright.data.sources import TOKENIZER_FILE, TokenizerFacts, read_manifest
 from meshwright.errors import DataError
+from meshwright.files import MIB, read_bounded, read_json_file
 from meshwright.spec import DataSpec
 
 BYTE_TOKENIZER = "bytes"
 BYTE_VOCAB_SIZE = 257
 BYTE_EOS_ID = 256
+_MAX_TOKENIZER_BYTES = 512 * MIB
 # Names of the end-of-document token in current model families, in the order in which they are tried.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")
 
@@ -81,7 +82,9 @@ class HuggingFaceTokenizer:
         self.content = _read(path)
         self._tokenizer = _load(path, self.content)
         self.hash = hashlib.sha256(self.content).hexdigest()[:16]
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not self.vocab_size:
+            raise DataError("the tokenizer's vocabulary is empty", where=str(path))
         self.eos_id = self._find_eos(eos or _configured_eos(path))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger]]:
@@ -92,6 +95,10 @@ class HuggingFaceTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special tokens and tokens outside the vocabulary have no text."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    def token(self, token_id: int) -> str | None:
+        """The text of one token, special or not; None outside the vocabulary."""
+        return self._tokenizer.id_to_token(token_id)
 
     def _find_eos(self, eos: str | None) -> int:
         for name in [eos] if eos else _EOS_NAMES:
@@ -156,7 +163,7 @@ def _token_name(path: Path, token_id: int) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bounded(path, max_bytes=_MAX_TOKENIZER_BYTES)
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
 
@@ -168,18 +175,22 @@ def _load(path: Path, content: bytes):
         hint = 'install it with `pip install "meshwright[train]"`, or use the byte tokenizer'
         raise DataError("this needs the tokenizers library", where=str(path), hint=hint) from error
     try:
-        return LibraryTokenizer.from_buffer(content)
+        tokenizer = LibraryTokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception on a malformed file
         hint = "save it with `save_pretrained` or `Tokenizer.save`; a vocabulary file alone is not enough"
         raise DataError(
             f"the file is not a Hugging Face tokenizer.json ({error})", where=str(path), hint=hint
         ) from error
+    # Settings for a model's input, which would cut and pad documents without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _configured_eos(path: Path) -> str | None:
     """The end-of-sequence token in the `tokenizer_config.json` beside a tokenizer, if any."""
     try:
-        config = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = read_json_file(path.parent / "tokenizer_config.json", max_bytes=16 * MIB)
     except (OSError, ValueError):
         return None
     eos = config.get("eos_token") if isinstance(config, dict) else None

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.file_check import FileState, sampled_hash
 from meshwright.data.sources import (
     DATASET_VERSION,
     DOCUMENTS_FILE,
@@ -25,6 +25,7 @@ from meshwright.data.sources import (
 )
 from meshwright.data.tokenize import HuggingFaceTokenizer, Tokenizer
 from meshwright.errors import DataError
+from meshwright.files import new_folder_beside
 
 
 class _HashedFile:
@@ -82,6 +83,10 @@ class DatasetWriter:
             tokenizer=TokenizerFacts(name=tokenizer.name, hash=tokenizer.hash, eos_id=tokenizer.eos_id),
             sha256={name: file.close() for name, file in self._files.items()},
             source_files=source_files,
+            sampled={name: sampled_hash(self._folder / name) for name in (TOKENS_FILE, DOCUMENTS_FILE)},
+            modified_ns={
+                name: FileState.of(self._folder / name).modified_ns for name in (TOKENS_FILE, DOCUMENTS_FILE)
+            },
         )
         last = _HashedFile(self._folder / MANIFEST_FILE)
         last.write((json.dumps(manifest.model_dump(), indent=2) + "\n").encode())
@@ -103,9 +108,7 @@ def new_dataset(folder: Path, tokenizer: Tokenizer) -> Iterator[DatasetWriter]:
     """
     require_absent(folder)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        hidden = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-        hidden.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+        hidden = new_folder_beside(folder)
         try:
             writer = DatasetWriter(hidden, tokenizer)
             try:
@@ -140,9 +143,3 @@ def _publish(hidden: Path, folder: Path) -> None:
         os.fsync(descriptor)  # the rename itself must survive a power failure
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from meshwright.errors import SpecError, read_trouble
+from meshwright.files import read_text
 
 Table = Mapping[str, Any]
 
@@ -355,7 +356,7 @@ def _sized_device(device: Device, first: str | None, second: str | None) -> Clus
 
 def _from_file(path: Path, nodes: str) -> Cluster:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SpecError(
             f"cannot read {path}: {read_trouble(error)}",

@@ -19,7 +19,6 @@ seconds without a pause, and the planner slows matmuls and attention by that sha
 catalogue is described by `machine` and by the measurements.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from meshwright.errors import SpecError, read_trouble
+from meshwright.files import MIB, read_json_file
 from meshwright.hardware.catalogue import (
     PEER_LATENCY_SECONDS,
     Cluster,
@@ -333,8 +333,8 @@ def _collective(entry: Mapping[str, Any], where: str) -> CollectiveTiming:
 def read_profile(path: Path, *, where: str = "--profile") -> Profile:
     """The profile at this path, as `hardware probe` writes it."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        document = read_json_file(path, max_bytes=64 * MIB)
+    except (OSError, ValueError) as error:
         raise SpecError(
             f"cannot read {path}: {read_trouble(error)}",
             where=where,

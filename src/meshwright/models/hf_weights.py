@@ -1,6 +1,7 @@
 """Weights to and from Hugging Face folders: `config.json` plus safetensors, one file or several."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
+from meshwright.files import MIB, new_folder_beside, read_json_file, regular_file
 from meshwright.models.hf_names import Source, sources, state_shapes
 from meshwright.spec import ModelSpec
 from meshwright.spec.huggingface import load_model, to_config
@@ -21,6 +23,11 @@ SINGLE_FILE = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5 * 10**9
 # Tensors that older writers saved although they follow from the config.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
+_MAX_INDEX_BYTES = 64 * MIB
+_OTHER_MODEL = "the weights do not belong to this model (config.json)"
+_AGAIN = "download or save the folder again"
 
 
 class HuggingFaceReader:
@@ -30,11 +37,13 @@ class HuggingFaceReader:
         """Open the folder and check that it holds this model (None: the one of its config.json)."""
         self.folder = Path(folder)
         self.model = load_model(str(self.folder)) if model is None else model
+        self._file_of = self._with_prefix(_file_of_tensor(self.folder))
+        self._check_count()
         self.sources = sources(self.model)
         self.shapes = state_shapes(self.model)
-        self._file_of = self._with_prefix(_file_of_tensor(self.folder))
         self._open: dict[str, Any] = {}
         self._check_names()
+        self._check_tensors()
 
     def names(self) -> list[str]:
         """Names of all parameters and saved buffers, in the order of the model."""
@@ -60,31 +69,26 @@ class HuggingFaceReader:
     ) -> Tensor:
         """A slice of one tensor on disk; the bounds are those of our layout."""
         handle = self._handle(hf_name).get_slice(self._disk_name(hf_name))
-        expected = list(shape)
         if source.third is not None:
             offset = source.third * shape[0]
             bounds = [(bounds[0][0] + offset, bounds[0][1] + offset), *bounds[1:]]
-            expected[0] *= 3
         if source.transposed:
-            expected, bounds = expected[::-1], bounds[::-1]
-        if list(handle.get_shape()) != expected:
-            raise CheckpointError(
-                f"{hf_name} has shape {tuple(handle.get_shape())}, the model has {tuple(expected)}",
-                where=str(self.folder),
-                hint="the weights do not belong to this model (config.json)",
-            )
+            bounds = bounds[::-1]
         tensor = handle[tuple(slice(first, last) for first, last in bounds)]
         return tensor.t().contiguous() if source.transposed else tensor
 
     def _handle(self, hf_name: str) -> Any:
-        file = self._file_of[hf_name]
+        return self._handle_of_file(self._file_of[hf_name])
+
+    def _handle_of_file(self, file: str) -> Any:
         if file not in self._open:
             path = self.folder / file
             try:
+                regular_file(path).close()
                 self._open[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                hint = "download or save the folder again"
-                raise CheckpointError(f"cannot read the file: {error}", where=str(path), hint=hint) from None
+                why = error.strerror if isinstance(error, OSError) and error.strerror else error
+                raise CheckpointError(f"cannot read the file: {why}", where=str(path), hint=_AGAIN) from None
         return self._open[file]
 
     def _with_prefix(self, files: dict[str, str]) -> dict[str, str]:
@@ -97,12 +101,21 @@ class HuggingFaceReader:
     def _disk_name(self, hf_name: str) -> str:
         return hf_name.removeprefix(self._prefix)
 
+    def _check_count(self) -> None:
+        """Refuse a config with more layers than there are tensors, before names are made for each of them."""
+        if self.model.num_layers > len(self._file_of):
+            raise CheckpointError(
+                f"config.json has {self.model.num_layers} layers, and there are only "
+                f"{len(self._file_of)} tensors",
+                where=str(self.folder),
+                hint=_OTHER_MODEL,
+            )
+
     def _check_names(self) -> None:
         wanted = {name for source in self.sources.values() for name in source.names}
         missing = sorted(wanted - self._file_of.keys())
         if missing:
-            hint = "the weights do not belong to this model (config.json)"
-            raise CheckpointError(_describe("missing", missing), where=str(self.folder), hint=hint)
+            raise CheckpointError(_describe("missing", missing), where=str(self.folder), hint=_OTHER_MODEL)
         unexpected = sorted(name for name in self._file_of.keys() - wanted if not self._may_be_ignored(name))
         if unexpected:
             quantised = any("scale" in name for name in unexpected)
@@ -111,10 +124,40 @@ class HuggingFaceReader:
             )
             raise CheckpointError(_describe("unexpected", unexpected), where=str(self.folder), hint=hint)
 
+    def _check_tensors(self) -> None:
+        """Refuse a tensor that its file does not have, or that has another shape or no floating dtype."""
+        present = {file: set(self._handle_of_file(file).keys()) for file in set(self._file_of.values())}
+        for name, source in self.sources.items():
+            expected = _shape_on_disk(source, self.shapes[name])
+            for hf_name in source.names:
+                if self._disk_name(hf_name) not in present[self._file_of[hf_name]]:
+                    raise CheckpointError(
+                        f"{self._file_of[hf_name]} has no tensor {hf_name}, which the index names",
+                        where=str(self.folder),
+                        hint=_AGAIN,
+                    )
+                self._check_tensor(hf_name, expected)
+
+    def _check_tensor(self, hf_name: str, expected: tuple[int, ...]) -> None:
+        found = self._handle(hf_name).get_slice(self._disk_name(hf_name))
+        if tuple(found.get_shape()) != expected:
+            raise CheckpointError(
+                f"{hf_name} has shape {tuple(found.get_shape())}, the model has {expected}",
+                where=str(self.folder),
+                hint=_OTHER_MODEL,
+            )
+        if found.get_dtype() not in _FLOATING:
+            raise CheckpointError(
+                f"{hf_name} has dtype {found.get_dtype()}; weights are one of {', '.join(_FLOATING)}",
+                where=str(self.folder),
+                hint="the weights are quantised: convert them to bf16 first",
+            )
+
     def _may_be_ignored(self, name: str) -> bool:
         is_second_copy = name == "lm_head.weight" and self.model.tied_head
         # Multi-token-prediction modules have layer numbers after the last layer of the model.
-        is_extra_layer = name.startswith("model.layers.") and int(name.split(".")[2]) >= self.model.num_layers
+        layer = _LAYER.match(name)
+        is_extra_layer = layer is not None and int(layer[1]) >= self.model.num_layers
         return is_second_copy or is_extra_layer or name.endswith(_DERIVED)
 
 
@@ -125,27 +168,26 @@ def save_folder(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     dtype: torch.dtype | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `config.json` and the weights, cast to `dtype` if one is given; called by one rank.
 
-    `state` maps our names to full tensors and is read one tensor at a time. The folder gets its name only
-    when it is complete.
+    `state` maps our names to full tensors and is read one tensor at a time. `files` are written beside the
+    weights; a `config.json` among them takes the place of ours. The folder gets its name only when it is
+    complete.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError("exists already and is not empty", where=str(folder), hint="name a new folder")
     _require_state(state, model, folder)
     dtype = next(iter(state.values())).dtype if dtype is None else dtype
-    config = to_config(model, dtype=str(dtype).removeprefix("torch."))
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    config = json.dumps(to_config(model, dtype=str(dtype).removeprefix("torch.")), indent=2) + "\n"
+    partial = new_folder_beside(folder)
     try:
         _write_shards(state, model, partial, max_shard_bytes=max_shard_bytes, dtype=dtype)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
+        for name, content in {"config.json": config.encode(), **(files or {})}.items():
+            (partial / name).write_bytes(content)
+        partial.rename(folder)  # onto an empty folder at most: rename refuses any other
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -231,16 +273,34 @@ def _file_of_tensor(folder: Path) -> dict[str, str]:
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     try:
         if index.exists():
-            return dict(json.loads(index.read_text())["weight_map"])
+            return _checked_map(read_json_file(index, max_bytes=_MAX_INDEX_BYTES)["weight_map"])
         if single.exists():
+            regular_file(single).close()
             with safe_open(single, framework="pt") as handle:
                 return dict.fromkeys(handle.keys(), SINGLE_FILE)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        hint = "download or save the folder again"
-        raise CheckpointError(f"damaged: {error}", where=str(folder), hint=hint) from None
+        raise CheckpointError(f"damaged: {error}", where=str(folder), hint=_AGAIN) from None
     has_pickle = any(folder.glob("*.bin"))
     hint = "save the model as safetensors first" if has_pickle else f"expected {SINGLE_FILE} or {INDEX_FILE}"
     raise CheckpointError("no safetensors in this folder", where=str(folder), hint=hint)
+
+
+def _checked_map(weight_map: Any) -> dict[str, str]:
+    """The index's map; ValueError where a file is not a plain name in the folder of the index."""
+    if not isinstance(weight_map, dict):
+        raise ValueError("weight_map is no mapping of tensor names to files")
+    for name, file in weight_map.items():
+        is_plain = isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")
+        if not is_plain:
+            raise ValueError(f"weight_map places {name[:80]!r} in {str(file)[:80]!r}, outside this folder")
+    return weight_map
+
+
+def _shape_on_disk(source: Source, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of each tensor that one of our parameters is read from."""
+    shape = shape[1:] if source.stacked else shape
+    shape = (3 * shape[0], *shape[1:]) if source.third is not None else shape
+    return shape[::-1] if source.transposed else shape
 
 
 def _padded(index: tuple[slice, ...], num_dims: int) -> tuple[slice, ...]:

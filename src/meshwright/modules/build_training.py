@@ -1,6 +1,7 @@
 """From a user module to the objects that a training step needs."""
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ from meshwright.spec import OptimSpec
 from meshwright.spec.modules import FitSpec, LoopSpec, ModuleSpec
 from meshwright.spec.violations import nearest
 from meshwright.train.step import Training
+
+
+def require_directory(directory: str | Path | None) -> None:
+    """Refuse an empty path, which would mean the current directory."""
+    if directory is not None and not str(directory).strip():
+        raise SpecError("the path is empty", where="directory", hint="name a directory, or leave it out")
 
 
 def require_module(model: object) -> None:

@@ -125,6 +125,16 @@ class DatasetBatches:
             )
         self.position, self._loader = state["position"], None
 
+    def restart(self, state: dict[str, int]) -> None:
+        """Begin this dataset, whatever the position in another one was."""
+        del state
+        self.position, self._loader = 0, None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether max_epochs leaves no sample."""
+        return len(self._ids(self.position)) == 0
+
     def close(self) -> None:
         """Free the loader and its worker processes."""
         self._loader = None

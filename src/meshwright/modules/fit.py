@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError, SpecError
 from meshwright.mesh import Mesh, World, build_mesh, join_world, leave_world
-from meshwright.modules.build_training import build_module_training, require_module
+from meshwright.modules.build_training import build_module_training, require_directory, require_module
 from meshwright.modules.chain import Chain
 from meshwright.modules.chain_program import ChainProgram
 from meshwright.modules.dataset import (
@@ -57,6 +57,7 @@ def fit(
     again with the same directory, it resumes from the last checkpoint.
     """
     spec = read_settings(FitSpec, run, settings)
+    require_directory(directory)
     run_dir = Path(directory) if directory is not None else Path("runs") / spec.name
     require_module(model.model if isinstance(model, Chain) else model)
     _require_stop(stop_after)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError
 from meshwright.modules.dataset import DatasetMicrobatch, LoaderOptions, SampleAssignment, load_microbatches
+from meshwright.modules.loop_guard import LoopGuard
 from meshwright.ops.trees import on_device
 
 
@@ -34,12 +35,17 @@ class LoopLoader:
         """Whether the current batch is the last of its epoch."""
         self.is_counted = True
         """False for a filler batch on a rank for which the epoch has no sample left."""
+        self.guard: LoopGuard | None = None
 
     def __iter__(self) -> Iterator[Any]:
         microbatches = self._by_sample() if self._is_map_style else self._by_batch()
         for microbatch, position, is_last in _with_last(microbatches):
             self.position, self.is_last, self.is_counted = position, is_last, microbatch.is_counted
+            if self.guard is not None:
+                self.guard.num_batches += 1
             yield on_device(microbatch.content, self._device)
+        if self.guard is not None:
+            self.guard.require_training()
         self.epoch, self.position, self.is_last = self.epoch + 1, 0, False
 
     def __len__(self) -> int:
@@ -57,6 +63,10 @@ class LoopLoader:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue at a saved epoch and position."""
         self.epoch, self.position = state["epoch"], state["position"]
+
+    def restart(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch: the loader has other batches than that of the saved run."""
+        self.epoch, self.position = state["epoch"] + bool(state["position"]), 0
 
     def close(self) -> None:
         """Does nothing: no batch is prefetched between epochs."""

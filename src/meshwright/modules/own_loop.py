@@ -11,7 +11,9 @@ The module is changed in place and called as before. Everything after `backward`
 """
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
-from meshwright.modules.build_training import build_loop_training, require_module
+from meshwright.modules.build_training import build_loop_training, require_directory, require_module
+from meshwright.modules.loop_guard import LoopGuard
 from meshwright.modules.loop_loader import LoopLoader
 from meshwright.modules.module_program import ModuleProgram, require_pair
 from meshwright.optim.user_optimizer import (
@@ -36,6 +39,7 @@ from meshwright.spec.keywords import LoopSettings
 from meshwright.spec.modules import LoopSpec
 from meshwright.spec.settings import read_settings, with_data_parallel
 from meshwright.train.build import seed_step
+from meshwright.train.session import lock_directory, on_first_rank
 from meshwright.train.state import TrainState
 from meshwright.train.step import Training, update
 from meshwright.user_errors import errors_end_at_caller
@@ -62,8 +66,11 @@ def prepare(
     spec = read_settings(LoopSpec, run, settings)
     _require_one_optimizer(optimizer, spec)
     require_module(model)
+    require_directory(directory)
     _require_directory(directory, keep, spec)
-    was_joined = dist.is_initialized()
+    at_end = ExitStack()
+    if not dist.is_initialized():
+        at_end.callback(leave_world)
     world = join_world(spec.device)
     try:
         spec = with_data_parallel(spec, world.num_ranks)
@@ -75,11 +82,11 @@ def prepare(
         user_state = _UserObjects(training, dict(keep or {}), has_user_optimizer=optimizer is not None)
         saver = None
         if directory is not None:
+            on_first_rank(lambda: lock_directory(Path(directory), at_end))
             saver = Checkpoints(spec, Path(directory) / "checkpoints", training, batches, user_state)
-        return OwnLoop(spec, mesh, training, batches, saver, leaves_world=not was_joined)
+        return OwnLoop(spec, mesh, training, batches, saver, at_end=at_end)
     except MeshwrightError:
-        if not was_joined:
-            leave_world()
+        at_end.close()
         raise
 
 
@@ -128,14 +135,15 @@ class OwnLoop:
         loader: LoopLoader,
         saver: Checkpoints | None,
         *,
-        leaves_world: bool,
+        at_end: ExitStack,
     ) -> None:
         assert isinstance(training.program, ModuleProgram)
         self.loader, self.device, self.is_first = loader, mesh.device, mesh.rank == 0
         self._spec, self._training, self._saver = spec, training, saver
-        self._program, self._leaves_world = training.program, leaves_world
+        self._program, self._at_end = training.program, at_end
         self._num_backwards, self._is_due = 0, False
         self._state = _restored(saver)
+        self._guard = loader.guard = LoopGuard(training.optimizer)
         seed_step(spec.seed, self._state.num_batches)
 
     @property
@@ -154,6 +162,7 @@ class OwnLoop:
         if not self.loader.is_counted:
             loss_sum, count = loss_sum * 0.0, count * 0.0
         self._num_backwards += 1
+        self._guard.num_backwards += 1
         self._is_due = self._num_backwards == self._spec.accumulation or self.loader.is_last
         self._program.backward(loss_sum, count, is_last=self._is_due, scale=self._training.scale)
 
@@ -168,11 +177,13 @@ class OwnLoop:
                 where="step",
                 hint="call run.backward(loss_sum, count) for every batch, in place of loss.backward()",
             )
+        self._guard.num_steps += 1
         if not self._is_due:
             return None
         self._num_backwards, self._is_due = 0, False
         self._program.finish()
-        grad_norm, is_sound = update(self._training, learning_rate=learning_rate)
+        with self._guard.our_update():
+            grad_norm, is_sound = update(self._training, learning_rate=learning_rate)
         self._state = self._state.after_step(tokens=0) if is_sound else self._state.after_skip()
         seed_step(self._spec.seed, self._state.num_batches)
         every = self._spec.checkpoint.every_steps
@@ -189,15 +200,18 @@ class OwnLoop:
         return self._saver.save(self._state)
 
     def end(self) -> None:
-        """Save a last checkpoint if needed, and leave the process group."""
+        """Save a last checkpoint if needed, and leave the process group; refuses a loop without a step."""
+        self._guard.require_training()
         if self._saver is not None and self._saver.saved_step != self._state.step:
             self._saver.save(self._state)
-        if self._leaves_world:
-            leave_world()
+        self._at_end.close()
 
 
 def _restored(saver: Checkpoints | None) -> TrainState:
     saved = saver.restore() if saver else None
+    if saver is not None and dist.get_rank() == 0:
+        for change in saver.changes:
+            print(f"changed: {change}", file=sys.stderr)
     return TrainState.from_facts(saved) if saved else TrainState()
 
 

@@ -5,9 +5,11 @@ are thinned such that every spike and dip is kept.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from meshwright import svg
 from meshwright.svg import round_ticks
@@ -22,6 +24,8 @@ _OUTLIER_RATIO = 4.0
 _LARGEST_DRAWN = 1e30
 
 Point = tuple[float, float]
+Points = NDArray[np.float64]
+"""(step, value) pairs: an array of two columns."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Series:
     """One line of a chart; y may be NaN or infinite, which breaks the line and is marked at the top."""
 
     label: str
-    points: Sequence[Point]
+    points: Points
     style: str = "main"
     """A class of the style sheet: main, second, faint."""
     dots: bool = False
@@ -110,14 +114,25 @@ def _path_of(kind: str, d: str) -> str:
     return svg.element("path", class_=kind, d=d)
 
 
-def is_drawn(y: float) -> bool:
-    """Whether a value can be drawn: finite, and not absurdly large."""
-    return math.isfinite(y) and abs(y) < _LARGEST_DRAWN
+def is_drawn(y: Points) -> NDArray[np.bool_]:
+    """Whether values can be drawn: finite, and not absurdly large."""
+    return np.isfinite(y) & (np.abs(y) < _LARGEST_DRAWN)
+
+
+def drawable(points: ArrayLike) -> Points:
+    """The points whose values can be drawn."""
+    found = as_points(points)
+    return found[is_drawn(found[:, 1])]
+
+
+def as_points(points: ArrayLike) -> Points:
+    """(step, value) pairs as an array of two columns."""
+    return np.asarray(points, dtype=np.float64).reshape(-1, 2)
 
 
 def draw(chart: Chart) -> Drawing | None:
     """A chart as the page needs it, or None when no series has a point."""
-    drawn = [series for series in chart.series if series.points]
+    drawn = [series for series in chart.series if len(series.points)]
     if not drawn:
         return None
     x_scale = _step_range(drawn)
@@ -140,44 +155,46 @@ def draw(chart: Chart) -> Drawing | None:
     )
 
 
-def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
+def thin(points: ArrayLike, max_points: int = MAX_POINTS) -> list[Point]:
     """About `max_points` of the points: the ends, and the lowest and the highest of each stretch."""
-    if len(points) <= max_points:
-        return list(points)
-    stretch = math.ceil(2 * len(points) / max_points)
-    kept = [points[0]]
-    for start in range(0, len(points), stretch):
-        kept += _extremes(points[start : start + stretch])
-    kept.append(points[-1])
-    return sorted(dict.fromkeys(kept))
+    found = as_points(points)
+    if len(found) <= max_points:
+        return [(float(x), float(y)) for x, y in found]
+    stretch = math.ceil(2 * len(found) / max_points)
+    kept = [found[0], found[-1]]
+    for start in range(0, len(found), stretch):
+        kept += _extremes(found[start : start + stretch])
+    return sorted({(float(x), float(y)) for x, y in kept})
 
 
-def _extremes(points: Sequence[Point]) -> list[Point]:
-    if not all(is_drawn(y) for _, y in points):
-        finite = [point for point in points if is_drawn(point[1])]
-        broken = next(point for point in points if not is_drawn(point[1]))
-        return [*(_extremes(finite) if finite else []), (broken[0], math.inf)]
-    return [min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])]
+def _extremes(points: Points) -> list[Points]:
+    """The lowest and the highest point, and the first one that cannot be drawn, at infinity."""
+    drawn = drawable(points)
+    extremes = [drawn[drawn[:, 1].argmin()], drawn[drawn[:, 1].argmax()]] if len(drawn) else []
+    broken = points[~is_drawn(points[:, 1])]
+    return extremes + ([np.array([broken[0, 0], math.inf])] if len(broken) else [])
 
 
-def smooth(points: Sequence[Point], window: int, max_points: int = MAX_POINTS // 2) -> list[Point]:
+def smooth(points: ArrayLike, window: int, max_points: int = MAX_POINTS // 2) -> Points:
     """Interquartile means of windows centred on evenly chosen points: a single spike has no influence."""
-    drawn = [point for point in points if is_drawn(point[1])]
+    drawn = drawable(points)
     last = len(drawn) - 1
-    chosen = sorted({*range(0, last + 1, math.ceil(len(drawn) / max_points) or 1), last}) if drawn else []
+    chosen = (
+        sorted({*range(0, last + 1, math.ceil(len(drawn) / max_points) or 1), last}) if len(drawn) else []
+    )
     result: list[Point] = []
     for index in chosen:
         # Windows shrink towards the ends, so the line starts and ends where the values do.
         reach = min(window // 2, index, last - index)
-        values = sorted(y for _, y in drawn[index - reach : index + reach + 1])
+        values = np.sort(drawn[index - reach : index + reach + 1, 1])
         left_out = len(values) // 4
-        result.append((drawn[index][0], fmean(values[left_out : len(values) - left_out])))
-    return result
+        result.append((drawn[index, 0], values[left_out : len(values) - left_out].mean()))
+    return as_points(result)
 
 
 def _step_range(drawn: list[Series]) -> Point:
-    steps = [x for series in drawn for x, _ in series.points]
-    low, high = min(steps), max(steps)
+    low = min(float(series.points[:, 0].min()) for series in drawn)
+    high = max(float(series.points[:, 0].max()) for series in drawn)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
@@ -188,14 +205,15 @@ def _step_ticks(x_scale: Point) -> list[float]:
 
 def _value_range(chart: Chart, drawn: list[Series]) -> tuple[Point, str]:
     """Lowest and highest value of the y axis, and a sentence when outliers are outside of it."""
-    points = [point for series in drawn for point in series.points if is_drawn(point[1])]
-    values = sorted([y for _, y in points] + ([chart.level[1]] if chart.level else []))
-    if not values:
+    points = drawable(np.concatenate([series.points for series in drawn]))
+    level = [chart.level[1]] if chart.level else []
+    values = np.sort(np.concatenate([points[:, 1], np.array(level, np.float64)]))
+    if not len(values):
         return (0.0, 1.0), ""
-    low, high, clipped = values[0], values[-1], ""
-    usual = values[int(0.98 * (len(values) - 1))]
+    low, high, clipped = float(values[0]), float(values[-1]), ""
+    usual = float(values[int(0.98 * (len(values) - 1))])
     if usual > 0 and high > _OUTLIER_RATIO * usual:
-        peak_step = max(points, key=lambda point: point[1])[0]
+        peak_step = points[points[:, 1].argmax(), 0]
         clipped = f"Off the scale: {chart.show(high)}{chart.unit} at step {peak_step:,.0f}."
         high = 1.5 * usual
     low = min(0.0, low) if chart.from_zero else low
@@ -207,7 +225,7 @@ def _value_range(chart: Chart, drawn: list[Series]) -> tuple[Point, str]:
 
 def _line(series: Series, x_scale: Point, y_scale: Point) -> Line:
     points = thin(series.points)
-    finite = [(x, y) for x, y in points if is_drawn(y)]
+    finite = [(float(x), float(y)) for x, y in drawable(points)]
     with_dots = finite if series.dots or len(finite) <= 30 else []
     return Line(
         label=series.label,
@@ -224,7 +242,7 @@ def _path(points: list[Point], x_scale: Point, y_scale: Point) -> str:
     parts: list[str] = []
     pen = "M"
     for point in points:
-        if not is_drawn(point[1]):
+        if not math.isfinite(point[1]) or abs(point[1]) >= _LARGEST_DRAWN:
             pen = "M"
             continue
         parts.append(pen + _place(point, x_scale, y_scale))
@@ -243,8 +261,8 @@ def _percent(value: float, scale: Point) -> float:
 
 
 def _non_finite(drawn: list[Series]) -> list[float]:
-    steps = {x for series in drawn for x, y in series.points if not is_drawn(y)}
-    return [x for x, _ in thin([(x, 0.0) for x in sorted(steps)], max_points=60)]
+    steps = np.unique(np.concatenate([series.points[~is_drawn(series.points[:, 1]), 0] for series in drawn]))
+    return [x for x, _ in thin(np.stack([steps, np.zeros_like(steps)], axis=1), max_points=60)]
 
 
 def _level(chart: Chart, y_scale: Point) -> Tick | None:
@@ -256,7 +274,7 @@ def _level(chart: Chart, y_scale: Point) -> Tick | None:
 
 def _describe(chart: Chart, series: Series) -> str:
     """The chart in a sentence, for screen readers."""
-    (first_step, first), (last_step, last) = series.points[0], series.points[-1]
+    (first_step, first), (last_step, last) = series.points[0].tolist(), series.points[-1].tolist()
     return (
         f"{chart.title}: {chart.show(first)}{chart.unit} at step {first_step:,.0f}, "
         f"{chart.show(last)}{chart.unit} at step {last_step:,.0f}"

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwright.observe.metrics import Row
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.observe.history import History, Numbers
 
 COMPARED = ("loss", "grad_norm", "eval_loss")
 
@@ -41,34 +44,35 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """The same steps, and no quantity differs by more than the tolerance."""
+        """Something was compared, the steps are the same, and no quantity differs beyond the tolerance."""
         same_steps = not self.only_in_a and not self.only_in_b
-        return same_steps and not any(difference.num_different for difference in self.differences)
+        different = any(difference.num_different for difference in self.differences)
+        return bool(self.differences) and same_steps and not different
 
 
-def compare_rows(rows_a: list[Row], rows_b: list[Row], *, rtol: float = 0.0) -> Comparison:
+def compare_histories(a: History, b: History, *, rtol: float = 0.0) -> Comparison:
     """Differences of two metric histories; rtol 0 means bit for bit."""
-    a, b = _by_step(rows_a), _by_step(rows_b)
-    shared = sorted(a.keys() & b.keys())
-    differences = [_difference(name, shared, a, b, rtol=rtol) for name in COMPARED]
+    shared, in_a, in_b = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
+    differences = [
+        _difference(name, shared, _at(a, name, in_a), _at(b, name, in_b), rtol=rtol) for name in COMPARED
+    ]
     return Comparison(
         num_steps=len(shared),
-        only_in_a=sorted(a.keys() - b.keys()),
-        only_in_b=sorted(b.keys() - a.keys()),
+        only_in_a=np.setdiff1d(a.steps, b.steps, assume_unique=True).tolist(),
+        only_in_b=np.setdiff1d(b.steps, a.steps, assume_unique=True).tolist(),
         differences=[difference for difference in differences if difference.num_compared],
         settings=[],
     )
 
 
-def relative_difference(a: float, b: float) -> float:
+def relative_difference(a: Numbers, b: Numbers) -> Numbers:
     """|a - b| / max(|a|, |b|); 0 for two equal or two NaN values, infinite when only one is finite."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
     # Scaled before subtracting: the difference of two huge numbers of opposite sign could overflow.
-    size = max(abs(a), abs(b))
-    return abs(a / size - b / size)
+    size = np.maximum(np.abs(a), np.abs(b))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = np.abs(a / size - b / size)
+    found = np.where(np.isfinite(a) & np.isfinite(b), found, math.inf)
+    return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, found)
 
 
 def different_settings(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -78,30 +82,31 @@ def different_settings(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> li
     return [(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
 
 
-def _by_step(rows: list[Row]) -> dict[int, Row]:
-    return {int(row["step"] or 0): row for row in rows}
+class _Column(NamedTuple):
+    values: Numbers
+    recorded: NDArray[np.bool_]
 
 
-def _difference(
-    name: str, steps: list[int], a: dict[int, Row], b: dict[int, Row], *, rtol: float
-) -> Difference:
-    pairs = {step: (a[step].get(name), b[step].get(name)) for step in steps}
-    pairs = {step: pair for step, pair in pairs.items() if pair != (None, None)}
-    relative = {step: _relative(*pair) for step, pair in pairs.items()}
-    different = [step for step, value in relative.items() if value > rtol]
-    largest = max(relative, key=lambda step: relative[step], default=None)
+def _at(history: History, name: str, rows: NDArray[np.intp]) -> _Column:
+    if name not in history.columns:
+        return _Column(np.full(len(rows), math.nan), np.zeros(len(rows), np.bool_))
+    return _Column(history.columns[name][rows], history.recorded[name][rows])
+
+
+def _difference(name: str, steps: NDArray[np.int64], a: _Column, b: _Column, *, rtol: float) -> Difference:
+    compared = a.recorded | b.recorded
+    relative = np.where(a.recorded & b.recorded, relative_difference(a.values, b.values), math.inf)[compared]
+    steps = steps[compared]
+    different = steps[relative > rtol]
+    largest = int(relative.argmax()) if len(relative) else None
     return Difference(
         name=name,
         num_compared=len(relative),
         num_different=len(different),
-        first_different=different[0] if different else None,
-        max_relative=0.0 if largest is None else relative[largest],
-        max_relative_at=largest if largest is not None and relative[largest] > 0 else None,
+        first_different=int(different[0]) if len(different) else None,
+        max_relative=0.0 if largest is None else float(relative[largest]),
+        max_relative_at=int(steps[largest]) if largest is not None and relative[largest] > 0 else None,
     )
-
-
-def _relative(a: float | None, b: float | None) -> float:
-    return math.inf if a is None or b is None else relative_difference(a, b)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

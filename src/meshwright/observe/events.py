@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
 
+from meshwright.files import regular_file
 from meshwright.observe.metrics import to_json
 
 EventKind = Literal[
     "start",
     "resume",
+    "change",
     "checkpoint",
     "evaluate",
     "overflow",
@@ -48,7 +50,7 @@ class EventWriter:
         path = events_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         # A killed process may have left an incomplete line: the first line of this one starts on a new line.
-        needs_newline = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        needs_newline = path.exists() and _last_byte(path) not in (b"", b"\n")
         self._file: BinaryIO = path.open("ab", buffering=0)
         if needs_newline:
             self._file.write(b"\n")
@@ -76,10 +78,16 @@ class EventWriter:
 def read_events(path: Path | str) -> list[Event]:
     """The well-formed events of one file in order; a missing or unreadable file has none."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        with regular_file(path) as file:
+            return [event for event in map(_parse, file) if event is not None]
     except OSError:
         return []
-    return [event for event in map(_parse, lines) if event is not None]
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1))
+        return file.read(1)
 
 
 def _masked(value: Any) -> Any:

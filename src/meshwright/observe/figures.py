@@ -3,11 +3,24 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from meshwright.observe.metrics import Row
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.observe.events import Event
+from meshwright.observe.history import History, Numbers
 from meshwright.observe.run_files import RunFiles
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A setting that differs from that of the steps before; values are texts."""
+
+    step: int
+    setting: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +51,8 @@ class RunFigures:
     """Peak memory, the largest of any step."""
     resumed_at: list[int]
     """Steps from which the run was resumed."""
+    changes: list[SettingChange]
+    """Settings that were changed when the run was resumed, by step."""
     non_finite_steps: list[int]
     """Steps whose loss or gradient norm was not a finite number."""
     num_skipped: int
@@ -46,35 +61,35 @@ class RunFigures:
 
 def run_figures(files: RunFiles) -> RunFigures:
     """The figures of a run directory."""
-    rows, summary = files.rows, files.summary
-    last: Row = rows[-1] if rows else {}
+    history, summary = files.history, files.summary
     total_steps = _nested(files.run, "schedule", "num_steps")
-    final_step = _whole(last.get("step") or summary.get("final_step"))
+    final_step = _whole(history.steps[-1] if len(history) else summary.get("final_step"))
     return RunFigures(
         name=files.name,
         outcome=str(summary.get("outcome") or _outcome(final_step, total_steps)),
         final_step=final_step,
         total_steps=total_steps,
-        first_loss=rows[0].get("loss") if rows else None,
-        final_loss=last.get("loss"),
-        eval_loss=_last(rows, "eval_loss"),
+        first_loss=_at(history, "loss", 0),
+        final_loss=_at(history, "loss", -1),
+        eval_loss=_last(history, "eval_loss"),
         unigram_entropy=_real(summary.get("unigram_entropy")),
-        tokens=_whole(last.get("tokens")),
-        wall_seconds=_real(summary.get("wall_seconds")) or _sum(rows, "step_seconds"),
-        tokens_per_second=_median(rows, "tokens_per_second"),
-        tflops_per_gpu=_median(rows, "tflops_per_gpu"),
-        mfu=_median(rows, "mfu"),
-        peak_bytes=_whole(max(finite(rows, "peak_bytes"), default=None)),
+        tokens=_whole(_at(history, "tokens", -1)),
+        wall_seconds=_real(summary.get("wall_seconds")) or _sum(history, "step_seconds"),
+        tokens_per_second=_median(history, "tokens_per_second"),
+        tflops_per_gpu=_median(history, "tflops_per_gpu"),
+        mfu=_median(history, "mfu"),
+        peak_bytes=_whole(finite(history, "peak_bytes").max(initial=0) or None),
         resumed_at=resume_steps(files),
-        non_finite_steps=[int(row["step"] or 0) for row in rows if not _is_healthy(row)],
-        num_skipped=_whole(summary.get("num_skipped")) or sum(bool(row.get("skipped")) for row in rows),
+        changes=setting_changes(files.events),
+        non_finite_steps=history.steps[_is_broken(history)].tolist(),
+        num_skipped=_whole(summary.get("num_skipped")) or int((history.values("skipped") > 0).sum()),
     )
 
 
-def finite(rows: Iterable[Row], name: str) -> list[float]:
+def finite(history: History, name: str) -> Numbers:
     """The finite values of one column, in order."""
-    values = (row.get(name) for row in rows)
-    return [float(value) for value in values if value is not None and math.isfinite(value)]
+    values = history.values(name)
+    return values[np.isfinite(values)]
 
 
 def resume_steps(files: RunFiles) -> list[int]:
@@ -83,11 +98,39 @@ def resume_steps(files: RunFiles) -> list[int]:
     return sorted({step for step in steps if step is not None})
 
 
-def _is_healthy(row: Row) -> bool:
+def setting_changes(events: Iterable[Event]) -> list[SettingChange]:
+    """The changes that the recorded steps were trained with.
+
+    A later resume from the same or an earlier step starts from the settings of its checkpoint, so changes
+    from that step on no longer count.
+    """
+    found: list[SettingChange] = []
+    for event in events:
+        step = _whole(event.get("step"))
+        if step is None:
+            continue
+        if event["kind"] == "resume":
+            found = [change for change in found if change.step < step]
+        elif event["kind"] == "change":
+            texts = (str(event.get(name, ""))[:200] for name in ("setting", "old", "new"))
+            found.append(SettingChange(step, *texts))
+    return found
+
+
+def _is_broken(history: History) -> NDArray[np.bool_]:
+    """Where the loss or the gradient norm is recorded and not finite."""
+    broken = np.zeros(len(history), np.bool_)
+    for name in ("loss", "grad_norm"):
+        if name in history.columns:
+            broken |= history.recorded[name] & ~np.isfinite(history.columns[name]) & ~_expected(history, name)
+    return broken
+
+
+def _expected(history: History, name: str) -> NDArray[np.bool_]:
     # A skipped step is expected to have an infinite gradient norm; it is counted separately.
-    names = ("loss",) if row.get("skipped") else ("loss", "grad_norm")
-    values = (row.get(name) for name in names)
-    return all(math.isfinite(value) for value in values if value is not None)
+    if name != "grad_norm" or "skipped" not in history.columns:
+        return np.zeros(len(history), np.bool_)
+    return np.nan_to_num(history.columns["skipped"]) > 0
 
 
 def _outcome(final_step: int | None, total_steps: int | None) -> str:
@@ -102,8 +145,11 @@ def _nested(values: dict[str, Any], *names: str) -> int | None:
 
 
 def _real(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    is_number = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
+    try:
+        return float(value) if is_number and math.isfinite(value) else None
+    except OverflowError:  # an integer beyond float64 in a damaged file
+        return None
 
 
 def _whole(value: Any) -> int | None:
@@ -111,16 +157,22 @@ def _whole(value: Any) -> int | None:
     return None if real is None else int(real)
 
 
-def _last(rows: list[Row], name: str) -> float | None:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return values[-1] if values else None
+def _at(history: History, name: str, row: int) -> float | None:
+    if not len(history) or not history.recorded.get(name, np.zeros(len(history)))[row]:
+        return None
+    return float(history.columns[name][row])
 
 
-def _sum(rows: list[Row], name: str) -> float | None:
-    values = finite(rows, name)
-    return sum(values) if values else None
+def _last(history: History, name: str) -> float | None:
+    values = history.values(name)
+    return float(values[-1]) if len(values) else None
 
 
-def _median(rows: list[Row], name: str) -> float | None:
-    values = finite(rows, name)
-    return median(values) if values else None
+def _sum(history: History, name: str) -> float | None:
+    values = finite(history, name)
+    return float(values.sum()) if len(values) else None
+
+
+def _median(history: History, name: str) -> float | None:
+    values = finite(history, name)
+    return float(np.median(values)) if len(values) else None

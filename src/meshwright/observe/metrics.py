@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from meshwright.errors import RunError
+
 METRICS_NAME = "metrics.jsonl"
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Row = dict[str, float | int | bool | None]
 """One line of metrics.jsonl as it was read; keys that the writer omitted are missing."""
@@ -128,10 +130,23 @@ class MetricsWriter:
         self._file: BinaryIO = self._path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> StepMetrics:
-        """Append one line; returns the metrics with their rates."""
+        """Append one line; returns the metrics with their rates. RunError where the file was moved away."""
+        self._require_in_place(metrics.step)
         complete = self._work_rate.fill(metrics)
         self._file.write(format_line(complete).encode())
         return complete
+
+    def _require_in_place(self, step: int) -> None:
+        try:
+            is_in_place = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            is_in_place = False
+        if not is_in_place:
+            raise RunError(
+                f"the run directory was deleted or renamed while the run was at step {step}",
+                where=str(self._path.parent),
+                hint="put it back and run again: the run resumes from its newest checkpoint",
+            )
 
     def close(self) -> None:
         """Flush to the disk and close the file."""
@@ -185,16 +200,22 @@ def read_metrics(path: Path | str) -> list[Row]:
 
 def truncate_after(path: Path, last_step: int) -> None:
     """Remove the lines after `last_step` and incomplete lines, atomically."""
-    before = _lines(path)
-    kept = [line for line in before if any(int(row["step"] or 0) <= last_step for row in _rows([line]))]
-    if kept == before:
+    if not path.exists():
         return
     draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as file:
-        file.write(b"".join(kept))
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    with path.open("rb") as before, draft.open("wb") as after:
+        num_removed = 0
+        for line in before:
+            is_kept = any(int(row["step"] or 0) <= last_step for row in _rows([line]))
+            num_removed += not is_kept
+            if is_kept:
+                after.write(line)
+        after.flush()
+        os.fsync(after.fileno())
+    if num_removed:
+        draft.replace(path)
+    else:
+        draft.unlink()
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -227,9 +248,9 @@ def _parse(line: bytes) -> Row | None:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, str):
-        return value in _NON_FINITE
+        return value in NON_FINITE
     return value is None or isinstance(value, bool | int | float)
 
 
 def _number(value: Any) -> float | int | bool | None:
-    return _NON_FINITE[value] if isinstance(value, str) else value
+    return NON_FINITE[value] if isinstance(value, str) else value

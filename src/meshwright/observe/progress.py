@@ -8,12 +8,15 @@ from typing import Protocol, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from meshwright.observe.metrics import StepMetrics
 from meshwright.units import show_count, show_seconds
 
 # The ETA follows the median of this many last steps.
 _ETA_STEPS = 50
+# Columns of the bar and of the spaces around it on a narrow terminal.
+_SMALLEST_BAR = 10
 
 
 class ProgressView(Protocol):
@@ -39,8 +42,14 @@ def open_progress(
     counted: str = "tokens",
     every_seconds: float = 10.0,
     stream: TextIO | None = None,
+    quiet: bool = False,
 ) -> ProgressView:
-    """A live bar when the stream (stderr) is a terminal, else a plain line every `every_seconds`."""
+    """A live bar when the stream (stderr) is a terminal, else a plain line every `every_seconds`.
+
+    `quiet` shows nothing.
+    """
+    if quiet:
+        return NoProgress()
     out: TextIO = sys.stderr if stream is None else stream
     if Console(file=out).is_terminal:
         return LiveProgress(name, total_steps=total_steps, counted=counted, stream=out)
@@ -76,25 +85,46 @@ def _facts(metrics: StepMetrics, eta_seconds: float | None, counted: str) -> lis
     return [*parts, f"ETA {show_seconds(eta_seconds)}" if eta_seconds else "done"]
 
 
+class NoProgress:
+    """Shows nothing (`--quiet`)."""
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show nothing of this step."""
+
+    def print(self, text: str) -> None:
+        """Print nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class LiveProgress:
     """A progress bar that is redrawn in place."""
 
     def __init__(self, name: str, *, total_steps: int, counted: str = "tokens", stream: TextIO) -> None:
         self._eta, self._counted = _Eta(total_steps), counted
+        console = Console(file=stream, highlight=False)
+        shown_name = name if len(name) <= console.width // 4 else name[: console.width // 4 - 3] + "..."
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            # On a narrow terminal the bar shrinks, and the count stays.
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[facts]}"),
-            console=Console(file=stream, highlight=False),
+            console=console,
             expand=True,
         )
-        self._task = self._progress.add_task(name, total=total_steps, facts="starting")
+        self._facts_width = console.width - len(shown_name) - 2 * len(str(total_steps)) - _SMALLEST_BAR
+        self._task = self._progress.add_task(shown_name, total=total_steps, facts="starting")
 
     def update(self, metrics: StepMetrics) -> None:
         """Move the bar to this step."""
-        facts = "  ".join(_facts(metrics, self._eta.after(metrics), self._counted))
-        self._progress.update(self._task, completed=metrics.step, facts=facts)
+        facts = _facts(metrics, self._eta.after(metrics), self._counted)
+        while len(facts) > 1 and len("  ".join(facts)) > self._facts_width:
+            facts.pop()
+        self._progress.update(self._task, completed=metrics.step, facts="  ".join(facts))
 
     def print(self, text: str) -> None:
         """Print one line above the bar."""

@@ -1,19 +1,29 @@
 """Reads the files of a run directory; a missing or damaged file is named and does not stop the reader."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from meshwright.errors import DataError
+from meshwright.errors import DataError, SpecError
+from meshwright.files import read_bounded
 from meshwright.observe.events import Event, events_path, read_events
-from meshwright.observe.metrics import METRICS_NAME, Row, read_metrics
+from meshwright.observe.history import History, read_history
+from meshwright.observe.metrics import METRICS_NAME
 from meshwright.observe.summary import SUMMARY_NAME, read_summary
+from meshwright.spec.yaml_text import parse_yaml
 
 RUN_NAME = "run.yaml"
 SAMPLE_NAME = "sample.txt"
 MAX_SAMPLE_CHARACTERS = 20_000
+# No file of ours but metrics and events is near this size; a larger one is damaged or hostile.
+_MAX_TEXT_BYTES = 4 << 20
+READ_COLUMNS = (
+    *("loss", "grad_norm", "lr", "tokens", "step_tokens", "step_seconds", "tokens_per_second"),
+    *("tflops_per_gpu", "mfu", "peak_bytes", "eval_loss", "loss_scale", "skipped", "noise_scale_tokens"),
+    *("expert_load_max", "expert_load_min"),
+)
+"""The columns of metrics.jsonl that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +35,8 @@ class RunFiles:
     """run.yaml as written; empty when absent."""
     run: dict[str, Any]
     """run.yaml parsed; empty when absent or damaged."""
-    rows: list[Row]
+    history: History
+    """The columns of metrics.jsonl that a report or a comparison uses."""
     events: list[Event]
     """Events of rank 0."""
     sample: str
@@ -39,8 +50,8 @@ class RunFiles:
         return str(self.run.get("name") or self.run_dir.resolve().name)
 
 
-def read_run(run_dir: Path | str) -> RunFiles:
-    """The readable content of a run directory; raises DataError when it is not one."""
+def read_run(run_dir: Path | str, *, columns: Sequence[str] = READ_COLUMNS) -> RunFiles:
+    """The readable content of a run directory, with these columns; raises DataError when it is not one."""
     run_dir = Path(run_dir)
     _require_run(run_dir)
     run_text, run = _read_yaml(run_dir / RUN_NAME)
@@ -48,7 +59,7 @@ def read_run(run_dir: Path | str) -> RunFiles:
         run_dir=run_dir,
         run_text=run_text,
         run=run,
-        rows=read_metrics(run_dir),
+        history=read_history(run_dir, columns),
         events=read_events(events_path(run_dir, 0)),
         sample=_read_text(run_dir / SAMPLE_NAME)[:MAX_SAMPLE_CHARACTERS],
         summary=read_summary(run_dir),
@@ -71,8 +82,15 @@ def _require_run(run_dir: Path) -> None:
         raise DataError(
             f"not a run directory: it has neither {RUN_NAME} nor {METRICS_NAME}",
             where=str(run_dir),
-            hint=_runs_in(run_dir),
+            hint=_runs_in(run_dir) or _loop_hint(run_dir),
         )
+
+
+def _loop_hint(run_dir: Path) -> str:
+    """What a directory of `meshwright.prepare` has, in which the user's loop logs what it wants."""
+    if not (run_dir / "checkpoints").is_dir():
+        return ""
+    return "a loop of meshwright.prepare saves checkpoints only; meshwright.fit also writes metrics"
 
 
 def _runs_in(folder: Path) -> str:
@@ -83,7 +101,7 @@ def _runs_in(folder: Path) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode(errors="replace")
+        return read_bounded(path, max_bytes=_MAX_TEXT_BYTES).decode(errors="replace")
     except OSError:
         return ""
 
@@ -91,8 +109,8 @@ def _read_text(path: Path) -> str:
 def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     text = _read_text(path)
     try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        values = parse_yaml(text, str(path)).value
+    except SpecError:
         return text, {}
     return text, values if isinstance(values, dict) else {}
 
@@ -100,7 +118,7 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
 def _absent(files: RunFiles) -> list[str]:
     content = {
         RUN_NAME: files.run,
-        METRICS_NAME: files.rows,
+        METRICS_NAME: files.history,
         "events-0.jsonl": files.events,
         SUMMARY_NAME: files.summary,
         SAMPLE_NAME: files.sample,

@@ -3,20 +3,22 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from meshwright.errors import DataError
-from meshwright.observe.chart import Chart, Drawing, Point, Series, draw, smooth
+from meshwright.observe.chart import Chart, Drawing, Points, Series, draw, smooth
 from meshwright.observe.events import Event
 from meshwright.observe.figures import RunFigures, run_figures
-from meshwright.observe.metrics import Row, json_value
+from meshwright.observe.history import History
+from meshwright.observe.metrics import json_value
 from meshwright.observe.run_files import RunFiles, read_run
 from meshwright.units import show_bytes, show_count, show_seconds
 
@@ -28,6 +30,7 @@ _YAML_KEY = re.compile(r"^(\s*(?:- )?)([A-Za-z_][\w.-]*)(:)", re.MULTILINE)
 _EVENT_SENTENCE = {
     "start": "started",
     "resume": "resumed",
+    "change": "changed a setting",
     "checkpoint": "saved a checkpoint",
     "evaluate": "evaluated",
     "overflow": "skipped an update: gradients overflowed",
@@ -39,12 +42,27 @@ _EVENT_SENTENCE = {
 }
 
 
-def write_report(run_dir: Path | str, output: Path | str | None = None) -> Path:
-    """Write the report of a run directory; returns its path. Raises DataError when it is not a run."""
+class Report(NamedTuple):
+    """A report that was written, and the figures in it."""
+
+    path: Path
+    figures: RunFigures
+
+    def to_json(self) -> str:
+        """The path and the figures as one JSON document."""
+        figures = {name: json_value(value) for name, value in asdict(self.figures).items()}
+        return json.dumps({"report": str(self.path), **figures}, indent=2)
+
+
+def write_report(run_dir: Path | str, output: Path | str | None = None) -> Report:
+    """Write the report of a run directory. Raises DataError when it is not a run."""
     files = read_run(run_dir)
     path = Path(output) if output else files.run_dir / REPORT_NAME
     path = path / REPORT_NAME if path.is_dir() else path
-    page = render(files)
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced
+        raise DataError("this is no regular file", where=str(path), hint="choose a file with -o")
+    figures = run_figures(files)
+    page = render(files, figures)
     draft = path.with_name(path.name + ".draft")
     try:
         draft.write_text(page, encoding="utf-8")
@@ -53,18 +71,11 @@ def write_report(run_dir: Path | str, output: Path | str | None = None) -> Path:
         raise DataError(
             f"the report cannot be written: {error.strerror}", where=str(path), hint="choose a file with -o"
         ) from error
-    return path
+    return Report(path, figures)
 
 
-def describe(run_dir: Path | str, report_path: Path) -> str:
-    """The figures of a run and the path of its report, as one JSON document."""
-    figures = {name: json_value(value) for name, value in asdict(run_figures(read_run(run_dir))).items()}
-    return json.dumps({"report": str(report_path), **figures}, indent=2)
-
-
-def render(files: RunFiles) -> str:
-    """The page as HTML text, computed from the files of a run."""
-    figures = run_figures(files)
+def render(files: RunFiles, figures: RunFigures) -> str:
+    """The page as HTML text."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -76,6 +87,7 @@ def render(files: RunFiles) -> str:
         notices=notices(figures),
         drawings=drawings,
         hover=[_hover(drawing) for drawing in drawings],
+        changes=figures.changes,
         events=_event_lines(files.events),
         sample=files.sample,
         run_yaml=_coloured_yaml(files.run_text),
@@ -90,62 +102,66 @@ def _asset(name: str) -> str:
     return package_files("meshwright.observe").joinpath(name).read_text(encoding="utf-8")
 
 
-def charts(files: RunFiles, figures: RunFigures) -> list[Chart]:
-    """The charts of the report; those without a point are omitted when drawn."""
-    rows, marks = files.rows, [float(step) for step in figures.resumed_at]
-    memory_unit, memory = _memory(rows)
-    return [
-        _loss_chart(rows, figures, marks),
-        Chart(title="Gradient norm", note="Before clipping.", series=_trend(rows, "grad_norm"), marks=marks),
-        Chart(title="Learning rate", series=_single(rows, "lr"), marks=marks, show=_show_small),
-        Chart(
-            title="Throughput",
-            note="Tokens per second, all ranks.",
-            series=_trend(rows, "tokens_per_second"),
-            marks=marks,
-        ),
-        Chart(
-            title="Step time", unit=" s", series=_trend(rows, "step_seconds"), marks=marks, show=_show_small
-        ),
-        Chart(
-            title="Peak memory",
-            note="Largest over ranks.",
-            unit=f" {memory_unit}",
-            series=[Series("peak", memory)] if memory else [],
-            marks=marks,
-            show=_show_small,
-        ),
-        Chart(
-            title="Noise scale",
-            note="Tokens; batches far above it waste tokens, far below it waste steps.",
-            series=_single(rows, "noise_scale_tokens", "noise scale")
-            + (_batch_size(rows) if _points(rows, "noise_scale_tokens") else []),
-            marks=marks,
-        ),
-        Chart(title="Loss scale", series=_single(rows, "loss_scale"), marks=marks),
-        Chart(
-            title="Expert load",
-            note="Experts with the most and the fewest tokens; 1 is perfect balance.",
-            series=_single(rows, "expert_load_max", "most")
-            + _single(rows, "expert_load_min", "fewest", style="second"),
-            marks=marks,
-            show=_show_small,
-        ),
-    ]
+def charts(files: RunFiles, figures: RunFigures) -> Iterator[Chart]:
+    """The charts of the report, one at a time; those without a point are omitted when drawn."""
+    history, marks = files.history, [float(step) for step in figures.resumed_at]
+    memory_unit, memory = _memory(history)
+    yield _loss_chart(history, figures, marks)
+    yield Chart(
+        title="Gradient norm", note="Before clipping.", series=_trend(history, "grad_norm"), marks=marks
+    )
+    yield Chart(title="Learning rate", series=_single(history, "lr"), marks=marks, show=_show_small)
+    yield Chart(
+        title="Throughput",
+        note="Tokens per second, all ranks.",
+        series=_trend(history, "tokens_per_second"),
+        marks=marks,
+    )
+    yield Chart(
+        title="Step time",
+        unit=" s",
+        series=_trend(history, "step_seconds"),
+        marks=marks,
+        show=_show_small,
+    )
+    yield Chart(
+        title="Peak memory",
+        note="Largest over ranks.",
+        unit=f" {memory_unit}",
+        series=[Series("peak", memory)] if len(memory) else [],
+        marks=marks,
+        show=_show_small,
+    )
+    yield Chart(
+        title="Noise scale",
+        note="Tokens; batches far above it waste tokens, far below it waste steps.",
+        series=_single(history, "noise_scale_tokens", "noise scale")
+        + (_batch_size(history) if len(history.points("noise_scale_tokens")) else []),
+        marks=marks,
+    )
+    yield Chart(title="Loss scale", series=_single(history, "loss_scale"), marks=marks)
+    yield Chart(
+        title="Expert load",
+        note="Experts with the most and the fewest tokens; 1 is perfect balance.",
+        series=_single(history, "expert_load_max", "most")
+        + _single(history, "expert_load_min", "fewest", style="second"),
+        marks=marks,
+        show=_show_small,
+    )
 
 
-def _batch_size(rows: list[Row]) -> list[Series]:
-    return _single(rows, "step_tokens", "batch", style="second")
+def _batch_size(history: History) -> list[Series]:
+    return _single(history, "step_tokens", "batch", style="second")
 
 
-def _loss_chart(rows: list[Row], figures: RunFigures, marks: list[float]) -> Chart:
+def _loss_chart(history: History, figures: RunFigures, marks: list[float]) -> Chart:
     entropy = figures.unigram_entropy
     return Chart(
         title="Loss",
         note="Nats per token.",
         series=[
-            *_trend(rows, "loss", "train"),
-            *_single(rows, "eval_loss", "held out", style="second", dots=True),
+            *_trend(history, "loss", "train"),
+            *_single(history, "eval_loss", "held out", style="second", dots=True),
         ],
         from_zero=False,
         level=None if entropy is None else (f"unigram entropy {entropy:.3f}", entropy),
@@ -154,22 +170,18 @@ def _loss_chart(rows: list[Row], figures: RunFigures, marks: list[float]) -> Cha
     )
 
 
-def _points(rows: list[Row], name: str) -> list[Point]:
-    return [(float(row["step"] or 0), float(value)) for row in rows if (value := row.get(name)) is not None]
-
-
 def _single(
-    rows: list[Row], name: str, label: str = "", *, style: str = "main", dots: bool = False
+    history: History, name: str, label: str = "", *, style: str = "main", dots: bool = False
 ) -> list[Series]:
-    points = _points(rows, name)
-    return [Series(label or "each step", points, style, dots)] if points else []
+    points = history.points(name)
+    return [Series(label or "each step", points, style, dots)] if len(points) else []
 
 
-def _trend(rows: list[Row], name: str, label: str = "") -> list[Series]:
+def _trend(history: History, name: str, label: str = "") -> list[Series]:
     """The values, or, when there are many, a smoothed line over a faint line of them."""
-    points = _points(rows, name)
+    points = history.points(name)
     if len(points) < _SMOOTH_FROM_STEPS:
-        return _single(rows, name, label)
+        return _single(history, name, label)
     window = max(9, len(points) // 40 | 1)
     return [
         Series(label or "each step", points, "faint"),
@@ -177,11 +189,11 @@ def _trend(rows: list[Row], name: str, label: str = "") -> list[Series]:
     ]
 
 
-def _memory(rows: list[Row]) -> tuple[str, list[Point]]:
+def _memory(history: History) -> tuple[str, Points]:
     """Unit and points of peak memory."""
-    points = _points(rows, "peak_bytes")
-    unit, size = ("GiB", 2**30) if points and max(y for _, y in points) >= 2**30 else ("MiB", 2**20)
-    return unit, [(x, y / size) for x, y in points]
+    points = history.points("peak_bytes")
+    unit, size = ("GiB", 2**30) if points[:, 1].max(initial=0) >= 2**30 else ("MiB", 2**20)
+    return unit, points / [1, size]
 
 
 def tiles(figures: RunFigures) -> list[tuple[str, str, str]]:

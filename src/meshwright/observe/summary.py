@@ -1,11 +1,11 @@
 """summary.json: the outcome of a run, written when it ends (finished, interrupted or failed)."""
 
-import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.files import MIB, read_json_file
 from meshwright.observe.metrics import to_json
 
 SUMMARY_NAME = "summary.json"
@@ -48,7 +48,7 @@ def write_summary(run_dir: Path | str, summary: RunSummary) -> None:
 def read_summary(run_dir: Path | str) -> dict[str, Any]:
     """The values of summary.json; empty when missing or damaged."""
     try:
-        values = json.loads((Path(run_dir) / SUMMARY_NAME).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        values = read_json_file(Path(run_dir) / SUMMARY_NAME, max_bytes=16 * MIB)
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

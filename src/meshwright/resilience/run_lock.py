@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from meshwright.errors import SpecError
+from meshwright.files import MIB, read_json_file
 
 LOCK = ".lock"
 TOUCH_SECONDS = 10.0
@@ -114,7 +115,7 @@ def _boot_id() -> float:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = read_json_file(path, max_bytes=MIB)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

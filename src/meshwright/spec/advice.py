@@ -6,6 +6,7 @@ Tensor cores compute tiles: dims that are multiples of 64 (128 bytes in half pre
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from meshwright.spec.families import FAMILIES
 from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_layers, unaligned_weights
 from meshwright.spec.run import RunSpec
 
@@ -29,6 +30,30 @@ Advisor = Callable[[RunSpec], Iterator[Advice]]
 
 def _uses_tensor_cores(run: RunSpec) -> bool:
     return run.device != "cpu" and run.precision.compute in ("tf32", "bf16", "fp16")
+
+
+def family_keeps_its_proportions(run: RunSpec) -> Iterator[Advice]:
+    """A family with another width has heads and MLP that fit this width, not those of the original."""
+    model, original = run.model, FAMILIES.get(run.model.family)
+    if original is None or model.width == original.width:
+        return
+    scale = model.width / original.width
+    wanted: dict[str, tuple[int, int]] = {}
+    if model.attention.latent is None and model.attention.num_heads == original.attention.num_heads:
+        heads = max(1, round(model.attention.num_heads * scale))
+        kv_heads = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= model.attention.num_kv_heads)
+        wanted["attention.num_heads"] = (model.attention.num_heads, heads)
+        wanted["attention.num_kv_heads"] = (model.attention.num_kv_heads, kv_heads)
+    if model.mlp.width == original.mlp.width:
+        wanted["mlp.width"] = (
+            model.mlp.width,
+            max(ALIGNED, round(model.mlp.width * scale / ALIGNED) * ALIGNED),
+        )
+    kept = {key: values for key, values in wanted.items() if values[0] != values[1]}
+    if kept:
+        fact = f"width={model.width} with {', '.join(f'{key}={old}' for key, (old, _) in kept.items())}"
+        hint = " ".join(f"model.{key}={new}" for key, (_, new) in kept.items())
+        yield Advice(f"{fact}, which {model.family} has for width={original.width}", "model.width", hint)
 
 
 def tensor_cores_are_used(run: RunSpec) -> Iterator[Advice]:
@@ -132,6 +157,7 @@ def _part(name: str) -> str:
 
 
 ADVISORS: list[Advisor] = [
+    family_keeps_its_proportions,
     tensor_cores_are_used,
     vocabulary_fills_tiles,
     widths_fill_tiles,

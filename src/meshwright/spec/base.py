@@ -10,6 +10,11 @@ from meshwright.units import parse_count, parse_number
 
 LARGEST_COUNT = 2**63 - 1  # what a tensor's 64-bit integer holds
 Positive = Annotated[int, Field(ge=1, le=LARGEST_COUNT), BeforeValidator(parse_count)]
+# Limits far above any model, so that an absurd size is refused at once and by every verb.
+LayerCount = Annotated[int, Field(ge=1, le=10_000), BeforeValidator(parse_count)]
+ExpertCount = Annotated[int, Field(ge=1, le=2**16), BeforeValidator(parse_count)]
+ModelSize = Annotated[int, Field(ge=1, le=2**24), BeforeValidator(parse_count)]
+VocabSize = Annotated[int, Field(ge=1, le=2**31), BeforeValidator(parse_count)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(parse_count)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_number)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_number)]

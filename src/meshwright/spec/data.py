@@ -62,16 +62,6 @@ class DataSpec(Spec):
         """Tokens of a batch by its index."""
         return self.batch_sequences_of(batch_index) * self.sequence_length
 
-    def batch_sequences_at(self, position: int) -> int:
-        """Size of the batch that starts at a position, which is the number of samples before it."""
-        begin, first_step = 0, 0
-        for part in self.batch_ramp:
-            begin += (part.before_step - first_step) * part.batch_sequences
-            first_step = part.before_step
-            if position < begin:
-                return part.batch_sequences
-        return self.batch_sequences
-
     def num_sequences(self, num_batches: int) -> int:
         """Sequences of the first batches together."""
         total, first_step = 0, 0

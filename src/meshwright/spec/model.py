@@ -2,7 +2,18 @@
 
 from typing import Literal
 
-from meshwright.spec.base import Fraction, NonNegative, Number, Positive, PositiveNumber, Spec
+from meshwright.spec.base import (
+    ExpertCount,
+    Fraction,
+    LayerCount,
+    ModelSize,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveNumber,
+    Spec,
+    VocabSize,
+)
 
 
 class RopeScalingSpec(Spec):
@@ -43,24 +54,24 @@ class LatentSpec(Spec):
 
     query_rank: Positive | None = None
     """Rank of the query projection; null projects queries directly (V2-Lite)."""
-    kv_rank: Positive
+    kv_rank: ModelSize
     """Rank of the key/value projection: width of the latent."""
-    nope_width: Positive
+    nope_width: ModelSize
     """Width per head of the part without rope."""
-    rope_width: Positive
+    rope_width: ModelSize
     """Width per head of the part with rope; its key is shared by all heads."""
-    value_width: Positive
+    value_width: ModelSize
     """Width per head of the values."""
 
 
 class AttentionSpec(Spec):
     """Causal attention; MHA, GQA and MQA differ only in `num_kv_heads`."""
 
-    num_heads: Positive
+    num_heads: ModelSize
     """Query heads."""
-    num_kv_heads: Positive
+    num_kv_heads: ModelSize
     """Key/value heads; as many as num_heads is MHA, one is MQA, between is GQA."""
-    head_width: Positive
+    head_width: ModelSize
     """Width of one query head; with `latent` it is nope_width + rope_width."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections."""
@@ -85,7 +96,7 @@ class MlpSpec(Spec):
 
     kind: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     """Activation: swiglu has a gate and three matrices; gelu and gelu_tanh (its approximation) have two."""
-    width: Positive
+    width: ModelSize
     """Inner width (feed-forward size, intermediate size)."""
     bias: bool = False
     """Biases on the projections."""
@@ -99,11 +110,11 @@ class MlpSpec(Spec):
 class MoeSpec(Spec):
     """Mixture of experts: routed experts (SwiGLU) instead of the dense MLP."""
 
-    num_experts: Positive
+    num_experts: ExpertCount
     """Routed experts per layer."""
     top_k: Positive
     """Experts that each token is routed to."""
-    width: Positive
+    width: ModelSize
     """Inner width of one routed expert."""
     shared_width: NonNegative = 0
     """Inner width of the always-active shared expert(s) together; 0 means none."""
@@ -136,11 +147,11 @@ class ModelSpec(Spec):
 
     family: str = "custom"
     """Display name; it has no effect on the model."""
-    vocab_size: Positive
+    vocab_size: VocabSize
     """Rows of the embedding, with padding for speed or for tp."""
-    num_layers: Positive
+    num_layers: LayerCount
     """Transformer blocks."""
-    width: Positive
+    width: ModelSize
     """Width of the residual stream (hidden size, model dim)."""
     max_positions: Positive
     """Longest sequence the model is meant for."""

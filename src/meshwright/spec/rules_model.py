@@ -8,16 +8,6 @@ from meshwright.spec.run import RunSpec
 Violations = Iterator[SpecError]
 
 
-MOST_LAYERS = 10_000
-
-
-def depth_is_countable(run: RunSpec) -> Violations:
-    """A model has at most ten thousand layers: parameters are counted layer by layer."""
-    if run.model.num_layers > MOST_LAYERS:
-        fact = f"num_layers={run.model.num_layers} is more than {MOST_LAYERS}"
-        yield SpecError(fact, where="model.num_layers", hint="check for a zero too many")
-
-
 def rope_needs_rotary_positions(run: RunSpec) -> Violations:
     """`model.rope` is set exactly when `model.positions` is `rope`."""
     model = run.model
@@ -45,7 +35,11 @@ def kv_heads_divide_heads(run: RunSpec) -> Violations:
     attention = run.model.attention
     if attention.num_heads % attention.num_kv_heads:
         fact = f"num_kv_heads={attention.num_kv_heads} does not divide num_heads={attention.num_heads}"
-        hint = "use as many kv heads as heads (MHA), one (MQA), or a divisor between them (GQA)"
+        fitting = max(n for n in range(1, attention.num_kv_heads + 1) if attention.num_heads % n == 0)
+        hint = (
+            f"set model.attention.num_kv_heads={fitting}; any divisor of num_heads will do "
+            "(all of them: MHA, one: MQA)"
+        )
         yield SpecError(fact, where="model.attention.num_kv_heads", hint=hint)
 
 
@@ -165,7 +159,6 @@ def balance_needs_its_bias(run: RunSpec) -> Violations:
 
 
 MODEL_RULES = [
-    depth_is_countable,
     rope_needs_rotary_positions,
     rotary_width_is_even,
     kv_heads_divide_heads,

@@ -10,7 +10,6 @@ from meshwright.spec.base import Spec
 from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_layers, fp8_weights
 from meshwright.spec.optim import group_of
 from meshwright.spec.parameters import parameters
-from meshwright.spec.rules_model import MOST_LAYERS
 from meshwright.spec.run import RunSpec
 
 Violations = Iterator[SpecError]
@@ -69,7 +68,7 @@ def fp8_needs_bf16(run: RunSpec) -> Violations:
 def fp8_has_linears(run: RunSpec) -> Violations:
     """At least one linear computes in fp8."""
     fp8, layers = run.precision.fp8, run.model.num_layers
-    if fp8 is None or layers > MOST_LAYERS:
+    if fp8 is None:
         return
     if not fp8_layers(run):
         fact = f"bf16_layers_each_end={fp8.bf16_layers_each_end} of {layers} layers leaves no layer in fp8"
@@ -204,7 +203,7 @@ def decays_are_valid(run: RunSpec) -> Violations:
 
 def groups_have_parameters(run: RunSpec) -> Violations:
     """Every group of `optim.groups` changes a setting of parameters that no later group matches."""
-    if not run.optim.groups or run.model.num_layers > MOST_LAYERS:
+    if not run.optim.groups:
         return
     names = [parameter.name for parameter in parameters(run.model)]
     group_by_name = {name: group_of(name, run.optim.groups) for name in names}

@@ -64,12 +64,12 @@ class RunSpec(Spec):
         return self.parallel.zero == 3 and "parameters" in self.memory.offload
 
     def trajectory_fingerprint(self) -> str:
-        """A fingerprint that is equal for two specs whose runs have the same states, as a resume requires.
+        """A fingerprint that is equal for two specs whose runs have the same states; a checkpoint records it.
 
-        The mesh, the micro-batch, the dtype of weights, gradients and moments, and how often something is
-        written may differ between the two. Model, data, optimizer, seed and the dtype of matmuls may not; fp8
-        may be switched on, off or to another recipe, because a checkpoint is the same with it. A run may get
-        more steps where the learning rate of earlier steps stays the same.
+        The mesh, the micro-batch, the dtype of weights, gradients and moments, fp8, and how often something
+        is written may differ between the two. Model, data, optimizer, seed and the dtype of matmuls may not,
+        and more steps only where the learning rate of earlier steps stays the same. Which settings a run may
+        change on its way is in `spec/changes.py`.
         """
         can_extend = self.schedule.kind in ("constant", "inverse_sqrt")
         same_trajectory = self.with_(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 
 from meshwright.errors import SpecError, SpecErrors
+from meshwright.files import read_text
 from meshwright.spec.base import Spec
 from meshwright.spec.modules import ModuleSpec
 from meshwright.spec.origin import Layer, Origin, layer_of
@@ -66,7 +67,7 @@ def _required_specs(kind: type[Spec]) -> dict[str, Any]:
 
 def _file_layer(file: Path) -> Layer:
     try:
-        parsed = parse_yaml(file.read_text(), str(file))
+        parsed = parse_yaml(read_text(file), str(file))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise SpecError(f"cannot be read: {reason}", where=str(file), hint="name a YAML file") from None

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 import meshwright
 from meshwright.errors import MeshwrightError, SpecError, SpecErrors
+from meshwright.files import read_text
 from meshwright.spec.check import check
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.huggingface import load_model
@@ -129,13 +130,11 @@ def _not_found(name: str) -> SpecError:
 
 def _read_text(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
-            content = stream.read(_LARGEST_FILE_BYTES + 1)
-        if len(content) > _LARGEST_FILE_BYTES:
-            raise SpecError("this is larger than 1 MiB", where=str(file), hint="is it a run file?")
-        return content.decode("utf-8-sig")
+        return read_text(file, max_bytes=_LARGEST_FILE_BYTES)
     except OSError as error:
-        raise SpecError(f"cannot be read: {error.strerror}", where=str(file)) from None
+        raise SpecError(
+            f"cannot be read: {error.strerror}", where=str(file), hint="name a run file"
+        ) from None
     except UnicodeDecodeError as error:
         fact = f"byte {error.start} is not UTF-8"
         raise SpecError(fact, where=str(file), hint="save the file as UTF-8 text") from None
@@ -168,6 +167,7 @@ class _Resolution:
         try:
             run = RunSpec.model_validate(self.merged.tree)
         except ValidationError as error:
+            _require_tokens(self.merged)
             found = violations_of(error, RunSpec, self.merged)
             self.violations += [each for each in found if not (model_failed and "model" in each.where)]
             self.violations += _unknown_family(self.merged, found)
@@ -175,6 +175,17 @@ class _Resolution:
         if self.violations:
             raise SpecErrors(self.violations)
         return LoadedRun(run, self.merged)
+
+
+def _require_tokens(layer: Layer) -> None:
+    """Refuse the run file of `meshwright.fit` in one text: it has samples and no model."""
+    data = layer.tree.get("data")
+    if "model" not in layer.tree and isinstance(data, dict) and "batch_samples" in data:
+        raise SpecError(
+            "this is a run of meshwright.fit, whose model and dataset are Python objects",
+            where=placed("data.batch_samples", layer.origin_of(("data", "batch_samples"))),
+            hint="start the program that calls fit; `report` and `compare` read its run directory",
+        )
 
 
 def _resolve(text: str, file: Path, kind: str, overrides: Sequence[str]) -> LoadedRun:

@@ -10,8 +10,11 @@ from meshwright.precision.policy import full_precision_dtype
 from meshwright.spec import RunSpec
 
 
-def evaluate(run: RunSpec, program: Program, mesh: Mesh) -> float:
-    """Sum over held-out target tokens / their number, equal for any layout. All ranks call it; host sync."""
+def evaluate(run: RunSpec, program: Program, mesh: Mesh, *, every_sample: bool = False) -> float:
+    """Sum over held-out target tokens / their number, equal for any layout. All ranks call it; host sync.
+
+    `every_sample` evaluates all samples of the dataset instead of the held-out ones.
+    """
     batches = evaluation_batches(
         run.data,
         vocab_size=run.model.vocab_size,
@@ -19,6 +22,7 @@ def evaluate(run: RunSpec, program: Program, mesh: Mesh) -> float:
         dp_size=mesh.parallel.dp,
         device=mesh.device,
         dtype=full_precision_dtype(run.precision),
+        every_sample=every_sample,
     )
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from meshwright.checkpoint.live import Resumable
+from meshwright.checkpoint.live import DataPosition
 from meshwright.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
@@ -23,12 +23,17 @@ class CountedBatch(StepBatch, Protocol):
         ...
 
 
-class BatchStream(Resumable, Protocol):
+class BatchStream(DataPosition, Protocol):
     """Batches in an order that a saved position restores."""
 
     def __iter__(self) -> Iterator[CountedBatch]: ...
 
     def __next__(self) -> CountedBatch: ...
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether `max_epochs` leaves no sample."""
+        ...
 
     def close(self) -> None:
         """Stop prefetching batches."""

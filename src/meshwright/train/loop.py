@@ -1,14 +1,17 @@
 """The loop: batch, step, record, save, until the steps are done or a signal asks to stop."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Literal
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
+from meshwright.checkpoint.source_files import keep_start_files
 from meshwright.mesh import World
 from meshwright.optim.schedule import learning_rate
 from meshwright.resilience.interrupt import stop_signals
 from meshwright.spec import RunSpec
+from meshwright.train import messages
 from meshwright.train.build import build_job, seed_step
 from meshwright.train.gc_control import collect_garbage, gc_paused
 from meshwright.train.job import Job
@@ -27,22 +30,26 @@ class Outcome:
     state: TrainState
 
 
-def train(run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+def train(
+    run: RunSpec, world: World, run_dir: Path, *, stop_after: int | None = None, quiet: bool = False
+) -> Outcome:
     """Build a run and train it in `run_dir`, from its newest checkpoint there; all ranks call it."""
-    return drive(build_job(run, world), run_dir, stop_after=stop_after)
+    return drive(build_job(run, world), run_dir, stop_after=stop_after, quiet=quiet)
 
 
-def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
+def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool = False) -> Outcome:
     """Train to the last step, or to step `stop_after`, whose result equals that of the full run there."""
     run, training, batches = job.run, job.training, job.batches
     last_step = min(run.schedule.num_steps, stop_after or run.schedule.num_steps)
     checkpoints = Checkpoints(
         run, run_dir / "checkpoints", training, batches, fp8_fallback=job.fp8_comparison
     )
-    state = _restore_or_start(job, checkpoints)
+    state = _restore_or_start(job, checkpoints, run_dir)
+    if state.step and (state.step >= run.schedule.num_steps or batches.is_exhausted):
+        return _already_finished(job, state, checkpoints, quiet=quiet)
 
     with (
-        Recorder(job, run_dir, state) as recorder,
+        Recorder(job, run_dir, state, resumed_from=checkpoints, quiet=quiet) as recorder,
         oom_explained(job, recorder, run_dir),
         stop_signals() as interrupt,
         gc_paused(),
@@ -79,12 +86,22 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None) -> Outcome:
         return Outcome(kind, state)
 
 
-def _restore_or_start(job: Job, checkpoints: Checkpoints) -> TrainState:
+def _restore_or_start(job: Job, checkpoints: Checkpoints, run_dir: Path) -> TrainState:
     saved = checkpoints.restore()
     if saved is not None:
         return TrainState.from_facts(saved)
     job.load_initial_weights()
+    if job.mesh.rank == 0:
+        keep_start_files(job.run.checkpoint.start_from, run_dir)
     return TrainState()
+
+
+def _already_finished(job: Job, state: TrainState, checkpoints: Checkpoints, *, quiet: bool) -> Outcome:
+    """The outcome of a run without steps left: its directory stays as it is."""
+    job.batches.close()
+    if job.mesh.rank == 0 and not quiet:
+        print(messages.already_finished(state, job.run, checkpoints.changes), file=sys.stderr)
+    return Outcome("finished", state)
 
 
 def _due(every_steps: int | None, step: int) -> bool:

@@ -1,11 +1,18 @@
 """The texts that a run prints and the errors that it ends with."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.errors import CheckpointError, RunError
 from meshwright.observe.metrics import StepMetrics
+from meshwright.observe.prediction_check import device_title
+from meshwright.spec import ParallelSpec, RunSpec
+from meshwright.spec.changes import Change
+from meshwright.spec.modules import FitSpec
 from meshwright.train.fp8_comparison import Fp8Report
+from meshwright.train.job import Job
 from meshwright.train.state import TrainState
+from meshwright.units import show_count
 
 COMPILING = "compiling: the first step takes up to a minute; the result is cached on disk for the next run"
 NOT_COMPILED = (
@@ -16,11 +23,43 @@ NOT_COMPILED = (
 SMALLEST_LOSS_SCALE = 2.0**-14
 
 
-def resumed(state: TrainState, num_steps: int) -> str:
-    """The first line of a run that starts from a checkpoint."""
-    if state.step < num_steps:
-        return f"resumed at step {state.step}"
-    return f"already finished: this directory has all {num_steps} steps, and nothing is left to do"
+def opening(job: Job, run_dir: Path) -> str:
+    """The first line of a run: directory, parameters, device and layout."""
+    run, default = job.run, ParallelSpec()
+    fields = (
+        (name, getattr(run.parallel, name), getattr(default, name)) for name in ParallelSpec.model_fields
+    )
+    layout = " ".join(f"{name}={value}" for name, value, usual in fields if value != usual)
+    num_ranks = run.parallel.num_ranks
+    ranks = (
+        f"{num_ranks} ranks on {device_title(job.mesh.device)}"
+        if num_ranks > 1
+        else device_title(job.mesh.device)
+    )
+    return (
+        f"{run_dir}: {show_count(job.workload.num_parameters)} parameters, {ranks}, "
+        f"{layout or 'one device'}, {run.accumulation} micro-batch{'es' * (run.accumulation > 1)} per step"
+    )
+
+
+def already_finished(state: TrainState, run: RunSpec | FitSpec, changes: Sequence[Change]) -> str:
+    """The only line of a run that has no step left."""
+    num_steps = run.schedule.num_steps
+    is_complete = state.step >= num_steps
+    done = f"all {num_steps} steps" if is_complete else f"{state.step} steps, and max_epochs leaves no data"
+    setting = "schedule.num_steps" if is_complete else "data.max_epochs"
+    unused = f"\nwithout effect: {', '.join(map(str, changes))}" if changes else ""
+    return f"already finished: this directory has {done}; a larger {setting} trains more{unused}"
+
+
+def changed(changes: Sequence[Change], *, learning_rate: float, restarts_data: bool) -> list[str]:
+    """The lines of a resumed run that has changed settings."""
+    lines = [f"changed: {change}" for change in changes]
+    if any(change.key.startswith(("optim.", "schedule.", "data.")) for change in changes):
+        lines.append(f"the learning rate of the next step is {learning_rate:.4g}")
+    if restarts_data:
+        lines.append("the samples are other ones than before: the data starts at its beginning")
+    return lines
 
 
 def interrupted(state: TrainState, num_steps: int) -> str:

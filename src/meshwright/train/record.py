@@ -13,7 +13,9 @@ from meshwright.observe.metrics import MetricsWriter, StepMetrics
 from meshwright.observe.prediction_check import PredictionCheck
 from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.tensorboard import TensorBoardMirror
+from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
+from meshwright.spec.violations import show_value
 from meshwright.train import messages
 from meshwright.train.fp8_comparison import Fp8Report
 from meshwright.train.job import Job
@@ -31,18 +33,26 @@ class Recorder:
     Every rank writes events; rank 0 also writes metrics and the summary, and prints.
     """
 
-    def __init__(self, job: Job, run_dir: Path, state: TrainState) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run_dir: Path,
+        state: TrainState,
+        *,
+        resumed_from: Checkpoints | None = None,
+        quiet: bool = False,
+    ) -> None:
         self._job, self._run, self._run_dir = job, job.run, run_dir
         self._recorded, self.recorded_step = state, state.step
         """The state at the last step whose metrics were read, and its step."""
         self.step = state.step
         """Optimizer updates done."""
         with ExitStack() as opening:  # whatever fails half-way closes what was opened
-            self._open(state, opening)
+            self._open(state, opening, quiet=quiet)
             self._closing = opening.pop_all()
+        self.print(messages.opening(job, run_dir))
         if state.step:
-            self._events.write("resume", step=state.step)
-            self.print(messages.resumed(state, job.run.schedule.num_steps))
+            self._record_resume(state, resumed_from)
         else:
             self._events.write("start", num_ranks=job.mesh.parallel.num_ranks)
         self._num_graphs = num_compiled_graphs() if job.run.compile else None
@@ -50,7 +60,25 @@ class Recorder:
             self.print(messages.COMPILING)
         self._meter = StepMeter(job.training, job.mesh, state)
 
-    def _open(self, state: TrainState, opening: ExitStack) -> None:
+    def _record_resume(self, state: TrainState, resumed_from: Checkpoints | None) -> None:
+        """Write and print the step, and the settings that differ from those of the checkpoint."""
+        self._events.write("resume", step=state.step)
+        self.print(f"resumed at step {state.step}")
+        if resumed_from is None:
+            return
+        for change in resumed_from.changes:
+            old, new = show_value(change.old), show_value(change.new)
+            self._events.write("change", step=state.step, setting=change.key, old=old, new=new)
+        if resumed_from.restarts_data:
+            self._events.write("change", step=state.step, setting="data position", old="kept", new="0")
+        run = self._run
+        batch_tokens = run.data.batch_tokens_of(state.num_batches)
+        lr = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
+        restarts_data = resumed_from.restarts_data
+        for line in messages.changed(resumed_from.changes, learning_rate=lr, restarts_data=restarts_data):
+            self.print(line)
+
+    def _open(self, state: TrainState, opening: ExitStack, *, quiet: bool) -> None:
         job, run = self._job, self._run
         self._events = opening.enter_context(EventWriter(self._run_dir, job.mesh.rank))
         self._metrics: MetricsWriter | None = None
@@ -62,7 +90,8 @@ class Recorder:
         rate = work_rate(job.workload, job.mesh, run.precision)
         metrics = MetricsWriter(self._run_dir, rate, restored_step=state.step)
         self._metrics = opening.enter_context(metrics)
-        progress = open_progress(run.name, total_steps=run.schedule.num_steps, counted=job.workload.counted)
+        counted, num_steps = job.workload.counted, run.schedule.num_steps
+        progress = open_progress(run.name, total_steps=num_steps, counted=counted, quiet=quiet)
         self._progress = opening.enter_context(progress)
         if run.observe.tensorboard:
             mirror = TensorBoardMirror(self._run_dir, restored_step=state.step)
@@ -122,6 +151,8 @@ class Recorder:
             self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
             metrics = replace(metrics, eval_loss=state.last_eval_loss)
         self._write(metrics)
+        if metrics.eval_loss is not None:
+            self.print(f"step {state.step}: evaluation loss {metrics.eval_loss:.4f}")
         self._warn_if_not_compiled(state)
         self._recorded, self.recorded_step = state, state.step
         if not metrics.is_finite:

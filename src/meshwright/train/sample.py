@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.weights import Weights, build_model
 from meshwright.data.tokenize import Tokenizer, open_tokenizer, tokenizer_for
-from meshwright.errors import DataError
+from meshwright.errors import CheckpointError, DataError
 from meshwright.models.decoder import Decoder
 from meshwright.spec.parameters import num_parameters
 
@@ -82,6 +82,12 @@ def generate(model: Decoder, prompt: list[int], *, tokenizer: Tokenizer, samplin
 
 def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one token."""
+    if bool(torch.isnan(logits_V).any()):
+        raise CheckpointError(
+            "the model's logits are NaN: its weights are not finite",
+            where="sample",
+            hint="use an older checkpoint",
+        )
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     if sampling.top_k is not None and sampling.top_k < len(logits_V):

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.run_checkpoints import require_same_trajectory
+from meshwright.checkpoint.load import complete_checkpoints
+from meshwright.checkpoint.retain import remove_leftovers
+from meshwright.checkpoint.run_checkpoints import allowed_changes
 from meshwright.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -17,7 +19,9 @@ from meshwright.errors import (
     RunError,
     SpecError,
 )
+from meshwright.files import read_text
 from meshwright.mesh import World, join_world, leave_world
+from meshwright.observe.events import events_path, read_events
 from meshwright.resilience.run_lock import run_lock
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
@@ -27,7 +31,7 @@ from meshwright.train.capacity import capacity_error, require_capacity
 from meshwright.train.loop import train
 
 
-def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> int:
+def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None, quiet: bool = False) -> int:
     """Train as the rank that the environment describes; returns the exit code.
 
     After an error the process groups of several ranks are left as they are: others may be in any
@@ -37,7 +41,7 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None) -> i
     try:
         on_first_rank(lambda: require_capacity(run, world.device))
         with claimed_directory(run, run_dir):
-            outcome = train(run, world, run_dir, stop_after=stop_after)
+            outcome = train(run, world, run_dir, stop_after=stop_after, quiet=quiet)
     except BaseException as error:
         if world.num_ranks == 1:
             leave_world()
@@ -82,6 +86,26 @@ def on_first_rank(action: Callable[[], None]) -> None:
         raise failure[0]
 
 
+def lock_directory(run_dir: Path, held: ExitStack) -> None:
+    """Make the directory and lock it until `held` ends; removes what interrupted saves left. For rank 0."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        held.enter_context(run_lock(run_dir))
+        remove_leftovers(run_dir / "checkpoints")
+    except OSError as error:
+        raise _not_writable(run_dir, error) from None
+
+
+def _not_writable(run_dir: Path, error: OSError) -> SpecError:
+    is_file = isinstance(error, FileExistsError | NotADirectoryError)
+    why = "a file is in the way" if is_file else error.strerror or error
+    return SpecError(
+        f"the run directory cannot be written: {why}",
+        where=str(run_dir),
+        hint="name another directory: --dir, or directory= in Python",
+    )
+
+
 @contextmanager
 def claimed_directory(run: RunSpec | FitSpec, run_dir: Path) -> Iterator[None]:
     """While inside, the run directory is this run's alone; all ranks call it.
@@ -95,23 +119,30 @@ def claimed_directory(run: RunSpec | FitSpec, run_dir: Path) -> Iterator[None]:
 
 
 def _claim(run: RunSpec | FitSpec, run_dir: Path, held: ExitStack) -> None:
+    lock_directory(run_dir, held)
     run_file = run_dir / "run.yaml"
+    if run_file.exists() and (run_dir / "metrics.jsonl").exists():
+        _require_same_run(run, run_file)
+        _require_checkpoints(run_dir)
+        if _is_finished(run, run_dir):
+            return
+    draft = run_dir / ".run.yaml"
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        held.enter_context(run_lock(run_dir))
-        if run_file.exists() and (run_dir / "metrics.jsonl").exists():
-            _require_same_run(run, run_file)
-        draft = run_dir / ".run.yaml"
         draft.write_text(dump_run(run))
         os.replace(draft, run_file)
     except OSError as error:
-        is_file = isinstance(error, FileExistsError | NotADirectoryError)
-        why = "a file is in the way" if is_file else error.strerror or error
-        raise SpecError(
-            f"the run directory cannot be written: {why}",
+        raise _not_writable(run_dir, error) from None
+
+
+def _require_checkpoints(run_dir: Path) -> None:
+    """Refuse to start over, silently, a run whose checkpoints were deleted: its metrics would be lost too."""
+    saved = [event for event in read_events(events_path(run_dir, 0)) if event["kind"] == "checkpoint"]
+    if saved and not complete_checkpoints(run_dir / "checkpoints"):
+        raise CheckpointError(
+            f"this run saved a checkpoint of step {saved[-1].get('step')}, and checkpoints/ has none now",
             where=str(run_dir),
-            hint="name another directory: --dir, or directory= in Python",
-        ) from None
+            hint="put checkpoints/ back, or start over in another directory (--dir)",
+        )
 
 
 def _require_same_run(run: RunSpec | FitSpec, run_file: Path) -> None:
@@ -123,11 +154,24 @@ def _require_same_run(run: RunSpec | FitSpec, run_file: Path) -> None:
             where=str(run_file),
             hint="name another directory with --dir",
         ) from None
-    require_same_trajectory(run, saved, run_file.parent)
+    allowed_changes(run, saved, run_file.parent)
+
+
+def _is_finished(run: RunSpec | FitSpec, run_dir: Path) -> bool:
+    """Whether the newest checkpoint has all steps: run.yaml then stays as it is. Refuses fewer steps."""
+    folders = complete_checkpoints(run_dir / "checkpoints")
+    done, wanted = int(folders[-1].name.removeprefix("step-")) if folders else 0, run.schedule.num_steps
+    if done > wanted:
+        raise CheckpointError(
+            f"this run has {done} steps already, schedule.num_steps is {wanted}",
+            where=str(run_dir),
+            hint=f"set schedule.num_steps above {done} to go on, or name another directory with --dir",
+        )
+    return done == wanted
 
 
 def _read_saved(run: RunSpec | FitSpec, run_file: Path) -> dict[str, Any]:
     if isinstance(run, RunSpec):
         return load_run(run_file).model_dump(mode="json")
-    found = parse_yaml(run_file.read_text(), str(run_file)).value
+    found = parse_yaml(read_text(run_file), str(run_file)).value
     return found if isinstance(found, dict) else {}

@@ -125,6 +125,7 @@ def save_shards(run: RunSpec, root: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["run directory", "checkpoint"])
 def test_checkpoint_of_another_mesh(ranks, tmp_path: Path, kind: str):
+    (tmp_path / "run").mkdir()
     ranks.run(save_shards, 2, run_of(MODEL, "x", dp_shard=2, zero=3), tmp_path / "run" / "checkpoints")
     start = tmp_path / "run" if kind == "run directory" else tmp_path / "run/checkpoints/step-00000003"
     ranks.run(load_and_compare, 3, run_of(MODEL, start, dp_shard=3, zero=1))

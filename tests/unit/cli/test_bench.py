@@ -1,5 +1,6 @@
 """`bench` and `hardware probe` as a person and as a program use them, on a CPU."""
 
+import io
 import json
 from pathlib import Path
 
@@ -98,3 +99,12 @@ def test_a_probe_of_two_ranks_knows_their_link(tmp_path: Path, capsys: Captured)
     kinds = {row["kind"] for row in json.loads(path.read_text())["collectives"]}
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
     assert "peer link, GB/s" in capsys.readouterr().out
+
+
+def test_more_ranks_than_cores_are_refused_without_a_terminal(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert run(["bench", "comm", "--ranks", "999"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: 999 ranks on ") and "--yes" in said

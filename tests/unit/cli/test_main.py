@@ -144,3 +144,12 @@ def test_a_reader_that_has_gone_is_no_error(arguments: str):
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout) == 10
+
+
+def test_a_deleted_current_directory_is_named(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main.run(["check", "demo"]) == 2
+    assert "the current directory no longer exists" in capsys.readouterr().err

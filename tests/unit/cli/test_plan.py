@@ -29,6 +29,19 @@ def test_plan_writes_a_run_file_that_loads(tmp_path: Path, capsys: pytest.Captur
     assert f"wrote {file}" in capsys.readouterr().err
 
 
+def test_nothing_is_overwritten_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("precious")
+    for option in ("-o", "--report"):
+        assert run([*SMALL, "--on", "h100:1", option, str(file)]) == 2
+        said = capsys.readouterr().err
+        assert "already exists" in said and "--force" in said and file.read_text() == "precious"
+    assert run([*SMALL, "--on", "h100:1", "-o", str(file), "--force"]) == 0
+    assert "schedule" in file.read_text()
+    assert run([*SMALL, "--on", "h100:1", "--force"]) == 2
+    assert "--force has no effect" in capsys.readouterr().err
+
+
 def test_json_is_one_document_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*SMALL, "--on", "h100:8", "--json", "--objective", "cost"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -1,7 +1,9 @@
 """`meshwright train`: runs, stops, resumes, and refuses what it must with fact, where and hint."""
 
 import hashlib
+import json
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -12,6 +14,7 @@ from tests.support.run_files import TRAINABLE, train_run_file, write_run_file
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.cli.main import run
 from meshwright.errors import CheckpointError
+from meshwright.observe.events import read_events
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import read_summary
 from meshwright.train import loop
@@ -172,8 +175,77 @@ def test_directory_that_cannot_be_made(tmp_path: Path, capsys: Captured):
 def test_another_run_in_the_same_directory_is_refused(trained: Path, tmp_path: Path, capsys: Captured):
     file, before = write_run_file(tmp_path / "run.yaml", seed=5), content(trained)
     fact, where, hint = refusal(["train", file, "--dir", str(trained)], capsys)
-    assert "another run" in fact and where == str(trained) and "--dir" in hint
+    assert fact.startswith("this directory has another run: seed was 0, is 5 (the order of samples")
+    assert where == str(trained) and "--dir" in hint
     assert content(trained) == before
+
+
+def test_fewer_steps_than_are_trained_are_refused(trained: Path, capsys: Captured):
+    file, before = str(trained.parent / "run.yaml"), content(trained)
+    command = ["train", file, "schedule.num_steps=3", "--dir", str(trained)]
+    fact, where, hint = refusal(command, capsys)
+    assert fact == "this run has 4 steps already, schedule.num_steps is 3"
+    assert where == str(trained) and "above 4" in hint
+    assert content(trained) == before
+
+
+def test_a_finished_run_says_so_and_its_directory_stays_as_it_is(trained: Path, capsys: Captured):
+    file, before = str(trained.parent / "run.yaml"), content(trained)
+    assert run(["train", file, "--dir", str(trained)]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("already finished: this directory has all 4 steps; a larger schedule.num_steps")
+    assert run(["train", file, "optim.lr=0.5", "--dir", str(trained)]) == 0
+    assert "without effect: optim.lr was 0.01, is 0.5" in capsys.readouterr().err
+    assert content(trained) == before
+
+
+def test_a_run_prints_where_and_on_what_it_trains_and_its_evaluation_losses(tmp_path: Path, capsys: Captured):
+    data = {**TRAINABLE["data"], "holdout_sequences": 2}
+    file = write_run_file(tmp_path / "run.yaml", data=data, observe={"evaluate": {"every_steps": 2}})
+    command = ["train", file, "--dir", str(tmp_path / "run")]
+    assert run([*command, "--stop-after", "2"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r".*/run: [0-9.]+K parameters, cpu, one device, 4 micro-batches per step", lines[0])
+    loss = read_metrics(tmp_path / "run")[-1]["eval_loss"]
+    assert f"step 2: evaluation loss {loss:.4f}" in lines
+    assert run([*command, "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == captured.out == ""
+
+
+def test_a_shrunken_family_says_what_to_set(tmp_path: Path, capsys: Captured):
+    model = {"family": "llama-3.2-1b", "num_layers": 1, "width": 64, "vocab_size": 257}
+    file = write_run_file(tmp_path / "run.yaml", model=model, schedule={"num_steps": 1})
+    assert run(["train", file, "--dir", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("note: width=64 with attention.num_heads=32") and "model.mlp.width=256" in said
+
+
+def test_a_run_goes_on_with_other_settings(tmp_path: Path, capsys: Captured):
+    """More steps and another learning rate: the first steps stay, and events and report name the change."""
+    directory = train_run_file(tmp_path)
+    first = read_metrics(directory)
+    command = ["train", str(tmp_path / "run.yaml"), "schedule.num_steps=6", "optim.lr=0.005"]
+    assert run([*command, "--dir", str(directory)]) == 0
+    said = capsys.readouterr().err
+    assert "resumed at step 4" in said and "changed: optim.lr was 0.01, is 0.005" in said
+    assert (
+        "changed: schedule.num_steps was 4, is 6" in said and "the learning rate of the next step is" in said
+    )
+    rows = read_metrics(directory)
+    assert rows[:4] == first and [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    changes = [event for event in read_events(directory / "events-0.jsonl") if event["kind"] == "change"]
+    assert [(one["step"], one["setting"], one["old"], one["new"]) for one in changes] == [
+        (4, "optim.lr", "0.01", "0.005"),
+        (4, "schedule.num_steps", "4", "6"),
+    ]
+    capsys.readouterr()
+    assert run(["report", str(directory), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["changes"][0] == {"step": 4, "setting": "optim.lr", "old": "0.01", "new": "0.005"}
+    page = (directory / "report.html").read_text()
+    assert "from step 4 on: optim.lr was 0.01, is 0.005" in page
+    assert "num_steps: 6" in (directory / "run.yaml").read_text()
 
 
 def test_checkpoint_of_another_model_is_not_resumed(trained: Path, tmp_path: Path, capsys: Captured):

@@ -1,5 +1,6 @@
 """Batches: one global order, however it is split, stopped and resumed."""
 
+import json
 import threading
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from meshwright.data.batches import Batch, Batches, build_batches, evaluation_batches
+from meshwright.data.file_check import sampled_hash, sha256_of
 from meshwright.data.pack import pack
 from meshwright.data.tokenize import ByteTokenizer
 from meshwright.errors import DataError
@@ -172,8 +174,8 @@ def test_without_max_epochs_the_data_starts_over() -> None:
     assert batch.sample_ids[:per_epoch] != batch.sample_ids[per_epoch : 2 * per_epoch]
 
 
-def test_sizes_follow_the_ramp_from_any_position() -> None:
-    """A position alone tells how large its batch is, so a resume inside a ramp needs nothing else."""
+def test_sizes_follow_the_ramp_from_any_batch() -> None:
+    """The index of a batch decides how large it is, so a run may change it and keep its position."""
     spec = SPEC.with_(
         max_epochs=None,
         batch_sequences=8,
@@ -186,7 +188,7 @@ def test_sizes_follow_the_ramp_from_any_position() -> None:
     assert [spec.num_sequences(count) for count in range(6)] == [0, 2, 4, 8, 16, 24]
     for index in range(5):
         later = build(spec)
-        later.load_state({**batches.state(), "position": spec.num_sequences(index)})
+        later.load_state({**batches.state(), "position": spec.num_sequences(index), "num_batches": index})
         assert next(later).sample_ids == taken[index].sample_ids
 
 
@@ -252,6 +254,14 @@ def test_data_that_does_not_suit_is_refused_with_a_hint(
     assert caught.value.where
 
 
+def vouch_for(folder: Path) -> None:
+    """Write the hashes of tokens.bin as it is now: a dataset that was packed with a damaged token."""
+    manifest = json.loads((folder / "dataset.json").read_text())
+    manifest["sha256"]["tokens.bin"] = sha256_of(folder / "tokens.bin")
+    manifest["sampled"]["tokens.bin"] = sampled_hash(folder / "tokens.bin")
+    (folder / "dataset.json").write_text(json.dumps(manifest))
+
+
 def test_a_damaged_token_stops_the_run_with_a_fact(tmp_path: Path) -> None:
     """Found in the background thread, raised in the foreground, and never passed to the model."""
     (tmp_path / "a.txt").write_text("many words " * 100)
@@ -259,6 +269,7 @@ def test_a_damaged_token_stops_the_run_with_a_fact(tmp_path: Path) -> None:
     with (tmp_path / "data" / "tokens.bin").open("r+b") as file:
         file.seek(2 * 70)
         file.write(b"\xff\xff")
+    vouch_for(tmp_path / "data")
     spec = DataSpec(path=str(tmp_path / "data"), sequence_length=64, batch_sequences=1, shuffle=False)
     batches = build(spec)
     next(batches)

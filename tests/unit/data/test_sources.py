@@ -101,7 +101,9 @@ def test_one_changed_bit_is_found_by_verifying(dataset: Path, name: str) -> None
     content = bytearray((dataset / name).read_bytes())
     content[4] ^= 1
     (dataset / name).write_bytes(content)
-    assert any(fact.startswith(f"{name}: sha256") for fact in TokenFile.open(dataset).damage())
+    assert any(
+        fact.startswith(f"{name}: sha256") for fact in TokenFile.open(dataset, check_content=False).damage()
+    )
 
 
 def test_verifying_finds_tokens_and_ends_that_cannot_be(dataset: Path) -> None:
@@ -110,7 +112,7 @@ def test_verifying_finds_tokens_and_ends_that_cannot_be(dataset: Path) -> None:
     tokens.tofile(dataset / "tokens.bin")
     ends = np.fromfile(dataset / "documents.bin", dtype=np.int64)
     np.array([ends[1], ends[0], ends[2]]).tofile(dataset / "documents.bin")
-    damage = "; ".join(TokenFile.open(dataset).damage())
+    damage = "; ".join(TokenFile.open(dataset, check_content=False).damage())
     assert "token 999 is outside the vocabulary of 257 tokens" in damage
     assert "document ends do not increase" in damage
 
@@ -126,3 +128,36 @@ def test_the_type_is_the_smallest_that_holds_the_vocabulary(vocab_size: int, nam
 def test_a_vocabulary_beyond_32_bits_is_refused() -> None:
     with pytest.raises(DataError, match="does not fit 32 bits"):
         token_dtype(2**32 + 1)
+
+
+def test_content_changed_after_packing_is_refused(dataset: Path) -> None:
+    for name in ("tokens.bin", "documents.bin"):
+        intact = (dataset / name).read_bytes()
+        changed = bytearray(intact)
+        changed[9] ^= 1
+        (dataset / name).write_bytes(bytes(changed))
+        with pytest.raises(DataError, match="changed after packing"):
+            TokenFile.open(dataset)
+        (dataset / name).write_bytes(intact)
+    TokenFile.open(dataset)  # other modification times, the same content: a copy
+
+
+def test_a_change_of_a_large_file_is_found_by_its_samples(dataset: Path, monkeypatch) -> None:
+    monkeypatch.setattr("meshwright.data.file_check._MAX_FULL_HASH_BYTES", 0)
+    content = bytearray((dataset / "tokens.bin").read_bytes())
+    content[-1] ^= 1
+    (dataset / "tokens.bin").write_bytes(bytes(content))
+    with pytest.raises(DataError, match="changed after packing"):
+        TokenFile.open(dataset)
+
+
+def test_a_file_changed_in_use_is_an_error_and_no_crash(dataset: Path) -> None:
+    opened = TokenFile.open(dataset)
+    opened.require_unchanged()
+    with (dataset / "tokens.bin").open("r+b") as file:
+        file.truncate(5)
+    with pytest.raises(DataError, match="it has 5 bytes"):
+        opened.require_unchanged()
+    (dataset / "tokens.bin").unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        opened.require_unchanged()

@@ -118,3 +118,19 @@ def test_another_tokenizer_in_its_place_is_noticed(tmp_path: Path) -> None:
 def test_the_generated_corpus_is_bytes() -> None:
     spec = DataSpec(synthetic=SyntheticSpec(), sequence_length=8, batch_sequences=1)
     assert tokenizer_for(spec).name == "bytes"
+
+
+def test_truncation_and_padding_of_a_tokenizer_have_no_effect(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    library = LibraryTokenizer.from_file(str(path))
+    library.enable_truncation(4)
+    library.enable_padding(length=32)
+    library.save(str(path))
+    [tokens, short] = open_tokenizer(str(path)).encode(["red kite " * 50, "red"])
+    assert (len(tokens), len(short)) == (100, 1)
+
+
+def test_an_empty_vocabulary_is_refused(tmp_path: Path) -> None:
+    LibraryTokenizer(WordLevel({}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="vocabulary is empty"):
+        open_tokenizer(str(tmp_path))

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import meshwright
 from meshwright.checkpoint.load import saved_shapes
 from meshwright.errors import MeshwrightError
+from meshwright.observe.events import read_events
 from meshwright.observe.metrics import read_metrics
 
 SETTINGS = {
@@ -265,8 +266,19 @@ def test_weights_that_are_not_there(tmp_path):
 
 def test_another_run_is_refused(tmp_path):
     train(str(tmp_path))
-    with pytest.raises(MeshwrightError, match=r"this directory has another run: .*optim\.lr was"):
-        train(str(tmp_path), optim={"lr": 0.5})
+    with pytest.raises(MeshwrightError, match=r"this directory has another run: optim\.kind was 'adamw'"):
+        train(str(tmp_path), optim={"kind": "lamb"})
+    with pytest.raises(MeshwrightError, match="this directory has another run: seed was"):
+        train(str(tmp_path), seed=99)
+
+
+def test_a_run_goes_on_with_other_settings(tmp_path):
+    train(str(tmp_path), stop_after=3)
+    train(str(tmp_path), weight_decay=0.25)
+    changes = [event for event in read_events(tmp_path / "events-0.jsonl") if event["kind"] == "change"]
+    assert [(one["step"], one["setting"], one["new"]) for one in changes] == [
+        (3, "optim.weight_decay", "0.25")
+    ]
 
 
 @pytest.mark.parametrize(

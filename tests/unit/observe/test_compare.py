@@ -4,15 +4,24 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshwright.cli.main import run as run_cli
-from meshwright.observe.compare import compare_rows, different_settings, relative_difference
-from meshwright.observe.metrics import Row
+from meshwright.observe.compare import compare_histories, different_settings, relative_difference
+from meshwright.observe.history import History
 
 
-def rows(*losses: float | None) -> list[Row]:
-    return [{"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in enumerate(losses, start=1)]
+def history(*losses: float | None) -> History:
+    count = len(losses)
+    return History(
+        np.arange(1, count + 1),
+        {
+            "loss": np.array([math.nan if loss is None else loss for loss in losses]),
+            "grad_norm": np.ones(count),
+        },
+        {"loss": np.array([loss is not None for loss in losses]), "grad_norm": np.ones(count, np.bool_)},
+    )
 
 
 def write_run(run_dir: Path, losses: list[float], lr: float = 1e-3) -> str:
@@ -39,33 +48,33 @@ def write_run(run_dir: Path, losses: list[float], lr: float = 1e-3) -> str:
     ],
 )
 def test_relative_difference(a: float, b: float, expected: float) -> None:
-    assert relative_difference(a, b) == expected
-    assert relative_difference(b, a) == expected
+    assert relative_difference(np.array([a]), np.array([b])) == [expected]
+    assert relative_difference(np.array([b]), np.array([a])) == [expected]
 
 
 def test_equal_runs() -> None:
-    comparison = compare_rows(rows(3.0, math.nan, 1.0), rows(3.0, math.nan, 1.0))
+    comparison = compare_histories(history(3.0, math.nan, 1.0), history(3.0, math.nan, 1.0))
     assert comparison.is_equal
     assert [difference.name for difference in comparison.differences] == ["loss", "grad_norm"]
 
 
 def test_first_and_largest_difference_are_found() -> None:
-    comparison = compare_rows(rows(4.0, 2.0, 1.0, 1.0), rows(4.0, 2.0, 1.25, 2.0))
+    comparison = compare_histories(history(4.0, 2.0, 1.0, 1.0), history(4.0, 2.0, 1.25, 2.0))
     loss = comparison.differences[0]
     assert (loss.num_different, loss.first_different) == (2, 3)
     assert (loss.max_relative, loss.max_relative_at) == (0.5, 4)
     assert not comparison.is_equal
-    assert compare_rows(rows(4.0, 1.0), rows(4.0, 1.25), rtol=0.2).is_equal
+    assert compare_histories(history(4.0, 1.0), history(4.0, 1.25), rtol=0.2).is_equal
 
 
 def test_one_bit_is_a_difference() -> None:
-    assert not compare_rows(rows(1.0), rows(math.nextafter(1.0, 2.0))).is_equal
+    assert not compare_histories(history(1.0), history(math.nextafter(1.0, 2.0))).is_equal
 
 
 def test_a_missing_step_or_value_is_a_difference() -> None:
-    shorter = compare_rows(rows(1.0, 2.0), rows(1.0))
+    shorter = compare_histories(history(1.0, 2.0), history(1.0))
     assert (shorter.only_in_a, shorter.only_in_b, shorter.is_equal) == ([2], [], False)
-    assert not compare_rows(rows(1.0, 2.0), rows(1.0, None), rtol=1e9).is_equal
+    assert not compare_histories(history(1.0, 2.0), history(1.0, None), rtol=1e9).is_equal
 
 
 def test_settings_that_differ() -> None:
@@ -93,6 +102,13 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the runs differ: loss from step 2" in capsys.readouterr().err
     assert run_cli(["compare", a, other, "--assert-equal", "--rtol", "1e-2"]) == 0
     assert run_cli(["compare", a, other, "--assert-equal", "--steps", "1"]) == 0
+
+
+def test_nothing_compared_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a", [3.0])
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1, "lr": 0.1}\n')
+    assert run_cli(["compare", run, run, "--assert-equal"]) == 4
+    assert "nothing was compared" in capsys.readouterr().err
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

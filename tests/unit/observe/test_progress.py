@@ -2,6 +2,9 @@
 
 import io
 import math
+import re
+
+import pytest
 
 from meshwright.observe.metrics import StepMetrics, WorkRate
 from meshwright.observe.progress import LiveProgress, PlainProgress, open_progress
@@ -95,3 +98,26 @@ def test_no_colour_when_asked(monkeypatch) -> None:
     with open_progress("demo", total_steps=1, stream=stream) as progress:
         progress.update(a_step(1))
     assert "\x1b[3" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 50, 80, 140])
+def test_the_step_count_stays_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = io.StringIO()
+    with LiveProgress("a-rather-long-name-of-a-run", total_steps=12000, stream=stream) as progress:
+        progress.update(a_step(7000))
+        progress.update(a_step(7001))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    last = [line for line in text.replace("\r", "\n").splitlines() if "7001" in line][-1]
+    assert "7001/12000" in last and len(last.rstrip()) <= width
+    assert "loss 2.5000" in last or width < 50
+
+
+def test_quiet_shows_nothing() -> None:
+    stream = io.StringIO()
+    with open_progress("demo", total_steps=4, stream=stream, quiet=True) as progress:
+        progress.update(a_step(1))
+        progress.print("saved")
+    assert stream.getvalue() == ""

@@ -98,7 +98,7 @@ def parse(page: str) -> Tags:
 
 
 def report(run_dir: Path) -> str:
-    return write_report(run_dir).read_text()
+    return write_report(run_dir).path.read_text()
 
 
 def chart_titles(page: str) -> list[str]:
@@ -237,7 +237,10 @@ def test_bad_input_exits_2(tmp_path: Path, what: str, capsys: pytest.CaptureFixt
     ("verb", "stderr"),
     [
         (["report", "RUN"], ""),
-        (["compare", "RUN", "RUN"], "weights are not compared: torch is not installed\n"),
+        (
+            ["compare", "RUN", "RUN"],
+            "weights are not compared: the runs have no checkpoint of the same step\n",
+        ),
     ],
     ids=["report", "compare"],
 )

@@ -9,6 +9,12 @@ from meshwright.spec.text import load_run, parse_run, recipe_names
 GPU = ["device=cuda", "precision.compute=bf16"]
 # advisor -> (base run, overrides it leaves alone, overrides it speaks about, words of the hint)
 CASES = {
+    "family_keeps_its_proportions": (
+        "dense",
+        [],
+        ["model=llama-3.1-8b", "model.width=512"],
+        "model.attention.num_heads=4 model.attention.num_kv_heads=4 model.mlp.width=1792",
+    ),
     "tensor_cores_are_used": ("dense", GPU, ["device=cuda"], "precision.compute=tf32"),
     "vocabulary_fills_tiles": (
         "dense",

@@ -15,7 +15,6 @@ PP4 = ["parallel.pp=4"]
 SHARDED = ["parallel.dp_shard=2", "parallel.zero=3"]
 # rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
 CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
-    "depth_is_countable": ("dense", ["model.num_layers=10000"], [["model.num_layers=10001"]]),
     "rope_needs_rotary_positions": (
         "dense",
         ["model.positions=learned", "model.rope=null"],

@@ -4,6 +4,7 @@ import string
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
+from annotated_types import Le
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
@@ -36,7 +37,7 @@ WORDS = st.sampled_from(
     ]
 )
 NAMES = st.text(string.ascii_letters + string.digits, min_size=1, max_size=12)
-INTEGERS = st.integers(1, 3) | st.integers(1, 2**40)
+LARGEST = 2**40
 PARTS = st.floats(0.01, 0.99, allow_nan=False)
 
 
@@ -58,14 +59,16 @@ def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
         return st.lists(st.sampled_from(words), unique=True)
     if below is not None:
         return st.one_of(*absent, specs(below))
-    return st.one_of(*absent, *(_plain(name, option) for option in options if option is not type(None)))
+    limit = min([bound.le for bound in found.metadata if isinstance(bound, Le)], default=LARGEST)
+    plain = (_plain(name, option, limit) for option in options if option is not type(None))
+    return st.one_of(*absent, *plain)
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
-def _plain(name: str, option: Any) -> st.SearchStrategy[Any]:
+def _plain(name: str, option: Any, limit: int) -> st.SearchStrategy[Any]:
     if get_origin(option) is Literal:
         return st.sampled_from(get_args(option))
     base = get_args(option)[0] if get_args(option) else option
@@ -73,7 +76,12 @@ def _plain(name: str, option: Any) -> st.SearchStrategy[Any]:
         return st.integers(0, 3)
     if name == "name":
         return NAMES
-    return {bool: st.booleans(), int: INTEGERS, float: PARTS, str: WORDS | NAMES}[base]
+    return {
+        bool: st.booleans(),
+        int: st.integers(1, 3) | st.integers(1, min(limit, LARGEST)),
+        float: PARTS,
+        str: WORDS | NAMES,
+    }[base]
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,10 +5,10 @@ What the user does not give is filled in here, and each value that was filled in
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 from meshwright.errors import SpecError, SpecErrors, read_trouble
+from meshwright.files import read_text
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.search.allow import parse_allow, reject_pinned
 from meshwright.plan.search.pins import Pins
@@ -127,7 +127,7 @@ def _model_tree(text: str) -> dict[str, Any]:
     if not text.endswith((".yaml", ".yml")):
         return {"model": text}
     try:
-        content = parse_yaml(Path(text).read_text(encoding="utf-8"), text).value
+        content = parse_yaml(read_text(text), text).value
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(
             f"cannot read {text}: {read_trouble(error)}", where="MODEL", hint="name a family or a file"

@@ -13,10 +13,12 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from meshwright.errors import SpecError
+from meshwright.files import MIB, read_json_file
 from meshwright.spec.families import FAMILIES, family
 from meshwright.spec.huggingface.rope import read_rope
 from meshwright.spec.model import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
 
+_MAX_CONFIG_BYTES = 4 * MIB
 Config = Mapping[str, Any]
 
 # Nothing here changes what the trained network computes.
@@ -97,7 +99,7 @@ def load_model(text: str) -> ModelSpec:
 
 def _read_json(path: Path) -> Config:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(path, max_bytes=_MAX_CONFIG_BYTES)
     except OSError as error:
         hint = "give a family name, a config.json or a folder that holds one"
         raise SpecError(f"cannot read the file: {error.strerror}", where=str(path), hint=hint) from None

@@ -32,7 +32,8 @@ def read_rope(config: Mapping[str, Any], *, where: str, latent: bool, theta: flo
     """The rope settings of a config; `latent` is True for DeepSeek, `theta` is the family's default."""
     given = dict(config.get("rope_scaling") or {})
     given.update(config.get("rope_parameters") or {})
-    base = given.pop("rope_theta", None) or config.get("rope_theta") or theta
+    bases = (given.pop("rope_theta", None), config.get("rope_theta"), theta)
+    base = next(base for base in bases if base is not None)
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     if kind == "default":

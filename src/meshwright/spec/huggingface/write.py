@@ -154,6 +154,11 @@ def _deepseek(model: ModelSpec, moe: MoeSpec, model_type: str) -> dict[str, Any]
     }
 
 
+def computes_same(model: ModelSpec, other: ModelSpec) -> bool:
+    """Whether two models compute the same; training settings may differ."""
+    return _computed(model) == _computed(other)
+
+
 def _require_same(model: ModelSpec, back: ModelSpec, model_type: str) -> None:
     """Refuse a config that does not describe the same computation; training settings may differ."""
     lost = list(_differences(_computed(model), _computed(back)))

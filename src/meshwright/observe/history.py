@@ -1,0 +1,164 @@
+"""The metrics of a run as columns: a million steps are a few arrays, not a million dictionaries."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic_core import from_json
+
+from meshwright.files import regular_file
+from meshwright.observe.metrics import METRICS_NAME, NON_FINITE
+
+Numbers = NDArray[np.float64]
+_LINES_PER_CHUNK = 8192
+# Damaged files may hold one endless line; no line of ours is near this long.
+_MAX_LINE_BYTES = 1 << 20
+_MAX_STEP = 2**53
+
+
+@dataclass(frozen=True)
+class History:
+    """Columns of metrics.jsonl, one value per step, sorted by step."""
+
+    steps: NDArray[np.int64]
+    columns: dict[str, Numbers]
+    """NaN where a step does not have the quantity, and where it is NaN: `recorded` tells them apart."""
+    recorded: dict[str, NDArray[np.bool_]]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def points(self, name: str) -> Numbers:
+        """(step, value) of each step that has the quantity: an array of two columns."""
+        if name not in self.columns:
+            return np.empty((0, 2))
+        kept = self.recorded[name]
+        return np.stack([self.steps[kept].astype(np.float64), self.columns[name][kept]], axis=1)
+
+    def values(self, name: str) -> Numbers:
+        """The values of the steps that have the quantity."""
+        return self.points(name)[:, 1]
+
+    def up_to(self, last_step: int | None) -> "History":
+        """The history without steps after `last_step`; None keeps all."""
+        return self if last_step is None else self._select(self.steps <= last_step)
+
+    def _select(self, kept: NDArray[Any]) -> "History":
+        """The steps of a mask or of indices, in their order."""
+        return History(
+            self.steps[kept],
+            {name: column[kept] for name, column in self.columns.items()},
+            {name: mask[kept] for name, mask in self.recorded.items()},
+        )
+
+
+def read_history(path: Path | str, names: Sequence[str]) -> History:
+    """These columns of a metrics.jsonl, or of that of a run directory.
+
+    Anything but a complete line with a step is skipped, a missing or unreadable file has no steps, and the
+    last line of a step counts.
+    """
+    path = Path(path)
+    path = path / METRICS_NAME if path.is_dir() else path
+    chunks = [_Chunk.of(rows, names) for rows in _chunks(path)]
+    steps = np.concatenate([np.empty(0, np.int64), *(chunk.steps for chunk in chunks)])
+    columns, recorded = {}, {}
+    for name in names:
+        if any(name in chunk.columns for chunk in chunks):
+            # Taken out of the chunks one column at a time: memory holds the history once.
+            parts = [chunk.take(name) for chunk in chunks]
+            columns[name] = np.concatenate([values for values, _ in parts])
+            recorded[name] = np.concatenate([mask for _, mask in parts])
+    return _sorted(History(steps, columns, recorded))
+
+
+def _sorted(history: History) -> History:
+    if (np.diff(history.steps) > 0).all():
+        return history
+    # np.unique gives the first of equal steps: reversed, that is the last line.
+    _, first = np.unique(history.steps[::-1], return_index=True)
+    return history._select(len(history) - 1 - first)
+
+
+class _Column(NamedTuple):
+    values: Numbers
+    recorded: NDArray[np.bool_]
+
+
+class _Chunk(NamedTuple):
+    """Some thousand lines; a column that none of them has is left out."""
+
+    steps: NDArray[np.int64]
+    columns: dict[str, _Column]
+
+    @staticmethod
+    def of(rows: list[dict[str, Any]], names: Sequence[str]) -> "_Chunk":
+        found = {name: [row.get(name) for row in rows] for name in names}
+        columns = {name: _column(values) for name, values in found.items() if values.count(None) < len(rows)}
+        return _Chunk(np.array([row["step"] for row in rows], np.int64), columns)
+
+    def take(self, name: str) -> _Column:
+        absent = _Column(np.full(len(self.steps), math.nan), np.zeros(len(self.steps), np.bool_))
+        return self.columns.pop(name, absent)
+
+
+def _column(values: list[Any]) -> _Column:
+    """The values as floats, and where there is one."""
+    try:
+        found = np.array(values)
+        if found.dtype.kind in "fib" and found.ndim == 1:
+            return _Column(found.astype(np.float64, copy=False), np.ones(len(values), np.bool_))
+    except ValueError:  # lists of different lengths in a damaged file
+        pass
+    numbers = [_number(value) for value in values]
+    mask = np.array([number is not None for number in numbers], np.bool_)
+    return _Column(np.array([math.nan if number is None else number for number in numbers]), mask)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        return NON_FINITE.get(value)
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _chunks(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """The well-formed rows of a file, some thousand at a time."""
+    try:
+        with regular_file(path) as file:
+            while lines := list(islice(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), _LINES_PER_CHUNK)):
+                rows = [row for row in _parsed(lines) if _has_step(row)]
+                if rows:
+                    yield rows
+    except OSError:
+        return
+
+
+def _parsed(lines: list[bytes]) -> list[Any]:
+    """The lines as JSON values; a damaged one is left out."""
+    complete = lines if lines[-1].endswith(b"\n") else lines[:-1]
+    try:
+        return from_json(b"[" + b",".join(complete) + b"]")
+    except ValueError:
+        return [value for line in complete if (value := _value(line)) is not None]
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return from_json(line)
+    except ValueError:
+        return None
+
+
+def _has_step(row: Any) -> bool:
+    step = row.get("step") if isinstance(row, dict) else None
+    return type(step) is int and 0 <= step <= _MAX_STEP

@@ -1,0 +1,153 @@
+"""The loss of saved weights on a dataset, on any mesh (`meshwright evaluate`)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.checkpoint.initial import load_initial_weights, require_built_in
+from meshwright.checkpoint.load import read_manifest
+from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.data.batches import evaluation_ids, open_samples
+from meshwright.data.sources import read_manifest as read_dataset_manifest
+from meshwright.data.tokenize import tokenizer_for
+from meshwright.errors import CheckpointError, DataError, MeshwrightError
+from meshwright.mesh import build_mesh, join_world
+from meshwright.spec import (
+    CheckpointSpec,
+    DataSpec,
+    MemorySpec,
+    ObserveSpec,
+    OptimSpec,
+    ParallelSpec,
+    RunSpec,
+    ScheduleSpec,
+)
+from meshwright.spec.huggingface import load_model
+from meshwright.spec.text import dump_run, parse_run
+from meshwright.train.build import build_training
+from meshwright.train.capacity import require_capacity
+from meshwright.train.evaluate import evaluate
+from meshwright.train.session import on_first_rank
+
+# The sequence length for a Hugging Face folder, which records no training; shorter models use their own.
+_DEFAULT_SEQUENCE_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The loss of saved weights on a dataset."""
+
+    loss: float
+    """Sum over target tokens / their number, in nats."""
+    tokens: int
+    """Target tokens."""
+    sequences: int
+    checkpoint: Path
+    step: int | None
+    """None for a Hugging Face folder."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluation_run(
+    directory: Path,
+    overrides: Sequence[str],
+    *,
+    data: str | None,
+    step: int | None,
+    num_ranks: int | None,
+) -> RunSpec:
+    """The run that evaluates: model and sequence length of the saved run, its mesh or `num_ranks` dp ranks.
+
+    It has no optimizer state. fp8 is left out: the scales of training are not those of evaluation.
+    """
+    folder = locate_weights(directory, where=str(directory), step=step)
+    saved = _saved_run(folder, data)
+    parallel = saved.parallel if num_ranks is None else ParallelSpec(dp_replicate=num_ranks)
+    run = saved.with_(
+        name="evaluate",
+        parallel=parallel,
+        precision=saved.precision.with_(fp8=None),
+        optim=OptimSpec(kind="sgd", beta1=0.0),
+        schedule=ScheduleSpec(num_steps=1, kind="constant"),
+        memory=MemorySpec(),
+        observe=ObserveSpec(),
+        checkpoint=CheckpointSpec(start_from=str(folder)),
+        data=_evaluated_data(saved.data, data, parallel, keeps_batch=num_ranks is None),
+    )
+    return parse_run(dump_run(run), overrides, place=str(folder)).require_valid()
+
+
+def _saved_run(folder: Path, data: str | None) -> RunSpec:
+    if not is_checkpoint(folder):
+        model = load_model(str(folder))
+        length = min(model.max_positions, _DEFAULT_SEQUENCE_LENGTH)
+        spec = DataSpec(path=data, sequence_length=length, batch_sequences=1)
+        return RunSpec(model=model, schedule=ScheduleSpec(num_steps=1), data=spec)
+    manifest = read_manifest(folder)
+    require_built_in(manifest, folder)
+    try:
+        return RunSpec.model_validate(manifest.get("run"))
+    except ValueError:
+        raise CheckpointError(
+            "this checkpoint does not record the run that wrote it",
+            where=str(folder),
+            hint="name a run directory, or the Hugging Face folder that it was converted from",
+        ) from None
+
+
+def _evaluated_data(
+    saved: DataSpec, path: str | None, parallel: ParallelSpec, *, keeps_batch: bool
+) -> DataSpec:
+    """The named dataset in full, or the held-out sequences of the run."""
+    batch = saved.batch_sequences if keeps_batch else saved.microbatch_sequences * parallel.dp
+    spec = saved.with_(batch_sequences=batch, batch_ramp=(), max_epochs=None)
+    if path is not None:
+        if saved.path != path:
+            _require_same_tokenizer(saved, path)
+        return spec.with_(path=path, synthetic=None, holdout_sequences=0)
+    if saved.holdout_sequences == 0:
+        hint = "name a dataset: --data PATH (`meshwright data pack` makes one)"
+        raise DataError("the run has no held-out sequences", where="data.holdout_sequences", hint=hint)
+    return spec
+
+
+def _require_same_tokenizer(saved: DataSpec, path: str) -> None:
+    """Refuse a dataset that another tokenizer packed; nothing is compared where the run's data is gone."""
+    try:
+        ours = tokenizer_for(saved)
+    except (MeshwrightError, OSError):
+        return
+    theirs = read_dataset_manifest(Path(path)).tokenizer
+    if theirs.hash == ours.hash:
+        return
+    raise DataError(
+        f"the dataset is packed with {theirs.name}, the run was trained on tokens of {ours.name}",
+        where=path,
+        hint="pack it with the tokenizer of the run: `meshwright data pack --tokenizer`",
+    )
+
+
+def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
+    """Build the run on this rank, load its weights and evaluate; all ranks call it."""
+    every_sample = run.data.holdout_sequences == 0
+    world = join_world(run.device)
+    on_first_rank(lambda: require_capacity(run, world.device))
+    samples = open_samples(run.data, vocab_size=run.model.vocab_size)
+    mesh = build_mesh(run.parallel, world)
+    training = build_training(run, mesh)
+    load_initial_weights(run, training, averaged=averaged)
+    loss = evaluate(run, training.program, mesh, every_sample=every_sample)
+    evaluated = evaluation_ids(run.data, samples, every_sample=every_sample)
+    folder = Path(run.checkpoint.start_from or "")
+    return Evaluation(
+        loss=loss,
+        tokens=samples.num_targets(evaluated),
+        sequences=len(evaluated),
+        checkpoint=folder,
+        step=read_manifest(folder)["step"] if is_checkpoint(folder) else None,
+    )
