@@ -3,8 +3,8 @@
 import math
 import re
 
-_COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_COUNT_SUFFIX |= {"ki": 2**10, "mi": 2**20, "gi": 2**30}
+_DECIMAL_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_COUNT_SUFFIX = _DECIMAL_SUFFIX | {"ki": 2**10, "mi": 2**20, "gi": 2**30}
 _BYTE_SUFFIX = {
     "b": 1,
     "kb": 10**3,

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.plan.search.allow import NumericsChange, Variant, corners, variants
 from meshwright.plan.search.collector import concatenate
-from meshwright.plan.search.question import Question, fitting_rows, memory_use, price, price_memory
+from meshwright.plan.search.question import Question, distance, fitting_rows, price, price_memory
 from meshwright.plan.search.search import TIE_FRACTION, SearchResult, search
 from meshwright.plan.workload.layouts import Layouts
 
@@ -76,12 +76,12 @@ def _best_score(variant: Variant, result: SearchResult | None, layouts: Layouts)
 def _closest(listed: list[Variant], searched: dict[int, SearchResult]) -> ChosenPrecision:
     """The variant whose layouts come closest, where nothing fits."""
 
-    def use(variant: Variant) -> float:
+    def far(variant: Variant) -> float:
         closest = searched[id(variant)].closest
         if closest is None:
             return np.inf
         needed = price_memory(variant.question, closest.layouts)
-        return float(memory_use(variant.question, needed)[0])
+        return float(distance(variant.question, needed)[0])
 
-    best = min((each for each in listed if id(each) in searched), key=use)
+    best = min((each for each in listed if id(each) in searched), key=far)
     return ChosenPrecision(best.question, searched[id(best)], best.changes)

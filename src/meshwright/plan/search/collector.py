@@ -15,6 +15,7 @@ from meshwright.plan.search.question import (
     Objective,
     Priced,
     Question,
+    distance,
     memory_use,
     price_memory,
     price_time,
@@ -22,7 +23,7 @@ from meshwright.plan.search.question import (
 from meshwright.plan.search.space import expand, expand_table, least_memory_layouts, offloaded
 from meshwright.plan.workload.layouts import RECOMPUTE_NONE, Floats, Layouts
 
-KEPT_WITHIN = 1.5
+KEPT_WITHIN = 2.0
 """Layouts that are slower than the best by this factor are not asked whether they fit."""
 FIRST_ROWS = 8192
 """How many of the fastest layouts of a block are asked first whether they fit."""
@@ -52,7 +53,7 @@ class Collector:
         """The best score of a layout that fits."""
         self._parts: list[Priced] = []
         self._closest: tuple[float, Priced] | None = None
-        """Where nothing fits: the layout that comes closest, and how much of the memory it uses."""
+        """Where nothing fits: the layout that comes closest, and its `distance`."""
         self._closest_bound: tuple[float, Priced] | None = None
         """The same among meshes on which no layout can fit."""
         self._some_mesh_fits = False
@@ -148,17 +149,18 @@ class Collector:
             self.best_score = min(self.best_score, float(priced.score(self.question.objective).min()))
             self._parts.append(best_of_groups(priced, self.question.objective))
         elif not np.isfinite(self.best_score):
-            self._closest = self._closer(self._closest, layouts.take(np.atleast_1d(use.argmin())))
+            closest = int(distance(self.question, needed).argmin())
+            self._closest = self._closer(self._closest, layouts.take([closest]))
         return fits
 
     def _closer(self, known: tuple[float, Priced] | None, layouts: Layouts) -> tuple[float, Priced]:
         needed = price_memory(self.question, layouts)
-        use = memory_use(self.question, needed)
-        row = int(use.argmin())
-        if known is not None and known[0] <= use[row]:
+        far = distance(self.question, needed)
+        row = int(far.argmin())
+        if known is not None and known[0] <= far[row]:
             return known
         seconds = price_time(self.question, layouts.take([row])).step_seconds
-        return float(use[row]), Priced(layouts.take([row]), needed.peak_device_bytes[[row]], seconds)
+        return float(far[row]), Priced(layouts.take([row]), needed.peak_device_bytes[[row]], seconds)
 
 
 def _growing(order: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:

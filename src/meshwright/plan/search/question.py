@@ -27,6 +27,10 @@ MIN_CP_POSITIONS_TO_SAVE = 1024
 """The same limit in the second pass, which prices what saves memory where that makes the plan faster."""
 
 
+FAR = 1e6
+"""Beyond every use of host memory, in `distance`."""
+
+
 @dataclass(frozen=True)
 class Question:
     """What to plan: a run whose layout is open, the cluster, the pins, and the objective."""
@@ -121,6 +125,12 @@ def memory_use(question: Question, needed: Memory) -> Floats:
     """Needed over usable bytes, of the device or of its host, whichever is scarcer; at most 1 fits."""
     on_device = needed.peak_device_bytes / question.memory_budget_bytes
     return np.maximum(on_device, needed.peak_host_bytes / question.host_budget_bytes)
+
+
+def distance(question: Question, needed: Memory) -> Floats:
+    """How far layouts are from fitting: those that fit the device come first, by their use of the host."""
+    on_device = needed.peak_device_bytes / question.memory_budget_bytes
+    return np.where(on_device <= 1.0, memory_use(question, needed), FAR + on_device)
 
 
 def fitting_rows(question: Question, needed: Memory) -> NDArray[np.bool_]:

@@ -61,20 +61,16 @@ def _smallest(question: Question, allowed: float, limit: int) -> int | None:
     counts = _counts(question.cluster, limit)
     # No plan on this many devices is fast enough: even every FLOP at the best rate takes longer.
     too_few = sum(lower_bound_seconds(question, count) > allowed for count in counts) - 1
-    enough, guess, rounds = len(counts), min(too_few + 1, len(counts) - 1), 0
+    enough, guess = len(counts), min(too_few + 1, len(counts) - 1)
     while enough - too_few > 1:
         seconds, used = planned_step(on_devices(question, counts[guess]))
         if seconds <= allowed:
             enough = bisect_left(counts, used)
         else:
             too_few = guess
-        rounds += 1
-        wanted = counts[guess] * seconds / allowed if np.isfinite(seconds) else 2 * counts[guess]
-        # By proportion, and every third time in the middle.
-        guess = (
-            bisect_left(counts, wanted) if rounds % 3 or enough == len(counts) else (too_few + enough) // 2
-        )
-        guess = min(max(guess, too_few + 1), enough - 1)
+        # Half as many again until it is enough, then halves of what is left.
+        more = max(bisect_left(counts, 1.5 * counts[guess]), too_few + 1)
+        guess = min(more, enough - 1) if enough == len(counts) else (too_few + enough) // 2
     return counts[enough] if enough < len(counts) else None
 
 

@@ -37,8 +37,8 @@ def test_nothing_is_offloaded_while_everything_fits_without_recompute() -> None:
 
 
 def test_it_is_taken_where_it_is_faster_than_recompute_by_more_than_the_margin() -> None:
-    """On 16 devices of 80 GiB, 70B without offload needs full recompute, tp and pp."""
-    question = asked("llama-3.1-70b", "dgx-h100:2", seq=8192, batch_tokens=2**22).question
+    """On 64 devices of 80 GiB, 70B fits with full recompute; offloaded activations need less of it."""
+    question = asked("llama-3.1-70b", "dgx-h100:8", seq=8192, batch_tokens=2**22).question
     best = make_plan(question).best
     assert best.run.memory.offload
     on_device = replace(question, pins=parse_pins(["memory.offload=[]"]))
