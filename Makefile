@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Packages that read the files which `export` and `launch` write; tests skip what is not installed.
+LAUNCHERS := accelerate deepspeed hjson einops msgpack py-cpuinfo \
+	kubernetes-validate jsonschema jsonschema-specifications referencing rpds-py attrs importlib_resources
 
 .PHONY: demo test check soak env clean
 
@@ -28,6 +31,7 @@ check: $(STAMP)
 env: $(STAMP)
 
 # torch first and by exact pin: a range would pull the CUDA build and gigabytes with it.
+# accelerate and deepspeed apart: transformers behaves differently where it finds them.
 # timm and torchvision apart: torchvision is built for CUDA, and transformers stumbles over it beside a CPU build.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +39,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade \
 		--target $(VENV)/vision timm torchvision
+	-DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+		--upgrade --no-build-isolation --target $(VENV)/launchers $(LAUNCHERS)
 	touch $@
 
 clean:

@@ -1,8 +1,11 @@
 """Reads files that someone else may have written: bounded in size, never blocking on a pipe or a device."""
 
 import errno
+import glob
 import json
 import os
+import shutil
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -45,11 +48,23 @@ def read_json_file(path: Path | str, *, max_bytes: int) -> Any:
 
 
 def new_folder_beside(target: Path) -> Path:
-    """A new, empty, hidden folder beside `target`, with a name that nobody else has."""
+    """A new, empty, hidden folder beside `target`, with a name that nobody else has.
+
+    The name says which process made it, so folders that killed processes of this host left are removed here.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    beginning = f".{target.name}.partial-{socket.gethostname()}-"
+    for left in target.parent.glob(f"{glob.escape(beginning)}*"):
+        if not _is_alive(left.name.removeprefix(beginning).split("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{beginning}{os.getpid()}-", dir=target.parent))
     folder.chmod(0o777 & ~_umask())  # mkdtemp makes it private
     return folder
+
+
+def _is_alive(process_id: str) -> bool:
+    """Whether a process of this host has this id; True for anything that is no id."""
+    return not process_id.isdecimal() or Path("/proc", process_id).exists() or not Path("/proc/self").exists()
 
 
 def _umask() -> int:

@@ -13,14 +13,17 @@ import dataclasses
 import datetime
 import os
 from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.errors import LaunchError, MeshError
-from meshwright.launch.local import STORE_FILE
-from meshwright.spec import ParallelSpec
+from meshwright.errors import MeshError
+from meshwright.launch.launched import LaunchedRank, launched_rank
+from meshwright.launch.meeting import find_meeting
+from meshwright.rendezvous import meet
+from meshwright.spec import ParallelSpec, ResilienceSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +41,6 @@ class World:
         return self.rank == 0
 
 
-def _rank_variable(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise LaunchError(
-            f"{name}={text!r} is not a rank", where="environment", hint="start through torchrun or train"
-        )
-    return int(text)
-
-
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """The device of this process: `auto` means CUDA where there is one."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -62,7 +56,8 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 def _require_devices(num_devices: int) -> None:
     """Refuse two ranks on one device; NCCL allows that only to ranks that claim to be different hosts."""
-    num_here = _rank_variable("LOCAL_WORLD_SIZE", 1)
+    launched = launched_rank()
+    num_here = (launched.num_local_ranks if launched else None) or 1
     if num_here > num_devices and "NCCL_HOSTID" not in os.environ:
         raise MeshError(
             f"{num_here} ranks were started here, and CUDA devices that torch sees: {num_devices}",
@@ -71,43 +66,48 @@ def _require_devices(num_devices: int) -> None:
         )
 
 
-def join_world(device: str = "auto", *, timeout_seconds: float = 1800.0) -> World:
-    """Join the ranks that the launcher's variables describe; one rank alone is a world of one."""
-    rank, num_ranks = _rank_variable("RANK", 0), _rank_variable("WORLD_SIZE", 1)
-    local_rank = _rank_variable("LOCAL_RANK", 0)
-    if rank >= num_ranks:
-        raise LaunchError(
-            f"RANK={rank} is outside a world of {num_ranks}", where="environment", hint="ranks count from 0"
-        )
-    chosen = choose_device(device, local_rank)
+def join_world(
+    device: str = "auto", *, resilience: ResilienceSpec | None = None, run_dir: Path | None = None
+) -> World:
+    """Join the ranks that the launcher's variables describe; one rank alone is a world of one.
+
+    `run_dir` holds the secret of a run whose ranks meet at an address. All ranks call it, and wait for each
+    other. A process that has joined already stays in its world.
+    """
+    launched = launched_rank()
+    chosen = choose_device(device, launched.local_rank if launched else 0)
     if chosen.type == "cuda":
         # Segments that grow in place leave no gaps between activations of different sizes. Read at the first
         # allocation; a value that the user has set stays.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(chosen)
-    world = World(rank=rank, local_rank=local_rank, num_ranks=num_ranks, device=chosen)
-    if dist.is_initialized():
-        return world
-    _init_process_group(world, datetime.timedelta(seconds=timeout_seconds))
+    world = _world(launched, chosen)
+    if not dist.is_initialized():
+        _init_process_group(world, launched, resilience or ResilienceSpec(), run_dir)
     return world
 
 
-def _init_process_group(world: World, timeout: datetime.timedelta) -> None:
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+def _world(launched: LaunchedRank | None, device: torch.device) -> World:
+    if launched is None:
+        return World(rank=0, local_rank=0, num_ranks=1, device=device)
+    return World(launched.rank, launched.local_rank, launched.num_ranks, device)
+
+
+def _init_process_group(
+    world: World, launched: LaunchedRank | None, resilience: ResilienceSpec, run_dir: Path | None
+) -> None:
+    if launched is None or launched.num_ranks == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        seconds = resilience.start_timeout_seconds
+        store = meet(launched, find_meeting(launched), timeout_seconds=seconds, run_dir=run_dir)
     dist.init_process_group(
-        backend, store=_store(world), rank=world.rank, world_size=world.num_ranks, timeout=timeout
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.num_ranks,
+        timeout=datetime.timedelta(seconds=resilience.longest_seconds),
     )
-
-
-def _store(world: World) -> dist.Store | None:
-    """Where ranks find each other: a file on one machine, else the address in the launcher's variables.
-
-    A file needs no port, so no other program can take the port or write into the store.
-    """
-    if world.num_ranks == 1:
-        return dist.HashStore()
-    path = os.environ.get(STORE_FILE)
-    return dist.FileStore(path, world.num_ranks) if path else None
 
 
 def leave_world() -> None:

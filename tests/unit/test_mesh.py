@@ -11,7 +11,7 @@ from meshwright.mesh import choose_device
 def one_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in ("LOCAL_WORLD_SIZE", "NCCL_HOSTID"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_HOSTID"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -21,7 +21,8 @@ def test_the_only_visible_device_is_number_0_for_every_rank(one_device):
 
 
 def test_more_ranks_than_devices_are_refused(one_device):
-    one_device.setenv("LOCAL_WORLD_SIZE", "8")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}.items():
+        one_device.setenv(name, value)
     with pytest.raises(
         MeshError, match="8 ranks were started here, and CUDA devices that torch sees: 1"
     ) as caught:
@@ -33,6 +34,7 @@ def test_more_ranks_than_devices_are_refused(one_device):
 
 
 def test_a_variable_that_is_not_a_number_is_refused(one_device):
-    one_device.setenv("LOCAL_WORLD_SIZE", "two")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "two"}.items():
+        one_device.setenv(name, value)
     with pytest.raises(LaunchError, match="LOCAL_WORLD_SIZE='two'"):
         choose_device("cuda", 0)

@@ -81,9 +81,11 @@ def _other_version(manifest: Mapping[str, Any], path: Path) -> CheckpointError:
     )
 
 
-def verify_files(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Compare sizes and hashes with the manifest; ranks, where there are several, share the files."""
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def verify_files(folder: Path, manifest: Mapping[str, Any], *, is_shared: bool = True) -> None:
+    """Compare sizes and hashes with the manifest. Where there are several ranks, each takes a share of the
+    files, and all ranks call it; without `is_shared` this process verifies all of them by itself."""
+    has_ranks = is_shared and dist.is_initialized()
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
     names = sorted(manifest["files"])[rank::num_ranks]
     damaged = [name for name in names if not _is_intact(folder / name, manifest["files"][name])]
     found: list[Any] = [damaged]

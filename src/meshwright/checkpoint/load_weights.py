@@ -21,7 +21,7 @@ def load_weights(
     """Load weights and buffers of a run of `fit` or `prepare`, of any mesh, into a module; returns it.
 
     `directory` is a run directory (its newest checkpoint, or that of `step`) or a checkpoint. `ema` takes
-    the moving average of the weights. One process is enough.
+    the moving average of the weights. Each process reads for itself: one rank may call it alone.
     """
     folder = locate_weights(directory, where="directory", step=step)
     if not is_checkpoint(folder):
@@ -30,7 +30,7 @@ def load_weights(
             where=str(folder),
             hint="name a run directory or a step-<n>",
         )
-    verify_files(folder, read_manifest(folder))
+    verify_files(folder, read_manifest(folder), is_shared=False)
     load_tensors(folder, _wanted(model, set(saved_shapes(folder)), folder, ema=ema))
     return model
 

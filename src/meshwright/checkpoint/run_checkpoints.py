@@ -196,7 +196,7 @@ class Checkpoints:
             "state": progress.to_facts(),
             "data": self.batches.state(),
             "user_state": self.user_state.state() if self.user_state else None,
-            "loss_scale": {"scale": scale.scale, "num_clean_steps": scale.num_clean_steps} if scale else None,
+            "loss_scale": scale.state() if scale else None,
             "fp8_fallback_layers": self.fp8_fallback.fallback_layers if self.fp8_fallback else [],
             "trajectory": self.run.trajectory_fingerprint(),
             "run": self.run.model_dump(mode="json"),
@@ -214,8 +214,7 @@ class Checkpoints:
         if self.user_state is not None:
             self.user_state.load_state(manifest["user_state"])
         if training.loss_scale is not None and manifest["loss_scale"] is not None:
-            training.loss_scale.scale = manifest["loss_scale"]["scale"]
-            training.loss_scale.num_clean_steps = manifest["loss_scale"]["num_clean_steps"]
+            training.loss_scale.load_state(manifest["loss_scale"])
         if self.fp8_fallback is not None and _recipe(manifest["run"]) == self.fp8_fallback.recipe:
             # A run that changes its recipe starts without fallbacks.
             self.fp8_fallback.restore(manifest["fp8_fallback_layers"])

@@ -90,9 +90,10 @@ def comm(
     yes: Annotated[bool, typer.Option("--yes", help="Start more ranks than cores without asking.")] = False,
 ) -> None:
     """Collectives by message and group size, from all-reduce to point-to-point."""
-    from meshwright.launch.local import is_rank, run_local
+    from meshwright.launch.launched import launched_rank
+    from meshwright.launch.local import run_local
 
-    if not is_rank():
+    if launched_rank() is None:
         _require_room(ranks, yes=yes)
         options = ["--device", device, "--seconds", str(seconds)]
         options += ["--json"] if as_json else []
@@ -160,6 +161,13 @@ def step(
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of the timed window.")] = 5.0,
     warmup_steps: Annotated[int, typer.Option(min=1, help="Steps before the timed window.")] = 4,
     profile: Annotated[bool, typer.Option("--profile", help="Also print time by class of kernel.")] = False,
+    documents: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Separate documents of so many tokens on average, with a heavy tail; joined by default.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Training steps of a run file on one device, on random tokens: time, rates, memory, attention kernel.
@@ -171,7 +179,7 @@ def step(
 
     spec = load_run(run, overrides or [])
     _require_one_rank(spec)
-    with on_random_tokens(spec) as prepared:
+    with on_random_tokens(spec, mean_tokens=documents) as prepared:
         result = measure_step(prepared, seconds=seconds, warmup_steps=warmup_steps)
     if as_json:
         typer.echo(json.dumps(result))

@@ -47,11 +47,12 @@ def evaluate(
     Evaluates every sequence of --data, with the model, sequence length and precision of the run. Starts
     local ranks, or joins those that a launcher started, on the devices that `train` would use.
     """
-    from meshwright.launch.local import is_rank, run_local
+    from meshwright.launch.launched import launched_rank
+    from meshwright.launch.local import run_local
     from meshwright.train.evaluate_checkpoint import evaluation_run
 
     run = evaluation_run(run_dir, overrides or [], data=data, step=checkpoint, num_ranks=ranks)
-    if is_rank() or run.parallel.num_ranks == 1:
+    if launched_rank() is not None or run.parallel.num_ranks == 1:
         _evaluate_here(run, ema=ema, quiet=quiet, as_json=as_json)
         return
     options = {"--data": data, "--checkpoint": checkpoint, "--ranks": ranks}
@@ -68,7 +69,7 @@ def evaluate(
 def _evaluate_here(run: "RunSpec", *, ema: bool, quiet: bool, as_json: bool) -> None:
     """Evaluate as one rank; rank 0 prints."""
     from meshwright.cli.train import ended_with_error
-    from meshwright.launch.local import is_rank
+    from meshwright.launch.launched import launched_rank
     from meshwright.mesh import join_world, leave_world
     from meshwright.train.evaluate_checkpoint import evaluate_weights
 
@@ -76,7 +77,7 @@ def _evaluate_here(run: "RunSpec", *, ema: bool, quiet: bool, as_json: bool) -> 
         found = evaluate_weights(run, averaged=ema)
         is_first = join_world(run.device).is_first
     except BaseException as error:
-        if is_rank():
+        if launched_rank() is not None:
             ended_with_error(error)
         leave_world()
         raise

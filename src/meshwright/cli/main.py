@@ -1,12 +1,14 @@
 """The `meshwright` command: finds the verb, runs it, and turns errors into text and exit codes.
 
 A verb is one line in VERBS and the module of the same name in this folder. The module has either an `app`
-(a typer app with verbs of its own) or a function of the verb's name. `--help` reads only this table, and
-only the module of the verb in use is imported.
+(a typer app with verbs of its own) or a function of the verb's name; where the verb is a keyword of Python,
+module and function end in an underscore. `--help` reads only this table, and only the module of the verb in
+use is imported.
 """
 
 import errno
 import importlib
+import keyword
 import os
 import sys
 import tempfile
@@ -35,11 +37,14 @@ VERBS = {
     "check": "List everything that is wrong with a run file, and what wastes the hardware.",
     "rehearse": "Trace a rank of the full run on this machine, then prove the run on local ranks.",
     "train": "Run a run file: starts local ranks, or joins those that a launcher started.",
+    "launch": "Write, and submit, what SLURM, MPI, torchrun, Kubernetes and others need to start a run.",
     "demo": "Train a small model on generated text, here and now.",
     "evaluate": "Compute the loss of a trained model on a dataset.",
     "sample": "Print text that a trained model writes after a prompt.",
     "compare": "Compare two runs' losses, gradient norms and weights.",
     "report": "Write one HTML file about a run.",
+    "import": "Read a config file of Accelerate, DeepSpeed, torchtitan or Megatron-LM into a run file.",
+    "export": "Write a run file as an Accelerate or DeepSpeed config file.",
     "convert": "Convert checkpoints to and from Hugging Face safetensors.",
     "data": "Tokenize, inspect and verify datasets.",
     "models": "List the model families.",
@@ -67,11 +72,12 @@ class _Commands(Mapping[str, Any]):
     def __getitem__(self, verb: str) -> Any:
         if verb not in VERBS:
             raise KeyError(verb)
-        module = importlib.import_module(f"meshwright.cli.{verb}")
+        name = f"{verb}_" if keyword.iskeyword(verb) else verb
+        module = importlib.import_module(f"meshwright.cli.{name}")
         app: typer.Typer | None = getattr(module, "app", None)
         if app is None:
             app = new_app()
-            app.command(verb)(getattr(module, verb))
+            app.command(verb)(getattr(module, name))
         command = get_command(app)
         command.name = verb
         return command

@@ -35,16 +35,17 @@ def train(
     directory, a run resumes from its newest checkpoint; other settings hold from there on, and what its
     checkpoints fix is refused. Ctrl-C saves and stops (exit 130).
     """
-    from meshwright.launch.local import is_rank
+    from meshwright.launch.launched import launched_rank
     from meshwright.spec.text import read_run
 
     loaded = read_run(run, overrides or [])
     loaded.require_valid()
     spec = loaded.run
     run_dir = directory or Path("runs") / spec.name
-    if not is_rank() and not quiet:
+    is_rank = launched_rank() is not None
+    if not is_rank and not quiet:
         _print_notes(spec)
-    if is_rank():
+    if is_rank:
         _run_one_rank(spec, run_dir, stop_after, quiet=quiet)
     if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch":
         from meshwright.train.oom_restart import run_ranks
@@ -68,9 +69,11 @@ def _print_notes(run: "RunSpec") -> None:
 
 def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None, *, quiet: bool) -> NoReturn:
     """Train as one of the processes that a launcher started; after an error this one ends at once."""
-    from meshwright.resilience.parent import end_with_parent
+    from meshwright.launch.parent import end_with_parent
+    from meshwright.launch.stacks import write_stacks_on_signal
 
     end_with_parent()
+    write_stacks_on_signal()
     from meshwright.train.session import run_rank
 
     try:
@@ -97,7 +100,7 @@ def ended_with_error(error: BaseException) -> NoReturn:
 
 def _require_own_ranks(run: "RunSpec") -> None:
     """Refuse `on_oom=halve_microbatch`, which has no effect where another launcher has started the ranks."""
-    from meshwright.launch.local import is_local_rank
+    from meshwright.launch.launched import is_local_rank
 
     if run.memory.on_oom == "halve_microbatch" and not is_local_rank():
         raise SpecError(

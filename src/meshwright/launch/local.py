@@ -21,8 +21,9 @@ from meshwright.errors import (
     EXIT_RUN_FAILED,
 )
 from meshwright.hardware.machine import this_machine
-
-Process = subprocess.Popen[bytes]
+from meshwright.launch.launched import STARTED_HERE
+from meshwright.launch.meeting import STORE_FILE
+from meshwright.launch.watch import Process, RankWatcher, Watched, is_stopped
 
 _POLL_SECONDS = 0.1
 # After one rank has failed the others wait in a collective; this is how long they get to notice.
@@ -31,27 +32,17 @@ _GRACE_SECONDS = 10.0
 _TOGETHER_SECONDS = 1.0
 # Ranks that were asked twice to stop and do not end are killed after this time.
 _STOP_SECONDS = 10.0
-_STARTED_HERE = "MESHWRIGHT_LOCAL_RANKS"
-STORE_FILE = "MESHWRIGHT_STORE_FILE"
-"""The variable that names the file in which local ranks find each other."""
+# Ranks without progress get this long to end by themselves: they hang, so they hardly can.
+_HANG_GRACE_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def is_rank() -> bool:
-    """Whether a launcher (torchrun, or `run_local`) has already started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_local_rank() -> bool:
-    """Whether `run_local` started this process as a rank, so that its exit status is read here."""
-    return is_rank() and _STARTED_HERE in os.environ
-
-
-def run_local(arguments: Sequence[str], *, num_ranks: int) -> int:
+def run_local(arguments: Sequence[str], *, num_ranks: int, watched: Watched | None = None) -> int:
     """Start `python -m meshwright <arguments>` once per rank and wait; returns the first failing exit code.
 
     Rank 0 prints to this terminal. Output of the other ranks is kept in files and printed when one of them
-    fails first. EXIT_RANK_OUT_OF_MEMORY is returned where any rank ran out of memory.
+    fails first. EXIT_RANK_OUT_OF_MEMORY is returned where any rank ran out of memory. With `watched`, ranks
+    that make no progress are reported and ended.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as folder, ExitStack() as files:
         processes: list[Process] = []
@@ -60,9 +51,14 @@ def run_local(arguments: Sequence[str], *, num_ranks: int) -> int:
             for rank in range(num_ranks):
                 output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
                 processes.append(_start(arguments, _environment(rank, num_ranks, Path(folder)), output))
-            failed = _wait(processes, stopping)
+            watcher = RankWatcher(watched, processes, Path(folder)) if watched else None
+            if watcher:
+                files.callback(watcher.close)
+            failed, is_reported = _wait(processes, stopping, watcher)
         if failed is None:
             return 0
+        if is_reported:
+            return EXIT_RUN_FAILED
         if not _is_refused_by_all(processes, failed):
             _print_failure(processes[failed], failed, Path(folder) / f"rank-{failed}", stopping)
         return _exit_code(processes[failed].returncode, stopping)
@@ -106,7 +102,7 @@ def _environment(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
         LOCAL_WORLD_SIZE=str(num_ranks),
     )
     environment[STORE_FILE] = str(folder / "store")
-    environment[_STARTED_HERE] = str(num_ranks)
+    environment[STARTED_HERE] = str(num_ranks)
     # Each rank its share of the cores: the default would give every rank all of them.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // num_ranks)))
     if sys.platform == "linux":
@@ -146,8 +142,10 @@ class _Stopping:
                 signal.signal(number, handler)
 
 
-def _wait(processes: list[Process], stopping: _Stopping) -> int | None:
-    """Wait until all have ended: the rank whose failure is the reason, or None where none failed."""
+def _wait(
+    processes: list[Process], stopping: _Stopping, watcher: RankWatcher | None
+) -> tuple[int | None, bool]:
+    """Wait until all have ended: the rank whose failure is the reason or None, and whether it is reported."""
     failed_at, failed = None, None
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
@@ -158,8 +156,33 @@ def _wait(processes: list[Process], stopping: _Stopping) -> int | None:
         if (failed_at is not None and now - failed_at > _GRACE_SECONDS) or now > stopping.kill_at:
             for process in processes:
                 process.kill()
+        if stopping.number is not None:
+            _continue_stopped(processes)
+        hanging = watcher.tick() if watcher and failed_at is None else None
+        if hanging is not None:
+            _end(processes)
+            return hanging, True
         time.sleep(_POLL_SECONDS)
-    return failed if failed is not None else _first_failure(processes)
+    return failed if failed is not None else _first_failure(processes), False
+
+
+def _continue_stopped(processes: list[Process]) -> None:
+    """Let stopped ranks run on, so that they get the stop signal and the run can save."""
+    for process in processes:
+        if process.poll() is None and is_stopped(process):
+            process.send_signal(signal.SIGCONT)
+
+
+def _end(processes: list[Process]) -> None:
+    """SIGTERM to all ranks, and SIGKILL to those that live on after a short time."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + _HANG_GRACE_SECONDS
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS / 2)
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def _first_failure(processes: list[Process]) -> int | None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError, SpecError
+from meshwright.launch.parent import end_with_launcher
 from meshwright.mesh import Mesh, World, build_mesh, join_world, leave_world
 from meshwright.modules.build_training import build_module_training, require_directory, require_module
 from meshwright.modules.chain import Chain
@@ -62,7 +63,8 @@ def fit(
     require_module(model.model if isinstance(model, Chain) else model)
     _require_stop(stop_after)
     was_joined = dist.is_initialized()
-    world = join_world(spec.device)
+    end_with_launcher()
+    world = join_world(spec.device, resilience=spec.resilience, run_dir=run_dir)
     try:
         spec = with_data_parallel(spec, world.num_ranks)
         data = _Data(dataset, evaluation, collate)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.errors import MeshwrightError, SpecError
+from meshwright.launch.parent import end_with_launcher
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.modules.build_training import build_loop_training, require_directory, require_module
 from meshwright.modules.loop_guard import LoopGuard
@@ -71,7 +72,8 @@ def prepare(
     at_end = ExitStack()
     if not dist.is_initialized():
         at_end.callback(leave_world)
-    world = join_world(spec.device)
+    end_with_launcher()
+    world = join_world(spec.device, run_dir=Path(directory) if directory is not None else None)
     try:
         spec = with_data_parallel(spec, world.num_ranks)
         mesh = build_mesh(spec.parallel, world)

@@ -31,7 +31,7 @@ from meshwright.spec.model import LatentSpec
 RECOMPUTE = ("none", "selective", "full")
 PLAIN_ATTENTION, PLAIN_MLP = "gqa", "swiglu"
 CP_KINDS = ("gather", "ring", "ulysses")
-ATTENTIONS = ("gqa", "qk_norm", "documents", "window", "latent", *CP_KINDS)
+ATTENTIONS = ("gqa", "qk_norm", "latent", *CP_KINDS)
 MLPS = ("swiglu", "gelu", "routed", "routed_shared", "routed_ep", "routed_shared_ep")
 OWN_WEIGHTS = ("gqa", "routed", "latent", "routed_ep", "gelu")
 """Halves with weights of their own, which formats and tp change."""
@@ -56,7 +56,7 @@ def kinds() -> Iterator[Kind]:
     """Every kind of the table: each half beside the plainest other one.
 
     All halves are traced with fp32 weights in bf16 compute and without tp. Other formats and tp change what
-    matmuls read and write, not what a mask or cp adds: they are traced for halves with weights of their own.
+    matmuls read and write, not what cp adds: they are traced for halves with weights.
     """
     for recompute, compiled in itertools.product(RECOMPUTE, (True, False)):
         base = Mode(compiled, recompute, "cast", "bf16", "1")
@@ -114,7 +114,7 @@ def run_of(kind: Kind) -> RunSpec:
             sequence_length=4992,
             batch_sequences=sequences * shards * microbatches,
             microbatch_sequences=sequences,
-            documents="separate" if kind.attention == "documents" else "joined",
+            documents="joined",  # separate documents and windows keep the same tensors
         ),
     )
 
@@ -144,9 +144,7 @@ def _model(kind: Kind) -> ModelSpec:
         num_layers=2,
         width=896,
         max_positions=4096,
-        attention=attention.with_(
-            qk_norm=kind.attention == "qk_norm", window=700 if kind.attention == "window" else None
-        ),
+        attention=attention.with_(qk_norm=kind.attention == "qk_norm"),
         mlp=MlpSpec(width=4224, kind="gelu" if kind.mlp == "gelu" else "swiglu"),
         moe=moe,
         rope=RopeSpec(),

@@ -22,6 +22,7 @@ from meshwright.spec import (
     OptimSpec,
     ParallelSpec,
     PrecisionSpec,
+    ResilienceSpec,
     RunSpec,
     ScheduleSpec,
     SyntheticSpec,
@@ -83,6 +84,7 @@ def shrink_to(run: RunSpec, parallel: ParallelSpec) -> Shrunken:
         data=data,
         checkpoint=CheckpointSpec(),
         observe=ObserveSpec(),
+        resilience=ResilienceSpec(),
     )
     small, idle = _without_idle_settings(small)
     return Shrunken(small, tuple(degree_changes(run.parallel, parallel) + _left_out(run) + idle))

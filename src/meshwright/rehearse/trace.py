@@ -20,6 +20,7 @@ from meshwright.data.batches import Batch, Microbatch
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.hardware.simulated_device import HOPPER, SimulatedDevice
 from meshwright.memory.offload.host import pageable_memory
+from meshwright.ops.documents import one_document_each
 from meshwright.ops.routed_rows import EvenRowCounts
 from meshwright.parallel.simulation import Simulation
 from meshwright.precision.policy import full_precision_dtype
@@ -109,7 +110,7 @@ def trace_rank(
                 stack.enter_context(cuda_choices())
             stack.enter_context(_tracked(training, phases, observer, fake, allocations))
             batch = zero_batch(run)
-            for tensor in (x for part in batch.microbatches for x in part if x is not None):
+            for tensor in (x for part in batch.microbatches for x in part if isinstance(x, torch.Tensor)):
                 allocations.record(tensor, "batch", "batch")
             for _ in range(num_steps):
                 observer.traffic.clear()
@@ -242,18 +243,22 @@ def _plain(tensor: Any) -> torch.Tensor:
 
 
 def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
-    """One rank's share of a batch: all zeros, of the right shapes."""
+    """One rank's share of a batch: all zeros, of the right shapes; every sequence is one document."""
     data = run.data
     shape = (data.microbatch_sequences, data.sequence_length)
 
     def part() -> Microbatch:
-        ids = torch.zeros((5, *shape), dtype=torch.int64, device=device).unbind()
+        ids = torch.zeros((3, *shape), dtype=torch.int64, device=device).unbind()
+        documents = one_document_each(*shape, torch.device(device))
+        is_separate = data.documents == "separate"
         return Microbatch(
             tokens_BS=ids[0].clone(),
             targets_BS=ids[1].clone(),
             weights_BS=torch.zeros(shape, dtype=full_precision_dtype(run.precision), device=device),
+            num_targets=None,
             positions_BS=ids[2].clone(),
-            documents_BS=None if data.documents == "joined" else ids[3].clone(),
+            document_offsets_P=documents.offsets_P if is_separate else None,
+            longest_document=shape[1] if is_separate else None,
             sequence_weights_B=torch.zeros(
                 shape[0], dtype=full_precision_dtype(run.precision), device=device
             ),

@@ -1,1 +1,1 @@
-"""Interrupts; watchdogs, health checks and recovery belong here."""
+"""Interrupts, the lock of a run directory, heartbeats and watchdog; recovery belongs here."""

@@ -31,6 +31,7 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
+from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -59,6 +60,8 @@ class LossScaleSettings(TypedDict, total=False):
     growth_factor: float
     backoff_factor: float
     growth_steps: int
+    hysteresis: int
+    minimum: float | None
 
 
 class Fp8Settings(TypedDict, total=False):
@@ -176,6 +179,13 @@ class ObserveSettings(TypedDict, total=False):
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
 
 
+class ResilienceSettings(TypedDict, total=False):
+    """Fields of `ResilienceSpec`."""
+
+    step_timeout_seconds: float
+    start_timeout_seconds: float
+
+
 class ModuleSettings(TypedDict, total=False):
     """Keywords that `fit` and `prepare` have in common."""
 
@@ -210,6 +220,8 @@ class ModuleSettings(TypedDict, total=False):
     growth_factor: float
     backoff_factor: float
     growth_steps: int
+    hysteresis: int
+    minimum: float | None
     fp8: Fp8Spec | Fp8Settings | Fp8Recipe | None
     recipe: Fp8Recipe
     bf16_layers_each_end: int
@@ -248,6 +260,7 @@ class FitSettings(ModuleSettings, total=False):
     schedule: ScheduleSpec | ScheduleSettings
     data: SamplesSpec | SamplesSettings
     observe: ObserveSpec | ObserveSettings
+    resilience: ResilienceSpec | ResilienceSettings
     num_steps: int
     warmup_steps: int
     min_lr_ratio: float
@@ -261,6 +274,8 @@ class FitSettings(ModuleSettings, total=False):
     tensorboard: bool
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+    step_timeout_seconds: float
+    start_timeout_seconds: float
 
 
 class LoopSettings(ModuleSettings, total=False):

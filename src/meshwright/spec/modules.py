@@ -11,6 +11,7 @@ from meshwright.spec.observe import ObserveSpec
 from meshwright.spec.optim import OptimSpec
 from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.precision import PrecisionSpec
+from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.schedule import ScheduleSpec
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -107,6 +108,7 @@ class FitSpec(ModuleSpec):
     schedule: ScheduleSpec
     data: SamplesSpec
     observe: ObserveSpec = ObserveSpec()
+    resilience: ResilienceSpec = ResilienceSpec()
 
     @property
     def microbatch_samples(self) -> int:
@@ -125,4 +127,5 @@ class FitSpec(ModuleSpec):
             "data": self.data.with_(microbatch_samples=None, num_workers=0),
             "schedule": self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
             "observe": ObserveSpec(),
+            "resilience": ResilienceSpec(),
         }

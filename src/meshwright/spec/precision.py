@@ -24,6 +24,10 @@ class LossScaleSpec(Spec):
     """Factor on the scale after an overflow; the step is skipped."""
     growth_steps: Positive = 2000
     """Steps without overflow before the scale grows."""
+    hysteresis: Positive = 1
+    """Overflows before the scale shrinks: 2 keeps it at the first one. Counted anew when the scale grows."""
+    minimum: PositiveNumber | None = None
+    """The scale never shrinks below this; null sets no limit."""
 
 
 class Fp8Spec(Spec):

@@ -45,8 +45,12 @@ SHARED_FIT_RULES = [
     decays_are_valid,
     offloaded_states_exist,
 ]
-# Their conditions read the model or the tokens of a run; other rules refuse them for user modules.
-_RUN_ONLY = ("parallel.etp", "precision.gradients", "memory.on_oom")
+# Their conditions read the model or the tokens of a run, and other rules refuse them for user modules; or, as
+# the timeouts, they are kept when the same script is run on one rank.
+_RUN_ONLY = (
+    *("parallel.etp", "precision.gradients", "memory.on_oom"),
+    *("resilience.step_timeout_seconds", "resilience.start_timeout_seconds"),
+)
 
 
 def axes_are_supported(spec: ModuleSpec) -> Violations:

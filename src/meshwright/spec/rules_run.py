@@ -251,6 +251,11 @@ def _accumulates_shards(run: RunSpec) -> bool:
     return run.parallel.zero >= 2 and run.accumulation > 1
 
 
+def _has_watched_ranks(run: RunSpec) -> bool:
+    """Ranks are watched by the process that started them; one rank alone has none, unless it is restarted."""
+    return run.parallel.num_ranks > 1 or run.memory.on_oom == "halve_microbatch"
+
+
 CONDITIONS: list[Condition] = [
     Condition("parallel.cp_kind", lambda run: run.parallel.cp > 1, "cp > 1"),
     Condition(
@@ -288,6 +293,10 @@ CONDITIONS: list[Condition] = [
     Condition("optim.momentum", lambda run: run.optim.kind == "muon", "optim.kind=muon"),
     Condition("optim.trust_coefficient", lambda run: run.optim.kind == "lars", "optim.kind=lars"),
     Condition("optim.weight_decay_on", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
+    *(
+        Condition(f"resilience.{name}", _has_watched_ranks, "there are several ranks")
+        for name in ("step_timeout_seconds", "start_timeout_seconds")
+    ),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(
         "schedule.min_lr_ratio",

@@ -13,6 +13,7 @@ from meshwright.spec.observe import ObserveSpec
 from meshwright.spec.optim import OptimSpec
 from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.precision import PrecisionSpec
+from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.schedule import ScheduleSpec
 
 RUN_VERSION = 2
@@ -42,6 +43,7 @@ class RunSpec(Spec):
     data: DataSpec
     checkpoint: CheckpointSpec = CheckpointSpec()
     observe: ObserveSpec = ObserveSpec()
+    resilience: ResilienceSpec = ResilienceSpec()
 
     @property
     def accumulation(self) -> int:
@@ -84,5 +86,6 @@ class RunSpec(Spec):
             schedule=self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
             checkpoint=CheckpointSpec(start_from=self.checkpoint.start_from),
             observe=ObserveSpec(),
+            resilience=ResilienceSpec(),
         )
         return same_trajectory.fingerprint()

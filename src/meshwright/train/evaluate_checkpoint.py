@@ -20,6 +20,7 @@ from meshwright.spec import (
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
+    ResilienceSpec,
     RunSpec,
     ScheduleSpec,
 )
@@ -76,6 +77,7 @@ def evaluation_run(
         schedule=ScheduleSpec(num_steps=1, kind="constant"),
         memory=MemorySpec(),
         observe=ObserveSpec(),
+        resilience=ResilienceSpec(),
         checkpoint=CheckpointSpec(start_from=str(folder)),
         data=_evaluated_data(saved.data, data, parallel, keeps_batch=num_ranks is None),
     )

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.errors import OutOfMemory
 from meshwright.hardware.catalogue import Cluster
-from meshwright.launch.local import is_local_rank, is_rank
+from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.mesh import Mesh
 from meshwright.observe.prediction_check import cluster_here, predict_here
 from meshwright.plan.explain.fixes import run_fixes
@@ -131,7 +131,7 @@ def _restart_hint(run: RunSpec | FitSpec) -> str:
     resumes = "; started again, the run resumes from its newest checkpoint"
     if not isinstance(run, RunSpec) or run.data.microbatch_sequences == 1 or run.memory.on_oom != "stop":
         return resumes
-    if is_rank() and not is_local_rank():
+    if launched_rank() is not None and not is_local_rank():
         return resumes
     return f"{resumes}; memory.on_oom=halve_microbatch does that by itself, with smaller micro-batches"
 

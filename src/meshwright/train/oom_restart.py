@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshwright.errors import EXIT_RANK_OUT_OF_MEMORY, EXIT_RUN_FAILED
 from meshwright.launch.local import run_local
+from meshwright.launch.watch import Watched
 from meshwright.observe.events import EventWriter
 from meshwright.spec import RunSpec
 from meshwright.spec.check import check
@@ -21,14 +22,16 @@ def run_ranks(run: RunSpec, arguments: Sequence[str], run_dir: Path) -> int:
     After an OOM, where the run allows it, the ranks are started with the next smaller micro-batch and resume
     from the newest checkpoint in `run_dir`, or start from step 0 where there is none.
     """
-    code = run_local(arguments, num_ranks=run.parallel.num_ranks)
+    watched = Watched(run_dir, run.resilience)
+    code = run_local(arguments, num_ranks=run.parallel.num_ranks, watched=watched)
     while code == EXIT_RANK_OUT_OF_MEMORY and run.memory.on_oom == "halve_microbatch":
         smaller = smaller_microbatch(run)
         if smaller is None:
             break
         run = smaller
         _announce(run, run_dir)
-        code = run_local([*arguments, *_overrides(run)], num_ranks=run.parallel.num_ranks)
+        more = [*arguments, *_overrides(run)]
+        code = run_local(more, num_ranks=run.parallel.num_ranks, watched=watched)
     return EXIT_RUN_FAILED if code == EXIT_RANK_OUT_OF_MEMORY else code
 
 

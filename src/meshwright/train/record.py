@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics
 from meshwright.observe.prediction_check import PredictionCheck
@@ -15,6 +16,7 @@ from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
+from meshwright.resilience.watchdog import HeartbeatWriter, Watchdog
 from meshwright.spec.violations import show_value
 from meshwright.train import messages
 from meshwright.train.fp8_comparison import Fp8Report
@@ -81,6 +83,7 @@ class Recorder:
     def _open(self, state: TrainState, opening: ExitStack, *, quiet: bool) -> None:
         job, run = self._job, self._run
         self._events = opening.enter_context(EventWriter(self._run_dir, job.mesh.rank))
+        self._heartbeat = self._open_heartbeat(state, opening)
         self._metrics: MetricsWriter | None = None
         self._progress: ProgressView | None = None
         self._mirror: TensorBoardMirror | None = None
@@ -96,6 +99,16 @@ class Recorder:
         if run.observe.tensorboard:
             mirror = TensorBoardMirror(self._run_dir, restored_step=state.step)
             self._mirror = opening.enter_context(mirror)
+
+    def _open_heartbeat(self, state: TrainState, opening: ExitStack) -> HeartbeatWriter:
+        """Heartbeats of this rank, and a watchdog where another launcher has started several ranks."""
+        mesh, run_dir = self._job.mesh, self._run_dir
+        num_ranks = mesh.parallel.num_ranks
+        writer = HeartbeatWriter(run_dir, rank=mesh.rank, num_ranks=num_ranks, step=state.step)
+        opening.enter_context(writer)
+        if num_ranks > 1 and launched_rank() is not None and not is_local_rank():
+            opening.enter_context(Watchdog(writer, run_dir, self._run.resilience, num_ranks))
+        return writer
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +147,7 @@ class Recorder:
         if is_evaluated or is_saved or half_batch or is_last or state.step % observe.every_steps == 0:
             state = self._record(state, outcome, lr, half_batch, is_evaluated=is_evaluated)
         self.step = state.step
+        self._heartbeat.enter("step", state.step)
         return state
 
     def _record(
@@ -147,6 +161,7 @@ class Recorder:
     ) -> TrainState:
         metrics, state = self._meter.read(state, outcome, lr=lr, half_batch=half_batch)
         if is_evaluated and metrics.is_finite:
+            self._heartbeat.enter("evaluate", state.step)
             state = state.after_evaluation(self._job.evaluate())
             self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
             metrics = replace(metrics, eval_loss=state.last_eval_loss)
@@ -184,6 +199,7 @@ class Recorder:
 
     def record_skip(self, state: TrainState) -> None:
         """An fp16 overflow: write it; end the run when no loss scale helps."""
+        self._heartbeat.enter("step", state.step)
         loss_scale = self._job.training.loss_scale
         scale = loss_scale.scale if loss_scale else 0.0
         self._events.write("overflow", step=state.step, loss_scale=scale)
@@ -208,16 +224,19 @@ class Recorder:
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Save on the way; a failed save is printed and does not end training."""
+        self._heartbeat.enter("save", state.step)
         try:
             folder = checkpoints.save(state)
             self._events.write("checkpoint", step=state.step, folder=folder.name)
         except CheckpointError as error:
             self._events.write("warning", step=state.step, text=str(error))
             self.print(messages.save_failed(state, error))
+        self._heartbeat.enter("step", state.step)
         self._meter.restart_clock(state)
 
     def save_last(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Save the result of the run, unless it is saved; when that fails, the run has failed."""
+        self._heartbeat.enter("save", state.step)
         if checkpoints.saved_step == state.step:
             return
         try:
@@ -228,6 +247,7 @@ class Recorder:
 
     def end(self, ending: Literal["finished", "interrupted"], state: TrainState) -> None:
         """Write the last event and the summary."""
+        self._heartbeat.enter("end", state.step)
         self._report_prediction(self._prediction.report())
         self._events.write("finish" if ending == "finished" else "interrupt", step=state.step)
         if ending == "interrupted":

@@ -1,6 +1,7 @@
 """One process of a run: join the other ranks, claim the run directory, train, leave."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,12 +24,16 @@ from meshwright.files import read_text
 from meshwright.mesh import World, join_world, leave_world
 from meshwright.observe.events import events_path, read_events
 from meshwright.resilience.run_lock import run_lock
+from meshwright.resilience.watchdog import silent_ranks
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.text import dump_run, load_run
 from meshwright.spec.yaml_text import parse_yaml
-from meshwright.train.capacity import capacity_error, require_capacity
+from meshwright.train.capacity import capacity_error, one_line, require_capacity
 from meshwright.train.loop import train
+
+# A rank that lives has made progress, or is in a collective, since this long.
+_ALIVE_SECONDS = 60.0
 
 
 def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None, quiet: bool = False) -> int:
@@ -37,7 +42,7 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None, quie
     After an error the process groups of several ranks are left as they are: others may be in any
     collective, and nothing here may wait for them. The caller ends the process.
     """
-    world = join_world(run.device)
+    world = join_world(run.device, resilience=run.resilience, run_dir=run_dir)
     try:
         on_first_rank(lambda: require_capacity(run, world.device))
         with claimed_directory(run, run_dir):
@@ -57,13 +62,25 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None, quie
 def _clear_error(error: BaseException, run_dir: Path, world: World) -> RunError | None:
     """The error of a full disk, of full memory or of a lost rank; None for anything else."""
     found = capacity_error(error, run_dir, rank=world.rank)
-    if found is None and world.num_ranks > 1 and _is_lost_connection(error):
+    if found is None and world.num_ranks > 1 and _is_timeout(error):
+        found = RunError(
+            f"rank {world.rank} waited for another rank in vain: {one_line(error)}",
+            where="resilience",
+            hint=silent_ranks(run_dir, world.num_ranks, since=time.time() - _ALIVE_SECONDS),
+        )
+    elif found is None and world.num_ranks > 1 and _is_lost_connection(error):
         found = RunError(
             f"rank {world.rank} lost the connection to another rank, which has ended",
             where=str(run_dir),
             hint="the rank that ended first says why",
         )
     return found
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether a collective, or a wait for a key of the store, took longer than the process group allows."""
+    text = str(error).lower()
+    return _is_lost_connection(error) and ("timed out" in text or "timeout" in text)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from meshwright.launch import local
+from meshwright.launch.launched import is_local_rank, launched_rank
+from meshwright.launch.watch import Watched
+from meshwright.spec import ResilienceSpec
 
 GENUINE = subprocess.Popen
 
@@ -52,11 +55,11 @@ def test_an_oom_is_the_reason_where_other_ranks_fail_with_it(monkeypatch, capfd)
 
 
 def test_a_rank_knows_who_started_it(monkeypatch):
-    _ranks(monkeypatch, "from meshwright.launch.local import is_local_rank; sys.exit(not is_local_rank())")
+    _ranks(monkeypatch, "from meshwright.launch.launched import is_local_rank; sys.exit(not is_local_rank())")
     assert local.run_local([], num_ranks=1) == 0
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # torchrun
         monkeypatch.setenv(name, value)
-    assert local.is_rank() and not local.is_local_rank()
+    assert launched_rank() is not None and not is_local_rank()
 
 
 def test_the_rank_that_was_killed_is_named_and_not_those_that_lost_it(monkeypatch, capfd):
@@ -79,3 +82,54 @@ def test_a_signal_during_the_start_is_passed_on_and_named(monkeypatch, capfd):
     _ranks(monkeypatch, "os.kill(os.getppid(), 15) if rank == '0' else 0; time.sleep(60)")
     assert local.run_local([], num_ranks=2) == 130
     assert "stopped by SIGTERM before the first step" in capfd.readouterr().err
+
+
+WATCHED = """
+import faulthandler, signal
+from pathlib import Path
+from meshwright.launch.heartbeat import Heartbeat, HeartbeatFile, heartbeat_path
+from meshwright.launch.stacks import write_stacks_on_signal
+write_stacks_on_signal()
+file = HeartbeatFile(heartbeat_path(Path({run_dir!r}), int(rank)))
+file.write(Heartbeat(int(rank), "h", os.getpid(), 7, {phase!r}, 1.0))
+{then}
+while True: time.sleep(0.1)
+"""
+
+
+def _watched(monkeypatch, tmp_path, then: str, phase: str = "step") -> int:
+    program = WATCHED.format(run_dir=str(tmp_path), phase=phase, then=then)
+    _ranks(monkeypatch, f"exec({program!r})")
+    timeouts = ResilienceSpec(step_timeout_seconds=1, start_timeout_seconds=30)
+    return local.run_local([], num_ranks=2, watched=Watched(tmp_path, timeouts))
+
+
+def test_a_stopped_rank_is_named_with_its_stack_and_the_run_fails(monkeypatch, capfd, tmp_path):
+    stop = "os.kill(os.getpid(), signal.SIGSTOP) if rank == '1' else 0"
+    assert _watched(monkeypatch, tmp_path, stop) == 4
+    printed = capfd.readouterr().err
+    assert (
+        "note: rank 1 (process " in printed
+        and "is stopped; without SIGCONT the run ends after 1 s" in printed
+    )
+    assert "error: rank 1 on " in printed and "is stopped (SIGSTOP): last step 7, phase step" in printed
+    assert "rank 0 waits: last step 7, phase step" in printed
+    assert "resilience.step_timeout_seconds=1" in printed
+    assert "stack of rank 1:\n" in printed and "most recent call first" in printed
+    assert "stack of rank 0" not in printed and "failed first" not in printed and "killed by" not in printed
+
+
+def test_ranks_that_hang_are_ended_though_they_ignore_sigterm(monkeypatch, capfd, tmp_path):
+    assert _watched(monkeypatch, tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)") == 4
+    printed = capfd.readouterr().err
+    assert "rank 0 on " in printed and "makes no progress: last step 7, phase step" in printed
+    assert "stack of rank 0:" in printed and "stack of rank 1:" in printed
+
+
+def test_a_stop_signal_reaches_a_stopped_rank(monkeypatch, tmp_path):
+    """The signal alone would wait until somebody continues the rank."""
+    then = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(130)); "
+        "os.kill(os.getppid(), signal.SIGTERM) if rank == '0' else os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    assert _watched(monkeypatch, tmp_path, then, phase="save") == 130

@@ -34,6 +34,39 @@ def test_an_overflow_starts_the_count_again():
     assert (scale.scale, scale.num_clean_steps) == (4.0, 1)
 
 
+def test_hysteresis_keeps_the_scale_at_first_overflows():
+    scale = LossScale.start(LossScaleSpec(initial=8.0, growth_steps=2, hysteresis=2))
+    scale.update(math.inf)
+    assert scale.scale == 8.0
+    scale.update(math.inf)
+    assert scale.scale == 4.0
+    scale.update(math.inf)  # used up until the scale grows
+    assert scale.scale == 2.0
+    scale.update(1.0)
+    scale.update(1.0)
+    assert (scale.scale, scale.num_overflows) == (4.0, 0)
+    scale.update(math.inf)
+    assert scale.scale == 4.0
+
+
+def test_the_scale_stops_at_its_minimum():
+    scale = LossScale.start(LossScaleSpec(initial=4.0, minimum=1.5))
+    for _ in range(5):
+        assert not scale.update(math.inf)
+    assert scale.scale == 1.5
+
+
+def test_the_state_continues_and_older_checkpoints_count_no_overflows():
+    spec = LossScaleSpec(initial=8.0, hysteresis=3)
+    scale = LossScale.start(spec)
+    scale.update(math.inf)
+    again = LossScale.start(spec)
+    again.load_state(scale.state())
+    assert again == scale
+    again.load_state({"scale": 2.0, "num_clean_steps": 5})
+    assert (again.scale, again.num_clean_steps, again.num_overflows) == (2.0, 5, 0)
+
+
 def _overflow_on_rank_1(parallel: ParallelSpec) -> dict[str, object]:
     """One step whose gradient is infinite on rank 1 alone, then a sound one."""
     precision = PrecisionSpec(compute="fp16", loss_scale=LossScaleSpec(initial=4.0))

@@ -345,6 +345,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["precision.compute=bf16", "precision.gradients=bf16"],
             ["optim.kind=lamb", "optim.state=bf16"],
             ["optim.weight_decay=0", "optim.weight_decay_on=all"],
+            ["resilience.step_timeout_seconds=60"],
+            ["resilience.start_timeout_seconds=60"],
             ["schedule.decay_steps=5"],
             ["schedule.kind=constant", "schedule.min_lr_ratio=0.2"],
             ["model.moe={num_experts: 4, top_k: 1, width: 8, top_groups: 2}"],

@@ -1,12 +1,11 @@
 """Whether host memory suffices for what a run offloads; checked before anything is built."""
 
-import os
-
 import torch
 import torch.distributed as dist
 
 from meshwright.errors import PlanError
 from meshwright.hardware.machine import this_machine
+from meshwright.launch.launched import launched_rank
 from meshwright.plan.memory.offload import HOST_SHARE
 from meshwright.plan.predict import host_bytes
 from meshwright.spec import RunSpec
@@ -34,8 +33,8 @@ def host_share() -> int:
 
 def ranks_on_this_host() -> int:
     """Ranks on this host, as the launcher set it; otherwise no more than there are devices."""
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if local_world_size.isdigit() and int(local_world_size) > 0:
-        return int(local_world_size)
+    launched = launched_rank()
+    if launched is not None and launched.num_local_ranks is not None:
+        return launched.num_local_ranks
     world = dist.get_world_size() if dist.is_initialized() else 1
     return min(world, torch.cuda.device_count() or world)

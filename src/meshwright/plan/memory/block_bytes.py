@@ -203,8 +203,6 @@ def _attention_words(work: Workload, at: Layouts, row: int) -> tuple[str, ...]:
     attention, cp = work.model.attention, int(at.cp[row])
     kind = CP_KINDS[int(at.cp_kind[row])]
     words = ["latent"] if attention.latent else ["qk_norm"] if attention.qk_norm else []
-    if work.has_mask and (cp == 1 or kind == "ulysses"):
-        words.append("documents" if work.separate_documents else "window")
     if cp > 1:
         words.append("ulysses" if kind == "hierarchical" else kind)
     return tuple(words)

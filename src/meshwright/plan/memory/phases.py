@@ -30,7 +30,6 @@ from meshwright.plan.workload.workload import Workload
 
 # Tokens, targets and positions are int64, the loss weights fp32.
 BATCH_BYTES_PER_TOKEN = 28.0
-DOCUMENT_BYTES_PER_TOKEN = 8.0
 
 
 def is_covered(work: Workload, stack: Framework) -> bool:
@@ -69,8 +68,8 @@ def peak_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state:
     # A pipeline joins the micro-batches of a step, of which it has cut its part of the sequence.
     copies = 1.0 + (at.pp > 1) / at.cp
     sequences = at.num_microbatches * at.microbatch_sequences * copies
-    each = BATCH_BYTES_PER_TOKEN + DOCUMENT_BYTES_PER_TOKEN * work.separate_documents
-    chosen["batch"] = np.zeros((len(at), 3)) + (each * work.sequence_length * sequences)[:, None]
+    num_bytes = BATCH_BYTES_PER_TOKEN * work.sequence_length * sequences
+    chosen["batch"] = np.zeros((len(at), 3)) + num_bytes[:, None]
     return chosen
 
 

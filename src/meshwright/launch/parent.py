@@ -6,9 +6,12 @@ import signal
 import sys
 import threading
 
+from meshwright.launch.launched import launched_rank
+
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
 _EXIT_ORPHANED = 4
+_THREAD = "parent"
 
 
 def end_with_parent() -> None:
@@ -20,7 +23,14 @@ def end_with_parent() -> None:
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+    threading.Thread(target=_watch, args=(parent,), name=_THREAD, daemon=True).start()
+
+
+def end_with_launcher() -> None:
+    """The same for a script that a launcher such as torchrun started; only the first call has an effect."""
+    is_watched = any(thread.name == _THREAD for thread in threading.enumerate())
+    if launched_rank() is not None and not is_watched:
+        end_with_parent()
 
 
 def _watch(parent: int) -> None:

@@ -1,0 +1,198 @@
+"""Watches local ranks from outside: ranks that are stopped or make no progress are reported and ended.
+
+Time is counted in short ticks of this process. When it is suspended together with its ranks (a scheduler, a
+closed laptop), the pause does not count as time without progress.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from meshwright.launch.heartbeat import Heartbeat, HeartbeatReader, heartbeat_path
+from meshwright.spec.resilience import Phase, ResilienceSpec
+
+Process = subprocess.Popen[bytes]
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Asks a rank to write the stacks of its threads to `stack_path`."""
+_TICK_SECONDS = 0.5
+# A longer time between two ticks: this process was suspended.
+_LONGEST_TICK_SECONDS = 5.0
+_STACK_SECONDS = 0.5
+_MOST_STACKS, _MOST_STACK_LINES = 4, 60
+
+
+def stack_path(folder: Path, rank: int) -> Path:
+    """The file to which a local rank writes its stacks when it is asked."""
+    return folder / f"rank-{rank}.stack"
+
+
+def is_stopped(process: Process) -> bool:
+    """Whether a process is stopped (SIGSTOP)."""
+    try:
+        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What is watched: the run directory with the heartbeats, and the timeouts."""
+
+    run_dir: Path
+    resilience: ResilienceSpec
+
+
+class _RankWatch:
+    """One rank: its last heartbeat, and for how long it has not changed."""
+
+    def __init__(self, rank: int, process: Process, run_dir: Path) -> None:
+        self.rank, self.process = rank, process
+        self.heartbeat: Heartbeat | None = None
+        self.idle_seconds = 0.0
+        self.stopped_seconds: float | None = None
+        """For how long the rank has been stopped; None while it is not."""
+        self.reader = HeartbeatReader(heartbeat_path(run_dir, rank), process.pid)
+
+    def tick(self, seconds: float) -> None:
+        """Look at the rank, `seconds` after the last time."""
+        stopped_before = 0.0 if self.stopped_seconds is None else self.stopped_seconds + seconds
+        self.stopped_seconds = stopped_before if is_stopped(self.process) else None
+        found = self.reader.read()
+        if found is not None and found != self.heartbeat:
+            self.heartbeat, self.idle_seconds = found, 0.0
+        else:
+            self.idle_seconds += seconds
+
+    @property
+    def phase(self) -> Phase:
+        """What the rank is doing."""
+        return self.heartbeat.phase if self.heartbeat else "start"
+
+    @property
+    def step(self) -> int:
+        """Steps that are done; -1 before the run is built."""
+        return self.heartbeat.step if self.heartbeat else -1
+
+    def describe(self) -> str:
+        """One line: rank, host, process, state, last step, phase."""
+        state = "is stopped (SIGSTOP)" if self.stopped_seconds is not None else "makes no progress"
+        done = f"last step {self.step}, phase {self.phase}" if self.heartbeat else "before its first step"
+        return (
+            f"rank {self.rank} on {socket.gethostname()} (process {self.process.pid}) {state}: {done}, "
+            f"no progress for {self.idle_seconds:.0f} s"
+        )
+
+
+class RankWatcher:
+    """Watches the ranks of one run; `tick` is called often by the process that started them."""
+
+    def __init__(self, watched: Watched, processes: Sequence[Process], folder: Path) -> None:
+        self._resilience, self._folder = watched.resilience, folder
+        self._ranks = [_RankWatch(rank, process, watched.run_dir) for rank, process in enumerate(processes)]
+        self._ticked_at = time.monotonic()
+        self._announced: set[int] = set()
+
+    def tick(self) -> int | None:
+        """Look at all ranks; the rank that ended the run by exceeding its timeout, already reported."""
+        now = time.monotonic()
+        seconds = now - self._ticked_at
+        if seconds < _TICK_SECONDS:
+            return None
+        self._ticked_at = now
+        living = [one for one in self._ranks if one.process.poll() is None]
+        for one in living:
+            one.tick(seconds if seconds < _LONGEST_TICK_SECONDS else 0.0)
+        self._announce_stopped(living)
+        if not any(self._is_late(one) for one in living):
+            return None
+        culprits = _culprits(living)
+        self._report(living, culprits)
+        return culprits[0].rank
+
+    def close(self) -> None:
+        """Close the heartbeat files."""
+        for one in self._ranks:
+            one.reader.close()
+
+    def _is_late(self, one: _RankWatch) -> bool:
+        """A stopped rank does nothing, whatever its last phase was: it has the time of a step."""
+        if one.stopped_seconds is not None:
+            return one.stopped_seconds > self._resilience.step_timeout_seconds
+        return one.idle_seconds > self._resilience.timeout_seconds(one.phase)
+
+    def _announce_stopped(self, living: list[_RankWatch]) -> None:
+        """Say once that a rank was stopped: it may be continued before the timeout."""
+        for one in living:
+            if one.stopped_seconds is not None and one.rank not in self._announced:
+                print(
+                    f"note: rank {one.rank} (process {one.process.pid}) is stopped; without SIGCONT the run "
+                    f"ends after {self._resilience.step_timeout_seconds:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._announced = {one.rank for one in living if one.stopped_seconds is not None}
+
+    def _report(self, living: list[_RankWatch], culprits: list[_RankWatch]) -> None:
+        """Print where every rank is, and the stacks of those that hold the others up."""
+        late = culprits[0]
+        is_start = late.phase == "start" and late.stopped_seconds is None
+        key = "start_timeout_seconds" if is_start else "step_timeout_seconds"
+        lines = [one.describe() for one in culprits[:_MOST_STACKS]]
+        stacks = self._stacks(culprits[:_MOST_STACKS])
+        others = [one for one in living if one not in culprits]
+        waiting = [f"rank {one.rank} waits: last step {one.step}, phase {one.phase}" for one in others]
+        print(
+            f"error: {lines[0]}",
+            *(f"       {line}" for line in [*lines[1:], *waiting[:_MOST_STACKS]]),
+            f"  where: resilience.{key}={getattr(self._resilience, key):g}",
+            "  hint:  look at the stack below; started again, the run resumes from its newest checkpoint; a "
+            "longer timeout is set with this key",
+            *stacks,
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _stacks(self, culprits: list[_RankWatch]) -> list[str]:
+        """The stacks that these ranks write when they are asked. A stopped rank must run for that: it is
+        continued, and ended right afterwards."""
+        for one in culprits:
+            with suppress(OSError):
+                one.process.send_signal(STACK_SIGNAL)
+                if one.stopped_seconds is not None:
+                    one.process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline and not all(_has_text(self._stack_path(one)) for one in culprits):
+            time.sleep(0.02)
+        return [text for one in culprits for text in self._stack(one)]
+
+    def _stack_path(self, one: _RankWatch) -> Path:
+        return stack_path(self._folder, one.rank)
+
+    def _stack(self, one: _RankWatch) -> list[str]:
+        path = self._stack_path(one)
+        text = path.read_text(errors="replace").strip() if _has_text(path) else ""
+        lines = text.splitlines() or ["  (it wrote none: it is not running Python code)"]
+        return [f"stack of rank {one.rank}:", *lines[:_MOST_STACK_LINES]]
+
+
+def _culprits(living: list[_RankWatch]) -> list[_RankWatch]:
+    """The ranks that the others wait for: stopped ones, else those that are furthest behind."""
+    stopped = [one for one in living if one.stopped_seconds is not None]
+    if stopped:
+        return stopped
+    least = min(one.step for one in living)
+    return [one for one in living if one.step == least]
+
+
+def _has_text(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
