@@ -23,9 +23,9 @@ from meshwright.plan.search.question import (
 from meshwright.plan.search.space import expand, expand_table, least_memory_layouts, offloaded
 from meshwright.plan.workload.layouts import RECOMPUTE_NONE, Floats, Layouts
 
-KEPT_WITHIN = 2.0
+KEPT_WITHIN = 1.5
 """Layouts that are slower than the best by this factor are not asked whether they fit."""
-FIRST_ROWS = 8192
+FIRST_ROWS = 4096
 """How many of the fastest layouts of a block are asked first whether they fit."""
 MAX_KEPT = 20_000
 GROUP_COLUMNS = (

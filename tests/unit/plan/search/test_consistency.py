@@ -28,7 +28,7 @@ def assert_consistent(model: str, on: str, pins: tuple[str, ...], length: int, b
         assert self_refuting(answer) == []
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(question=questions)
 def test_no_alternative_that_is_named_beats_the_choice(
     question: tuple[str, str, tuple[str, ...], int, int],
