@@ -188,7 +188,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results"
     )
-    return parser.parse_args(arguments, argparse.Namespace(precision="bf16"))
+    return parser.parse_args(arguments, argparse.Namespace(precision="bf16", documents=None))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m bench.step --case 1b                  ours and every installed peer: sweep, then A-B-A-B
     python -m bench.step --case 124m,1b,8b          several cases; later ones compile meanwhile
     python -m bench.step --case 1b --only ours --precision bf16 --profile      time by class of kernel
+    python -m bench.step --case 1b --only ours --documents 512                 separate documents (varlen)
     python -m bench.step --case tiny --device cpu   the same program in a minute, for a try
 
 Every contender with each of its settings has a process of its own, which stays alive (bench/interleaved) and
@@ -149,7 +150,9 @@ def write_tokens(name: str, folder: Path, options: argparse.Namespace) -> Path:
     step_tokens = sequences * case.sequence_length * (case.accumulation_factor or 1)
     num_tokens = 4 * step_tokens if name.startswith("tiny") else max(DATA_TOKENS, 4 * step_tokens)
     data = folder / f"tokens-{name}"
-    write_random_tokens(data, vocab_size=case.model.vocab_size, num_tokens=num_tokens)
+    write_random_tokens(
+        data, vocab_size=case.model.vocab_size, num_tokens=num_tokens, mean_tokens=options.documents
+    )
     return data
 
 
@@ -162,6 +165,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("all", "bf16", "fp8", "fp32"), default="all")
     parser.add_argument("--microbatch", type=int, help="sequences per micro-batch; by default the case's")
     parser.add_argument("--accumulation", type=int, help="micro-batches per step; by default the case's")
+    parser.add_argument(
+        "--documents",
+        type=int,
+        help="with --only ours: separate documents of so many tokens on average; else they are joined",
+    )
     parser.add_argument("--only", help=f"contenders, comma-separated: {','.join(CONTENDERS)}")
     parser.add_argument(
         "--set", action="append", default=[], help="override of our run, such as optim.lr=1e-3"
@@ -182,6 +190,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-gib", type=float, help="device memory to share; by default the device's")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results", help="folder of the results")
     options = parser.parse_args(arguments)
+    if options.documents and options.only != "ours":
+        raise SpecError(
+            "separate documents are measured for ours alone",
+            where="--documents",
+            hint="add --only ours: the peers here join documents, so their losses differ",
+        )
     for name in options.case.split(","):
         if name not in CASES:
             raise SpecError(

@@ -110,7 +110,7 @@ def build_run(case: Case, options: Namespace, data: Path, overrides: tuple[str, 
             sequence_length=case.sequence_length,
             batch_sequences=microbatch * (options.accumulation or case.accumulation),
             microbatch_sequences=microbatch,
-            documents="joined",
+            documents="separate" if options.documents else "joined",
             shuffle=False,
         ),
     )

@@ -20,8 +20,10 @@ def random_batch(run: RunSpec, device: torch.device) -> Batch:
             tokens_BS=ids[:, :-1].contiguous(),
             targets_BS=ids[:, 1:].contiguous(),
             weights_BS=torch.full(shape, 1.0 / data.batch_tokens, device=device),
+            num_targets=None,
             positions_BS=torch.arange(shape[1], device=device).expand(shape).contiguous(),
-            documents_BS=None,
+            document_offsets_P=None,
+            longest_document=None,
             sequence_weights_B=torch.full(shape[:1], 1.0 / data.batch_sequences, device=device),
         )
 

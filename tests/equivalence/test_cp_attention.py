@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.documents import documents_of
 from tests.support.reference_attention import reference_attention
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +18,7 @@ from meshwright.errors import MeshError
 from meshwright.models.layers.attend import Attend
 from meshwright.ops import collectives
 from meshwright.ops.attention import AttentionScope, full_sequence
+from meshwright.ops.documents import one_document_each
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch, shard_sequence, unshard_sequence
 
 B, S, H, K = 2, 32, 8, 8
@@ -126,14 +128,13 @@ def _attend(kind: str, cp_inner: int, case: Case) -> dict[str, object]:
     q, k, v, grad = (shard_sequence(x, 1, rank, cp) for x in _inputs(case, length))
     documents = _documents(case, length)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    local_documents = None if documents is None else shard_sequence(documents, 1, rank, cp)
     positions = torch.arange(length).expand(B, -1)
     recorder = Recorder()
     with ExitStack() as stack:
         _recording(recorder, stack)
         out = layer.attend(
             *leaves,
-            documents_BS=local_documents,
+            documents=documents_of(documents),
             positions_BS=shard_sequence(positions, 1, rank, cp),
             window=case.window,
             scale=SCALE,
@@ -184,28 +185,21 @@ def _expected_traffic(kind: str, cp: int, inner: int, case: Case) -> tuple[dict,
     element, wide = case.dtype.itemsize, max(case.dtype.itemsize, 4)
     length = _length(cp)
     key_elements = B * length * case.groups * (K + case.value_width)
-    document_bytes = 8 * B * length * (cp - 1) // cp
-    documents = {"all_gather": (1, document_bytes)} if case.has_documents else {}
     if kind == "gather":
         moved = key_elements * element * (cp - 1) // cp
-        gathers = (1 + len(documents), moved + (document_bytes if documents else 0))
-        return {"all_gather": gathers}, {"reduce_scatter": (1, moved)}
+        return {"all_gather": (1, moved)}, {"reduce_scatter": (1, moved)}
     if kind == "ring":
         moved = key_elements * (cp - 1) // cp
-        forward = {"message": (cp - 1, moved * element), **documents}
-        return forward, {"message": (2 * (cp - 1), moved * (element + wide))}
+        return {"message": (cp - 1, moved * element)}, {"message": (2 * (cp - 1), moved * (element + wide))}
     exchanging = cp if kind == "ulysses" else inner
     row = H * K + case.groups * (K + case.value_width) + H * case.value_width
     swapped = (2, B * length // cp * row * element * (exchanging - 1) // exchanging)
     if kind == "ulysses":
-        return {"all_to_all": swapped, **documents}, {"all_to_all": swapped}
+        return {"all_to_all": swapped}, {"all_to_all": swapped}
     ring = cp // inner
     moved = key_elements // inner * (ring - 1) // ring
-    if case.has_documents:
-        inside, across = 8 * B * (length // cp) * (inner - 1), 8 * B * (length // ring) * (ring - 1)
-        documents = {"all_gather": (2, inside + across)}
     return (
-        {"all_to_all": swapped, "message": (ring - 1, moved * element), **documents},
+        {"all_to_all": swapped, "message": (ring - 1, moved * element)},
         {"all_to_all": swapped, "message": (2 * (ring - 1), moved * (element + wide))},
     )
 
@@ -237,14 +231,18 @@ def test_zigzag_gives_every_rank_the_same_work():
 
 def test_a_microbatch_is_sharded_along_its_sequence_alone():
     rows = torch.arange(16).expand(2, 16)
-    whole = Microbatch(rows, rows + 1, rows / 16.0, rows % 5, rows // 5, torch.ones(2))
+    offsets = torch.tensor([0, 5, 16, 32])
+    whole = Microbatch(rows, rows + 1, rows / 16.0, 30, rows % 5, offsets, 16, torch.ones(2))
     local = shard_microbatch(whole, cp_rank=1, cp=2)
     held = [4, 5, 6, 7, 8, 9, 10, 11]
     for name, tensor in whole._asdict().items():
-        expected = tensor if name == "sequence_weights_B" else tensor[:, held]
-        assert torch.equal(getattr(local, name), expected), name
-    without = shard_microbatch(whole._replace(documents_BS=None), cp_rank=0, cp=2)
-    assert without.documents_BS is None
+        if isinstance(tensor, torch.Tensor):
+            expected = tensor[:, held] if tensor.ndim > 1 else tensor
+            assert torch.equal(getattr(local, name), expected), name
+    assert local.num_targets is None and local.longest_document == 16
+    joined = whole._replace(document_offsets_P=None, longest_document=None)
+    without = shard_microbatch(joined, cp_rank=0, cp=2)
+    assert without.document_offsets_P is None and without.longest_document is None
 
 
 def test_an_odd_sequence_is_refused():
@@ -262,8 +260,8 @@ def test_one_rank_of_a_large_world_without_data(kind, has_documents):
         apply_cp(layer, cp_groups(dist.group.WORLD, 2 if kind == "hierarchical" else 1), kind)
         with FakeTensorMode():
             q, k, v = (torch.randn(1, 64, heads, K, requires_grad=True) for heads in (H, H, H))
-            documents = torch.zeros(1, 64, dtype=torch.int64) if has_documents else None
-            out = layer.attend(q, k, v, documents_BS=documents, positions_BS=None, window=None, scale=SCALE)
+            documents = one_document_each(1, 64, q.device) if has_documents else None
+            out = layer.attend(q, k, v, documents=documents, positions_BS=None, window=None, scale=SCALE)
             out.sum().backward()
         assert out.shape == q.shape
         assert k.grad.shape == k.shape
@@ -286,7 +284,7 @@ def _refusals() -> list[str]:
     layer = Layer()
     apply_cp(layer, cp_groups(group), "ulysses")
     q, kv = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 1, 8)
-    refuse(lambda: layer.attend(q, kv, kv, documents_BS=None, positions_BS=None, window=None, scale=1.0))
+    refuse(lambda: layer.attend(q, kv, kv, documents=None, positions_BS=None, window=None, scale=1.0))
     return facts
 
 

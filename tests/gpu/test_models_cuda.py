@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.documents import document_arguments
 from tests.support.shrunk_families import TINY_FAMILIES, shrunk_family
 
 from meshwright.models import build_decoder, initialise
@@ -48,7 +49,7 @@ def _loss_and_gradients(
         loss = model(
             tokens_BS,
             positions_BS=torch.arange(32, device=device).expand(2, 32),
-            documents_BS=documents_BS,
+            **document_arguments(documents_BS),
             targets_BS=tokens_BS.roll(-1, 1),
             weights_BS=torch.full((2, 32), 1 / 64, device=device),
             sequence_weights_B=torch.full((2,), 0.5, device=device),

@@ -151,11 +151,43 @@ BUGS = [
     Bug(
         "positions of zig-zag shards as if they were contiguous",
         "parallel/cp/zigzag.py",
-        "return microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)",
+        "return microbatch._replace(num_targets=None).each(\n"
+        "        lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x\n    )",
         "shards = microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)\n"
         "    return shards._replace(positions_BS=microbatch.positions_BS.chunk(cp, 1)[cp_rank])",
         AXIS + "[cp2-gqa]",
         is_wide=True,
+    ),
+    Bug(
+        "attention leaks across the border of documents",
+        "data/document_offsets.py",
+        "begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]",
+        "begins_BS[:, 1:] = False",
+        DP + "test_one_rank_is_the_oracle[gqa]",
+    ),
+    Bug(
+        "a token of the document before is seen",
+        "data/document_offsets.py",
+        "return np.append(np.flatnonzero(begins_BS), documents_BS.size).astype(np.int32)",
+        "starts = np.flatnonzero(begins_BS)\n"
+        "    starts = np.where(starts % documents_BS.shape[1], starts - 1, starts)\n"
+        "    return np.append(starts, documents_BS.size).astype(np.int32)",
+        DP + "test_one_rank_is_the_oracle[gqa]",
+    ),
+    Bug(
+        "a chunk of queries sees keys after its end",
+        "ops/documents.py",
+        "key_offsets_P = torch.cat([documents.offsets_P, ends_B]).sort().values",
+        "key_offsets_P = documents.offsets_P",
+        AXIS + "[cp2-gqa]",
+    ),
+    Bug(
+        "a step of the ring forgets the documents",
+        "ops/attention.py",
+        "keys = queries if is_causal else rows_before(offsets, length, scope.keys.chunks, task.keys)",
+        "keys = queries if is_causal else rows_before(offsets // length * length, length, "
+        "scope.keys.chunks, task.keys)",
+        "tests/equivalence/test_cp_attention.py::test_equals_one_device[ring-2-1-documents]",
     ),
     Bug(
         "keys joined in rank order instead of the true one",

@@ -197,7 +197,7 @@ def _tensor(run: RunSpec, pp_rank: int) -> Named:
 
 
 def _context(run: RunSpec, pp_rank: int) -> Named:
-    """Keys and values (or heads) of every layer, and the document numbers."""
+    """Keys and values (or heads) of every layer."""
     total: Named = Counter()
     attention, parallel = run.model.attention, run.parallel
     count = _layers_here(run, pp_rank) * run.accumulation
@@ -209,7 +209,6 @@ def _context(run: RunSpec, pp_rank: int) -> Named:
         * (attention.head_width + attention.value_width)
         * ELEMENT
     )
-    _add(total, run, "all_gather", ("cp",), rows * ELEMENT, count)  # documents
     if parallel.cp_kind == "gather":
         _add(total, run, "all_gather", ("cp",), keys, count)
         _add(total, run, "reduce_scatter", ("cp",), keys, count)

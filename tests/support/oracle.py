@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 import torch
 from tests.support.oracle_optimizers import PlainOptimizer
+from tests.support.reference_attention import set_documents, use_reference_attention
 from torch import Tensor, nn
 
 from meshwright.data.batches import open_source
@@ -154,7 +155,9 @@ def _settings(optim: OptimSpec, name: str, parameter: nn.Parameter) -> dict[str,
 
 def token_loss(model: Decoder, rows: dict[str, Tensor], *, divisor: int | None = None) -> Tensor:
     """Sum of cross-entropies / number of targets (or `divisor`)."""
-    logits_BSV = model(rows["tokens"], positions_BS=rows["positions"], documents_BS=rows["documents"])
+    set_documents(model, rows["documents"])
+    logits_BSV = model(rows["tokens"], positions_BS=rows["positions"])
+    set_documents(model, None)
     targets = rows["targets"].flatten()
     total = nn.functional.cross_entropy(
         logits_BSV.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum"
@@ -163,9 +166,10 @@ def token_loss(model: Decoder, rows: dict[str, Tensor], *, divisor: int | None =
 
 
 def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
-    """The unsharded model in float64 with its initial weights."""
+    """The unsharded model in float64 with its initial weights, and attention by its definition."""
     model = build_decoder(run.model, dtype=torch.float64)
     initialise(model, run.seed)
+    use_reference_attention(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
     return model

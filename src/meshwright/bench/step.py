@@ -61,16 +61,23 @@ def rates(run: RunSpec, result: dict[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def on_random_tokens(run: RunSpec) -> Iterator[RunSpec]:
-    """The run with its data replaced by random tokens, in a temporary folder."""
+def on_random_tokens(run: RunSpec, *, mean_tokens: int | None = None) -> Iterator[RunSpec]:
+    """The run with its data replaced by random tokens, in a temporary folder.
+
+    With `mean_tokens`, documents are separate and have so many tokens on average; else they are joined.
+    """
     data = run.data
     num_tokens = min(LARGEST_DATA_TOKENS, 64 * data.batch_tokens) + 1
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as parent:
         folder = Path(parent) / "tokens"
         write_random_tokens(
-            folder, vocab_size=run.model.vocab_size, num_tokens=max(num_tokens, 2 * data.batch_tokens)
+            folder,
+            vocab_size=run.model.vocab_size,
+            num_tokens=max(num_tokens, 2 * data.batch_tokens),
+            mean_tokens=mean_tokens,
         )
-        yield run.with_(data=data.with_(path=str(folder), synthetic=None, documents="joined", shuffle=False))
+        documents = "joined" if mean_tokens is None else "separate"
+        yield run.with_(data=data.with_(path=str(folder), synthetic=None, documents=documents, shuffle=False))
 
 
 @torch.no_grad()

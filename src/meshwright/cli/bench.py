@@ -161,6 +161,13 @@ def step(
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of the timed window.")] = 5.0,
     warmup_steps: Annotated[int, typer.Option(min=1, help="Steps before the timed window.")] = 4,
     profile: Annotated[bool, typer.Option("--profile", help="Also print time by class of kernel.")] = False,
+    documents: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Separate documents of so many tokens on average, with a heavy tail; joined by default.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Training steps of a run file on one device, on random tokens: time, rates, memory, attention kernel.
@@ -172,7 +179,7 @@ def step(
 
     spec = load_run(run, overrides or [])
     _require_one_rank(spec)
-    with on_random_tokens(spec) as prepared:
+    with on_random_tokens(spec, mean_tokens=documents) as prepared:
         result = measure_step(prepared, seconds=seconds, warmup_steps=warmup_steps)
     if as_json:
         typer.echo(json.dumps(result))

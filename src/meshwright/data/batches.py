@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data.corpus import generated_tokens
+from meshwright.data.document_offsets import batch_documents
 from meshwright.data.order import SampleOrder
 from meshwright.data.samples import PADDING, Samples
 from meshwright.data.sources import TokenFile, TokenSource
@@ -30,7 +31,10 @@ _PREFETCHED_BATCHES = 2
 
 
 class Microbatch(NamedTuple):
-    """The tensors of one forward and backward of one rank; B is dim 0, so a schedule may split them."""
+    """One forward and backward of one rank.
+
+    A pipeline's schedule concatenates the tensors of several micro-batches along dim 0 and splits them again.
+    """
 
     tokens_BS: Tensor
     """Input tokens, int64."""
@@ -38,10 +42,16 @@ class Microbatch(NamedTuple):
     """Target tokens, int64: the next token of each token."""
     weights_BS: Tensor
     """Loss weights: 1 / target tokens of the global batch where the target counts, else 0."""
+    num_targets: int | None
+    """Targets that count in the loss, or more; None where the tokens are sharded over cp."""
     positions_BS: Tensor
     """Positions, int64, from 0 at the start of the row and, with separate documents, of each document."""
-    documents_BS: Tensor | None
-    """Document ids, int64, for document masking: tokens attend within one id; None for joined documents."""
+    document_offsets_P: Tensor | None
+    """Offsets of separate documents (document masking, varlen), int32, over the B x S tokens: a document is
+    the tokens from one entry to the next. Of one length in all micro-batches of a batch: entries at the end
+    repeat B x S. None for joined documents."""
+    longest_document: int | None
+    """Tokens of the longest document, or more; None for joined documents."""
     sequence_weights_B: Tensor
     """1 / sequences of the global batch, 0 for a padding row: for losses that average over sequences."""
 
@@ -51,8 +61,10 @@ class Microbatch(NamedTuple):
             tokens_BS=change(self.tokens_BS),
             targets_BS=change(self.targets_BS),
             weights_BS=change(self.weights_BS),
+            num_targets=self.num_targets,
             positions_BS=change(self.positions_BS),
-            documents_BS=None if self.documents_BS is None else change(self.documents_BS),
+            document_offsets_P=(None if self.document_offsets_P is None else change(self.document_offsets_P)),
+            longest_document=self.longest_document,
             sequence_weights_B=change(self.sequence_weights_B),
         )
 
@@ -291,16 +303,25 @@ def build_local_batch(
     token_weight = 1 / max(1, samples.num_targets(total_ids))
     weights = torch.from_numpy(rows.counts_BS * token_weight).to(sharding.dtype)
     sequence_weights = torch.from_numpy((local_ids != PADDING) / max(1, len(total_ids))).to(sharding.dtype)
+    size = sharding.microbatch_sequences
+    documents = None if rows.documents_BS is None else batch_documents(rows.documents_BS, size)
     local = Microbatch(
         tokens_BS=torch.from_numpy(rows.tokens_BS),
         targets_BS=torch.from_numpy(rows.targets_BS),
         weights_BS=weights,
+        num_targets=None,
         positions_BS=torch.from_numpy(rows.positions_BS),
-        documents_BS=None if rows.documents_BS is None else torch.from_numpy(rows.documents_BS),
+        document_offsets_P=None if documents is None else torch.from_numpy(documents.offsets_MP.ravel()),
+        longest_document=None,
         sequence_weights_B=sequence_weights,
     )
+    num_targets = rows.counts_BS.reshape(-1, size * samples.sequence_length).sum(axis=1).tolist()
+    longest = [None] * len(num_targets) if documents is None else documents.longest_M
+    parts = zip(_split(local, sharding), num_targets, longest, strict=True)
     return Batch(
-        microbatches=_split(local, sharding),
+        microbatches=tuple(
+            part._replace(num_targets=count, longest_document=most) for part, count, most in parts
+        ),
         num_tokens=samples.num_targets(ids),
         num_sequences=len(ids),
         sample_ids=tuple(ids.tolist()),
@@ -327,12 +348,11 @@ def _split(batch: Microbatch, sharding: BatchSharding) -> tuple[Microbatch, ...]
     batch = batch.each(Tensor.contiguous)
     if sharding.device.type == "cuda":  # only from pinned memory is a copy asynchronous
         batch = batch.each(Tensor.pin_memory)
-    size, num_rows = sharding.microbatch_sequences, len(batch.tokens_BS)
-    return tuple(_rows(batch, start, start + size) for start in range(0, num_rows, size))
-
-
-def _rows(batch: Microbatch, start: int, stop: int) -> Microbatch:
-    return batch.each(lambda part: part[start:stop])
+    num_microbatches = len(batch.tokens_BS) // sharding.microbatch_sequences
+    return tuple(
+        batch.each(lambda part: part.chunk(num_microbatches)[index])  # noqa: B023  (called at once)
+        for index in range(num_microbatches)
+    )
 
 
 def _require_vocabulary(source: TokenSource, vocab_size: int) -> None:

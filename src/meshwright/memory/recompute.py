@@ -19,6 +19,7 @@ from meshwright.memory.saved_tensors import SavedTensorStore, storing_contexts
 from meshwright.memory.torch_checkpoint import ignore_profiler_ranges
 from meshwright.ops.batch_norm import batch_norms
 from meshwright.ops.fused_linear import FUSED_OPERATORS
+from meshwright.ops.varlen_attention import VARLEN_OPERATORS
 from meshwright.precision.fp8.matmul import FP8_OPERATORS
 from meshwright.spec import MemorySpec
 
@@ -32,6 +33,7 @@ _SAVED = {
     _aten._grouped_mm.default,
     *FP8_OPERATORS,
     *FUSED_OPERATORS,
+    *VARLEN_OPERATORS,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,

@@ -13,6 +13,7 @@ from meshwright.models.layers.moe import Moe
 from meshwright.models.layers.norm import build_norm
 from meshwright.models.layers.rope import RopeTables, rope_tables
 from meshwright.ops.cast import accumulation_dtype
+from meshwright.ops.documents import Documents, host_number
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.ops.loss_rows import RowKernels
 from meshwright.ops.sharded import local
@@ -39,12 +40,12 @@ class Block(nn.Module):
         *,
         rope: RopeTables | None,
         positions_BS: Tensor,
-        documents_BS: Tensor | None,
+        documents: Documents | None,
         sequence_weights_B: Tensor | None,
     ) -> Tensor:
         """x_BSD after this block."""
         attended_BSD = self.attention(
-            self.attention_norm(x_BSD), rope=rope, positions_BS=positions_BS, documents_BS=documents_BS
+            self.attention_norm(x_BSD), rope=rope, positions_BS=positions_BS, documents=documents
         )
         x_BSD = x_BSD + self.dropout(attended_BSD)
         routed = {"sequence_weights_B": sequence_weights_B} if self.is_routed else {}
@@ -68,6 +69,7 @@ class Head(nn.Module):
         tied_VD: Tensor | None = None,
         targets_BS: Tensor | None = None,
         weights_BS: Tensor | None = None,
+        num_targets: int | None = None,
     ) -> Tensor:
         """logits_BSV, or with targets the sum of weight x cross-entropy over all tokens."""
         weight_VD = self.weight if tied_VD is None else tied_VD
@@ -83,6 +85,7 @@ class Head(nn.Module):
             weights_BS,
             group=self.vocabulary_group,
             kernels=self.loss_kernels,
+            num_counted=num_targets,
         )
 
 
@@ -118,33 +121,40 @@ class Decoder(nn.Module):
         x: Tensor,
         *,
         positions_BS: Tensor,
-        documents_BS: Tensor | None = None,
+        document_offsets_P: Tensor | None = None,
+        longest_document: int | None = None,
         targets_BS: Tensor | None = None,
         weights_BS: Tensor | None = None,
+        num_targets: int | None = None,
         sequence_weights_B: Tensor | None = None,
     ) -> Tensor:
         """x_BSD without a head, logits_BSV without targets, else the scalar sum of weighted losses.
 
         `x` is tokens_BS in the first stage and x_BSD in the others. `positions_BS` restart in each
-        document; `documents_BS` numbers the documents of a packed row (None: one per row).
-        `weights_BS` hold mask and denominator of the loss (None: a plain sum over all targets),
-        `sequence_weights_B` those of the MoE load-balancing loss (None: it is left out).
+        document; `document_offsets_P` are the offsets of separate documents (None: one per row), and
+        `longest_document` counts the tokens of the longest one, or more.
+        `weights_BS` hold mask and denominator of the loss (None: a plain sum over all targets); at most
+        `num_targets` of them are not 0 (None: any number). `sequence_weights_B` hold those of the MoE
+        load-balancing loss (None: it is left out).
         """
         x_BSD = self.embedding(x, positions_BS) if self.has_embedding and self.embedding else x
         rope = self._rope_tables(x_BSD, positions_BS)
+        documents = None
+        if document_offsets_P is not None and longest_document is not None:
+            documents = Documents(document_offsets_P, host_number(longest_document))
         for block in self.blocks.values():
             x_BSD = block(
                 x_BSD,
                 rope=rope,
                 positions_BS=positions_BS,
-                documents_BS=documents_BS,
+                documents=documents,
                 sequence_weights_B=sequence_weights_B,
             )
         if self.head is None:
             return x_BSD
         assert self.norm is not None
         tied_VD = self.embedding.tokens.weight if self.spec.tied_head and self.embedding else None
-        return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS)
+        return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS, num_targets)
 
     def _rope_tables(self, x_BSD: Tensor, positions_BS: Tensor) -> RopeTables | None:
         """The RoPE tables, computed once for all blocks."""

@@ -1,11 +1,15 @@
-"""Initial weights that do not depend on the layout: every tensor has a seed of its own.
+"""Initial weights that do not depend on the layout: every tile of a tensor has a seed of its own.
 
-A full parameter is drawn on the CPU in float32, from a generator seeded by the run's seed and the parameter's
-name, and each rank keeps its shard. So any mesh, stage split, device or dtype starts from the same weights.
+A parameter consists of tiles of at most 1024 x 1024 elements over its last two dims. A tile is drawn on the
+CPU in float32, from a generator seeded by the run's seed, the parameter's name and the tile's place. Each
+rank draws the tiles that its shard touches. So any mesh, stage split, device or dtype starts from the same
+weights, and no rank draws or holds a full tensor of which it keeps a shard.
 """
 
 import hashlib
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +20,8 @@ from meshwright.ops.sharded import local_slices
 from meshwright.spec import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
 
+TILE = 1024
+Tile = tuple[slice, ...]
 # QkvProjections into the residual stream; each layer adds two of them.
 _INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
@@ -30,20 +36,55 @@ def initialise(model: Decoder, seed: int, *, device: torch.device | str = "cpu")
         model.to_empty(device=device)
     described = {parameter.name: parameter for parameter in parameters(model.spec)}
     for name, tensor in model.named_parameters():
-        fill(tensor, initial_value(model.spec, described[name], seed))
+        fill_shard(tensor, model.spec, described[name], seed)
     for buffer in model.buffers():
         buffer.zero_()  # balance bias, load and loss records
 
 
-def initial_value(spec: ModelSpec, parameter: Parameter, seed: int) -> Tensor:
-    """The full tensor, float32 on the CPU: ones for norms, zeros for biases, else a normal distribution."""
-    if parameter.kind == "norm":
-        return torch.ones(parameter.shape)
-    if parameter.kind == "bias":
-        return torch.zeros(parameter.shape)
-    generator = torch.Generator().manual_seed(seed_of(seed, parameter.name))
-    drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-    return drawn.normal_(0.0, initial_std(spec, parameter), generator=generator)
+def fill_shard(tensor: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
+    """Fill this rank's shard of a parameter: ones for norms, zeros for biases, else a normal distribution."""
+    target = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if parameter.kind in ("norm", "bias"):
+        target.fill_(float(parameter.kind == "norm"))
+        return
+    held, std = local_slices(tensor), initial_std(spec, parameter)
+    for tile in tiles(parameter.shape, held):
+        value = torch.empty([part.stop - part.start for part in tile], dtype=torch.float32, device="cpu")
+        value.normal_(
+            0.0, std, generator=torch.Generator().manual_seed(tile_seed(seed, parameter.name, tile))
+        )
+        inside = [_overlap(part, kept) for part, kept in zip(tile, held, strict=True)]
+        source = tuple(_shifted(part, each.start) for part, each in zip(inside, tile, strict=True))
+        place = tuple(_shifted(part, kept.start) for part, kept in zip(inside, held, strict=True))
+        target[place].copy_(value[source])
+
+
+def tiles(shape: Sequence[int], held: Sequence[slice]) -> Iterator[Tile]:
+    """The tiles of a full tensor that overlap a shard: of one index in all dims but the last two."""
+    sizes = [1] * (len(shape) - 2) + [TILE] * min(2, len(shape))
+    starts = [
+        range(kept.start // size * size, kept.stop, size) if kept.stop > kept.start else range(0)
+        for kept, size in zip(held, sizes, strict=True)
+    ]
+    for corner in itertools.product(*starts):
+        yield tuple(
+            slice(start, min(start + size, full))
+            for start, size, full in zip(corner, sizes, shape, strict=True)
+        )
+
+
+def tile_seed(seed: int, name: str, tile: Tile) -> int:
+    """The seed of one tile; that of the first one is the tensor's."""
+    corner = [part.start for part in tile]
+    return seed_of(seed, f"{name}/{corner}" if any(corner) else name)
+
+
+def _overlap(one: slice, other: slice) -> slice:
+    return slice(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _shifted(part: slice, start: int) -> slice:
+    return slice(part.start - start, part.stop - start)
 
 
 def initial_std(spec: ModelSpec, parameter: Parameter) -> float:

@@ -127,7 +127,7 @@ def _interface(core: nn.Module) -> Callable[..., tuple[Tensor, None]]:
         _require_known(module, attention_mask, others)
         out_BSHV = core(
             *(x.transpose(1, 2) for x in (q_BHSK, k_BGSK, v_BGSV)),
-            documents_BS=None,
+            documents=None,
             positions_BS=None,
             window=sliding_window,
             scale=scaling if scaling is not None else q_BHSK.shape[-1] ** -0.5,

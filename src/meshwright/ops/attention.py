@@ -9,9 +9,10 @@ The backward needs only the merged out and lse, so it too runs part by part, in 
 
     dV += P^T dO     dS = P * (dO V^T - rowsum(dO * out))     dQ += scale dS K     dK += scale dS^T Q
 
-Without documents and window there is no mask: kernel calls are full or causal. With them (document masking,
-sliding window), calls read an additive bias, built for one band of queries at a time and only over the keys
-that causality and window allow; keys of other documents in that range are computed and masked.
+Without documents and window there is no mask: kernel calls are full or causal. Separate documents (document
+masking, varlen) become segments of the rows of these calls, and pairs of other documents are skipped. With a
+window, or where segments have no kernel, calls read an additive bias, built for one band of queries at a time
+and only over the keys that causality and window allow.
 """
 
 from typing import Any, NamedTuple
@@ -20,15 +21,17 @@ import torch
 from torch import Tensor
 
 from meshwright.hardware.simulated_device import SimulatedDevice
-from meshwright.ops.attention_aten import Kernel, SdpaArgs, choose_kernel
+from meshwright.ops.attention_aten import Kernel, SdpaArgs, choose_kernel, masked_score
 from meshwright.ops.attention_tasks import Chunk, Coverage, Task, Tiling, plan_tasks
 from meshwright.ops.cast import cast
+from meshwright.ops.documents import Documents, Segments, rows_before
+from meshwright.ops.varlen_attention import VARLEN
 
 TILING = Tiling()
 
 
 class Rows(NamedTuple):
-    """Positions of rows in the sequence, as chunks, and the document of each row."""
+    """Positions of rows in the sequence, as chunks, and the document of each row where a mask is read."""
 
     chunks: tuple[Chunk, ...]
     documents_BS: Tensor | None = None
@@ -43,6 +46,10 @@ class AttentionScope(NamedTuple):
     window: int | None = None
     simulated: SimulatedDevice | None = None
     """The device whose kernels are chosen; None: that of the queries."""
+    documents: Documents | None = None
+    """Documents of the full sequences, where segments take the place of a mask."""
+    sequence_length: int = 0
+    """Positions of the full sequences, for `documents`."""
 
 
 def full_sequence(length: int, documents_BS: Tensor | None = None) -> Rows:
@@ -90,15 +97,6 @@ class RunningSoftmax:
         lse.copy_(torch.logaddexp(lse, lse_BHS))
 
 
-def masked_score(dtype: torch.dtype) -> float:
-    """The score of a masked pair.
-
-    It is finite: a row that sees nothing in a part then has this as its log-sum-exp and weighs exactly 0 in
-    the merge. With -inf the kernels disagree (the CPU one returns 0, others nan).
-    """
-    return torch.finfo(dtype).min / 2
-
-
 def forward_part(running: RunningSoftmax, q: Tensor, k: Tensor, v: Tensor, scope: AttentionScope) -> None:
     """Attend to one part of the keys and merge the result."""
     for task in _tasks(q.shape[0], scope):
@@ -138,6 +136,8 @@ def backward_part(
 
 
 def _kernel(q: Tensor, v: Tensor, args: SdpaArgs, scope: AttentionScope) -> Kernel:
+    if args.segments is not None:
+        return VARLEN
     return choose_kernel(q, v, has_bias=args.bias_B1ST is not None, simulated=scope.simulated)
 
 
@@ -156,6 +156,8 @@ def _tasks(batch: int, scope: AttentionScope) -> tuple[Task, ...]:
 
 
 def _sdpa_args(task: Task, scope: AttentionScope, like: Tensor) -> SdpaArgs:
+    if scope.documents is not None:
+        return SdpaArgs(scope.scale, segments=_segments(task, scope, scope.documents))
     if task.coverage is not Coverage.MASKED:
         return SdpaArgs(scope.scale, causal=task.coverage is Coverage.CAUSAL)
     seen_BST = visible(scope, task.queries, task.keys, like.device)
@@ -163,6 +165,14 @@ def _sdpa_args(task: Task, scope: AttentionScope, like: Tensor) -> SdpaArgs:
         ~seen_BST, masked_score(like.dtype)
     )
     return SdpaArgs(scope.scale, bias_B1ST=bias_BST.unsqueeze(1))
+
+
+def _segments(task: Task, scope: AttentionScope, documents: Documents) -> Segments:
+    offsets, length = documents.offsets_P, scope.sequence_length
+    is_causal = task.coverage is Coverage.CAUSAL
+    queries = rows_before(offsets, length, scope.queries.chunks, task.queries)
+    keys = queries if is_causal else rows_before(offsets, length, scope.keys.chunks, task.keys)
+    return Segments(queries, keys, documents.longest_1, is_causal)
 
 
 def visible(scope: AttentionScope, queries: slice, keys: slice, device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
+from meshwright.ops.documents import Segments
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -34,12 +35,23 @@ _EFFICIENT_LSE_ROWS = 32
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
+def masked_score(dtype: torch.dtype) -> float:
+    """The score of a masked pair.
+
+    It is finite: a row that sees nothing in a part then has this as its log-sum-exp and weighs exactly 0 in
+    the merge. With -inf the kernels disagree (the CPU one returns 0, others nan).
+    """
+    return torch.finfo(dtype).min / 2
+
+
 class SdpaArgs(NamedTuple):
-    """How scores become weights: a scale, then a causal mask, an additive bias, or neither."""
+    """How scores become weights: a scale, then a causal mask, an additive bias, segments, or nothing."""
 
     scale: float
     causal: bool = False
     bias_B1ST: Tensor | None = None
+    segments: Segments | None = None
+    """For the kernel of `varlen_attention` alone."""
 
 
 class Kernel(NamedTuple):

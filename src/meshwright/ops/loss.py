@@ -13,6 +13,9 @@ logits are multiplied by factor and weight. The gradients are computed in forwar
 recomputing the logits in backward would cost a third more matmul time. With the vocabulary sharded over n
 ranks, rank r holds rows r V/n ... of W, and three values per token (max, sum of exponentials, target's logit)
 are all-reduced.
+
+Rows whose weight is 0 (prompts, padding) are left out where their number is known on the host. A frozen W
+gets no dW: neither its matmuls nor its memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,6 +42,9 @@ CHUNK_BYTES = 2**30
 # The vocabulary is padded with zeros to a multiple of this: unaligned rows make every matmul on the logits
 # slow.
 ALIGNED_VOCABULARY = 64
+# Rows that count are gathered where they are at most this share; their number is padded to a multiple.
+MOST_COUNTED = 0.95
+ALIGNED_ROWS = 128
 
 
 def linear_cross_entropy(
@@ -50,14 +56,19 @@ def linear_cross_entropy(
     group: ProcessGroup | None = None,
     kernels: RowKernels | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    num_counted: int | None = None,
 ) -> Tensor:
     """Sum over B and S of weight x (-log softmax(x W^T)[target]): a scalar, float32 or float64.
 
     The weights hold the mask and the denominator, so nothing is averaged here. Targets below 0 are ignored.
     With a group, W holds this rank's rows, every rank gets the same scalar, and dx is partial: a term of the
-    sum over ranks. Two all-reduces per chunk.
+    sum over ranks. Two all-reduces per chunk. At most `num_counted` weights are not 0; None: any number.
     """
     weights_T = torch.where(targets_BS < 0, 0.0, weights_BS.to(accumulation_dtype(x_BSD))).flatten()
+    targets_T, x_TD = targets_BS.flatten().clamp(min=0), x_BSD.flatten(0, -2)
+    rows_N = counted_rows(weights_T, num_counted)
+    if rows_N is not None:
+        x_TD, targets_T, weights_T = (each.index_select(0, rows_N) for each in (x_TD, targets_T, weights_T))
     settings = _Settings(
         compute_dtype(x_BSD),
         group,
@@ -65,7 +76,17 @@ def linear_cross_entropy(
         chunk_bytes,
         torch.is_grad_enabled(),
     )
-    return _LinearCrossEntropy.apply(x_BSD, weight_VD, targets_BS.flatten().clamp(min=0), weights_T, settings)  # pyright: ignore[reportReturnType]
+    return _LinearCrossEntropy.apply(x_TD, weight_VD, targets_T, weights_T, settings)  # pyright: ignore[reportReturnType]
+
+
+def counted_rows(weights_T: Tensor, num_counted: int | None) -> Tensor | None:
+    """The rows whose weight is not 0, in order, and some others; None where leaving rows out does not pay."""
+    if num_counted is None:
+        return None
+    wanted = max(1, -(-num_counted // ALIGNED_ROWS)) * ALIGNED_ROWS
+    if wanted > MOST_COUNTED * len(weights_T):
+        return None
+    return torch.argsort((weights_T == 0).to(torch.uint8), stable=True)[:wanted]
 
 
 def choose_row_kernels(logits: Tensor) -> RowKernels:
@@ -86,12 +107,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSD: Tensor, weight_VD: Tensor, targets_T: Tensor, weights_T: Tensor, settings: _Settings
+        ctx: Any,
+        rows_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        weights_T: Tensor,
+        settings: _Settings,
     ) -> Tensor:
-        x_TD, weight = x_BSD.flatten(0, -2).to(settings.dtype), _aligned(weight_VD.to(settings.dtype))
+        x_TD, weight = rows_TD.to(settings.dtype), _aligned(weight_VD.to(settings.dtype))
         num_rows = weight_VD.shape[0]
         local_T = targets_T if settings.group is None else targets_T - settings.group.rank() * num_rows
-        dx_TD, dw_VD = torch.empty_like(x_TD), weight.new_empty(weight.shape, dtype=weights_T.dtype)
+        dx_TD, dw_VD = torch.empty_like(x_TD), None
+        if ctx.needs_input_grad[1]:
+            dw_VD = weight.new_empty(weight.shape, dtype=weights_T.dtype)
         loss = weights_T.new_zeros(())
         for part in _chunks(x_TD.shape[0], weight.shape[0] * weight.element_size(), settings.chunk_bytes):
             padded_TV = x_TD[part] @ weight.T
@@ -99,25 +127,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses_T, scales_T1 = _losses_and_gradient(logits_TV, local_T[part], weights_T[part], settings)
             loss += (losses_T * weights_T[part]).sum()
             if settings.wants_gradient:
-                # The scaled x is written to the memory of dx, which is not computed yet.
-                scaled_TD = x_TD[part]
-                if scales_T1 is not None:
-                    scaled_TD = torch.mul(scaled_TD, scales_T1, out=dx_TD[part])
-                settings.kernels.accumulate(dw_VD, padded_TV.T, scaled_TD, part.start == 0)
+                if dw_VD is not None:
+                    # The scaled x is written to the memory of dx, which is not computed yet.
+                    scaled_TD = x_TD[part]
+                    if scales_T1 is not None:
+                        scaled_TD = torch.mul(scaled_TD, scales_T1, out=dx_TD[part])
+                    settings.kernels.accumulate(dw_VD, padded_TV.T, scaled_TD, part.start == 0)
                 torch.mm(padded_TV, weight, out=dx_TD[part])
                 if scales_T1 is not None:
                     dx_TD[part].mul_(scales_T1)
         if settings.wants_gradient:
-            ctx.save_for_backward(dx_TD.view(x_BSD.shape), dw_VD[:num_rows])
-            ctx.dtypes = x_BSD.dtype, weight_VD.dtype
+            ctx.save_for_backward(dx_TD, None if dw_VD is None else dw_VD[:num_rows])
+            ctx.dtypes = rows_TD.dtype, weight_VD.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx_BSD, dw_VD = ctx.saved_tensors
+        dx_TD, dw_VD = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         # Not in place: a schedule that splits the backward pass runs this node twice.
-        return _scaled(dx_BSD, grad, x_dtype), _scaled(dw_VD, grad, weight_dtype), None, None, None
+        dw_VD = None if dw_VD is None else _scaled(dw_VD, grad, weight_dtype)
+        return _scaled(dx_TD, grad, x_dtype), dw_VD, None, None, None
 
 
 def _aligned(weight_VD: Tensor) -> Tensor:

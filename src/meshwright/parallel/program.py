@@ -41,7 +41,7 @@ class Program(Protocol):
         ...
 
 
-def model_arguments(microbatch: Microbatch) -> dict[str, Tensor]:
+def model_arguments(microbatch: Microbatch) -> dict[str, Tensor | int]:
     """The keyword arguments of `Decoder.forward` other than the tokens; None values are left out."""
     fields = microbatch._asdict()
     del fields["tokens_BS"]

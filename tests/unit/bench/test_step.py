@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import bench.step as program
+import numpy as np
 import pytest
 import torch
 from bench.contenders.hf_model import hf_model
@@ -19,7 +20,7 @@ from bench.reports.step import losses_agree, merged, picture, write_results
 from bench.workloads.cases import CASES, with_microbatch
 from tests.support.runs import tiny_run
 
-from meshwright.bench.random_tokens import write_random_tokens
+from meshwright.bench.random_tokens import document_ends, write_random_tokens
 from meshwright.bench.step import fill_on_device, measure_step, on_random_tokens
 from meshwright.errors import SpecError
 from meshwright.mesh import build_mesh, join_world, leave_world
@@ -92,6 +93,24 @@ def test_a_measured_step_has_rates_and_a_first_loss() -> None:
     strict = flops_per_token(run.model, run.data.sequence_length)
     assert found["teraflops"] == pytest.approx(tokens * strict / 1e12)
     assert 0 < found["first_loss"] < 20
+
+
+def test_documents_have_the_mean_length_that_was_asked_for(tmp_path: Path) -> None:
+    run = tiny_run("gqa", microbatch_sequences=2)
+    with on_random_tokens(run, mean_tokens=300) as prepared:
+        assert prepared.data.documents == "separate"
+    ends = document_ends(1 << 20, 300, seed=0)
+    lengths = np.diff(ends)
+    # 3500 lengths with a deviation of 1.3 times the mean: their mean is within 10% by four sigma.
+    assert abs(lengths.mean() - 299) < 30 and np.median(lengths) < 250 and lengths.max() > 2000
+    with on_random_tokens(run) as prepared:
+        assert prepared.data.documents == "joined"
+
+
+def test_separate_documents_are_measured_for_ours_alone() -> None:
+    with pytest.raises(SpecError, match="for ours alone"):
+        program.parse(["--documents", "512"])
+    assert program.parse(["--documents", "512", "--only", "ours"]).documents == 512
 
 
 def test_every_setting_of_a_peer_makes_steps_of_the_same_tokens(tmp_path: Path) -> None:

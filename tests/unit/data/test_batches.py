@@ -26,14 +26,15 @@ def build(spec: DataSpec = SPEC, **options: object) -> Batches:
 
 
 def rows_of(batches: list[Batch]) -> Counter[tuple[object, ...]]:
-    """Every sequence with a weight, with all its tensors."""
+    """Every sequence with a weight, with all its tensors; documents follow from the positions."""
     found: Counter[tuple[object, ...]] = Counter()
     for batch in batches:
         for one in batch.microbatches:
             for row in range(len(one.tokens_BS)):
                 if one.sequence_weights_B[row] > 0:
+                    rest = one._replace(document_offsets_P=None, longest_document=None, num_targets=None)
                     found[
-                        tuple(tuple(part[row].reshape(-1).tolist()) for part in one if part is not None)
+                        tuple(tuple(part[row].reshape(-1).tolist()) for part in rest if part is not None)
                     ] += 1
     return found
 
@@ -194,17 +195,34 @@ def test_sizes_follow_the_ramp_from_any_batch() -> None:
 
 def test_joined_documents_have_no_document_tensor() -> None:
     batch = next(build(SPEC.with_(documents="joined")))
-    assert all(one.documents_BS is None for one in batch.microbatches)
+    assert all(one.document_offsets_P is None for one in batch.microbatches)
+    assert all(one.longest_document is None for one in batch.microbatches)
     assert batch.num_tokens == 12 * 64
 
 
-def test_every_tensor_has_the_sequences_first() -> None:
-    one = next(build(SPEC.with_(microbatch_sequences=3), dtype=torch.float32)).microbatches[0]
-    assert {len(part) for part in one if part is not None} == {3}
-    assert [part.dtype for part in one if part is not None] == [
-        torch.int64, torch.int64, torch.float32, torch.int64, torch.int64, torch.float32,
-    ]  # fmt: skip
-    assert all(part.is_contiguous() for part in one if part is not None)
+def test_a_pipeline_may_split_every_tensor_along_its_first_dim() -> None:
+    """Sequences come first; offsets of documents have one length in all micro-batches."""
+    batch = next(build(SPEC.with_(microbatch_sequences=3), dtype=torch.float32))
+    for one in batch.microbatches:
+        tensors = {name: part for name, part in one._asdict().items() if isinstance(part, torch.Tensor)}
+        offsets_P = tensors.pop("document_offsets_P")
+        assert len(offsets_P) == 16 and offsets_P[0] == 0 and offsets_P[-1] == 3 * 64
+        assert one.longest_document == int(offsets_P.diff().max()) <= 64
+        assert one.num_targets == int((one.weights_BS > 0).sum())
+        assert {len(part) for part in tensors.values()} == {3}
+        assert [part.dtype for part in tensors.values()] == [
+            torch.int64, torch.int64, torch.float32, torch.int64, torch.float32,
+        ]  # fmt: skip
+        assert offsets_P.dtype == torch.int32
+        assert all(part.is_contiguous() for part in (offsets_P, *tensors.values()))
+
+
+def test_document_offsets_are_where_positions_restart() -> None:
+    for one in next(build(SPEC.with_(microbatch_sequences=3))).microbatches:
+        assert one.document_offsets_P is not None
+        begins = (one.positions_BS.flatten() == 0).nonzero().flatten()
+        found = one.document_offsets_P.unique()
+        assert torch.equal(found[:-1].long(), begins) and int(found[-1]) == one.tokens_BS.numel()
 
 
 @pytest.mark.parametrize(("dp_size", "microbatch_sequences"), SPLITS)

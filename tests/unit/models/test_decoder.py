@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.documents import document_arguments
 from tests.support.shrunk_families import TINY_FAMILIES, shrunk_family
 from torch import Tensor
 
@@ -111,7 +112,7 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     loss = model(
         packed,
         positions_BS=torch.cat((_positions(first), _positions(second)), dim=1),
-        documents_BS=torch.tensor([[0] * 7 + [1] * 11]),
+        **document_arguments(torch.tensor([[0] * 7 + [1] * 11])),
         targets_BS=targets_BS,
     )
     torch.testing.assert_close(loss, _loss(model, first) + _loss(model, second), **SAME_FLOAT64)
@@ -120,8 +121,8 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
 def test_one_document_per_row_needs_no_mask() -> None:
     model = _model(shrunk_family("llama-3.1-8b"))
     tokens_BS = _tokens(2, 10)
-    masked = _loss(model, tokens_BS, documents_BS=torch.zeros(2, 10, dtype=torch.int64))
-    torch.testing.assert_close(masked, _loss(model, tokens_BS), **SAME_FLOAT64)
+    separate = _loss(model, tokens_BS, **document_arguments(torch.zeros(2, 10, dtype=torch.int64)))
+    torch.testing.assert_close(separate, _loss(model, tokens_BS), **SAME_FLOAT64)
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 50])
@@ -129,9 +130,7 @@ def test_a_window_equals_the_dense_mask(window: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 8, 4, 6, dtype=torch.float64, generator=generator)
     k, v = torch.randn(2, 2, 8, 2, 6, dtype=torch.float64, generator=generator)
-    out = Attend()(
-        q, k, v, documents_BS=None, positions_BS=_positions(q[..., 0, 0]), window=window, scale=0.4
-    )
+    out = Attend()(q, k, v, documents=None, positions_BS=_positions(q[..., 0, 0]), window=window, scale=0.4)
     scores = torch.einsum("bshk,bthk->bhst", q, k.repeat_interleave(2, dim=2)) * 0.4
     for i in range(8):
         for j in range(8):

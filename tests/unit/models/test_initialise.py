@@ -1,13 +1,19 @@
 """Initial weights follow from seed and name alone."""
 
+import importlib
 import math
+import random
+from unittest.mock import patch
 
+import pytest
 import torch
 from tests.support.shrunk_families import TINY_FAMILIES, shrunk_family
 
 from meshwright.models import build_decoder, initialise
-from meshwright.models.initialise import initial_std
-from meshwright.spec.parameters import parameters
+from meshwright.models.initialise import fill_shard, initial_std, seed_of, tiles
+from meshwright.spec.parameters import Parameter, parameters
+
+initialise_module = importlib.import_module("meshwright.models.initialise")
 
 
 def test_stages_hold_the_weights_of_the_full_model() -> None:
@@ -72,3 +78,40 @@ def test_the_balance_bias_survives_a_cast() -> None:
     bias += 1.0009765625  # not a bf16 number
     model.to(torch.bfloat16)
     assert torch.equal(model.blocks["1"].mlp.router.balance_bias, torch.full((8,), 1.0009765625))
+
+
+@pytest.mark.parametrize("shape", [(11,), (11, 9), (3, 5, 9)])
+def test_any_shard_holds_the_numbers_of_the_full_tensor(shape: tuple[int, ...]) -> None:
+    """Shards that begin and end inside tiles of 4 x 4."""
+    spec, parameter = shrunk_family("gpt2-124m"), Parameter("blocks.0.mlp.up.weight", shape, "matrix")
+    generator = random.Random(0)
+    with patch.object(initialise_module, "TILE", 4):
+        full = torch.empty(shape)
+        fill_shard(full, spec, parameter, 5)
+        assert len(full.unique()) == full.numel()
+        for _ in range(20):
+            bounds = [sorted(generator.sample(range(size + 1), 2)) for size in shape]
+            held = tuple(slice(*each) for each in bounds)
+            shard = torch.empty(full[held].shape)
+            with patch.object(initialise_module, "local_slices", return_value=held):
+                fill_shard(shard, spec, parameter, 5)
+            assert torch.equal(shard, full[held])
+
+
+def test_a_shard_draws_only_the_tiles_that_it_touches() -> None:
+    """One of 64 ranks that share 8192 rows."""
+    shape = (8192, 8192)
+    held = (slice(128, 256), slice(0, 8192))
+    assert len(list(tiles(shape, held))) == 8 and len(list(tiles(shape, (slice(0, 0), held[1])))) == 0
+    drawn = [math.prod(part.stop - part.start for part in tile) for tile in tiles(shape, held)]
+    assert sum(drawn) == math.prod(shape) // 8  # a tile has the rows of eight ranks
+
+
+def test_a_small_tensor_is_one_tile_with_the_seed_of_its_name() -> None:
+    spec, parameter = shrunk_family("gpt2-124m"), Parameter("head.weight", (67, 32), "head")
+    drawn = torch.empty(67, 32)
+    fill_shard(drawn, spec, parameter, 5)
+    expected = torch.empty(67, 32).normal_(
+        0.0, spec.init_std, generator=torch.Generator().manual_seed(seed_of(5, "head.weight"))
+    )
+    assert torch.equal(drawn, expected)

@@ -1,12 +1,14 @@
 """Head and loss in chunks equal the plain ones, forward and backward, in every dtype, sharded or not."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.ops.loss import linear_cross_entropy
-from meshwright.ops.loss_rows import PLAIN, Statistics
+from meshwright.ops.loss import counted_rows, linear_cross_entropy
+from meshwright.ops.loss_rows import PLAIN, RowKernels, Statistics
 
 VOCABULARY = 11  # far from aligned: the rows are padded
 
@@ -91,6 +93,61 @@ def test_a_backward_pass_run_twice_gives_the_same_gradients() -> None:
     (first,) = torch.autograd.grad(loss, x_BSD, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x_BSD)
     assert torch.equal(first, second)
+
+
+def _counting(calls: list[str]) -> RowKernels:
+    """The plain kernels, which note every accumulation of dW and the rows of every chunk of logits."""
+
+    def accumulate(*args: Any) -> None:
+        calls.append("dW")
+        PLAIN.accumulate(*args)
+
+    def unscaled(logits_TV: Tensor, targets_T: Tensor) -> Statistics:
+        calls.append(f"{len(logits_TV)} rows")
+        return PLAIN.unscaled_gradient(logits_TV, targets_T)
+
+    return PLAIN._replace(accumulate=accumulate, unscaled_gradient=unscaled)
+
+
+def test_a_frozen_head_makes_no_weight_gradient() -> None:
+    x_BSD, weight_VD, targets_BS, weights_BS = _case(torch.float64)
+    calls: list[str] = []
+    (wanted,) = torch.autograd.grad(linear_cross_entropy(x_BSD, weight_VD, targets_BS, weights_BS), x_BSD)
+    frozen_VD = weight_VD.detach()
+    loss = linear_cross_entropy(x_BSD, frozen_VD, targets_BS, weights_BS, kernels=_counting(calls))
+    assert calls == ["14 rows"]
+    assert torch.equal(torch.autograd.grad(loss, x_BSD)[0], wanted)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_rows_without_weight_skip_the_head(is_frozen: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_BSD = torch.randn(2, 200, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    weight_VD = torch.randn(VOCABULARY, 5, generator=generator, dtype=torch.float64)
+    weight_VD.requires_grad_(not is_frozen)
+    targets_BS = torch.randint(VOCABULARY, (2, 200), generator=generator)
+    weights_BS = torch.rand(2, 200, generator=generator, dtype=torch.float64)
+    weights_BS *= torch.rand(2, 200, generator=generator) < 0.4
+    num_counted, calls = int((weights_BS != 0).sum()), []
+    loss = linear_cross_entropy(
+        x_BSD, weight_VD, targets_BS, weights_BS, num_counted=num_counted, kernels=_counting(calls)
+    )
+    assert 128 < num_counted <= 256 and calls == ["256 rows"] + ["dW"] * (not is_frozen)
+    expected = _plain(x_BSD, weight_VD, targets_BS, weights_BS)
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    leaves = [x_BSD] if is_frozen else [x_BSD, weight_VD]
+    for grad, wanted in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True
+    ):
+        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-14)
+
+
+def test_few_rows_without_weight_are_not_worth_a_gather() -> None:
+    weights_T = torch.ones(1000)
+    assert counted_rows(weights_T, None) is None and counted_rows(weights_T, 900) is None
+    weights_T[::2] = 0
+    rows_N = counted_rows(weights_T, 500)
+    assert rows_N is not None and rows_N[:500].tolist() == list(range(1, 1000, 2)) and len(rows_N) == 512
 
 
 def test_logits_exist_for_one_chunk_at_a_time() -> None:

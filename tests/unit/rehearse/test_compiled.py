@@ -61,7 +61,7 @@ def _saved_bytes(block: nn.Module, forward: Callable[..., Tensor]) -> list[int]:
 
     with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         out_BSD = forward(
-            x_BSD, rope=rope, positions_BS=positions_BS, documents_BS=None, sequence_weights_B=None
+            x_BSD, rope=rope, positions_BS=positions_BS, documents=None, sequence_weights_B=None
         )
     out_BSD.sum().backward()
     assert x_BSD.grad is not None and x_BSD.grad.shape == x_BSD.shape

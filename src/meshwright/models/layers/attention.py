@@ -6,6 +6,7 @@ from meshwright.models.layers.attend import Attend
 from meshwright.models.layers.linear import Linear, QkvProjections
 from meshwright.models.layers.norm import RMSNorm
 from meshwright.models.layers.rope import RopeTables, apply_rope
+from meshwright.ops.documents import Documents
 from meshwright.spec import ModelSpec
 
 
@@ -32,7 +33,7 @@ class Attention(nn.Module):
         self.output = Linear(query_width, spec.width, bias=attention.output_bias)
 
     def forward(
-        self, x_BSD: Tensor, *, rope: RopeTables | None, positions_BS: Tensor, documents_BS: Tensor | None
+        self, x_BSD: Tensor, *, rope: RopeTables | None, positions_BS: Tensor, documents: Documents | None
     ) -> Tensor:
         """The output of attention, before the residual add."""
         q_BSHK, k_BSGK, v_BSGK = (
@@ -47,7 +48,7 @@ class Attention(nn.Module):
             q_BSHK,
             k_BSGK,
             v_BSGK,
-            documents_BS=documents_BS,
+            documents=documents,
             positions_BS=positions_BS,
             window=self.window,
             scale=self.head_width**-0.5,

@@ -7,6 +7,7 @@ from meshwright.models.layers.attend import Attend
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.norm import RMSNorm
 from meshwright.models.layers.rope import RopeTables, apply_rope, softmax_temperature
+from meshwright.ops.documents import Documents
 from meshwright.spec import ModelSpec
 
 # DeepSeek's inner norms keep this value whatever the eps of the residual norms is.
@@ -38,7 +39,7 @@ class LatentAttention(nn.Module):
         self.output = Linear(attention.num_heads * latent.value_width, spec.width, bias=attention.output_bias)
 
     def forward(
-        self, x_BSD: Tensor, *, rope: RopeTables | None, positions_BS: Tensor, documents_BS: Tensor | None
+        self, x_BSD: Tensor, *, rope: RopeTables | None, positions_BS: Tensor, documents: Documents | None
     ) -> Tensor:
         """The output of attention, before the residual add."""
         assert rope is not None
@@ -47,7 +48,7 @@ class LatentAttention(nn.Module):
             self._queries(x_BSD, rope),
             k_BSHK,
             v_BSHK,
-            documents_BS=documents_BS,
+            documents=documents,
             positions_BS=positions_BS,
             window=self.window,
             scale=self.scale,

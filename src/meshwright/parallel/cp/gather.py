@@ -5,8 +5,10 @@
 Per layer and rank, e bytes per element, one microbatch:
     forward   1 all-gather       (cp - 1) / cp  B S G (K + V) e   bytes sent
     backward  1 reduce-scatter   (cp - 1) / cp  B S G (K + V) e
-    with documents, forward only, 1 all-gather of their numbers: (cp - 1) / cp  8 B S
 Saved for backward: the gathered keys and values, B S G (K + V) e.
+
+Documents and windows are one kernel call for each of the rank's two chunks, over the keys of its documents
+up to the chunk's end. Every rank has the offsets of all documents, so they are not communicated.
 
 It pays when the keys are small compared to the queries (GQA) or the sequence is not very long: one large
 collective, no limit from the number of heads. It is fully exposed, and its memory does not shrink with cp.
@@ -19,7 +21,9 @@ from torch.distributed import ProcessGroup
 from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.ops.attention import AttentionScope, Rows, attend
 from meshwright.ops.collectives import all_gather
-from meshwright.parallel.cp.zigzag import all_chunks, chunks_of, unshard_sequence
+from meshwright.ops.documents import Documents, chunk_segments, document_ids, one_document_each
+from meshwright.ops.varlen_attention import attend_segments, has_varlen
+from meshwright.parallel.cp.zigzag import all_chunks, chunks_of, shard_sequence, unshard_sequence
 
 
 class GatherAttend(nn.Module):
@@ -35,18 +39,37 @@ class GatherAttend(nn.Module):
         k_BSGK: Tensor,
         v_BSGV: Tensor,
         *,
-        documents_BS: Tensor | None,
+        documents: Documents | None,
         positions_BS: Tensor | None,
         window: int | None,
         scale: float,
     ) -> Tensor:
         """This rank's rows of the attention over the full sequence. Communicates over cp."""
         del positions_BS  # causality follows from the layout
-        cp, rank, length = self.group.size(), self.group.rank(), q_BSHK.shape[1]
-        k_BTGK, v_BTGV = self._gather_keys(k_BSGK, v_BSGV)
-        queries = Rows(chunks_of(rank, cp, length), documents_BS)
-        keys = Rows(all_chunks(cp, length), gather_rows(documents_BS, self.group))
-        return attend(q_BSHK, k_BTGK, v_BTGV, AttentionScope(queries, keys, scale, window, self.simulated))
+        keys = self._gather_keys(k_BSGK, v_BSGV)
+        length = keys[0].shape[1]
+        window = None if window is not None and window >= length else window
+        is_plain = documents is None and window is None
+        if is_plain or not has_varlen(q_BSHK, v_BSGV, self.simulated):
+            scope = self._scope(q_BSHK, documents, scale, window)
+            return attend(q_BSHK, *keys, scope)
+        documents = documents or one_document_each(len(q_BSHK), length, q_BSHK.device)
+        chunks = chunks_of(self.group.rank(), self.group.size(), q_BSHK.shape[1])
+        segments = [chunk_segments(documents, len(q_BSHK), length, chunk) for chunk in chunks]
+        parts = [
+            attend_segments(q_part, *keys, seen._replace(window=window), scale=scale)
+            for q_part, seen in zip(q_BSHK.chunk(2, dim=1), segments, strict=True)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _scope(
+        self, q_BSHK: Tensor, documents: Documents | None, scale: float, window: int | None
+    ) -> AttentionScope:
+        cp, rank, (num_sequences, length) = self.group.size(), self.group.rank(), q_BSHK.shape[:2]
+        ids_BT = None if documents is None else document_ids(documents, num_sequences, cp * length)
+        ids_BS = None if ids_BT is None else shard_sequence(ids_BT, 1, rank, cp)
+        queries, keys = Rows(chunks_of(rank, cp, length), ids_BS), Rows(all_chunks(cp, length), ids_BT)
+        return AttentionScope(queries, keys, scale, window, self.simulated)
 
     def _gather_keys(self, k_BSGK: Tensor, v_BSGV: Tensor) -> tuple[Tensor, Tensor]:
         groups, key_width = k_BSGK.shape[2:]
@@ -55,8 +78,3 @@ class GatherAttend(nn.Module):
         packed_BTX = unshard_sequence(all_gather(packed_BSX, 1, self.group), 1, self.group.size())
         k_BTX, v_BTX = packed_BTX.split([groups * key_width, groups * v_BSGV.shape[3]], dim=-1)
         return k_BTX.unflatten(-1, (groups, -1)), v_BTX.unflatten(-1, (groups, -1))
-
-
-def gather_rows(rows_BS: Tensor | None, group: ProcessGroup) -> Tensor | None:
-    """Per-token numbers of the full sequence in sequence order; None stays None. x[B, S_cp] -> x[B, S]."""
-    return None if rows_BS is None else unshard_sequence(all_gather(rows_BS, 1, group), 1, group.size())

@@ -11,8 +11,10 @@ one step behind, in fp32, and end at their owner.
 Per layer and rank, e bytes per element, w = max(e, 4), one microbatch:
     forward   cp - 1 messages       (cp - 1) / cp  B S G (K + V) e        bytes sent
     backward  2 (cp - 1) messages   (cp - 1) / cp  B S G (K + V) (e + w)
-    with documents, forward only, 1 all-gather of their numbers: (cp - 1) / cp  8 B S
 Saved for backward: only this rank's own q, k, v, out.
+
+With separate documents each of these calls skips pairs of other documents. Every rank has the offsets of all
+documents, so they are not communicated.
 
 It pays for very long sequences: compute per step grows with (S / cp)^2 and overlaps messages that grow
 with S / cp; memory shrinks with cp; no limit from the number of heads.
@@ -35,8 +37,9 @@ from meshwright.ops.attention import (
     forward_part,
 )
 from meshwright.ops.cast import cast
-from meshwright.ops.collectives import all_gather
-from meshwright.parallel.cp.zigzag import chunks_of
+from meshwright.ops.documents import Documents, document_ids
+from meshwright.ops.varlen_attention import has_varlen
+from meshwright.parallel.cp.zigzag import chunks_of, shard_sequence
 
 
 class RingAttend(nn.Module):
@@ -52,18 +55,27 @@ class RingAttend(nn.Module):
         k_BSGK: Tensor,
         v_BSGV: Tensor,
         *,
-        documents_BS: Tensor | None,
+        documents: Documents | None,
         positions_BS: Tensor | None,
         window: int | None,
         scale: float,
     ) -> Tensor:
         """This rank's rows of the attention over the full sequence. Communicates over cp."""
         del positions_BS  # causality follows from the layout
-        cp, length = self.group.size(), q_BSHK.shape[1]
-        # documents[B, S_cp] -> documents[cp, B, S_cp]  all-gather over cp
-        documents = [None] * cp if documents_BS is None else all_gather(documents_BS, 0, self.group).chunk(cp)
-        rows = tuple(Rows(chunks_of(rank, cp, length), documents[rank]) for rank in range(cp))
-        ring = _Ring(self.group, rows, scale, window, self.simulated)
+        cp, (num_sequences, local_length) = self.group.size(), q_BSHK.shape[:2]
+        length = cp * local_length
+        window = None if window is not None and window >= length else window
+        ids_BS: Tensor | None = None
+        if documents is not None and (window is not None or not has_varlen(q_BSHK, v_BSGV, self.simulated)):
+            ids_BS, documents = document_ids(documents, num_sequences, length), None
+        rows = tuple(
+            Rows(
+                chunks_of(rank, cp, local_length),
+                None if ids_BS is None else shard_sequence(ids_BS, 1, rank, cp),
+            )
+            for rank in range(cp)
+        )
+        ring = _Ring(self.group, rows, scale, window, self.simulated, documents, length)
         return _RingAttention.apply(q_BSHK, k_BSGK, v_BSGV, ring)  # pyright: ignore[reportReturnType]
 
 
@@ -75,10 +87,21 @@ class _Ring(NamedTuple):
     scale: float
     window: int | None
     simulated: SimulatedDevice | None
+    documents: Documents | None
+    """Set where segments take the place of a mask."""
+    sequence_length: int
 
     def scope(self, owner: int) -> AttentionScope:
         mine = self.rows_by_rank[self.group.rank()]
-        return AttentionScope(mine, self.rows_by_rank[owner], self.scale, self.window, self.simulated)
+        return AttentionScope(
+            mine,
+            self.rows_by_rank[owner],
+            self.scale,
+            self.window,
+            self.simulated,
+            self.documents,
+            self.sequence_length,
+        )
 
     def owner_at(self, step: int) -> int:
         return (self.group.rank() - step) % self.group.size()

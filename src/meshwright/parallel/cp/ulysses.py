@@ -10,7 +10,6 @@ of cp / cp_inner ranks, with ring attention (ring.py) across those groups.
 Per layer and rank, e bytes per element, n ranks that exchange heads, one microbatch:
     forward   2 all-to-all   (n - 1) / n  B S_cp (H K + G K + G V + H V) e   bytes sent
     backward  2 all-to-all   the same
-    with documents, forward only, 1 all-gather of their numbers: (n - 1)  8 B S_cp
     hierarchical adds the ring of its cp / n ranks over n S_cp rows of G / n heads
 
 It pays inside an NVLink domain: bytes shrink with cp, the kernel sees full sequences, packed documents
@@ -23,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshError
 from meshwright.ops.collectives import all_to_all
-from meshwright.parallel.cp.gather import gather_rows
+from meshwright.ops.documents import Documents
 from meshwright.parallel.cp.zigzag import rank_order, unshard_sequence
 
 
@@ -41,7 +40,7 @@ class UlyssesAttend(nn.Module):
         k_BSGK: Tensor,
         v_BSGV: Tensor,
         *,
-        documents_BS: Tensor | None,
+        documents: Documents | None,
         positions_BS: Tensor | None,
         window: int | None,
         scale: float,
@@ -51,7 +50,7 @@ class UlyssesAttend(nn.Module):
         self._check_heads(q_BSHK, k_BSGK)
         out_BSHV = self.full_attend(
             *self._rows_for_heads(q_BSHK, k_BSGK, v_BSGV),
-            documents_BS=gather_rows(documents_BS, self.group),
+            documents=documents,
             positions_BS=None,
             window=window,
             scale=scale,

@@ -56,9 +56,11 @@ def rank_order(x: Tensor, dim: int, cp: int) -> Tensor:
 
 
 def shard_microbatch(microbatch: Microbatch, cp_rank: int, cp: int) -> Microbatch:
-    """The rows of rank `cp_rank` of every tensor with a sequence dim; tensors over B alone stay unsharded.
+    """The rows of rank `cp_rank` of every tensor with a sequence dim; all others stay unsharded.
 
     Positions keep the values they have in their document: rotary needs those, and causality between
     ranks follows from the layout instead.
     """
-    return microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)
+    return microbatch._replace(num_targets=None).each(
+        lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x
+    )

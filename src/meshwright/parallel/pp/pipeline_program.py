@@ -38,6 +38,8 @@ SCHEDULES: dict[str, Any] = {
     "dualpipev": ScheduleDualPipeV,
 }
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
+# The arguments of a stage that are numbers.
+NUMBERS = ("longest_document", "num_targets")
 
 
 class StageIO(NamedTuple):
@@ -75,6 +77,8 @@ class PipelineProgram:
         self._has_last = any(stage.index == mesh.parallel.num_stages - 1 for stage in stages)
         self._stage_io = stage_io
         self._schedules: dict[int, Any] = {}
+        for stage in self.stages:
+            stage.register_forward_pre_hook(_shapes_as_numbers, with_kwargs=True)
         if self._has_last:
             self.stages[-1].register_forward_hook(_keep_graph)
         self._reducer, self._reduction = reducer, StepReduction(self.stages, reducer)
@@ -112,7 +116,8 @@ class PipelineProgram:
         # A schedule with a loss function needs a target; the last stage ignores it.
         target = batch.sequence_weights_B if self._has_last else None
         schedule = self._schedule_of(num_microbatches)
-        schedule.step(*inputs, target=target, losses=losses, **model_arguments(batch))
+        arguments = _numbers_as_shapes(model_arguments(batch), batch.tokens_BS)
+        schedule.step(*inputs, target=target, losses=losses, **arguments)
 
     def _schedule_of(self, num_microbatches: int) -> Any:
         """The schedule for this number of micro-batches; the number grows during a batch ramp."""
@@ -124,14 +129,42 @@ class PipelineProgram:
 
 
 def concatenated(microbatches: Sequence[Microbatch]) -> Microbatch:
-    """All sequences of a step as one batch."""
+    """All sequences of a step as one batch; its numbers are the largest of all micro-batches."""
     first = microbatches[0]
+    numbers = {
+        name: max(getattr(one, name) for one in microbatches)
+        for name in NUMBERS
+        if getattr(first, name) is not None
+    }
     columns = {
         name: torch.cat([getattr(one, name) for one in microbatches])
         for name, part in first._asdict().items()
-        if part is not None
+        if isinstance(part, Tensor)
     }
-    return first._replace(**columns)
+    return first._replace(**columns, **numbers)
+
+
+def _numbers_as_shapes(arguments: dict[str, Tensor | int], like_BS: Tensor) -> dict[str, Tensor]:
+    """The arguments with every number as the last dim of an empty tensor: the host reads it without a sync.
+
+    A schedule that splits the backward pass takes every argument for a tensor.
+    """
+    return {
+        name: value if isinstance(value, Tensor) else like_BS.new_empty((len(like_BS), 0, value))
+        for name, value in arguments.items()
+    }
+
+
+def _shapes_as_numbers(
+    _module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inverse, before a stage's forward."""
+    numbers = {
+        name: value.shape[-1]
+        for name, value in arguments.items()
+        if name in NUMBERS and isinstance(value, Tensor)
+    }
+    return inputs, {**arguments, **numbers}
 
 
 def _keep_graph(_module: nn.Module, _inputs: tuple[Tensor, ...], loss: Tensor) -> Tensor:

@@ -122,10 +122,12 @@ class Workload:
     """Share of the layers whose linears run in fp8 or fp4."""
     low_precision_experts: bool = False
     """Routed experts run in fp8 or fp4 too."""
+    fp8_recipe: str = "current"
+    """How fp8 linears are scaled, which changes what they keep."""
     keeps_low_precision_weights: bool = False
     """Weights are cast to fp8 once per update; the copies, plain and transposed, are kept beside them."""
     separate_documents: bool = False
-    """Attention stays inside documents (document masking, varlen), so that it reads a mask."""
+    """Attention stays inside documents (document masking, varlen)."""
 
     @cached_property
     def counts(self) -> ParameterCounts:
@@ -159,9 +161,11 @@ class Workload:
 
     @property
     def has_mask(self) -> bool:
-        """Whether attention reads a mask: of documents, or of a window shorter than the sequence."""
-        window = self.model.attention.window
-        return self.separate_documents or (window is not None and window < self.sequence_length)
+        """Whether attention stores a mask of documents or a window: in fp32, and with attention dropout."""
+        attention = self.model.attention
+        has_window = attention.window is not None and attention.window < self.sequence_length
+        needs_mask = self.working_bytes > 2.0 or attention.dropout > 0
+        return needs_mask and (self.separate_documents or has_window)
 
     @property
     def keys_seen(self) -> float:
