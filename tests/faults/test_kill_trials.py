@@ -23,7 +23,7 @@ SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
 NUM_STEPS = 60
 RUN = (
     *(*SMALL, f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=3"),
-    *("observe.evaluate.every_steps=20", "resilience.step_timeout_seconds=10"),
+    *("observe.evaluate.every_steps=20", "resilience.step_timeout_seconds=30"),
 )
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
 Launcher = subprocess.Popen[str]

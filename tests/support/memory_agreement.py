@@ -47,8 +47,11 @@ PRECISIONS = (
     PrecisionSpec(compute="bf16", weights="bf16_exact"),
     PrecisionSpec(compute="bf16", weights="bf16_exact", gradients="bf16"),
 )
-SCHEDULES = ("1f1b", "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv")
-WORDS = ("dense", "routed", "latent", "fp8", "pipeline", "split")
+SCHEDULES = (
+    *("1f1b", "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs"),
+    *("interleaved_zero_bubble", "zbv", "dualpipev"),
+)
+RECIPES = ("current", "current", "blockwise", "mxfp8")
 
 
 def draw_run(draw: random.Random, *, compiled: bool | None = None) -> RunSpec:
@@ -59,11 +62,17 @@ def draw_run(draw: random.Random, *, compiled: bool | None = None) -> RunSpec:
     dp = draw.choice((1, 2, 8))
     schedule = draw.choice(SCHEDULES) if pp > 1 else "1f1b"
     is_routed = draw.random() < 0.3
+    zero = draw.choice((0, 1, 2, 3)) if dp * cp > 1 else 0
+    is_split = schedule in SPLIT_BACKWARD and not is_compiled
+    cp_kinds = ("gather", "ring", "ulysses", *(("hierarchical",) if cp == 4 else ()))
+    cp_kind = draw.choice(cp_kinds) if cp > 1 else "gather"
     parallel = ParallelSpec(
         dp_shard=dp,
-        zero=draw.choice((0, 1, 2, 3)) if dp * cp > 1 else 0,
+        zero=zero,
+        grad_reduce="last_microbatch" if is_split and zero >= 2 else "each_microbatch",
         cp=cp,
-        cp_kind=draw.choice(("gather", "ring", "ulysses")) if cp > 1 else "gather",
+        cp_kind=cp_kind,
+        cp_inner=2 if cp_kind == "hierarchical" else 1,
         tp=draw.choice((1, 1, 2, 4)),
         pp=pp,
         ep=draw.choice((1, 2)) if is_routed else 1,
@@ -75,13 +84,16 @@ def draw_run(draw: random.Random, *, compiled: bool | None = None) -> RunSpec:
     sequences = draw.choice((1, 1, 2))
     precision = draw.choice(PRECISIONS)
     if draw.random() < 0.15:
-        precision = PrecisionSpec(compute="bf16", fp8=Fp8Spec(bf16_layers_each_end=0))
+        precision = PrecisionSpec(
+            compute="bf16", fp8=Fp8Spec(recipe=draw.choice(RECIPES), bf16_layers_each_end=0)
+        )
+    recompute = draw.choice(("none", "selective", "full"))
     return RunSpec(
         device="cpu",
         model=_draw_model(draw, parallel.num_stages * per_stage, is_routed=is_routed),
         parallel=parallel,
         precision=precision,
-        memory=MemorySpec(recompute=draw.choice(("none", "selective", "full"))),
+        memory=MemorySpec(recompute="none" if is_split else recompute),
         optim=OptimSpec(kind="adamw"),
         schedule=ScheduleSpec(num_steps=4),
         compile=is_compiled,
@@ -142,8 +154,7 @@ def drawn(seed: int, count: int, *, compiled: bool | None = None) -> Iterator[tu
 
 def is_sharded_evenly(run: RunSpec) -> bool:
     """Whether stages hold as many layers, but for the last one."""
-    sizes = [len(held) for held in stage_layers(run.model, run.parallel.num_stages)]
-    return len(set(sizes[:-1] if run.parallel.virtual_stages == 1 else sizes)) <= 1
+    return len({len(held) for held in stage_layers(run.model, run.parallel.num_stages)[:-1]}) <= 1
 
 
 def kind_of(run: RunSpec) -> str:

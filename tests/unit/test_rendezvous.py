@@ -53,7 +53,11 @@ def test_ranks_meet_on_the_named_interface_under_a_secret_and_can_meet_again(tmp
         socket.create_connection(("127.0.0.2", port), timeout=5)
 
 
-def test_a_file_needs_no_port(tmp_path):
+def test_a_file_needs_no_port_and_waiting_names_ranks_there_too(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.3)
+    with pytest.raises(RunError, match="rank 1 of 2 did not arrive"):
+        meet(_rank(0), StoreFile(tmp_path / "lonely"), timeout_seconds=3)
+    assert "rank 0 waits for rank 1 of 2" in capfd.readouterr().err
     one, other = _meet_both(StoreFile(tmp_path / "store"))
     one.set("key", "value")
     assert other.get("key") == b"value"

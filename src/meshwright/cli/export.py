@@ -66,6 +66,6 @@ def _exported(run: Any, to: str, nodes: int) -> Any:
 
 def config_text(document: dict[str, Any], to: str) -> str:
     """The text of a config file."""
-    from meshwright.spec.yaml_text import dump_yaml
+    from meshwright.spec.yaml_text import dump_json, dump_yaml
 
-    return dump_yaml(document) if to == "accelerate" else json.dumps(document, indent=2) + "\n"
+    return dump_yaml(document) if to == "accelerate" else dump_json(document)

@@ -105,7 +105,7 @@ _TOP: dict[str, Rule] = {
     "main_training_function": no_setting("only notebooks and TPUs call a function"),
     "gpu_ids": only(("all", None), "choose devices with CUDA_VISIBLE_DEVICES", status="changed"),
     "enable_cpu_affinity": off_or_changed(
-        "`launch` binds ranks to cores: srun --cpu-bind, mpirun --map-by numa, torchrun --numa-binding"
+        "`launch` binds ranks to cores: srun --cpu-bind=cores, mpirun --map-by numa"
     ),
     "mpirun_config.mpirun_hostfile": no_setting("`launch --via mpi --hostfile FILE`"),
     "mpirun_config.*": no_setting("`launch --via mpi`"),

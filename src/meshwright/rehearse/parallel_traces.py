@@ -48,7 +48,7 @@ def _run_in_processes(tasks: list[TraceTask], count: int, log: Log) -> dict[Trac
     """Run the tasks in a process pool, the longest first."""
     found: dict[TraceTask, tuple[Trace, str]] = {}
     log(f"{len(tasks)} traces in {count} processes")
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_init_worker) as pool:
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=init_worker) as pool:
         futures = {pool.submit(run_task, task): task for task in sorted(tasks, key=lambda one: -one.work)}
         try:
             for future in as_completed(futures):
@@ -64,7 +64,7 @@ def _run_in_processes(tasks: list[TraceTask], count: int, log: Log) -> dict[Trac
     return found
 
 
-def _init_worker() -> None:
+def init_worker() -> None:
     """Use one thread, and leave an interrupt to the parent."""
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from meshwright.rehearse.allocation_log import AllocationLog
 from meshwright.rehearse.torch_backward import is_in_backward
+from meshwright.rehearse.torch_pipelining import weight_passes_reported
 from meshwright.train.step import Training
 
-HALVES = {"attention_norm": "attention", "attention": "attention", "mlp_norm": "mlp", "mlp": "mlp"}
-"""Which half of a block each of its modules belongs to."""
+PARTS = {"attention_norm": "attention", "attention": "attention", "mlp_norm": "mlp", "mlp": "mlp"}
+"""Which part of a block each of its modules belongs to; attention has a `core` and an `output` inside."""
+WEIGHT_PASS = "weights"
+"""The part of a phase in which a split backward computes weight gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Phase:
     kind: str
     """build, forward, backward or update."""
     part: str = ""
-    """Name of the module: `blocks.3`, `head`, `loss`; `after blocks.3` until the next one begins."""
+    """Name of the module: `blocks.3`, `head`, `loss`; `after blocks.3` until the next one begins; or
+    WEIGHT_PASS."""
     microbatch: int | None = None
     step: int = -1
 
@@ -41,9 +45,9 @@ class Phase:
 class PhaseTracker:
     """Lists the phases of a trace as the step enters them, and sets the current one in the allocation log."""
 
-    def __init__(self, allocations: AllocationLog, *, by_half: bool = False) -> None:
-        self.by_half = by_half
-        """Whether the halves of a block are phases of their own: `blocks.3/attention`, `blocks.3/mlp`."""
+    def __init__(self, allocations: AllocationLog, *, by_part: bool = False) -> None:
+        self.by_part = by_part
+        """Whether the parts of a block are phases of their own: `blocks.3/attention`, `blocks.3/mlp`."""
         self.entered: list[Phase] = [Phase("build")]
         self._ledger = allocations
         self._step = -1
@@ -70,35 +74,54 @@ class PhaseTracker:
                 begin = partial(self._forward, stage, name)
                 handles.append(part.register_forward_pre_hook(begin, prepend=True))
                 handles.append(part.register_forward_hook(partial(self._after, stage, name)))
-                if self.by_half and name.startswith("blocks."):
-                    handles += self._track_halves(part)
+                if self.by_part and name.startswith("blocks."):
+                    handles += self._track_parts(part)
         optimizer = training.optimizer
         handles.append(optimizer.register_step_pre_hook(lambda *_: self.enter("update")))
         try:
-            yield
+            with weight_passes_reported(partial(self.enter, "backward", WEIGHT_PASS)):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _track_halves(self, block: nn.Module) -> Iterator[Any]:
-        for name, half in HALVES.items():
+    def _track_parts(self, block: nn.Module) -> Iterator[Any]:
+        for name, part in PARTS.items():
             module = getattr(block, name)
-            yield module.register_forward_pre_hook(partial(self._half_begins, half), prepend=True)
-            yield module.register_forward_hook(partial(self._half_ends, half))
+            yield module.register_forward_pre_hook(partial(self._part_begins, part), prepend=True)
+            end = "output" if name == "attention" else part
+            yield module.register_forward_hook(partial(self._part_ends, end, end))
+        core = block.get_submodule("attention.attend")
+        yield core.register_forward_pre_hook(self._core_begins, prepend=True)
+        yield core.register_forward_hook(partial(self._part_ends, "core", "output"))
 
-    def _half_begins(self, half: str, *_: Any) -> None:
+    def _part_begins(self, part: str, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.enter_half(half)
+            self.enter_part(part)
 
-    def _half_ends(self, half: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and output.requires_grad and not is_in_backward():
-            output.register_hook(lambda _: self.enter_half(half))
+    def _core_begins(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Queries, keys and values begin the backward of what made them when they have gradients."""
+        if torch.compiler.is_compiling():
+            return
+        self.enter_part("core")
+        for one in inputs:
+            if one.requires_grad and not is_in_backward():
+                one.register_hook(lambda _: self.enter_part("attention"))
 
-    def enter_half(self, half: str) -> None:
-        """Begin a half of the current block: in its forward, its backward or its recompute."""
+    def _part_ends(self, part: str, following: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """The part's backward begins with the gradient of its output; `following` comes after its forward."""
+        if torch.compiler.is_compiling():
+            return
+        if output.requires_grad and not is_in_backward():
+            output.register_hook(lambda _: self.enter_part(part))
+        if following != part:
+            self.enter_part(following)
+
+    def enter_part(self, part: str) -> None:
+        """Begin a part of the current block: in its forward, its backward or its recompute."""
         now = self.entered[self._ledger.phase_id]
         if now.part.startswith("blocks."):
-            self.enter(now.kind, f"{now.part.split('/')[0]}/{half}", now.microbatch)
+            self.enter(now.kind, f"{now.part.split('/')[0]}/{part}", now.microbatch)
 
     def _count_call(self, stage: nn.Module, inputs: Any) -> None:
         self._calls[id(stage)] = self._calls.get(id(stage), -1) + 1

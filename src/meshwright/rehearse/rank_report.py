@@ -16,8 +16,9 @@ from meshwright.rehearse.extrapolate import (
     truncated,
 )
 from meshwright.rehearse.trace import Trace, trace_rank
-from meshwright.rehearse.world import mesh_coordinates, require_rank
+from meshwright.rehearse.world import require_rank
 from meshwright.spec import ParallelSpec, RunSpec
+from meshwright.spec.parallel import mesh_coordinates
 from meshwright.spec.stages import stage_layers, stages_of_rank
 
 # Uncompiled traces of five compiled runs on an H200 were up to 15.8% above the measured bytes.
@@ -87,7 +88,7 @@ class TraceTask:
     @property
     def work(self) -> int:
         """Blocks times micro-batches times steps: the time of a trace is proportional to it."""
-        stages = stages_of_rank(self.run.parallel, mesh_coordinates(self.rank, self.run.parallel)["pp"])
+        stages = stages_of_rank(self.run.parallel, mesh_coordinates(self.run.parallel, self.rank)["pp"])
         layers = stage_layers(self.run.model, self.run.parallel.num_stages)
         num_blocks = sum(max(1, len(layers[index]) - self.truncation.layers) for index in stages)
         return num_blocks * (self.run.accumulation - self.truncation.microbatches) * self.num_steps
@@ -110,7 +111,7 @@ def trace_tasks(
 
 
 def _shortening(run: RunSpec, rank: int, *, extrapolate: bool) -> Shortening:
-    found = shortening_of(run, mesh_coordinates(rank, run.parallel)["pp"])
+    found = shortening_of(run, mesh_coordinates(run.parallel, rank)["pp"])
     return found if extrapolate and len(found.truncations()) > 1 else Shortening()
 
 
@@ -138,7 +139,7 @@ def report_of(run: RunSpec, rank: int, traced: Traced, *, extrapolate: bool = Tr
     shortening = _shortening(run, rank, extrapolate=extrapolate)
     weighted = [(traced[truncation][0], weight) for truncation, weight in shortening.truncations()]
     deep, form = traced[shortening.deep()]
-    return _report(rank, mesh_coordinates(rank, run.parallel), weighted, shortening, deep, form)
+    return _report(rank, mesh_coordinates(run.parallel, rank), weighted, shortening, deep, form)
 
 
 def _traced(run: RunSpec, rank: int, **how: Any) -> tuple[Trace, str]:

@@ -30,7 +30,7 @@ from meshwright.rehearse.compiled import compilation_excluded, compiled_blocks
 from meshwright.rehearse.dispatch import Observer, Traffic
 from meshwright.rehearse.fusion import Kernel
 from meshwright.rehearse.operations import is_operator
-from meshwright.rehearse.phases import HALVES, Phase, PhaseTracker
+from meshwright.rehearse.phases import PARTS, Phase, PhaseTracker
 from meshwright.rehearse.torch_sharding import propagation_excluded
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
@@ -76,13 +76,13 @@ def trace_rank(
     imbalance: float = 1.0,
     device: SimulatedDevice | None = HOPPER,
     left_out_layers: int = 0,
-    by_half: bool = False,
+    by_part: bool = False,
 ) -> Trace:
     """Trace one rank; nothing is computed and nothing is communicated.
 
     Its experts receive `imbalance` times the mean number of rows. `device` is simulated; None: the CPU.
     `left_out_layers` of every pipeline stage are not built.
-    `by_half`: the attention and the MLP of a block are phases of their own.
+    `by_part`: attention, its core and its output, and the MLP of a block are phases of their own.
     """
     started_at = time.perf_counter()
     run = traceable(run)
@@ -91,9 +91,9 @@ def trace_rank(
         compiled_blocks(is_wanted=run.compile) as compiler,
     ):
         allocations = AllocationLog()
-        phases, observer = PhaseTracker(allocations, by_half=by_half), Observer(allocations, mesh)
-        if by_half:
-            compiler.watch = partial(_enter_half_of, phases)
+        phases, observer = PhaseTracker(allocations, by_part=by_part), Observer(allocations, mesh)
+        if by_part:
+            compiler.watch = partial(_enter_part_of, phases)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         begins_at = 0
         simulation = Simulation(
@@ -132,14 +132,17 @@ def trace_rank(
     )
 
 
-def _enter_half_of(phases: PhaseTracker, kernel: Kernel) -> None:
-    """Begin the half of the block whose modules a kernel comes from; a residual sum belongs to neither."""
+def _enter_part_of(phases: PhaseTracker, kernel: Kernel) -> None:
+    """Begin the part of the block whose modules a kernel comes from; a residual sum belongs to none."""
     meta = kernel.operations[0].node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     names = {name for path, _ in modules.values() for name in str(path).split(".")}
-    found = [half for name, half in HALVES.items() if name in names]
+    found = [part for name, part in PARTS.items() if name in names]
+    if found and found[0] == "attention":
+        inner = [part for name, part in (("attend", "core"), ("output", "output")) if name in names]
+        found = inner or found
     if found:
-        phases.enter_half(found[0])
+        phases.enter_part(found[0])
 
 
 def traceable(run: RunSpec) -> RunSpec:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.errors import MeshError
 from meshwright.mesh import Mesh, World, build_mesh, leave_world
 from meshwright.spec import ParallelSpec
-from meshwright.spec.parallel import MESH_ORDER
+from meshwright.spec.parallel import MESH_ORDER, mesh_coordinates
 
 
 @contextlib.contextmanager
@@ -92,14 +92,6 @@ def axis_of(group: dist.ProcessGroup, mesh: Mesh) -> str:
     """The mesh axes along which the ranks of a group differ, such as `tp` or `dp_shard x cp`; or `ep`."""
     if mesh.parallel.ep > 1 and group.group_name == mesh.expert.get_group("ep").group_name:
         return "ep"
-    coordinates = [mesh_coordinates(rank, mesh.parallel) for rank in dist.get_process_group_ranks(group)]
+    coordinates = [mesh_coordinates(mesh.parallel, rank) for rank in dist.get_process_group_ranks(group)]
     differing = [axis for axis in MESH_ORDER if len({one[axis] for one in coordinates}) > 1]
     return " x ".join(differing) or "one rank"
-
-
-def mesh_coordinates(rank: int, parallel: ParallelSpec) -> dict[str, int]:
-    """A rank's coordinate on every mesh axis, the innermost last."""
-    found: dict[str, int] = {}
-    for axis in reversed(MESH_ORDER):
-        rank, found[axis] = divmod(rank, getattr(parallel, axis))
-    return found

@@ -63,3 +63,11 @@ class ParallelSpec(Spec):
     def num_stages(self) -> int:
         """Pipeline stages of the model."""
         return self.pp * self.virtual_stages
+
+
+def mesh_coordinates(parallel: ParallelSpec, rank: int) -> dict[str, int]:
+    """The coordinate of a rank on every mesh axis; tp is innermost."""
+    found: dict[str, int] = {}
+    for axis in reversed(MESH_ORDER):
+        rank, found[axis] = divmod(rank, getattr(parallel, axis))
+    return found

@@ -4,6 +4,7 @@ Scalars follow YAML 1.2: `1e-4` is a number, `no` and `on` are text. Duplicate k
 without bound and too deep nesting are refused.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -163,6 +164,11 @@ for _tag, _pattern in (
 def dump_yaml(value: Any) -> str:
     """Block-style YAML that `parse_yaml` reads back as the same value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def dump_json(value: Any) -> str:
+    """Indented JSON, as a file."""
+    return json.dumps(value, indent=2) + "\n"
 
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -16,6 +16,7 @@ VERBS = {
     "check": ["check", "demo"],
     "check with origins": ["check", "llama-3.1-8b-8gpu", "--origins"],
     "schema": ["schema"],
+    "launch": ["launch", "llama-3.1-8b-8gpu", "--site", "leonardo"],
     "import": ["import", "tests/data/configs/zero3_fp16.json", "--onto", "llama-3.1-8b-8gpu"],
     "export": ["export", "llama-3.1-8b-8gpu", "--to", "deepspeed"],
     "env": ["env", "--json"],
@@ -44,6 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obj
     link_packages(folder)
     run_dir = tmp_path_factory.mktemp("runs") / "demo"
     verbs = {name: line for name, line in VERBS.items() if exists(line[0])}
+    verbs["launch"] = [*verbs["launch"], "-o", str(run_dir / "launch")]
     verbs["train"] = ["train", "demo", "parallel.dp_replicate=1", "--dir", str(run_dir)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{folder}", "COLUMNS": "100"}
     done = subprocess.run(

@@ -7,12 +7,12 @@ import pytest
 
 from meshwright.plan.memory.block_table import Mode
 from meshwright.rehearse.block_kinds import Kind, kinds
-from meshwright.rehearse.block_table import halves_of, read_kind, table_path
+from meshwright.rehearse.block_table import plain_kind, read_kind, sections_of, table_path
 
 EAGER = Mode(compiled=False, recompute="selective", weights="cast", fp8="bf16", tp="tp")
 SPOT_CHECKS = [
     Kind(EAGER),
-    Kind(EAGER._replace(recompute="none", tp="1"), mlp="routed"),
+    Kind(EAGER._replace(recompute="none", tp="1"), "latent", "routed"),
     Kind(EAGER._replace(recompute="full", tp="1", weights="zero3")),
     Kind(EAGER._replace(recompute="none", tp="1", compiled=True)),
 ]
@@ -24,12 +24,10 @@ def stored() -> dict[str, Any]:
 
 
 def check_kind(kind: Kind) -> None:
-    reading = read_kind(kind)
-    if reading is None:
-        return
-    for half, named in halves_of(kind, reading).items():
+    plain = read_kind(plain_kind(kind)) if kind.core != "plain" else None
+    for section, named in sections_of(kind, read_kind(kind), plain).items():
         for name, found in named.items():
-            assert stored()[str(kind.mode)][half][name] == found, f"{kind}: {HINT}"
+            assert stored()[str(kind.mode)][section][name] == found, f"{kind}: {HINT}"
 
 
 @pytest.mark.parametrize("kind", SPOT_CHECKS, ids=str)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright import svg
-from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
+from meshwright.spec.parallel import MESH_ORDER, ParallelSpec, mesh_coordinates
 
 NODES_SHOWN = 8
 CELL_WIDTH = 7
@@ -37,9 +37,7 @@ class RankMap:
 
 def coordinates(parallel: ParallelSpec, rank: int) -> dict[str, int]:
     """The coordinate of a rank on every mesh axis, and on ep."""
-    found: dict[str, int] = {}
-    for axis in reversed(MESH_ORDER):
-        rank, found[axis] = divmod(rank, getattr(parallel, axis))
+    found = mesh_coordinates(parallel, rank)
     found["ep"] = (found["dp_shard"] * parallel.cp + found["cp"]) % parallel.ep
     return found
 

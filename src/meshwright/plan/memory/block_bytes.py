@@ -17,6 +17,7 @@ Items = dict[str, Floats]
 Turn = Literal["first", "later", "last"]
 """Of the backwards of a step: the first finds no gradients, the last reduces them."""
 TURNS: tuple[Turn, ...] = ("first", "later", "last")
+_SPLIT_NAMES = ("between", "leftover", "input", "new weight", "weight")
 MATRICES = {
     "D*F": ("down", "up", "gate"),
     "D*U": ("down", "up", "gate"),
@@ -51,6 +52,27 @@ class BlockBytes:
         self.casts = self._mean("casts")
         self.remembered = self._mean("remembered")
         self.forward = self._forward()
+        self.split = self._split()
+
+    def _split(self) -> Items:
+        """Peaks of a split backward, and what a block holds between its passes."""
+        found = {name: np.zeros(len(self._at)) for name in _SPLIT_NAMES}
+        each = self._stack.state.gradient / 4.0
+        for rows, blocks in self._groups:
+            if (self._at.pp[rows] == 1).all() or not blocks[0][0].between:
+                continue
+            for name in ("between", "leftover"):
+                mean = sum(share * self._sum(getattr(block, name)) for block, share in blocks)
+                found[name] = np.where(rows, mean, found[name])
+            for block, _ in blocks:
+                live = self._stack_of(one.live for one in block.weight_pass)
+                new = live + each * self._stack_of(one.gradients for one in block.weight_pass)
+                later = live + each * self._stack_of(one.arriving for one in block.weight_pass)
+                inputs = self._stack_of(one.live for one in block.input_pass)
+                for name, values in (("input", inputs), ("new weight", new), ("weight", later)):
+                    peak = np.maximum(found[name], values.max(axis=0))
+                    found[name] = np.where(rows, peak, found[name])
+        return found
 
     def backward(self, reduction: Reduction) -> Items:
         """Items at the peak of a block's backward, what it kept included."""
@@ -181,11 +203,11 @@ def _blocks_of(work: Workload, at: Layouts, stack: Framework, row: int) -> Block
     recompute = "full" if bits & FULL else "selective" if bits & NORMS else "none"
     weights = "zero3" if at.zero[row] == 3 else "cast" if stack.state.weight > work.working_bytes else "bf16"
     plain = Mode(work.compiled, recompute, weights, "bf16", tp)
-    attention = _attention_words(work, at, row)
+    attention, core = _attention(work), _core(at, row)
     found: Blocks = []
     for mlp, share in _mlps(work, ep=int(at.ep[row])):
         for mode, part in _modes(plain, work, every=int(at.recompute_every[row])):
-            found.append((block_memory(mode, attention, mlp), share * part))
+            found.append((block_memory(mode, attention, core, mlp), share * part))
     return found
 
 
@@ -194,18 +216,19 @@ def _modes(plain: Mode, work: Workload, every: int) -> Iterable[tuple[Mode, floa
     recomputed = 1.0 / every if plain.recompute != "none" else 1.0
     fp8 = work.low_precision_layers if work.is_low_precision else 0.0
     for recompute, part in ((plain.recompute, recomputed), ("none", 1.0 - recomputed)):
-        for precision, share in (("current", fp8), ("bf16", 1.0 - fp8)):
+        for precision, share in ((work.fp8_recipe, fp8), ("bf16", 1.0 - fp8)):
             if part * share > 0:
                 yield plain._replace(recompute=recompute, fp8=precision), part * share
 
 
-def _attention_words(work: Workload, at: Layouts, row: int) -> tuple[str, ...]:
-    attention, cp = work.model.attention, int(at.cp[row])
-    kind = CP_KINDS[int(at.cp_kind[row])]
-    words = ["latent"] if attention.latent else ["qk_norm"] if attention.qk_norm else []
-    if cp > 1:
-        words.append("ulysses" if kind == "hierarchical" else kind)
-    return tuple(words)
+def _attention(work: Workload) -> str:
+    attention = work.model.attention
+    return "latent" if attention.latent else "qk_norm" if attention.qk_norm else "gqa"
+
+
+def _core(at: Layouts, row: int) -> str:
+    """The core of attention: `plain`, or a kind of cp. Documents and windows keep the same tensors."""
+    return CP_KINDS[int(at.cp_kind[row])] if at.cp[row] > 1 else "plain"
 
 
 def _mlps(work: Workload, ep: int) -> list[tuple[str, float]]:

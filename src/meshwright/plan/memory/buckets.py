@@ -136,12 +136,21 @@ class Buckets:
         self._flats: dict[Stage, Flats] = {}
         self._launches: dict[Stage, list[Launch]] = {}
         self._sent: dict[tuple[Stage, int], float] = {}
+        self._reductions: dict[tuple[Stage, float], tuple[float, float]] = {}
 
     def flats(self, stage: Stage) -> Flats:
         """Sizes of the buffers of a stage."""
         if stage not in self._flats:
             self._flats[stage] = self._fill(stage)
         return self._flats[stage]
+
+    def fullest_reductions(self, stage: Stage, shards: float) -> tuple[float, float]:
+        """`Flats.fullest_reduction` of all buckets, and of those from the last one on."""
+        if (stage, shards) not in self._reductions:
+            found = self.flats(stage)
+            both = found.fullest_reduction(shards), found.fullest_reduction(shards, is_tail=True)
+            self._reductions[stage, shards] = both
+        return self._reductions[stage, shards]
 
     def launches(self, stage: Stage) -> list[Launch]:
         """The buffers that blocks complete, without the one that the embedding does."""

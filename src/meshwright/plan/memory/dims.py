@@ -6,7 +6,7 @@
     K   width of the rotary tables            B, S   sequences, positions       cp   ranks of cp
     E   experts   M   width of one expert     n   routed rows (t x top-k)       EDM  one expert matrix / ep
     Q, C, R   ranks of latent queries and keys, rotary width      HN, HP   heads x nope, value width / tp
-    W   pairs of the largest masked attention call over cp
+    W   pairs of the largest masked attention call over cp      w   the same of one sequence
 
 A monomial is written `T*D`; the generator (rehearse/block_table.py) finds which one a traced tensor is, the
 planner evaluates it for many layouts at once.
@@ -28,7 +28,7 @@ TOKEN_MONOMIALS = (
     *("t*D", "T*D", "T*HK", "T*GK", "T*F", "T*U", "n*D", "n*M", "T*H", "T*K", "t", "T"),
     *("n", "t*E", "cp*T*GK", "t*Q", "t*C", "t*R", "T*Q", "T*C", "T*R", "T*HN", "T*HP", "T*G", "cp*T"),
 )
-PAIR_MONOMIALS = ("B*S*S", "S*S", "W")
+PAIR_MONOMIALS = ("B*S*S", "S*S", "W", "w")
 WEIGHT_MONOMIALS = (
     *("D*HK", "D*GK", "D*F", "D*U", "EDM", "D*E", "D*Q", "Q*HK", "D*C", "D*R", "C*HN", "C*HP", "D*HP", "D"),
 )
@@ -55,6 +55,7 @@ def dims_of(model: ModelSpec, sequence_length: int, at: Layouts) -> Dims:
         "K": (latent.rope_width if latent else attention.head_width) * one,
         "F": model.mlp.width / tp,
         "W": band_pairs(sequence_length, at),
+        "w": band_pairs(sequence_length, at) / at.microbatch_sequences,
     }
     if moe is not None:
         found |= {

@@ -37,12 +37,12 @@ def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: RankPar
     """Whole weights and gradients that ZeRO-3 (and 2) keep for a moment; with a pipeline, for the step."""
     unit = rank.largest_unit
     trained = 0.0 if work.adapters else 1.0
-    moment = unit * (2.0 * stack.state.gather + trained * (stack.state.gather + stack.state.reduce))
+    at_once = unit * (2.0 * stack.state.gather + trained * (stack.state.gather + stack.state.reduce))
     scatter = trained * unit * (stack.state.gather + stack.state.reduce)
     each = at.scatters_each(in_pipelines=stack.scatters_in_pipelines)[:, None]
     everything = rank.dense + np.where(column(expert_shards(at, stack)) > 1, rank.experts, 0.0)
     gradients = np.where(each, scatter, everything * trained * stack.state.reduce)
-    sharded = np.where((at.pp > 1)[:, None], everything * stack.state.gather + gradients, moment)
+    sharded = np.where((at.pp > 1)[:, None], everything * stack.state.gather + gradients, at_once)
     shards = (at.shards > 1)[:, None]
     zero = at.zero[:, None]
     return np.where(shards & (zero == 3), sharded, np.where(shards & (zero == 2), scatter, 0.0))

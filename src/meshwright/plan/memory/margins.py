@@ -37,14 +37,14 @@ class Margin(NamedTuple):
 
 
 # Seeds, counts and means stand in docs/concepts/prediction.md.
-DENSE = Margin(0.02, "dense layers, by the trace's table")
-OVER_CP = Margin(0.06, "context parallel, by the trace's table")
-LATENT = Margin(0.04, "latent attention, by the trace's table")
-ROUTED = Margin(0.07, "routed experts, by the trace's table")
+DENSE = Margin(0.09, "dense layers, by the trace's table")
+OVER_CP = Margin(0.09, "context parallel, by the trace's table")
+LATENT = Margin(0.30, "latent attention, by the trace's table")
+ROUTED = Margin(0.091, "routed experts, by the trace's table")
 COMPILED = Margin(0.10, "compiled blocks, by the trace's table")
-LOW_PRECISION = Margin(0.12, "fp8, by the trace's table")
-INTERLEAVED = Margin(0.25, "ZeRO-2 or 3 with several stages on a rank")
-SPLIT = Margin(0.38, "split backwards: weight gradients are not followed one by one")
+LOW_PRECISION = Margin(0.16, "fp8, by the trace's table")
+INTERLEAVED = Margin(0.095, "ZeRO-2 or 3 with several stages on a rank")
+SPLIT = Margin(0.15, "split backwards, by the trace's table")
 FORMULA = Margin(0.45, "estimated by formula, held against nothing")
 
 

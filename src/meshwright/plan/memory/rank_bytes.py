@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
 from meshwright.plan.memory.activations import movable_activation_bytes
+from meshwright.plan.memory.block_columns import expert_padding, kept_bytes
 from meshwright.plan.memory.formula import formula_items, fp8_weight_items, gradients_at_the_peak
 from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.offload import (
@@ -23,8 +24,7 @@ from meshwright.plan.memory.offload import (
     move_states,
     moved_activations,
 )
-from meshwright.plan.memory.phases import Rank, covered_layouts, is_covered, peak_items
-from meshwright.plan.memory.rank_facts import expert_padding, kept_bytes
+from meshwright.plan.memory.phases import covered_layouts, is_covered, peak_items
 from meshwright.plan.memory.rank_parameters import (
     Items,
     RankParameters,
@@ -33,6 +33,7 @@ from meshwright.plan.memory.rank_parameters import (
     rank_parameters,
     state_items,
 )
+from meshwright.plan.memory.rows import Rank
 from meshwright.plan.workload.layouts import Floats, Layouts
 from meshwright.plan.workload.workload import OPTIMIZER_BYTES, Workload
 
@@ -185,7 +186,7 @@ def _peak_items(work: Workload, at: Layouts, stack: Framework, rank: RankParamet
     padding = 0.0 if work.model.moe is None else column(expert_padding(work, at))
     facts = Rank(
         layers=rank.layers,
-        in_flight=in_flight(at),
+        last_layers=column(rank.last_layers),
         parameters=rank.dense + rank.experts,
         sharded_parameters=sharded,
         gathered_parameters=rank.dense + padding * rank.experts,

@@ -27,6 +27,8 @@ class RankParameters:
     dense: Floats
     experts: Floats
     layers: Floats
+    last_layers: Floats
+    """Layers of the model's last stage, shape (N,)."""
     layer: Floats
     """Of the mean layer."""
     largest_unit: Floats
@@ -63,7 +65,9 @@ def rank_parameters(work: Workload, at: Layouts, stack: Framework) -> RankParame
     inner = work.model.width * work.model.mlp.width / at.tp
     matrix = np.maximum(column(inner), experts / 3.0)
     largest = np.maximum(np.where(alone, column(counts.embedding / at.tp), ends), matrix) + matrix
-    return RankParameters(dense, layers * experts, layers, per_layer + experts, unit, largest)
+    return RankParameters(
+        dense, layers * experts, layers, split.last_stage, per_layer + experts, unit, largest
+    )
 
 
 def expert_shards(at: Layouts, stack: Framework) -> Floats:

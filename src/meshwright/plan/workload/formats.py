@@ -61,6 +61,7 @@ def workload_of(run: RunSpec) -> Workload:
         optimizer=_optimizer(run),
         compiled=run.compile,
         separate_documents=run.data.documents == "separate",
+        fp8_recipe=fp8.recipe if fp8 is not None else "current",
         low_precision_layers=_fp8_layers(run.model.num_layers, fp8),
         keeps_low_precision_weights=fp8 is not None and fp8.cast_weights == "per_step",
     )

@@ -220,6 +220,8 @@ class StageLayers:
     first: Floats
     most: Floats
     last: Floats
+    last_stage: Floats
+    """Layers of the model's last stage: of one of the stages of the last rank, or of the first in a V."""
 
 
 def stage_layers(workload: Workload, at: Layouts, *, balanced: bool = False) -> StageLayers:
@@ -234,6 +236,7 @@ def stage_layers(workload: Workload, at: Layouts, *, balanced: bool = False) -> 
         first=(base + extra // at.pp).astype(np.float64),
         most=(base + -(-extra // at.pp)).astype(np.float64),
         last=(base + np.where(at.pp > 1, (extra + 1) // at.pp, extra)).astype(np.float64),
+        last_stage=layers / at.num_stages,
     )
     if not balanced:
         return even
@@ -246,6 +249,7 @@ def stage_layers(workload: Workload, at: Layouts, *, balanced: bool = False) -> 
         first=np.where(alone, even.first, most),
         most=np.where(alone, even.most, most),
         last=np.where(alone, even.last, last),
+        last_stage=np.where(alone, even.last, last / at.virtual_stages),
     )
 
 
@@ -256,23 +260,24 @@ def runtime_stage_layers(workload: Workload, at: Layouts) -> StageLayers:
     unique, position = np.unique(keys, return_inverse=True)
     parts = [(*divmod(int(key) // kinds, MOST_VIRTUAL_STAGES), int(key) % kinds) for key in unique]
     counts = np.array([_rank_layers(workload.model, *part) for part in parts])  # pyright: ignore[reportArgumentType]  (frozen: it has a hash)
-    first, most, last = counts.reshape(-1, 3)[position].T
+    first, most, last, last_stage = counts.reshape(-1, 4)[position].T
     # A layout with more stages than layers is refused elsewhere, and priced here as an even split.
     is_possible, even = at.num_stages <= workload.model.num_layers, stage_layers(workload, at)
     return StageLayers(
         first=np.where(is_possible, first, even.first),
         most=np.where(is_possible, most, even.most),
         last=np.where(is_possible, last, even.last),
+        last_stage=np.where(is_possible, last_stage, even.last_stage),
     )
 
 
 @cache
-def _rank_layers(model: ModelSpec, pp: int, virtual_stages: int, schedule: int) -> tuple[float, float, float]:
-    """Layers of the first rank of a pipeline, of the one with most between, and of the last."""
+def _rank_layers(model: ModelSpec, pp: int, virtual_stages: int, schedule: int) -> tuple[float, ...]:
+    """Layers of the first pipeline rank, of the one with most between, of the last, and of the last stage."""
     num_stages = pp * virtual_stages
     if num_stages > model.num_layers:
-        return (0.0, 0.0, 0.0)
+        return (0.0, 0.0, 0.0, 0.0)
     sizes = [len(stage) for stage in runtime_stages(model, num_stages)]
     parallel = ParallelSpec(pp=pp, schedule=SCHEDULES[schedule], virtual_stages=virtual_stages)  # pyright: ignore[reportArgumentType]
     ranks = [float(sum(sizes[stage] for stage in stages_of_rank(parallel, rank))) for rank in range(pp)]
-    return ranks[0], max(ranks[1:-1], default=ranks[0]), ranks[-1]
+    return ranks[0], max(ranks[1:-1], default=ranks[0]), ranks[-1], float(sizes[-1])

@@ -94,11 +94,15 @@ def rank_stages(schedule: Schedule, rank: int, shape: PipelineShape) -> tuple[in
 @lru_cache(maxsize=512)
 def actions(schedule: Schedule, shape: PipelineShape) -> tuple[RankActions, ...]:
     """The actions of every rank in execution order; `problem` must be None for this shape."""
+    return tuple(rank_actions(schedule, rank, shape) for rank in range(shape.pp))
+
+
+def rank_actions(schedule: Schedule, rank: int, shape: PipelineShape) -> RankActions:
+    """The actions of one rank in execution order; `problem` must be None for this shape."""
     reason = problem(schedule, shape)
     if reason is not None:
         raise ValueError(reason)
-    order = _ORDERS[schedule]
-    return tuple(tuple(order(rank, shape)) for rank in range(shape.pp))
+    return tuple(_ORDERS[schedule](rank, shape))
 
 
 def peak_in_flight(rank_actions: RankActions) -> float:

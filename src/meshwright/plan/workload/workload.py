@@ -122,6 +122,8 @@ class Workload:
     """Share of the layers whose linears run in fp8 or fp4."""
     low_precision_experts: bool = False
     """Routed experts run in fp8 or fp4 too."""
+    fp8_recipe: str = "current"
+    """How fp8 linears are scaled, which changes what they keep."""
     keeps_low_precision_weights: bool = False
     """Weights are cast to fp8 once per update; the copies, plain and transposed, are kept beside them."""
     separate_documents: bool = False

@@ -1,0 +1,130 @@
+"""What the trace's table says of one block of every layout; layouts whose blocks are alike share an entry."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.plan.framework import Framework
+from meshwright.plan.memory.block_bytes import TURNS, BlockBytes, Items, Reduction, Turn
+from meshwright.plan.memory.buckets import Stage
+from meshwright.plan.workload.layouts import Floats, Layouts
+from meshwright.plan.workload.workload import Workload
+from meshwright.spec.parameters import Parameter, layer_parameters
+
+Mask = NDArray[np.bool_]
+
+
+class BlockColumns:
+    """Bytes and elements of one block; `index` says which entry of an array a layout has."""
+
+    def __init__(self, work: Workload, layouts: Layouts, stack: Framework) -> None:
+        at, self.index = _distinct(layouts)
+        found = BlockBytes(work, at, stack)
+        self.kept, self.casts = found.kept, found.casts
+        self.remembered = found.remembered
+        """Casts of weights that autocast remembers until the forward ends."""
+        self.forward = found.forward
+        """Peak of a block's forward, beyond its input."""
+        self.split = found.split
+        """Peaks of a split backward, and what a block holds between its passes."""
+        self._set_elements(work, at)
+        # At ZeRO-2 nothing is left of earlier full gradients, and each micro-batch reduces its own.
+        self._scatters = at.scatters_each(in_pipelines=stack.scatters_in_pipelines) & (at.zero == 2)
+        shared = at.dp * at.cp > 1
+        self._due = (at.zero < 3) & shared
+        self._fused = work.compiled & ~shared & (at.tp == 1) & (at.pp == 1) & (at.num_microbatches > 1)
+        self.after = found.after()
+        """Bytes of a block when one of its gradients has come."""
+        buckets = partial(_buckets, work, at, stack)
+        self.back = self._by_turn(found, at, partial(buckets, has_head=False))
+        """The backward of a block."""
+        launches = self._due & ((at.pp == 1) | self._scatters)
+        to_head = partial(self._by_turn, found, at, partial(buckets, has_head=True))
+        self.back_to_head = to_head() if launches.any() else self.back
+        """Of a stage's last block behind a head, whose gradients fill the same buckets."""
+
+    def _set_elements(self, work: Workload, at: Layouts) -> None:
+        listed = layer_parameters(work.model, work.model.num_layers - 1)
+        tp, ep = at.tp.astype(np.float64), at.ep.astype(np.float64)
+
+        def local(one: Parameter) -> Floats:
+            sharded = {"expert": ep, "matrix": tp, "bias": tp}
+            return one.num_elements / sharded.get(one.kind, np.ones_like(tp))
+
+        matrices = [one for one in listed if one.kind in ("matrix", "expert")]
+        experts = sum((local(one) for one in matrices if one.kind == "expert"), 0.0 * tp)
+        elements = sum((local(one) for one in matrices), 0.0 * tp)
+        padding = expert_padding(work, at) if work.model.moe is not None else 1.0
+        self.elements, self.expert_elements = elements, experts
+        self.gathered_elements = elements + (padding - 1.0) * experts
+        """Elements that ZeRO-3 gathers."""
+        self.last_elements = local(matrices[-1])
+        """Elements of the last matrix of the module."""
+
+    def _by_turn(
+        self, found: BlockBytes, at: Layouts, buckets: Callable[[Mask], dict[str, Floats]]
+    ) -> dict[Turn, Items]:
+        by_turn: dict[Turn, Items] = {}
+        for turn in TURNS:
+            accumulates = (turn != "first") & ~self._scatters & (at.num_microbatches > 1)
+            is_due = self._due & (((turn == "last") & (at.pp == 1)) | self._scatters)
+            reduction = Reduction(accumulates, self._fused & (turn != "first"), buckets(is_due))
+            by_turn[turn] = found.backward(reduction)
+        return by_turn
+
+
+def kept_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """What one block keeps of one micro-batch for its backward, shape (N, 1)."""
+    rows, inverse = _distinct(at)
+    return BlockBytes(work, rows, stack).kept[inverse][:, None]
+
+
+def expert_padding(work: Workload, at: Layouts) -> Floats:
+    """Gathered elements of experts over those on a rank: each rank's part is padded to full experts.
+
+    Where ep spreads experts over ranks FSDP2 gathers them by themselves; that is not written down here.
+    """
+    moe = work.model.moe
+    assert moe is not None
+    each = np.ceil(moe.num_experts / at.shards)
+    return np.where(at.ep > 1, 1.0, each * at.shards / moe.num_experts)
+
+
+def _buckets(
+    work: Workload, at: Layouts, stack: Framework, is_due: Mask, *, has_head: bool
+) -> dict[str, Floats]:
+    """Bytes of the buckets that a gradient of the last block of a stage completes."""
+    found: dict[str, Floats] = {}
+    is_apart = ((at.tp > 1) | (at.ep > 1)) & (work.model.moe is not None)
+    for is_cut, is_alone, deals in product((False, True), repeat=3):
+        rows = is_due & ((at.tp > 1) == is_cut) & ((at.pp == 1) == is_alone) & (is_apart == deals)
+        # Only that experts go by themselves matters here: what is not theirs is as large on any rank of ep.
+        has_embedding = is_alone and has_head
+        stage = Stage(work.model.num_layers, has_embedding, has_head, is_cut, ep=2 if deals else 1)
+        for launch in work.buckets.launches(stage) if rows.any() else ():
+            if launch.block == work.model.num_layers - 1:
+                part = np.where(at.zero > 0, 1.0 / at.shards, 0.0)
+                held = stack.state.gradient * launch.elements / at.tp * (1.0 + part)
+                found[launch.name] = found.get(launch.name, np.zeros(len(at))) + np.where(rows, held, 0.0)
+    return found
+
+
+def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
+    """Layouts that differ in what a block sees, and which of them each layout is."""
+    seen = [
+        *(getattr(at, name) for name in ("microbatch_sequences", "cp", "cp_kind", "cp_inner", "tp")),
+        *(getattr(at, name) for name in ("recompute", "recompute_every", "zero", "reduce_last")),
+        at.pp > 1,
+        at.ep,
+        at.shards,
+        at.num_microbatches > 1,
+        at.dp * at.cp > 1,
+    ]
+    code = np.zeros(len(at), dtype=np.int64)
+    for column in seen:
+        code = code * (int(column.max(initial=0)) + 1) + column
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    return at.take(first), inverse.reshape(-1)
