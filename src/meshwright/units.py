@@ -3,7 +3,8 @@
 import math
 import re
 
-_COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_DECIMAL_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_COUNT_SUFFIX = _DECIMAL_SUFFIX | {"ki": 2**10, "mi": 2**20, "gi": 2**30}
 _BYTE_SUFFIX = {
     "b": 1,
     "kb": 10**3,
@@ -51,13 +52,13 @@ def _refuse_bool(value: object) -> None:
 
 
 def parse_count(value: object) -> object:
-    """`4M` -> 4000000, `1e6` -> 1000000; values that are not text are returned unchanged."""
+    """`4M` -> 4000000, `128Ki` -> 131072, `1e6` -> 1000000; other values than text are returned unchanged."""
     _refuse_bool(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str):
         return value
-    scaled = _scaled(value, _COUNT_SUFFIX, "K, M, B or T")
+    scaled = _scaled(value, _COUNT_SUFFIX, "K, M, B, T, Ki or Mi")
     if abs(scaled - round(scaled)) > 1e-6 * max(1.0, abs(scaled)):
         raise ValueError(f"{value!r} is not a whole number")
     return round(scaled)
@@ -108,13 +109,31 @@ def show_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+_SHOWN_UNITS = (
+    (2 * 31557600.0, 31557600.0, "years"),
+    (2 * 86400.0, 86400.0, "days"),
+    (3600.0, 3600.0, "h"),
+    (60.0, 60.0, "min"),
+    (1.0, 1.0, "s"),
+    (0.0, 1e-3, "ms"),
+)
+"""(seconds from which on, seconds of the unit, name)."""
+
+
+def _shown_unit(seconds: float) -> tuple[float, str]:
+    return next((unit, name) for least, unit, name in _SHOWN_UNITS if seconds >= least)
+
+
 def show_seconds(seconds: float) -> str:
     """0.0123 -> `12.3 ms`, 5400 -> `1.5 h`, 2592000 -> `30.0 days`."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    for size, suffix in ((2 * 31557600.0, "years"), (2 * 86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= size:
-            unit = {"years": 31557600.0, "days": 86400.0}.get(suffix, size)
-            digits = 2 if seconds < 600 else 1  # so that steps of about a minute can be distinguished
-            return f"{seconds / unit:.{digits}f} {suffix}"
-    return f"{seconds:.2f} s"
+    unit, name = _shown_unit(seconds)
+    if name == "ms":
+        return f"{seconds / unit:.3g} ms"
+    digits = 2 if seconds < 600 else 1  # so that steps of about a minute can be distinguished
+    return f"{seconds / unit:.{digits}f} {name}"
+
+
+def show_range(low: float, high: float) -> str:
+    """48.81 and 60.6 seconds -> `48.8 s to 60.6 s`: both in the unit of the smaller."""
+    unit, name = _shown_unit(low)
+    return " to ".join(f"{float(f'{seconds / unit:.3g}'):g} {name}" for seconds in (low, high))

@@ -9,6 +9,7 @@ from meshwright.units import (
     parse_seconds,
     show_bytes,
     show_count,
+    show_range,
     show_seconds,
 )
 
@@ -19,6 +20,8 @@ from meshwright.units import (
         (parse_count, "4M", 4_000_000),
         (parse_count, "1.5k", 1500),
         (parse_count, "300B", 300_000_000_000),
+        (parse_count, "128Ki", 131_072),
+        (parse_count, "4Mi", 4_194_304),
         (parse_count, "1e6", 1_000_000),
         (parse_count, "1_000", 1000),
         (parse_count, 1e3, 1000),
@@ -70,3 +73,8 @@ def test_a_count_is_whole(text: str):
 )
 def test_numbers_are_shown_for_people(shown: str, text: str):
     assert shown == text
+
+
+def test_a_range_has_one_unit() -> None:
+    assert show_range(48.81, 60.6) == "48.8 s to 60.6 s"
+    assert show_range(0.95, 1.234) == "950 ms to 1230 ms"

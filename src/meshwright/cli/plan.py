@@ -72,6 +72,7 @@ def plan(
     Prices every layout of data, tensor, context, pipeline and expert parallelism that the rules allow,
     and writes the best as a run file. Exit code 3: nothing fits, with what would.
     """
+    from meshwright.errors import PlanError
     from meshwright.plan.make_plan import make_plan
 
     if price is not None and report is None:
@@ -81,8 +82,13 @@ def plan(
         model, pins or [], on=on, seq=seq, batch_tokens=batch_tokens, tokens=tokens, precision=precision,
         allow=allow, objective=objective,
     )  # fmt: skip
-    question = filled.question if deadline is None else _sized(filled, on, deadline)
-    found = make_plan(question, top=top)
+    try:
+        question = filled.question if deadline is None else _sized(filled, on, deadline)
+        found = make_plan(question, top=top)
+    except PlanError as error:
+        if as_json:
+            typer.echo(json.dumps({"fits": False, "error": vars(error), "assumed": list(filled.assumed)}))
+        raise
     _deliver(found, filled, output=output, report=report, price=price, as_json=as_json)
 
 
@@ -97,7 +103,7 @@ def _deliver(
 
     views: dict[str, Any] = {
         "why": explain(found),
-        "neighbours": neighbours(found.best),
+        "neighbours": neighbours(found),
         "gains": gains(found),
     }
     if output is not None:
@@ -205,7 +211,7 @@ def _print(
     from rich.console import Console
 
     from meshwright.hardware.prediction_log import observed_line, read_pairs
-    from meshwright.units import show_seconds
+    from meshwright.units import show_range
 
     # A file or a pipe has no width; the layouts need this one.
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
@@ -214,8 +220,8 @@ def _print(
         typer.echo(f"assumed: {value}", err=True)
     console.print(_headline(found, filled.tokens), highlight=False)
     console.print(_layout_table(found, filled.tokens))
-    low, high = (show_seconds(seconds) for seconds in found.best.interval_seconds)
-    console.print(f"\nstep time of 1: nine of ten measured between {low} and {high}", highlight=False)
+    interval = show_range(*found.best.interval_seconds)
+    console.print(f"\nstep time of 1: nine of ten measured from {interval}", highlight=False)
     instead = [gain.text for gain in gains[:MAX_GAINS]]
     instead += [f"{each.change}: {each.reason}" for each in neighbours[:MAX_NEIGHBOURS]]
     for title, sentences in (("Why", why), ("Instead", instead)):
@@ -225,8 +231,7 @@ def _print(
     observed = observed_line(read_pairs(device.name), device.title)
     if observed is not None:
         typer.echo(observed, err=True)
-    counts = f"priced {result.num_considered} layouts, {result.num_fitting} fit"
-    typer.echo(f"{counts}, in {found.search_seconds:.2f} s", err=True)
+    typer.echo(f"priced {result.num_considered} layouts in {found.search_seconds:.2f} s", err=True)
 
 
 def _headline(found: Any, tokens: int) -> str:
@@ -244,7 +249,7 @@ def _headline(found: Any, tokens: int) -> str:
 def _layout_table(found: Any, tokens: int) -> Any:
     from rich.table import Table
 
-    from meshwright.plan.draw.document import layout_text
+    from meshwright.plan.search.candidate import layout_text
     from meshwright.units import show_bytes, show_seconds
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))

@@ -129,12 +129,12 @@ def _text(found: Any, device: str) -> str:
 
 
 def _time_lines(found: Any) -> Iterator[str]:
-    from meshwright.units import show_count, show_seconds
+    from meshwright.units import show_count, show_range, show_seconds
 
     width = max(found.high_seconds / found.step_seconds - 1.0, 0.0)
-    low, high = show_seconds(found.low_seconds), show_seconds(found.high_seconds)
+    interval = show_range(found.low_seconds, found.high_seconds)
     per_device = found.tokens_per_second_per_device
-    yield f"step      {show_seconds(found.step_seconds)}  (90%: {low} to {high}, {width:+.0%})"
+    yield f"step      {show_seconds(found.step_seconds)}  (90%: {interval}, {width:+.0%})"
     in_all = show_count(per_device * found.num_devices)
     yield f"tokens/s  {show_count(per_device)} per device, {in_all} in all"
     tflops = f"{found.tflops_per_device:.3g} per device, MFU {found.mfu:.1%}"

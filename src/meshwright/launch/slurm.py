@@ -8,6 +8,8 @@ from meshwright.launch.job import Job, clock
 
 REQUEUED_CODE = 130
 """Exit code of a run that was asked to stop and has saved."""
+_LAST_RANK_SECONDS = 60
+"""Ranks that are still there so long after the first one has ended are killed."""
 _REQUEUE = """\
 # A run that is asked to stop (USR1 before the time limit, TERM on preemption) saves and exits {code}.
 # The job then goes back into the queue and continues where it was, unless it was cancelled: scancel
@@ -79,7 +81,9 @@ def srun_line(job: Job) -> str:
         *(["--gpu-bind=none"] if job.is_on_gpus else []),
         '--cpus-per-task="$SLURM_CPUS_PER_TASK"',
         "--cpu-bind=cores",
-        "--kill-on-bad-exit=1",
+        # Ranks that were asked to stop end one after the other: the first must not take the others with it.
+        "--kill-on-bad-exit=0",
+        f"--wait={_LAST_RANK_SECONDS}",
         *srun_container(job),
         *job.site.srun_options,
     ]

@@ -49,6 +49,14 @@ def test_json_is_one_document_and_nothing_else(capsys: pytest.CaptureFixture[str
     assert document["best"]["parallel"]["tp"] >= 1
 
 
+def test_json_says_why_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "llama-3.1-8b", "--on", "h100:1", "memory.offload=[]", "--json"]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is False
+    assert "does not fit on 1 x" in document["error"]["fact"]
+    assert "any one of these" in document["error"]["hint"]
+
+
 def test_deadline_gives_a_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*SMALL[:-1], "2T", "--on", "h100", "--deadline", "30d", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -11,7 +11,7 @@ from meshwright.plan.search.decision import Plan
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 from meshwright.spec.run import RunSpec
 from meshwright.spec.text import dump_run
-from meshwright.units import show_bytes, show_count, show_seconds
+from meshwright.units import show_bytes, show_count, show_range, show_seconds
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
 TOKENS_PER_PARAMETER = 20.0
@@ -22,21 +22,6 @@ def compute_optimal(flops: float) -> tuple[float, float]:
     """Compute-optimal parameters and tokens of a FLOP budget (Chinchilla): 20 tokens per parameter."""
     num_parameters = (flops / (FLOPS_PER_PARAMETER_AND_TOKEN * TOKENS_PER_PARAMETER)) ** 0.5
     return num_parameters, TOKENS_PER_PARAMETER * num_parameters
-
-
-def layout_text(run: RunSpec) -> str:
-    """`dp_shard=8 zero=3 tp=4 micro=1x32 recompute=selective`: the settings that are not the default."""
-    default = ParallelSpec().model_dump()
-    parts = [f"{name}={value}" for name, value in run.parallel.model_dump().items() if value != default[name]]
-    if run.parallel.pp > 1 and run.parallel.schedule == "1f1b":
-        parts.append("schedule=1f1b")
-    parts.append(f"micro={run.data.microbatch_sequences}x{run.accumulation}")
-    if run.memory.recompute != "none":
-        every = f"/{run.memory.recompute_every}" if run.memory.recompute_every > 1 else ""
-        parts.append(f"recompute={run.memory.recompute}{every}")
-    if run.memory.offload:
-        parts.append(f"offload={'+'.join(run.memory.offload)}")
-    return " ".join(parts) if run.parallel.num_ranks > 1 else f"one device {' '.join(parts)}"
 
 
 def format_text(run: RunSpec) -> str:
@@ -138,7 +123,7 @@ def run_file(plan: Plan, why: list[str]) -> str:
     lines = [
         f"Planned for {best.num_ranks} x {cluster.device.title}, {cluster.devices_per_node} per node.",
         f"Predicted: {show_seconds(best.step_seconds)} per step "
-        f"({show_seconds(low)} to {show_seconds(high)}), "
+        f"({show_range(low, high)}), "
         f"{show_count(best.tokens_per_second)} tokens/s, MFU {best.mfu:.1%}, "
         f"{show_bytes(best.device_bytes)} of {show_bytes(cluster.device.memory_bytes)} per device.",
         *why,

@@ -9,12 +9,12 @@ from jinja2 import Environment, StrictUndefined
 import meshwright
 from meshwright import svg
 from meshwright.plan.draw.charts import Axis, Bar, Line, line_chart, stacked_bars
-from meshwright.plan.draw.document import compute_optimal, format_text, layout_text, rank_map
+from meshwright.plan.draw.document import compute_optimal, format_text, rank_map
 from meshwright.plan.draw.memory import memory_chart
 from meshwright.plan.draw.schedule import inline_svg, picture
 from meshwright.plan.explain.gains import Gain
 from meshwright.plan.explain.neighbours import ITEM_NAMES, Neighbour
-from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.candidate import Candidate, layout_text
 from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.sizing import ScalingPoint, scaling_counts, strong_scaling, weak_scaling
 from meshwright.plan.workload.schedules import PipelineShape

@@ -5,8 +5,8 @@ from itertools import combinations
 
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.catalogue import Cluster
-from meshwright.plan.explain.what_if import Change, Outcome, fitting
 from meshwright.plan.search.candidate import candidate_of
+from meshwright.plan.search.what_if import Change, Outcome, fitting
 from meshwright.spec.run import RunSpec
 
 MAX_SHOWN = 4

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.explain.what_if import Change, what_if
 from meshwright.plan.search.allow import single_changes
 from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.meshes import Table
 from meshwright.plan.search.search import TIE_FRACTION
+from meshwright.plan.search.what_if import Change, what_if
 from meshwright.units import show_bytes, show_seconds
 
 
@@ -31,11 +31,11 @@ def gains(plan: Plan) -> list[Gain]:
 
 
 def _gains(plan: Plan) -> Iterator[Gain]:
-    now, meshes = float(plan.result.fitting.step_seconds.min()), _meshes_of(plan)
+    now, meshes = min(candidate.step_seconds for candidate in plan.top), _meshes_of(plan)
     for variant in single_changes(plan.question):
         (change,) = variant.changes
         outcome = what_if(Change(change.setting, variant.question, meshes))
-        seconds, need = outcome.closed_form_seconds, outcome.device_bytes
+        seconds, need = outcome.step_seconds, outcome.device_bytes
         if outcome.fits and seconds < (1.0 - TIE_FRACTION) * now:
             text = (
                 f"with --allow {change.name} ({change.meaning}) the fastest layout would take "

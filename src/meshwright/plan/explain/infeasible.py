@@ -5,14 +5,13 @@ from dataclasses import replace
 
 from meshwright.errors import PlanError, SpecError
 from meshwright.hardware.catalogue import built_in_devices, generic_cluster
-from meshwright.plan.explain.what_if import Change, Outcome, fitting, what_if
-from meshwright.plan.memory.offload import HOST_SHARE
 from meshwright.plan.predict import layout_of
 from meshwright.plan.search.allow import Variant, parse_allow, single_changes, variants
-from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.candidate import Candidate, layout_text
 from meshwright.plan.search.choose_precision import ChosenPrecision
 from meshwright.plan.search.question import Question
-from meshwright.plan.search.search import least_bytes
+from meshwright.plan.search.search import least_memory_use
+from meshwright.plan.search.what_if import Change, Outcome, fitting, what_if
 from meshwright.plan.workload.schedules import SCHEDULES, V_SHAPED
 from meshwright.spec.check import check
 from meshwright.units import show_bytes
@@ -23,17 +22,17 @@ MIN_SEQUENCE_LENGTH = 512
 
 def infeasible(question: Question, chosen: ChosenPrecision) -> PlanError | SpecError:
     """The error for a question without a plan; `chosen` is what came closest."""
-    if chosen.result.least_memory is None:
+    if chosen.result.closest is None:
         return _contradiction(question)
-    closest = Candidate(chosen.question, chosen.result.least_memory.layouts)
+    closest = Candidate(chosen.question, chosen.result.closest.layouts)
     need = f"{show_bytes(closest.device_bytes)} per device of {show_bytes(question.memory_budget_bytes)}"
     if closest.excess_bytes <= 0:
-        host = HOST_SHARE * question.cluster.host_memory_bytes / question.cluster.devices_per_node
-        need = f"{show_bytes(closest.host_bytes)} of host memory per rank of {show_bytes(host)}"
+        need = closest.shortage
     devices = f"{question.cluster.num_devices} x {question.cluster.device.title}"
     fact = f"{question.run.model.family} does not fit on {devices}"
+    layout = layout_text(closest.run)
     return PlanError(
-        f"{fact}: the layout with the least memory needs {need}", where="--on", hint=_hint(question)
+        f"{fact}: the layout that comes closest ({layout}) needs {need}", where="--on", hint=_hint(question)
     )
 
 
@@ -83,7 +82,7 @@ def _more_devices(question: Question) -> Iterator[Change]:
     while count < MAX_DEVICES:
         count = 2 * count if count < full or count % full == 0 else -(-count // full) * full
         larger = replace(question, cluster=cluster.with_devices(count))
-        if least_bytes(larger) <= larger.memory_budget_bytes:
+        if least_memory_use(larger) <= 1.0:
             yield _change(f"{count} devices instead of {cluster.num_devices}", larger)
 
 
@@ -106,11 +105,7 @@ def _other_numerics(question: Question) -> list[Outcome]:
     everything = replace(question, allow=(*parse_allow("all"), *question.allow))
     if set(everything.allow) == set(question.allow):
         return []
-    listed = (
-        each
-        for each in variants(everything)
-        if least_bytes(each.question) <= each.question.memory_budget_bytes
-    )
+    listed = (each for each in variants(everything) if least_memory_use(each.question) <= 1.0)
     return list(fitting(_allowing(listed), limit=1))
 
 

@@ -6,17 +6,16 @@ Every sentence has a number that was priced: what the layout would need or take 
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
-from meshwright.plan.explain.what_if import Change, what_if, with_columns
-from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.candidate import Candidate, layout_text
 from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.question import Question, price_memory
-from meshwright.plan.search.search import TIE_FRACTION, least_bytes
+from meshwright.plan.search.search import TIE_FRACTION
+from meshwright.plan.search.what_if import Change, what_if, with_columns
 from meshwright.plan.workload.layouts import FULL, layouts
 from meshwright.units import show_bytes, show_count, show_seconds
 
 STATE_ITEMS = ("weights", "gradients", "master", "optimizer")
+MIN_FASTER_SHOWN = 0.001
 SHARDED_BY_ZERO = {
     1: "optimizer states are",
     2: "optimizer states and gradients are",
@@ -28,6 +27,7 @@ def explain(plan: Plan) -> list[str]:
     """The reasons for the chosen layout, one sentence or two for each technique that it uses."""
     best = plan.best
     return [
+        *_choice(plan),
         *_state(best),
         *_data_parallel(best),
         *_technique(plan, "tp", _tp_text(best)),
@@ -39,6 +39,19 @@ def explain(plan: Plan) -> list[str]:
         *_numerics(plan),
         *_idle(plan),
     ]
+
+
+def _choice(plan: Plan) -> Iterator[str]:
+    """Why the chosen row is not the fastest of the table, where it is not."""
+    number, fastest = min(enumerate(plan.top, start=1), key=lambda each: each[1].step_seconds)
+    faster = 1.0 - fastest.step_seconds / plan.best.step_seconds
+    if faster < MIN_FASTER_SHOWN:
+        return
+    row = f"Row {number} is {faster:.1%} faster"
+    if plan.question.objective == "speed":
+        yield f"{row}, which is within {TIE_FRACTION:.0%}: row 1 is chosen because it is simpler."
+    else:
+        yield f"{row}, but the objective is {plan.question.objective}."
 
 
 def full_state_bytes(question: Question) -> float:
@@ -103,7 +116,7 @@ def _lower_zero(best: Candidate) -> str:
     lower = what_if(with_columns(best, name, zero=parallel.zero - 1, **unsharded))
     need = show_bytes(lower.device_bytes)
     if not lower.fits:
-        return f"{name} would need {need} per rank and does not fit."
+        return f"{name} {'is ' if lower.broken_rule else ''}{lower.reason}."
     slower = lower.step_seconds / best.step_seconds - 1.0
     if slower > 0:
         return f"{name} would fit ({need}) but is {slower:.1%} slower."
@@ -117,44 +130,55 @@ def _technique(plan: Plan, axis: str, text: str) -> Iterator[str]:
     if axis in plan.question.pins.allowed:
         yield f"{text} It is pinned."
         return
-    seconds = _seconds_without(plan, axis)
-    if np.isfinite(seconds):
-        slower = seconds / plan.best.step_seconds - 1.0
-        yield f"{text} Without it the best step takes {show_seconds(seconds)} ({slower:+.1%})."
+    outcome = plan.without[axis]
+    if outcome.candidate is None:
+        yield f"{text} Without it no layout satisfies the rules and the pins."
+    elif outcome.fits:
+        yield f"{text} {_best_without(plan.best, outcome.candidate)}"
     else:
-        need = least_bytes(_question_without(plan, axis))
-        is_clear = plan.question.memory_budget_bytes < need < np.inf
-        needs = f": at least {show_bytes(need)} per device would be needed" if is_clear else ""
-        yield f"{text} Without it nothing fits{needs}."
+        yield f"{text} Without it nothing fits: the closest layout needs {_need(outcome.candidate)}."
 
 
-def _seconds_without(plan: Plan, axis: str) -> float:
-    """The fastest step without an axis, of the priced layouts or of a new search; infinite if none fits."""
-    priced = plan.result.fitting
-    without = getattr(priced.layouts, axis) == 1
-    if without.any():
-        return float(priced.step_seconds[without].min())
-    outcome = what_if(Change(f"{axis}=1", _question_without(plan, axis)))
-    return outcome.closed_form_seconds if outcome.fits else np.inf
+def _best_without(best: Candidate, other: Candidate) -> str:
+    """How long the best layout without an axis takes; by another objective than speed, what it costs."""
+    slower = other.step_seconds / best.step_seconds - 1.0
+    seconds = f"{show_seconds(other.step_seconds)} ({slower:+.1%})"
+    reason = ""
+    if slower < 0:
+        is_close = -slower <= TIE_FRACTION and best.question.objective == "speed"
+        reason = (
+            f", within {TIE_FRACTION:.0%} and not as simple"
+            if is_close
+            else f", but the objective is {best.question.objective}"
+        )
+    return f"Without it the best step takes {seconds}{reason}, with {layout_text(other.run)}."
 
 
-def _question_without(plan: Plan, axis: str) -> Question:
-    pins = plan.question.pins
-    return replace(plan.question, pins=replace(pins, allowed={**pins.allowed, axis: (1,)}))
+def _need(candidate: Candidate) -> str:
+    """The memory that a layout lacks, of the device or of the host."""
+    if candidate.excess_bytes <= 0:
+        return candidate.shortage
+    budget = show_bytes(candidate.question.memory_budget_bytes)
+    return f"{show_bytes(candidate.device_bytes)} per device of {budget}"
 
 
 def _tp_text(best: Candidate) -> str:
-    tp, per_node = best.run.parallel.tp, best.question.cluster.devices_per_node
-    place = f"inside the {per_node} GPUs of a node" if tp <= per_node else "ACROSS nodes"
-    return f"tp={tp}: layers are sharded, with sequence parallel between them, {place}."
+    tp, cluster = best.run.parallel.tp, best.question.cluster
+    place = ""
+    if cluster.num_nodes > 1:
+        inside = tp <= cluster.devices_per_node
+        place = f", inside the {cluster.devices_per_node} GPUs of a node" if inside else ", ACROSS nodes"
+    return f"tp={tp}: layers are sharded, with sequence parallel between them{place}."
 
 
 def _pp_text(best: Candidate) -> str:
     parallel = best.run.parallel
     chunks = f", {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     bubble = best.seconds_items.get("bubble", 0.0) / best.step_seconds
+    # Stages are the outermost axis: they share a node where a node has the ranks of several.
+    across = " across nodes" if best.num_ranks > best.question.cluster.devices_per_node else ""
     return (
-        f"pp={parallel.pp} across nodes with {parallel.schedule}{chunks}: "
+        f"pp={parallel.pp}{across} with {parallel.schedule}{chunks}: "
         f"{best.run.accumulation} micro-batches leave a bubble of {bubble:.1%} of the step."
     )
 
@@ -183,6 +207,8 @@ def _recompute(best: Candidate) -> Iterator[str]:
     need = f"keeping all activations would need {show_bytes(without.device_bytes)}"
     if without.fits:
         need += f" and take {show_seconds(without.step_seconds)} per step"
+    elif without.device_bytes <= best.question.memory_budget_bytes:
+        need = f"keeping all activations is not possible: {without.reason}"
     yield (
         f"Recompute (activation checkpointing): {part}{where} is recomputed in the backward pass, "
         f"{share:.1%} of the step; {need}."
@@ -227,8 +253,17 @@ def _numerics(plan: Plan) -> Iterator[str]:
 def _idle(plan: Plan) -> Iterator[str]:
     objective, devices = plan.question.objective, plan.question.cluster.num_devices
     idle = devices - plan.best.num_ranks
-    if idle > 0:
-        reason = (
-            "no layout that uses them is faster" if objective == "speed" else f"the objective is {objective}"
-        )
-        yield f"{idle} of {devices} devices stay idle: {reason}."
+    if idle == 0:
+        return
+    if objective != "speed":
+        yield f"{idle} of {devices} devices stay idle: the objective is {objective}."
+        return
+    data = plan.question.run.data
+    sequences = max(1, round(data.batch_sequences / devices)) * devices
+    batch = f"a batch of {data.batch_sequences} sequences"
+    divisible = ""
+    if data.batch_sequences % devices:
+        tokens = sequences * data.sequence_length
+        divisible = f"; {sequences} sequences (--batch-tokens {tokens}) divide evenly over all devices"
+    fact = f"{idle} of {devices} devices stay idle"
+    yield f"{fact}: with {batch} no layout that uses them is faster{divisible}."

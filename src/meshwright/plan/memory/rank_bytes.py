@@ -170,7 +170,8 @@ def _traced_items(
     """Items at the peak by the trace's table; of many layouts those that surely do not fit have less."""
     if len(at) < MANY_LAYOUTS:
         return _peak_items(work, at, stack, rank, state)
-    kept = in_flight(at) * rank.layers * kept_bytes(work, at, stack)
+    stays = 1.0 - column(at.offloads("activations"))
+    kept = stays * in_flight(at) * rank.layers * kept_bytes(work, at, stack)
     later = (at.num_microbatches[:, None] > in_flight(at)) & (at.zero < 2)[:, None]
     gradients = np.where(later, state.get("gradients", 0.0), 0.0)
     least = sum(values for name, values in state.items() if name != "gradients") + kept + gradients

@@ -14,7 +14,9 @@ from meshwright.plan.search.question import Question, fitting_rows, price_memory
 from meshwright.plan.time.pipeline import simulated_items
 from meshwright.plan.time.step_time import StepCost
 from meshwright.plan.workload.layouts import OFFLOAD_BITS, RECOMPUTE_BITS, Floats, Layouts
+from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.run import RunSpec
+from meshwright.units import show_bytes
 
 RECOMPUTE_NAMES = {bits: name for name, bits in RECOMPUTE_BITS.items()}
 SECONDS_PER_DAY = 86400.0
@@ -80,6 +82,32 @@ class Candidate:
         return sum(self.host_items[self.peak_stage].values())
 
     @property
+    def shortage(self) -> str:
+        """What the layout needs and does not get: device memory or host memory; empty where it fits."""
+        if self.excess_bytes > 0:
+            return f"{show_bytes(self.device_bytes)}, {show_bytes(self.excess_bytes)} too much"
+        if self.fits:
+            return ""
+        cluster = self.question.cluster
+        return (
+            f"{show_bytes(self.peak_host_bytes)} of host memory per rank of "
+            f"{show_bytes(self.question.host_budget_bytes)} ({host_memory_text(cluster)})"
+        )
+
+    @property
+    def peak_host_bytes(self) -> float:
+        """Bytes of host memory of the rank that keeps most there."""
+        return float(self.memory.peak_host_bytes[0])
+
+    @property
+    def score(self) -> float:
+        """The value that the objective minimises, with the pipeline simulated."""
+        objective = self.question.objective
+        if objective == "memory":
+            return self.device_bytes
+        return self.step_seconds * (self.num_ranks if objective == "cost" else 1)
+
+    @property
     def peak_stage(self) -> str:
         """The pipeline rank with the highest peak: first, middle or last."""
         return STAGES[int(self.memory.peak_stage[0])]
@@ -140,6 +168,30 @@ class Candidate:
     def device_hours(self, tokens: int) -> float:
         """Devices times hours for this many tokens."""
         return self.days(tokens) * 24.0 * self.num_ranks
+
+
+def host_memory_text(cluster: Cluster) -> str:
+    """How much memory the hosts of a cluster have, and whether this is known: `1.0 TiB per node, assumed`."""
+    assumed = "" if "host_memory_bytes" in cluster.sources else ", assumed"
+    return f"{show_bytes(cluster.host_memory_bytes)} per node{assumed}"
+
+
+def layout_text(run: RunSpec) -> str:
+    """`dp_shard=8 zero=3 tp=4 micro=1x32 recompute=selective`: the settings that are not the default.
+
+    `micro=1x32`: micro-batches of one sequence, 32 of them per step on every data-parallel rank.
+    """
+    default = ParallelSpec().model_dump()
+    parts = [f"{name}={value}" for name, value in run.parallel.model_dump().items() if value != default[name]]
+    if run.parallel.pp > 1 and run.parallel.schedule == "1f1b":
+        parts.append("schedule=1f1b")
+    parts.append(f"micro={run.data.microbatch_sequences}x{run.accumulation}")
+    if run.memory.recompute != "none":
+        every = f"/{run.memory.recompute_every}" if run.memory.recompute_every > 1 else ""
+        parts.append(f"recompute={run.memory.recompute}{every}")
+    if run.memory.offload:
+        parts.append(f"offload={'+'.join(run.memory.offload)}")
+    return " ".join(parts) if run.parallel.num_ranks > 1 else f"one device {' '.join(parts)}"
 
 
 def _by_stage(items: Mapping[str, Floats]) -> dict[str, dict[str, float]]:

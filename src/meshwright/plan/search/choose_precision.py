@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.search.allow import NumericsChange, Variant, corners, variants
-from meshwright.plan.search.question import Question, fitting_rows, price, price_memory
-from meshwright.plan.search.search import TIE_FRACTION, SearchResult, concatenate, search
+from meshwright.plan.search.collector import concatenate
+from meshwright.plan.search.question import Question, distance, fitting_rows, price, price_memory
+from meshwright.plan.search.search import TIE_FRACTION, SearchResult, search
 from meshwright.plan.workload.layouts import Layouts
 
 MAX_CORNER_ROWS = 4000
@@ -73,11 +74,14 @@ def _best_score(variant: Variant, result: SearchResult | None, layouts: Layouts)
 
 
 def _closest(listed: list[Variant], searched: dict[int, SearchResult]) -> ChosenPrecision:
-    """The variant whose layout with the least memory needs least, where nothing fits."""
+    """The variant whose layouts come closest, where nothing fits."""
 
-    def least_bytes(variant: Variant) -> float:
-        least_memory = searched[id(variant)].least_memory
-        return float(least_memory.device_bytes[0]) if least_memory is not None else np.inf
+    def far(variant: Variant) -> float:
+        closest = searched[id(variant)].closest
+        if closest is None:
+            return np.inf
+        needed = price_memory(variant.question, closest.layouts)
+        return float(distance(variant.question, needed)[0])
 
-    closest = min((each for each in listed if id(each) in searched), key=least_bytes)
-    return ChosenPrecision(closest.question, searched[id(closest)], closest.changes)
+    best = min((each for each in listed if id(each) in searched), key=far)
+    return ChosenPrecision(best.question, searched[id(best)], best.changes)

@@ -1,6 +1,7 @@
 """The decision: the chosen layout and the alternatives to it."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,14 +10,20 @@ from meshwright.errors import PlanError
 from meshwright.plan.search.allow import NumericsChange
 from meshwright.plan.search.candidate import Candidate
 from meshwright.plan.search.choose_precision import ChosenPrecision
+from meshwright.plan.search.neighbours import neighbours_of, without_axes
 from meshwright.plan.search.question import Objective, Priced, Question
 from meshwright.plan.search.search import TIE_FRACTION, SearchResult
+from meshwright.plan.search.what_if import Outcome
 from meshwright.plan.workload.layouts import CP_KINDS, FULL, OFFLOAD_BITS, Ints, Layouts
 from meshwright.spec.check import check
 
 NUM_PARETO = 24
-NUM_SIMULATED = 8
+EQUAL_FRACTION = 0.001
+"""Layouts this close differ in nothing that a prediction can tell."""
+NUM_SIMULATED = 16
 """The best layouts by closed form whose pipelines are simulated before one is chosen."""
+MAX_ROUNDS = 8
+"""How often the choice moves to a better neighbour."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,10 @@ class Plan:
     """Layouts that no other beats in step time, memory and devices at once."""
     result: SearchResult
     search_seconds: float
+    neighbours: tuple[Outcome, ...] = ()
+    """The chosen layout with one setting changed; none of them is better."""
+    without: Mapping[str, Outcome] = field(default_factory=dict[str, Outcome])
+    """The best layout without each axis that the chosen one uses; none of them is better."""
     changes: tuple[NumericsChange, ...] = ()
     """Allowed changes of the numerics that the plan makes."""
 
@@ -39,33 +50,89 @@ class Plan:
 def choose(chosen: ChosenPrecision, *, top: int, search_seconds: float) -> Plan:
     """The plan with the best of the layouts that fit; there is at least one."""
     question, fitting = chosen.question, chosen.result.fitting
-    order = ranking(fitting, question.objective, chosen.best_score)
-    rows = dict.fromkeys(
-        [*map(int, order[:NUM_SIMULATED]), *_first_of_each_mesh(fitting.layouts, order, top)]
-    )
-    simulated = _ranked([Candidate(question, fitting.layouts.take([row])) for row in rows])
-    best = next((candidate for candidate in simulated if not check(candidate.run)), None)
-    if best is None:
-        violation = check(simulated[0].run)[0]
-        raise PlanError(f"the rules forbid the best layouts: {violation.fact}", hint=violation.hint)
+    pool = [Candidate(question, fitting.layouts.take([row])) for row in _rows_to_simulate(chosen)]
+    best, near, without = _settled(pool, fitting)
     return Plan(
         question=question,
         best=best,
-        top=tuple(_one_per_mesh([best, *simulated])[:top]),
+        top=tuple(_one_per_mesh([best, *_ranked(pool)])[:top]),
         pareto=tuple(Candidate(question, fitting.layouts.take([row])) for row in pareto_rows(fitting)),
         result=chosen.result,
         search_seconds=search_seconds,
+        neighbours=tuple(near),
+        without=without,
         changes=chosen.changes,
     )
 
 
-def ranking(priced: Priced, objective: Objective, best: float = np.inf) -> NDArray[np.intp]:
+def _rows_to_simulate(chosen: ChosenPrecision) -> list[int]:
+    """The best by ranking and by score, also on fewer devices, and the best of each mesh."""
+    fitting, question = chosen.result.fitting, chosen.question
+    devices = question.cluster.num_devices
+    order = ranking(fitting, question.objective, chosen.best_score, devices=devices)
+    by_score = np.argsort(fitting.score(question.objective), kind="stable")
+    fewer = by_score[fitting.layouts.num_ranks[by_score] < devices]
+    meshes = _first_of_each_mesh(fitting.layouts, order, NUM_SIMULATED)
+    first = [order[:NUM_SIMULATED], by_score[:NUM_SIMULATED], fewer[:NUM_SIMULATED]]
+    return list(dict.fromkeys([*(int(row) for part in first for row in part), *meshes]))
+
+
+def _settled(pool: list[Candidate], fitting: Priced) -> tuple[Candidate, list[Outcome], dict[str, Outcome]]:
+    """The best candidate, its neighbours, and the best without its axes; better ones join the pool."""
+    best = _best_allowed(pool)
+    near, without = neighbours_of(best), {}
+    for _ in range(MAX_ROUNDS):
+        better = _better(best, near)
+        if not better:
+            without = without_axes(best, fitting)
+            better = _better(best, list(without.values()))
+        if not better:
+            break
+        pool.extend(better)
+        best = _best_allowed(pool)
+        near = neighbours_of(best)
+    return best, near, without
+
+
+def _better(best: Candidate, outcomes: list[Outcome]) -> list[Candidate]:
+    """The candidates that win by more than the margin, or that are faster and not more complex."""
+    return [
+        outcome.candidate
+        for outcome in outcomes
+        if outcome.candidate is not None and outcome.fits and _is_better(outcome.candidate, best)
+    ]
+
+
+def _is_better(candidate: Candidate, best: Candidate) -> bool:
+    if candidate.score * (1.0 + TIE_FRACTION) < best.score:
+        return True
+    is_as_simple = complexity(candidate.layout)[0] <= complexity(best.layout)[0]
+    return is_as_simple and candidate.score < best.score * (1.0 - EQUAL_FRACTION)
+
+
+def _best_allowed(pool: list[Candidate]) -> Candidate:
+    ranked = _ranked(pool)
+    best = next((candidate for candidate in ranked if not check(candidate.run)), None)
+    if best is None:
+        violation = check(ranked[0].run)[0]
+        raise PlanError(f"the rules forbid the best layouts: {violation.fact}", hint=violation.hint)
+    return best
+
+
+def ranking(
+    priced: Priced, objective: Objective, best: float = np.inf, *, devices: int | None = None
+) -> NDArray[np.intp]:
     """Rows from best to worst; among equally good ones first the simplest (speed) or the fastest.
 
-    `best` is the best score over everything that is allowed, where that is not among these rows.
+    `best` is the best score over everything that is allowed, where that is not among these rows. With
+    `devices`, a row is only equally good if it beats the best on fewer devices: more are never slower.
     """
     score = priced.score(objective)
-    close = score <= max(score.min(), min(score.min(), best) * (1.0 + TIE_FRACTION))
+    limit = min(score.min(), best) * (1.0 + TIE_FRACTION)
+    fewer = priced.layouts.num_ranks < (devices or 0)
+    if objective == "speed" and fewer.any():
+        limit = min(limit, float(score[fewer].min()))
+    close = score <= max(score.min(), limit)
     tie = complexity(priced.layouts) if objective == "speed" else priced.step_seconds
     tie = np.where(close, tie, np.inf)
     return np.lexsort((priced.layouts.num_ranks, score, tie, ~close))
@@ -107,12 +174,16 @@ def pareto_rows(priced: Priced) -> list[int]:
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:
     """From best to worst by simulated time, by the same rules as `ranking`."""
-    names = [field.name for field in fields(Layouts)]
+    question = candidates[0].question
+    names = [column.name for column in fields(Layouts)]
     columns = {name: np.concatenate([getattr(one.layout, name) for one in candidates]) for name in names}
-    device_bytes = np.array([candidate.device_bytes for candidate in candidates])
     step_seconds = np.array([candidate.step_seconds for candidate in candidates])
+    # Only the objective that they decide needs the bytes.
+    by_memory = question.objective == "memory"
+    device_bytes = np.array([one.device_bytes for one in candidates]) if by_memory else step_seconds
     priced = Priced(Layouts(**columns), device_bytes, step_seconds)
-    return [candidates[row] for row in ranking(priced, candidates[0].question.objective)]
+    order = ranking(priced, question.objective, devices=question.cluster.num_devices)
+    return [candidates[row] for row in order]
 
 
 def _one_per_mesh(candidates: list[Candidate]) -> list[Candidate]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
+from meshwright.plan.memory.offload import HOST_SHARE
 from meshwright.plan.memory.rank_bytes import Memory, memory
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.time.step_time import StepCost, step_cost
@@ -21,9 +22,13 @@ Objective = Literal["speed", "cost", "memory"]
 PLANNED_SHARE = 0.95
 """Predicted memory is off by a few per cent, and a plan that runs out of memory is worth nothing."""
 MIN_CP_POSITIONS = 8192
-"""Context parallel is for long context: the search proposes it down to this many positions per cp rank."""
-MIN_CP_POSITIONS_IF_NEEDED = 1024
-"""The same limit where no layout fits otherwise."""
+"""Context parallel is for long context: the first pass goes down to this many positions per rank."""
+MIN_CP_POSITIONS_TO_SAVE = 1024
+"""The same limit in the second pass, which prices what saves memory where that makes the plan faster."""
+
+
+FAR = 1e6
+"""Beyond every use of host memory, in `distance`."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,6 @@ class Question:
     objective: Objective = "speed"
     min_cp_positions: int = MIN_CP_POSITIONS
     """Positions of a sequence that each cp rank keeps at least."""
-    offloads: bool = False
-    """Whether every layout of the search places something in host memory."""
     allow: tuple[str, ...] = ()
     """Changes of number formats and optimizer that the plan may make, by their names in `--allow`."""
     memory_share: float = PLANNED_SHARE
@@ -57,6 +60,11 @@ class Question:
     def memory_budget_bytes(self) -> float:
         """Bytes of a device that may be used."""
         return self.memory_share * self.cluster.device.memory_bytes
+
+    @property
+    def host_budget_bytes(self) -> float:
+        """Bytes of host memory that each rank of a node may use."""
+        return HOST_SHARE * self.cluster.host_memory_bytes / self.cluster.devices_per_node
 
     @property
     def may_offload(self) -> bool:
@@ -113,6 +121,18 @@ def price(question: Question, layouts: Layouts) -> Priced:
     return Priced(layouts, device_bytes, price_time(question, layouts).step_seconds)
 
 
+def memory_use(question: Question, needed: Memory) -> Floats:
+    """Needed over usable bytes, of the device or of its host, whichever is scarcer; at most 1 fits."""
+    on_device = needed.peak_device_bytes / question.memory_budget_bytes
+    return np.maximum(on_device, needed.peak_host_bytes / question.host_budget_bytes)
+
+
+def distance(question: Question, needed: Memory) -> Floats:
+    """How far layouts are from fitting: those that fit the device come first, by their use of the host."""
+    on_device = needed.peak_device_bytes / question.memory_budget_bytes
+    return np.where(on_device <= 1.0, memory_use(question, needed), FAR + on_device)
+
+
 def fitting_rows(question: Question, needed: Memory) -> NDArray[np.bool_]:
     """Whether each layout fits into the usable memory of its devices and of their hosts."""
-    return (needed.peak_device_bytes <= question.memory_budget_bytes) & needed.fits_host(question.cluster)
+    return memory_use(question, needed) <= 1.0

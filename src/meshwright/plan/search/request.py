@@ -3,7 +3,7 @@
 What the user does not give is filled in here, and each value that was filled in is listed in `assumed`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from meshwright.spec.parameters import num_parameters
 from meshwright.spec.run import RunSpec
 from meshwright.spec.text import parse_run, read_run
 from meshwright.spec.yaml_text import dump_yaml, parse_yaml
-from meshwright.units import show_count
+from meshwright.units import show_bytes, show_count
 
 DEFAULT_SEQUENCE = 8192
 # Below this many parameters, published runs use batches of this many tokens.
@@ -28,7 +28,7 @@ DEFAULT_BATCH_TOKENS = ((1e9, 2**19), (5e9, 2**20), (1e11, 2**22), (float("inf")
 OPTIMAL_TOKENS_PER_PARAMETER = 20
 MAX_WARMUP_STEPS = 2000
 NEAR_FRACTION = 0.1
-"""A batch may differ this much from the requested tokens, to divide well over the devices."""
+"""A batch may differ this much from the requested tokens, to divide well."""
 OPTION_OF_KEY = {
     "data.sequence_length": "--seq",
     "data.batch_sequences": "--batch-tokens",
@@ -84,12 +84,23 @@ def fill_request(request: Request) -> FilledRequest:
     if "compile" not in tree and _compiles(request):
         tree["compile"] = True
         assumed.append("compiled blocks (compile=false turns it off)")
+    assumed += _assumed_of_cluster(request.cluster)
     tree.setdefault("name", _name(model, request.cluster))
     run = _parsed(tree, request)
     reject_pinned(request.allow, request.pins)
     allow = parse_allow(request.allow)
     question = Question(run, request.cluster, request.pins, request.objective, allow=allow)
     return FilledRequest(question, tokens, tuple(assumed))
+
+
+def _assumed_of_cluster(cluster: Cluster) -> Iterator[str]:
+    """The network and the host memory of a cluster that is named by its device alone."""
+    source = cluster.sources.get("network_bytes_per_second", "")
+    if cluster.num_nodes > 1 and source.startswith("assumed"):
+        rate = cluster.network.bytes_per_second / 1e9
+        yield f"a network of {rate:g} GB/s per device and direction (`meshwright hardware new` sets it)"
+    if cluster.device.name != "cpu" and "host_memory_bytes" not in cluster.sources:
+        yield f"{show_bytes(cluster.host_memory_bytes)} of host memory per node (`meshwright hardware new`)"
 
 
 def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:
@@ -168,11 +179,10 @@ def _within(option: str, number: int, maximum: int) -> int:
 
 
 def _batch_sequences(request: Request, model: ModelSpec, length: int, assumed: list[str]) -> int:
-    devices = request.cluster.num_devices
     if request.batch_tokens is None:
         size = num_parameters(model)
         tokens = next(batch for below, batch in DEFAULT_BATCH_TOKENS if size < below)
-        sequences = _divisible(max(1.0, tokens / length), devices)
+        sequences = _divisible(max(1.0, tokens / length))
         batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
         assumed.append(f"{batch}, usual for this size (--batch-tokens)")
         return sequences
@@ -182,24 +192,20 @@ def _batch_sequences(request: Request, model: ModelSpec, length: int, assumed: l
         raise SpecError(fact, where="--batch-tokens", hint=f"use at least {length}, or a shorter --seq")
     if tokens % length == 0:
         return tokens // length
-    sequences = _divisible(tokens / length, devices)
+    sequences = _divisible(tokens / length)
     batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
-    assumed.append(f"{batch}: close to {show_count(tokens)}, and divisible over the devices")
+    assumed.append(f"{batch}: close to {show_count(tokens)}, and divisible by a high power of two")
     return sequences
 
 
-def _divisible(wanted: float, num_devices: int) -> int:
-    """Close to this many sequences: a multiple of the devices' odd factor and of a high power of two."""
-    odd = num_devices
-    while odd % 2 == 0:
-        odd //= 2
-    for unit in (odd, 1):
-        step = unit * 2 ** max(0, int(wanted).bit_length())
-        while step >= unit:
-            nearest_multiple = round(wanted / step) * step
-            if nearest_multiple and abs(nearest_multiple - wanted) <= NEAR_FRACTION * wanted:
-                return nearest_multiple
-            step //= 2
+def _divisible(wanted: float) -> int:
+    """Close to this many sequences: a multiple of a high power of two, whatever the number of devices."""
+    step = 2 ** int(wanted).bit_length()
+    while step > 1:
+        nearest_multiple = round(wanted / step) * step
+        if nearest_multiple and abs(nearest_multiple - wanted) <= NEAR_FRACTION * wanted:
+            return nearest_multiple
+        step //= 2
     return max(1, round(wanted))
 
 

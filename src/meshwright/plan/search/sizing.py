@@ -1,5 +1,6 @@
 """How many devices finish this many tokens by a deadline, and how step time scales with devices."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -7,8 +8,8 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.hardware.catalogue import Cluster
-from meshwright.plan.search.choose_precision import corner_questions
-from meshwright.plan.search.decision import Plan
+from meshwright.plan.search.choose_precision import choose_precision, corner_questions
+from meshwright.plan.search.decision import Plan, choose
 from meshwright.plan.search.question import Question
 from meshwright.plan.search.search import lower_bound_seconds, search
 from meshwright.units import show_seconds
@@ -33,16 +34,50 @@ def seconds_allowed(question: Question, *, tokens: int, deadline_seconds: float)
 def size_for_deadline(
     question: Question, *, tokens: int, deadline_seconds: float, open_ended: bool
 ) -> Question:
-    """The same question on the smallest cluster whose best plan meets the deadline.
+    """The same question on the smallest cluster whose plan meets the deadline.
 
     `open_ended`: the user named a device without a number; otherwise the cluster is the limit.
     """
     allowed = seconds_allowed(question, tokens=tokens, deadline_seconds=deadline_seconds)
     limit = MAX_DEVICES if open_ended else question.cluster.num_devices
-    enough, fastest = _first_fast_enough(question, allowed, limit)
+    enough = _smallest(question, allowed, limit)
     if enough is None:
+        fastest = planned_step(on_devices(question, limit))[0]
         raise _too_late(question, tokens, deadline_seconds, fastest, limit)
-    return on_devices(question, _smallest(question, allowed, enough))
+    return on_devices(question, enough)
+
+
+def planned_step(question: Question) -> tuple[float, int]:
+    """Step time and devices in use of the plan that this question gets; infinite when nothing fits."""
+    chosen = choose_precision(question)
+    if len(chosen.result.fitting) == 0:
+        return float("inf"), question.cluster.num_devices
+    best = choose(chosen, top=1, search_seconds=0.0).best
+    return best.step_seconds, best.num_ranks
+
+
+def _smallest(question: Question, allowed: float, limit: int) -> int | None:
+    """The smallest number of devices whose plan is fast enough: more devices are never slower."""
+    counts = _counts(question.cluster, limit)
+    # No plan on this many devices is fast enough: even every FLOP at the best rate takes longer.
+    too_few = sum(lower_bound_seconds(question, count) > allowed for count in counts) - 1
+    enough, guess = len(counts), min(too_few + 1, len(counts) - 1)
+    while enough - too_few > 1:
+        seconds, used = planned_step(on_devices(question, counts[guess]))
+        if seconds <= allowed:
+            enough = bisect_left(counts, used)
+        else:
+            too_few = guess
+        # Half as many again until it is enough, then halves of what is left.
+        more = max(bisect_left(counts, 1.5 * counts[guess]), too_few + 1)
+        guess = min(more, enough - 1) if enough == len(counts) else (too_few + enough) // 2
+    return counts[enough] if enough < len(counts) else None
+
+
+def _counts(cluster: Cluster, limit: int) -> list[int]:
+    """Numbers of devices to choose from: up to one node any, then full nodes."""
+    per_node = cluster.devices_per_node
+    return [*range(1, min(per_node, limit) + 1), *range(2 * per_node, limit + 1, per_node)]
 
 
 def on_devices(question: Question, num_devices: int) -> Question:
@@ -63,28 +98,6 @@ def best_seconds(question: Question, num_devices: int) -> float:
     ranks = range(num_devices, num_devices + 1)
     found = [search(each, ranks=ranks).fitting.step_seconds for each in corner_questions(sized)]
     return min((float(seconds.min()) for seconds in found if len(seconds)), default=float("inf"))
-
-
-def _first_fast_enough(question: Question, allowed: float, limit: int) -> tuple[int | None, float]:
-    """The first power of two of devices that is fast enough, or None, and the fastest step found."""
-    fastest, count = float("inf"), 1
-    while True:
-        count = min(count, limit)
-        if lower_bound_seconds(question, count) <= allowed or count == limit:
-            fastest = min(fastest, best_seconds(question, count))
-        if fastest <= allowed:
-            return count, fastest
-        if count == limit:
-            return None, fastest
-        count *= 2
-
-
-def _smallest(question: Question, allowed: float, enough: int) -> int:
-    """The smallest number of devices up to `enough` on which some layout is fast enough."""
-    sized = on_devices(question, enough)
-    ranks = range(enough // 2 + 1, enough + 1)
-    found = [search(each, ranks=ranks, within_seconds=allowed).fitting for each in corner_questions(sized)]
-    return min(int(each.layouts.num_ranks.min()) for each in found if len(each))
 
 
 def _too_late(question: Question, tokens: int, deadline: float, fastest: float, limit: int) -> PlanError:

@@ -39,7 +39,12 @@ RECOMPUTE_CHOICES = (
 
 
 def expand(question: Question, mesh_table: Table) -> Layouts:
-    """Every layout on these meshes."""
+    """Every layout on these meshes; what is offloaded is as in the run."""
+    return Layouts(**expand_table(question, mesh_table, _recomputes(question.pins)))
+
+
+def expand_table(question: Question, mesh_table: Table, recomputes: Sequence[tuple[int, int]]) -> Table:
+    """The columns of every layout with these (recompute, recompute_every); other columns are kept."""
     run, pins = question.run, question.pins
     table = {name: column for name, column in mesh_table.items() if name != "num_ranks"}
     key = ("dp", "cp", "tp", "ep")
@@ -49,7 +54,6 @@ def expand(question: Question, mesh_table: Table) -> Layouts:
     )
     table["num_microbatches"] = run.data.batch_sequences // (table["dp"] * table["microbatch_sequences"])
     table = filter_rows(table, is_pinned(pins, table, "num_microbatches"))
-    recomputes = _recomputes(pins)
     table = _expand(table, (), ("recompute", "recompute_every"), lambda: recomputes)
     key = ("pp", "num_microbatches", "recompute")
     table = _expand(table, key, ("schedule", "virtual_stages"), lambda *key: _pipelines(question, *key))
@@ -57,15 +61,17 @@ def expand(question: Question, mesh_table: Table) -> Layouts:
     table = filter_rows(table, is_pinned(pins, table, "dp_replicate"))
     key = ("zero", "pp", "schedule", "num_microbatches")
     table = _expand(table, key, ("reduce_last",), lambda *key: _reductions(run, *key))
-    table = {**_columns_from_run(run, table["tp"]), **table}
-    if question.offloads:
-        key = ("zero", "pp", "schedule")
-        table.pop("offload")
-        table = _expand(table, key, ("offload",), lambda *key: _offloads(run, *key))
-    return Layouts(**table)
+    return {**_columns_from_run(run, table["tp"]), **table}
 
 
-def least_memory_layouts(question: Question, mesh_table: Table) -> Layouts:
+def offloaded(question: Question, layouts: Layouts) -> Layouts:
+    """These layouts with everything that may be offloaded to host memory."""
+    table = {name: column for name, column in vars(layouts).items() if name != "offload"}
+    key = ("zero", "pp", "schedule")
+    return Layouts(**_expand(table, key, ("offload",), lambda *key: _offloads(question.run, *key)))
+
+
+def least_memory_layouts(question: Question, mesh_table: Table, *, offloads: bool) -> Layouts:
     """The layout of each mesh that needs the least memory: three rows per mesh, one for each ZeRO stage."""
     repeated = {name: np.repeat(column, 3) for name, column in mesh_table.items() if name != "num_ranks"}
     run, dp = question.run, repeated.pop("dp")
@@ -76,7 +82,7 @@ def least_memory_layouts(question: Question, mesh_table: Table) -> Layouts:
     stages = np.minimum(np.tile([1, 2, 3], len(dp) // 3), max_zero(run))
     zero = np.where(dp * repeated["cp"] > 1, stages, 0)
     fixed = _columns_from_run(run, one)
-    if question.offloads:
+    if offloads:
         fixed["offload"] = _most_offloaded(run, zero, repeated["pp"])
     return Layouts(
         **repeated,
@@ -111,10 +117,8 @@ def _expand(
 ) -> Table:
     """Each row once for every option of its key; options become the columns `into`."""
     num_rows = len(next(iter(table.values())))
-    keys = np.stack([table[name] for name in key], axis=1) if key else np.zeros((num_rows, 1), np.int64)
-    unique, inverse = np.unique(keys, axis=0, return_inverse=True)
-    inverse = inverse.ravel()
-    lists = [list(options(*(map(int, row) if key else ()))) for row in unique]
+    _, first_row, inverse = np.unique(_codes(table, key, num_rows), return_index=True, return_inverse=True)
+    lists = [list(options(*(int(table[name][row]) for name in key))) for row in first_row]
     lengths = np.array([len(each) for each in lists], dtype=np.int64)
     flat = np.array([option for each in lists for option in each], dtype=np.int64).reshape(-1, len(into))
     counts = lengths[inverse]
@@ -124,6 +128,14 @@ def _expand(
     position = np.repeat(starts[inverse], counts) + np.arange(len(rows)) - first
     expanded = {name: column[rows] for name, column in table.items()}
     return expanded | {name: flat[position, index] for index, name in enumerate(into)}
+
+
+def _codes(table: Table, key: tuple[str, ...], num_rows: int) -> Ints:
+    """One number for each row, equal where the columns of the key are equal."""
+    codes = np.zeros(num_rows, np.int64)
+    for name in key:
+        codes = codes * (int(table[name].max(initial=0)) + 1) + table[name]
+    return codes
 
 
 def _zero_choices(question: Question, dp: int, cp: int, tp: int, ep: int) -> list[tuple[int, int]]:

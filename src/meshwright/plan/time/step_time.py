@@ -13,7 +13,6 @@ import numpy as np
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
 from meshwright.plan.memory.activations import movable_activation_bytes
-from meshwright.plan.memory.offload import host_rate
 from meshwright.plan.time.collectives import Group, all_reduce_seconds, gather_seconds, send_seconds
 from meshwright.plan.time.layer_time import (
     Context,
@@ -36,6 +35,9 @@ from meshwright.plan.workload.workload import OPTIMIZER_BYTES, Workload
 # Bytes that AdamW's update on the host reads and writes per parameter, clipping included.
 HOST_UPDATE_BYTES = 34.0
 HOST_UPDATE_BYTES_PER_SECOND = 60e9
+# Share of the host link's data-sheet rate that copies of pinned memory reach, in one direction and in each of
+# both at once: bench/results/offload_h200_2026-11-16.md.
+HOST_ONE_WAY, HOST_BOTH_WAYS = 0.9, 0.58
 # Share of the 1f1b bubble that split backwards leave.
 BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
 # Adapters (LoRA) over the parameters of the base model.
@@ -115,8 +117,14 @@ def _layer_items(forward: PassTime, backward: PassTime, layers: Floats, at: Layo
 
 
 def _bubble_seconds(at: Layouts, mean_rank: Floats) -> Floats:
-    """Fill and drain: (p-1)/v of a rank's mean micro-batch; split backwards fill most of it."""
-    one_f_one_b = (at.pp - 1) / at.virtual_stages * mean_rank
+    """Fill and drain: (p-1)/v of a rank's mean micro-batch; split backwards fill most of it.
+
+    With fewer micro-batches than ranks, every one of the v rounds waits for the last rank.
+    """
+    waits = np.maximum(at.pp - at.num_microbatches, 0)
+    stages = at.virtual_stages * waits + np.minimum(at.num_microbatches, at.pp) - 1
+    stages = np.where(at.virtual_stages > 1, stages, at.pp - 1)
+    one_f_one_b = stages / at.virtual_stages * mean_rank
     left = np.array([BUBBLE_LEFT.get(name, 1.0) for name in SCHEDULES])
     return left[at.schedule] * one_f_one_b
 
@@ -197,7 +205,9 @@ def _update_items(ctx: Context, elements: Floats) -> Items:
     update = ctx.framework.kernel_slowdown * ctx.copy_seconds((state.update + 2.0 * optimizer) * elements)
     states = at.offloads("optimizer") * elements * (optimizer + state.master)
     weights = at.offloads("parameters") * elements * state.weight
-    streamed = np.maximum((states + weights) / host_rate(ctx.cluster) - update, 0.0)
+    streamed = np.maximum(
+        (states + weights) / (HOST_BOTH_WAYS * ctx.cluster.host.bytes_per_second) - update, 0.0
+    )
     # ZeRO-3 with parameters on the host: gradients end there, and the update runs there.
     is_on_host = (at.offloads("parameters") == 1) & (at.zero == 3)
     host_update = elements * HOST_UPDATE_BYTES / HOST_UPDATE_BYTES_PER_SECOND
@@ -229,7 +239,7 @@ def _reduce_seconds(ctx: Context, elements: Floats, members: Group) -> Floats:
 
 def _offload_seconds(ctx: Context, forward: PassTime, backward: PassTime, layers: Floats) -> Floats:
     """Exposed copies of activations and weights between device and host for one micro-batch."""
-    at, rate = ctx.at, host_rate(ctx.cluster)
+    at, rate = ctx.at, HOST_ONE_WAY * ctx.cluster.host.bytes_per_second
     movable = movable_activation_bytes(ctx.workload, at, ctx.framework)
     activations = at.offloads("activations") * movable / rate
     share = ctx.workload.counts.num_moe_layers / ctx.workload.model.num_layers

@@ -5,10 +5,11 @@ import json
 import pytest
 from tests.support.plans import planned, small_plan
 
-from meshwright.plan.draw.document import compute_optimal, layout_text, plan_document, rank_map, run_file
+from meshwright.plan.draw.document import compute_optimal, plan_document, rank_map, run_file
 from meshwright.plan.draw.rank_map import coordinates
 from meshwright.plan.explain.neighbours import neighbours
 from meshwright.plan.explain.reasons import explain
+from meshwright.plan.search.candidate import layout_text
 from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.text import parse_run
 
@@ -35,7 +36,7 @@ def test_layout_text() -> None:
 
 def test_document_is_complete_json() -> None:
     plan = small_plan()
-    document = plan_document(plan, tokens=10**12, assumed=(), why=["x"], neighbours=neighbours(plan.best))
+    document = plan_document(plan, tokens=10**12, assumed=(), why=["x"], neighbours=neighbours(plan))
     again = json.loads(json.dumps(document))
     assert again["best"]["fits"] is True
     assert again["best"]["days"] == pytest.approx(plan.best.days(10**12))

@@ -19,7 +19,7 @@ from meshwright.plan.search.sizing import scaling_counts, strong_scaling
 @pytest.fixture(scope="module")
 def html() -> str:
     plan = planned("llama-3.2-1b", "dgx-h100:2", "pp=2", seq=2048, batch_tokens=2**19)
-    return report_html(plan, tokens=10**11, why=explain(plan), neighbours=neighbours(plan.best), price=2.5)
+    return report_html(plan, tokens=10**11, why=explain(plan), neighbours=neighbours(plan), price=2.5)
 
 
 def test_nothing_is_fetched_and_nothing_is_run(html: str) -> None:

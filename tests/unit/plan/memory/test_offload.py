@@ -10,7 +10,7 @@ from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.rank_bytes import Memory, host_items, memory, movable_bytes
 from meshwright.plan.predict import host_bytes, predict_run
 from meshwright.plan.search.candidate import candidate_of, with_layout
-from meshwright.plan.time.step_time import step_cost
+from meshwright.plan.time.step_time import HOST_BOTH_WAYS, step_cost
 from meshwright.plan.workload.layouts import (
     FULL,
     OFFLOAD_BITS,
@@ -127,7 +127,7 @@ class TestSeconds:
     def test_a_fetched_state_travels_once_each_way(self) -> None:
         """Both directions at once, beside the update: what shows is one way less the update."""
         at = layouts(offload=OPTIMIZER)
-        one_way = 8 * num_parameters(MODEL) / (0.8 * H100.host.bytes_per_second)
+        one_way = 8 * num_parameters(MODEL) / (HOST_BOTH_WAYS * H100.host.bytes_per_second)
         assert _seconds(at, "offload") == pytest.approx(one_way - _seconds(at, "optimizer"))
         assert _seconds(at, "optimizer") == _seconds(layouts(), "optimizer")
 

@@ -18,10 +18,17 @@ def test_what_is_not_given_is_filled_in_and_listed() -> None:
     filled = fill_request(Request("llama-3.1-8b", parse_cluster("leonardo:3"), parse_pins([])))
     assert len(filled.assumed) == 6
     assert filled.tokens == 20 * filled.question.workload.counts.total
-    assert filled.question.run.data.batch_sequences % 3 == 0
 
 
-def test_a_batch_is_rounded_to_divide_over_the_devices() -> None:
+def test_an_assumed_batch_does_not_depend_on_the_number_of_devices() -> None:
+    requests = [
+        Request("llama-3.1-70b", parse_cluster(f"h100:{count}"), parse_pins([])) for count in (8, 24, 408)
+    ]
+    batches = [fill_request(request).question.run.data for request in requests]
+    assert {data.batch_sequences for data in batches} == {512}
+
+
+def test_a_batch_is_rounded_to_divide_well() -> None:
     plain = Request("llama-3.1-8b", parse_cluster("h100:8"), parse_pins([]), sequence_length=8192)
     assert fill_request(replace(plain, batch_tokens=4_000_000)).question.run.data.batch_sequences == 512
     assert fill_request(replace(plain, batch_tokens=7 * 8192)).question.run.data.batch_sequences == 7

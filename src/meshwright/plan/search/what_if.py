@@ -14,10 +14,13 @@ import numpy as np
 from meshwright.plan.search.candidate import Candidate
 from meshwright.plan.search.meshes import Table
 from meshwright.plan.search.question import Question
-from meshwright.plan.search.search import search, search_meshes
+from meshwright.plan.search.search import SearchResult, search, search_meshes
 from meshwright.plan.workload.layouts import Layouts
 from meshwright.spec.check import check
 from meshwright.units import show_bytes, show_seconds
+
+NUM_SIMULATED = 3
+"""The best layouts by closed form of which the best is the answer."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The layout that a change leads to: the fastest that fits, else the one with the least memory."""
+    """The layout that a change leads to: the best that fits, else the one that comes closest."""
 
     change: Change
     candidate: Candidate | None
     """None where no layout satisfies the rules and the pins."""
     broken_rule: str = ""
     """The rule that forbids the layout."""
-    closed_form_seconds: float = np.inf
-    """The step time by which the search chose the layout, without simulating its pipeline."""
 
     @property
     def fits(self) -> bool:
@@ -68,10 +69,7 @@ class Outcome:
             return "no layout satisfies the rules and the pins"
         if self.candidate.fits:
             return ""
-        excess = self.candidate.excess_bytes
-        if excess <= 0:
-            return f"{show_bytes(self.candidate.host_bytes)} per rank do not fit in host memory"
-        return f"does not fit: {show_bytes(self.device_bytes)}, {show_bytes(excess)} too much"
+        return f"does not fit: {self.candidate.shortage}"
 
     @property
     def text(self) -> str:
@@ -92,13 +90,17 @@ def what_if(change: Change) -> Outcome:
         violations = check(candidate.run)
         return Outcome(change, candidate, violations[0].fact if violations else "")
     found = search_meshes(question, scope) if isinstance(scope, dict) else search(question, ranks=scope)
-    best = found.least_memory
-    if len(found.fitting):
-        best = found.fitting.take([int(found.fitting.step_seconds.argmin())])
-    if best is None:
-        return Outcome(change, None)
-    candidate = Candidate(question, best.layouts)
-    return Outcome(change, candidate, closed_form_seconds=float(best.step_seconds[0]))
+    return Outcome(change, best_candidate(question, found))
+
+
+def best_candidate(question: Question, found: SearchResult) -> Candidate | None:
+    """The best of the kept layouts, its pipeline simulated; where none fits, the one that comes closest."""
+    fitting = found.fitting
+    if len(fitting) == 0:
+        return None if found.closest is None else Candidate(question, found.closest.layouts)
+    rows = np.argsort(fitting.score(question.objective), kind="stable")[:NUM_SIMULATED]
+    candidates = [Candidate(question, fitting.layouts.take([row])) for row in rows]
+    return min(candidates, key=lambda candidate: candidate.score)
 
 
 def fitting(changes: Iterable[Change], *, limit: int | None = None) -> Iterator[Outcome]:

@@ -1,0 +1,199 @@
+"""Prices blocks of meshes and keeps the best layouts of each group.
+
+Seconds are priced before bytes, because they cost a quarter as much: only the layouts that are fast enough
+are asked whether they fit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.plan.search.meshes import Table, filter_rows
+from meshwright.plan.search.question import (
+    Objective,
+    Priced,
+    Question,
+    distance,
+    memory_use,
+    price_memory,
+    price_time,
+)
+from meshwright.plan.search.space import expand, expand_table, least_memory_layouts, offloaded
+from meshwright.plan.workload.layouts import RECOMPUTE_NONE, Floats, Layouts
+
+KEPT_WITHIN = 1.5
+"""Layouts that are slower than the best by this factor are not asked whether they fit."""
+FIRST_ROWS = 4096
+"""How many of the fastest layouts of a block are asked first whether they fit."""
+MAX_KEPT = 20_000
+GROUP_COLUMNS = (
+    "dp_replicate",
+    "dp_shard",
+    "zero",
+    "cp",
+    "tp",
+    "pp",
+    "ep",
+    "recompute",
+    "schedule",
+    "offload",
+)
+
+
+class Collector:
+    """Prices block after block of meshes and keeps the best layouts of each group."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.num_considered = 0
+        self.num_fitting = 0
+        self.best_score = np.inf
+        """The best score of a layout that fits."""
+        self._parts: list[Priced] = []
+        self._closest: tuple[float, Priced] | None = None
+        """Where nothing fits: the layout that comes closest, and its `distance`."""
+        self._closest_bound: tuple[float, Priced] | None = None
+        """The same among meshes on which no layout can fit."""
+        self._some_mesh_fits = False
+
+    @property
+    def _ranks_by_time(self) -> bool:
+        return self.question.objective != "memory"
+
+    def add(self, block: Table) -> None:
+        """Price the layouts of one block of meshes that keep everything on the device."""
+        block = self._meshes_that_may_fit(block, offloads=False)
+        layouts = expand(self.question, block)
+        self.num_considered += len(layouts)
+        self._keep_fitting(layouts, within=KEPT_WITHIN)
+
+    def add_savers(self, block: Table) -> None:
+        """Price the layouts of one block that could beat the best so far, also with host memory."""
+        block = self._meshes_that_may_win(block)
+        may_offload = self.question.may_offload
+        block = self._meshes_that_may_fit(block, offloads=may_offload)
+        layouts = expand(self.question, block)
+        self.num_considered += len(layouts)
+        too_large = self._keep_fitting(layouts, within=1.0)
+        # What fits on the device is only slower with offload.
+        if may_offload and len(too_large):
+            with_host = offloaded(self.question, too_large)
+            self.num_considered += len(with_host)
+            self._keep_fitting(with_host, within=1.0)
+
+    def result(self) -> tuple[Priced, Priced | None]:
+        """Everything that was kept, the best first; and the layout that comes closest where nothing fits."""
+        fitting = concatenate(self._parts) if self._parts else _nothing()
+        order = np.argsort(fitting.score(self.question.objective), kind="stable")[:MAX_KEPT]
+        # A mesh could fit and yet has no layout: the pins contradict each other, and no bytes explain it.
+        bound = None if self._some_mesh_fits else self._closest_bound
+        closest = self._closest or bound
+        return fitting.take(order), None if closest is None else closest[1]
+
+    def _score(self, layouts: Layouts, seconds: Floats) -> Floats:
+        """The value that the objective minimises as far as time decides it."""
+        if not self._ranks_by_time:
+            return np.zeros_like(seconds)
+        return Priced(layouts, seconds, seconds).score(self.question.objective)
+
+    def _meshes_that_may_fit(self, block: Table, *, offloads: bool) -> Table:
+        """The meshes whose layout with the least memory fits the device."""
+        if len(block["tp"]) == 0:
+            return block
+        smallest = least_memory_layouts(self.question, block, offloads=offloads)
+        needed = price_memory(self.question, smallest).peak_device_bytes
+        may_fit = needed.reshape(-1, 3).min(axis=1) <= self.question.memory_budget_bytes
+        if not may_fit.all() and not np.isfinite(self.best_score):
+            too_large = smallest.take(np.repeat(~may_fit, 3))
+            self._closest_bound = self._closer(self._closest_bound, too_large)
+        self.num_considered += 3 * int((~may_fit).sum())
+        self._some_mesh_fits = self._some_mesh_fits or bool(may_fit.any())
+        return filter_rows(block, may_fit)
+
+    def _meshes_that_may_win(self, block: Table) -> Table:
+        """The meshes on which a layout without recompute would beat the best so far, if it fitted."""
+        if not np.isfinite(self.best_score) or len(block["tp"]) == 0:
+            return block
+        index = np.arange(len(block["tp"]))
+        table = expand_table(self.question, {**block, "mesh": index}, [(RECOMPUTE_NONE, 1)])
+        mesh, layouts = table.pop("mesh"), Layouts(**table)
+        score = self._score(layouts, price_time(self.question, layouts).step_seconds)
+        self.num_considered += len(layouts)
+        return filter_rows(block, np.isin(index, mesh[score < self.best_score]))
+
+    def _keep_fitting(self, layouts: Layouts, *, within: float) -> Layouts:
+        """Keep what fits and is at most so many times slower than the best; returns what does not fit."""
+        if len(layouts) == 0:
+            return layouts
+        seconds = price_time(self.question, layouts).step_seconds
+        score = self._score(layouts, seconds)
+        too_large: list[NDArray[np.intp]] = []
+        for rows in _growing(np.argsort(score, kind="stable")):
+            fast = rows[score[rows] <= within * self.best_score]
+            if len(fast):
+                fits = self._keep(layouts.take(fast), seconds[fast])
+                too_large.append(fast[~fits])
+        rows = np.concatenate(too_large) if too_large else np.zeros(0, np.intp)
+        return layouts.take(rows[score[rows] < self.best_score])
+
+    def _keep(self, layouts: Layouts, seconds: Floats) -> NDArray[np.bool_]:
+        """Price the memory of these layouts, keep those that fit, and say which they are."""
+        needed = price_memory(self.question, layouts)
+        use = memory_use(self.question, needed)
+        fits = use <= 1.0
+        self.num_fitting += int(fits.sum())
+        if fits.any():
+            priced = Priced(layouts.take(fits), needed.peak_device_bytes[fits], seconds[fits])
+            self.best_score = min(self.best_score, float(priced.score(self.question.objective).min()))
+            self._parts.append(best_of_groups(priced, self.question.objective))
+        elif not np.isfinite(self.best_score):
+            closest = int(distance(self.question, needed).argmin())
+            self._closest = self._closer(self._closest, layouts.take([closest]))
+        return fits
+
+    def _closer(self, known: tuple[float, Priced] | None, layouts: Layouts) -> tuple[float, Priced]:
+        needed = price_memory(self.question, layouts)
+        far = distance(self.question, needed)
+        row = int(far.argmin())
+        if known is not None and known[0] <= far[row]:
+            return known
+        seconds = price_time(self.question, layouts.take([row])).step_seconds
+        return float(far[row]), Priced(layouts.take([row]), needed.peak_device_bytes[[row]], seconds)
+
+
+def _growing(order: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+    """The rows in parts, the first ones small: what fits among them bounds the rest."""
+    first, size = 0, FIRST_ROWS
+    while first < len(order):
+        yield order[first : first + size]
+        first, size = first + size, 8 * size
+
+
+def _nothing() -> Priced:
+    nothing = np.zeros(0)
+    return Priced(Layouts(**{f.name: np.zeros(0, np.int64) for f in fields(Layouts)}), nothing, nothing)
+
+
+def concatenate(parts: list[Priced]) -> Priced:
+    """The rows of several tables in one."""
+    names = list(vars(parts[0].layouts))
+    columns = {name: np.concatenate([getattr(part.layouts, name) for part in parts]) for name in names}
+    return Priced(
+        Layouts(**columns),
+        np.concatenate([part.device_bytes for part in parts]),
+        np.concatenate([part.step_seconds for part in parts]),
+    )
+
+
+def best_of_groups(priced: Priced, objective: Objective) -> Priced:
+    """The best, the fastest and the smallest layout of each group with equal GROUP_COLUMNS."""
+    keys = np.stack([getattr(priced.layouts, name) for name in GROUP_COLUMNS], axis=1)
+    _, inverse = np.unique(keys, axis=0, return_inverse=True)
+    rows: list[NDArray[np.intp]] = []
+    for score in (priced.score(objective), priced.step_seconds, priced.device_bytes):
+        order = np.lexsort((score, inverse.ravel()))
+        _, first = np.unique(inverse.ravel()[order], return_index=True)
+        rows.append(order[first])
+    return priced.take(np.unique(np.concatenate(rows)))

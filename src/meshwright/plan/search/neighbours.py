@@ -1,0 +1,123 @@
+"""The neighbours of a layout: one setting changed, everything else equal, with what that would take.
+
+The plan asks them whether one is better before it is final, and shows them with the reason against them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import numpy as np
+
+from meshwright.plan.search.candidate import RECOMPUTE_NAMES, Candidate
+from meshwright.plan.search.question import Priced, Question
+from meshwright.plan.search.what_if import NUM_SIMULATED, Change, Outcome, what_if, with_columns
+from meshwright.plan.workload.layouts import OFFLOAD_BITS, RECOMPUTE_BITS
+from meshwright.plan.workload.schedules import SCHEDULES
+
+Columns = dict[str, int]
+"""Values of columns of `Layouts`."""
+AXES = ("tp", "pp", "cp", "ep")
+
+
+def neighbours_of(best: Candidate) -> list[Outcome]:
+    """Every change of one setting that the pins permit, priced."""
+    now = {field.name: int(getattr(best.layout, field.name)[0]) for field in fields(best.layout)}
+    changed: dict[str, Columns] = {}
+    for text, columns in _changes(now, best):
+        if best.question.pins.permits(**columns):
+            changed.setdefault(text, columns)
+    return [what_if(with_columns(best, text, **columns)) for text, columns in changed.items()]
+
+
+def without_axes(best: Candidate, fitting: Priced) -> dict[str, Outcome]:
+    """The best layout without each axis that a layout uses and no pin sets; `fitting` was kept."""
+    axes = [axis for axis in AXES if getattr(best.run.parallel, axis) > 1]
+    return {axis: _without(best, axis, fitting) for axis in axes if axis not in best.question.pins.allowed}
+
+
+def question_without(question: Question, axis: str) -> Question:
+    """The question with one axis pinned to 1."""
+    pins = question.pins
+    return replace(question, pins=replace(pins, allowed={**pins.allowed, axis: (1,)}))
+
+
+def _without(best: Candidate, axis: str, fitting: Priced) -> Outcome:
+    """The best of the kept layouts, or of a new search where none was kept."""
+    change = Change(f"{axis}=1", question_without(best.question, axis))
+    rows = np.flatnonzero(getattr(fitting.layouts, axis) == 1)
+    if len(rows) == 0:
+        return what_if(change)
+    order = rows[np.argsort(fitting.score(best.question.objective)[rows], kind="stable")]
+    candidates = [Candidate(best.question, fitting.layouts.take([row])) for row in order[:NUM_SIMULATED]]
+    return Outcome(change, min(candidates, key=lambda candidate: candidate.score))
+
+
+def _changes(now: Columns, best: Candidate) -> Iterator[tuple[str, Columns]]:
+    for axis in ("tp", "cp", "pp", "ep"):
+        for degree in (now[axis] // 2, now[axis] * 2):
+            columns = _with_degree(now, axis, degree, best) if degree >= 1 else None
+            if columns is not None:
+                yield f"{axis}={now[axis]} -> {degree}", columns
+    yield from _zero_stages(now)
+    for name, bits in RECOMPUTE_BITS.items():
+        if bits != now["recompute"]:
+            text = f"recompute={RECOMPUTE_NAMES[now['recompute']]} -> {name}"
+            yield text, {"recompute": bits, "recompute_every": 1}
+    if best.question.may_offload:
+        yield from _offloads(now["offload"])
+    yield from _microbatches(now["microbatch_sequences"], now["num_microbatches"])
+    if now["pp"] > 1:
+        yield from _schedules(now["schedule"])
+
+
+def _with_degree(now: Columns, axis: str, degree: int, best: Candidate) -> Columns | None:
+    """One degree changed on as many devices; data parallelism takes up the difference."""
+    if axis == "ep":
+        return {"ep": degree} if best.question.run.model.moe is not None else None
+    changed = {axis: degree}
+    if axis == "cp":
+        changed |= {"cp_kind": now["cp_kind"] if degree > 1 and now["cp"] > 1 else 0, "cp_inner": 1}
+    if axis == "pp" and degree == 1:
+        changed |= {"schedule": SCHEDULES.index("1f1b"), "virtual_stages": 1}
+    degrees = {**now, **changed}
+    dp, left = divmod(best.num_ranks, degrees["tp"] * degrees["cp"] * degrees["pp"])
+    per_rank, uneven = divmod(best.question.run.data.batch_sequences, dp * now["microbatch_sequences"] or 1)
+    if left or uneven or not per_rank:
+        return None
+    replicate = dp if now["dp_shard"] == 1 else now["dp_replicate"] if dp % now["dp_replicate"] == 0 else 1
+    changed |= {"dp_replicate": replicate, "dp_shard": dp // replicate, "num_microbatches": per_rank}
+    return changed if changed["dp_shard"] * degrees["cp"] > 1 else {**changed, "zero": 0}
+
+
+def _zero_stages(now: Columns) -> Iterator[tuple[str, Columns]]:
+    dp = now["dp_replicate"] * now["dp_shard"]
+    for zero in (now["zero"] - 1, now["zero"] + 1):
+        if 0 <= zero <= 3 and dp * now["cp"] > 1:
+            shard = 1 if zero == 0 else now["dp_shard"] if now["dp_shard"] > 1 else dp
+            columns = {"zero": zero, "dp_shard": shard, "dp_replicate": dp // shard}
+            yield f"zero={now['zero']} -> {zero}", columns
+
+
+def _offloads(now: int) -> Iterator[tuple[str, Columns]]:
+    """Nothing in host memory, or one thing more or less than now."""
+    for bits in dict.fromkeys([0, *(now ^ bit for bit in OFFLOAD_BITS.values())]):
+        if bits != now:
+            yield f"offload={_offload_text(now)} -> {_offload_text(bits)}", {"offload": bits}
+
+
+def _offload_text(bits: int) -> str:
+    return "+".join(name for name, bit in OFFLOAD_BITS.items() if bits & bit) or "none"
+
+
+def _microbatches(size: int, count: int) -> Iterator[tuple[str, Columns]]:
+    sizes = [2 * size] * (count % 2 == 0) + [size // 2] * (size % 2 == 0)
+    for new in sizes:
+        columns = {"microbatch_sequences": new, "num_microbatches": size * count // new}
+        yield f"micro={size}x{count} -> {new}x{size * count // new}", columns
+
+
+def _schedules(now: int) -> Iterator[tuple[str, Columns]]:
+    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2)):
+        index = SCHEDULES.index(schedule)
+        if index != now:
+            yield f"schedule={SCHEDULES[now]} -> {schedule}", {"schedule": index, "virtual_stages": chunks}
