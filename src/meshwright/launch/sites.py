@@ -22,7 +22,7 @@ class ContainerSpec(Spec):
     """pyxis is an option of srun; enroot and apptainer are commands before the program; docker is for
     `--via docker` and `--via kubernetes`."""
     image: str
-    """Name or file of the image, such as nvcr.io#nvidia/pytorch:26.01-py3 (enroot, pyxis) or pytorch.sif."""
+    """Name or file of the image, such as nvidia+pytorch+26.01-py3.sqsh (enroot, pyxis) or pytorch.sif."""
     mounts: tuple[str, ...] = ()
     """Folders of the host that are mounted, FROM:TO; the working directory is always mounted."""
 

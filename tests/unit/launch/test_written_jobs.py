@@ -25,7 +25,7 @@ from meshwright.spec.text import load_run
 
 LAUNCHERS = Path(sys.prefix) / "launchers"
 APPTAINER = {"kind": "apptainer", "image": "/images/pytorch.sif", "mounts": ("/data:/data",)}
-PYXIS = {"kind": "pyxis", "image": "nvcr.io#nvidia/pytorch:26.01-py3"}
+PYXIS = {"kind": "pyxis", "image": "nvidia+pytorch+26.01-py3.sqsh"}
 ENROOT = {"kind": "enroot", "image": "pytorch.sqsh"}
 
 

@@ -9,8 +9,8 @@ from tests.support.memory_agreement import Compared, compare, drawn, kind_of, la
 from meshwright.plan.memory.margins import memory_margin
 from meshwright.plan.workload.formats import runtime_of, workload_of
 
-SEED = 901
-COUNT = 10
+SEED = 20261116
+COUNT = 24
 MEAN_ERROR = 0.015
 STATE = ("weights", "master", "optimizer")
 """Items that a trace has to the byte, whatever the phase."""
