@@ -70,7 +70,8 @@ class BackwardPoints:
             gradients = np.where(reduction.fused, 0.0, gradients)
         elif self.arriving is not None:
             gradients = np.where(reduction.accumulates, self.arriving, gradients)
-        best, columns = (live + gradients).argmax(axis=0), np.arange(live.shape[1])
+        best = (live + gradients).argmax(axis=0)
+        columns = np.arange(len(best))
         live, gradients = live[best, columns], gradients[best, columns]
         # What is added to earlier gradients is freed with it.
         passing = np.where(reduction.accumulates, gradients, 0.0)
