@@ -13,11 +13,15 @@ from importlib import resources
 import numpy as np
 
 from meshwright.hardware.catalogue import Cluster, Device
+from meshwright.plan.memory import activations
 from meshwright.plan.time.collectives import Group, gather_seconds
 from meshwright.plan.time.kernels import flash_seconds
 from meshwright.plan.workload.layouts import Floats, Ints, Layouts
-from meshwright.plan.workload.operators import attention_core_flops
+from meshwright.plan.workload.operators import StageLayers, attention_core_flops, runtime_stage_layers
 from meshwright.plan.workload.workload import Workload
+
+HEAD_GRADIENT_BYTES = 4.0
+"""The gradient of the head is summed over chunks of logits in fp32, beside the head in bf16."""
 
 
 @dataclass(frozen=True)
@@ -99,35 +103,58 @@ class Framework:
     interval: Interval = Interval()
 
     # Memory
-    sequence_parallel: bool = True
-    saves_gathered_input: bool = True
-    """tp: gathered inputs of column-parallel linears are saved for the backward pass."""
-    casts_weights: bool = True
-    """Without FSDP, autocast keeps a working-precision copy of each weight until its backward pass."""
-    eager_activation: bool = True
-    """The MLP's activation saves its input, its output and the gated output (8f), not one of them less."""
-    rotation_bytes: float = 0.0
-    """Bytes per element of queries and keys that are saved beside the rotated ones."""
-    residual_bytes: float = 4.0
-    """Bytes per element that uncompiled norms save of the residual stream in mixed precision."""
-    gradients_after_activations: bool = True
-    """Without accumulation a gradient takes the place of freed activations, so only the larger counts."""
-    keeps_matmul_outputs: bool = True
-    """Selective recompute keeps the output of every matmul, also partial sums before a reduce-scatter."""
-    logits_bytes: float = 12.0
-    """Bytes per logit alive at the peak of the loss."""
-    loss_chunk_bytes: float | None = 2.0**30
+    loss_chunk_bytes: float = 2.0**30
     """Most bytes of logits alive at once (ops/loss.py), beside the gradient of the head in fp32."""
-    cuts_by_cost: bool = True
-    """Layers are assigned to pipeline stages by spec/stages.py."""
-    balances_stages: bool = True
-    """Layers are assigned to pipeline stages such that the head counts as the layers it costs."""
-    cuts_between_experts: bool = True
-    """The state of routed experts is sharded by full experts, and over data ranks alone: not inside tp."""
-    keeps_masks: bool = True
-    """Attention inside documents or a window keeps a mask in every layer."""
-    recasts_inputs: bool = True
-    """fp8 linears save their inputs in 8 bits, and a compiled block recomputes the gated MLP activation."""
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the trace's table has its blocks: ours alone."""
+        return True
+
+    def kept_parts(self, workload: Workload, at: Layouts, *, moe: bool) -> activations.Items:
+        """What the backward pass of one layer needs, by the part that a recompute policy may drop."""
+        return activations.kept_parts(workload, at, moe=moe)
+
+    def layer_activation_bytes(self, workload: Workload, at: Layouts, *, moe: bool) -> Floats:
+        """Bytes one layer keeps of one micro-batch for its backward pass, after recompute."""
+        return activations.layer_activation_bytes(workload, at, moe=moe)
+
+    def cast_weight_bytes(self, workload: Workload) -> float:
+        """Bytes per weight of the working-precision copy that autocast keeps until the backward pass."""
+        is_cast = workload.working_bytes < self.state.weight and workload.adapters is None
+        return workload.working_bytes if is_cast else 0.0
+
+    def logit_bytes(self, workload: Workload, at: Layouts) -> Floats:
+        """Logits and what the loss makes of them, at its peak: a chunk, and the gradient of the head."""
+        vocabulary = workload.model.vocab_size / at.tp
+        full = workload.working_bytes * at.microbatch_tokens(workload.sequence_length) * vocabulary
+        head = (HEAD_GRADIENT_BYTES + workload.working_bytes) * vocabulary * workload.model.width
+        return np.minimum(full, self.loss_chunk_bytes) + head
+
+    def gradients_at_the_peak(self, at: Layouts, items: activations.Items) -> Floats:
+        """Gradients that exist beside the activations: all of them once a second micro-batch runs.
+
+        Without accumulation a gradient takes the place of freed activations.
+        """
+        once = ((at.num_microbatches == 1) & (at.pp == 1))[:, None]
+        freed = items["activations"] + items["logits"]
+        return np.where(once, np.maximum(items["gradients"] - freed, 0.0), items["gradients"])
+
+    def stage_layers(self, workload: Workload, at: Layouts) -> StageLayers:
+        """Layers of the pipeline's ranks, by spec/stages.py."""
+        return runtime_stage_layers(workload, at)
+
+    def expert_shards(self, at: Layouts) -> Floats:
+        """Ranks that share one copy of the state of an expert: data ranks alone, not those of tp."""
+        return np.maximum(at.dp_shard * at.cp / at.ep, 1.0)
+
+    def expert_share(self, workload: Workload, at: Layouts) -> Floats:
+        """Part of the state of its experts that the fullest of these ranks holds: full experts."""
+        shards, moe = self.expert_shards(at), workload.model.moe
+        if moe is None:
+            return 1.0 / shards
+        here = np.maximum(moe.num_experts / at.ep, 1.0)
+        return np.ceil(here / shards) / here
 
     def residual_tokens(self, tokens: Floats, tp: Ints) -> Floats:
         """Tokens whose norms and residuals one rank of tp computes: sequence parallel shards them."""

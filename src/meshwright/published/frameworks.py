@@ -16,10 +16,12 @@ import numpy as np
 from meshwright.errors import SpecError
 from meshwright.hardware.catalogue import Cluster, Device
 from meshwright.plan.framework import Framework, StateBytes, our_runtime
+from meshwright.plan.memory.activations import Items
 from meshwright.plan.time.collectives import Group, all_reduce_seconds
 from meshwright.plan.workload.layouts import Floats, Ints, Layouts
-from meshwright.plan.workload.operators import stage_layers
+from meshwright.plan.workload.operators import StageLayers, stage_layers
 from meshwright.plan.workload.workload import Workload
+from meshwright.published.peer_memory import KeptByLayer
 from meshwright.published.unfused_attention import unfused_attention_seconds
 
 
@@ -38,23 +40,70 @@ class Peer(Framework):
     low_precision_slowdown: float = 1.0
     launches_per_layer: float = 45.0
 
+    sequence_parallel: bool = True
     saves_gathered_input: bool = False
-    casts_weights: bool = False
+    """tp: gathered inputs of column-parallel linears are saved for the backward pass."""
     eager_activation: bool = False
-    residual_bytes: float = 2.0
-    gradients_after_activations: bool = False
-    keeps_matmul_outputs: bool = False
-    loss_chunk_bytes: float | None = None
-    cuts_by_cost: bool = False
+    """The MLP's activation saves its input, its output and the gated output."""
+    rotation_bytes: float = 0.0
+    """Bytes per element of queries and keys that are saved beside the rotated ones."""
+    logits_bytes: float = 12.0
+    """Bytes per logit alive at the peak of the loss."""
     balances_stages: bool = False
-    cuts_between_experts: bool = False
-    keeps_masks: bool = False
-    recasts_inputs: bool = False
+    """Layers are assigned to pipeline stages such that the head counts as the layers it costs."""
 
     merges_dispatch: bool = False
     """A token goes to another node once, however many of its experts are there."""
     superchip_launches: float = 1.0
     """Share of the launches left on a superchip's host: its recipes capture CUDA graphs."""
+
+    @property
+    def is_traced(self) -> bool:
+        """False: the trace is of our runtime."""
+        return False
+
+    @property
+    def _kept(self) -> KeptByLayer:
+        return KeptByLayer(
+            sequence_parallel=self.sequence_parallel,
+            gathered_input=self.saves_gathered_input,
+            eager_activation=self.eager_activation,
+            rotation_bytes=self.rotation_bytes,
+        )
+
+    def kept_parts(self, workload: Workload, at: Layouts, *, moe: bool) -> Items:
+        """What the backward pass of one layer needs, by the part that a recompute policy may drop."""
+        return self._kept.parts(workload, at, moe=moe)
+
+    def layer_activation_bytes(self, workload: Workload, at: Layouts, *, moe: bool) -> Floats:
+        """Bytes one layer keeps of one micro-batch for its backward pass, after recompute."""
+        return self._kept.layer_bytes(workload, at, moe=moe)
+
+    def cast_weight_bytes(self, workload: Workload) -> float:
+        """None: the weights are kept in the working precision."""
+        return 0.0
+
+    def logit_bytes(self, workload: Workload, at: Layouts) -> Floats:
+        """All logits of a micro-batch, and what the loss makes of them."""
+        tokens = at.microbatch_tokens(workload.sequence_length)
+        return self.logits_bytes * tokens * workload.model.vocab_size / at.tp
+
+    def gradients_at_the_peak(self, at: Layouts, items: Items) -> Floats:
+        """All of them: buffers that exist throughout."""
+        return items["gradients"]
+
+    def stage_layers(self, workload: Workload, at: Layouts) -> StageLayers:
+        """An even split; the head counts where the framework balances stages."""
+        return stage_layers(workload, at, balanced=self.balances_stages)
+
+    def expert_shards(self, at: Layouts) -> Floats:
+        """Ranks that share one copy of the state of an expert, those of tp included."""
+        inside_tp = np.where(at.etp > 1, 1, at.tp)
+        return np.maximum(at.dp_shard * at.cp * inside_tp / at.ep, 1.0)
+
+    def expert_share(self, workload: Workload, at: Layouts) -> Floats:
+        """Part of the state of its experts that one of these ranks holds: sharded by element."""
+        return 1.0 / self.expert_shards(at)
 
     def residual_tokens(self, tokens: Floats, tp: Ints) -> Floats:
         """Tokens whose norms and residuals one rank of tp computes: all of them without sequence parallel."""

@@ -1,12 +1,14 @@
-"""Bytes that one layer keeps of one micro-batch for its backward pass, by what a policy may drop."""
+"""Bytes that one layer keeps of one micro-batch for its backward pass, by what a policy may drop.
+
+The functions of more than one part are building blocks: `published/peer_memory.py` puts them together in the
+way of other frameworks.
+"""
 
 import numpy as np
 
-from meshwright.plan.framework import Framework
 from meshwright.plan.workload import operators
 from meshwright.plan.workload.layouts import (
     ACTIVATION,
-    CORE_ATTENTION,
     CP_KINDS,
     EXPERTS,
     FULL,
@@ -18,131 +20,112 @@ from meshwright.plan.workload.layouts import (
 from meshwright.plan.workload.workload import Workload
 
 Items = dict[str, Floats]
+RESIDUAL_BYTES = 4.0
+"""Bytes per element that uncompiled norms save of the residual stream in mixed precision."""
 
 
-def layer_activation_bytes(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> Floats:
+def layer_activation_bytes(work: Workload, at: Layouts, *, moe: bool) -> Floats:
     """Bytes one layer keeps of one micro-batch for its backward pass, after recompute."""
-    kept = kept_parts(work, at, stack, moe=moe)
-    bits = at.recompute
+    kept = kept_parts(work, at, moe=moe)
+    partial = kept["inputs"] + unless(at, NORMS, kept["norms"]) + kept["attention"]
+    partial = partial + unless(at, NORMS, kept["mask"]) + kept_of_mlp(at, kept, moe=moe)
+    # Selective recompute keeps the output of every matmul, also partial sums before a reduce-scatter.
+    outputs = 2.0 * work.working_bytes * at.microbatch_tokens(work.sequence_length) * work.model.width
+    partial = partial + np.where((at.recompute & NORMS) > 0, outputs - kept["inputs"] / 2.0, 0.0)
+    return after_recompute(at, kept, partial, block_input_bytes(work, at))
 
-    def unless(part: int, value: Floats) -> Floats:
-        return np.where((bits & part) > 0, 0.0, value)
 
-    # A narrow recipe keeps the cast output of the norm for the weight gradient, recomputed or not.
-    keeps_cast = work.is_low_precision and not stack.recasts_inputs
-    norms = kept["norms"] if keeps_cast else unless(NORMS, kept["norms"])
-    partial = kept["inputs"] + norms + kept["attention"]
-    partial = partial + unless(CORE_ATTENTION, kept["scores"])
-    partial = partial + unless(NORMS, kept["rotations"] + kept["mask"])
-    inner = kept["inner"] + unless(ACTIVATION, kept["activation"])
-    partial = partial + unless(EXPERTS if moe else MLP, inner)
-    if stack.keeps_matmul_outputs:
-        outputs = 2.0 * work.working_bytes * at.microbatch_tokens(work.sequence_length) * work.model.width
-        partial = partial + np.where((bits & NORMS) > 0, outputs - kept["inputs"] / 2.0, 0.0)
+def unless(at: Layouts, part: int, value: Floats) -> Floats:
+    """The bytes of a part, and none where its recompute policy drops them."""
+    return np.where((at.recompute & part) > 0, 0.0, value)
+
+
+def kept_of_mlp(at: Layouts, kept: Items, *, moe: bool) -> Floats:
+    """What recompute of activation functions, or of the whole MLP, leaves of it."""
+    inner = kept["inner"] + unless(at, ACTIVATION, kept["activation"])
+    return unless(at, EXPERTS if moe else MLP, inner)
+
+
+def after_recompute(at: Layouts, kept: Items, partial: Floats, block_input: Floats) -> Floats:
+    """All parts, what a policy leaves of them, or the block's input alone; every n-th layer recomputes."""
     none = sum(kept.values())
-    with_policy = np.where((bits & FULL) > 0, block_input_bytes(work, at, stack), partial)
+    with_policy = np.where((at.recompute & FULL) > 0, block_input, partial)
     return none + (with_policy - none) / at.recompute_every  # pyright: ignore[reportReturnType]
 
 
-def block_input_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+def block_input_bytes(work: Workload, at: Layouts) -> Floats:
     """What a layer is given of one micro-batch, and all that full recompute keeps of it."""
-    tokens = at.microbatch_tokens(work.sequence_length)
-    return work.working_bytes * tokens * work.model.width / (at.tp if stack.sequence_parallel else 1)
+    return work.working_bytes * at.microbatch_tokens(work.sequence_length) * work.model.width / at.tp
 
 
-def kept_parts(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> Items:
+def kept_parts(work: Workload, at: Layouts, *, moe: bool) -> Items:
     """What the backward pass of one layer needs, by the part that a recompute policy may drop.
 
     16-bit elements per token: layer inputs 2h (before each norm), norm outputs 2h, queries, keys, values
-    and the attention output, and of the MLP its two inner products, the activation's output and the
-    product. Gathered inputs of column-parallel linears are whole on every rank of tp where a stack keeps
-    them.
+    and the attention output, and of the MLP its two inner matmuls, the activation's output and the gated
+    one. Gathered inputs of column-parallel linears are full on every rank of tp.
     """
-    model, tp = work.model, at.tp
-    attention = model.attention
-    tokens = at.microbatch_tokens(work.sequence_length)
-    width = work.working_bytes
-    residual_tokens = tokens / tp if stack.sequence_parallel else tokens
-    residual = block_input_bytes(work, at, stack)
-    gathered = width * tokens * model.width if stack.saves_gathered_input else residual
-    gathered = np.where(at.regather == 1, residual, gathered)
-    stream = residual if work.compiled else np.maximum(stack.residual_bytes, width) / width * residual
-    heads = attention.num_heads * (attention.head_width + attention.value_width)
-    kv = attention.num_kv_heads * (attention.head_width + attention.value_width)
-    core = width * tokens * (heads + kv) / tp + 4.0 * tokens * attention.num_heads / tp
-    rotations = 0.0 * residual
-    if model.positions == "rope" and not work.compiled:
-        rotated = (attention.num_heads + attention.num_kv_heads) * attention.head_width
-        rotations = stack.rotation_bytes * tokens * rotated / tp
-    masks = 2.0 * residual_tokens * model.width if model.dropout > 0 else 0.0 * residual
-    scores = 0.0 * residual
-    if work.attention_kernel == "unfused":
-        scores = (2.0 * width + 1.0) * operators.score_elements(work, at)
-    # What a mask adds to scores, where one call of attention sees the whole sequence.
-    is_whole = (at.cp == 1) | (at.cp_kind == CP_KINDS.index("ulysses"))
-    pairs = float(work.sequence_length) ** 2 * (at.microbatch_sequences if work.separate_documents else 1.0)
-    mask = np.where(is_whole & (stack.keeps_masks and work.has_mask), width * pairs, 0.0)
-    inner, activation = _inner_bytes(work, at, stack, moe=moe)
+    model, width = work.model, work.working_bytes
+    tokens, residual = at.microbatch_tokens(work.sequence_length), block_input_bytes(work, at)
+    gathered = np.where(at.regather == 1, residual, width * tokens * model.width)
+    stream = residual if work.compiled else np.maximum(RESIDUAL_BYTES, width) / width * residual
+    made = 1.0 if work.compiled else 2.0
+    inner, activation = inner_bytes(work, at, moe=moe, made=made)
     parts = {
         "inputs": 2.0 * stream,
-        "norms": 2.0 * gathered + masks,
-        "attention": core,
-        "rotations": rotations,
-        "scores": scores,
-        "mask": mask,
+        "norms": 2.0 * gathered + dropout_mask_bytes(work, tokens / at.tp),
+        "attention": attention_bytes(work, at),
+        "mask": _mask_bytes(work, at),
         "inner": inner,
         "activation": activation,
     }
-    return _in_8_bits(work, at, parts, moe=moe) if work.is_low_precision and stack.recasts_inputs else parts
+    return _in_8_bits(work, at, parts, moe=moe) if work.is_low_precision else parts
+
+
+def attention_bytes(work: Workload, at: Layouts) -> Floats:
+    """Queries, keys, values, the output and the log-sums of attention."""
+    attention, tokens = work.model.attention, at.microbatch_tokens(work.sequence_length)
+    heads = attention.num_heads * (attention.head_width + attention.value_width)
+    kv = attention.num_kv_heads * (attention.head_width + attention.value_width)
+    return work.working_bytes * tokens * (heads + kv) / at.tp + 4.0 * tokens * attention.num_heads / at.tp
+
+
+def dropout_mask_bytes(work: Workload, tokens: Floats) -> Floats:
+    """One byte per dropped element, behind attention and behind the MLP."""
+    return 2.0 * tokens * work.model.width if work.model.dropout > 0 else 0.0 * tokens
+
+
+def _mask_bytes(work: Workload, at: Layouts) -> Floats:
+    """What a mask adds to scores, where one call of attention sees the whole sequence."""
+    is_whole = (at.cp == 1) | (at.cp_kind == CP_KINDS.index("ulysses"))
+    pairs = float(work.sequence_length) ** 2 * (at.microbatch_sequences if work.separate_documents else 1.0)
+    return np.where(is_whole & work.has_mask, work.working_bytes * pairs, 0.0)
 
 
 def _in_8_bits(work: Workload, at: Layouts, parts: Items, *, moe: bool) -> Items:
     """The same where linears keep their inputs in 8 bits: of norms, of attention (beside the kernel's own
-    copy), and the MLP's product, which a compiled block makes again from what it has."""
+    copy), and the gated output of the MLP, which a compiled block recomputes from what it has."""
     share, attention = work.low_precision_layers, work.model.attention
     tokens = at.microbatch_tokens(work.sequence_length)
-    product = 1.0 if moe and not work.low_precision_experts else 0.0 if work.compiled else 0.5
+    gated = 1.0 if moe and not work.low_precision_experts else 0.0 if work.compiled else 0.5
     return {
         **parts,
         "norms": (1.0 - 0.5 * share) * parts["norms"],
         "attention": parts["attention"]
         + share * tokens * attention.num_heads * attention.value_width / at.tp,
-        "activation": (1.0 - (1.0 - product) * share) * parts["activation"],
+        "activation": (1.0 - (1.0 - gated) * share) * parts["activation"],
     }
 
 
-def _inner_bytes(work: Workload, at: Layouts, stack: Framework, *, moe: bool) -> tuple[Floats, Floats]:
-    """Bytes of the MLP's inner tensors: what its products made, and what its activation made of them."""
+def inner_bytes(work: Workload, at: Layouts, *, moe: bool, made: float) -> tuple[Floats, Floats]:
+    """Bytes of the MLP's inner tensors: outputs of its matmuls, and `made` tensors of its activation."""
     model, width = work.model, work.working_bytes
     tokens = at.microbatch_tokens(work.sequence_length)
     if not moe or model.moe is None:
         elements = tokens * model.mlp.width / at.tp
         into = model.mlp.num_matrices - 1
-        made = 2.0 if stack.eager_activation and not work.compiled and into == 2 else 1.0
-        return width * into * elements, width * made * elements
+        return width * into * elements, width * (made if into == 2 else 1.0) * elements
     routed = operators.expert_tokens(work, at)
     inner = routed * model.moe.width / at.etp + tokens * model.moe.shared_width / at.tp
     dispatched = width * 2.0 * routed * model.width + 8.0 * tokens / at.tp * model.moe.num_experts
-    made = 2.0 if stack.eager_activation and not work.compiled else 1.0
     return width * 2.0 * inner + dispatched, width * made * inner
-
-
-def movable_activation_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
-    """Bytes of the mean layer and one micro-batch that offload of activations moves: all that it keeps."""
-    share = work.counts.num_moe_layers / work.model.num_layers
-    moved = np.zeros(len(at))
-    for moe, part in ((False, 1.0 - share), (True, share)):
-        if part:
-            moved = moved + part * layer_activation_bytes(work, at, stack, moe=moe)
-    return moved
-
-
-def kept_over_cp(work: Workload, at: Layouts) -> Floats:
-    """What a kind of cp keeps beside its own rows: all keys and values, or the output in both layouts."""
-    attention = work.model.attention
-    tokens = at.microbatch_tokens(work.sequence_length) * work.working_bytes / at.tp
-    keys = tokens * attention.num_kv_heads * (attention.head_width + attention.value_width)
-    output = tokens * attention.num_heads * attention.value_width
-    kind = np.asarray(CP_KINDS)[at.cp_kind]
-    exchanged = np.where(np.isin(kind, ("ulysses", "hierarchical")), output, 0.0)
-    return np.where(at.cp > 1, np.where(kind == "gather", (at.cp - 1) * keys, exchanged), 0.0)

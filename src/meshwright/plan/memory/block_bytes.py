@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,8 @@ from meshwright.plan.workload.layouts import CP_KINDS, FULL, NORMS, Floats, Layo
 from meshwright.plan.workload.workload import Workload
 
 Items = dict[str, Floats]
+Rows = NDArray[np.intp]
+"""Indices of some of the layouts."""
 Turn = Literal["first", "later", "last"]
 """Of the backwards of a step: the first finds no gradients, the last reduces them."""
 TURNS: tuple[Turn, ...] = ("first", "later", "last")
@@ -39,6 +42,52 @@ class Reduction:
     buckets: Mapping[str, Floats]
     """Bytes of the bucket that the gradient of a matrix completes, as it is launched."""
 
+    def take(self, rows: Rows) -> "Reduction":
+        """That of some of the layouts."""
+        buckets = {name: held[rows] for name, held in self.buckets.items()}
+        return Reduction(self.accumulates[rows], self.fused[rows], buckets)
+
+
+@dataclass(frozen=True)
+class BackwardPoints:
+    """Candidates for the peak of a block's backward, of shape (P, M), whatever is done with gradients."""
+
+    live: Floats
+    gradients: Floats
+    """Gradients of the block's weights so far."""
+    live_if_fused: Floats | None
+    """Compiled blocks: without the gradients, which are added in place."""
+    arriving: Floats | None
+    """Uncompiled blocks: the gradient that has come just now."""
+    arrivals: Mapping[str, tuple[Floats, Floats]]
+    """Live bytes and gradients so far, shape (M,), at the arrival of each matrix's gradient."""
+
+    def peak(self, reduction: Reduction) -> Items:
+        """Items of the fullest point."""
+        live, gradients = self.live, self.gradients
+        if self.live_if_fused is not None:
+            live = np.where(reduction.fused, self.live_if_fused, live)
+            gradients = np.where(reduction.fused, 0.0, gradients)
+        elif self.arriving is not None:
+            gradients = np.where(reduction.accumulates, self.arriving, gradients)
+        best = (live + gradients).argmax(axis=0)
+        columns = np.arange(len(best))
+        live, gradients = live[best, columns], gradients[best, columns]
+        # What is added to earlier gradients is freed with it.
+        passing = np.where(reduction.accumulates, gradients, 0.0)
+        found = {"working set": live + passing, "gradients": gradients - passing}
+        return self._with_launches({**found, "gathered": np.zeros(len(columns))}, reduction)
+
+    def _with_launches(self, found: Items, reduction: Reduction) -> Items:
+        """The same, or a bucket that is launched within the block where that is fuller."""
+        for name in self.arrivals.keys() & reduction.buckets.keys():
+            (live, gradients), bucket = self.arrivals[name], reduction.buckets[name]
+            made = np.where(reduction.accumulates, 0.0, gradients)
+            better = (bucket > 0) & (live + made + bucket > sum(found.values()))
+            new = {"working set": live, "gradients": made, "gathered": bucket}
+            found = {item: np.where(better, new[item], values) for item, values in found.items()}
+        return found
+
 
 class BlockBytes:
     """What the blocks of M layouts keep and hold at their peaks; every array has shape (M,)."""
@@ -54,6 +103,11 @@ class BlockBytes:
         self.forward = self._forward()
         self.split = self._split()
 
+    @cached_property
+    def _backward_points(self) -> list[list[BackwardPoints]]:
+        """The candidates of each block of each group of layouts."""
+        return [[self._points(block, rows) for block, _ in blocks] for rows, blocks in self._groups]
+
     def _split(self) -> Items:
         """Peaks of a split backward, and what a block holds between its passes."""
         found = {name: np.zeros(len(self._at)) for name in _SPLIT_NAMES}
@@ -62,73 +116,54 @@ class BlockBytes:
             if (self._at.pp[rows] == 1).all() or not blocks[0][0].between:
                 continue
             for name in ("between", "leftover"):
-                mean = sum(share * self._sum(getattr(block, name)) for block, share in blocks)
-                found[name] = np.where(rows, mean, found[name])
+                found[name][rows] = sum(
+                    share * self._sum(getattr(block, name), rows) for block, share in blocks
+                )
             for block, _ in blocks:
-                live = self._stack_of(one.live for one in block.weight_pass)
-                new = live + each * self._stack_of(one.gradients for one in block.weight_pass)
-                later = live + each * self._stack_of(one.arriving for one in block.weight_pass)
-                inputs = self._stack_of(one.live for one in block.input_pass)
+                live = self._stack_of([one.live for one in block.weight_pass], rows)
+                new = live + each * self._stack_of([one.gradients for one in block.weight_pass], rows)
+                later = live + each * self._stack_of([one.arriving for one in block.weight_pass], rows)
+                inputs = self._stack_of([one.live for one in block.input_pass], rows)
                 for name, values in (("input", inputs), ("new weight", new), ("weight", later)):
-                    peak = np.maximum(found[name], values.max(axis=0))
-                    found[name] = np.where(rows, peak, found[name])
+                    found[name][rows] = np.maximum(found[name][rows], values.max(axis=0))
         return found
 
     def backward(self, reduction: Reduction) -> Items:
         """Items at the peak of a block's backward, what it kept included."""
         items = {name: np.zeros(len(self._at)) for name in ("working set", "gradients", "gathered")}
         fullest = np.full(len(self._at), -np.inf)
-        for rows, blocks in self._groups:
-            for block, _ in blocks:
-                found = self._backward(block, reduction)
+        for (rows, _), points in zip(self._groups, self._backward_points, strict=True):
+            here = reduction.take(rows)
+            for found in (one.peak(here) for one in points):
                 total = sum(found.values())
-                better = rows & (total > fullest)
-                fullest = np.where(better, total, fullest)
+                better = total > fullest[rows]
+                fullest[rows] = np.where(better, total, fullest[rows])
                 for name, values in found.items():
-                    items[name] = np.where(better, values, items[name])
+                    items[name][rows] = np.where(better, values, items[name][rows])
         return {"activations": self.kept, "cast weights": self.casts, **items}
 
-    def _backward(self, block: BlockMemory, reduction: Reduction) -> Items:
-        points, each = block.backward, self._stack.state.gradient / 4.0
-        live = self._stack_of(one.live for one in points)
-        gradients = each * self._stack_of(one.gradients for one in points)
-        if self._work.compiled:
-            fused = self._stack_of(_without_gradients(one.live) for one in points)
-            live = np.where(reduction.fused, fused, live)
-            gradients = np.where(reduction.fused, 0.0, gradients)
-        else:
-            arriving = each * self._stack_of(one.arriving for one in points)
-            gradients = np.where(reduction.accumulates, arriving, gradients)
-        best = (live + gradients).argmax(axis=0)
-        columns = np.arange(len(self._at))
-        live, gradients = live[best, columns], gradients[best, columns]
-        # What is added to earlier gradients is freed with it.
-        passing = np.where(reduction.accumulates, gradients, 0.0)
-        found = {"working set": live + passing, "gradients": gradients - passing}
-        found["gathered"] = np.zeros(len(self._at))
-        return self._with_launches(found, block, reduction)
-
-    def _with_launches(self, found: Items, block: BlockMemory, reduction: Reduction) -> Items:
-        """The same, or a bucket that is launched within the block where that is fuller."""
-        for name, (live, gradients) in self._arrivals(block).items():
-            if name in reduction.buckets:
-                bucket = reduction.buckets[name]
-                made = np.where(reduction.accumulates, 0.0, gradients)
-                better = (bucket > 0) & (live + made + bucket > sum(found.values()))
-                new = {"working set": live, "gradients": made, "gathered": bucket}
-                found = {item: np.where(better, new[item], values) for item, values in found.items()}
-        return found
+    def _points(self, block: BlockMemory, rows: Rows) -> BackwardPoints:
+        points, each, compiled = block.backward, self._stack.state.gradient / 4.0, self._work.compiled
+        without = [_without_gradients(one.live) for one in points] if compiled else []
+        return BackwardPoints(
+            live=self._stack_of([one.live for one in points], rows),
+            gradients=each * self._stack_of([one.gradients for one in points], rows),
+            live_if_fused=self._stack_of(without, rows) if compiled else None,
+            arriving=None if compiled else each * self._stack_of([one.arriving for one in points], rows),
+            arrivals=self._arrivals(block, rows),
+        )
 
     def after(self) -> Items:
         """Bytes of a block, without gradients, when the gradient of one of its matrices has come."""
         found: Items = {}
-        for rows, blocks in self._groups:
-            for name, (live, _) in self._arrivals(blocks[0][0]).items():
-                whole = live + self.kept + self.casts
-                found[name] = np.where(rows, whole, found.get(name, np.zeros(len(self._at))))
+        for (rows, _), points in zip(self._groups, self._backward_points, strict=True):
+            for name, (live, _) in points[0].arrivals.items():
+                found.setdefault(name, np.zeros(len(self._at)))[rows] = (
+                    live + self.kept[rows] + self.casts[rows]
+                )
         return found
 
-    def _arrivals(self, block: BlockMemory) -> dict[str, tuple[Floats, Floats]]:
+    def _arrivals(self, block: BlockMemory, rows: Rows) -> dict[str, tuple[Floats, Floats]]:
         """Live bytes and gradients so far at the arrival of each matrix's gradient."""
         each = self._stack.state.gradient / 4.0
         found: dict[str, tuple[Floats, Floats]] = {}
@@ -141,36 +176,39 @@ class BlockBytes:
                 counts[monomial] = index + 1
                 if index < len(names):
                     point = (last or [one])[0]  # a compiled block hands all gradients over at its end
-                    live, gradients = self._sum(point.live), each * self._sum(point.gradients)
+                    live, gradients = self._sum(point.live, rows), each * self._sum(point.gradients, rows)
                     found[names[index]] = (live, gradients)
         return found
 
     def _mean(self, part: str) -> Floats:
         found = np.zeros(len(self._at))
         for rows, blocks in self._groups:
-            values = sum(share * self._sum(getattr(block, part)) for block, share in blocks)
-            found = np.where(rows, values, found)
+            found[rows] = sum(share * self._sum(getattr(block, part), rows) for block, share in blocks)
         return found
 
     def _forward(self) -> Floats:
         found = np.zeros(len(self._at))
         for rows, blocks in self._groups:
             for block, _ in blocks:
-                peak = self._stack_of(one.live for one in block.forward).max(axis=0)
-                found = np.where(rows, np.maximum(found, peak), found)
+                peak = self._stack_of([one.live for one in block.forward], rows).max(axis=0)
+                found[rows] = np.maximum(found[rows], peak)
         return found
 
-    def _stack_of(self, terms: Iterable[Terms]) -> Floats:
-        rows = [self._sum(one) for one in terms]
-        return np.stack(rows) if rows else np.zeros((1, len(self._at)))
+    def _sum(self, terms: Terms, rows: Rows) -> Floats:
+        return self._stack_of([terms], rows)[0]
 
-    def _sum(self, terms: Terms) -> Floats:
-        found = np.zeros(len(self._at))
-        for name, factor in terms.items():
-            if name not in self._columns:
-                self._columns[name] = evaluate(name, self._dims)
-            found = found + factor * self._columns[name]
-        return found
+    def _stack_of(self, sums: list[Terms], rows: Rows) -> Floats:
+        """The value of each sum for these layouts: one matmul of factors and monomials."""
+        names = sorted({name for terms in sums for name in terms})
+        if not names:
+            return np.zeros((max(1, len(sums)), len(rows)))
+        factors = np.array([[terms.get(name, 0.0) for name in names] for terms in sums])
+        return factors @ np.stack([self._column(name)[rows] for name in names])
+
+    def _column(self, name: str) -> Floats:
+        if name not in self._columns:
+            self._columns[name] = evaluate(name, self._dims)
+        return self._columns[name]
 
 
 def _without_gradients(terms: Terms) -> Terms:
@@ -181,8 +219,8 @@ Blocks = list[tuple[BlockMemory, float]]
 """Blocks of a layout and the share of layers that each has."""
 
 
-def _groups(work: Workload, at: Layouts, stack: Framework) -> Iterable[tuple[NDArray[np.bool_], Blocks]]:
-    """Layouts whose blocks are of the same kinds."""
+def _groups(work: Workload, at: Layouts, stack: Framework) -> Iterable[tuple[Rows, Blocks]]:
+    """Layouts whose blocks are of the same kinds, by their indices."""
     code = np.zeros(len(at), dtype=np.int64)
     kind = np.where(at.cp > 1, at.cp_kind + 1, 0)
     tp = np.where(at.tp == 1, 0, np.where(at.microbatch_sequences == 1, 1, 2))
@@ -192,9 +230,8 @@ def _groups(work: Workload, at: Layouts, stack: Framework) -> Iterable[tuple[NDA
     for column, size in ((kind, 5), (tp, 3), (recompute, 3), (at.zero == 3, 2), (at.ep > 1, 2)):
         code = code * size + column
     for one in np.unique(code):
-        rows = code == one
-        first = int(np.argmax(rows))
-        yield rows, _blocks_of(work, at, stack, first)
+        rows = np.flatnonzero(code == one)
+        yield rows, _blocks_of(work, at, stack, int(rows[0]))
 
 
 def _blocks_of(work: Workload, at: Layouts, stack: Framework, row: int) -> Blocks:

@@ -7,20 +7,15 @@ Layouts with `regather` or etp, compute in fp32, adapters, dropout; and runs of 
 import numpy as np
 
 from meshwright.plan.framework import Framework
-from meshwright.plan.memory.activations import kept_parts, layer_activation_bytes
 from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.rank_parameters import (
     Items,
     RankParameters,
     column,
-    expert_shards,
     is_v_shaped,
 )
 from meshwright.plan.workload.layouts import CP_KINDS, FULL, Floats, Layouts
 from meshwright.plan.workload.workload import Workload
-
-HEAD_GRADIENT_BYTES = 4.0
-"""The gradient of the head is summed over chunks of logits in fp32, beside the head in bf16."""
 
 
 def formula_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters, state: Items) -> Items:
@@ -34,13 +29,13 @@ def formula_items(work: Workload, at: Layouts, stack: Framework, rank: RankParam
 
 
 def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Floats:
-    """Whole weights and gradients that ZeRO-3 (and 2) keep for a moment; with a pipeline, for the step."""
+    """Unsharded weights and gradients that ZeRO-3 (and 2) keep for a while; with a pipeline, for the step."""
     unit = rank.largest_unit
     trained = 0.0 if work.adapters else 1.0
     at_once = unit * (2.0 * stack.state.gather + trained * (stack.state.gather + stack.state.reduce))
     scatter = trained * unit * (stack.state.gather + stack.state.reduce)
     each = at.scatters_each(in_pipelines=stack.scatters_in_pipelines)[:, None]
-    everything = rank.dense + np.where(column(expert_shards(at, stack)) > 1, rank.experts, 0.0)
+    everything = rank.dense + np.where(column(stack.expert_shards(at)) > 1, rank.experts, 0.0)
     gradients = np.where(each, scatter, everything * trained * stack.state.reduce)
     sharded = np.where((at.pp > 1)[:, None], everything * stack.state.gather + gradients, at_once)
     shards = (at.shards > 1)[:, None]
@@ -51,18 +46,18 @@ def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: RankPar
 def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Items:
     counts = work.counts
     share = counts.num_moe_layers / work.model.num_layers
-    dense = layer_activation_bytes(work, at, stack, moe=False) if share < 1 else 0.0
-    routed = layer_activation_bytes(work, at, stack, moe=True) if share > 0 else 0.0
+    dense = stack.layer_activation_bytes(work, at, moe=False) if share < 1 else 0.0
+    routed = stack.layer_activation_bytes(work, at, moe=True) if share > 0 else 0.0
     per_layer = column((1.0 - share) * dense + share * routed)
-    whole = sum(kept_parts(work, at, stack, moe=share > 0.5).values())
+    whole = sum(stack.kept_parts(work, at, moe=share > 0.5).values())
     working = np.where((at.recompute & FULL) > 0, whole, 0.25 * np.asarray(whole))
     flight = in_flight(at)
     items = {
         "activations": flight * rank.layers * per_layer,
         "working set": column(working) * np.ones((1, 3)),
     }
-    if stack.casts_weights and work.working_bytes < stack.state.weight and work.adapters is None:
-        each = work.working_bytes * rank.layers * rank.layer
+    if cast_bytes := stack.cast_weight_bytes(work):
+        each = cast_bytes * rank.layers * rank.layer
         dropped = (at.zero == 3) | ((at.recompute & FULL) > 0)
         items["cast weights"] = np.where(dropped[:, None], 0.0, flight * each)
     return {**items, **fp8_weight_items(work, at, rank)}
@@ -81,12 +76,8 @@ def fp8_weight_items(work: Workload, at: Layouts, rank: RankParameters) -> Items
 def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
     """Logits and what the loss makes of them where the head is; the embedding's output on the first rank."""
     tokens = at.microbatch_tokens(work.sequence_length)
-    logits = stack.logits_bytes * tokens * work.model.vocab_size / at.tp
-    if stack.loss_chunk_bytes is not None:
-        whole = work.working_bytes * tokens * work.model.vocab_size / at.tp
-        head = (HEAD_GRADIENT_BYTES + work.working_bytes) * work.model.vocab_size * work.model.width / at.tp
-        logits = np.minimum(whole, stack.loss_chunk_bytes) + head
-    embedded = work.working_bytes * tokens * work.model.width / np.where(stack.sequence_parallel, at.tp, 1)
+    logits = stack.logit_bytes(work, at)
+    embedded = work.working_bytes * stack.residual_tokens(tokens, at.tp) * work.model.width
     alone, is_v = at.pp == 1, is_v_shaped(at)
     first = np.where(alone | is_v, logits, embedded)
     return np.stack([first, np.where(alone, logits, 0.0), np.where(is_v, 0.0, logits)], axis=1)
@@ -103,8 +94,11 @@ def _exchange_bytes(work: Workload, at: Layouts) -> Floats:
     return column(over_cp + hop) * np.ones((1, 3))
 
 
-def gradients_at_the_peak(at: Layouts, items: Items) -> Floats:
-    """Gradients that exist beside the activations: all of them once a second micro-batch runs."""
-    once = ((at.num_microbatches == 1) & (at.pp == 1))[:, None]
-    freed = items["activations"] + items["logits"]
-    return np.where(once, np.maximum(items["gradients"] - freed, 0.0), items["gradients"])
+def movable_activation_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
+    """Bytes of the mean layer and one micro-batch that offload of activations moves: all that it keeps."""
+    share = work.counts.num_moe_layers / work.model.num_layers
+    moved = np.zeros(len(at))
+    for moe, part in ((False, 1.0 - share), (True, share)):
+        if part:
+            moved = moved + part * stack.layer_activation_bytes(work, at, moe=moe)
+    return moved

@@ -50,7 +50,7 @@ FORMULA = Margin(0.45, "estimated by formula, held against nothing")
 
 def memory_margin(work: Workload, at: Layouts, stack: Framework) -> Margin | None:
     """Of one layout; None where another framework runs it."""
-    if stack.name != "meshwright":
+    if not stack.is_traced:
         return None
     return max(_margins(work, at, stack), key=lambda one: one.of(2**30))
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.workload.layouts import Floats, Layouts
 
 Items = dict[str, Floats]
@@ -77,8 +76,3 @@ def move_activations(items: Items, at: Layouts, movable: Movable) -> None:
     items["activations"] = np.maximum(left, 0.0)
     pool = column(at.offloads("optimizer")) * movable.largest_states
     items["offload buffers"] = np.maximum(pool - items["activations"] - items["logits"], 0.0)
-
-
-def host_rate(cluster: Cluster) -> float:
-    """Bytes per second in one direction; both directions can be used at once."""
-    return HOST_EFFICIENCY * cluster.host.bytes_per_second

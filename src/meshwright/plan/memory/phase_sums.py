@@ -17,7 +17,7 @@ class ForwardSums(Rows):
         """Forward of the head."""
         here = self.count["kept_last"] + 1.0
         full = 2.0 * self.tokens * self.work.model.vocab_size / self.tp
-        count = np.ceil(full / (self.stack.loss_chunk_bytes or np.inf)).clip(1.0)
+        count = np.ceil(full / self.stack.loss_chunk_bytes).clip(1.0)
         # The logits of one chunk are freed when those of the next are there.
         chunks = full / count * np.minimum(count, 2.0)
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.

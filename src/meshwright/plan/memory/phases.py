@@ -39,10 +39,9 @@ def is_covered(work: Workload, stack: Framework) -> bool:
     """Whether the table has the blocks of what is trained."""
     model = work.model
     return (
-        stack.name == "meshwright"
+        stack.is_traced
         and work.precision in ("bf16", "fp16", "fp8", "mxfp8")
         and not work.adapters
-        and work.attention_kernel == "flash"
         and model.dropout == 0
     )
 

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
-from meshwright.plan.memory.activations import movable_activation_bytes
 from meshwright.plan.memory.block_columns import expert_padding, kept_bytes
-from meshwright.plan.memory.formula import formula_items, fp8_weight_items, gradients_at_the_peak
+from meshwright.plan.memory.formula import formula_items, fp8_weight_items, movable_activation_bytes
 from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.offload import (
     HOST_SHARE,
@@ -29,7 +28,6 @@ from meshwright.plan.memory.rank_parameters import (
     Items,
     RankParameters,
     column,
-    expert_share,
     rank_parameters,
     state_items,
 )
@@ -141,8 +139,8 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
     move_activations(items, at, movable)
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
     exact = traced[:, None]
-    if stack.gradients_after_activations and "gradients" in items:
-        items["gradients"] = np.where(exact, items["gradients"], gradients_at_the_peak(at, items))
+    if "gradients" in items:
+        items["gradients"] = np.where(exact, items["gradients"], stack.gradients_at_the_peak(at, items))
     unused = np.where(exact, EXACT_FRAGMENTATION, FRAGMENTATION) * short_lived
     return Memory(items, unused, outside_bytes(at), host)
 
@@ -183,7 +181,7 @@ def _traced_items(
 
 def _peak_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters, state: Items) -> Items:
     """The items of the phase in which a rank holds most."""
-    sharded = rank.dense / column(at.shards) + rank.experts * column(expert_share(work, at, stack))
+    sharded = rank.dense / column(at.shards) + rank.experts * column(stack.expert_share(work, at))
     padding = 0.0 if work.model.moe is None else column(expert_padding(work, at))
     facts = Rank(
         layers=rank.layers,

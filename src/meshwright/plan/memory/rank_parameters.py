@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.plan.framework import Framework
-from meshwright.plan.workload import operators
 from meshwright.plan.workload.layouts import Floats, Layouts
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.plan.workload.workload import OPTIMIZER_BYTES, Workload
@@ -39,11 +38,7 @@ class RankParameters:
 def rank_parameters(work: Workload, at: Layouts, stack: Framework) -> RankParameters:
     """Parameters of the three ranks of every layout."""
     counts = work.counts
-    split = (
-        operators.runtime_stage_layers(work, at)
-        if stack.cuts_by_cost
-        else operators.stage_layers(work, at, balanced=stack.balances_stages)
-    )
+    split = stack.stage_layers(work, at)
     layers = np.stack([split.first, split.most, split.last], axis=1)
     alone = (at.pp == 1)[:, None]
     moe_share = counts.num_moe_layers / work.model.num_layers
@@ -60,7 +55,7 @@ def rank_parameters(work: Workload, at: Layouts, stack: Framework) -> RankParame
     both = column((counts.embedding + counts.head) / at.tp)
     dense = layers * per_layer + np.where(alone, both, ends)
     # Experts that lie whole on their rank are never gathered.
-    gathered = np.where(column(expert_shards(at, stack)) > 1, experts, 0.0)
+    gathered = np.where(column(stack.expert_shards(at)) > 1, experts, 0.0)
     unit = np.maximum(per_layer + gathered, np.where(alone, column(counts.embedding / at.tp), ends))
     inner = work.model.width * work.model.mlp.width / at.tp
     matrix = np.maximum(column(inner), experts / 3.0)
@@ -70,25 +65,10 @@ def rank_parameters(work: Workload, at: Layouts, stack: Framework) -> RankParame
     )
 
 
-def expert_shards(at: Layouts, stack: Framework) -> Floats:
-    """Ranks that share one copy of the state of an expert."""
-    inside_tp = np.where((at.etp > 1) | stack.cuts_between_experts, 1, at.tp)
-    return np.maximum(at.dp_shard * at.cp * inside_tp / at.ep, 1.0)
-
-
-def expert_share(work: Workload, at: Layouts, stack: Framework) -> Floats:
-    """Part of the state of its experts that the fullest of these ranks holds."""
-    shards, moe = expert_shards(at, stack), work.model.moe
-    if moe is None or not stack.cuts_between_experts:
-        return 1.0 / shards
-    here = np.maximum(moe.num_experts / at.ep, 1.0)
-    return np.ceil(here / shards) / here
-
-
 def state_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Items:
     """Weights, gradients, master and optimizer states as the ZeRO stage divides them."""
     shards = column(at.shards.astype(np.float64))
-    share = column(expert_share(work, at, stack))
+    share = column(stack.expert_share(work, at))
     zero = at.zero[:, None]
     # ZeRO-3 in a pipeline keeps them beside the gathered weights: there they are counted.
     whole = ((at.reduce_last == 1) & ((at.pp == 1) | (at.zero == 2)))[:, None]

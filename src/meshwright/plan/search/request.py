@@ -98,9 +98,10 @@ def _assumed_of_cluster(cluster: Cluster) -> Iterator[str]:
     source = cluster.sources.get("network_bytes_per_second", "")
     if cluster.num_nodes > 1 and source.startswith("assumed"):
         rate = cluster.network.bytes_per_second / 1e9
-        yield f"a network of {rate:g} GB/s per device and direction (`meshwright hardware new` sets it)"
+        yield f"a network of {rate:g} GB/s per device and direction (a TOML file for --on sets it)"
     if cluster.device.name != "cpu" and "host_memory_bytes" not in cluster.sources:
-        yield f"{show_bytes(cluster.host_memory_bytes)} of host memory per node (`meshwright hardware new`)"
+        host = show_bytes(cluster.host_memory_bytes)
+        yield f"{host} of host memory per node (a TOML file for --on sets it)"
 
 
 def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
-from meshwright.plan.memory.activations import movable_activation_bytes
+from meshwright.plan.memory.formula import movable_activation_bytes
 from meshwright.plan.time.collectives import Group, all_reduce_seconds, gather_seconds, send_seconds
 from meshwright.plan.time.layer_time import (
     Context,

@@ -5,7 +5,6 @@ import pytest
 
 from meshwright.hardware import parse_cluster
 from meshwright.plan.framework import our_runtime
-from meshwright.plan.memory.activations import layer_activation_bytes
 from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.rank_bytes import Memory, host_items, memory, movable_bytes
 from meshwright.plan.predict import host_bytes, predict_run
@@ -97,7 +96,7 @@ class TestBytes:
 
     def test_regather_keeps_a_part_of_two_inputs(self) -> None:
         kept, dropped = (
-            layer_activation_bytes(WORK, layouts(tp=8, regather=value), our_runtime(), moe=False)[0]
+            our_runtime().layer_activation_bytes(WORK, layouts(tp=8, regather=value), moe=False)[0]
             for value in (0, 1)
         )
         assert kept - dropped == 2 * 2 * 4096 * MODEL.width * (1 - 1 / 8)

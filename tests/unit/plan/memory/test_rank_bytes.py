@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from meshwright.hardware import parse_cluster
 from meshwright.plan.framework import Framework, our_runtime
-from meshwright.plan.memory.activations import layer_activation_bytes
 from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.rank_bytes import Memory, memory
 from meshwright.plan.workload.layouts import FULL, NORMS, OFFLOAD_BITS, RECOMPUTE_SELECTIVE, Layouts, layouts
@@ -76,9 +75,9 @@ def test_state_falls_with_the_zero_stage(dp: int, tp: int, pp: int, name: str) -
 @pytest.mark.parametrize("recompute", [RECOMPUTE_SELECTIVE, FULL])
 def test_recompute_never_keeps_more(recompute: int) -> None:
     work, stack = Workload(family("llama-3.1-8b"), 8192), our_runtime()
-    none = layer_activation_bytes(work, layouts(), stack, moe=False)[0]
-    less = layer_activation_bytes(work, layouts(recompute=recompute), stack, moe=False)[0]
-    half = layer_activation_bytes(work, layouts(recompute=recompute, recompute_every=2), stack, moe=False)[0]
+    none = stack.layer_activation_bytes(work, layouts(), moe=False)[0]
+    less = stack.layer_activation_bytes(work, layouts(recompute=recompute), moe=False)[0]
+    half = stack.layer_activation_bytes(work, layouts(recompute=recompute, recompute_every=2), moe=False)[0]
     assert less < none
     assert half == pytest.approx((none + less) / 2)
 
@@ -89,10 +88,11 @@ def test_activations_of_a_layer_are_what_a_trace_found() -> None:
     With the gathered inputs of tp=8 kept: 276. Full recompute keeps the layer's input, 64.
     """
     work = Workload(family("llama-3.1-8b"), 8192)
-    stack = replace(our_runtime(), residual_bytes=2.0, rotation_bytes=0.0)
+    peer = find_framework("nanotron")
+    stack = replace(peer, rotation_bytes=0.0)
 
     def mebibytes(at: Layouts) -> float:
-        return float(layer_activation_bytes(work, at, stack, moe=False)[0]) / 2**20
+        return float(stack.layer_activation_bytes(work, at, moe=False)[0]) / 2**20
 
     assert mebibytes(layouts()) == pytest.approx(1313, rel=0.005)
     # Within 3%: the trace also holds the statistics of norms.
@@ -104,10 +104,10 @@ def test_a_norm_recomputed_under_fp8_saves_nothing() -> None:
     at, plain = layouts(recompute=NORMS), layouts()
     fp8 = Workload(family("llama-3.1-8b"), 4096, "fp8")
     stack = find_framework("megatron")
-    kept = layer_activation_bytes(fp8, at, stack, moe=False)[0]
-    assert kept == layer_activation_bytes(fp8, plain, stack, moe=False)[0]
+    kept = stack.layer_activation_bytes(fp8, at, moe=False)[0]
+    assert kept == stack.layer_activation_bytes(fp8, plain, moe=False)[0]
     bf16 = replace(fp8, precision="bf16")
-    assert layer_activation_bytes(bf16, at, stack, moe=False)[0] < kept
+    assert stack.layer_activation_bytes(bf16, at, moe=False)[0] < kept
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
