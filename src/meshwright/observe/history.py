@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,8 @@ from meshwright.files import regular_file
 from meshwright.observe.metrics import METRICS_NAME, NON_FINITE
 
 Numbers = NDArray[np.float64]
-_LINES_PER_CHUNK = 8192
-# Damaged files may hold one endless line; no line of ours is near this long.
-_MAX_LINE_BYTES = 1 << 20
+# Large enough that little is done per block, small enough that its rows need little memory.
+_BLOCK_BYTES = 2 << 20
 _MAX_STEP = 2**53
 
 
@@ -65,7 +64,7 @@ def read_history(path: Path | str, names: Sequence[str]) -> History:
     """
     path = Path(path)
     path = path / METRICS_NAME if path.is_dir() else path
-    chunks = [_Chunk.of(rows, names) for rows in _chunks(path)]
+    chunks = [_Chunk.of(rows, present) for rows, present in _chunks(path, names)]
     steps = np.concatenate([np.empty(0, np.int64), *(chunk.steps for chunk in chunks)])
     columns, recorded = {}, {}
     for name in names:
@@ -98,7 +97,7 @@ class _Chunk(NamedTuple):
 
     @staticmethod
     def of(rows: list[dict[str, Any]], names: Sequence[str]) -> "_Chunk":
-        found = {name: [row.get(name) for row in rows] for name in names}
+        found = {name: _values(rows, name) for name in names}
         columns = {name: _column(values) for name, values in found.items() if values.count(None) < len(rows)}
         return _Chunk(np.array([row["step"] for row in rows], np.int64), columns)
 
@@ -107,8 +106,22 @@ class _Chunk(NamedTuple):
         return self.columns.pop(name, absent)
 
 
+def _values(rows: list[dict[str, Any]], name: str) -> list[Any]:
+    try:
+        return list(map(itemgetter(name), rows))
+    except KeyError:
+        return [row.get(name) for row in rows]
+
+
 def _column(values: list[Any]) -> _Column:
     """The values as floats, and where there is one."""
+    if None in values:  # few have one, such as losses of evaluations: look at these alone
+        mask = np.array([value is not None for value in values], np.bool_)
+        found = _column([value for value in values if value is not None])
+        filled = np.full(len(values), math.nan)
+        filled[mask] = found.values
+        mask[mask] = found.recorded
+        return _Column(filled, mask)
     try:
         found = np.array(values)
         if found.dtype.kind in "fib" and found.ndim == 1:
@@ -131,25 +144,37 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _chunks(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """The well-formed rows of a file, some thousand at a time."""
+def _chunks(path: Path, names: Sequence[str]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
+    """The well-formed rows of a file, some thousand at a time, and the names that occur in them."""
     try:
         with regular_file(path) as file:
-            while lines := list(islice(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), _LINES_PER_CHUNK)):
-                rows = [row for row in _parsed(lines) if _has_step(row)]
-                if rows:
-                    yield rows
+            rest = b""
+            while block := file.read(_BLOCK_BYTES):
+                complete, newline, rest = (rest + block).rpartition(b"\n")
+                rest = rest[:_BLOCK_BYTES]  # no line of ours is so long: the file is damaged
+                if newline and (rows := _rows(complete)):
+                    yield rows, [name for name in names if name.encode() in complete]
     except OSError:
         return
 
 
-def _parsed(lines: list[bytes]) -> list[Any]:
-    """The lines as JSON values; a damaged one is left out."""
-    complete = lines if lines[-1].endswith(b"\n") else lines[:-1]
+def _rows(lines: bytes) -> list[dict[str, Any]]:
+    """The rows of complete lines that have a step; the usual case makes no object per line."""
     try:
-        return from_json(b"[" + b",".join(complete) + b"]")
+        rows = from_json(b"[" + lines.replace(b"\n", b",") + b"]")
     except ValueError:
-        return [value for line in complete if (value := _value(line)) is not None]
+        rows = [value for line in lines.split(b"\n") if (value := _value(line)) is not None]
+    return rows if _all_have_steps(rows) else [row for row in rows if _has_step(row)]
+
+
+def _all_have_steps(rows: list[Any]) -> bool:
+    """Whether every row is well-formed, seen without a call per row."""
+    try:
+        steps = np.array(list(map(itemgetter("step"), rows)))
+    except (KeyError, TypeError, IndexError):
+        return False
+    is_whole = steps.ndim == 1 and steps.dtype == np.int64
+    return is_whole and len(steps) > 0 and steps.min() >= 0 and steps.max() <= _MAX_STEP
 
 
 def _value(line: bytes) -> Any:
