@@ -48,6 +48,7 @@ def _run_in_processes(tasks: list[TraceTask], count: int, log: Log) -> dict[Trac
     """Run the tasks in a process pool, the longest first."""
     found: dict[TraceTask, tuple[Trace, str]] = {}
     log(f"{len(tasks)} traces in {count} processes")
+    others = {child.pid for child in active_children()}  # such as ranks of a pool: they are not ours to end
     with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=init_worker) as pool:
         futures = {pool.submit(run_task, task): task for task in sorted(tasks, key=lambda one: -one.work)}
         try:
@@ -59,7 +60,8 @@ def _run_in_processes(tasks: list[TraceTask], count: int, log: Log) -> dict[Trac
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second interrupt would print a traceback
             pool.shutdown(wait=False, cancel_futures=True)
             for child in active_children():
-                child.terminate()
+                if child.pid not in others:
+                    child.terminate()
             raise
     return found
 
