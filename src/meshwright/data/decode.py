@@ -1,8 +1,8 @@
 """Bytes to arrays: images, audio and video frames, texts and JSON, by the name of a field.
 
-Images are decoded without torchvision: by simplejpeg (libjpeg-turbo) for JPEG where it is installed, and else by
-Pillow. Audio is decoded from wav without any package. Everything else goes through one hook: a `Decoder` is a
-function of bytes, so DALI, torchcodec and PyNvVideoCodec are used by passing one of theirs.
+Images are decoded without torchvision: by simplejpeg (libjpeg-turbo) for JPEG where it is installed, and else
+by Pillow. Audio is decoded from wav without any package. Everything else goes through one hook: a `Decoder`
+is a function of bytes, so DALI, torchcodec and PyNvVideoCodec are used by passing one of theirs.
 """
 
 import io
@@ -68,8 +68,8 @@ def decoder_of(name: str) -> Decoder | None:
 def decode_image(content: bytes, *, at_least: int | None = None) -> NDArray[np.uint8]:
     """An RGB image as height x width x 3.
 
-    With `at_least`, a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where both sides stay at least that long:
-    several times faster, for a training that resizes the image anyway.
+    With `at_least`, a JPEG is decoded at a fraction of its size (down to 1/8) where both sides stay at least
+    that long: several times faster, for a training that resizes the image anyway.
     """
     if content.startswith(_JPEG_MAGIC) and is_installed("simplejpeg"):
         return _decode_jpeg(content, at_least)

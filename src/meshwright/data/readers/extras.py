@@ -1,5 +1,6 @@
 """Optional packages, imported when a format needs them, with a clear text where one is missing."""
 
+import functools
 import importlib
 import importlib.util
 from typing import Any
@@ -18,6 +19,7 @@ def package(module: str, *, extra: str, needed_for: str) -> Any:
         raise DataError(fact, where=module, hint=f'pip install "meshwright[{extra}]"') from None
 
 
+@functools.cache
 def is_installed(module: str) -> bool:
     """Whether an optional package can be found; it is not imported."""
     try:

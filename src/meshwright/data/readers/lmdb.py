@@ -3,7 +3,8 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ class LmdbRecords:
         self._path = Path(path)
         self._file = self._path / DATA_FILE if self._path.is_dir() else self._path
         self._state = FileState.of(self._file)
-        self._opened_by, self._environment = 0, None
+        self._environment = _Environment.of(self._path)
         with self._begin() as transaction:
             keys = (bytes(key) for key in transaction.cursor().iternext(keys=True, values=False))
             self._keys = [key for key in keys if key not in _ABOUT_THE_DATABASE]
@@ -65,13 +66,30 @@ class LmdbRecords:
         require_unchanged(self._file, self._state)
 
     def _begin(self) -> Any:
-        # A database must not be used by a process that inherited it.
-        if self._environment is None or self._opened_by != os.getpid():
-            self._environment, self._opened_by = _open(self._path), os.getpid()
-        return self._environment.begin(buffers=True)
+        if self._environment.process_id != os.getpid():  # a database must not be used after a fork
+            self._environment = _Environment.of(self._path)
+        return self._environment.opened.begin(buffers=True)
 
     def __reduce__(self) -> tuple[object, ...]:
         return LmdbRecords, (self.name,)
+
+
+class _Environment:
+    """An open database. LMDB allows one per process and path, so readers of one path share it."""
+
+    _open: ClassVar[WeakValueDictionary[tuple[int, Path], "_Environment"]] = WeakValueDictionary()
+
+    def __init__(self, path: Path) -> None:
+        self.process_id, self.opened = os.getpid(), _open(path)
+
+    @staticmethod
+    def of(path: Path) -> "_Environment":
+        """The database of this process at a path."""
+        key = (os.getpid(), path.resolve())
+        found = _Environment._open.get(key)
+        if found is None:
+            found = _Environment._open[key] = _Environment(path)
+        return found
 
 
 def _open(path: Path) -> Any:

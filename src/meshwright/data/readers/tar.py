@@ -173,7 +173,7 @@ class _MappedShard:
         self, file: ByteFile, content: Sliced, table: NDArray[np.int64], fields: tuple[str, ...]
     ) -> None:
         self.file, self._content, self._fields = file, content, fields
-        self._rows = memoryview(table).cast("B")
+        self._rows = memoryview(table.data).cast("B")
         self._row = struct.Struct(f"{table.shape[1]}q").unpack_from
         self._row_bytes = 8 * table.shape[1]
 
@@ -208,7 +208,7 @@ class _ParsedShard:
 
     def __init__(self, file: ByteFile, content: Sliced | None, offsets: NDArray[np.uint64]) -> None:
         self.file, self._content = file, content
-        self._offsets = memoryview(offsets.astype(np.int64))
+        self._offsets = offsets.astype(np.int64).data
         self._fields: dict[bytes, str] = {}
 
     def record(self, index: int) -> Record:
