@@ -18,7 +18,8 @@ MAX_GAINS, MAX_NEIGHBOURS = 3, 6
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A family (`meshwright models list`), a config.json or its folder, a YAML."
+        metavar="MODEL",
+        help="A family (`meshwright models list`) or its hub id, a config.json or its folder, a YAML.",
     ),
 ]
 Pins = Annotated[

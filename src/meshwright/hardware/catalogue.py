@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from meshwright.errors import SpecError, read_trouble
 from meshwright.files import read_text
+from meshwright.hardware.other_accelerators import refuse_other_accelerator
 
 Table = Mapping[str, Any]
 
@@ -27,11 +28,21 @@ GENERIC_NETWORK_BYTES_PER_SECOND = {
     "a100-64gb": 25e9,
     "a100-80gb": 25e9,
     "l40s": 25e9,
+    "rtxpro6000": 25e9,
+    "rtx3090": 12.5e9,
     "rtx4090": 12.5e9,
+    "rtx5090": 12.5e9,
+    "a6000": 12.5e9,
+    "a10": 12.5e9,
+    "l4": 12.5e9,
+    "t4": 12.5e9,
     "gh200": 50e9,
     "cpu": 1.25e9,
 }
-GENERIC_NETWORK_SOURCE = "assumed: one adapter per device, 200 Gb/s up to Ampere and 400 Gb/s after"
+GENERIC_NETWORK_SOURCE = (
+    "assumed: one adapter per device, 400 Gb/s from Hopper on, 200 Gb/s for Ampere, "
+    "100 Gb/s for older devices, workstation cards and inference cards"
+)
 NETWORK_LATENCY_SECONDS = 12e-6
 PEER_LATENCY_SECONDS = 4e-6
 HOST_MEMORY_BYTES_PER_DEVICE = 128 * 2**30
@@ -309,6 +320,7 @@ def parse_cluster(text: str) -> Cluster:
             f"{text!r} names no cluster", where="--on", hint="for example h100:8x16 or leonardo:16"
         )
     name, first, second = match.group("name"), match.group("a"), match.group("b")
+    refuse_other_accelerator(_plain(name))
     named = built_in_clusters().get(_plain(name))
     if named is not None:
         return _sized_cluster(named, first, second)
