@@ -101,9 +101,10 @@ def _deliver(
     from meshwright.plan.explain.gains import gains
     from meshwright.plan.explain.neighbours import neighbours
     from meshwright.plan.explain.reasons import explain
+    from meshwright.plan.explain.storage import checkpoint_sentences
 
     views: dict[str, Any] = {
-        "why": explain(found),
+        "why": [*explain(found), *checkpoint_sentences(found.question)],
         "neighbours": neighbours(found),
         "gains": gains(found),
     }

@@ -112,6 +112,8 @@ class Cluster:
     host: Link
     host_memory_bytes: int
     max_nodes: int | None = None
+    storage_bytes_per_second: float | None = None
+    """Rate at which all nodes together write checkpoints; None where it is not known."""
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -216,7 +218,7 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
     where = f"clusters.{name}"
     known = {"title", "device", "devices_per_node", "max_nodes", "host_memory_bytes"}
     known |= {"network_bytes_per_second", "network_latency_seconds", "network_efficiency"}
-    known |= {"peer_bytes_per_second"}
+    known |= {"peer_bytes_per_second", "storage_bytes_per_second"}
     _refuse_unknown(table, known, where)
     device = find_device(str(table.get("device", "")), devices=devices)
     network = _value(table, "network_bytes_per_second", where, sources)
@@ -232,7 +234,12 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
     peer = device.peer
     if "peer_bytes_per_second" in table:
         peer = replace(peer, bytes_per_second=_value(table, "peer_bytes_per_second", where, sources))
-    _check_positive({"network_bytes_per_second": network, "devices_per_node": per_node}, where)
+    storage = None
+    if "storage_bytes_per_second" in table:
+        storage = _value(table, "storage_bytes_per_second", where, sources)
+    numbers = {"network_bytes_per_second": network, "devices_per_node": per_node}
+    _check_positive(numbers | {"peer_bytes_per_second": peer.bytes_per_second}, where)
+    _check_positive({} if storage is None else {"storage_bytes_per_second": storage}, where)
     memory = _value(table, "host_memory_bytes", where, sources) if "host_memory_bytes" in table else 0.0
     return Cluster(
         name=name,
@@ -244,6 +251,7 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
         host=device.host,
         host_memory_bytes=int(memory) or per_node * HOST_MEMORY_BYTES_PER_DEVICE,
         max_nodes=int(_value(table, "max_nodes", where, sources)) if "max_nodes" in table else None,
+        storage_bytes_per_second=storage,
         sources=sources,
     )
 
