@@ -240,7 +240,8 @@ def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
         peaks = request.cluster.device.peak_flops_per_second
         wanted = ("fp32",) if request.cluster.device.name == "cpu" else ("bf16", "fp16", "fp32")
         compute = next((name for name in wanted if name in peaks), "fp32")
-        assumed.append(f"{compute} compute (--precision)")
+        lacks_bf16 = "" if compute != "fp16" else f": {request.cluster.device.title} has no bf16"
+        assumed.append(f"{compute} compute{lacks_bf16} (--precision)")
     return {"compute": compute, **({"loss_scale": {}} if compute == "fp16" else {})}
 
 
