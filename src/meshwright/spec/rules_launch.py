@@ -1,7 +1,7 @@
 """Rules about the links of ranks: settings of NCCL and gloo that have no effect or contradict each other."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from meshwright.errors import SpecError
 from meshwright.spec.base import Spec
@@ -22,7 +22,9 @@ def changed_fields(spec: Spec) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return f"[{', '.join(value)}]" if isinstance(value, tuple) else show_value(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(cast(tuple[str, ...], value))}]"
+    return show_value(value)
 
 
 def nccl_settings_have_effect(run: RunSpec) -> Violations:
