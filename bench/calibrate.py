@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,14 @@ def _at(run: TableRun, kernel: float, exposed: float) -> StepCost:
     return step_cost(run.workload, run.at, run.cluster, framework)
 
 
+def _on_all_points(run: TableRun) -> np.ndarray:
+    """Step seconds at every point of the grid: one layout for each, with constants as arrays."""
+    kernel, exposed = (np.array(values) for values in zip(*GRID, strict=True))
+    constants: dict[str, Any] = {"kernel_slowdown": kernel, "exposed_communication": exposed}
+    at = run.at.take(np.zeros(len(GRID), dtype=np.int64))
+    return step_cost(run.workload, at, run.cluster, replace(run.framework, **constants)).step_seconds
+
+
 def _features(run: TableRun) -> np.ndarray:
     cost = _at(run, 1.1, 1.0)
     step = float(cost.step_seconds[0])
@@ -81,7 +90,7 @@ def _on_grid(run: TableRun) -> np.ndarray:
     """Step seconds at every grid point; rows of one layout (several releases) are priced once."""
     key = (repr(run.workload), repr(run.at), repr(run.cluster), repr(run.framework))
     if key not in _priced:
-        _priced[key] = np.array([_at(run, *point).step_seconds[0] for point in GRID])
+        _priced[key] = _on_all_points(run)
     return _priced[key]
 
 
@@ -120,11 +129,12 @@ def _one() -> int:
     return int(np.abs(EXPOSED - 1.0).argmin())
 
 
-def _fit_framework(rows: list[Row], everything: list[Row]) -> int:
-    """Constants of one framework; of all others where nothing is left of it."""
+def _fit_framework(rows: list[Row], everything: list[Row], device: str | None = None) -> int:
+    """Constants of one framework; where nothing is left of it, of all others on such devices."""
     if rows:
         return fit(rows, two=len(rows) >= ROWS_FOR_TWO)
-    return fit(everything, two=False)
+    alike = [row for row in everything if device is None or row.run.cluster.device.name[:4] == device[:4]]
+    return fit(alike or everything, two=False)
 
 
 def fitted_points(rows: list[Row]) -> dict[str, int]:
@@ -141,7 +151,8 @@ def leaving_source_out(rows: list[Row]) -> np.ndarray:
         key = (row.framework, row.source)
         if key not in cache:
             others = [other for other in rows if other.source != row.source]
-            cache[key] = _fit_framework([o for o in others if o.framework == row.framework], others)
+            device = row.run.cluster.device.name
+            cache[key] = _fit_framework([o for o in others if o.framework == row.framework], others, device)
         ratios[index] = row.predicted[cache[key]] / row.seconds
     return ratios
 
