@@ -31,7 +31,7 @@ from meshwright.plan.workload.layouts import RECOMPUTE_NONE, Floats, Ints, Layou
 
 KEPT_WITHIN = 1.5
 """Layouts that are slower than the best by this factor are not asked whether they fit."""
-FIRST_ROWS = 4096
+FIRST_ROWS = 1024
 """How many of the fastest layouts of a block are asked first whether they fit."""
 MAX_KEPT = 20_000
 MESH_COLUMNS = ("tp", "cp", "cp_kind", "cp_inner", "ep", "etp", "pp", "dp")
@@ -70,6 +70,8 @@ class Collector:
 
     def add(self, block: Table) -> None:
         """Price the layouts of one block of meshes that keep everything on the device."""
+        if np.isfinite(self._below):
+            block = self._meshes_that_may_win(block)
         block = self._meshes_that_may_fit(block, offloads=False)
         table = expand_table(self.question, _numbered(block), recompute_choices(self.question.pins))
         mesh, layouts = table.pop("mesh"), Layouts(**table)
@@ -126,7 +128,8 @@ class Collector:
 
     def _meshes_that_may_win(self, block: Table) -> Table:
         """The meshes on which a layout without recompute would beat the best so far, if it fitted."""
-        if not np.isfinite(self.best_score) or len(block["tp"]) == 0:
+        limit = min(self.best_score, self._below)
+        if not np.isfinite(limit) or len(block["tp"]) == 0:
             return block
         known = self._without_recompute
         new = filter_rows(block, np.array([key not in known for key in _mesh_keys(block)]))
@@ -135,7 +138,7 @@ class Collector:
         self.num_considered += len(layouts)
         self._note_without_recompute(new, mesh, layouts, self._priced_time(layouts)[0])
         best = np.array([known.get(key, np.inf) for key in _mesh_keys(block)])
-        return filter_rows(block, best < min(self.best_score, self._below))
+        return filter_rows(block, best < limit)
 
     def _note_without_recompute(self, block: Table, mesh: Ints, layouts: Layouts, score: Floats) -> None:
         best = np.full(len(block["tp"]), np.inf)
@@ -196,7 +199,7 @@ def _growing(order: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
     first, size = 0, FIRST_ROWS
     while first < len(order):
         yield order[first : first + size]
-        first, size = first + size, 8 * size
+        first, size = first + size, 4 * size
 
 
 def _nothing() -> Priced:
