@@ -44,15 +44,18 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Interval:
-    """Relative half-width of the 90% interval of a step time: shares of the step times these widths.
+    """Relative half-width of the 90% interval of a step time, by the kind of run (plan/time/interval.py).
 
-    The widths are fitted such that nine of ten published times fall inside when their source is left out.
+    The widths of kinds are those of nine of ten published times whose source was left out of the fit.
     """
 
-    kernels: float = 0.08
-    communication: float = 0.4
-    waiting: float = 0.2
-    routed: float = 0.25
+    dense_one_node: float = 0.2
+    dense_several_nodes: float = 0.2
+    fp8: float = 0.2
+    blackwell: float = 0.2
+    moe: float = 0.4
+    measured: float | None = None
+    """That of dense models on one device, where the framework itself was measured."""
 
 
 @dataclass(frozen=True)

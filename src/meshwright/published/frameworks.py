@@ -143,8 +143,8 @@ class Peer(Framework):
     def ep_overlap_share(self, at: Layouts) -> Floats:
         """Share of the all-to-alls that may overlap.
 
-        Megatron overlaps them with the compute of another virtual stage, and without tp, whose collectives need
-        one queue of launches where this needs many.
+        Megatron overlaps them with the compute of another virtual stage, and without tp: collectives of tp
+        need one queue of launches, and this needs many.
         """
         is_possible = ((at.virtual_stages > 1) & (at.tp == 1)) | (not self.overlaps_ep_in_stages)
         return np.where(is_possible, self.ep_overlap, 0.0)
@@ -280,7 +280,8 @@ def frameworks() -> dict[str, Framework]:
     text = resources.files("meshwright.published").joinpath("calibration.toml").read_text(encoding="utf-8")
     fitted: dict[str, Any] = tomllib.loads(text)
     ours = our_runtime()
-    peers = {peer.name: replace(peer, interval=ours.interval, **fitted[peer.name]) for peer in _PEERS}
+    interval = replace(ours.interval, measured=None)
+    peers = {peer.name: replace(peer, interval=interval, **fitted[peer.name]) for peer in _PEERS}
     return {ours.name: ours, **peers}
 
 

@@ -24,8 +24,7 @@ from meshwright.spec.model import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 # The release or the date of a run: `(26.06)`, `(2026-07-25)`.
 _RELEASE = re.compile(r"(?:\((?=\d\d\.)|20)(\d\d)[.-](\d\d)")
 _OVERLAP = re.compile(r"\boverlap (on|off)\b", re.IGNORECASE)
-# Megatron's routed layers take this share of their earlier time from the release of June 2026 on: one dispatcher
-# for all links, and graphs over routed layers.
+# Megatron's routed layers take this share of their earlier time from the release of June 2026 on.
 FASTER_ROUTED, FASTER_ROUTED_SLOWDOWN = (26, 6), 0.8
 _FLOP = re.compile(r"flop=([a-z0-9]+)", re.IGNORECASE)
 

@@ -230,7 +230,7 @@ def _dispatch_seconds(ctx: Context) -> Floats:
 
 
 def _exposed_ep(ctx: Context, compute: Floats, passes: Floats | float = 1.0) -> Floats:
-    """Exposed all-to-alls beside the compute of another micro-batch, where the framework runs both at once."""
+    """Exposed all-to-alls beside the compute of another micro-batch, where the framework overlaps them."""
     dispatch = passes * _dispatch_seconds(ctx)
     return exposed_seconds(dispatch, compute, ctx.framework.ep_overlap_share(ctx.at))
 
