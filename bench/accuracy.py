@@ -38,8 +38,8 @@ from meshwright.published.table import measured_seconds, read_row
 
 LEONARDO_70B = (
     "\nThe 70B row is far off. Its micro-batch, recompute and interleaving are not stated. What if: "
-    "with full recompute, a micro-batch of 16 without interleaving leaves 32 micro-batches for 16 stages, and "
-    "its bubble explains the published rate. Neither a smaller micro-batch nor less recompute does.\n"
+    "with full recompute, a micro-batch of 16 without interleaving leaves 32 micro-batches for 16 stages, "
+    "and its bubble explains the published rate. Neither a smaller micro-batch nor less recompute does.\n"
 )
 DEEPSEEK = (
     "Its own framework by its report: routed experts in fp8, DualPipe, tokens sent in fp8 to at most four "

@@ -19,11 +19,11 @@ from meshwright.plan.workload.layouts import Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 
 KINDS = {
-    "dense_one_node": "dense models on one node",
-    "dense_several_nodes": "dense models on several nodes",
-    "fp8": "dense models in fp8",
-    "blackwell": "dense models on Blackwell",
-    "moe": "models with routed experts",
+    "dense_one_node": "dense, one node",
+    "dense_several_nodes": "dense, several nodes",
+    "fp8": "dense, fp8",
+    "blackwell": "dense, Blackwell",
+    "moe": "MoE",
 }
 
 
@@ -56,5 +56,4 @@ def interval_source(workload: Workload, cluster: Cluster, num_ranks: int) -> str
     kind = kind_of(workload, cluster)
     if num_ranks == 1 and _has_measured_kind(kind):
         return "nine of ten steps measured on one H200 are inside"
-    runs = f"published runs of other frameworks ({KINDS[kind]}, source left out of the fit)"
-    return f"nine of ten {runs} are inside; our runtime was not measured there"
+    return f"nine of ten published runs of other frameworks ({KINDS[kind]}) are inside; ours was not measured"
