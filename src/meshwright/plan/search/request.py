@@ -90,6 +90,7 @@ def fill_request(request: Request) -> FilledRequest:
     reject_pinned(request.allow, request.pins)
     allow = parse_allow(request.allow)
     question = Question(run, request.cluster, request.pins, request.objective, allow=allow)
+    assumed += question.workload.assumed
     return FilledRequest(question, tokens, tuple(assumed))
 
 
