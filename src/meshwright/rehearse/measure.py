@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshwright.data.batches import Batch
+from meshwright.data.microbatch import Batch
 from meshwright.errors import MeshError
 from meshwright.hardware.prediction_log import store_pair
 from meshwright.observe.prediction_check import pair_of, predict_here
