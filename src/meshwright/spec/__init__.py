@@ -9,6 +9,7 @@ from meshwright.spec.data import (
     DataSpec,
     SyntheticSpec,
 )
+from meshwright.spec.launch import GlooSpec, LaunchSpec, NcclSpec
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.model import (
     AttentionSpec,
@@ -38,14 +39,17 @@ __all__ = [
     "DataSpec",
     "EvaluateSpec",
     "Fp8Spec",
+    "GlooSpec",
     "GroupSpec",
     "LatentSpec",
+    "LaunchSpec",
     "LossScaleSpec",
     "LrScalingSpec",
     "MemorySpec",
     "MlpSpec",
     "ModelSpec",
     "MoeSpec",
+    "NcclSpec",
     "NoiseScaleSpec",
     "ObserveSpec",
     "OptimSpec",
