@@ -119,7 +119,7 @@ def read_local_batch(
     return host.pinned() if sharding.device.type == "cuda" else host
 
 
-def _weights(rows: Rows) -> NDArray[np.bool_] | NDArray[np.float32]:
+def _weights(rows: Rows) -> NDArray[np.bool_ | np.float32]:
     return np.ascontiguousarray(rows.counts_BS if rows.loss_weights_BS is None else rows.loss_weights_BS)
 
 
@@ -157,7 +157,9 @@ class DeviceFeed:
         if self._stream is None:
             return Sent(host.on_device(), None)
         with torch.cuda.stream(self._stream):
-            return Sent(host.on_device(), self._stream.record_event())
+            batch, copied = host.on_device(), torch.cuda.Event()
+            copied.record(self._stream)
+            return Sent(batch, copied)
 
     def receive(self, sent: Sent) -> Batch:
         """The batch, for the current stream, which waits for the copy on the device. No host sync."""
