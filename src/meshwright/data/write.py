@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -21,8 +21,10 @@ from meshwright.data.sources import (
     TOKENS_FILE,
     WEIGHTS_DTYPE,
     WEIGHTS_FILE,
+    LengthSummary,
     Manifest,
     TokenizerFacts,
+    summarize_lengths,
     token_dtype,
 )
 from meshwright.data.tokenize import HuggingFaceTokenizer, Tokenizer
@@ -75,6 +77,15 @@ class DatasetWriter:
         """Write the loss weights of the appended documents: one for each token, the last one included."""
         self._files[WEIGHTS_FILE].write(np.concatenate(weights).astype(WEIGHTS_DTYPE).tobytes())
 
+    def append_encoded(self, chunks: Iterable[bytes], lengths: NDArray[np.int64]) -> None:
+        """Write documents that were encoded before, end-of-document tokens included, as bytes and lengths."""
+        for chunk in chunks:
+            self._files[TOKENS_FILE].write(chunk)
+        ends = self.num_tokens + np.cumsum(lengths)
+        self._files[DOCUMENTS_FILE].write(ends.tobytes())
+        self.num_tokens += int(lengths.sum())
+        self.num_documents += len(lengths)
+
     def finish(self, source_files: list[str]) -> Manifest:
         """Close the files and write the manifest last: a folder without it is not a dataset."""
         if isinstance(self._tokenizer, HuggingFaceTokenizer):
@@ -92,11 +103,18 @@ class DatasetWriter:
             source_files=source_files,
             sampled={name: sampled_hash(self._folder / name) for name in self._content},
             modified_ns={name: FileState.of(self._folder / name).modified_ns for name in self._content},
+            document_tokens=self._lengths(),
         )
         last = _HashedFile(self._folder / MANIFEST_FILE)
         last.write((json.dumps(manifest.model_dump(), indent=2) + "\n").encode())
         last.close()
         return manifest
+
+    def _lengths(self) -> LengthSummary | None:
+        if not self.num_documents:
+            return None
+        ends = np.fromfile(self._folder / DOCUMENTS_FILE, dtype=np.int64)
+        return summarize_lengths(np.diff(ends, prepend=0))
 
     def abandon(self) -> None:
         """Close the files without a manifest."""
