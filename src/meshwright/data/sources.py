@@ -94,6 +94,16 @@ class TokenizerFacts(Spec):
     eos_id: int
 
 
+class LengthSummary(Spec):
+    """Document lengths of a dataset in a few numbers, for the planner."""
+
+    mean: float
+    mean_square: float
+    """Mean of the squared lengths: attention within documents costs in proportion to it."""
+    percentiles: list[int]
+    """The 0th, 5th, ... and 100th percentile: 21 numbers."""
+
+
 class Manifest(Spec):
     """The content of `dataset.json`."""
 
@@ -110,6 +120,8 @@ class Manifest(Spec):
     """Hash of samples of tokens.bin and documents.bin, which every start compares."""
     modified_ns: dict[str, int] = Field(default_factory=dict)
     """Modification time of these files, nanoseconds since 1970."""
+    document_tokens: LengthSummary | None = None
+    """Lengths of the documents; None in datasets of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +199,17 @@ class TokenFile:
                 f"{TOKENS_FILE}: token {largest} is outside the vocabulary of {self.vocab_size} tokens"
             )
         return facts
+
+
+def summarize_lengths(lengths: NDArray[np.int64]) -> LengthSummary:
+    """The lengths of documents in a few numbers."""
+    exact = lengths.astype(np.float64)
+    percentiles = np.percentile(lengths, np.arange(0, 101, 5), method="nearest")
+    return LengthSummary(
+        mean=float(exact.mean()),
+        mean_square=float((exact * exact).mean()),
+        percentiles=[int(each) for each in percentiles],
+    )
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -19,8 +19,10 @@ from meshwright.data.sources import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
     TOKENS_FILE,
+    LengthSummary,
     Manifest,
     TokenizerFacts,
+    summarize_lengths,
     token_dtype,
 )
 from meshwright.data.tokenize import HuggingFaceTokenizer, Tokenizer
@@ -68,6 +70,15 @@ class DatasetWriter:
         self._files[DOCUMENTS_FILE].write(ends.tobytes())
         self.num_tokens, self.num_documents = int(ends[-1]), self.num_documents + len(documents)
 
+    def append_encoded(self, chunks: Iterable[bytes], lengths: NDArray[np.int64]) -> None:
+        """Write documents that were encoded before, end-of-document tokens included, as bytes and lengths."""
+        for chunk in chunks:
+            self._files[TOKENS_FILE].write(chunk)
+        ends = self.num_tokens + np.cumsum(lengths)
+        self._files[DOCUMENTS_FILE].write(ends.tobytes())
+        self.num_tokens += int(lengths.sum())
+        self.num_documents += len(lengths)
+
     def finish(self, source_files: list[str]) -> Manifest:
         """Close the files and write the manifest last: a folder without it is not a dataset."""
         if isinstance(self._tokenizer, HuggingFaceTokenizer):
@@ -87,11 +98,18 @@ class DatasetWriter:
             modified_ns={
                 name: FileState.of(self._folder / name).modified_ns for name in (TOKENS_FILE, DOCUMENTS_FILE)
             },
+            document_tokens=self._lengths(),
         )
         last = _HashedFile(self._folder / MANIFEST_FILE)
         last.write((json.dumps(manifest.model_dump(), indent=2) + "\n").encode())
         last.close()
         return manifest
+
+    def _lengths(self) -> LengthSummary | None:
+        if not self.num_documents:
+            return None
+        ends = np.fromfile(self._folder / DOCUMENTS_FILE, dtype=np.int64)
+        return summarize_lengths(np.diff(ends, prepend=0))
 
     def abandon(self) -> None:
         """Close the files without a manifest."""
