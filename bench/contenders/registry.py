@@ -71,9 +71,12 @@ def sweep_of(peer: str, case: Case, microbatch: int, *, has_documents: bool = Fa
     """The settings of a peer that are tried; all of them make steps of the same tokens."""
     best, documented = best_settings(peer), CONTENDERS[peer].documented
     if has_documents:
+        best = {**best, "microbatch": microbatch // 2} if peer == "titan" else best
         return [{**best, "attention": kind} for kind in DOCUMENT_KERNELS.get(peer, ())]
     if peer == "titan" and (case.model.moe is not None or case.model.positions != "rope"):
         return []  # its Llama alone takes part
+    if peer == "titan":  # it keeps full logits, so the larger micro-batch does not fit beside others
+        return [{**best, "microbatch": microbatch // 2}]
     smaller, larger = {"microbatch": microbatch // 2}, {"microbatch": microbatch * 2}
     if case.model.moe is not None:  # experts compile block by block only
         return [{**best, "compile": "regional"}] if peer == "hf" else []
