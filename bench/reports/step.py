@@ -174,9 +174,9 @@ def provenance(summary: dict[str, Any], facts: Row) -> str:
         f"{facts.get('driver')}{versions}. A step has {data['batch_sequences']} sequences of "
         f"{data['sequence_length']} tokens ({data['batch_sequences'] // micro} x {micro} of ours: "
         f"micro-batches x sequences); {documents}; random tokens with a Zipf-like distribution; the same "
-        "weights for all. Model TFLOP/s by the strict count: 6 x parameters in matmuls + 6 x layers x width x "
-        "sequence, per token; recomputed work does not count. A step is data fetch, copy to the device, forward, backward, "
-        f"clipping and update. The measurement took {summary['seconds']} s."
+        "weights for all. Model TFLOP/s by the strict count: 6 x parameters in matmuls + 6 x layers x width "
+        "x sequence, per token; recomputed work does not count. A step is data fetch, copy to the device, "
+        f"forward, backward, clipping and update. The measurement took {summary['seconds']} s."
     )
 
 
