@@ -210,5 +210,10 @@ def _feeding(fetcher: Fetcher, keywords: LoaderKeywords) -> Feeding:
         feeding, reason = measured_feeding(fetcher, pin_memory=keywords.get("pin_memory", False))
         print(f"loader: {reason}", file=sys.stderr)
         return feeding
-    names = ("workers", "prefetch", "pin_memory", "timeout_seconds")
-    return Feeding(num_workers=asked, **{name: keywords[name] for name in names if name in keywords})
+    return Feeding(
+        num_workers=asked,
+        workers=keywords.get("workers", "processes"),
+        prefetch=keywords.get("prefetch", 2),
+        pin_memory=keywords.get("pin_memory", False),
+        timeout_seconds=keywords.get("timeout_seconds", 120.0),
+    )

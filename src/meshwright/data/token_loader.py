@@ -46,8 +46,10 @@ class TokenLoader:
         ids = self._ids.sample_ids(self.position, count)
         if self._sharding.dp_size > 1 or count < self._sharding.batch_sequences:
             ids = self._sharding.local(ids)
-        is_plain = isinstance(samples, Samples) and ids.min() >= 0
-        window = samples.windows[ids] if is_plain else samples.rows(ids).window_BW
+        if isinstance(samples, Samples) and ids.min() >= 0:
+            window = samples.windows[ids]
+        else:
+            window = samples.rows(ids).window_BW
         self.position += count
         return torch.from_numpy(window.astype("int64"))
 
