@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from meshwright.mesh import Mesh
 from meshwright.models.layers.moe import Compute, Dispatch, Moe, Shared
 from meshwright.ops.collectives import all_gather, all_gather_single, all_to_all_rows, reduce_scatter
-from meshwright.ops.expert_rows import ExpertRows, rows_by_expert, rows_of_tokens, sum_of_rows
+from meshwright.ops.expert_rows import ExpertRows, rows_of_tokens, sum_of_rows
 from meshwright.ops.routed_rows import RowCounts
 from meshwright.parallel.cp.zigzag import shard_sequence, unshard_sequence
 from meshwright.parallel.ep_overlap import HalvesDispatch, SharedOverlapDispatch, received_rows

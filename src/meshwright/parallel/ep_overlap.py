@@ -1,13 +1,14 @@
 """Expert parallel with exchanges that overlap with compute, by `parallel.ep_overlap`.
 
     shared    launch dispatch | shared experts                      | wait, experts, combine
-    halves    launch both dispatches | experts of the first half    | its combine in flight
-                                     | experts of the second half   | its combine, waited for
+    halves    launch both dispatches | shared experts, then the experts of the first half | launch its combine
+                                     | experts of the second half                         | launch its combine
 
 `shared` overlaps one of a layer's two exchanges in each pass: the dispatch forward, and backward the exchange
 of its gradients, which is launched after the experts' backward and waited for after that of the shared
 experts. `halves` overlaps the dispatch of the second half with the experts of the first, and the combine of
-the first with the experts of the second; backward mirrors it. Its matmuls have half of the rows.
+the first with the experts of the second; backward mirrors it. Shared experts overlap with the dispatch of
+the first half. The matmuls of `halves` have half of the rows each.
 
 The frames that launch and wait are not compiled; the experts and the functions on rows that they call are.
 """
@@ -63,9 +64,10 @@ class HalvesDispatch(nn.Module):
             launch_dispatch(routes, half_TD, weights)
             for routes, half_TD, weights in zip(both, _halves(x_TD), _halves(weights_TC), strict=True)
         ]
+        shared_BSD = shared()
         back = [run_experts(routes, rows, compute) for routes, rows in zip(both, to_experts, strict=True)]
         halves = [finish_combine(routes, rows) for routes, rows in zip(both, back, strict=True)]
-        return torch.cat(halves).to(x_TD.dtype), shared()
+        return torch.cat(halves).to(x_TD.dtype), shared_BSD
 
 
 class Routes(NamedTuple):

@@ -35,6 +35,9 @@ HOST_JITTER = 0.05
 COMPILED_LAUNCHES = 0.4
 # Share of the cp traffic that may overlap with attention.
 CP_OVERLAP = 0.8
+# Share of an exchange of rows that may overlap with experts where `ep_overlap` is set. Assumed as for cp: the
+# overlap was not measured on several GPUs.
+EP_OVERLAP = 0.8
 
 
 @dataclass(frozen=True)
@@ -205,11 +208,12 @@ def _cp_seconds(ctx: Context) -> Floats:
     return np.where(ctx.at.cp_kind == CP_KINDS.index("ulysses"), ulysses, ring)
 
 
-def _dispatch_seconds(ctx: Context) -> Floats:
-    """One all-to-all of routed tokens, in the activation precision also where linears run in fp8."""
+def _dispatch_seconds(ctx: Context, share: float = 1.0) -> Floats:
+    """One all-to-all of a share of the routed tokens, in the activation precision also with fp8 linears."""
     moe, workload = ctx.workload.model.moe, ctx.workload
     assert moe is not None
-    message = operators.expert_tokens(workload, ctx.at) * workload.model.width * workload.working_bytes
+    rows = share * operators.expert_tokens(workload, ctx.at)
+    message = rows * workload.model.width * workload.working_bytes
     copies = ctx.framework.network_copies(ctx.groups.expert.nodes, moe.top_k)
     return all_to_all_seconds(message, ctx.groups.expert, ctx.cluster, far_copies=copies)
 
@@ -242,8 +246,9 @@ def _fsdp_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
         for width in (state.gather, trained * state.reduce)
     )
     if moe:
-        gather = gather + gather_seconds(state.gather * experts, groups.expert_data, ctx.cluster)
-        reduce = reduce + gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)
+        passes = ctx.at.expert_passes  # FSDP gathers and reduces at every call of the experts
+        gather = gather + passes * gather_seconds(state.gather * experts, groups.expert_data, ctx.cluster)
+        reduce = reduce + passes * gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)
     scatters = ctx.at.scatters_each(in_pipelines=framework.scatters_in_pipelines)
     return (
         np.where((ctx.at.zero == 3) & (ctx.at.pp == 1), gather, 0.0),
@@ -263,6 +268,27 @@ def _exposed_tp(ctx: Context, forward: Floats, backward: Floats) -> tuple[Floats
     )
 
 
+def _exposed_ep(ctx: Context) -> tuple[Floats, Floats]:
+    """Exposed all-to-alls of one routed layer, forward and backward, by the layout's `ep_overlap`.
+
+    `shared` overlaps one of the two exchanges of a pass with the shared experts. `halves` makes them four:
+    two overlap with the experts of the other half, and one with the shared experts.
+    """
+    matmuls = operators.moe_matmuls(ctx.workload, ctx.at)
+    shared, experts = (_matmuls_seconds(ctx, matmuls, part) for part in ("mlp", "experts"))
+    once, half = _dispatch_seconds(ctx), _dispatch_seconds(ctx, 0.5)
+    plain = 2.0 * (1.0 - ctx.framework.ep_overlap) * once
+    slowdown = ctx.framework.kernel_slowdown
+    each_pass: list[Floats] = []
+    for side in (0, 1):
+        beside_shared = [exposed_seconds(one, slowdown * shared[side], EP_OVERLAP) for one in (once, half)]
+        beside_half = exposed_seconds(half, 0.5 * slowdown * experts[side], EP_OVERLAP)
+        halves = half + beside_shared[1] + 2.0 * beside_half
+        each_pass.append(np.choose(ctx.at.ep_overlap, (plain, once + beside_shared[0], halves)))
+    forward, backward = each_pass
+    return forward, backward + ctx.recomputes(EXPERTS) * forward
+
+
 # Layer, head and embedding -------------------------------------------------------------------------------
 
 
@@ -279,9 +305,7 @@ def layer_time(ctx: Context, *, moe: bool) -> tuple[PassTime, PassTime]:
         "cp": exposed_seconds(cp * (2.0 + full), backward["attention"], CP_OVERLAP),
     }
     if moe:
-        dispatch = 2.0 * _dispatch_seconds(ctx)
-        exposed_forward["ep"] = (1.0 - framework.ep_overlap) * dispatch
-        exposed_backward["ep"] = (1.0 - framework.ep_overlap) * dispatch * (1.0 + ctx.recomputes(EXPERTS))
+        exposed_forward["ep"], exposed_backward["ep"] = _exposed_ep(ctx)
     gather, reduce = _fsdp_seconds(ctx, moe=moe)
     exposed_forward["fsdp"] = exposed_seconds(gather, compute_forward, framework.fsdp_overlap)
     exposed_backward["fsdp"] = exposed_seconds(gather + reduce, compute_backward, framework.fsdp_overlap)
