@@ -25,12 +25,12 @@ class RowExchange:
         self._out: Tensor | None = None
 
     # The compiler would make a launch and its wait one synchronous collective of its graph.
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=True)
     def launch(self, x: Tensor) -> Tensor:
         """The rows that other ranks send here, still in flight. All ranks of the group call it."""
         return _Launch.apply(x, self)  # pyright: ignore[reportReturnType]
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=True)
     def wait(self, in_flight: Tensor) -> Tensor:
         """The rows that `launch` returned, arrived."""
         return _Wait.apply(in_flight, self)  # pyright: ignore[reportReturnType]

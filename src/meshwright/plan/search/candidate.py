@@ -1,7 +1,7 @@
 """One layout with everything that is predicted about it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,6 +29,8 @@ class Candidate:
     question: Question
     layout: Layouts
     """A table with this layout as its only row."""
+    priced: tuple[StepCost | None, Memory | None] = field(default=(None, None), repr=False, compare=False)
+    """Its cost and memory where they are known already."""
 
     @cached_property
     def run(self) -> RunSpec:
@@ -38,12 +40,12 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """Bytes of the first, a middle and the last pipeline rank."""
-        return price_memory(self.question, self.layout)
+        return self.priced[1] or price_memory(self.question, self.layout)
 
     @cached_property
     def cost(self) -> StepCost:
         """Seconds of a step in closed form."""
-        return price_time(self.question, self.layout)
+        return self.priced[0] or price_time(self.question, self.layout)
 
     @property
     def memory_items(self) -> dict[str, dict[str, float]]:
@@ -159,7 +161,7 @@ class Candidate:
     def with_columns(self, **columns: int) -> "Candidate":
         """The candidate with these values of its layout."""
         changed = {name: np.array([value], dtype=np.int64) for name, value in columns.items()}
-        return replace(self, layout=replace(self.layout, **changed))
+        return Candidate(self.question, replace(self.layout, **changed))
 
     def days(self, tokens: int) -> float:
         """Days to train this many tokens without interruption."""
@@ -168,6 +170,18 @@ class Candidate:
     def device_hours(self, tokens: int) -> float:
         """Devices times hours for this many tokens."""
         return self.days(tokens) * 24.0 * self.num_ranks
+
+
+def candidates(question: Question, layouts: Layouts, *, with_memory: bool = False) -> list[Candidate]:
+    """A candidate for each layout, priced together, which takes hardly longer than one of them."""
+    if len(layouts) == 0:
+        return []
+    cost = price_time(question, layouts)
+    memory = price_memory(question, layouts) if with_memory else None
+    return [
+        Candidate(question, layouts.take([row]), (cost.row(row), memory.row(row) if memory else None))
+        for row in range(len(layouts))
+    ]
 
 
 def host_memory_text(cluster: Cluster) -> str:

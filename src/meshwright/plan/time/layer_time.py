@@ -6,6 +6,7 @@ Each time consists of kernel time by cause and of exposed communication: what do
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
@@ -52,6 +53,11 @@ class PassTime:
     def seconds(self) -> Floats:
         """Compute and exposed time together."""
         return sum(self.compute.values()) + sum(self.exposed.values())  # pyright: ignore[reportReturnType]
+
+    def take(self, index: NDArray[np.intp]) -> "PassTime":
+        """The times of the layouts at these positions."""
+        compute = {name: seconds[index] for name, seconds in self.compute.items()}
+        return PassTime(compute, {name: seconds[index] for name, seconds in self.exposed.items()})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ All functions work on arrays of layouts and are pure.
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
@@ -42,6 +43,11 @@ HOST_ONE_WAY, HOST_BOTH_WAYS = 0.9, 0.58
 BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
 # Adapters (LoRA) over the parameters of the base model.
 ADAPTER_SHARE = 0.01
+# What the time of a layer depends on; the schedule, its stages and offload come on top.
+LAYER_COLUMNS = (
+    *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "ep", "etp"),
+    *("microbatch_sequences", "num_microbatches", "recompute", "recompute_every", "reduce_last", "regather"),
+)
 COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")
 
 
@@ -64,12 +70,24 @@ class StepCost:
         """Seconds of one optimizer step."""
         return total(self.items)
 
+    def row(self, index: int) -> "StepCost":
+        """The cost of one layout."""
+        here = slice(index, index + 1)
+        return StepCost(
+            items={name: np.atleast_1d(seconds)[here] for name, seconds in self.items.items()},
+            relative_half_width=self.relative_half_width[here],
+            forward_layer_seconds=self.forward_layer_seconds[here],
+            backward_layer_seconds=self.backward_layer_seconds[here],
+            head_seconds=(self.head_seconds[0][here], self.head_seconds[1][here]),
+            embedding_seconds=(self.embedding_seconds[0][here], self.embedding_seconds[1][here]),
+            hop_seconds=self.hop_seconds[here],
+        )
+
 
 def step_cost(workload: Workload, at: Layouts, cluster: Cluster, framework: Framework) -> StepCost:
     """Seconds per optimizer step of every layout, by item."""
     ctx = context(workload, at, cluster, framework)
-    forward, backward = mean_layer_time(ctx)
-    head, embedding = head_time(ctx), embedding_time(ctx)
+    (forward, backward), head, embedding = _microbatch_times(ctx)
     hop = _hop_seconds(ctx)
     layer, head_both, embedding_both = (_both(pair) for pair in ((forward, backward), head, embedding))
     slowest = framework.slowest_rank_seconds(
@@ -99,7 +117,26 @@ def step_cost(workload: Workload, at: Layouts, cluster: Cluster, framework: Fram
     )
 
 
-def _both(passes: tuple[PassTime, PassTime]) -> Floats:
+Passes = tuple[PassTime, PassTime]
+
+
+def _microbatch_times(ctx: Context) -> tuple[Passes, Passes, Passes]:
+    """Forward and backward of a layer, the head and the embedding: once for layouts that differ elsewhere."""
+    at = ctx.at
+    distinct, index = at.distinct(*(getattr(at, name) for name in LAYER_COLUMNS), at.pp > 1)
+    if len(distinct) == len(at):
+        return mean_layer_time(ctx), head_time(ctx), embedding_time(ctx)
+    few = context(ctx.workload, distinct, ctx.cluster, ctx.framework)
+    layer, head, embedding = mean_layer_time(few), head_time(few), embedding_time(few)
+    return _taken(layer, index), _taken(head, index), _taken(embedding, index)
+
+
+def _taken(passes: Passes, index: NDArray[np.intp]) -> Passes:
+    forward, backward = (one.take(index) for one in passes)
+    return forward, backward
+
+
+def _both(passes: Passes) -> Floats:
     """Seconds of forward and backward together."""
     return passes[0].seconds + passes[1].seconds
 
