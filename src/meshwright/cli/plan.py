@@ -243,7 +243,7 @@ def _print(
     console.print(_headline(found, filled.tokens), highlight=False)
     console.print(_layout_table(found, filled.tokens))
     interval = show_range(*found.best.interval_seconds)
-    console.print(f"\nstep time of 1: nine of ten measured from {interval}", highlight=False)
+    console.print(f"\nstep time of 1: {interval}; {found.best.interval_source}", highlight=False)
     instead = [gain.text for gain in gains[:MAX_GAINS]]
     instead += [f"{each.change}: {each.reason}" for each in neighbours[:MAX_NEIGHBOURS]]
     for title, sentences in (("Why", why), ("Instead", instead)):

@@ -95,7 +95,7 @@ def total(items: Items) -> Floats:
     return sum(items.values())  # pyright: ignore[reportReturnType]
 
 
-def exposed_seconds(communication: Floats, compute: Floats, overlap: float) -> Floats:
+def exposed_seconds(communication: Floats, compute: Floats, overlap: Floats | float) -> Floats:
     """The part of a transfer that is exposed when a share `overlap` of it may run beside this compute."""
     return np.maximum(communication - np.minimum(overlap * communication, compute), 0.0)
 
@@ -111,18 +111,23 @@ def _matmuls_seconds(ctx: Context, matmuls: list[Matmul], part: str | None = Non
     """Forward and backward seconds of these matmuls; frozen weights have no weight gradient."""
     zero = np.zeros(len(ctx.at))
     forward, backward = zero, zero
-    device = ctx.cluster.device
     for matmul in matmuls:
         if part is not None and matmul.part != part:
             continue
-        is_fp8 = operators.runs_in_low_precision(matmul, ctx.workload)
-        slowdown = ctx.framework.low_precision_slowdown if is_fp8 else 1.0
         input_gradient, weight_gradient = matmul.backward()
-        forward = forward + slowdown * kernels.matmul_seconds(matmul, device, ctx.workload)
-        backward = backward + slowdown * kernels.matmul_seconds(input_gradient, device, ctx.workload)
+        forward = forward + _matmul_seconds(ctx, matmul)
+        backward = backward + _matmul_seconds(ctx, input_gradient)
         if ctx.workload.adapters is None:
-            backward = backward + slowdown * kernels.matmul_seconds(weight_gradient, device, ctx.workload)
+            backward = backward + _matmul_seconds(ctx, weight_gradient)
     return forward, backward
+
+
+def _matmul_seconds(ctx: Context, matmul: Matmul) -> Floats:
+    is_fp8 = operators.runs_in_low_precision(matmul, ctx.workload)
+    slowdown = ctx.framework.low_precision_slowdown if is_fp8 else 1.0
+    return slowdown * kernels.matmul_seconds(
+        matmul, ctx.cluster.device, ctx.workload, grouped_rate=ctx.framework.grouped_rate
+    )
 
 
 def _layer_matmuls(ctx: Context, *, moe: bool) -> list[Matmul]:
@@ -214,14 +219,17 @@ def _cp_seconds(ctx: Context) -> Floats:
     return np.where(ctx.at.cp_kind == CP_KINDS.index("ulysses"), ulysses, ring)
 
 
-def _dispatch_seconds(ctx: Context, share: float = 1.0) -> Floats:
-    """One all-to-all of a share of the routed tokens, in the activation precision also with fp8 linears."""
-    moe, workload = ctx.workload.model.moe, ctx.workload
+def _dispatch_seconds(ctx: Context, share: float = 1.0) -> tuple[Floats, Floats]:
+    """The all-to-alls of a share of the routed tokens in one pass, to their experts and back."""
+    moe, workload, framework = ctx.workload.model.moe, ctx.workload, ctx.framework
     assert moe is not None
-    rows = share * operators.expert_tokens(workload, ctx.at)
-    message = rows * workload.model.width * workload.working_bytes
-    copies = ctx.framework.network_copies(ctx.groups.expert.nodes, moe.top_k)
-    return all_to_all_seconds(message, ctx.groups.expert, ctx.cluster, far_copies=copies)
+    elements = share * operators.expert_tokens(workload, ctx.at) * workload.model.width
+    copies = framework.network_copies(ctx.groups.expert.nodes, moe)
+    there, back = (
+        all_to_all_seconds(width * elements, ctx.groups.expert, ctx.cluster, far_copies=copies)
+        for width in (framework.dispatch_bytes(workload), workload.working_bytes)
+    )
+    return there, back
 
 
 def layer_elements(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
@@ -274,25 +282,39 @@ def _exposed_tp(ctx: Context, forward: Floats, backward: Floats) -> tuple[Floats
     )
 
 
-def _exposed_ep(ctx: Context) -> tuple[Floats, Floats]:
+def _exposed_ep(ctx: Context, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
     """Exposed all-to-alls of one routed layer, forward and backward, by the layout's `ep_overlap`.
 
-    `shared` overlaps one of the two exchanges of a pass with the shared experts. `halves` makes them four:
-    two overlap with the experts of the other half, and one with the shared experts.
+    Without it they may overlap with this compute of another micro-batch, if the framework does that.
     """
-    matmuls = operators.moe_matmuls(ctx.workload, ctx.at)
-    shared, experts = (_matmuls_seconds(ctx, matmuls, part) for part in ("mlp", "experts"))
-    once, half = _dispatch_seconds(ctx), _dispatch_seconds(ctx, 0.5)
-    plain = 2.0 * (1.0 - ctx.framework.ep_overlap) * once
-    slowdown = ctx.framework.kernel_slowdown
-    each_pass: list[Floats] = []
-    for side in (0, 1):
-        beside_shared = [exposed_seconds(one, slowdown * shared[side], EP_OVERLAP) for one in (once, half)]
-        beside_half = exposed_seconds(half, 0.5 * slowdown * experts[side], EP_OVERLAP)
-        halves = half + beside_shared[1] + 2.0 * beside_half
-        each_pass.append(np.choose(ctx.at.ep_overlap, (plain, once + beside_shared[0], halves)))
-    forward, backward = each_pass
-    return forward, backward + ctx.recomputes(EXPERTS) * forward
+    passes, share = 1.0 + ctx.recomputes(EXPERTS), ctx.framework.ep_overlap_share(ctx.at)
+    there, back = _dispatch_seconds(ctx)
+    plain = (
+        exposed_seconds(there + back, forward, share),
+        exposed_seconds(passes * (there + back), backward, share),
+    )
+    first, second = _beside_experts(ctx, 0), _beside_experts(ctx, 1)
+    both = [one + (passes - 1.0) * other for one, other in zip(second, first, strict=True)]
+    overlap = ctx.at.ep_overlap
+    return np.choose(overlap, (plain[0], *first)), np.choose(overlap, (plain[1], *both))
+
+
+def _beside_experts(ctx: Context, side: int) -> tuple[Floats, Floats]:
+    """Exposed all-to-alls of one pass with `ep_overlap` shared and halves; `side` 1 is the backward.
+
+    `shared` overlaps one of the two with the shared experts. `halves` makes them four: two overlap with the
+    experts of the other half, and one with the shared experts.
+    """
+    matmuls, slowdown = operators.moe_matmuls(ctx.workload, ctx.at), ctx.framework.kernel_slowdown
+    shared, experts = (slowdown * _matmuls_seconds(ctx, matmuls, part)[side] for part in ("mlp", "experts"))
+    (there, back), (half_there, half_back) = _dispatch_seconds(ctx), _dispatch_seconds(ctx, 0.5)
+    by_shared = exposed_seconds(there, shared, EP_OVERLAP) + back
+    first, inner, last = (
+        exposed_seconds(half_there, shared, EP_OVERLAP),
+        exposed_seconds(half_there, 0.5 * experts, EP_OVERLAP),
+        exposed_seconds(half_back, 0.5 * experts, EP_OVERLAP),
+    )
+    return by_shared, first + inner + last + half_back
 
 
 # Layer, head and embedding -------------------------------------------------------------------------------
@@ -311,7 +333,8 @@ def layer_time(ctx: Context, *, moe: bool) -> tuple[PassTime, PassTime]:
         "cp": exposed_seconds(cp * (2.0 + full), backward["attention"], CP_OVERLAP),
     }
     if moe:
-        exposed_forward["ep"], exposed_backward["ep"] = _exposed_ep(ctx)
+        ep = _exposed_ep(ctx, compute_forward, compute_backward)
+        exposed_forward["ep"], exposed_backward["ep"] = ep
     gather, reduce = _fsdp_seconds(ctx, moe=moe)
     exposed_forward["fsdp"] = exposed_seconds(gather, compute_forward, framework.fsdp_overlap)
     exposed_backward["fsdp"] = exposed_seconds(gather + reduce, compute_backward, framework.fsdp_overlap)
@@ -324,13 +347,14 @@ def layer_time(ctx: Context, *, moe: bool) -> tuple[PassTime, PassTime]:
 
 def _with_host(ctx: Context, device: PassTime, *, passes: Floats | float, moe: bool) -> PassTime:
     """The pass with the time that the device waits for the host to launch its kernels."""
-    launches = ctx.framework.launches(ctx.cluster, moe=moe)
+    launches = ctx.framework.launches(ctx.workload, ctx.cluster, moe=moe)
     if ctx.workload.compiled:
         launches *= COMPILED_LAUNCHES
     # At every collective the ranks of tp wait for the slowest host among them.
     host = passes * launches * HOST_SECONDS_PER_LAUNCH * (1.0 + HOST_JITTER * (ctx.at.tp - 1))
-    waiting = np.maximum(host - device.seconds, 0.0)
-    return PassTime(device.compute, {**device.exposed, "host": waiting})
+    slowdown = ctx.framework.routed_slowdown if moe else 1.0
+    device = PassTime(_scaled(device.compute, slowdown), _scaled(device.exposed, slowdown))
+    return PassTime(device.compute, {**device.exposed, "host": np.maximum(host - device.seconds, 0.0)})
 
 
 def head_time(ctx: Context) -> tuple[PassTime, PassTime]:
