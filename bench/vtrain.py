@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.hardware import parse_cluster
+from meshwright.plan.framework import Framework
 from meshwright.plan.time.step_time import step_cost
 from meshwright.plan.workload.layouts import FULL, layouts
 from meshwright.plan.workload.workload import Workload
@@ -62,8 +63,9 @@ def _model(width: int, heads: int, layers: int, sequence: int) -> ModelSpec:
     )
 
 
-def vtrain_groups() -> list[VtrainGroup]:
+def vtrain_groups(framework: Framework | None = None) -> list[VtrainGroup]:
     """All groups; the layouts of a group are predicted in one call."""
+    priced_as = framework or find_framework("megatron-deepspeed")
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = [[float(cell) for cell in row] for row in list(csv.reader(file))[1:]]
     by_model: dict[tuple[int, ...], list[list[float]]] = defaultdict(list)
@@ -71,10 +73,10 @@ def vtrain_groups() -> list[VtrainGroup]:
         gpus, batch, micro, width, heads, layers, sequence, tp, dp, pp, milliseconds = row
         key = (int(gpus), int(width), int(heads), int(layers), int(sequence))
         by_model[key].append([batch, micro, tp, dp, pp, milliseconds / 1e3])
-    return [_group(key, np.array(members)) for key, members in sorted(by_model.items())]
+    return [_group(key, np.array(members), priced_as) for key, members in sorted(by_model.items())]
 
 
-def _group(key: tuple[int, ...], members: np.ndarray) -> VtrainGroup:
+def _group(key: tuple[int, ...], members: np.ndarray, framework: Framework) -> VtrainGroup:
     gpus, width, heads, layers, sequence = key
     batch, micro, tp, dp, pp = members[:, :5].astype(np.int64).T
     at = layouts(
@@ -87,5 +89,5 @@ def _group(key: tuple[int, ...], members: np.ndarray) -> VtrainGroup:
     )
     workload = Workload(_model(width, heads, layers, sequence), sequence, "fp16", attention_kernel="unfused")
     cluster = parse_cluster("dgx-a100:1").with_devices(gpus)
-    cost = step_cost(workload, at, cluster, find_framework("megatron-deepspeed"))
+    cost = step_cost(workload, at, cluster, framework)
     return VtrainGroup(gpus, width, layers, members[:, 5], cost.step_seconds, batch.astype(np.float64))

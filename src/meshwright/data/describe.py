@@ -126,4 +126,4 @@ def describe_packing(dataset: TokenFile, sequence_length: int) -> Packing:
 def _num_targets(samples: Samples) -> int:
     blocks = range(0, len(samples), _BLOCK_SAMPLES)
     ids = (np.arange(start, min(start + _BLOCK_SAMPLES, len(samples)), dtype=np.int64) for start in blocks)
-    return sum(samples.num_targets(block) for block in ids)
+    return sum(samples.targets(block).count for block in ids)

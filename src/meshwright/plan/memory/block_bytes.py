@@ -1,16 +1,17 @@
 """Bytes of one block of every layout: the table's sums of monomials, evaluated for many layouts at once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.plan.framework import Framework
-from meshwright.plan.memory.block_table import BlockMemory, Mode, Terms, block_memory
-from meshwright.plan.memory.dims import WEIGHT_MONOMIALS, dims_of, evaluate
+from meshwright.plan.memory.block_table import BlockMemory, Mode, Point, Terms, block_memory
+from meshwright.plan.memory.buckets import ARRIVAL
+from meshwright.plan.memory.dims import MONOMIALS, WEIGHT_MONOMIALS, dims_of, evaluate
 from meshwright.plan.workload.layouts import CP_KINDS, FULL, NORMS, Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 
@@ -31,6 +32,62 @@ MATRICES = {
 """Matrices of each size, in the order in which backward finds their gradients."""
 
 
+_COLUMN_OF = {name: index for index, name in enumerate(MONOMIALS)}
+
+
+class Factors:
+    """The sums of one block as matrices: a row for each sum, a column for each of MONOMIALS."""
+
+    def __init__(self, block: BlockMemory, *, compiled: bool) -> None:
+        self.kept, self.casts, self.remembered = (
+            _matrix([part]) for part in (block.kept, block.casts, block.remembered)
+        )
+        self.forward = _matrix([one.live for one in block.forward])
+        self.live = _matrix([one.live for one in block.backward])
+        """The points of a backward."""
+        self.gradients = _matrix([one.gradients for one in block.backward])
+        self.live_if_fused = _matrix([_without_gradients(one.live) for one in block.backward])
+        self.arriving = _matrix([one.arriving for one in block.backward])
+        arrivals = _arrivals(block, compiled=compiled)
+        self.arrival_names = tuple(arrivals)
+        self.arrival_live = _matrix([one.live for one in arrivals.values()])
+        self.arrival_gradients = _matrix([one.gradients for one in arrivals.values()])
+        self.splits = bool(block.between)
+        self.between, self.leftover = _matrix([block.between]), _matrix([block.leftover])
+        self.input_pass = _matrix([one.live for one in block.input_pass])
+        self.weight_pass, self.weight_gradients, self.weight_arriving = (
+            _matrix([getattr(one, name) for one in block.weight_pass])
+            for name in ("live", "gradients", "arriving")
+        )
+
+
+@cache
+def _factors(block: BlockMemory, *, compiled: bool) -> Factors:
+    return Factors(block, compiled=compiled)
+
+
+def _matrix(sums: list[Terms]) -> Floats:
+    found = np.zeros((max(1, len(sums)), len(MONOMIALS)))
+    for row, terms in enumerate(sums):
+        for name, factor in terms.items():
+            found[row, _COLUMN_OF[name]] = factor
+    return found
+
+
+def _arrivals(block: BlockMemory, *, compiled: bool) -> dict[str, Point]:
+    """The point at which the gradient of each matrix comes."""
+    found: dict[str, Point] = {}
+    counts: dict[str, int] = {}
+    for one in block.arrivals:
+        for monomial in one.arriving:
+            names, index = MATRICES.get(monomial, ()), counts.get(monomial, 0)
+            counts[monomial] = index + 1
+            if index < len(names):
+                # A compiled block hands all gradients over at its end.
+                found[names[index]] = block.arrivals[-1] if compiled else one
+    return found
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How the gradients of a block meet earlier ones; every array has shape (M,)."""
@@ -39,13 +96,13 @@ class Reduction:
     """Gradients are there already: new ones are added to them and freed."""
     fused: NDArray[np.bool_]
     """Compiled matmuls add to them in place (weight-gradient accumulation fusion)."""
-    buckets: Mapping[str, Floats]
-    """Bytes of the bucket that the gradient of a matrix completes, as it is launched."""
+    buckets: Floats
+    """Bytes of the bucket that the gradient of each matrix of ARRIVAL completes, as it is launched;
+    shape (len(ARRIVAL), M)."""
 
     def take(self, rows: Rows) -> "Reduction":
         """That of some of the layouts."""
-        buckets = {name: held[rows] for name, held in self.buckets.items()}
-        return Reduction(self.accumulates[rows], self.fused[rows], buckets)
+        return Reduction(self.accumulates[rows], self.fused[rows], self.buckets[:, rows])
 
 
 @dataclass(frozen=True)
@@ -59,8 +116,12 @@ class BackwardPoints:
     """Compiled blocks: without the gradients, which are added in place."""
     arriving: Floats | None
     """Uncompiled blocks: the gradient that has come just now."""
-    arrivals: Mapping[str, tuple[Floats, Floats]]
-    """Live bytes and gradients so far, shape (M,), at the arrival of each matrix's gradient."""
+    arrival_names: tuple[str, ...]
+    """The matrices of the block."""
+    arrival_live: Floats
+    """Live bytes at the arrival of each matrix's gradient."""
+    arrival_gradients: Floats
+    """Gradients so far at the same points."""
 
     def peak(self, reduction: Reduction) -> Items:
         """Items of the fullest point."""
@@ -80,13 +141,16 @@ class BackwardPoints:
 
     def _with_launches(self, found: Items, reduction: Reduction) -> Items:
         """The same, or a bucket that is launched within the block where that is fuller."""
-        for name in self.arrivals.keys() & reduction.buckets.keys():
-            (live, gradients), bucket = self.arrivals[name], reduction.buckets[name]
-            made = np.where(reduction.accumulates, 0.0, gradients)
-            better = (bucket > 0) & (live + made + bucket > sum(found.values()))
-            new = {"working set": live, "gradients": made, "gathered": bucket}
-            found = {item: np.where(better, new[item], values) for item, values in found.items()}
-        return found
+        if not self.arrival_names or not reduction.buckets.any():
+            return found
+        bucket = reduction.buckets[[ARRIVAL.index(name) for name in self.arrival_names]]
+        made = np.where(reduction.accumulates, 0.0, self.arrival_gradients)
+        total = np.where(bucket > 0, self.arrival_live + made + bucket, -np.inf)
+        best = total.argmax(axis=0)
+        columns = np.arange(len(best))
+        better = total[best, columns] > sum(found.values())
+        new = {"working set": self.arrival_live, "gradients": made, "gathered": bucket}
+        return {item: np.where(better, new[item][best, columns], values) for item, values in found.items()}
 
 
 class BlockBytes:
@@ -94,36 +158,51 @@ class BlockBytes:
 
     def __init__(self, work: Workload, at: Layouts, stack: Framework) -> None:
         self._work, self._at, self._stack = work, at, stack
-        self._dims = dims_of(work.model, work.sequence_length, at)
-        self._columns: dict[str, Floats] = {}
-        self._groups = list(_groups(work, at, stack))
-        self.kept = self._mean("kept")
-        self.casts = self._mean("casts")
-        self.remembered = self._mean("remembered")
-        self.forward = self._forward()
-        self.split = self._split()
+        dims = dims_of(work.model, work.sequence_length, at)
+        monomials = np.stack([evaluate(name, dims) for name in MONOMIALS])
+        self._groups = [
+            (
+                rows,
+                monomials[:, rows],
+                [(_factors(one, compiled=work.compiled), share) for one, share in blocks],
+            )
+            for rows, blocks in _groups(work, at, stack)
+        ]
+
+    @cached_property
+    def kept(self) -> Floats:
+        """Bytes that a block keeps of one micro-batch for its backward."""
+        return self._mean("kept")
+
+    @cached_property
+    def casts(self) -> Floats:
+        """Bytes of kept copies of weights in the format of compute."""
+        return self._mean("casts")
+
+    @cached_property
+    def remembered(self) -> Floats:
+        """Bytes of copies of weights that autocast drops when the forward of the model ends."""
+        return self._mean("remembered")
 
     @cached_property
     def _backward_points(self) -> list[list[BackwardPoints]]:
         """The candidates of each block of each group of layouts."""
-        return [[self._points(block, rows) for block, _ in blocks] for rows, blocks in self._groups]
+        return [[self._points(one, columns) for one, _ in blocks] for _, columns, blocks in self._groups]
 
-    def _split(self) -> Items:
+    def split(self) -> Items:
         """Peaks of a split backward, and what a block holds between its passes."""
         found = {name: np.zeros(len(self._at)) for name in _SPLIT_NAMES}
         each = self._stack.state.gradient / 4.0
-        for rows, blocks in self._groups:
-            if (self._at.pp[rows] == 1).all() or not blocks[0][0].between:
+        for rows, columns, blocks in self._groups:
+            if (self._at.pp[rows] == 1).all() or not blocks[0][0].splits:
                 continue
             for name in ("between", "leftover"):
-                found[name][rows] = sum(
-                    share * self._sum(getattr(block, name), rows) for block, share in blocks
-                )
-            for block, _ in blocks:
-                live = self._stack_of([one.live for one in block.weight_pass], rows)
-                new = live + each * self._stack_of([one.gradients for one in block.weight_pass], rows)
-                later = live + each * self._stack_of([one.arriving for one in block.weight_pass], rows)
-                inputs = self._stack_of([one.live for one in block.input_pass], rows)
+                found[name][rows] = sum(share * (getattr(one, name) @ columns)[0] for one, share in blocks)
+            for one, _ in blocks:
+                live = one.weight_pass @ columns
+                new = live + each * (one.weight_gradients @ columns)
+                later = live + each * (one.weight_arriving @ columns)
+                inputs = one.input_pass @ columns
                 for name, values in (("input", inputs), ("new weight", new), ("weight", later)):
                     found[name][rows] = np.maximum(found[name][rows], values.max(axis=0))
         return found
@@ -132,7 +211,7 @@ class BlockBytes:
         """Items at the peak of a block's backward, what it kept included."""
         items = {name: np.zeros(len(self._at)) for name in ("working set", "gradients", "gathered")}
         fullest = np.full(len(self._at), -np.inf)
-        for (rows, _), points in zip(self._groups, self._backward_points, strict=True):
+        for (rows, _, _), points in zip(self._groups, self._backward_points, strict=True):
             here = reduction.take(rows)
             for found in (one.peak(here) for one in points):
                 total = sum(found.values())
@@ -142,73 +221,40 @@ class BlockBytes:
                     items[name][rows] = np.where(better, values, items[name][rows])
         return {"activations": self.kept, "cast weights": self.casts, **items}
 
-    def _points(self, block: BlockMemory, rows: Rows) -> BackwardPoints:
-        points, each, compiled = block.backward, self._stack.state.gradient / 4.0, self._work.compiled
-        without = [_without_gradients(one.live) for one in points] if compiled else []
+    def _points(self, one: Factors, columns: Floats) -> BackwardPoints:
+        each, compiled = self._stack.state.gradient / 4.0, self._work.compiled
         return BackwardPoints(
-            live=self._stack_of([one.live for one in points], rows),
-            gradients=each * self._stack_of([one.gradients for one in points], rows),
-            live_if_fused=self._stack_of(without, rows) if compiled else None,
-            arriving=None if compiled else each * self._stack_of([one.arriving for one in points], rows),
-            arrivals=self._arrivals(block, rows),
+            live=one.live @ columns,
+            gradients=each * (one.gradients @ columns),
+            live_if_fused=one.live_if_fused @ columns if compiled else None,
+            arriving=None if compiled else each * (one.arriving @ columns),
+            arrival_names=one.arrival_names,
+            arrival_live=one.arrival_live @ columns,
+            arrival_gradients=each * (one.arrival_gradients @ columns),
         )
 
     def after(self) -> Items:
         """Bytes of a block, without gradients, when the gradient of one of its matrices has come."""
         found: Items = {}
-        for (rows, _), points in zip(self._groups, self._backward_points, strict=True):
-            for name, (live, _) in points[0].arrivals.items():
-                found.setdefault(name, np.zeros(len(self._at)))[rows] = (
-                    live + self.kept[rows] + self.casts[rows]
-                )
-        return found
-
-    def _arrivals(self, block: BlockMemory, rows: Rows) -> dict[str, tuple[Floats, Floats]]:
-        """Live bytes and gradients so far at the arrival of each matrix's gradient."""
-        each = self._stack.state.gradient / 4.0
-        found: dict[str, tuple[Floats, Floats]] = {}
-        counts: dict[str, int] = {}
-        last = block.arrivals[-1:] if self._work.compiled else []
-        for one in block.arrivals:
-            for monomial in one.arriving:
-                names = MATRICES.get(monomial, ())
-                index = counts.get(monomial, 0)
-                counts[monomial] = index + 1
-                if index < len(names):
-                    point = (last or [one])[0]  # a compiled block hands all gradients over at its end
-                    live, gradients = self._sum(point.live, rows), each * self._sum(point.gradients, rows)
-                    found[names[index]] = (live, gradients)
+        for (rows, _, _), points in zip(self._groups, self._backward_points, strict=True):
+            held = self.kept[rows] + self.casts[rows]
+            for name, live in zip(points[0].arrival_names, points[0].arrival_live, strict=False):
+                found.setdefault(name, np.zeros(len(self._at)))[rows] = live + held
         return found
 
     def _mean(self, part: str) -> Floats:
         found = np.zeros(len(self._at))
-        for rows, blocks in self._groups:
-            found[rows] = sum(share * self._sum(getattr(block, part), rows) for block, share in blocks)
+        for rows, columns, blocks in self._groups:
+            found[rows] = sum(share * (getattr(one, part) @ columns)[0] for one, share in blocks)
         return found
 
-    def _forward(self) -> Floats:
+    def forward(self) -> Floats:
+        """Peak of a block's forward, beyond its input."""
         found = np.zeros(len(self._at))
-        for rows, blocks in self._groups:
-            for block, _ in blocks:
-                peak = self._stack_of([one.live for one in block.forward], rows).max(axis=0)
-                found[rows] = np.maximum(found[rows], peak)
+        for rows, columns, blocks in self._groups:
+            for one, _ in blocks:
+                found[rows] = np.maximum(found[rows], (one.forward @ columns).max(axis=0))
         return found
-
-    def _sum(self, terms: Terms, rows: Rows) -> Floats:
-        return self._stack_of([terms], rows)[0]
-
-    def _stack_of(self, sums: list[Terms], rows: Rows) -> Floats:
-        """The value of each sum for these layouts: one matmul of factors and monomials."""
-        names = sorted({name for terms in sums for name in terms})
-        if not names:
-            return np.zeros((max(1, len(sums)), len(rows)))
-        factors = np.array([[terms.get(name, 0.0) for name in names] for terms in sums])
-        return factors @ np.stack([self._column(name)[rows] for name in names])
-
-    def _column(self, name: str) -> Floats:
-        if name not in self._columns:
-            self._columns[name] = evaluate(name, self._dims)
-        return self._columns[name]
 
 
 def _without_gradients(terms: Terms) -> Terms:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from meshwright.plan.framework import Framework
 from meshwright.plan.memory.block_bytes import TURNS, BlockBytes, Items, Reduction, Turn
-from meshwright.plan.memory.buckets import Stage
+from meshwright.plan.memory.buckets import ARRIVAL, Stage
 from meshwright.plan.workload.layouts import Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.parameters import Parameter, layer_parameters
@@ -26,9 +26,9 @@ class BlockColumns:
         self.kept, self.casts = found.kept, found.casts
         self.remembered = found.remembered
         """Casts of weights that autocast remembers until the forward ends."""
-        self.forward = found.forward
+        self.forward = found.forward()
         """Peak of a block's forward, beyond its input."""
-        self.split = found.split
+        self.split = found.split()
         """Peaks of a split backward, and what a block holds between its passes."""
         self._set_elements(work, at)
         # At ZeRO-2 nothing is left of earlier full gradients, and each micro-batch reduces its own.
@@ -45,6 +45,12 @@ class BlockColumns:
         to_head = partial(self._by_turn, found, at, partial(buckets, has_head=True))
         self.back_to_head = to_head() if launches.any() else self.back
         """Of a stage's last block behind a head, whose gradients fill the same buckets."""
+
+    @property
+    def after_experts(self) -> Floats:
+        """`after` of the experts' last matrix; where its arrival was not traced (fp8), the largest known."""
+        known = self.after.get("experts.gate")
+        return np.max(list(self.after.values()), axis=0) if known is None else known
 
     def _set_elements(self, work: Workload, at: Layouts) -> None:
         listed = layer_parameters(work.model, work.model.num_layers - 1)
@@ -65,7 +71,7 @@ class BlockColumns:
         """Elements of the last matrix of the module."""
 
     def _by_turn(
-        self, found: BlockBytes, at: Layouts, buckets: Callable[[Mask], dict[str, Floats]]
+        self, found: BlockBytes, at: Layouts, buckets: Callable[[Mask], Floats]
     ) -> dict[Turn, Items]:
         by_turn: dict[Turn, Items] = {}
         for turn in TURNS:
@@ -93,12 +99,16 @@ def expert_padding(work: Workload, at: Layouts) -> Floats:
     return np.where(at.ep > 1, 1.0, each * at.shards / moe.num_experts)
 
 
-def _buckets(
-    work: Workload, at: Layouts, stack: Framework, is_due: Mask, *, has_head: bool
-) -> dict[str, Floats]:
-    """Bytes of the buckets that a gradient of the last block of a stage completes."""
-    found: dict[str, Floats] = {}
+def _buckets(work: Workload, at: Layouts, stack: Framework, is_due: Mask, *, has_head: bool) -> Floats:
+    """Bytes of the bucket that the gradient of each matrix of a stage's last block completes.
+
+    One row for each of ARRIVAL, 0 where it completes none.
+    """
+    found = np.zeros((len(ARRIVAL), len(at)))
+    if not is_due.any():
+        return found
     is_apart = ((at.tp > 1) | (at.ep > 1)) & (work.model.moe is not None)
+    part = np.where(at.zero > 0, 1.0 / at.shards, 0.0)
     for is_cut, is_alone, deals in product((False, True), repeat=3):
         rows = is_due & ((at.tp > 1) == is_cut) & ((at.pp == 1) == is_alone) & (is_apart == deals)
         # Only that experts go by themselves matters here: what is not theirs is as large on any rank of ep.
@@ -106,15 +116,14 @@ def _buckets(
         stage = Stage(work.model.num_layers, has_embedding, has_head, is_cut, ep=2 if deals else 1)
         for launch in work.buckets.launches(stage) if rows.any() else ():
             if launch.block == work.model.num_layers - 1:
-                part = np.where(at.zero > 0, 1.0 / at.shards, 0.0)
                 held = stack.state.gradient * launch.elements / at.tp * (1.0 + part)
-                found[launch.name] = found.get(launch.name, np.zeros(len(at))) + np.where(rows, held, 0.0)
+                found[ARRIVAL.index(launch.name)] += np.where(rows, held, 0.0)
     return found
 
 
 def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
     """Layouts that differ in what a block sees, and which of them each layout is."""
-    seen = [
+    return at.distinct(
         *(getattr(at, name) for name in ("microbatch_sequences", "cp", "cp_kind", "cp_inner", "tp")),
         *(getattr(at, name) for name in ("recompute", "recompute_every", "zero", "reduce_last")),
         at.pp > 1,
@@ -122,9 +131,4 @@ def _distinct(at: Layouts) -> tuple[Layouts, NDArray[np.intp]]:
         at.shards,
         at.num_microbatches > 1,
         at.dp * at.cp > 1,
-    ]
-    code = np.zeros(len(at), dtype=np.int64)
-    for column in seen:
-        code = code * (int(column.max(initial=0)) + 1) + column
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    return at.take(first), inverse.reshape(-1)
+    )

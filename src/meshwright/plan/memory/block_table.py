@@ -68,9 +68,12 @@ class Section:
     """Not freed by the weight pass, but with the graph of the stage."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockMemory:
-    """One block: what it keeps for backward, and the peak candidates of its forward and backward."""
+    """One block: what it keeps for backward, and the peak candidates of its forward and backward.
+
+    `block_memory` returns the same object for the same block, so objects are compared by identity.
+    """
 
     kept: Terms
     casts: Terms

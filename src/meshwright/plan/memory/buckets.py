@@ -104,6 +104,41 @@ class Flats(NamedTuple):
         return fullest
 
 
+class Bucket(NamedTuple):
+    """Parameters that are reduced together, and what follows from them."""
+
+    members: tuple[Parameter, ...]
+    elements: int
+    """Of the full parameters."""
+    lowest: int | None
+    """The first block that it has parameters of; -1 for what stands before the blocks."""
+    block: int | None
+    """The same of blocks alone."""
+    arrival: str | None
+    """The matrix of that block whose gradient completes the bucket."""
+    has_embedding: bool
+    has_experts: bool
+    starts_with_experts: bool
+
+
+def _bucket(members: tuple[Parameter, ...], elements: int) -> Bucket:
+    blocks = [one.layer for one in members if one.layer is not None]
+    layers = [layer for layer in map(_layer_of, members) if layer is not None]
+    block = min(blocks, default=None)
+    names = {_matrix(one) for one in members if block is not None and one.layer == block}
+    kinds = {one.kind for one in members}
+    return Bucket(
+        members,
+        elements,
+        lowest=min(layers, default=None),
+        block=block,
+        arrival=next((name for name in reversed(ARRIVAL) if name in names), None),
+        has_embedding="embedding" in kinds,
+        has_experts="expert" in kinds,
+        starts_with_experts=members[0].kind == "expert",
+    )
+
+
 class Launch(NamedTuple):
     """A bucket that is launched within the backward of a block."""
 
@@ -131,7 +166,8 @@ class Buckets:
             one for one in listed if one.layer is None and one.kind not in ("embedding", "position")
         ]
         self._elements = {one.name: one.num_elements for one in listed}
-        self._filled: dict[Stage, list[list[Parameter]]] = {}
+        self._filled: dict[Stage, list[Bucket]] = {}
+        self._known: dict[tuple[bool, bool, str, str], Bucket] = {}
         self._sizes: dict[Stage, list[float]] = {}
         self._flats: dict[Stage, Flats] = {}
         self._launches: dict[Stage, list[Launch]] = {}
@@ -160,16 +196,12 @@ class Buckets:
 
     def _launched(self, stage: Stage) -> list[Launch]:
         found: list[Launch] = []
-        sent = 0.0
+        sent, is_apart = 0.0, stage.sends_experts_last
         for bucket, elements in zip(self._buckets(stage), self._bucket_sizes(stage), strict=True):
-            layers = [one.layer for one in bucket if one.layer is not None]
-            is_last = stage.sends_experts_last and bucket[0].kind == "expert"
-            if layers and not is_last and not any(one.kind == "embedding" for one in bucket):
-                lowest = min(layers)
-                names = {_matrix(one) for one in bucket if one.layer == lowest}
-                last = next((name for name in reversed(ARRIVAL) if name in names), None)
-                if last is not None:
-                    found.append(Launch(lowest, last, elements, sent))
+            is_last = is_apart and bucket.starts_with_experts
+            is_inner = bucket.block is not None and not is_last and not bucket.has_embedding
+            if is_inner and bucket.block is not None and bucket.arrival is not None:
+                found.append(Launch(bucket.block, bucket.arrival, elements, sent))
             sent += elements
         return found
 
@@ -181,11 +213,10 @@ class Buckets:
 
     def _sum_before(self, stage: Stage, block: int) -> float:
         first = self._model.num_layers - stage.num_layers
-        sent = 0.0
+        sent, is_apart = 0.0, stage.sends_experts_last
         for bucket, size in zip(self._buckets(stage), self._bucket_sizes(stage), strict=True):
-            is_last = stage.sends_experts_last and bucket[0].kind == "expert"
-            layers = [layer for layer in map(_layer_of, bucket) if layer is not None]
-            if not is_last and min(layers, default=first + block + 1) > first + block:
+            is_last = is_apart and bucket.starts_with_experts
+            if not is_last and (bucket.lowest is None or bucket.lowest > first + block):
                 sent += size
         return sent
 
@@ -194,9 +225,11 @@ class Buckets:
             self._sizes[stage] = [self._size(stage, bucket) for bucket in self._buckets(stage)]
         return self._sizes[stage]
 
-    def _size(self, stage: Stage, bucket: list[Parameter]) -> float:
+    def _size(self, stage: Stage, bucket: Bucket) -> float:
         """Elements of a buffer; on a rank where there are experts, else before any cut."""
-        return sum(self._local(stage, one) for one in bucket)
+        if stage.tp == 1 and not bucket.has_experts:
+            return float(bucket.elements)
+        return sum(self._local(stage, one) for one in bucket.members)
 
     def _local(self, stage: Stage, one: Parameter) -> float:
         elements = self._elements[one.name]
@@ -215,18 +248,21 @@ class Buckets:
         first = [one for one in held if one.kind not in ("norm", "router", "expert") or not stage.is_cut][-1]
         return Flats(
             each=tuple(self._flat(stage, bucket) for bucket in found),
-            last_index=next(index for index, bucket in enumerate(found) if first in bucket),
+            last_index=next(index for index, bucket in enumerate(found) if first in bucket.members),
             ends=sum(self._size(stage, bucket) for bucket in found if _is_end(bucket)),
-            largest_parameter=max(self._local(stage, one) for bucket in found for one in bucket),
+            largest_parameter=max(self._local(stage, one) for one in held),
             expert_rows=stage.expert_rows,
         )
 
-    def _flat(self, stage: Stage, bucket: list[Parameter]) -> Flat:
+    def _flat(self, stage: Stage, bucket: Bucket) -> Flat:
+        if not bucket.has_experts:
+            size = self._size(stage, bucket)
+            return Flat(size, size, 0.0, is_experts=False)
         unpadded = stage._replace(expert_rows=1)
-        wholes = [self._local(unpadded, one) for one in bucket]
-        sizes = [self._local(stage, one) for one in bucket]
+        wholes = [self._local(unpadded, one) for one in bucket.members]
+        sizes = [self._local(stage, one) for one in bucket.members]
         copies = sum(size for size, whole in zip(sizes, wholes, strict=True) if size > whole)
-        is_experts = stage.sends_experts_last and bucket[0].kind == "expert"
+        is_experts = stage.sends_experts_last and bucket.starts_with_experts
         return Flat(sum(wholes), sum(sizes), copies, is_experts)
 
     def _held(self, stage: Stage) -> list[Parameter]:
@@ -237,31 +273,35 @@ class Buckets:
         after = self._after if stage.has_head else []
         return [*before, *(one for block in blocks for one in block), *after][::-1]
 
-    def _buckets(self, stage: Stage) -> list[list[Parameter]]:
+    def _buckets(self, stage: Stage) -> list[Bucket]:
         key = stage._replace(expert_rows=1)  # padding does not change what goes together
         if key not in self._filled:
             self._filled[key] = self._fill_buckets(key)
         return self._filled[key]
 
-    def _fill_buckets(self, stage: Stage) -> list[list[Parameter]]:
+    def _fill_buckets(self, stage: Stage) -> list[Bucket]:
         runs: dict[tuple[bool, bool], list[Parameter]] = {}
+        is_apart = stage.sends_experts_last
         for one in self._held(stage):
-            is_last = stage.sends_experts_last and one.kind == "expert"
+            is_last = is_apart and one.kind == "expert"
             is_uncut = stage.is_cut and one.kind in ("norm", "router", "position")
             runs.setdefault((is_last, is_uncut), []).append(one)
-        return [bucket for kind in sorted(runs) for bucket in self._cut_runs(runs[kind])]
+        return [bucket for kind in sorted(runs) for bucket in self._cut_runs(stage, runs[kind])]
 
-    def _cut_runs(self, run: list[Parameter]) -> list[list[Parameter]]:
-        found: list[list[Parameter]] = []
-        bucket: list[Parameter] = []
-        elements = 0
-        for one in run:
-            bucket.append(one)
+    def _cut_runs(self, stage: Stage, run: list[Parameter]) -> list[Bucket]:
+        found: list[Bucket] = []
+        first = elements = 0
+        kind = stage.is_cut, stage.sends_experts_last
+        for end, one in enumerate(run, start=1):
             elements += self._elements[one.name]
-            if elements >= BUCKET_ELEMENTS:
-                found.append(bucket)
-                bucket, elements = [], 0
-        return [*found, bucket] if bucket else found
+            if elements >= BUCKET_ELEMENTS or end == len(run):
+                # Stages of the same kind have most of their buckets in common.
+                key = (*kind, run[first].name, one.name)
+                if key not in self._known:
+                    self._known[key] = _bucket(tuple(run[first:end]), elements)
+                found.append(self._known[key])
+                first, elements = end, 0
+        return found
 
 
 @lru_cache(maxsize=8)
@@ -281,5 +321,5 @@ def _layer_of(one: Parameter) -> int | None:
     return -1 if one.kind in ("embedding", "position") else one.layer
 
 
-def _is_end(bucket: list[Parameter]) -> bool:
-    return any(one.kind == "head" for one in bucket) and all(one.layer is None for one in bucket)
+def _is_end(bucket: Bucket) -> bool:
+    return bucket.block is None and any(one.kind == "head" for one in bucket.members)

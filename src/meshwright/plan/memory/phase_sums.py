@@ -228,7 +228,7 @@ class BackwardSums(Rows):
         made = self.own_elements - np.where(self.is_first, self.table, 0.0) - before * self.elements
         made = np.where(self.is_new, made, self.own_elements) + self.tied_table
         # One that holds all of them waits for the stage's first norm.
-        within = np.where(fills, self.block(self._blocks.after["experts.gate"]), 0.0)
+        within = np.where(fills, self.block(self._blocks.after_experts), 0.0)
         return {
             "gradients": self._beside + self.each * made,
             "gathered": self.each * matrix * count,

@@ -66,6 +66,15 @@ class Memory:
     host: Items
     """In host memory, by what `memory.offload` put there."""
 
+    def row(self, index: int) -> "Memory":
+        """The memory of one layout."""
+        here, num_rows = slice(index, index + 1), len(self.fragmentation)
+
+        def of(items: Items) -> Items:
+            return {name: np.broadcast_to(values, (num_rows, 3))[here] for name, values in items.items()}
+
+        return Memory(of(self.items), self.fragmentation[here], of(self.outside), of(self.host))
+
     @property
     def allocated_bytes(self) -> Floats:
         """Peak of what tensors need, per stage."""

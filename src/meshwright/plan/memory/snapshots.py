@@ -277,13 +277,16 @@ class _Walk:
 
     def __init__(self, stages: tuple[int, ...], last_stage: int) -> None:
         self.last_stage = last_stage
-        self.senders = [one for one in stages if one != last_stage and one + 1 not in stages]
-        self.receivers = [one for one in stages if one != 0 and one - 1 not in stages]
-        self.kept = dict.fromkeys(stages, 0)
-        self.waiting = dict.fromkeys(stages, 0)
-        self.backwards = dict.fromkeys(stages, 0)
-        self.latest: int | None = None
-        self.input_gradients = self.finished_last = 0
+        self.senders = {one for one in stages if one != last_stage and one + 1 not in stages}
+        self.receivers = {one for one in stages if one != 0 and one - 1 not in stages}
+        self.kept = dict.fromkeys((*stages, 0, last_stage), 0)
+        self.waiting = dict(self.kept)
+        self.backwards = dict(self.kept)
+        self.num_kept = self.num_waiting = self.sent = self.finished_last = self.input_gradients = 0
+        self.graded = self.summed = self.latest = (0, 0, 0)
+        """How many stages have gradients, and whether the model's first and last are among them; the same
+        without the latest backward; and the stage of that one alone."""
+        self.latest_stage = -1
 
     def run(self, actions: tuple[Action, ...]) -> list[Snapshot]:
         """The snapshots of all actions."""
@@ -295,55 +298,60 @@ class _Walk:
             self._leave(kind, stage)
             found.append(self._snapshot(kind, stage))
             self._enter(kind, stage)
-        end = self._snapshot("end", -1)
-        return [*found, end]
+        found.append(self._snapshot("end", -1))
+        return found
 
     def _leave(self, kind: str, stage: int) -> None:
         if kind in ("B", "I"):
-            self.kept[stage] -= 1
-        if kind == "W":
-            self.waiting[stage] -= 1
+            self._keep(stage, -1)
+        elif kind == "W":
+            self._wait(stage, -1)
 
     def _enter(self, kind: str, stage: int) -> None:
         if kind == "F":
-            self.kept[stage] += 1
-        if kind == "I":
-            self.waiting[stage] += 1
+            self._keep(stage, 1)
+        elif kind == "I":
+            self._wait(stage, 1)
             self.input_gradients += stage in self.receivers
-        if kind in ("B", "W"):
-            self.backwards[stage] += 1
-            self.latest = stage
+        else:
+            self._grade(stage)
             self.finished_last += kind == "W" and stage == self.last_stage
+
+    def _keep(self, stage: int, change: int) -> None:
+        self.kept[stage] += change
+        self.num_kept += change
+        self.sent += change if stage in self.senders else 0
+
+    def _wait(self, stage: int, change: int) -> None:
+        self.waiting[stage] += change
+        self.num_waiting += change
+        self.sent += change if stage in self.senders else 0
+
+    def _grade(self, stage: int) -> None:
+        """A backward has left gradients in a stage."""
+        self.backwards[stage] += 1
+        self.latest_stage = stage
+        self.graded = self._ends([one for one, count in self.backwards.items() if count])
+        earlier = [one for one, count in self.backwards.items() if count > (one == stage)]
+        self.summed, self.latest = self._ends(earlier), self._ends([stage])
+
+    def _ends(self, stages: list[int]) -> tuple[int, int, int]:
+        """How many stages, and whether the model's first and last are among them."""
+        return len(stages), int(0 in stages), int(self.last_stage in stages)
 
     def _snapshot(self, kind: str, stage: int) -> Snapshot:
         last = self.last_stage
-        graded = {one: count > 0 for one, count in self.backwards.items()}
-        summed = {one: count - (one == self.latest) > 0 for one, count in self.backwards.items()}
+        has_gradients = stage >= 0 and self.backwards[stage] > 0
+        adds = kind in "FB"
         return Snapshot(
-            kind,
-            int(stage == 0),
-            int(stage == last),
-            int(stage in self.senders),
-            int(graded.get(stage, False)),
-            0,
-            sum(self.kept.values()),
-            self.kept.get(0, 0),
-            self.kept.get(last, 0),
-            sum(self.waiting.values()),
-            self.waiting.get(last, 0),
-            sum(self.kept[one] + self.waiting[one] for one in self.senders),
-            self.finished_last,
-            self.input_gradients,
-            *self._ends(graded),
-            int(self.latest in self.receivers),
-            *self._ends(summed if kind in "FB" else {}),
-            *self._ends({self.latest: True} if kind in "FB" and self.latest is not None else {}),
+            *(kind, int(stage == 0), int(stage == last), int(stage in self.senders), int(has_gradients), 0),
+            *(self.num_kept, self.kept[0], self.kept[last], self.num_waiting, self.waiting[last]),
+            *(self.sent, self.finished_last, self.input_gradients),
+            *self.graded,
+            int(self.latest_stage in self.receivers),
+            *(self.summed if adds else (0, 0, 0)),
+            *(self.latest if adds else (0, 0, 0)),
         )
-
-    def _ends(self, stages: dict[int, bool]) -> tuple[int, int, int]:
-        """How many stages, and whether the model's first and last are among them."""
-        is_last = stages.get(self.last_stage, False)
-        return sum(stages.values()), int(stages.get(0, False)), int(is_last)
 
 
 _WEIGHTS = np.array(
@@ -385,6 +393,9 @@ def _largest(found: list[Snapshot]) -> list[Snapshot]:
         groups.setdefault(one[:NUM_KEYS] if one.kind != "F" else one[:4], []).append(one)
     kept: list[Snapshot] = []
     for group in groups.values():
+        if len(group) == 1:
+            kept += group
+            continue
         counts = np.array([one[NUM_KEYS:] for one in group], dtype=np.float64)
         kept += [group[index] for index in sorted(set((counts @ _WEIGHTS.T).argmax(axis=0).tolist()))]
     return kept

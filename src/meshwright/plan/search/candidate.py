@@ -1,7 +1,7 @@
 """One layout with everything that is predicted about it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +11,7 @@ from meshwright.plan.memory.margins import Margin, memory_margin
 from meshwright.plan.memory.rank_bytes import FIT_SHARE, STAGES, Memory
 from meshwright.plan.predict import layout_of
 from meshwright.plan.search.question import Question, fitting_rows, price_memory, price_time
+from meshwright.plan.time.interval import interval_source
 from meshwright.plan.time.pipeline import simulated_items
 from meshwright.plan.time.step_time import StepCost
 from meshwright.plan.workload.layouts import OFFLOAD_BITS, RECOMPUTE_BITS, Floats, Layouts
@@ -29,6 +30,8 @@ class Candidate:
     question: Question
     layout: Layouts
     """A table with this layout as its only row."""
+    priced: tuple[StepCost | None, Memory | None] = field(default=(None, None), repr=False, compare=False)
+    """Its cost and memory where they are known already."""
 
     @cached_property
     def run(self) -> RunSpec:
@@ -38,12 +41,12 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """Bytes of the first, a middle and the last pipeline rank."""
-        return price_memory(self.question, self.layout)
+        return self.priced[1] or price_memory(self.question, self.layout)
 
     @cached_property
     def cost(self) -> StepCost:
         """Seconds of a step in closed form."""
-        return price_time(self.question, self.layout)
+        return self.priced[0] or price_time(self.question, self.layout)
 
     @property
     def memory_items(self) -> dict[str, dict[str, float]]:
@@ -125,9 +128,14 @@ class Candidate:
 
     @property
     def interval_seconds(self) -> tuple[float, float]:
-        """The interval in which nine of ten measured steps lie."""
+        """The 90% interval of the step time."""
         half_width = float(np.atleast_1d(self.cost.relative_half_width)[0])
         return self.step_seconds / (1.0 + half_width), self.step_seconds * (1.0 + half_width)
+
+    @property
+    def interval_source(self) -> str:
+        """Where the interval comes from: our own measurements, or published runs of this kind."""
+        return interval_source(self.question.workload, self.question.cluster, self.num_ranks)
 
     @property
     def fits(self) -> bool:
@@ -159,7 +167,7 @@ class Candidate:
     def with_columns(self, **columns: int) -> "Candidate":
         """The candidate with these values of its layout."""
         changed = {name: np.array([value], dtype=np.int64) for name, value in columns.items()}
-        return replace(self, layout=replace(self.layout, **changed))
+        return Candidate(self.question, replace(self.layout, **changed))
 
     def days(self, tokens: int) -> float:
         """Days to train this many tokens without interruption."""
@@ -168,6 +176,18 @@ class Candidate:
     def device_hours(self, tokens: int) -> float:
         """Devices times hours for this many tokens."""
         return self.days(tokens) * 24.0 * self.num_ranks
+
+
+def candidates(question: Question, layouts: Layouts, *, with_memory: bool = False) -> list[Candidate]:
+    """A candidate for each layout, priced together, which takes hardly longer than one of them."""
+    if len(layouts) == 0:
+        return []
+    cost = price_time(question, layouts)
+    memory = price_memory(question, layouts) if with_memory else None
+    return [
+        Candidate(question, layouts.take([row]), (cost.row(row), memory.row(row) if memory else None))
+        for row in range(len(layouts))
+    ]
 
 
 def host_memory_text(cluster: Cluster) -> str:

@@ -20,14 +20,21 @@ from meshwright.plan.search.question import (
     price_memory,
     price_time,
 )
-from meshwright.plan.search.space import expand, expand_table, least_memory_layouts, offloaded
-from meshwright.plan.workload.layouts import RECOMPUTE_NONE, Floats, Layouts
+from meshwright.plan.search.space import (
+    expand,
+    expand_table,
+    least_memory_layouts,
+    offloaded,
+    recompute_choices,
+)
+from meshwright.plan.workload.layouts import RECOMPUTE_NONE, Floats, Ints, Layouts, concatenated
 
 KEPT_WITHIN = 1.5
 """Layouts that are slower than the best by this factor are not asked whether they fit."""
-FIRST_ROWS = 4096
+FIRST_ROWS = 1024
 """How many of the fastest layouts of a block are asked first whether they fit."""
 MAX_KEPT = 20_000
+MESH_COLUMNS = ("tp", "cp", "cp_kind", "cp_inner", "ep", "etp", "pp", "dp")
 GROUP_COLUMNS = (
     "dp_replicate",
     "dp_shard",
@@ -45,29 +52,33 @@ GROUP_COLUMNS = (
 class Collector:
     """Prices block after block of meshes and keeps the best layouts of each group."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, *, within: float = KEPT_WITHIN, below: float = np.inf) -> None:
         self.question = question
         self.num_considered = 0
         self.num_fitting = 0
         self.best_score = np.inf
         """The best score of a layout that fits."""
+        self._within, self._below = within, below
         self._parts: list[Priced] = []
+        self._without_recompute: dict[tuple[int, ...], float] = {}
+        """The best score of each mesh without recompute, whether it fits or not."""
         self._closest: tuple[float, Priced] | None = None
         """Where nothing fits: the layout that comes closest, and its `distance`."""
         self._closest_bound: tuple[float, Priced] | None = None
         """The same among meshes on which no layout can fit."""
         self._some_mesh_fits = False
 
-    @property
-    def _ranks_by_time(self) -> bool:
-        return self.question.objective != "memory"
-
     def add(self, block: Table) -> None:
         """Price the layouts of one block of meshes that keep everything on the device."""
+        if np.isfinite(self._below):
+            block = self._meshes_that_may_win(block)
         block = self._meshes_that_may_fit(block, offloads=False)
-        layouts = expand(self.question, block)
+        table = expand_table(self.question, _numbered(block), recompute_choices(self.question.pins))
+        mesh, layouts = table.pop("mesh"), Layouts(**table)
         self.num_considered += len(layouts)
-        self._keep_fitting(layouts, within=KEPT_WITHIN)
+        score, seconds = self._priced_time(layouts)
+        self._note_without_recompute(block, mesh, layouts, score)
+        self._keep_fitting(layouts, score, seconds, within=self._within)
 
     def add_savers(self, block: Table) -> None:
         """Price the layouts of one block that could beat the best so far, also with host memory."""
@@ -76,12 +87,12 @@ class Collector:
         block = self._meshes_that_may_fit(block, offloads=may_offload)
         layouts = expand(self.question, block)
         self.num_considered += len(layouts)
-        too_large = self._keep_fitting(layouts, within=1.0)
+        too_large = self._keep_fitting(layouts, *self._priced_time(layouts), within=1.0)
         # What fits on the device is only slower with offload.
         if may_offload and len(too_large):
             with_host = offloaded(self.question, too_large)
             self.num_considered += len(with_host)
-            self._keep_fitting(with_host, within=1.0)
+            self._keep_fitting(with_host, *self._priced_time(with_host), within=1.0)
 
     def result(self) -> tuple[Priced, Priced | None]:
         """Everything that was kept, the best first; and the layout that comes closest where nothing fits."""
@@ -92,11 +103,14 @@ class Collector:
         closest = self._closest or bound
         return fitting.take(order), None if closest is None else closest[1]
 
-    def _score(self, layouts: Layouts, seconds: Floats) -> Floats:
-        """The value that the objective minimises as far as time decides it."""
-        if not self._ranks_by_time:
-            return np.zeros_like(seconds)
-        return Priced(layouts, seconds, seconds).score(self.question.objective)
+    def _priced_time(self, layouts: Layouts) -> tuple[Floats, Floats]:
+        """The value that the objective minimises as far as time decides it, and the seconds of a step."""
+        if len(layouts) == 0:
+            return np.zeros(0), np.zeros(0)
+        seconds = price_time(self.question, layouts).step_seconds
+        if self.question.objective == "memory":
+            return np.zeros_like(seconds), seconds
+        return Priced(layouts, seconds, seconds).score(self.question.objective), seconds
 
     def _meshes_that_may_fit(self, block: Table, *, offloads: bool) -> Table:
         """The meshes whose layout with the least memory fits the device."""
@@ -114,24 +128,31 @@ class Collector:
 
     def _meshes_that_may_win(self, block: Table) -> Table:
         """The meshes on which a layout without recompute would beat the best so far, if it fitted."""
-        if not np.isfinite(self.best_score) or len(block["tp"]) == 0:
+        limit = min(self.best_score, self._below)
+        if not np.isfinite(limit) or len(block["tp"]) == 0:
             return block
-        index = np.arange(len(block["tp"]))
-        table = expand_table(self.question, {**block, "mesh": index}, [(RECOMPUTE_NONE, 1)])
+        known = self._without_recompute
+        new = filter_rows(block, np.array([key not in known for key in _mesh_keys(block)]))
+        table = expand_table(self.question, _numbered(new), [(RECOMPUTE_NONE, 1)])
         mesh, layouts = table.pop("mesh"), Layouts(**table)
-        score = self._score(layouts, price_time(self.question, layouts).step_seconds)
         self.num_considered += len(layouts)
-        return filter_rows(block, np.isin(index, mesh[score < self.best_score]))
+        self._note_without_recompute(new, mesh, layouts, self._priced_time(layouts)[0])
+        best = np.array([known.get(key, np.inf) for key in _mesh_keys(block)])
+        return filter_rows(block, best < limit)
 
-    def _keep_fitting(self, layouts: Layouts, *, within: float) -> Layouts:
+    def _note_without_recompute(self, block: Table, mesh: Ints, layouts: Layouts, score: Floats) -> None:
+        best = np.full(len(block["tp"]), np.inf)
+        plain = layouts.recompute == RECOMPUTE_NONE
+        np.minimum.at(best, mesh[plain], score[plain])
+        for key, value in zip(_mesh_keys(block), best, strict=True):
+            if np.isfinite(value):
+                self._without_recompute[key] = float(value)
+
+    def _keep_fitting(self, layouts: Layouts, score: Floats, seconds: Floats, *, within: float) -> Layouts:
         """Keep what fits and is at most so many times slower than the best; returns what does not fit."""
-        if len(layouts) == 0:
-            return layouts
-        seconds = price_time(self.question, layouts).step_seconds
-        score = self._score(layouts, seconds)
         too_large: list[NDArray[np.intp]] = []
         for rows in _growing(np.argsort(score, kind="stable")):
-            fast = rows[score[rows] <= within * self.best_score]
+            fast = rows[score[rows] <= min(within * self.best_score, self._below)]
             if len(fast):
                 fits = self._keep(layouts.take(fast), seconds[fast])
                 too_large.append(fast[~fits])
@@ -163,12 +184,22 @@ class Collector:
         return float(far[row]), Priced(layouts.take([row]), needed.peak_device_bytes[[row]], seconds)
 
 
+def _numbered(block: Table) -> Table:
+    """The block with the position of each mesh as a column."""
+    return {**block, "mesh": np.arange(len(block["tp"]))}
+
+
+def _mesh_keys(block: Table) -> list[tuple[int, ...]]:
+    """What tells a mesh from others."""
+    return list(zip(*(block[name].tolist() for name in MESH_COLUMNS), strict=True))
+
+
 def _growing(order: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
     """The rows in parts, the first ones small: what fits among them bounds the rest."""
     first, size = 0, FIRST_ROWS
     while first < len(order):
         yield order[first : first + size]
-        first, size = first + size, 8 * size
+        first, size = first + size, 4 * size
 
 
 def _nothing() -> Priced:
@@ -178,10 +209,8 @@ def _nothing() -> Priced:
 
 def concatenate(parts: list[Priced]) -> Priced:
     """The rows of several tables in one."""
-    names = list(vars(parts[0].layouts))
-    columns = {name: np.concatenate([getattr(part.layouts, name) for part in parts]) for name in names}
     return Priced(
-        Layouts(**columns),
+        concatenated([part.layouts for part in parts]),
         np.concatenate([part.device_bytes for part in parts]),
         np.concatenate([part.step_seconds for part in parts]),
     )

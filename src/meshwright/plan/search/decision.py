@@ -1,20 +1,20 @@
 """The decision: the chosen layout and the alternatives to it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import PlanError
 from meshwright.plan.search.allow import NumericsChange
-from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.candidate import Candidate, candidates
 from meshwright.plan.search.choose_precision import ChosenPrecision
 from meshwright.plan.search.neighbours import neighbours_of, without_axes
 from meshwright.plan.search.question import Objective, Priced, Question
 from meshwright.plan.search.search import TIE_FRACTION, SearchResult
 from meshwright.plan.search.what_if import Outcome
-from meshwright.plan.workload.layouts import CP_KINDS, FULL, OFFLOAD_BITS, Ints, Layouts
+from meshwright.plan.workload.layouts import CP_KINDS, FULL, OFFLOAD_BITS, Ints, Layouts, concatenated
 from meshwright.spec.check import check
 
 NUM_PARETO = 24
@@ -50,13 +50,13 @@ class Plan:
 def choose(chosen: ChosenPrecision, *, top: int, search_seconds: float) -> Plan:
     """The plan with the best of the layouts that fit; there is at least one."""
     question, fitting = chosen.question, chosen.result.fitting
-    pool = [Candidate(question, fitting.layouts.take([row])) for row in _rows_to_simulate(chosen)]
+    pool = candidates(question, fitting.layouts.take(_rows_to_simulate(chosen)))
     best, near, without = _settled(pool, fitting)
     return Plan(
         question=question,
         best=best,
         top=tuple(_one_per_mesh([best, *_ranked(pool)])[:top]),
-        pareto=tuple(Candidate(question, fitting.layouts.take([row])) for row in pareto_rows(fitting)),
+        pareto=tuple(candidates(question, fitting.layouts.take(pareto_rows(fitting)))),
         result=chosen.result,
         search_seconds=search_seconds,
         neighbours=tuple(near),
@@ -172,23 +172,21 @@ def pareto_rows(priced: Priced) -> list[int]:
     return rows
 
 
-def _ranked(candidates: list[Candidate]) -> list[Candidate]:
+def _ranked(pool: list[Candidate]) -> list[Candidate]:
     """From best to worst by simulated time, by the same rules as `ranking`."""
-    question = candidates[0].question
-    names = [column.name for column in fields(Layouts)]
-    columns = {name: np.concatenate([getattr(one.layout, name) for one in candidates]) for name in names}
-    step_seconds = np.array([candidate.step_seconds for candidate in candidates])
+    question = pool[0].question
+    step_seconds = np.array([candidate.step_seconds for candidate in pool])
     # Only the objective that they decide needs the bytes.
     by_memory = question.objective == "memory"
-    device_bytes = np.array([one.device_bytes for one in candidates]) if by_memory else step_seconds
-    priced = Priced(Layouts(**columns), device_bytes, step_seconds)
+    device_bytes = np.array([one.device_bytes for one in pool]) if by_memory else step_seconds
+    priced = Priced(concatenated([one.layout for one in pool]), device_bytes, step_seconds)
     order = ranking(priced, question.objective, devices=question.cluster.num_devices)
-    return [candidates[row] for row in order]
+    return [pool[row] for row in order]
 
 
-def _one_per_mesh(candidates: list[Candidate]) -> list[Candidate]:
+def _one_per_mesh(pool: list[Candidate]) -> list[Candidate]:
     seen: dict[tuple[int, ...], Candidate] = {}
-    for candidate in candidates:
+    for candidate in pool:
         seen.setdefault(tuple(int(column[0]) for column in _mesh_columns(candidate.layout)), candidate)
     return list(seen.values())
 

@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from meshwright.plan.search.candidate import RECOMPUTE_NAMES, Candidate
+from meshwright.plan.search.candidate import RECOMPUTE_NAMES, Candidate, candidates
 from meshwright.plan.search.question import Priced, Question
-from meshwright.plan.search.what_if import NUM_SIMULATED, Change, Outcome, what_if, with_columns
+from meshwright.plan.search.what_if import NUM_SIMULATED, Change, Outcome, changed_layouts, what_if
 from meshwright.plan.workload.layouts import OFFLOAD_BITS, RECOMPUTE_BITS
 from meshwright.plan.workload.schedules import SCHEDULES
 
@@ -26,7 +26,7 @@ def neighbours_of(best: Candidate) -> list[Outcome]:
     for text, columns in _changes(now, best):
         if best.question.pins.permits(**columns):
             changed.setdefault(text, columns)
-    return [what_if(with_columns(best, text, **columns)) for text, columns in changed.items()]
+    return changed_layouts(best, changed)
 
 
 def without_axes(best: Candidate, fitting: Priced) -> dict[str, Outcome]:
@@ -48,8 +48,8 @@ def _without(best: Candidate, axis: str, fitting: Priced) -> Outcome:
     if len(rows) == 0:
         return what_if(change)
     order = rows[np.argsort(fitting.score(best.question.objective)[rows], kind="stable")]
-    candidates = [Candidate(best.question, fitting.layouts.take([row])) for row in order[:NUM_SIMULATED]]
-    return Outcome(change, min(candidates, key=lambda candidate: candidate.score))
+    found = candidates(best.question, fitting.layouts.take(order[:NUM_SIMULATED]))
+    return Outcome(change, min(found, key=lambda candidate: candidate.score))
 
 
 def _changes(now: Columns, best: Candidate) -> Iterator[tuple[str, Columns]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.plan.search.collector import Collector
+from meshwright.plan.search.collector import KEPT_WITHIN, Collector
 from meshwright.plan.search.meshes import Table, filter_rows, meshes
 from meshwright.plan.search.question import (
     MIN_CP_POSITIONS_TO_SAVE,
@@ -28,6 +28,8 @@ from meshwright.plan.workload.layouts import Ints, Layouts
 TIE_FRACTION = 0.05
 """Plans this close are equally fast, because the prediction is less exact. The simplest of them is chosen."""
 BLOCK_MESHES = 128
+NEAR_BEST = 1.1
+"""`within` where only the best layout is asked for: beyond it no simulation changes which one it is."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,13 @@ class SearchResult:
     """The layout that comes closest where none fits; None where the pins leave no layout at all."""
 
 
-def search(question: Question, *, ranks: range | None = None) -> SearchResult:
-    """Price every layout on at most the cluster's devices, or with a world size in `ranks`."""
+def search(question: Question, *, ranks: range | None = None, within: float = KEPT_WITHIN) -> SearchResult:
+    """Price every layout on at most the cluster's devices, or with a world size in `ranks`.
+
+    `within`: layouts that are slower than the best by more than this factor are not kept.
+    """
     sizes = ranks or range(1, question.cluster.num_devices + 1)
-    collector = Collector(question)
+    collector = Collector(question, within=within)
     for block in _blocks(question, sizes):
         if _cannot_improve(collector, block):
             break
@@ -59,9 +64,9 @@ def search(question: Question, *, ranks: range | None = None) -> SearchResult:
     return _result(collector)
 
 
-def search_meshes(question: Question, mesh_table: Table) -> SearchResult:
-    """Price every layout on these meshes only."""
-    collector = Collector(question)
+def search_meshes(question: Question, mesh_table: Table, *, below: float = np.inf) -> SearchResult:
+    """Price the layouts on these meshes whose score is at most `below`."""
+    collector = Collector(question, within=NEAR_BEST, below=below)
     collector.add(mesh_table)
     collector.add_savers(mesh_table)
     return _result(collector)

@@ -40,7 +40,7 @@ RECOMPUTE_CHOICES = (
 
 def expand(question: Question, mesh_table: Table) -> Layouts:
     """Every layout on these meshes; what is offloaded is as in the run."""
-    return Layouts(**expand_table(question, mesh_table, _recomputes(question.pins)))
+    return Layouts(**expand_table(question, mesh_table, recompute_choices(question.pins)))
 
 
 def expand_table(question: Question, mesh_table: Table, recomputes: Sequence[tuple[int, int]]) -> Table:
@@ -168,7 +168,8 @@ def _microbatches(question: Question, dp: int, cp: int) -> list[tuple[int]]:
     return [(size,) for size in question.pins.restrict("microbatch_sequences", sizes) if per_rank % size == 0]
 
 
-def _recomputes(pins: Pins) -> list[tuple[int, int]]:
+def recompute_choices(pins: Pins) -> list[tuple[int, int]]:
+    """(recompute, recompute_every) that the search proposes and the pins permit."""
     choices = set(RECOMPUTE_CHOICES)
     for every in pins.allowed.get("recompute_every", ()):
         choices |= {(RECOMPUTE_SELECTIVE, every), (FULL, every)}

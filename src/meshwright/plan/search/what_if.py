@@ -5,17 +5,17 @@ allowed), `fixes` (changes with which a run fits), `infeasible` (changes with wh
 `reasons` (the chosen layout without one of its techniques).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
-from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.candidate import Candidate, candidates
 from meshwright.plan.search.meshes import Table
 from meshwright.plan.search.question import Question
-from meshwright.plan.search.search import SearchResult, search, search_meshes
-from meshwright.plan.workload.layouts import Layouts
+from meshwright.plan.search.search import NEAR_BEST, SearchResult, search, search_meshes
+from meshwright.plan.workload.layouts import Layouts, concatenated
 from meshwright.spec.check import check
 from meshwright.units import show_bytes, show_seconds
 
@@ -33,6 +33,8 @@ class Change:
     """The question after the change."""
     scope: Layouts | Table | range | None = None
     """One layout, all layouts on these meshes or with these world sizes; None: all layouts."""
+    below: float = np.inf
+    """On given meshes: layouts with a higher score do not matter."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,27 @@ def what_if(change: Change) -> Outcome:
     """Price a change: its one layout, or the best layout that the search finds in its scope."""
     question, scope = change.question, change.scope
     if isinstance(scope, Layouts):
-        candidate = Candidate(question, scope)
-        violations = check(candidate.run)
-        return Outcome(change, candidate, violations[0].fact if violations else "")
-    found = search_meshes(question, scope) if isinstance(scope, dict) else search(question, ranks=scope)
+        return _outcome(change, Candidate(question, scope))
+    if isinstance(scope, dict):
+        found = search_meshes(question, scope, below=change.below)
+    else:
+        found = search(question, ranks=scope, within=NEAR_BEST)
     return Outcome(change, best_candidate(question, found))
+
+
+def _outcome(change: Change, candidate: Candidate) -> Outcome:
+    violations = check(candidate.run)
+    return Outcome(change, candidate, violations[0].fact if violations else "")
+
+
+def changed_layouts(best: Candidate, changed: Mapping[str, Mapping[str, int]]) -> list[Outcome]:
+    """What becomes of a layout with the values of each change, priced together; the keys name the changes."""
+    if not changed:
+        return []
+    layouts = concatenated([best.with_columns(**columns).layout for columns in changed.values()])
+    found = candidates(best.question, layouts, with_memory=True)
+    pairs = zip(changed, found, strict=True)
+    return [_outcome(Change(text, best.question, one.layout), one) for text, one in pairs]
 
 
 def best_candidate(question: Question, found: SearchResult) -> Candidate | None:
@@ -99,8 +117,7 @@ def best_candidate(question: Question, found: SearchResult) -> Candidate | None:
     if len(fitting) == 0:
         return None if found.closest is None else Candidate(question, found.closest.layouts)
     rows = np.argsort(fitting.score(question.objective), kind="stable")[:NUM_SIMULATED]
-    candidates = [Candidate(question, fitting.layouts.take([row])) for row in rows]
-    return min(candidates, key=lambda candidate: candidate.score)
+    return min(candidates(question, fitting.layouts.take(rows)), key=lambda candidate: candidate.score)
 
 
 def fitting(changes: Iterable[Change], *, limit: int | None = None) -> Iterator[Outcome]:

@@ -9,11 +9,13 @@ All functions work on arrays of layouts and are pure.
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
 from meshwright.plan.memory.formula import movable_activation_bytes
 from meshwright.plan.time.collectives import Group, all_reduce_seconds, gather_seconds, send_seconds
+from meshwright.plan.time.interval import half_width
 from meshwright.plan.time.layer_time import (
     Context,
     Items,
@@ -42,7 +44,11 @@ HOST_ONE_WAY, HOST_BOTH_WAYS = 0.9, 0.58
 BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
 # Adapters (LoRA) over the parameters of the base model.
 ADAPTER_SHARE = 0.01
-COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")
+# What the time of a layer depends on; the schedule, its stages and offload come on top.
+LAYER_COLUMNS = (
+    *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "ep", "etp"),
+    *("microbatch_sequences", "num_microbatches", "recompute", "recompute_every", "reduce_last", "regather"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,24 @@ class StepCost:
         """Seconds of one optimizer step."""
         return total(self.items)
 
+    def row(self, index: int) -> "StepCost":
+        """The cost of one layout."""
+        here = slice(index, index + 1)
+        return StepCost(
+            items={name: np.atleast_1d(seconds)[here] for name, seconds in self.items.items()},
+            relative_half_width=self.relative_half_width[here],
+            forward_layer_seconds=self.forward_layer_seconds[here],
+            backward_layer_seconds=self.backward_layer_seconds[here],
+            head_seconds=(self.head_seconds[0][here], self.head_seconds[1][here]),
+            embedding_seconds=(self.embedding_seconds[0][here], self.embedding_seconds[1][here]),
+            hop_seconds=self.hop_seconds[here],
+        )
+
 
 def step_cost(workload: Workload, at: Layouts, cluster: Cluster, framework: Framework) -> StepCost:
     """Seconds per optimizer step of every layout, by item."""
     ctx = context(workload, at, cluster, framework)
-    forward, backward = mean_layer_time(ctx)
-    head, embedding = head_time(ctx), embedding_time(ctx)
+    (forward, backward), head, embedding = _microbatch_times(ctx)
     hop = _hop_seconds(ctx)
     layer, head_both, embedding_both = (_both(pair) for pair in ((forward, backward), head, embedding))
     slowest = framework.slowest_rank_seconds(
@@ -90,7 +108,7 @@ def step_cost(workload: Workload, at: Layouts, cluster: Cluster, framework: Fram
     items["offload"] = items["offload"] + micro * _offload_seconds(ctx, forward, backward, most_layers)
     return StepCost(
         items=items,
-        relative_half_width=half_width(workload, items, framework),
+        relative_half_width=half_width(workload, at, cluster, framework),
         forward_layer_seconds=forward.seconds,
         backward_layer_seconds=backward.seconds,
         head_seconds=(head[0].seconds, head[1].seconds),
@@ -99,7 +117,26 @@ def step_cost(workload: Workload, at: Layouts, cluster: Cluster, framework: Fram
     )
 
 
-def _both(passes: tuple[PassTime, PassTime]) -> Floats:
+Passes = tuple[PassTime, PassTime]
+
+
+def _microbatch_times(ctx: Context) -> tuple[Passes, Passes, Passes]:
+    """Forward and backward of a layer, the head and the embedding: once for layouts that differ elsewhere."""
+    at = ctx.at
+    distinct, index = at.distinct(*(getattr(at, name) for name in LAYER_COLUMNS), at.pp > 1)
+    if len(distinct) == len(at):
+        return mean_layer_time(ctx), head_time(ctx), embedding_time(ctx)
+    few = context(ctx.workload, distinct, ctx.cluster, ctx.framework)
+    layer, head, embedding = mean_layer_time(few), head_time(few), embedding_time(few)
+    return _taken(layer, index), _taken(head, index), _taken(embedding, index)
+
+
+def _taken(passes: Passes, index: NDArray[np.intp]) -> Passes:
+    forward, backward = (one.take(index) for one in passes)
+    return forward, backward
+
+
+def _both(passes: Passes) -> Floats:
     """Seconds of forward and backward together."""
     return passes[0].seconds + passes[1].seconds
 
@@ -250,14 +287,3 @@ def _offload_seconds(ctx: Context, forward: PassTime, backward: PassTime, layers
     out = exposed_seconds(np.maximum(activations, weights), forward.seconds, 1.0)
     back = exposed_seconds(np.maximum(activations + weights, gradients), backward.seconds, 1.0)
     return layers * (out + back)
-
-
-def half_width(workload: Workload, items: Items, framework: Framework) -> Floats:
-    """Relative half-width of the 90% interval, from the share of each uncertain cause in the step."""
-    step = total(items)
-    widths = framework.interval
-    zero = 0.0 * step
-    communication = sum((items.get(name, zero) for name in COMMUNICATION), zero) / step
-    waiting = (items.get("host", zero) + items.get("bubble", zero) + items.get("imbalance", zero)) / step
-    routed = widths.routed if workload.model.moe is not None else 0.0
-    return widths.kernels + widths.communication * communication + widths.waiting * waiting + routed

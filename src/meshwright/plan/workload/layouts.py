@@ -3,7 +3,7 @@
 One layout has arrays of length one, so the search and an exact prediction evaluate the same formulas.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -30,6 +30,8 @@ RECOMPUTE_BITS: Mapping[str, int] = {"none": RECOMPUTE_NONE, "selective": RECOMP
 
 # What is offloaded to host memory.
 OFFLOAD_BITS: Mapping[str, int] = {"optimizer": 1, "parameters": 2, "activations": 4}
+
+MAX_CODE = 2**62
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,18 @@ class Layouts:
         chosen = cast("Ints", index)
         return Layouts(**{f.name: np.atleast_1d(getattr(self, f.name)[chosen]) for f in fields(self)})
 
+    def distinct(self, *columns: NDArray[np.integer | np.bool_]) -> tuple["Layouts", NDArray[np.intp]]:
+        """One layout for each combination of values of the columns, and which of them each layout has."""
+        code, size = np.zeros(len(self), dtype=np.int64), 1
+        for column in columns:
+            values = int(column.max(initial=0)) + 1
+            if size * values > MAX_CODE:
+                _, code = np.unique(code, return_inverse=True)
+                size = int(code.max(initial=0)) + 1
+            code, size = code * values + column, size * values
+        _, first, index = np.unique(code, return_index=True, return_inverse=True)
+        return self.take(first), index.reshape(-1)
+
     def parallel(self, index: int) -> ParallelSpec:
         """The parallel spec of one layout."""
         degrees = {name: int(getattr(self, name)[index]) for name in DEGREES}
@@ -140,6 +154,12 @@ def layouts(**columns: object) -> Layouts:
     given = [np.asarray(columns.get(name, default), dtype=np.int64) for name, default in _DEFAULTS.items()]
     arrays = np.broadcast_arrays(*(np.atleast_1d(array) for array in given))
     return Layouts(**dict(zip(_DEFAULTS, arrays, strict=True)))
+
+
+def concatenated(parts: Sequence[Layouts]) -> Layouts:
+    """The rows of several tables in one."""
+    columns = (field.name for field in fields(Layouts))
+    return Layouts(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in columns})
 
 
 def one_layout(
