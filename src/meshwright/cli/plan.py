@@ -279,7 +279,7 @@ def _print(
     console.print(_headline(found, filled.tokens), highlight=False)
     console.print(_layout_table(found, filled.tokens))
     interval = show_range(*found.best.interval_seconds)
-    console.print(f"\nstep time of 1: nine of ten measured from {interval}", highlight=False)
+    console.print(f"\nstep time of 1: {interval}; {found.best.interval_source}", highlight=False)
     if verified is not None:
         from meshwright.cli.plan_verify import verified_lines
 

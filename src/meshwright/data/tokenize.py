@@ -131,9 +131,11 @@ def open_tokenizer(name: str, *, eos: str | None = None) -> Tokenizer:
 
 def tokenizer_for(spec: DataSpec) -> Tokenizer:
     """The tokenizer of a run's data: bytes for the generated corpus."""
-    if spec.path is None:
+    paths = [source.path for source in spec.sources if source.path is not None]
+    if not paths:
         return ByteTokenizer()
-    return tokenizer_of(Path(spec.path), read_manifest(Path(spec.path)).tokenizer)
+    # The datasets of a blend have one tokenizer.
+    return tokenizer_of(Path(paths[0]), read_manifest(Path(paths[0])).tokenizer)
 
 
 def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:

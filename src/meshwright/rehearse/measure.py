@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshwright.data.batches import Batch
+from meshwright.data.microbatch import Batch
 from meshwright.errors import MeshError
 from meshwright.hardware.prediction_log import store_pair
 from meshwright.observe.metrics import METRICS_NAME
