@@ -171,7 +171,7 @@ def _deliver(
     views: dict[str, Any] = {
         "why": [*explain(found), *checkpoint_sentences(found.question)],
         "neighbours": neighbours(found),
-        "gains": gains(found),
+        "gains": gains(found) if found.question.module_runtime is None else [],
     }
     if output is not None:
         _write(output, run_file(found, views["why"]))
