@@ -8,6 +8,7 @@ with a reason.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from meshwright.data.corpus import generated_tokens
 from meshwright.data.order import Blocks, Order, SampleOrder
 from meshwright.data.packed_samples import PackedSamples
 from meshwright.data.packing_cache import PLAN_VERSION, open_packing
+from meshwright.data.readers.megatron import MegatronTokens, pair_of
 from meshwright.data.samples import Samples, TokenSamples
 from meshwright.data.sources import TokenFile, TokenSource
 from meshwright.errors import DataError
@@ -66,7 +68,7 @@ class Stream:
 
 def open_stream(spec: DataSpec, *, seed: int, vocab_size: int) -> Stream:
     """The stream of a spec; DataError when the datasets do not fit the spec or the model."""
-    opened = [_open_samples(spec, source) for source in spec.sources]
+    opened = [_open_samples(spec, source, vocab_size) for source in spec.sources]
     for source, _ in opened:
         _require_vocabulary(source, vocab_size)
     _require_one_tokenizer([source for source, _ in opened])
@@ -74,19 +76,27 @@ def open_stream(spec: DataSpec, *, seed: int, vocab_size: int) -> Stream:
     return _blended(spec, parts, seed) if spec.blend else _single(spec, parts[0], seed)
 
 
-def open_source(spec: DataSpec | BlendPartSpec) -> TokenSource:
-    """The packed dataset or the generated corpus of a spec."""
+def open_source(spec: DataSpec | BlendPartSpec, *, vocab_size: int | None = None) -> TokenSource:
+    """The packed dataset, Megatron pair or generated corpus of a spec.
+
+    `vocab_size` is that of the model. It bounds the tokens of a Megatron pair, which names no vocabulary.
+    """
     if (spec.path is None) == (spec.synthetic is None):
         fact = "neither path nor synthetic is set" if spec.path is None else "both path and synthetic are set"
         hint = "set data.path to the folder of a packed dataset, or data.synthetic for a generated corpus"
         raise DataError(fact, where="data", hint=hint)
     if spec.synthetic is not None:
         return generated_tokens(spec.synthetic)
-    return TokenFile.open(str(spec.path))
+    path = Path(str(spec.path))
+    if all(file.is_file() for file in pair_of(path)):
+        return MegatronTokens(path, vocab_size=vocab_size)
+    return TokenFile.open(path)
 
 
 def tokenizer_hash(source: TokenSource) -> str:
-    """The hash of the tokenizer of a packed dataset; a generated corpus is bytes."""
+    """The hash of the tokenizer of a packed dataset; a Megatron pair does not name its tokenizer."""
+    if isinstance(source, MegatronTokens):
+        return "not known"
     return source.manifest.tokenizer.hash if isinstance(source, TokenFile) else "generated"
 
 
@@ -130,8 +140,8 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
     )
 
 
-def _open_samples(spec: DataSpec, part: BlendPartSpec) -> tuple[TokenSource, TokenSamples]:
-    source = open_source(part)
+def _open_samples(spec: DataSpec, part: BlendPartSpec, vocab_size: int) -> tuple[TokenSource, TokenSamples]:
+    source = open_source(part, vocab_size=vocab_size)
     if spec.packing == "whole":
         plan = open_packing(source, spec.sequence_length)
         return source, PackedSamples(source, spec.sequence_length, plan)

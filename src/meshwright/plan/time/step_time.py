@@ -49,6 +49,8 @@ LAYER_COLUMNS = (
     *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "ep", "etp"),
     *("microbatch_sequences", "num_microbatches", "recompute", "recompute_every", "reduce_last", "regather"),
 )
+COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")
+"""Items that are exposed communication."""
 
 
 @dataclass(frozen=True)
