@@ -100,7 +100,7 @@ def test_parts_are_compiled_inside_full_recompute(ranks: RankPool, overlap: str)
     """Experts on other ranks: the exchange waits for the host, inside recompute as well."""
     parallel = ParallelSpec.model_validate({"dp_shard": 2, "zero": 1, "ep": 2, "ep_overlap": overlap})
     num_graphs = prove(ranks, Layout(parallel, "moe_shared"), recompute="full", num_steps=2)
-    # The dense block is one. Of a routed block attention, norm, router, experts and shared experts are.
+    # The dense block is one. Of a routed block norms, attention, router, experts and shared experts are.
     assert num_graphs >= 6
 
 

@@ -44,23 +44,12 @@ class Block(nn.Module):
         sequence_weights_B: Tensor | None,
     ) -> Tensor:
         """x_BSD after this block."""
-        x_BSD = self.add_attention(x_BSD, rope=rope, positions_BS=positions_BS, documents=documents)
-        routed = {"sequence_weights_B": sequence_weights_B} if self.is_routed else {}
-        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD), **routed))
-
-    def add_attention(
-        self,
-        x_BSD: Tensor,
-        *,
-        rope: RopeTables | None,
-        positions_BS: Tensor,
-        documents: Documents | None,
-    ) -> Tensor:
-        """x + attention(norm(x)): the first half of the block."""
         attended_BSD = self.attention(
             self.attention_norm(x_BSD), rope=rope, positions_BS=positions_BS, documents=documents
         )
-        return x_BSD + self.dropout(attended_BSD)
+        x_BSD = x_BSD + self.dropout(attended_BSD)
+        routed = {"sequence_weights_B": sequence_weights_B} if self.is_routed else {}
+        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD), **routed))
 
 
 class Head(nn.Module):

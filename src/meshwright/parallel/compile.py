@@ -1,9 +1,9 @@
 """Block-by-block compile: one graph serves all blocks of a kind, and ZeRO-3 collectives stay outside it.
 
 The compiler passes over recompute (activation checkpointing) in which the host reads row counts of routed
-experts. With `recompute: full` the parts of such a block are compiled instead, inside the recompute: attention
-with its norm, the norm of the MLP, the router, the experts, and the shared experts. With `selective` the block
-stays uncompiled: its policy picks operators, and does not see those of a compiled part.
+experts. With `recompute: full` the parts of such a block are compiled instead, inside the recompute: norms,
+attention, the router, the experts, and the shared experts. With `selective` the block stays uncompiled: its
+policy picks operators, and does not see those of a compiled part.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,17 +20,16 @@ from meshwright.spec import MemorySpec
 
 
 class CompiledPart(NamedTuple):
-    """A method of a module that becomes a graph of its own."""
+    """A module whose forward becomes a graph of its own."""
 
-    owner: nn.Module
-    name: str
+    module: nn.Module
     has_varying_rows: bool = False
     """Whether the number of rows differs from call to call. Then the first graph serves every number: the
     recompute must run the graph that the forward ran."""
 
     def compile(self, compiler: Callable[..., Any], **options: Any) -> None:
-        """Replace the method by its compiled form."""
-        setattr(self.owner, self.name, compiler(getattr(self.owner, self.name), **options))
+        """Replace the forward by its compiled form."""
+        self.module.forward = compiler(self.module.forward, **options)
 
 
 def compile_blocks(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
@@ -58,9 +57,9 @@ def compiled_parts(block: nn.Module, memory: MemorySpec, index: int) -> list[Com
     layer = block.mlp
     if not isinstance(layer, Moe) or not reads_row_counts(layer):
         return []
-    forwards = [block.mlp_norm, layer.router, *([] if layer.shared is None else [layer.shared])]
+    shared = [] if layer.shared is None else [layer.shared]
+    modules = [block.attention_norm, block.attention, block.mlp_norm, layer.router, *shared]
     return [
-        CompiledPart(block, "add_attention"),
-        *(CompiledPart(module, "forward") for module in forwards),
-        CompiledPart(layer.experts, "forward", has_varying_rows=True),
+        *(CompiledPart(module) for module in modules),
+        CompiledPart(layer.experts, has_varying_rows=True),
     ]

@@ -60,7 +60,7 @@ class Compiler:
     def compile_blocks(self, blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
         """In the place of `parallel.compile.compile_blocks`; the hooks of phases stay outside the graph."""
         for index, block in enumerate(blocks):
-            parts = compiled_parts(block, memory, index) or [CompiledPart(block, "forward")]
+            parts = compiled_parts(block, memory, index) or [CompiledPart(block)]
             for part in parts:  # row counts are assumed here, and equal in every call
                 part.compile(torch.compile, backend=self)
 
