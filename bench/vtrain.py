@@ -16,9 +16,11 @@ from meshwright.plan.time.step_time import step_cost
 from meshwright.plan.workload.layouts import FULL, layouts
 from meshwright.plan.workload.workload import Workload
 from meshwright.published.frameworks import find_framework
+from meshwright.published.table import TableRun, measured_seconds, read_row
 from meshwright.spec.model import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
 TABLE = Path(__file__).parents[1] / "tests" / "data" / "vtrain_single_node_a100.csv"
+PUBLISHED = Path(__file__).parents[1] / "tests" / "data" / "published_runs.csv"
 VOCAB_SIZE = 50257
 
 
@@ -37,7 +39,7 @@ class VtrainGroup:
     def spearman(self) -> float:
         """Rank correlation of predicted and measured step times."""
         ranks = [np.argsort(np.argsort(values)) for values in (self.measured, self.predicted)]
-        return float(np.corrcoef(*ranks)[0, 1])
+        return float(np.corrcoef(np.stack(ranks))[0, 1])
 
     @property
     def regret(self) -> float:
@@ -91,3 +93,34 @@ def _group(key: tuple[int, ...], members: np.ndarray, framework: Framework) -> V
     cluster = parse_cluster("dgx-a100:1").with_devices(gpus)
     cost = step_cost(workload, at, cluster, framework)
     return VtrainGroup(gpus, width, layers, members[:, 5], cost.step_seconds, batch.astype(np.float64))
+
+
+@dataclass(frozen=True)
+class VtrainRow:
+    """A published layout on several nodes with its measured seconds."""
+
+    run: TableRun
+    seconds: float
+
+
+def vtrain_several_nodes() -> dict[tuple[str, str], list[VtrainRow]]:
+    """The rows of vTrain in the table of published runs, by size in billions and number of GPUs."""
+    found: dict[tuple[str, str], list[VtrainRow]] = defaultdict(list)
+    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+        for cells in csv.DictReader(file):
+            if cells["source"].startswith("vTrain"):
+                run = read_row(cells, where="vTrain")
+                seconds = measured_seconds(cells, run)
+                assert seconds is not None
+                found[cells["params_b"], cells["gpus"]].append(VtrainRow(run, seconds))
+    return dict(found)
+
+
+def spearman(rows: list[VtrainRow], framework: Framework) -> float:
+    """Rank correlation of predicted and measured step times."""
+    predicted = [
+        float(step_cost(row.run.workload, row.run.at, row.run.cluster, framework).step_seconds[0])
+        for row in rows
+    ]
+    ranks = [np.argsort(np.argsort(values)) for values in (predicted, [row.seconds for row in rows])]
+    return float(np.corrcoef(np.stack(ranks))[0, 1])

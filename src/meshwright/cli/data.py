@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.check import AsJson, Quiet
+from meshwright.cli.check import AsJson, Overrides, Quiet, Run
 from meshwright.cli.data_text import (
     dataset_rows,
     first_documents,
@@ -18,6 +18,7 @@ from meshwright.cli.data_text import (
     packed_rows,
     packing_rows,
     plain,
+    print_columns,
     print_documents,
     print_histogram,
     print_json,
@@ -355,6 +356,29 @@ def _damage(path: str) -> tuple[list[str], str]:
         dataset = TokenFile.open(path, check_content=False)
         return dataset.damage(), f"{len(dataset.manifest.sha256)} files match their sha256"
     return data_records.damage_of(path), "every record was read"
+
+
+@app.command()
+def blend(
+    run: Run,
+    overrides: Overrides = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps. [default: those of the run]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a run reads of each of its datasets: exact share, samples, epochs and tokens.
+
+    Example: meshwright data blend run.yaml --steps 1000
+    """
+    from meshwright.cli.data_blend import blend_facts, blend_rows, blend_summary
+    from meshwright.spec.text import read_run
+
+    loaded = read_run(run, overrides or [])
+    loaded.require_valid()
+    facts = blend_facts(loaded.run, steps)
+    if as_json:
+        return print_json(facts)
+    print_columns(blend_rows(facts))
+    return typer.echo(blend_summary(facts))
 
 
 def _require_effect(files: list[Path], *, split: SplitAt | None, field: str | None) -> None:

@@ -71,6 +71,10 @@ def packing_rows(packing: "Packing") -> list[tuple[str, str]]:
         ),
         ("targets", f"{packing.target_share:.2%} of positions, with separate documents (document masking)"),
         ("split documents", f"{packing.split_share:.1%} of documents continue in the next sequence"),
+        (
+            "whole documents",
+            f"{packing.whole_share:.2%} of positions are tokens with packing: whole (best fit)",
+        ),
         ("without packing", f"{packing.padded_share:.1%} of positions would be tokens, the rest padding"),
     ]
 
@@ -110,6 +114,17 @@ def print_table(rows: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")
+
+
+def print_columns(rows: list[tuple[str, ...]]) -> None:
+    """A table whose first row is the header; numbers are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first, *others = (
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        typer.echo("  ".join([first, *others]))
 
 
 def print_histogram(bars: "list[Bar]", unit: str = "tokens") -> None:

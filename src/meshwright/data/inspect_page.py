@@ -35,7 +35,7 @@ def inspect_page(source: RecordSource, *, kind: str, indices: Sequence[int]) -> 
     """The page with these records; a record that cannot be read is shown with its error."""
     cards = "\n".join(_card(source, index) for index in indices)
     title = html.escape(source.name)
-    facts = f"{len(source):,} {html.escape(kind)}, fingerprint {source.fingerprint}"
+    facts = f"{len(source):,} records ({html.escape(kind)}), fingerprint {source.fingerprint}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f'<h1>{title}</h1><div class="facts">{facts}</div><div class="grid">\n{cards}\n</div></html>\n'

@@ -8,6 +8,7 @@ with a reason.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +19,13 @@ from meshwright.data.corpus import generated_tokens
 from meshwright.data.order import Blocks, Order, SampleOrder
 from meshwright.data.packed_samples import PackedSamples
 from meshwright.data.packing_cache import PLAN_VERSION, open_packing
+from meshwright.data.readers.megatron import MegatronTokens, pair_of
 from meshwright.data.samples import Samples, TokenSamples
 from meshwright.data.sources import TokenFile, TokenSource
+from meshwright.data.stream_position import fact_text, facts_number
 from meshwright.errors import DataError
 from meshwright.spec import BlendPartSpec, DataSpec
 from meshwright.spec.data import BlockShuffleSpec
-
-_MAX_FACT_LETTERS = 48
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Stream:
 
 def open_stream(spec: DataSpec, *, seed: int, vocab_size: int) -> Stream:
     """The stream of a spec; DataError when the datasets do not fit the spec or the model."""
-    opened = [_open_samples(spec, source) for source in spec.sources]
+    opened = [_open_samples(spec, source, vocab_size) for source in spec.sources]
     for source, _ in opened:
         _require_vocabulary(source, vocab_size)
     _require_one_tokenizer([source for source, _ in opened])
@@ -74,19 +75,27 @@ def open_stream(spec: DataSpec, *, seed: int, vocab_size: int) -> Stream:
     return _blended(spec, parts, seed) if spec.blend else _single(spec, parts[0], seed)
 
 
-def open_source(spec: DataSpec | BlendPartSpec) -> TokenSource:
-    """The packed dataset or the generated corpus of a spec."""
+def open_source(spec: DataSpec | BlendPartSpec, *, vocab_size: int | None = None) -> TokenSource:
+    """The packed dataset, Megatron pair or generated corpus of a spec.
+
+    `vocab_size` is that of the model. It bounds the tokens of a Megatron pair, which names no vocabulary.
+    """
     if (spec.path is None) == (spec.synthetic is None):
         fact = "neither path nor synthetic is set" if spec.path is None else "both path and synthetic are set"
         hint = "set data.path to the folder of a packed dataset, or data.synthetic for a generated corpus"
         raise DataError(fact, where="data", hint=hint)
     if spec.synthetic is not None:
         return generated_tokens(spec.synthetic)
-    return TokenFile.open(str(spec.path))
+    path = Path(str(spec.path))
+    if all(file.is_file() for file in pair_of(path)):
+        return MegatronTokens(path, vocab_size=vocab_size)
+    return TokenFile.open(path)
 
 
 def tokenizer_hash(source: TokenSource) -> str:
-    """The hash of the tokenizer of a packed dataset; a generated corpus is bytes."""
+    """The hash of the tokenizer of a packed dataset; a Megatron pair does not name its tokenizer."""
+    if isinstance(source, MegatronTokens):
+        return "not known"
     return source.manifest.tokenizer.hash if isinstance(source, TokenFile) else "generated"
 
 
@@ -102,7 +111,7 @@ def _single(spec: DataSpec, part: StreamPart, seed: int) -> Stream:
         held_out=part.held_out,
         facts=facts,
         # The number that earlier versions wrote, so that their checkpoints go on.
-        number=_plain_number(spec, part, seed) if is_plain else _number(facts),
+        number=_plain_number(spec, part, seed) if is_plain else facts_number(facts),
     )
 
 
@@ -117,7 +126,7 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
     ]
     blend = Blend(phases, limits)
     repeats = [one.max_epochs for one in spec.blend]
-    facts = _facts(spec, parts, seed) | {"weights": _fact(phases), "repeat": _fact(repeats)}
+    facts = _facts(spec, parts, seed) | {"weights": fact_text(phases), "repeat": fact_text(repeats)}
     held_out = [part.held_out + samples.offsets[number] for number, part in enumerate(parts)]
     return Stream(
         samples=samples,
@@ -126,12 +135,12 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
         num_samples=blend.num_samples,
         held_out=np.concatenate(held_out),
         facts=facts,
-        number=_number(facts),
+        number=facts_number(facts),
     )
 
 
-def _open_samples(spec: DataSpec, part: BlendPartSpec) -> tuple[TokenSource, TokenSamples]:
-    source = open_source(part)
+def _open_samples(spec: DataSpec, part: BlendPartSpec, vocab_size: int) -> tuple[TokenSource, TokenSamples]:
+    source = open_source(part, vocab_size=vocab_size)
     if spec.packing == "whole":
         plan = open_packing(source, spec.sequence_length)
         return source, PackedSamples(source, spec.sequence_length, plan)
@@ -173,29 +182,14 @@ def _order(spec: DataSpec, part: StreamPart, seed: int, source: int) -> SampleOr
 def _facts(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> dict[str, str]:
     packing = spec.packing if spec.packing == "cut" else f"{spec.packing} v{PLAN_VERSION}"
     return {
-        "dataset fingerprint": _fact([part.source.fingerprint for part in parts]),
-        "tokenizer": _fact([tokenizer_hash(part.source) for part in parts]),
+        "dataset fingerprint": fact_text([part.source.fingerprint for part in parts]),
+        "tokenizer": fact_text([tokenizer_hash(part.source) for part in parts]),
         "seed": str(seed),
         "sequence_length": str(spec.sequence_length),
         "packing": packing,
-        "shuffle": _fact(spec.shuffle),
+        "shuffle": fact_text(spec.shuffle),
         "holdout_sequences": str(spec.holdout_sequences),
     }
-
-
-def _fact(value: object) -> str:
-    """A value as a short text: itself, or a hash where it is long."""
-    if isinstance(value, list):
-        value = ", ".join(str(tuple(one) if isinstance(one, tuple) else one) for one in value)
-    text = str(value)
-    if len(text) <= _MAX_FACT_LETTERS:
-        return text
-    return f"{text[:24]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
-
-
-def _number(facts: Mapping[str, str]) -> int:
-    # 48 bits are exact in JSON and in a float64.
-    return int(hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:12], 16)
 
 
 def _plain_number(spec: DataSpec, part: StreamPart, seed: int) -> int:

@@ -90,7 +90,7 @@ class Framework:
     """Memory traffic of uncompiled element-wise kernels over that of fully fused ones."""
     compiled_passes: float = 1.5
     """Memory traffic of element-wise kernels in blocks that torch.compile fused, over fully fused ones."""
-    grouped_rate: float = 0.48
+    grouped_rate: float = 0.9
     """Rate of grouped matmuls (routed experts) against a single one of the same shape."""
     padded_vocabulary: int = 64
     """The head pads its vocabulary on a rank to a multiple of this (ops/loss.py)."""

@@ -36,6 +36,7 @@ class Peer(Framework):
     selective_regathers: float = 0.0
     elementwise_passes: float = 1.0
     compiled_passes: float = 2.5
+    grouped_rate: float = 0.48
     padded_vocabulary: int = 128
     pads_at_run_time: bool = False
     logits_traffic: float = 24.0

@@ -76,7 +76,7 @@ class DataSpec(Spec):
     """The datasets of a run; the order of samples depends only on the seed."""
 
     path: str | None = None
-    """Folder of a packed dataset (`meshwright data pack`)."""
+    """Folder of a packed dataset (`meshwright data pack`), or the prefix of a Megatron .bin/.idx pair."""
     synthetic: SyntheticSpec | None = None
     """The generated corpus; exactly one of `path`, `synthetic` and `blend` is set."""
     blend: tuple[BlendPartSpec, ...] = ()

@@ -21,7 +21,7 @@ from meshwright.spec.optim import (
     OptimSpec,
     StateDtype,
 )
-from meshwright.spec.parallel import CpKind, GradReduce, ParallelSpec, Schedule
+from meshwright.spec.parallel import CpKind, EpOverlap, GradReduce, ParallelSpec, Schedule
 from meshwright.spec.precision import (
     CastWeights,
     ComputeDtype,
@@ -52,6 +52,7 @@ class ParallelSettings(TypedDict, total=False):
     virtual_stages: int
     ep: int
     etp: int
+    ep_overlap: EpOverlap
 
 
 class LossScaleSettings(TypedDict, total=False):
@@ -69,6 +70,7 @@ class Fp8Settings(TypedDict, total=False):
     """Fields of `Fp8Spec`."""
 
     recipe: Fp8Recipe
+    experts: bool
     bf16_layers_each_end: int
     cast_weights: CastWeights
     history_steps: int
@@ -259,6 +261,7 @@ class ModuleSettings(TypedDict, total=False):
     virtual_stages: int
     ep: int
     etp: int
+    ep_overlap: EpOverlap
     compute: ComputeDtype
     weights: WeightDtype
     gradients: GradientDtype
@@ -271,6 +274,7 @@ class ModuleSettings(TypedDict, total=False):
     minimum: float | None
     fp8: Fp8Spec | Fp8Settings | Fp8Recipe | None
     recipe: Fp8Recipe
+    experts: bool
     bf16_layers_each_end: int
     cast_weights: CastWeights
     history_steps: int

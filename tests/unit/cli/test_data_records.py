@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.run_files import write_run_file
 from tests.support.tar_shards import write_shards, write_tar
 
 from meshwright.cli.main import run
@@ -111,3 +112,35 @@ def test_packing_with_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     facts = json.loads(capsys.readouterr().out)
     assert (facts["num_documents"], facts["path"]) == (50, str(tmp_path / "data"))
     assert facts["document_tokens"]["percentiles"][-1] == len("text 49") + 1
+
+
+def test_blend_prints_exact_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_run_file(tmp_path / "run.yaml")
+    blend = (
+        "data.blend=[{synthetic: {num_documents: 50}, weight: 0.7}, "
+        "{synthetic: {num_documents: 20, seed: 1}, weight: 0.3}]"
+    )
+    command = ["data", "blend", str(recipe), "data.synthetic=null", "data.holdout_sequences=0", blend]
+    assert run([*command, "--steps", "100", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    total = facts["num_samples"]
+    assert [each["num_samples"] for each in facts["datasets"]] == [
+        pytest.approx(0.7 * total, abs=1),
+        pytest.approx(0.3 * total, abs=1),
+    ]
+    assert run([*command, "--steps", "100"]) == 0
+    assert "70.00%" in capsys.readouterr().out
+
+
+def test_a_megatron_pair_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("one two three\n" * 2000)
+    assert (
+        run(["data", "pack", str(tmp_path / "a.txt"), "-o", str(tmp_path / "c"), "--format", "megatron"]) == 0
+    )
+    recipe = write_run_file(tmp_path / "run.yaml")
+    settings = ["data.synthetic=null", f"data.path={tmp_path / 'c'}", "data.holdout_sequences=0"]
+    capsys.readouterr()
+    assert run(["data", "blend", recipe, *settings, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["datasets"][0]["name"] == str(tmp_path / "c")
+    assert facts["datasets"][0]["samples_per_epoch"] > 10

@@ -12,6 +12,7 @@ from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.text import parse_run
 
 PP4 = ["parallel.pp=4"]
+EP2 = ["parallel.ep=2", "parallel.dp_shard=2", "parallel.zero=1"]
 AB = "data.blend=[{path: a, weight: 1}, {path: b, weight: 1}]"
 SHARDED = ["parallel.dp_shard=2", "parallel.zero=3"]
 # rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
@@ -129,6 +130,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         "moe",
         ["parallel.tp=4", "parallel.etp=4"],
         [["parallel.tp=4", "parallel.etp=2"], ["parallel.tp=4", "parallel.etp=4", "model.moe.width=98"]],
+    ),
+    "overlapped_experts_are_shared": (
+        "moe",
+        [*EP2, "parallel.ep_overlap=shared", "model.moe.shared_width=96"],
+        [[*EP2, "parallel.ep_overlap=shared", "model.moe.shared_width=0"]],
     ),
     "stages_have_layers": (
         "dense",
@@ -304,6 +310,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["precision.compute=bf16", "precision.fp8=blockwise"],
         ],
     ),
+    "fp8_experts_have_kernels": (
+        "moe",
+        ["precision.compute=bf16", "precision.fp8.experts=true"],
+        [
+            ["precision.compute=bf16", "precision.fp8.experts=true", "precision.fp8.recipe=delayed"],
+            ["precision.compute=bf16", "precision.fp8.experts=true", "model.moe.width=90"],
+            ["precision.compute=bf16", "precision.fp8.experts=true", "model.moe.first_dense_layers=7"],
+        ],
+    ),
     "fp8_divides_tokens": (
         "dense",
         ["precision.compute=bf16", "precision.fp8=mxfp8"],
@@ -370,12 +385,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.schedule=gpipe"],
             ["parallel.virtual_stages=2"],
             ["parallel.etp=2", "parallel.tp=2"],
+            ["parallel.ep_overlap=halves"],
             ["parallel.grad_reduce=last_microbatch"],
             ["memory.regather_tp_inputs=true"],
             ["memory.recompute_every=2"],
             ["data.curriculum=[{before_step: 2, weights: [1, 0]}]"],
             ["memory.on_oom=halve_microbatch", "data.microbatch_sequences=1"],
             ["precision.compute=bf16", "precision.fp8.history_steps=4"],
+            ["precision.compute=bf16", "precision.fp8.experts=true"],
             ["precision.compute=bf16", "precision.fp8.min_gradient_cosine=0.9"],
             ["optim.kind=sgd", "optim.beta2=0.99"],
             ["optim.kind=lars", "optim.eps=1e-6"],
