@@ -193,8 +193,8 @@ def _inner_elements(workload: Workload, at: Layouts, *, moe: bool) -> Floats:
 
 def runs_in_low_precision(matmul: Matmul, workload: Workload) -> bool:
     """Whether this matmul runs in fp8 or fp4."""
-    in_bf16 = matmul.sums_tokens and workload.expert_gradients_in_bf16
-    excluded = matmul.part == "experts" and (in_bf16 or not workload.low_precision_experts)
+    stays_bf16 = not workload.low_precision_experts or (matmul.sums_tokens and workload.bf16_expert_gradients)
+    excluded = matmul.part == "experts" and stays_bf16
     return workload.is_low_precision and matmul.low_precision and not excluded
 
 
@@ -219,7 +219,7 @@ def quantise_bytes(
 
 def _cast_bytes(matmul: Matmul, workload: Workload) -> Floats:
     """Bytes moved to cast one element of all groups."""
-    is_by_row = matmul.part == "experts" and workload.expert_gradients_in_bf16
+    is_by_row = matmul.part == "experts" and workload.bf16_expert_gradients
     return matmul.groups * (ROW_CAST_BYTES if is_by_row else CAST_BYTES)
 
 
