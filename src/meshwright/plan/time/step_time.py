@@ -46,7 +46,7 @@ BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
 ADAPTER_SHARE = 0.01
 # What the time of a layer depends on; the schedule, its stages and offload come on top.
 LAYER_COLUMNS = (
-    *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "ep", "etp"),
+    *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "ep", "etp", "ep_overlap"),
     *("microbatch_sequences", "num_microbatches", "recompute", "recompute_every", "reduce_last", "regather"),
 )
 COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")

@@ -38,6 +38,11 @@ _INERT = """
 INERT_KEYS = frozenset(_INERT.split())
 # Read by every family with rotary positions.
 _ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+_OTHER_DOOR = (
+    "Any other model of transformers is trained as a module of yours: meshwright.fit(model, dataset, loss, "
+    "...), with ZeRO, recompute and, for decoders, the tp, cp and pp plans that it publishes "
+    "(docs/guides/own_model.md). `meshwright plan` prices such a decoder"
+)
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
@@ -99,6 +104,14 @@ def load_model(text: str) -> ModelSpec:
     return from_config(_read_json(path), str(path))
 
 
+def is_external_config(path: Path) -> bool:
+    """Whether this is the config.json, or its folder, of a model type that is none of our families."""
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        return False
+    return str(_read_json(file).get("model_type", "")) not in {"", *_FROM}
+
+
 def _read_json(path: Path) -> Config:
     try:
         content = read_json_file(path, max_bytes=_MAX_CONFIG_BYTES)
@@ -120,7 +133,7 @@ def from_config(config: Config, where: str = "config.json") -> ModelSpec:
     if model_type not in _FROM:
         near = difflib.get_close_matches(model_type, _FROM, n=1)
         known = f"did you mean {near[0]}? known are" if near else "known are"
-        hint = f"{known} {', '.join(_FROM)}"
+        hint = f"{known} {', '.join(_FROM)}. {_OTHER_DOOR}"
         raise SpecError(f"model_type {model_type!r} is not supported", where=where, hint=hint)
     reader = _Reader(config, where)
     try:
