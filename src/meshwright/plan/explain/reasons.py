@@ -157,7 +157,7 @@ def _best_without(best: Candidate, other: Candidate) -> str:
 def _need(candidate: Candidate) -> str:
     """The memory that a layout lacks, of the device or of the host."""
     if candidate.excess_bytes <= 0:
-        return candidate.shortage
+        return candidate.over_limit_text
     budget = show_bytes(candidate.question.memory_budget_bytes)
     return f"{show_bytes(candidate.device_bytes)} per device of {budget}"
 

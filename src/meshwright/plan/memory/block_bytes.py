@@ -146,7 +146,8 @@ class BackwardPoints:
         bucket = reduction.buckets[[ARRIVAL.index(name) for name in self.arrival_names]]
         made = np.where(reduction.accumulates, 0.0, self.arrival_gradients)
         total = np.where(bucket > 0, self.arrival_live + made + bucket, -np.inf)
-        best, columns = total.argmax(axis=0), np.arange(total.shape[1])
+        best = total.argmax(axis=0)
+        columns = np.arange(len(best))
         better = total[best, columns] > sum(found.values())
         new = {"working set": self.arrival_live, "gradients": made, "gathered": bucket}
         return {item: np.where(better, new[item][best, columns], values) for item, values in found.items()}

@@ -39,6 +39,10 @@ HOST_UPDATE_BYTES_PER_SECOND = 60e9
 # Share of the host link's data-sheet rate that copies of pinned memory reach, in one direction and in each of
 # both at once: bench/results/offload_h200_2026-11-16.md.
 HOST_ONE_WAY, HOST_BOTH_WAYS = 0.9, 0.58
+# Devices of a node share this many links to the host. DGX A100 and HGX H100 boards have four PCIe switches; on
+# a DGX-2 with four, 16 devices get 3 GB/s each where one alone gets 12 (DeepSpeed issue 1137). Our own
+# measurements are of one device.
+HOST_LINKS_PER_NODE = 4
 # Share of the 1f1b bubble that split backwards leave.
 BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
 # Adapters (LoRA) over the parameters of the base model.
@@ -235,19 +239,29 @@ def _once_per_step_seconds(ctx: Context, dense: Floats, experts: Floats) -> Floa
     return np.where(scatters_each, replicas + gathered, scatter)
 
 
+def host_share(cluster: Cluster) -> float:
+    """The part of its link to the host, and of the host's memory bandwidth, that each device of a node gets.
+
+    A superchip has a host of its own.
+    """
+    if cluster.host.name == "c2c":
+        return 1.0
+    return min(1.0, HOST_LINKS_PER_NODE / cluster.devices_per_node)
+
+
 def _update_items(ctx: Context, elements: Floats) -> Items:
     """Seconds of the optimizer's update of so many parameters, and of what it moves to and from the host."""
     at, state = ctx.at, ctx.framework.state
     optimizer = OPTIMIZER_BYTES[ctx.workload.optimizer]
     update = ctx.framework.kernel_slowdown * ctx.copy_seconds((state.update + 2.0 * optimizer) * elements)
+    share = host_share(ctx.cluster)
+    rate = HOST_BOTH_WAYS * share * ctx.cluster.host.bytes_per_second
     states = at.offloads("optimizer") * elements * (optimizer + state.master)
     weights = at.offloads("parameters") * elements * state.weight
-    streamed = np.maximum(
-        (states + weights) / (HOST_BOTH_WAYS * ctx.cluster.host.bytes_per_second) - update, 0.0
-    )
+    streamed = np.maximum((states + weights) / rate - update, 0.0)
     # ZeRO-3 with parameters on the host: gradients end there, and the update runs there.
     is_on_host = (at.offloads("parameters") == 1) & (at.zero == 3)
-    host_update = elements * HOST_UPDATE_BYTES / HOST_UPDATE_BYTES_PER_SECOND
+    host_update = elements * HOST_UPDATE_BYTES / (share * HOST_UPDATE_BYTES_PER_SECOND)
     return {
         "optimizer": np.where(is_on_host, 0.0, update),
         "offload": np.where(is_on_host, host_update, streamed),
@@ -276,7 +290,7 @@ def _reduce_seconds(ctx: Context, elements: Floats, members: Group) -> Floats:
 
 def _offload_seconds(ctx: Context, forward: PassTime, backward: PassTime, layers: Floats) -> Floats:
     """Exposed copies of activations and weights between device and host for one micro-batch."""
-    at, rate = ctx.at, HOST_ONE_WAY * ctx.cluster.host.bytes_per_second
+    at, rate = ctx.at, HOST_ONE_WAY * host_share(ctx.cluster) * ctx.cluster.host.bytes_per_second
     movable = movable_activation_bytes(ctx.workload, at, ctx.framework)
     activations = at.offloads("activations") * movable / rate
     share = ctx.workload.counts.num_moe_layers / ctx.workload.model.num_layers
