@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from meshwright.api.questions import check, plan, predict
+from meshwright.api.training import train
 from meshwright.checkpoint.load_weights import load_weights
 from meshwright.cli.main import VERBS, run
 from meshwright.modules.chain import Chain
@@ -60,10 +62,19 @@ def python_page() -> str:
     """The functions of the Python interface, with the settings of each."""
     parts = [
         f"# Python\n\n{GENERATED}\n",
-        "A setting is a keyword: a field of a part by its own name where only one part has it "
+        "`plan`, `predict`, `check` and `train` are the verbs of the [command line](cli.md); the "
+        "[guide](../guides/python.md) lists what they return.\n",
+        "For `prepare` and `fit`, a setting is a keyword: a field of a part by its own name where only one "
+        "part has it "
         "(`zero=3`), or a part as a mapping (`parallel={'zero': 3}`). The parts that are not listed are "
         "those of a [run file](run.md).\n",
     ]
+    for function in (plan, predict, check, train):
+        parts += [
+            f"## meshwright.{function.__name__}\n",
+            _block(_call(function)),
+            f"{inspect.getdoc(function)}\n",
+        ]
     for function, spec in ((prepare, LoopSpec), (fit, FitSpec)):
         parts += [f"## meshwright.{function.__name__}\n", _block(_call(function))]
         parts += [f"{inspect.getdoc(function)}\n"]

@@ -38,7 +38,7 @@ def dynamo_of(job: Job) -> TorchDynamoPlugin | None:
 
 def contend(job: Job, clock: Clock) -> None:
     """Train in Accelerate's loop until the clock stops it."""
-    is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
+    is_mixed = job.run.precision.compute == "bf16" and not job.is_all_bf16
     accelerator = Accelerator(
         mixed_precision="bf16" if is_mixed else "no",
         cpu=job.device.type == "cpu",

@@ -16,13 +16,18 @@ def hf_model(job: Job) -> nn.Module:
     config.use_cache = False
     with torch.device(job.device):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=job.setting("attention", "sdpa"), dtype=job.dtype
+            config,
+            attn_implementation=job.setting("attention", "sdpa"),
+            dtype=job.dtype,
+            **({"experts_implementation": "grouped_mm"} if spec.moe else {}),
         )
     model.train()
     named, source_of = dict(model.named_parameters(remove_duplicate=False)), sources(spec)
 
     def tensor_of(name: str) -> Tensor:
         source = source_of[name]
+        if source.stacked:
+            return _experts(named, source.names[0])
         tensor = named[source.names[0]]
         tensor = tensor.t() if source.transposed else tensor
         if source.third is None:
@@ -34,3 +39,12 @@ def hf_model(job: Job) -> nn.Module:
     if job.setting("recompute", False):
         model.gradient_checkpointing_enable()
     return model
+
+
+def _experts(named: dict[str, Tensor], first_expert: str) -> Tensor:
+    """A matrix of all experts: transformers holds them stacked, gate and up in one tensor."""
+    layer, _, matrix = first_expert.rpartition(".0.")
+    if matrix == "down_proj.weight":
+        return named[f"{layer}.down_proj"]
+    gate, up = named[f"{layer}.gate_up_proj"].chunk(2, dim=1)
+    return gate if matrix == "gate_proj.weight" else up

@@ -51,11 +51,11 @@ class ClockCallback(pl.Callback):
 
 def contend(job: Job, clock: Clock) -> None:
     """Train in Lightning's Trainer until the clock stops it."""
-    is_mixed = job.run.precision.compute == "bf16" and not job.keeps_bf16
+    is_mixed = job.run.precision.compute == "bf16" and not job.is_all_bf16
     trainer = pl.Trainer(
         accelerator="gpu" if job.device.type == "cuda" else "cpu",
         devices=1,
-        precision="bf16-mixed" if is_mixed else ("bf16-true" if job.keeps_bf16 else "32-true"),
+        precision="bf16-mixed" if is_mixed else ("bf16-true" if job.is_all_bf16 else "32-true"),
         accumulate_grad_batches=job.run.accumulation,
         gradient_clip_val=None if job.setting("clip", "trainer") == "own" else job.run.optim.max_grad_norm,
         max_epochs=-1,

@@ -58,6 +58,8 @@ def sweep_of(peer: str, case: Case, microbatch: int) -> list[Settings]:
     """The settings of a peer that are tried; all of them make steps of the same tokens."""
     best, documented = best_settings(peer), CONTENDERS[peer].documented
     smaller, larger = {"microbatch": microbatch // 2}, {"microbatch": microbatch * 2}
+    if case.model.moe is not None:  # experts compile block by block only
+        return [{**best, "compile": "regional"}] if peer == "hf" else []
     if case.peer_weights == "bf16":  # it hardly fits: settings that are known to be slow are left out
         return [best, {**best, **smaller}] if peer != "lightning" else []
     if documented is None:

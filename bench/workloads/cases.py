@@ -89,6 +89,21 @@ CASES = {
         fp8=(*_PLAIN_FP8, _FAST_FP8[1]),  # the fastest settings hardly fit
         accumulation_factor=4,
     ),
+    # Cut to a few layers, so that weights, gradients and moments fit on one device.
+    "moe": Case(
+        family("qwen3-30b-a3b").with_(num_layers=4),
+        4096,
+        4,
+        1,
+        activation_gib=16.0,
+        peer_activations=2.0,
+        peer_weights="bf16",  # with fp32 weights transformers' grouped matmuls fall back to a loop
+        ours=_SMALL_STATE,
+        accumulation_factor=4,
+    ),
+    "window": Case(family("mistral-7b").with_(num_layers=8), 8192, 2, 2, activation_gib=40.0),
+    "8b-wide": Case(family("llama-3.1-8b").with_(num_layers=8), 8192, 2, 2, activation_gib=40.0),
+    "1b-32k": Case(family("llama-3.2-1b"), 32768, 1, 2, activation_gib=43.0),
     "tiny": Case(_tiny("llama"), 64, 2, 2, fp8=_FAST_FP8, accumulation_factor=2),
     "tiny-gpt": Case(_tiny("gpt"), 64, 2, 2),
 }

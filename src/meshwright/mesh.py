@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.errors import MeshError
+from meshwright.errors import MeshError, SpecError
+from meshwright.launch.affinity import THREADS, bind, choose_cores, this_host
 from meshwright.launch.launched import LaunchedRank, launched_rank
+from meshwright.launch.links import set_links
 from meshwright.launch.meeting import find_meeting
 from meshwright.rendezvous import meet
-from meshwright.spec import ParallelSpec, ResilienceSpec
+from meshwright.spec import LaunchSpec, NcclSpec, ParallelSpec, ResilienceSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,8 @@ class World:
     local_rank: int
     num_ranks: int
     device: torch.device
+    notes: tuple[str, ...] = ()
+    """Lines for rank 0 to print: its cores and threads, and variables that contradict the run file."""
 
     @property
     def is_first(self) -> bool:
@@ -67,12 +71,17 @@ def _require_devices(num_devices: int) -> None:
 
 
 def join_world(
-    device: str = "auto", *, resilience: ResilienceSpec | None = None, run_dir: Path | None = None
+    device: str = "auto",
+    *,
+    resilience: ResilienceSpec | None = None,
+    launch: LaunchSpec | None = None,
+    run_dir: Path | None = None,
 ) -> World:
     """Join the ranks that the launcher's variables describe; one rank alone is a world of one.
 
     `run_dir` holds the secret of a run whose ranks meet at an address. All ranks call it, and wait for each
-    other. A process that has joined already stays in its world.
+    other. A rank that a launcher started is bound to its cores first, and gets its threads and the settings
+    of its links. A process that has joined already stays in its world.
     """
     launched = launched_rank()
     chosen = choose_device(device, launched.local_rank if launched else 0)
@@ -81,10 +90,38 @@ def join_world(
         # allocation; a value that the user has set stays.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(chosen)
-    world = _world(launched, chosen)
-    if not dist.is_initialized():
-        _init_process_group(world, launched, resilience or ResilienceSpec(), run_dir)
+    if dist.is_initialized():
+        return _world(launched, chosen)
+    notes = _prepare_host(launched, chosen, launch or LaunchSpec()) if launched else ()
+    world = dataclasses.replace(_world(launched, chosen), notes=notes)
+    _init_process_group(world, launched, resilience or ResilienceSpec(), run_dir)
     return world
+
+
+def _prepare_host(launched: LaunchedRank, device: torch.device, launch: LaunchSpec) -> tuple[str, ...]:
+    """Bind this rank to its cores, set its threads and the variables of its links; returns notes."""
+    if device.type == "cpu" and launch.nccl != NcclSpec():
+        raise SpecError(
+            "launch.nccl is set, and this run is on CPUs, where NCCL is not used",
+            where="launch.nccl",
+            hint="remove launch.nccl, or use device=cuda",
+        )
+    host = this_host(_pci_address(device))
+    choice = choose_cores(launch, launched, host, os.environ)
+    if choice.cores is not None:
+        bind(choice.cores)
+    if choice.threads is not None:
+        torch.set_num_threads(choice.threads)
+        os.environ[THREADS] = str(choice.threads)  # for the processes that this one starts
+    return (choice.text(host), *set_links(launch, os.environ, is_on_gpu=device.type == "cuda"))
+
+
+def _pci_address(device: torch.device) -> str | None:
+    """`0000:17:00.0` of a CUDA device; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def _world(launched: LaunchedRank | None, device: torch.device) -> World:

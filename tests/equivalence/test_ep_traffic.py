@@ -14,7 +14,8 @@ def test_rows_go_to_their_experts_and_back(ranks, dp_shard):
     run = tiny_run("moe", parallel=ParallelSpec(dp_shard=dp_shard, zero=1, ep=2))
     moe, model = run.model.moe, run.model
     assert moe is not None
-    # Per routed layer and micro-batch: counts, rows to the experts and back; in backward the rows both ways.
+    # Per routed layer and micro-batch: counts, rows with their weights to the experts, rows back; in backward
+    # the gradients of all but the counts.
     exchanges = model.num_layers * run.accumulation
     results = run_case(ranks, run, records_traffic=True)
     sent = [
@@ -22,15 +23,15 @@ def test_rows_go_to_their_experts_and_back(ranks, dp_shard):
         for result in results
     ]
     for one in sent:
-        assert sum(count for _, count in one) == 5 * exchanges
+        assert sum(count for _, count in one) == 7 * exchanges
         assert dict(one)[moe.num_experts * ELEMENT] == exchanges
-    # Over all ranks every choice of every token travels, four times.
+    # Over all ranks every choice of every token travels four times, and its weight twice.
     choices = run.data.batch_sequences * run.data.sequence_length * moe.top_k
     rows = (
         sum(size * count for one in sent for size, count in one)
         - len(sent) * exchanges * moe.num_experts * ELEMENT
     )
-    assert rows == 4 * choices * model.width * ELEMENT * model.num_layers
+    assert rows == choices * (4 * model.width + 2) * ELEMENT * model.num_layers
 
 
 def test_gradients_of_experts_stay_inside_their_replicas(ranks):

@@ -59,6 +59,17 @@ def test_hugging_face_folder(tmp_path):
     assert (tmp_path / "trained" / "model.safetensors").is_file()
 
 
+def test_plan_in_python(tmp_path):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "plan_in_python.py", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "fits: True" in done.stdout and "after 20 steps" in done.stdout
+
+
 @pytest.mark.parametrize(("name", "most"), [("own_loop", 5), ("own_model", 10)])
 def test_added_lines(name, most):
     lines = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if "  # +" in line]

@@ -18,6 +18,8 @@ On = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr; errors only.")]
+PRICED_DEVICE = "h100"
+"""The device that wasteful widths are priced on without --on."""
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
@@ -69,16 +71,19 @@ def _violations(error: Any) -> list[dict[str, str]]:
 
 
 def _advice(run: Any, on: str) -> list[Any]:
-    """Every note on a run; --on prices its micro-batch on a cluster, a CPU run is priced on this machine."""
-    from meshwright.hardware import cluster_of
+    """Every note on a run, priced on the cluster of --on; a CPU run is priced on this machine."""
+    from meshwright.hardware import cluster_of, parse_cluster
     from meshwright.hardware.machine import this_machine
     from meshwright.plan.explain.microbatch import advise_local_microbatch, advise_microbatch
+    from meshwright.plan.explain.padding import with_prices
     from meshwright.spec.advice import advise
 
     found: list[Any] = advise(run)
-    if on:
-        return found + advise_microbatch(run, cluster_of(on))
-    return found + (advise_local_microbatch(run, this_machine()) if run.device == "cpu" else [])
+    if run.device == "cpu" and not on:
+        return found + advise_local_microbatch(run, this_machine())
+    cluster = cluster_of(on) if on else parse_cluster(f"{PRICED_DEVICE}:{run.parallel.num_ranks}")
+    found = with_prices(found, run, cluster)
+    return found + (advise_microbatch(run, cluster) if on else [])
 
 
 def _document(loaded: Any, notes: list[Any]) -> dict[str, Any]:

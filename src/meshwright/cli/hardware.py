@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from meshwright.cli.check import Quiet
 from meshwright.cli.main import new_app
 
-app = new_app(help="List known devices and clusters, and measure this machine.")
+app = new_app(help="List known devices and clusters, describe your own, and measure this machine.")
 
 
 @app.callback()
@@ -113,6 +114,114 @@ def compare(
 
     found = read_profile(profile, where="PROFILE")
     _show_comparison(parse_cluster(on) if on else data_sheet_cluster(found), found, as_json=as_json)
+
+
+@app.command()
+def new(
+    node: Annotated[
+        str, typer.Option(help="Devices of one node: '8 x h100'. A device alone has its usual number.")
+    ] = "",
+    link: Annotated[
+        str,
+        typer.Option(
+            help="Link within the node, GB/s per device and direction; the data sheet's by default."
+        ),
+    ] = "",
+    network: Annotated[
+        str,
+        typer.Option(help="Network, in Gb/s per direction: '400 per device', or '200 per node' if shared."),
+    ] = "",
+    host_memory: Annotated[str, typer.Option(help="Host memory of one node: 512GiB, 2TB.")] = "",
+    storage: Annotated[
+        str, typer.Option(help="Rate at which all nodes together write checkpoints: 100GB/s.")
+    ] = "",
+    name: Annotated[str, typer.Option(help="Name of the cluster; that of the file by default.")] = "",
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the file is written.")] = Path(
+        "cluster.toml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Describe your own cluster in a TOML file, which --on reads: `plan MODEL --on cluster.toml:4` (4 nodes).
+
+    Asks for what no option gives, if a person is there to answer. Enter takes the value in brackets.
+    """
+    from meshwright.errors import SpecError
+    from meshwright.hardware.new_cluster import cluster_toml
+
+    if output.suffix != ".toml":
+        raise SpecError(
+            f"{output} does not end in .toml", where="-o", hint="--on knows a file by this ending"
+        )
+    if output.exists() and not force:
+        hint = "name another file with -o, or overwrite it with --force"
+        raise SpecError(f"{output} already exists", where=str(output), hint=hint)
+    _require_writable(output)
+    answers = {"network": network, "link": link, "host_memory": host_memory, "storage": storage}
+    described = _described(node, answers)
+    _write(output, cluster_toml(name or output.stem.lower(), described))
+    _show_new(output)
+
+
+def _described(node: str, answers: dict[str, str]) -> Any:
+    """The cluster of the options, and of the answers to the questions that they leave open."""
+    from meshwright.errors import SpecError
+    from meshwright.hardware import new_cluster as describe
+
+    if not node and not sys.stdin.isatty():
+        raise SpecError("no device is named", where="--node", hint="for example --node '8 x h100'")
+    count, device = _answer(node, "1. Devices of one node, such as 8 x h100", None, describe.parse_node)
+    count = count or device.devices_per_node
+    rate = f"{device.peer.bytes_per_second / 1e9:g}"
+    link = f"2. Link within the node in GB/s per device and direction ({device.sources['links.peer']})"
+    network = "3. Network in Gb/s per direction, with 'per device' or 'per node' (shared by its devices)"
+    memory = f"{describe.assumed_host_memory(count) // 2**30}GiB assumed"
+    storage = "   Storage: GB/s at which all nodes together write checkpoints"
+    return describe.NewCluster(
+        device,
+        count,
+        peer=_answer(answers["link"], link, rate, describe.parse_link),
+        network=_answer(answers["network"], network, generic_network_text(device), describe.parse_network),
+        host_memory_bytes=_answer(
+            answers["host_memory"], "   Host memory of one node", memory, describe.parse_host_memory
+        ),
+        storage=_answer(answers["storage"], storage, "not known", describe.parse_storage),
+    )
+
+
+def _answer(given: str, question: str, default: str | None, parse: Callable[[str], Any]) -> Any:
+    """The value of an option, or of a person's answer; None for the default, and where nobody is there."""
+    from meshwright.errors import SpecError
+
+    if given:
+        return parse(given)
+    while sys.stdin.isatty():
+        answer = str(typer.prompt(question, default=default, err=True)).strip()
+        try:
+            return None if answer == default else parse(answer)
+        except SpecError as error:
+            typer.echo(f"{error.fact}: {error.hint}", err=True)
+    return None
+
+
+def generic_network_text(device: Any) -> str:
+    """`400 per device assumed`: the network that is assumed for a device."""
+    from meshwright.hardware.catalogue import generic_cluster
+
+    rate = generic_cluster(device).network.bytes_per_second * 8 / 1e9
+    return f"{rate:g} per device assumed"
+
+
+def _show_new(path: Path) -> None:
+    """What was written, read back as `--on` reads it."""
+    from meshwright.hardware import parse_cluster
+    from meshwright.units import show_bytes
+
+    found = parse_cluster(str(path))
+    network = f"{found.network.bytes_per_second / 1e9:g} GB/s of network per device"
+    link = f"{found.peer.bytes_per_second / 1e9:g} GB/s within the node"
+    memory = f"{show_bytes(found.host_memory_bytes)} of host memory"
+    typer.echo(f"{found.devices_per_node} x {found.device.title} per node: {link}, {network}, {memory}")
+    typer.echo(f"written: {path}; `meshwright plan MODEL --on {path}:4` plans for 4 nodes", err=True)
 
 
 def data_sheet_cluster(found: Any) -> Any:

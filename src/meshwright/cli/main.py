@@ -50,7 +50,7 @@ VERBS = {
     "models": "List the model families.",
     "show": "Draw a pipeline timeline, a rank map or memory.",
     "bench": "Measure this machine.",
-    "hardware": "List known devices and clusters, and measure this machine.",
+    "hardware": "List known devices and clusters, describe your own, and measure this machine.",
     "env": "Print versions, cores, memory and accelerators of this machine.",
     "schema": "Print the JSON schema of a run file, for editors.",
     "completion": "Print the completion script of a shell.",

@@ -26,12 +26,14 @@ def list_models(
 ) -> None:
     """List the families, which every verb accepts by name.
 
-    A Hugging Face config.json, or a folder with one, is accepted wherever a family is.
+    A Hugging Face hub id of a family, a config.json, or a folder with one, is accepted wherever a family is.
     """
     from meshwright.errors import SpecError
     from meshwright.spec.families import FAMILIES
+    from meshwright.spec.hub_ids import family_of_hub_id
 
-    chosen = [model for name, model in FAMILIES.items() if search.lower() in name]
+    wanted = family_of_hub_id(search) or search.lower()
+    chosen = [model for name, model in FAMILIES.items() if wanted in name]
     if not chosen:
         hint = "`meshwright models list` shows all"
         raise SpecError(f"no family has {search!r} in its name", where="models list", hint=hint)

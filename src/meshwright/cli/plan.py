@@ -18,7 +18,8 @@ MAX_GAINS, MAX_NEIGHBOURS = 3, 6
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A family (`meshwright models list`), a config.json or its folder, a YAML."
+        metavar="MODEL",
+        help="A family (`meshwright models list`) or its hub id, a config.json or its folder, a YAML.",
     ),
 ]
 Pins = Annotated[
@@ -100,9 +101,10 @@ def _deliver(
     from meshwright.plan.explain.gains import gains
     from meshwright.plan.explain.neighbours import neighbours
     from meshwright.plan.explain.reasons import explain
+    from meshwright.plan.explain.storage import checkpoint_sentences
 
     views: dict[str, Any] = {
-        "why": explain(found),
+        "why": [*explain(found), *checkpoint_sentences(found.question)],
         "neighbours": neighbours(found),
         "gains": gains(found),
     }

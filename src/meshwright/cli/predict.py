@@ -88,6 +88,8 @@ def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None,
         cluster = read_profile(profile).applied_to(cluster)
     found = predict_run(loaded.run, cluster)
     typer.echo(json.dumps(_document(found)) if as_json else _text(found, cluster.device.title))
+    for value in found.assumed:
+        typer.echo(f"assumed: {value}", err=True)
     observed = observed_line(read_pairs(cluster.device.name), cluster.device.title)
     if observed is not None:
         typer.echo(observed, err=True)
@@ -106,6 +108,7 @@ def _document(found: Any) -> dict[str, Any]:
         "tflops_per_device": found.tflops_per_device,
         "mfu": found.mfu,
         "flop_convention": "strict: 6 per matmul parameter, causal attention once, recompute never",
+        "assumed": list(found.assumed),
         "fits": found.fits,
         "capacity_bytes": found.capacity_bytes,
         "memory_margin": found.memory_margin and found.memory_margin._asdict(),

@@ -104,8 +104,8 @@ _TOP: dict[str, Rule] = {
     "same_network": no_setting(_LAUNCHER),
     "main_training_function": no_setting("only notebooks and TPUs call a function"),
     "gpu_ids": only(("all", None), "choose devices with CUDA_VISIBLE_DEVICES", status="changed"),
-    "enable_cpu_affinity": off_or_changed(
-        "`launch` binds ranks to cores: srun --cpu-bind=cores, mpirun --map-by numa"
+    "enable_cpu_affinity": choice(
+        {False: {"launch.bind": "none"}, None: {"launch.bind": "none"}, True: {"launch.bind": "numa"}}
     ),
     "mpirun_config.mpirun_hostfile": no_setting("`launch --via mpi --hostfile FILE`"),
     "mpirun_config.*": no_setting("`launch --via mpi`"),

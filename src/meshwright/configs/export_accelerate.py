@@ -20,6 +20,7 @@ _SCRIPT = "your script says it: an Accelerate file has no such key"
 _REASONS = {
     **dict.fromkeys(("model", "data", "optim", "schedule", "checkpoint", "observe", "seed"), _SCRIPT),
     "resilience": "Accelerate leaves it to the launcher",
+    "launch": "variables of the environment, which an Accelerate file does not have",
     "deterministic": _SCRIPT,
 }
 _STRATEGY = {3: True, 2: False}
@@ -107,6 +108,7 @@ ACCELERATE_FILE = Target(
     title="Accelerate",
     writers={
         "device": _device,
+        "launch.bind": write_as("enable_cpu_affinity", lambda value: value == "numa"),
         "compile": _compile,
         "parallel.zero": _zero,
         "parallel.dp_replicate": _degree("dp_replicate"),
@@ -160,7 +162,7 @@ def export_accelerate(run: RunSpec, *, num_nodes: int = 1) -> Exported:
         "rdzv_backend": "static",
         "same_network": True,
         "main_training_function": "main",
-        "enable_cpu_affinity": True,
+        "enable_cpu_affinity": run.launch.bind == "numa",
         **exported.document,
     }
     if parallel.zero >= 2:

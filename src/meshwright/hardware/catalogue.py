@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from meshwright.errors import SpecError, read_trouble
 from meshwright.files import read_text
+from meshwright.hardware.other_accelerators import refuse_other_accelerator
 
 Table = Mapping[str, Any]
 
@@ -27,11 +28,21 @@ GENERIC_NETWORK_BYTES_PER_SECOND = {
     "a100-64gb": 25e9,
     "a100-80gb": 25e9,
     "l40s": 25e9,
+    "rtxpro6000": 25e9,
+    "rtx3090": 12.5e9,
     "rtx4090": 12.5e9,
+    "rtx5090": 12.5e9,
+    "a6000": 12.5e9,
+    "a10": 12.5e9,
+    "l4": 12.5e9,
+    "t4": 12.5e9,
     "gh200": 50e9,
     "cpu": 1.25e9,
 }
-GENERIC_NETWORK_SOURCE = "assumed: one adapter per device, 200 Gb/s up to Ampere and 400 Gb/s after"
+GENERIC_NETWORK_SOURCE = (
+    "assumed: one adapter per device, 400 Gb/s from Hopper on, 200 Gb/s for Ampere, "
+    "100 Gb/s for older devices, workstation cards and inference cards"
+)
 NETWORK_LATENCY_SECONDS = 12e-6
 PEER_LATENCY_SECONDS = 4e-6
 HOST_MEMORY_BYTES_PER_DEVICE = 128 * 2**30
@@ -101,6 +112,8 @@ class Cluster:
     host: Link
     host_memory_bytes: int
     max_nodes: int | None = None
+    storage_bytes_per_second: float | None = None
+    """Rate at which all nodes together write checkpoints; None where it is not known."""
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -205,7 +218,7 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
     where = f"clusters.{name}"
     known = {"title", "device", "devices_per_node", "max_nodes", "host_memory_bytes"}
     known |= {"network_bytes_per_second", "network_latency_seconds", "network_efficiency"}
-    known |= {"peer_bytes_per_second"}
+    known |= {"peer_bytes_per_second", "storage_bytes_per_second"}
     _refuse_unknown(table, known, where)
     device = find_device(str(table.get("device", "")), devices=devices)
     network = _value(table, "network_bytes_per_second", where, sources)
@@ -221,7 +234,12 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
     peer = device.peer
     if "peer_bytes_per_second" in table:
         peer = replace(peer, bytes_per_second=_value(table, "peer_bytes_per_second", where, sources))
-    _check_positive({"network_bytes_per_second": network, "devices_per_node": per_node}, where)
+    storage = None
+    if "storage_bytes_per_second" in table:
+        storage = _value(table, "storage_bytes_per_second", where, sources)
+    numbers = {"network_bytes_per_second": network, "devices_per_node": per_node}
+    _check_positive(numbers | {"peer_bytes_per_second": peer.bytes_per_second}, where)
+    _check_positive({} if storage is None else {"storage_bytes_per_second": storage}, where)
     memory = _value(table, "host_memory_bytes", where, sources) if "host_memory_bytes" in table else 0.0
     return Cluster(
         name=name,
@@ -233,6 +251,7 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
         host=device.host,
         host_memory_bytes=int(memory) or per_node * HOST_MEMORY_BYTES_PER_DEVICE,
         max_nodes=int(_value(table, "max_nodes", where, sources)) if "max_nodes" in table else None,
+        storage_bytes_per_second=storage,
         sources=sources,
     )
 
@@ -309,6 +328,7 @@ def parse_cluster(text: str) -> Cluster:
             f"{text!r} names no cluster", where="--on", hint="for example h100:8x16 or leonardo:16"
         )
     name, first, second = match.group("name"), match.group("a"), match.group("b")
+    refuse_other_accelerator(_plain(name))
     named = built_in_clusters().get(_plain(name))
     if named is not None:
         return _sized_cluster(named, first, second)

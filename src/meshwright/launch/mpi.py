@@ -9,11 +9,13 @@ _PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
 
 def mpirun_line(job: Job, hosts: list[str], hostfile: str) -> str:
-    """`mpirun` with a hostfile; ranks of a node are consecutive, each bound to a NUMA node of its cores."""
+    """`mpirun` with a hostfile; ranks of a node are consecutive, each bound to a NUMA node of its cores.
+
+    Each rank sets OMP_NUM_THREADS itself: only there the cores of the host are known.
+    """
     variables = [
         f"MASTER_ADDR={hosts[0]}",
         f"MASTER_PORT={job.port}",
-        f"OMP_NUM_THREADS={job.site.cpus_per_gpu}",
         *(f"{name}={value}" for name, value in job.site.environment.items()),
         *_PASSED,
     ]

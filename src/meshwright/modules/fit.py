@@ -64,7 +64,7 @@ def fit(
     _require_stop(stop_after)
     was_joined = dist.is_initialized()
     end_with_launcher()
-    world = join_world(spec.device, resilience=spec.resilience, run_dir=run_dir)
+    world = join_world(spec.device, resilience=spec.resilience, launch=spec.launch, run_dir=run_dir)
     try:
         spec = with_data_parallel(spec, world.num_ranks)
         data = _Data(dataset, evaluation, collate)

@@ -73,7 +73,8 @@ def prepare(
     if not dist.is_initialized():
         at_end.callback(leave_world)
     end_with_launcher()
-    world = join_world(spec.device, run_dir=Path(directory) if directory is not None else None)
+    run_dir = Path(directory) if directory is not None else None
+    world = join_world(spec.device, launch=spec.launch, run_dir=run_dir)
     try:
         spec = with_data_parallel(spec, world.num_ranks)
         mesh = build_mesh(spec.parallel, world)

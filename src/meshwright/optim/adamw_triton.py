@@ -1,4 +1,4 @@
-"""AdamW over a shard whose weight or moments are stored in bf16, as one Triton kernel.
+"""AdamW over a shard as one Triton kernel; weight and moments are stored in fp32 or bf16.
 
 The arithmetic is that of `adamw`, `rounding_noise` and `rounding`, line by line. A program updates a part of
 one row, so that the row and column hashes of the noise need no division per element: the compiler's kernel
@@ -71,15 +71,21 @@ def _adamw(  # noqa: PLR0913  (a kernel takes its pointers and scalars one by on
     num_blocks,
     HAS_LOWER: tl.constexpr,  # pyright: ignore[reportGeneralTypeIssues]
     HAS_SCALE: tl.constexpr,  # pyright: ignore[reportGeneralTypeIssues]
+    HAS_NOISE: tl.constexpr,  # pyright: ignore[reportGeneralTypeIssues]
     BLOCK: tl.constexpr,  # pyright: ignore[reportGeneralTypeIssues]
 ):
     row = tl.program_id(0) // num_blocks
     column = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < num_columns
     offsets = row.to(tl.int64) * num_columns + column
-    bits = _hash32(tl.load(rows + row) + tl.load(columns + column, mask=is_inside, other=0) + tl.load(key))
-    low = bits & 0xFFFF
-    high = (bits >> 16) & 0xFFFF
+    low = 0
+    high = 0
+    if HAS_NOISE:
+        noise = _hash32(
+            tl.load(rows + row) + tl.load(columns + column, mask=is_inside, other=0) + tl.load(key)
+        )
+        low = noise & 0xFFFF
+        high = (noise >> 16) & 0xFFFF
 
     g = tl.load(gradient + offsets, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_SCALE:
@@ -116,7 +122,7 @@ def adamw_kernel(
     first: Tensor,
     second: Tensor,
     scalars: AdamScalars,
-    grid: NoiseGrid,
+    grid: NoiseGrid | None,
     key: Tensor,
 ) -> None:
     """As `adamw_pass`; all tensors are contiguous [rows, columns], in fp32 or as int16 bits."""
@@ -130,8 +136,8 @@ def adamw_kernel(
         gradient,
         first,
         second,
-        grid.rows_R,
-        grid.columns_C,
+        key if grid is None else grid.rows_R,
+        key if grid is None else grid.columns_C,
         key,
         scalars.gradient_scale if has_scale else key,
         decay_factor=scalars.decay_factor,
@@ -145,6 +151,7 @@ def adamw_kernel(
         num_blocks=num_blocks,
         HAS_LOWER=lower is not None,
         HAS_SCALE=has_scale,
+        HAS_NOISE=grid is not None,
         BLOCK=BLOCK_COLUMNS,
         num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]  (an option of the launch)
     )

@@ -73,8 +73,8 @@ def build_optimizer(
     `weights` is the format of the shards. A rehearsal passes the device that it simulates.
     """
     groups = [group for group in parameter_groups(shards, optim) if group["params"]]
-    if optim.kind in STATE_TENSORS and weights == "fp32" and optim.state == "fp32":
-        optimizer = _build_elementwise(groups, optim, on_cuda=_on_cuda(shards, simulated))
+    if weights == "fp32" and _has_torch_optimizer(shards, optim, simulated):
+        optimizer = _build_elementwise(groups, optim)
     else:
         full = {
             shard: full_parameters[name] if full_parameters else unsharded(name, shard)
@@ -89,15 +89,20 @@ def _on_cuda(shards: Mapping[str, nn.Parameter], simulated: SimulatedDevice | No
     return any(kernel_device(one.device.type, simulated) == "cuda" for one in shards.values())
 
 
-def _build_elementwise(
-    groups: list[dict[str, Any]], optim: OptimSpec, *, on_cuda: bool
-) -> torch.optim.Optimizer:
+def _has_torch_optimizer(
+    shards: Mapping[str, nn.Parameter], optim: OptimSpec, simulated: SimulatedDevice | None
+) -> bool:
+    """Whether torch's optimizer is used. On CUDA our AdamW is faster: clipping is part of its pass."""
+    if optim.kind not in STATE_TENSORS or optim.state != "fp32":
+        return False
+    return optim.kind != "adamw" or not _on_cuda(shards, simulated)
+
+
+def _build_elementwise(groups: list[dict[str, Any]], optim: OptimSpec) -> torch.optim.Optimizer:
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.beta1)
     betas = (optim.beta1, optim.beta2)
-    return torch.optim.AdamW(
-        groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=on_cuda, foreach=not on_cuda
-    )
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, foreach=True)
 
 
 def _build_sharded(shards: OptimizerShards, optim: OptimSpec) -> ShardedOptimizer:
@@ -174,7 +179,7 @@ def set_num_updates(
             if optim.beta1:
                 state.setdefault("momentum_buffer", torch.zeros_like(shard))
             continue
-        state["step"] = torch.tensor(float(num_updates), device=shard.device if _on_cuda(shards) else "cpu")
+        state["step"] = torch.tensor(float(num_updates))
         for key in STATE_TENSORS["adamw"]:
             state.setdefault(key, torch.zeros_like(shard))
 

@@ -1,7 +1,8 @@
 """Expert parallel: routed experts are distributed over ranks that otherwise hold other tokens.
 
     x[N, D]  rows sorted by expert  ->  rows to the rank that has the expert      all-to-all (dispatch)
-    y[N, D] = experts(x)  on the rank that has them
+    w[N]     their weights                                                        all-to-all
+    y[N, D] = w experts(x)  on the rank that has them
     y[N, D]  back to the rank that sent the row                                   all-to-all (combine)
 
 ep borrows its ranks from dp_shard x cp, so it adds none: dp_shard=4 with ep=2 is four ranks, each holding
@@ -25,6 +26,7 @@ from torch.distributed import ProcessGroup
 from meshwright.mesh import Mesh
 from meshwright.models.layers.moe import Compute, Moe
 from meshwright.ops.collectives import all_gather, all_gather_single, all_to_all_rows, reduce_scatter
+from meshwright.ops.expert_rows import ExpertRows, rows_by_expert, rows_of_tokens, sum_of_rows
 from meshwright.ops.routed_rows import RowCounts
 from meshwright.parallel.cp.zigzag import shard_sequence, unshard_sequence
 
@@ -40,26 +42,28 @@ class ExchangeDispatch(nn.Module):
         """The same result as the inner dispatch. Communicates over ep."""
         return self.inner(x_TD, experts_TC, weights_TC, partial(self._on_expert_ranks, compute))
 
-    def _on_expert_ranks(self, compute: Compute, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+    def _on_expert_ranks(
+        self, compute: Compute, x_TD: Tensor, rows: ExpertRows, weights_N: Tensor, counts_E: Tensor
+    ) -> Tensor:
         """Send rows sorted by expert to the experts' ranks, run the experts, and send the rows back."""
         sent_RE = counts_E.view(self.group.size(), -1)
         received_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(received_RE, sent_RE.contiguous(), group=self.group)
         # Host sync: the sizes of the exchange must be known before it.
-        sent, received = self.row_counts.exchanged(sent_RE, received_RE, len(x_ND))
-        rows_ND = all_to_all_rows(x_ND, sent, received, self.group)
-        order_N = _order_by_expert(received_RE, sum(received))
-        y_ND = compute(rows_ND[order_N], received_RE.sum(0))
-        back_ND = torch.empty_like(y_ND).index_copy(0, order_N, y_ND)
-        return all_to_all_rows(back_ND, received, sent, self.group)
+        sent, received = self.row_counts.exchanged(sent_RE, received_RE, len(rows.choice_N))
+        x_ND = all_to_all_rows(rows_of_tokens(x_TD, rows), sent, received, self.group)
+        weights_N1 = all_to_all_rows(weights_N[:, None], sent, received, self.group)
+        here = rows_by_expert(_expert_of_rows(received_RE, sum(received))[:, None])
+        y_ND = compute(x_ND, here, here.choices(weights_N1), received_RE.sum(0))
+        # One choice for each received row, so the sum is the inverse permutation.
+        return all_to_all_rows(sum_of_rows(y_ND, here), received, sent, self.group)
 
 
-def _order_by_expert(counts_RE: Tensor, num_rows: int) -> Tensor:
-    """Row numbers that reorder rows sorted by (rank, expert) to (expert, rank)."""
+def _expert_of_rows(counts_RE: Tensor, num_rows: int) -> Tensor:
+    """Local expert of each received row; rows are sorted by (rank, expert)."""
     num_experts = counts_RE.shape[1]
     expert_of_run = torch.arange(num_experts, device=counts_RE.device).repeat(counts_RE.shape[0])
-    expert_N = expert_of_run.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
-    return expert_N.argsort(stable=True)
+    return expert_of_run.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
 
 
 class GatherDispatch(nn.Module):

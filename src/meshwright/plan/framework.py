@@ -14,10 +14,10 @@ import numpy as np
 
 from meshwright.hardware.catalogue import Cluster, Device
 from meshwright.plan.memory import activations
+from meshwright.plan.time.attention import runtime_attention_seconds
 from meshwright.plan.time.collectives import Group, gather_seconds
-from meshwright.plan.time.kernels import flash_seconds
 from meshwright.plan.workload.layouts import Floats, Ints, Layouts
-from meshwright.plan.workload.operators import StageLayers, attention_core_flops, runtime_stage_layers
+from meshwright.plan.workload.operators import StageLayers, runtime_stage_layers
 from meshwright.plan.workload.workload import Workload
 
 HEAD_GRADIENT_BYTES = 4.0
@@ -81,10 +81,14 @@ class Framework:
 
     # Step time: kernels. Measured on one H200: bench/results/runtime_h200_2026-11-15.json and
     # bench/results/formats_h200_2026-11-15.json.
-    elementwise_passes: float = 3.5
+    elementwise_passes: float = 3.8
     """Memory traffic of uncompiled element-wise kernels over that of fully fused ones."""
     compiled_passes: float = 1.5
     """Memory traffic of element-wise kernels in blocks that torch.compile fused, over fully fused ones."""
+    padded_vocabulary: int = 64
+    """The head pads its vocabulary on a rank to a multiple of this (ops/loss.py)."""
+    pads_at_run_time: bool = True
+    """The padding is a copy of the head's weight in every micro-batch; else the weight is made padded."""
     logits_traffic: float = 6.0
     """Bytes moved per logit by the loss: written once, read twice (the second time mostly from the cache)."""
     recomputed_last_matmul: float = 0.0
@@ -182,10 +186,8 @@ class Framework:
         return cast, to_fp32 + accumulated
 
     def attention_seconds(self, workload: Workload, at: Layouts, device: Device) -> tuple[Floats, Floats]:
-        """Forward and backward of softmax(q k) v of one layer: a flash kernel."""
-        flops = attention_core_flops(workload, at)
-        forward = flash_seconds(flops, device, workload, backward=False)
-        return forward, flash_seconds(flops, device, workload, backward=True)
+        """Forward and backward of softmax(q k) v of one layer."""
+        return runtime_attention_seconds(workload, at, device)
 
     def slowest_rank_seconds(
         self, workload: Workload, at: Layouts, *, layer: Floats, head: Floats, embedding: Floats

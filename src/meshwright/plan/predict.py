@@ -48,6 +48,8 @@ class Prediction:
     """Host memory per rank."""
     memory_margin: Margin | None = None
     """How far allocated bytes may be off, in both directions; None where it is not known."""
+    assumed: tuple[str, ...] = ()
+    """What was assumed about the data."""
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -126,6 +128,7 @@ def predict_layout(
         capacity_bytes=cluster.device.memory_bytes,
         host_capacity_bytes=cluster.host_memory_bytes / cluster.devices_per_node,
         memory_margin=memory_margin(workload, layout, framework),
+        assumed=workload.assumed,
     )
 
 

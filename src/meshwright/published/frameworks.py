@@ -17,9 +17,10 @@ from meshwright.errors import SpecError
 from meshwright.hardware.catalogue import Cluster, Device
 from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.memory.activations import Items
+from meshwright.plan.time.attention import FLASH, kernel_seconds
 from meshwright.plan.time.collectives import Group, all_reduce_seconds
 from meshwright.plan.workload.layouts import Floats, Ints, Layouts
-from meshwright.plan.workload.operators import StageLayers, stage_layers
+from meshwright.plan.workload.operators import StageLayers, attention_core_flops, stage_layers
 from meshwright.plan.workload.workload import Workload
 from meshwright.published.peer_memory import KeptByLayer
 from meshwright.published.unfused_attention import unfused_attention_seconds
@@ -34,6 +35,8 @@ class Peer(Framework):
     selective_regathers: float = 0.0
     elementwise_passes: float = 1.0
     compiled_passes: float = 2.5
+    padded_vocabulary: int = 128
+    pads_at_run_time: bool = False
     logits_traffic: float = 24.0
     recomputed_last_matmul: float = 1.0
     weight_cast_bytes: float = 0.0
@@ -135,7 +138,8 @@ class Peer(Framework):
         """Forward and backward of softmax(q k) v of one layer; first releases wrote the scores to memory."""
         if workload.attention_kernel == "unfused":
             return unfused_attention_seconds(workload, at, device)
-        return super().attention_seconds(workload, at, device)
+        flops = attention_core_flops(workload, at)
+        return kernel_seconds(flops, workload, device, FLASH, length=float(workload.sequence_length))
 
     def slowest_rank_seconds(
         self, workload: Workload, at: Layouts, *, layer: Floats, head: Floats, embedding: Floats

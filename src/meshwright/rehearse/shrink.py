@@ -15,6 +15,7 @@ from meshwright.spec import (
     CheckpointSpec,
     DataSpec,
     LatentSpec,
+    LaunchSpec,
     MemorySpec,
     ModelSpec,
     MoeSpec,
@@ -85,6 +86,7 @@ def shrink_to(run: RunSpec, parallel: ParallelSpec) -> Shrunken:
         checkpoint=CheckpointSpec(),
         observe=ObserveSpec(),
         resilience=ResilienceSpec(),
+        launch=LaunchSpec(),
     )
     small, idle = _without_idle_settings(small)
     return Shrunken(small, tuple(degree_changes(run.parallel, parallel) + _left_out(run) + idle))

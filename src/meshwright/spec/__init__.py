@@ -2,6 +2,7 @@
 
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import BatchRampSpec, DataSpec, SyntheticSpec
+from meshwright.spec.launch import GlooSpec, LaunchSpec, NcclSpec
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.model import (
     AttentionSpec,
@@ -28,14 +29,17 @@ __all__ = [
     "DataSpec",
     "EvaluateSpec",
     "Fp8Spec",
+    "GlooSpec",
     "GroupSpec",
     "LatentSpec",
+    "LaunchSpec",
     "LossScaleSpec",
     "LrScalingSpec",
     "MemorySpec",
     "MlpSpec",
     "ModelSpec",
     "MoeSpec",
+    "NcclSpec",
     "NoiseScaleSpec",
     "ObserveSpec",
     "OptimSpec",

@@ -23,6 +23,8 @@ class Advice:
     fact: str
     where: str
     hint: str
+    padding: tuple[str, int] | None = None
+    """The key and the padded width that remove the waste, where that is all it takes."""
 
 
 Advisor = Callable[[RunSpec], Iterator[Advice]]
@@ -70,9 +72,8 @@ def vocabulary_fills_tiles(run: RunSpec) -> Iterator[Advice]:
         padded = -(-vocabulary // (TILE * tp)) * TILE * tp
         each = f", {vocabulary // tp} on a rank," if tp > 1 else ""
         fact = f"vocab_size={vocabulary}{each} is not a multiple of {ALIGNED}"
-        yield Advice(
-            fact, "model.vocab_size", f"model.vocab_size={padded} pads the embedding with unused rows"
-        )
+        key = "model.vocab_size"
+        yield Advice(fact, key, f"{key}={padded} pads the embedding with unused rows", (key, padded))
 
 
 def widths_fill_tiles(run: RunSpec) -> Iterator[Advice]:
@@ -83,7 +84,8 @@ def widths_fill_tiles(run: RunSpec) -> Iterator[Advice]:
         if (width // degree) % TILE:
             local = f" is {width // degree} on a rank, which" if degree > 1 else ""
             fact = f"{key.rsplit('.', 1)[-1]}={width}{local} is not a multiple of {TILE}"
-            yield Advice(fact, key, f"{key}={-(-width // (TILE * degree)) * TILE * degree} fills the tiles")
+            padded = -(-width // (TILE * degree)) * TILE * degree
+            yield Advice(fact, key, f"{key}={padded} fills the tiles", (key, padded))
 
 
 def _sharded_widths(run: RunSpec) -> Iterator[tuple[str, int, int]]:

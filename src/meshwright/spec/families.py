@@ -7,6 +7,7 @@ coefficients of MoE balancing are those of the original training.
 import difflib
 
 from meshwright.errors import SpecError
+from meshwright.spec.hub_ids import HUB_IDS, family_of_hub_id, hub_id_of
 from meshwright.spec.model import (
     AttentionSpec,
     LatentSpec,
@@ -18,14 +19,34 @@ from meshwright.spec.model import (
 )
 
 
+def is_family(name: str) -> bool:
+    """Whether this is the name of a family, or the Hugging Face hub id of one."""
+    return name.strip().lower() in FAMILIES or family_of_hub_id(name) is not None
+
+
 def family(name: str) -> ModelSpec:
-    """The family of this name; an unknown one is refused with the nearest names."""
-    found = FAMILIES.get(name.strip().lower())
+    """The family of this name or hub id; an unknown one is refused with the nearest names."""
+    found = FAMILIES.get(family_of_hub_id(name) or name.strip().lower())
     if found is not None:
         return found
+    hub_id = hub_id_of(name)
+    if hub_id is not None:
+        raise _unknown_hub_id(hub_id)
     near = difflib.get_close_matches(name.lower(), FAMILIES, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`meshwright models list` shows all families"
     raise SpecError(f"no model family is called {name!r}", where="model", hint=hint)
+
+
+def _unknown_hub_id(hub_id: str) -> SpecError:
+    lower = {each.lower(): each for each in HUB_IDS}
+    near = [lower[each] for each in difflib.get_close_matches(hub_id.lower(), lower, n=3, cutoff=0.6)]
+    nearest = f"did you mean {' or '.join(near)}? " if near else ""
+    return SpecError(
+        f"{hub_id!r} is neither a folder here nor the hub id of a known family",
+        where="model",
+        hint=f"{nearest}any other model is named by its config.json: download that file, then name it or "
+        "its folder",
+    )
 
 
 def _gpt(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Required, TypedDict
 
 from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
 from meshwright.spec.modules import DeviceKind, SamplesSpec
 from meshwright.spec.observe import EvaluateSpec, NoiseScaleSpec, ObserveSpec
@@ -186,6 +187,37 @@ class ResilienceSettings(TypedDict, total=False):
     start_timeout_seconds: float
 
 
+class NcclSettings(TypedDict, total=False):
+    """Fields of `NcclSpec`."""
+
+    interfaces: Sequence[str]
+    infiniband: bool
+    hcas: Sequence[str]
+    ib_timeout: int | None
+    ib_retries: int | None
+    buffer_bytes: int | None
+    algorithms: Sequence[NcclAlgorithm]
+    protocols: Sequence[NcclProtocol]
+    min_ctas: int | None
+    max_ctas: int | None
+    high_priority_stream: bool
+
+
+class GlooSettings(TypedDict, total=False):
+    """Fields of `GlooSpec`."""
+
+    interfaces: Sequence[str]
+
+
+class LaunchSettings(TypedDict, total=False):
+    """Fields of `LaunchSpec`."""
+
+    bind: Binding
+    threads: int | None
+    nccl: NcclSpec | NcclSettings
+    gloo: GlooSpec | GlooSettings
+
+
 class ModuleSettings(TypedDict, total=False):
     """Keywords that `fit` and `prepare` have in common."""
 
@@ -200,6 +232,21 @@ class ModuleSettings(TypedDict, total=False):
     precision: PrecisionSpec | PrecisionSettings
     memory: MemorySpec | MemorySettings
     checkpoint: CheckpointSpec | CheckpointSettings
+    launch: LaunchSpec | LaunchSettings
+    bind: Binding
+    threads: int | None
+    nccl: NcclSpec | NcclSettings
+    infiniband: bool
+    hcas: Sequence[str]
+    ib_timeout: int | None
+    ib_retries: int | None
+    buffer_bytes: int | None
+    algorithms: Sequence[NcclAlgorithm]
+    protocols: Sequence[NcclProtocol]
+    min_ctas: int | None
+    max_ctas: int | None
+    high_priority_stream: bool
+    gloo: GlooSpec | GlooSettings
     dp_replicate: int
     dp_shard: int
     zero: int

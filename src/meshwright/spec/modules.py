@@ -6,6 +6,7 @@ from pydantic import Field
 
 from meshwright.spec.base import Fraction, NonNegative, Positive, PositiveNumber, Spec
 from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.launch import LaunchSpec
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.observe import ObserveSpec
 from meshwright.spec.optim import OptimSpec
@@ -39,6 +40,7 @@ class ModuleSpec(Spec):
     precision: PrecisionSpec = PrecisionSpec()
     memory: MemorySpec = MemorySpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    launch: LaunchSpec = LaunchSpec()
 
     def trajectory_fingerprint(self) -> str:
         """A fingerprint that is equal for two specs whose runs have the same states; see `RunSpec`."""
@@ -54,6 +56,7 @@ class ModuleSpec(Spec):
             "parallel": ParallelSpec(),
             "memory": MemorySpec(),
             "checkpoint": CheckpointSpec(),
+            "launch": LaunchSpec(),
         }
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from meshwright.spec.base import NonNegative, Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
+from meshwright.spec.launch import LaunchSpec
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.observe import ObserveSpec
@@ -44,6 +45,7 @@ class RunSpec(Spec):
     checkpoint: CheckpointSpec = CheckpointSpec()
     observe: ObserveSpec = ObserveSpec()
     resilience: ResilienceSpec = ResilienceSpec()
+    launch: LaunchSpec = LaunchSpec()
 
     @property
     def accumulation(self) -> int:
@@ -87,5 +89,6 @@ class RunSpec(Spec):
             checkpoint=CheckpointSpec(start_from=self.checkpoint.start_from),
             observe=ObserveSpec(),
             resilience=ResilienceSpec(),
+            launch=LaunchSpec(),
         )
         return same_trajectory.fingerprint()

@@ -17,7 +17,7 @@ import meshwright
 from meshwright.errors import MeshwrightError, SpecError, SpecErrors
 from meshwright.files import read_text
 from meshwright.spec.check import check
-from meshwright.spec.families import FAMILIES
+from meshwright.spec.families import FAMILIES, is_family
 from meshwright.spec.huggingface import load_model
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.origin import Layer, Origin, layer_of
@@ -291,7 +291,7 @@ def _family_of(layer: Layer, folder: Path) -> Layer | None:
     if not isinstance(name, str):
         return None
     is_file = _is_path(name) and (_exists(folder / name) or _exists(Path(name)))
-    if isinstance(model, dict) and name not in FAMILIES and not is_file:
+    if isinstance(model, dict) and not is_family(name) and not is_file:
         return None  # only a display name: the mapping contains the model itself
     source = str(folder / name) if is_file and _exists(folder / name) else name
     try:

@@ -16,6 +16,7 @@ from meshwright.mesh import build_mesh, join_world
 from meshwright.spec import (
     CheckpointSpec,
     DataSpec,
+    LaunchSpec,
     MemorySpec,
     ObserveSpec,
     OptimSpec,
@@ -78,6 +79,7 @@ def evaluation_run(
         memory=MemorySpec(),
         observe=ObserveSpec(),
         resilience=ResilienceSpec(),
+        launch=saved.launch if parallel.num_ranks > 1 else LaunchSpec(),
         checkpoint=CheckpointSpec(start_from=str(folder)),
         data=_evaluated_data(saved.data, data, parallel, keeps_batch=num_ranks is None),
     )
@@ -137,7 +139,7 @@ def _require_same_tokenizer(saved: DataSpec, path: str) -> None:
 def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
     """Build the run on this rank, load its weights and evaluate; all ranks call it."""
     every_sample = run.data.holdout_sequences == 0
-    world = join_world(run.device)
+    world = join_world(run.device, launch=run.launch)
     on_first_rank(lambda: require_capacity(run, world.device))
     samples = open_samples(run.data, vocab_size=run.model.vocab_size)
     mesh = build_mesh(run.parallel, world)

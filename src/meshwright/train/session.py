@@ -1,6 +1,7 @@
 """One process of a run: join the other ranks, claim the run directory, train, leave."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,7 +43,9 @@ def run_rank(run: RunSpec, run_dir: Path, *, stop_after: int | None = None, quie
     After an error the process groups of several ranks are left as they are: others may be in any
     collective, and nothing here may wait for them. The caller ends the process.
     """
-    world = join_world(run.device, resilience=run.resilience, run_dir=run_dir)
+    world = join_world(run.device, resilience=run.resilience, launch=run.launch, run_dir=run_dir)
+    if world.is_first and not quiet:
+        print(*world.notes, sep="\n", end="\n" if world.notes else "", file=sys.stderr)
     try:
         on_first_rank(lambda: require_capacity(run, world.device))
         with claimed_directory(run, run_dir):

@@ -24,6 +24,9 @@ NAMED = [
     "gb300",
 ]
 NAMED += ["l40s", "rtx4090", "mi300x", "mi325x", "mi355x", "cpu"]
+NAMED += ["rtx3090", "rtx5090", "a6000", "rtxpro6000", "a10", "l4", "t4", "h20"]
+CLUSTERS = {"dgx-a100", "dgx-h100", "dgx-h200", "leonardo", "lisa", "berzelius"}
+CLUSTERS |= {"alps", "jupiter", "isambard-ai", "hgx-h20", "aws-g6", "aws-g4dn"}
 # Dense TFLOP/s of the course decks: fp32, tf32, 16 bits, fp8.
 DECK_PEAKS = {
     "p100": {"fp32": 10.6, "fp16": 21},
@@ -55,7 +58,28 @@ def test_every_promised_device_is_known(name: str) -> None:
 
 
 def test_every_promised_cluster_is_known() -> None:
-    assert set(cluster_names()) == {"dgx-a100", "dgx-h100", "dgx-h200", "leonardo", "lisa", "berzelius"}
+    assert set(cluster_names()) == CLUSTERS
+
+
+@pytest.mark.parametrize("name", ["rtx3090", "rtx4090", "rtx5090"])
+def test_tensor_rates_of_consumer_cards_are_with_fp32_accumulation(name: str) -> None:
+    """Twice the rate of tf32, which always accumulates in fp32; fp16 accumulation would be four times."""
+    device = find_device(name)
+    assert device.peak("bf16") == device.peak("fp16") == pytest.approx(2 * device.peak("tf32"), rel=0.01)
+    assert "PCIe" in device.sources["links.peer"]
+
+
+def test_a_grace_hopper_reaches_its_host_over_c2c() -> None:
+    for name in ("alps", "jupiter", "isambard-ai"):
+        cluster = parse_cluster(name)
+        assert (cluster.devices_per_node, cluster.host.name) == (4, "c2c")
+
+
+@pytest.mark.parametrize("name", ["tpu-v5e", "tpu-v5e:4x4", "TPU v4", "v5litepod-16", "trn2:16", "gaudi3:8"])
+def test_another_kind_of_accelerator_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(SpecError, match="not supported: PyTorch reaches it through") as caught:
+        parse_cluster(name)
+    assert "h100:8x4" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", DECK_PEAKS)

@@ -11,6 +11,7 @@ from meshwright.models import build_decoder, initialise
 from meshwright.models.balance import pop_routing_records, update_balance_bias
 from meshwright.models.layers.moe import Moe
 from meshwright.models.layers.routing import Capacity, Router
+from meshwright.ops.expert_rows import rows_by_expert
 from meshwright.spec import MoeSpec
 
 SAME_FLOAT64 = {"rtol": 1e-11, "atol": 1e-13}
@@ -68,8 +69,9 @@ def test_an_expert_without_tokens_gets_a_zero_gradient() -> None:
 
 def test_no_token_at_all() -> None:
     moe = _moe()
-    x_ND = torch.zeros(0, 5, dtype=torch.float64, requires_grad=True)
-    moe.experts(x_ND, torch.zeros(4, dtype=torch.int64)).sum().backward()
+    x_TD = torch.zeros(0, 5, dtype=torch.float64, requires_grad=True)
+    rows = rows_by_expert(torch.zeros(0, 2, dtype=torch.int64))
+    moe.experts(x_TD, rows, x_TD.new_zeros(0), torch.zeros(4, dtype=torch.int64)).sum().backward()
     assert moe.experts.down.grad is not None and not moe.experts.down.grad.any()
 
 

@@ -360,6 +360,29 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["model.rope.scaling={kind: llama3, factor: 2, mscale_all_dims: 2}"],
         ],
     ),
+    "nccl_settings_have_effect": (
+        "dense",
+        ["parallel.dp_replicate=2", "launch.nccl.algorithms=[ring]"],
+        [
+            ["launch.nccl.algorithms=[ring]"],
+            ["parallel.dp_replicate=2", "device=cpu", "launch.nccl.high_priority_stream=true"],
+        ],
+    ),
+    "gloo_settings_have_effect": (
+        "dense",
+        ["parallel.dp_replicate=2", "launch.gloo.interfaces=[eth0]"],
+        [["launch.gloo.interfaces=[eth0]"]],
+    ),
+    "infiniband_settings_have_effect": (
+        "dense",
+        ["parallel.dp_replicate=2", "launch.nccl={hcas: [mlx5_0], ib_timeout: 22}"],
+        [["parallel.dp_replicate=2", "launch.nccl={hcas: [mlx5_0], infiniband: false}"]],
+    ),
+    "cta_limits_are_in_order": (
+        "dense",
+        ["parallel.dp_replicate=2", "launch.nccl={min_ctas: 4, max_ctas: 8}"],
+        [["parallel.dp_replicate=2", "launch.nccl={min_ctas: 9, max_ctas: 8}"]],
+    ),
 }
 RULE_BY_NAME = {rule.__name__: rule for rule in RULES}
 

@@ -1,10 +1,15 @@
 """Families are numbers, so the numbers are checked: against published counts and printed sizes."""
 
+from pathlib import Path
+
 import pytest
 
 from meshwright.errors import SpecError
 from meshwright.spec.families import FAMILIES, family
+from meshwright.spec.hub_ids import HUB_IDS, hub_id_of
+from meshwright.spec.huggingface import load_model
 from meshwright.spec.parameters import num_active_parameters, num_parameters
+from meshwright.spec.text import parse_run
 
 # Elements in the published checkpoints (main model; DeepSeek-V3 without its prediction module,
 # its scales and its router biases).
@@ -106,3 +111,46 @@ def test_a_hopeless_name_points_to_the_list() -> None:
     with pytest.raises(SpecError) as caught:
         family("zzzzzz")
     assert "models list" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-70B-Instruct", "llama-3.1-70b"),
+        ("QWEN/qwen3-30b-a3b", "qwen3-30b-a3b"),
+        ("openai-community/gpt2-xl", "gpt2-1.5b"),
+        ("hf://deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
+        ("https://huggingface.co/mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+    ],
+)
+def test_a_hub_id_names_its_family(hub_id: str, name: str) -> None:
+    assert family(hub_id) is load_model(hub_id) is FAMILIES[name]
+
+
+def test_every_hub_id_names_a_family() -> None:
+    assert set(HUB_IDS.values()) <= set(FAMILIES)
+    assert all(hub_id_of(each) == each for each in HUB_IDS)
+
+
+def test_a_run_file_may_name_its_model_by_hub_id() -> None:
+    rest = "data: {synthetic: {}, sequence_length: 8, batch_sequences: 1}\nschedule: {num_steps: 1}\n"
+    for model in ("Qwen/Qwen3-0.6B", "{family: Qwen/Qwen3-0.6B, num_layers: 2}"):
+        run = parse_run(f"model: {model}\n{rest}").run
+        assert (run.model.family, run.model.width) == ("qwen3-0.6b", 1024)
+
+
+def test_a_folder_is_preferred_over_the_hub_id_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen/Qwen3-0.6B").mkdir(parents=True)
+    with pytest.raises(SpecError, match="cannot read the file"):
+        load_model("Qwen/Qwen3-0.6B")
+
+
+def test_an_unknown_hub_id_suggests_the_nearest_and_the_config() -> None:
+    with pytest.raises(SpecError, match="neither a folder here nor the hub id of a known family") as caught:
+        load_model("meta-llama/Llama-3.1-9B")
+    assert "meta-llama/Llama-3.1-8B" in caught.value.hint
+    assert "config.json" in caught.value.hint

@@ -2,7 +2,7 @@
 
 import string
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Le
 from hypothesis import given, settings
@@ -55,7 +55,10 @@ def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
     if below is not None and get_origin(found.annotation) is tuple:
         return st.lists(specs(below), max_size=2)
     if get_origin(found.annotation) is tuple:
-        words = get_args(get_args(found.annotation)[0])
+        item = get_args(found.annotation)[0]
+        if get_origin(item) is Annotated:  # a text with a pattern
+            return st.lists(NAMES, max_size=2)
+        words = get_args(item)
         return st.lists(st.sampled_from(words), unique=True)
     if below is not None:
         return st.one_of(*absent, specs(below))

@@ -1,4 +1,13 @@
-"""Routed experts in place of the dense MLP: dropless unless a capacity is set."""
+"""Routed experts in place of the dense MLP: dropless unless a capacity is set.
+
+    x[N, D]  = the rows of x[T, D] sorted by expert; a token is C rows, one per choice      gather
+    h[N, F]  = weight[N] silu(x gate^T) (x up^T)                                            grouped matmuls
+    y[N, D]  = h down^T                                                                     grouped matmul
+    y[T, D]  = the sum of each token's C rows                                               gather and sum
+
+The router's weight scales h, which is narrower than y: y then needs no pass of its own and is not kept for
+backward. A gather's gradient is a sum of rows and the other way round, so no kernel adds with atomics.
+"""
 
 from collections.abc import Callable
 
@@ -9,12 +18,14 @@ from torch.nn import functional
 from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.models.layers.routing import Capacity, InjectLoss, LoadBalanceLoss, Router, Routing
+from meshwright.ops.expert_rows import ExpertRows, rows_by_expert, rows_of_tokens_twice, sum_of_rows
 from meshwright.ops.grouped_mm import count_groups, grouped_linear
 from meshwright.ops.routed_rows import RoutedRowCounts, RowCounts
 from meshwright.ops.sharded import local
 from meshwright.spec import MoeSpec
 
-Compute = Callable[[Tensor, Tensor], Tensor]
+Compute = Callable[[Tensor, ExpertRows, Tensor, Tensor], Tensor]
+"""(x_TD, rows, weights_N, counts_E) -> y_ND: each row's weight x expert(x of its token)."""
 
 
 class Experts(nn.Module):
@@ -28,11 +39,12 @@ class Experts(nn.Module):
         # Set in a rehearsal: the device whose kernels are chosen.
         self.simulated: SimulatedDevice | None = None
 
-    def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """y_ND for tokens sorted by expert; `counts_E` is the number of tokens of each local expert."""
-        gate_NF = grouped_linear(x_ND, local(self.gate), counts_E, self.simulated)
-        up_NF = grouped_linear(x_ND, local(self.up), counts_E, self.simulated)
-        h_NF = functional.silu(gate_NF) * up_NF
+    def forward(self, x_TD: Tensor, rows: ExpertRows, weights_N: Tensor, counts_E: Tensor) -> Tensor:
+        """y_ND, weight x expert(x) of each row; `counts_E` is the number of rows of each local expert."""
+        gate_x_ND, up_x_ND = rows_of_tokens_twice(x_TD, rows)
+        gate_NF = grouped_linear(gate_x_ND, local(self.gate), counts_E, self.simulated)
+        up_NF = grouped_linear(up_x_ND, local(self.up), counts_E, self.simulated)
+        h_NF = (functional.silu(gate_NF) * up_NF * weights_N[:, None]).to(gate_NF.dtype)
         return grouped_linear(h_NF, local(self.down), counts_E, self.simulated)
 
 
@@ -47,16 +59,17 @@ class Dispatch(nn.Module):
 
     def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
         """Sum over each token's choices of weight x expert(x). Expert id E means: no expert."""
-        num_choices = experts_TC.shape[1]
-        order_N = experts_TC.flatten().argsort(stable=True)  # the tokens of one expert are contiguous
         counts_E = count_groups(experts_TC, self.num_experts)
-        if self.capacity_factor is not None:  # host sync: dropped choices sort to the end
-            num_kept = self.row_counts.within_capacity(counts_E, len(order_N), self.capacity_factor)
-            order_N = order_N[:num_kept]
-        y_ND = compute(x_TD[order_N // num_choices], counts_E)
-        back_ND = y_ND.new_zeros(experts_TC.numel(), y_ND.shape[-1]).index_copy(0, order_N, y_ND)
-        weighted_TCD = back_ND.unflatten(0, (-1, num_choices)) * weights_TC[..., None]
-        return weighted_TCD.sum(1).to(x_TD.dtype)
+        rows = self._rows(experts_TC, counts_E)
+        y_ND = compute(x_TD, rows, rows.choices(weights_TC), counts_E)
+        return sum_of_rows(y_ND, rows).to(x_TD.dtype)
+
+    def _rows(self, experts_TC: Tensor, counts_E: Tensor) -> ExpertRows:
+        if self.capacity_factor is None:
+            return rows_by_expert(experts_TC)
+        # Host sync: dropped choices sort to the end.
+        num_kept = self.row_counts.within_capacity(counts_E, experts_TC.numel(), self.capacity_factor)
+        return rows_by_expert(experts_TC, num_kept)
 
 
 class Moe(nn.Module):

@@ -90,6 +90,7 @@ def fill_request(request: Request) -> FilledRequest:
     reject_pinned(request.allow, request.pins)
     allow = parse_allow(request.allow)
     question = Question(run, request.cluster, request.pins, request.objective, allow=allow)
+    assumed += question.workload.assumed
     return FilledRequest(question, tokens, tuple(assumed))
 
 
@@ -240,7 +241,8 @@ def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
         peaks = request.cluster.device.peak_flops_per_second
         wanted = ("fp32",) if request.cluster.device.name == "cpu" else ("bf16", "fp16", "fp32")
         compute = next((name for name in wanted if name in peaks), "fp32")
-        assumed.append(f"{compute} compute (--precision)")
+        lacks_bf16 = "" if compute != "fp16" else f": {request.cluster.device.title} has no bf16"
+        assumed.append(f"{compute} compute{lacks_bf16} (--precision)")
     return {"compute": compute, **({"loss_scale": {}} if compute == "fp16" else {})}
 
 

@@ -1,5 +1,7 @@
 """Seconds of one kernel on one device: a roofline, with an efficiency that depends on the shape."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from meshwright.hardware.catalogue import Device
@@ -19,11 +21,25 @@ TILES = ((128, 256), (256, 128), (128, 128))
 TILE_RATE = (1.0, 1.0, 0.93)
 # Rate of grouped matmuls (routed experts) against a single one.
 GROUPED_RATE = 0.48
-# Rate of flash attention against the device's best matmul, at head width 128 and long sequences.
-FLASH_FORWARD, FLASH_BACKWARD = 0.68, 0.56
-FLASH_HALF_RATE_SEQUENCE = 384.0
-# FLOPs of the backward kernel over those of the forward kernel, which it partly recomputes.
-FLASH_BACKWARD_FLOPS = 2.5
+
+
+@dataclass(frozen=True)
+class MisalignedRates:
+    """Rates of matmuls that have a row of no multiple of 16 bytes, against aligned ones.
+
+    Measured on one H200 (bench/results/alignment_h200_2026-11-16.json). Earlier devices lose less: nanoGPT
+    reports a step 25% faster with 50304 tokens in the vocabulary instead of 50257 on A100.
+    """
+
+    half_aligned: float
+    """Rows of a multiple of 4 bytes."""
+    odd_result: float
+    odd_operand: float
+
+
+HOPPER_MISALIGNED = MisalignedRates(half_aligned=0.39, odd_result=0.14, odd_operand=0.21)
+EARLIER_MISALIGNED = MisalignedRates(half_aligned=0.6, odd_result=0.45, odd_operand=0.45)
+ALIGNED_BYTES, HALF_ALIGNED_BYTES = 16, 4
 
 
 def copy_rate(device: Device) -> float:
@@ -47,12 +63,29 @@ def matmul_seconds(matmul: Matmul, device: Device, workload: Workload) -> Floats
     """Roofline of one (grouped) matmul: tensor cores at the shape's efficiency, or memory."""
     rate = _matmul_rate(matmul, device, workload)
     efficiency = tile_efficiency(matmul.m, matmul.n, matmul.groups, device)
-    efficiency = efficiency * matmul.k / (matmul.k + HALF_RATE_K)
+    efficiency = efficiency * matmul.k / (matmul.k + HALF_RATE_K) * alignment_rate(matmul, device, workload)
     if matmul.part == "experts":
         efficiency = np.where(matmul.groups > 1, GROUPED_RATE, 1.0) * efficiency
     elements = matmul.m * matmul.k + matmul.k * matmul.n + matmul.m * matmul.n
     moved = workload.working_bytes * matmul.groups * elements
     return KERNEL_SECONDS + np.maximum(matmul.flops / (rate * efficiency), moved / copy_rate(device))
+
+
+def alignment_rate(matmul: Matmul, device: Device, workload: Workload) -> Floats:
+    """Rate of a matmul with these widths against that with aligned ones; tokens are rows and do not count."""
+    rates = HOPPER_MISALIGNED if "fp8" in device.peak_flops_per_second else EARLIER_MISALIGNED
+    result, operand = matmul.n, matmul.m if matmul.sums_tokens else matmul.k
+    if not (workload.working_bytes * (result + operand) % ALIGNED_BYTES).any():
+        return np.ones_like(result)
+    odd_result = rates.odd_operand if matmul.sums_tokens else rates.odd_result
+    by_result = _row_rate(workload.working_bytes * result, rates.half_aligned, odd_result)
+    by_operand = _row_rate(workload.working_bytes * operand, rates.half_aligned, rates.odd_operand)
+    return np.minimum(by_result, by_operand)
+
+
+def _row_rate(row_bytes: Floats, half_aligned: float, odd: float) -> Floats:
+    is_half_aligned = row_bytes % HALF_ALIGNED_BYTES == 0
+    return np.where(row_bytes % ALIGNED_BYTES == 0, 1.0, np.where(is_half_aligned, half_aligned, odd))
 
 
 def _matmul_rate(matmul: Matmul, device: Device, workload: Workload) -> float:
@@ -62,21 +95,3 @@ def _matmul_rate(matmul: Matmul, device: Device, workload: Workload) -> float:
         return bf16
     share = workload.low_precision_layers
     return 1.0 / (share / device.matmul_ceiling(workload.matmul_rate) + (1.0 - share) / bf16)
-
-
-def flash_seconds(flops: Floats, device: Device, workload: Workload, *, backward: bool) -> Floats:
-    """Seconds of a flash attention kernel, whose rate falls with short heads and short sequences."""
-    attention = workload.model.attention
-    width = 0.5 * (attention.head_width + attention.value_width)
-    shape = (
-        1.25
-        * width
-        / (width + 32.0)
-        * workload.sequence_length
-        / (workload.sequence_length + FLASH_HALF_RATE_SEQUENCE)
-    )
-    share = FLASH_BACKWARD if backward else FLASH_FORWARD
-    ceiling = device.matmul_ceiling(workload.activation_precision)
-    best = device.best_attention_flops_per_second or share * ceiling
-    factor = FLASH_BACKWARD_FLOPS if backward else 1.0
-    return KERNEL_SECONDS + factor * flops / (best * min(shape, 1.1))

@@ -311,9 +311,14 @@ def _with_host(ctx: Context, device: PassTime, *, passes: Floats | float, moe: b
 
 def head_time(ctx: Context) -> tuple[PassTime, PassTime]:
     """Forward and backward of logits and loss for one micro-batch."""
-    forward, backward = _matmuls_seconds(ctx, [operators.head_matmul(ctx.workload, ctx.at)])
-    logits = ctx.tokens * ctx.workload.model.vocab_size / ctx.at.tp
-    loss = ctx.copy_seconds(ctx.framework.logits_traffic * logits)
+    workload, multiple = ctx.workload, ctx.framework.padded_vocabulary
+    vocabulary = workload.model.vocab_size / ctx.at.tp
+    padded = np.ceil(vocabulary / multiple) * multiple
+    forward, backward = _matmuls_seconds(ctx, [operators.head_matmul(workload, ctx.at, padded)])
+    loss = ctx.copy_seconds(ctx.framework.logits_traffic * ctx.tokens * vocabulary)
+    if ctx.framework.pads_at_run_time:
+        copied = np.where(padded > vocabulary, padded * workload.model.width, 0.0)
+        forward = forward + ctx.copy_seconds(2.0 * workload.working_bytes * copied)
     tp = 0.5 * _tp_seconds(ctx) * ctx.framework.exposed_communication
     slowdown = ctx.framework.kernel_slowdown
     return (

@@ -26,7 +26,7 @@ def attention_flops_per_token(model: ModelSpec, sequence_length: int) -> float:
     return 6.0 * model.num_layers * pair_width * keys_seen
 
 
-def mean_keys_seen(sequence_length: int, window: int | None = None) -> float:
+def mean_keys_seen(sequence_length: float, window: int | None = None) -> float:
     """Mean number of keys that a causal query sees: half of the sequence, less with a window.
 
     This is the triangle of the first `window` queries plus the band of all later ones, over the sequence. The

@@ -13,6 +13,7 @@ step take two bytes more.
 from dataclasses import replace
 
 from meshwright.plan.framework import Framework, StateBytes, our_runtime
+from meshwright.plan.workload.documents import documents_of
 from meshwright.plan.workload.workload import WORKING_BYTES, Precision, Workload
 from meshwright.spec.precision import Fp8Spec, PrecisionSpec
 from meshwright.spec.run import RunSpec
@@ -60,7 +61,7 @@ def workload_of(run: RunSpec) -> Workload:
         precision=precision,
         optimizer=_optimizer(run),
         compiled=run.compile,
-        separate_documents=run.data.documents == "separate",
+        documents=documents_of(run.data),
         fp8_recipe=fp8.recipe if fp8 is not None else "current",
         low_precision_layers=_fp8_layers(run.model.num_layers, fp8),
         keeps_low_precision_weights=fp8 is not None and fp8.cast_weights == "per_step",

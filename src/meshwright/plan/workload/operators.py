@@ -4,7 +4,7 @@ Letters: T tokens of the micro-batch on this rank of cp, h width, t = tp. Sequen
 tokens of norms and residuals by t; matmuls see all T tokens and a weight that is sharded over t.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -40,6 +40,8 @@ class Matmul:
     """Runs at the fp8 or fp4 rate of a low-precision recipe."""
     part: str = "projection"
     """projection, mlp, experts or head: the parts that a recompute policy names."""
+    sums_tokens: bool = False
+    """k is the tokens: the weight gradient. Else m is."""
 
     @property
     def flops(self) -> Floats:
@@ -48,9 +50,8 @@ class Matmul:
 
     def backward(self) -> tuple["Matmul", "Matmul"]:
         """The input gradient and the weight gradient."""
-        data = Matmul(self.name, self.m, self.k, self.n, self.groups, self.low_precision, self.part)
-        weight = Matmul(self.name, self.k, self.n, self.m, self.groups, self.low_precision, self.part)
-        return data, weight
+        data = replace(self, n=self.k, k=self.n)
+        return data, replace(self, m=self.k, n=self.n, k=self.m, sums_tokens=True)
 
 
 def _matmul(name: str, m: Floats, n: object, k: object, **rest: object) -> Matmul:
@@ -126,13 +127,13 @@ def moe_matmuls(workload: Workload, at: Layouts) -> list[Matmul]:
     return [*router, *routed, shared_up, shared_down]
 
 
-def head_matmul(workload: Workload, at: Layouts) -> Matmul:
-    """The logits; fp8 and fp4 recipes leave them in the activation precision."""
+def head_matmul(workload: Workload, at: Layouts, vocabulary: Floats) -> Matmul:
+    """The logits of so many rows of the head; fp8 and fp4 recipes leave them in the activation precision."""
     tokens = at.microbatch_tokens(workload.sequence_length)
     return _matmul(
         "head",
         tokens,
-        workload.model.vocab_size / at.tp,
+        vocabulary,
         workload.model.width,
         low_precision=False,
         part="head",

@@ -7,6 +7,7 @@ from typing import Literal
 
 from meshwright.plan.memory.buckets import Buckets, buckets_of
 from meshwright.plan.workload import flops
+from meshwright.plan.workload.documents import DocumentLengths
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, layer_parameters, parameters
 from meshwright.spec.placement import TP_SHARDED_DIMS
@@ -126,8 +127,8 @@ class Workload:
     """How fp8 linears are scaled, which changes what they keep."""
     keeps_low_precision_weights: bool = False
     """Weights are cast to fp8 once per update; the copies, plain and transposed, are kept beside them."""
-    separate_documents: bool = False
-    """Attention stays inside documents (document masking, varlen)."""
+    documents: DocumentLengths | None = None
+    """Attention stays inside these documents (document masking, varlen); None joins them."""
 
     @cached_property
     def counts(self) -> ParameterCounts:
@@ -160,16 +161,34 @@ class Workload:
         return WORKING_BYTES.get(self.precision, 2.0)
 
     @property
-    def has_mask(self) -> bool:
-        """Whether attention stores a mask of documents or a window: in fp32, and with attention dropout."""
-        attention = self.model.attention
-        has_window = attention.window is not None and attention.window < self.sequence_length
-        needs_mask = self.working_bytes > 2.0 or attention.dropout > 0
-        return needs_mask and (self.separate_documents or has_window)
+    def separate_documents(self) -> bool:
+        """Whether attention stays inside documents."""
+        return self.documents is not None
 
     @property
+    def assumed(self) -> tuple[str, ...]:
+        """What was assumed about the data: lengths of documents where no dataset is there to read them."""
+        if self.documents is None or self.documents.source:
+            return ()
+        return (f"{self.documents} (data.path reads them from a dataset, data.documents=joined joins them)",)
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a query sees at most; None where that is the sequence."""
+        window = self.model.attention.window
+        return window if window is not None and window < self.sequence_length else None
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether attention stores a mask of documents or a window: in fp32, and with attention dropout."""
+        needs_mask = self.working_bytes > 2.0 or self.model.attention.dropout > 0
+        return needs_mask and (self.separate_documents or self.window is not None)
+
+    @cached_property
     def keys_seen(self) -> float:
-        """Mean number of keys that a causal query sees."""
+        """Mean number of keys that a causal query sees: of its document, its sequence or its window."""
+        if self.documents is not None:
+            return self.documents.keys_seen(self.model.attention.window)
         return flops.mean_keys_seen(self.sequence_length, self.model.attention.window)
 
     @cached_property

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from meshwright.errors import SpecError
 from meshwright.files import MIB, read_json_file
-from meshwright.spec.families import FAMILIES, family
+from meshwright.spec.families import FAMILIES, family, is_family
+from meshwright.spec.hub_ids import hub_id_of
 from meshwright.spec.huggingface.rope import read_rope
 from meshwright.spec.model import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -83,14 +84,15 @@ class _Reader:
 
 
 def load_model(text: str) -> ModelSpec:
-    """The model of a name: a family, a `config.json`, or a folder that has one."""
+    """The model of a name: a family, its hub id, a `config.json`, or a folder that has one."""
     path = Path(text).expanduser()
-    if text.strip().lower() in FAMILIES and not path.is_file():
+    is_name = text.strip().lower() in FAMILIES
+    if is_family(text) and not (path.is_file() or (path.is_dir() and not is_name)):
         return family(text)
     if path.is_dir():
         path = path / "config.json"
     elif path.suffix != ".json" and not path.exists():
-        if "/" in text:
+        if "/" in text and hub_id_of(text) is None:
             hint = "give a family name, a config.json or a folder that holds one"
             raise SpecError(f"there is no folder {text!r}", where="model", hint=hint)
         return family(text)

@@ -33,8 +33,8 @@ def test_state_too_large_for_one_device_is_sharded_without_tp_or_pp() -> None:
 
 def test_large_models_use_tp_inside_a_node() -> None:
     """Few tokens per device do not overlap the gathers of layers; at 8192 tokens FSDP alone is as fast."""
-    here = "memory.offload=[]"
-    parallel = planned("llama-3.1-70b", "dgx-h100:8", here, seq=4096, batch_tokens=2**18).best.run.parallel
+    here = ("memory.offload=[]", "data.documents=joined")
+    parallel = planned("llama-3.1-70b", "dgx-h100:8", *here, seq=4096, batch_tokens=2**18).best.run.parallel
     assert parallel.zero == 3
     assert 1 < parallel.tp <= 8
 

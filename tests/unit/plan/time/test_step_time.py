@@ -169,3 +169,48 @@ def test_the_closed_form_is_near_the_simulation(schedule: str, virtual: int, pp:
     )
     after = sum(float(cost.items[name][0]) for name in ("dp", "optimizer", "offload"))
     assert float(cost.step_seconds[0]) - after == pytest.approx(simulated, rel=0.06)
+
+
+def _rate(width: float, *, as_result: bool, on: str = "h200:1") -> float:
+    shape = _matmul(16384, width, 2048) if as_result else _matmul(16384, 2048, width)
+    seconds = kernels.matmul_seconds(shape, parse_cluster(on).device, LLAMA)
+    return float(shape.flops[0] / seconds[0] / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("width", "as_result", "measured"),
+    [
+        (7168, True, 672.8),
+        (7172, True, 257.0),
+        (7170, False, 278.0),
+        (7201, True, 96.6),
+        (7201, False, 142.0),
+        (32003, True, 98.4),
+        (32003, False, 144.0),
+    ],
+)
+def test_odd_widths_run_at_their_measured_rate(width: int, as_result: bool, measured: float) -> None:
+    """TFLOP/s of bench/results/alignment_h200_2026-11-16.json."""
+    assert _rate(width, as_result=as_result) == pytest.approx(measured, rel=0.15)
+
+
+def test_tokens_need_no_alignment() -> None:
+    """Rows of all three matmuls of a linear are widths; the number of tokens is that of rows."""
+    device = parse_cluster("h200:1").device
+    for tokens in (16384.0, 16383.0):
+        for one in (_matmul(tokens, 4096, 2048), *_matmul(tokens, 4096, 2048).backward()):
+            assert kernels.alignment_rate(one, device, LLAMA)[0] == 1.0
+    for one in (_matmul(16384, 4095, 2048), *_matmul(16384, 4095, 2048).backward()):
+        assert kernels.alignment_rate(one, device, LLAMA)[0] < 0.25
+
+
+def test_odd_widths_of_a_model_cost_more_than_padded_ones() -> None:
+    model = family("llama-3.2-1b")
+
+    def seconds(mlp: int, vocabulary: int) -> float:
+        changed = model.with_(mlp=model.mlp.with_(width=mlp), vocab_size=vocabulary)
+        return _seconds(layouts(microbatch_sequences=4), Workload(changed, 4096), "h200:1")
+
+    assert seconds(7201, 32064) > 1.5 * seconds(7232, 32064)
+    # The head pads its vocabulary itself: a copy of its weight is all that it costs.
+    assert seconds(7232, 32064) < seconds(7232, 32003) < 1.01 * seconds(7232, 32064)

@@ -26,11 +26,11 @@ def test_operators_add_up_to_the_flops_of_a_token(name: str) -> None:
     counts = workload.counts
     dense = operators.mlp_matmuls(workload, at) if counts.num_dense_layers else []
     routed = operators.moe_matmuls(workload, at) if counts.num_moe_layers else []
-    layers = workload.model.num_layers
+    layers, vocabulary = workload.model.num_layers, np.full(1, float(workload.model.vocab_size))
     forward = layers * sum(m.flops[0] for m in operators.attention_matmuls(workload, at))
     forward += counts.num_dense_layers * sum(m.flops[0] for m in dense)
     forward += counts.num_moe_layers * sum(m.flops[0] for m in routed)
-    forward += operators.head_matmul(workload, at).flops[0]
+    forward += operators.head_matmul(workload, at, vocabulary).flops[0]
     forward += layers * operators.attention_core_flops(workload, at)[0]
     assert 3.0 * forward == pytest.approx(2 * SEQUENCE * flops_per_token(workload.model, SEQUENCE), rel=1e-9)
 

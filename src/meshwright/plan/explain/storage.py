@@ -1,0 +1,23 @@
+"""Time to write a checkpoint to the storage of a cluster, where its rate is known."""
+
+from meshwright.plan.search.question import Question
+from meshwright.plan.workload.workload import OPTIMIZER_BYTES
+from meshwright.units import show_bytes, show_seconds
+
+
+def checkpoint_bytes(question: Question) -> float:
+    """Bytes of a checkpoint: weights with their lower bits, and optimizer states."""
+    state, work = question.framework.state, question.workload
+    return work.counts.total * (state.weight + state.master + OPTIMIZER_BYTES[work.optimizer])
+
+
+def checkpoint_sentences(question: Question) -> list[str]:
+    """One sentence on checkpoints; none for a cluster whose storage is not known."""
+    rate = question.cluster.storage_bytes_per_second
+    if rate is None:
+        return []
+    size = checkpoint_bytes(question)
+    return [
+        f"A checkpoint of {show_bytes(size)} takes {show_seconds(size / rate)} to write at "
+        f"{rate / 1e9:g} GB/s."
+    ]

@@ -1,0 +1,147 @@
+"""Lengths of separate documents (document masking, varlen), which decide what attention costs.
+
+A token sees the tokens before it in its own document, so attention costs the sum of squared lengths. Lengths
+are those of documents after sequences split them: a sequence begins and ends documents. They come from the
+ends in a packed dataset (documents.bin), or from an assumed distribution.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.plan.workload.flops import mean_keys_seen
+from meshwright.spec.data import DataSpec
+
+Ends = NDArray[np.int64]
+
+DOCUMENTS_FILE = "documents.bin"
+# Assumed where no dataset is named: an eighth of a sequence on average, but not less than web text has, with
+# lengths that are lognormal: the mean is 1.6 times the median.
+ASSUMED_SHARE, ASSUMED_LEAST, ASSUMED_SIGMA = 8, 512, 1.0
+# A large dataset is sampled: blocks of consecutive documents, evenly spread over it.
+MOST_DOCUMENTS, NUM_BLOCKS = 1 << 21, 64
+# Sequences whose work over cp is computed position by position.
+BALANCED_TOKENS, MOST_BALANCED = 1 << 21, 64
+LARGEST_CP = 256
+
+
+@dataclass(frozen=True)
+class DocumentLengths:
+    """Documents of a dataset as sequences split them, in classes of similar length."""
+
+    mean_tokens: float
+    """Mean length of a document before sequences split it."""
+    lengths: tuple[float, ...]
+    """Length of each class: that of the document of a mean token of the class."""
+    shares: tuple[float, ...]
+    """Share of all tokens that each class has."""
+    slowest_cp: tuple[float, ...]
+    """Pairs of the cp rank with the most of them over those of the mean rank, for cp = 1, 2, 4 ..."""
+    source: str = ""
+    """The dataset that was read; empty for an assumed distribution."""
+
+    def keys_seen(self, window: int | None) -> float:
+        """Mean number of keys that a causal query sees."""
+        seen = (mean_keys_seen(length, window) for length in self.lengths)
+        return sum(share * keys for share, keys in zip(self.shares, seen, strict=True))
+
+    @property
+    def mean_of_tokens(self) -> float:
+        """Mean length of the document that a token is in: long documents have most of the tokens."""
+        return sum(share * length for share, length in zip(self.shares, self.lengths, strict=True))
+
+    def slowest_rank(self, cp: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Pairs of the slowest cp rank over those of the mean rank, for each of these degrees."""
+        power = np.ceil(np.log2(np.maximum(cp, 1))).astype(np.int64)
+        return np.asarray(self.slowest_cp)[np.minimum(power, len(self.slowest_cp) - 1)]
+
+    def __str__(self) -> str:
+        mean = f"separate documents of {self.mean_tokens:,.0f} tokens on average"
+        return f"{mean} in {self.source}" if self.source else f"{mean}, lognormal"
+
+
+def documents_of(data: DataSpec) -> DocumentLengths | None:
+    """The documents of a run: of its dataset where that exists here, else assumed; None where joined."""
+    if data.documents == "joined":
+        return None
+    if data.path is not None:
+        file = Path(data.path) / DOCUMENTS_FILE
+        if file.is_file() and file.stat().st_size >= np.dtype(np.int64).itemsize:
+            return _read_documents(file, file.stat().st_mtime_ns, data.sequence_length)
+    return assumed_documents(data.sequence_length)
+
+
+@cache
+def assumed_documents(sequence_length: int, mean_tokens: int | None = None) -> DocumentLengths:
+    """Lognormal documents, drawn once with a fixed seed."""
+    mean = mean_tokens or max(ASSUMED_LEAST, sequence_length // ASSUMED_SHARE)
+    num_tokens = max(64 * sequence_length, BALANCED_TOKENS)
+    centre = np.log(mean) - ASSUMED_SIGMA**2 / 2
+    drawn = np.random.default_rng(0).lognormal(centre, ASSUMED_SIGMA, size=2 * num_tokens // mean + 64)
+    ends = np.cumsum(np.maximum(1, np.rint(drawn)).astype(np.int64))
+    ends = np.append(ends[ends < num_tokens], num_tokens)
+    found = _lengths([ends], 0, sequence_length)
+    return DocumentLengths(float(mean), *found)
+
+
+@cache
+def _read_documents(file: Path, modified_at: int, sequence_length: int) -> DocumentLengths:
+    """The lengths in a packed dataset; `modified_at` makes a changed file a new entry of the cache."""
+    ends: Ends = np.memmap(file, dtype=np.int64, mode="r")
+    mean = float(ends[-1]) / len(ends)
+    size = MOST_DOCUMENTS // NUM_BLOCKS
+    starts = [0] if len(ends) <= MOST_DOCUMENTS else np.linspace(0, len(ends) - size, NUM_BLOCKS).astype(int)
+    count = len(ends) if len(ends) <= MOST_DOCUMENTS else size
+    blocks = [np.asarray(ends[start : start + count]) for start in starts]
+    first = int(ends[starts[0] - 1]) if starts[0] else 0
+    found = _lengths(blocks, first, sequence_length)
+    return DocumentLengths(mean, *found, source=str(file.parent))
+
+
+def _lengths(
+    blocks: list[Ends], begin: int, sequence_length: int
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Classes of lengths, their shares of the tokens, and the balance over cp, from blocks of ends.
+
+    The first document of every block but the first is left out: where it begins is not in the block.
+    """
+    parts: list[Ends] = []
+    for index, ends in enumerate(blocks):
+        start = begin if index == 0 else int(ends[0])
+        borders = np.arange(start // sequence_length + 1, int(ends[-1]) // sequence_length + 1)
+        parts.append(np.diff(np.union1d(np.append(ends, start), borders * sequence_length)))
+    lengths = np.concatenate(parts).astype(np.float64)
+    lengths = lengths[lengths > 0] if (lengths > 0).any() else np.ones(1)
+    balance = _cp_balance(blocks[0], begin, sequence_length)
+    classes = np.floor(2.0 * np.log2(lengths)).astype(np.int64)
+    tokens, squares = (np.bincount(classes, weights=lengths**power) for power in (1, 2))
+    used = tokens > 0
+    means, shares = squares[used] / tokens[used], tokens[used] / tokens.sum()
+    return tuple(map(float, means)), tuple(map(float, shares)), balance
+
+
+def _cp_balance(ends: Ends, begin: int, sequence_length: int) -> tuple[float, ...]:
+    """Pairs of the slowest rank over the mean, for each power of two of cp, in the zig-zag layout.
+
+    Ranks wait for each other in every layer, so the mean over sequences is that of their slowest ranks.
+    """
+    first = -(-begin // sequence_length)
+    count = int(ends[-1]) // sequence_length - first
+    count = min(count, max(2, BALANCED_TOKENS // sequence_length), MOST_BALANCED)
+    if count < 1:
+        return (1.0,)
+    rows = first * sequence_length + np.arange(count * sequence_length)
+    starts = np.append(begin, ends)[np.searchsorted(ends, rows, side="right")]
+    begins = np.maximum(starts, rows // sequence_length * sequence_length)
+    seen = (rows - begins + 0.5).reshape(count, sequence_length)
+    found = [1.0]
+    cp = 2
+    while cp <= LARGEST_CP and sequence_length % (2 * cp) == 0:
+        chunks = seen.reshape(count, 2 * cp, -1).sum(axis=2)
+        ranks = chunks[:, :cp] + chunks[:, : cp - 1 : -1]
+        found.append(float(ranks.max(axis=1).mean() / ranks.mean()))
+        cp *= 2
+    return tuple(found)
