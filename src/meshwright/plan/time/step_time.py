@@ -39,9 +39,9 @@ HOST_UPDATE_BYTES_PER_SECOND = 60e9
 # Share of the host link's data-sheet rate that copies of pinned memory reach, in one direction and in each of
 # both at once: bench/results/offload_h200_2026-11-16.md.
 HOST_ONE_WAY, HOST_BOTH_WAYS = 0.9, 0.58
-# Devices of a node share this many links to the host. DGX A100 and HGX H100 boards have four PCIe switches; on
-# a DGX-2 with four, 16 devices get 3 GB/s each where one alone gets 12 (DeepSpeed issue 1137). Our own
-# measurements are of one device.
+# Devices of a node share this many links to the host, as on DGX A100 and HGX H100 boards with four PCIe
+# switches. On a DGX-2 with four, 16 devices get 3 GB/s each where one alone gets 12 (DeepSpeed issue 1137).
+# Our own measurements are of one device.
 HOST_LINKS_PER_NODE = 4
 # Share of the 1f1b bubble that split backwards leave.
 BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
