@@ -17,6 +17,7 @@ from meshwright.units import show_bytes, show_count, show_seconds
 
 STATE_ITEMS = ("weights", "gradients", "master", "optimizer")
 MIN_FASTER_SHOWN = 0.001
+MIN_EXPOSED_SHOWN = 0.0005
 SHARDED_BY_ZERO = {
     1: "optimizer states are",
     2: "optimizer states and gradients are",
@@ -70,9 +71,12 @@ def _state(best: Candidate) -> Iterator[str]:
     )
     memory = f"{device.title}, {show_bytes(device.memory_bytes)}"
     if best.num_ranks == 1:
-        host = "with host memory " if best.run.memory.offload else ""
-        need = f"with activations {show_bytes(best.device_bytes)}"
-        yield f"{state}, and {host}{need}: it fits on one device ({memory})."
+        need = f"{show_bytes(best.device_bytes)} at the peak of a step"
+        if best.run.memory.offload:
+            on_host = f"With {' and '.join(best.run.memory.offload)} in host memory"
+            yield f"{state}. {on_host} the device holds {need}: it fits on one device ({memory})."
+        else:
+            yield f"{state}, with activations {need}: it fits on one device ({memory})."
     else:
         fits = "fits on" if full < device.memory_bytes else "does not fit on"
         yield f"{state}, which {fits} one device ({memory})."
@@ -225,10 +229,13 @@ def _offload(best: Candidate) -> Iterator[str]:
         return
     without = what_if(with_columns(best, "offload=none", offload=0))
     exposed = best.seconds_items.get("offload", 0.0) / best.step_seconds
+    copies = f"exposed copies take {exposed:.1%} of the step"
+    if exposed < MIN_EXPOSED_SHOWN:
+        copies = "the copies overlap with compute"
     seconds = f" and take {show_seconds(without.step_seconds)}" if without.fits else ""
     yield (
-        f"Offload of {' and '.join(offload)}: {show_bytes(best.host_bytes)} per rank in host memory; exposed "
-        f"copies take {exposed:.1%} of the step. Without offload this layout would need "
+        f"Offload of {' and '.join(offload)}: {show_bytes(best.host_bytes)} per rank in host memory; {copies}. "
+        f"Without offload this layout would need "
         f"{show_bytes(without.device_bytes)} per device{seconds}.{_unmeasured(best)}"
     )
 

@@ -195,10 +195,11 @@ class Rows:
 
     # Micro-batches in flight.
 
-    def activations(self, own_blocks: Floats, own: float = 1.0) -> Floats:
+    def activations(self, own_blocks: Floats, own: float = 1.0, *, in_use: float = 0.0) -> Floats:
         """What so many blocks of the stage keep, and all other micro-batches in flight on the rank.
 
-        A received input lies in its receive buffer. `own`: 0 when the row's micro-batch is done.
+        A received input lies in its receive buffer. `own`: 0 when the row's micro-batch is done. `in_use`: 1
+        when a further block is at work, whose tensors the caller adds.
         """
         count = self.count
         kept, kept_first = count["kept"] + own, count["kept_first"] + own * self.is_first
@@ -207,7 +208,8 @@ class Rows:
         normed = 2.0 * count["kept_last"] * self.stream
         blocks = self._other_blocks + own_blocks
         # With offload two blocks are on the device: one in use, the other on its way.
-        blocks = np.where(self.is_offloaded, np.minimum(blocks, ON_DEVICE_AT_ONCE), blocks)
+        here = np.minimum(blocks, ON_DEVICE_AT_ONCE - in_use)
+        blocks = np.where(self.is_offloaded, here, blocks)
         received = np.where(self.is_offloaded, 0.0, received)
         return blocks * self.kept + kept * self.tables - received + normed + self._waiting
 
