@@ -234,9 +234,9 @@ def _offload(best: Candidate) -> Iterator[str]:
         copies = "the copies overlap with compute"
     seconds = f" and take {show_seconds(without.step_seconds)}" if without.fits else ""
     yield (
-        f"Offload of {' and '.join(offload)}: {show_bytes(best.host_bytes)} per rank in host memory; {copies}. "
-        f"Without offload this layout would need "
-        f"{show_bytes(without.device_bytes)} per device{seconds}.{_unmeasured(best)}"
+        f"Offload of {' and '.join(offload)}: {show_bytes(best.host_bytes)} per rank in host memory; "
+        f"{copies}. Without offload this layout would need {show_bytes(without.device_bytes)} per device"
+        f"{seconds}.{_unmeasured(best)}"
     )
 
 
