@@ -251,7 +251,7 @@ def _unmeasured(best: Candidate) -> str:
             f"each of {cluster.devices_per_node} devices of a node is assumed to get {rate} to the host"
         )
     if best.run.parallel.pp > 1:
-        facts.append("copies of a pipeline's micro-batches are assumed to overlap like those of one stage")
+        facts.append("copies in a pipeline are assumed to run in both directions at once, beside compute")
     return f" Not measured: {'; '.join(facts)}." if facts else ""
 
 

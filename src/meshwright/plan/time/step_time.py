@@ -290,7 +290,10 @@ def _reduce_seconds(ctx: Context, elements: Floats, members: Group) -> Floats:
 
 def _offload_seconds(ctx: Context, forward: PassTime, backward: PassTime, layers: Floats) -> Floats:
     """Exposed copies of activations and weights between device and host for one micro-batch."""
-    at, rate = ctx.at, HOST_ONE_WAY * host_share(ctx.cluster) * ctx.cluster.host.bytes_per_second
+    at = ctx.at
+    # A pipeline alternates forwards and backwards, so that copies run in both directions at once.
+    one_way = np.where(at.pp > 1, HOST_BOTH_WAYS, HOST_ONE_WAY)
+    rate = one_way * host_share(ctx.cluster) * ctx.cluster.host.bytes_per_second
     movable = movable_activation_bytes(ctx.workload, at, ctx.framework)
     activations = at.offloads("activations") * movable / rate
     share = ctx.workload.counts.num_moe_layers / ctx.workload.model.num_layers
