@@ -10,12 +10,14 @@ from meshwright.plan.memory.rank_bytes import memory
 from meshwright.plan.predict import predict_layout
 from meshwright.plan.time.step_time import step_cost
 from meshwright.plan.workload.layouts import FULL, Layouts, layouts
+from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.plan.workload.workload import Adapters, Workload
 from meshwright.published.conventions import training_days
 from meshwright.published.frameworks import find_framework
 from meshwright.published.predict import predict_table_run
 from meshwright.published.table import read_row, without_overlap
 from meshwright.spec.families import family
+from meshwright.units import show_count
 
 DAYS_PER_WEEK, DAYS_PER_YEAR = 7.0, 365.25
 
@@ -119,7 +121,7 @@ def _leonardo_label(row: tuple[str, int, int, int, int, int, int]) -> str:
     return f"{size}, {gpus} GPUs, batch {batch}, micro-batch {microbatch}"
 
 
-def _leonardo_tflops(row: tuple[str, int, int, int, int, int, int]) -> float:
+def _leonardo_tflops(row: tuple[str, int, int, int, int, int, int], *, virtual_stages: int = 1) -> float:
     size, gpus, tp, pp, batch, microbatch, _ = row
     dp = gpus // (tp * pp)
     megatron = without_overlap(find_framework("megatron"), [])
@@ -130,9 +132,27 @@ def _leonardo_tflops(row: tuple[str, int, int, int, int, int, int]) -> float:
         microbatch_sequences=microbatch,
         num_microbatches=batch // (dp * microbatch),
         recompute=0 if size == "8B" else FULL,
+        virtual_stages=virtual_stages,
+        schedule=SCHEDULES.index("interleaved_1f1b" if virtual_stages > 1 else "1f1b"),
     )
     workload = Workload(family(LEONARDO_FAMILY[size]), LEONARDO_SEQUENCE)
     return predict_layout(workload, at, parse_cluster(f"leonardo:{gpus // 4}"), megatron).tflops_per_device
+
+
+def leonardo_what_if() -> list[Compared]:
+    """The 70B row with other micro-batches and virtual stages: published and predicted over the first row."""
+    first, row = _leonardo_tflops(LEONARDO[0]), LEONARDO[-1]
+    found: list[Compared] = []
+    for microbatch in (1, 2, 4, 8, 16):
+        for virtual in (1, 5):
+            changed = (*row[:5], microbatch, row[6])
+            rate = _leonardo_tflops(changed, virtual_stages=virtual) / first
+            found.append(
+                Compared(
+                    f"micro-batch {microbatch}, {virtual} stage(s) per rank", row[-1] / LEONARDO[0][-1], rate
+                )
+            )
+    return found
 
 
 FINE_TUNING_ASSUMED = (
@@ -185,26 +205,55 @@ def gpt3_table() -> list[Compared]:
     ]
 
 
+# parameters, unit, days per unit, durations on one and on four DGX A100; 300 B tokens at 140 TFLOP/s per GPU
+DURATIONS = (
+    (1.7e9, "weeks", DAYS_PER_WEEK, 6.0, 1.5),
+    (18e9, "weeks", DAYS_PER_WEEK, 65.0, 16.0),
+    (76e9, "years", DAYS_PER_YEAR, 5.2, 1.3),
+    (1e12, "years", DAYS_PER_YEAR, 68.5, 17.1),
+)
+
+
 def duration_table() -> list[Compared]:
-    """Weeks and years on one and four DGX A100 at the Megatron table's speeds; 300 B tokens, 1 T for 1T."""
-    trillion, billions = 1e12, 300e9
+    """Weeks and years on one and four DGX A100: 300 B tokens with full recompute."""
+    found: list[Compared] = []
+    for size, unit, unit_days, one, four in DURATIONS:
+        for nodes, published in ((1, one), (4, four)):
+            days = training_days(size, 300e9, 8 * nodes, flops_per_second=140e12)
+            label = f"{show_count(size)}, {nodes} DGX, {unit}"
+            found.append(Compared(label, published, days / unit_days))
+    alone = training_days(175e9, 300e9, 1, flops_per_second=312e12, passes=6.0)
+    return [*found, Compared("GPT-3 175B, one A100 at peak, years", 31, alone / DAYS_PER_YEAR)]
 
-    def days(size: float, gpus: int, tflops: float, tokens: float = billions) -> float:
-        return training_days(size, tokens, gpus, flops_per_second=tflops * 1e12)
 
-    return [
-        Compared("1.7B, one DGX, weeks", 6, days(1.7e9, 8, 137) / DAYS_PER_WEEK),
-        Compared("1.7B, four DGX, weeks", 2, days(1.7e9, 32, 137) / DAYS_PER_WEEK),
-        Compared("18B, one DGX, weeks", 65, days(18e9, 8, 135) / DAYS_PER_WEEK),
-        Compared("18B, four DGX, weeks", 16, days(18e9, 32, 135) / DAYS_PER_WEEK),
-        Compared("76B, one DGX, years", 5, days(76e9, 8, 140) / DAYS_PER_YEAR),
-        Compared("76B, four DGX, years", 1, days(76e9, 32, 140) / DAYS_PER_YEAR),
-        Compared(
-            "GPT-3 175B, one A100 at peak, years",
-            31,
-            training_days(175e9, billions, 1, flops_per_second=312e12, passes=6.0) / DAYS_PER_YEAR,
-        ),
-        # By the formula 1 T tokens are 194 years; the deck's 69 would be 355 B tokens.
-        Compared("1T on 1 T tokens, one DGX, years", 69, days(1e12, 8, 163, trillion) / DAYS_PER_YEAR),
-        Compared("1T on 1 T tokens, four DGX, years", 17, days(1e12, 32, 163, trillion) / DAYS_PER_YEAR),
-    ]
+def deepseek_table() -> list[Compared]:
+    """DeepSeek-V3 on 2,048 H800: 2.664 M GPU-hours for 14.8 T tokens, layout and batch as in its report."""
+    model = family("deepseek-v3")
+    assert model.moe is not None
+    row = {
+        "framework": "hai-llm",
+        "layers": model.num_layers,
+        "hidden": model.width,
+        "ffn": model.moe.width,
+        "heads": model.attention.num_heads,
+        "vocab": model.vocab_size,
+        "seq": 4096,
+        "gpu": "h800",
+        "gpus": 2048,
+        "network": "NVLink4 + 8x400Gb/s IB per node",
+        "tp": 1,
+        "pp": 16,
+        "ep": 64,
+        "mbs": 1,
+        "gbs": 15360,
+        "zero": 1,
+        "recompute": "selective: layernorm, mla_up_proj",
+        "precision": "fp8",
+    }
+    published = 14.8e12 / (2.664e6 * 3600)
+    found: list[Compared] = []
+    for label, change in (("as published", {}), ("linears and experts in bf16", {"precision": "bf16"})):
+        cells = {key: str(value) for key, value in {**row, **change}.items()}
+        rate = predict_table_run(read_row(cells, where=label)).tokens_per_second_per_device
+        found.append(Compared(f"tokens/s per GPU, {label}", published, rate))
+    return found

@@ -72,7 +72,10 @@ def _named(found: dict[str, Any]) -> str:
     weights = run["precision"].get("weights", "fp32")
     length, batch = run["data"]["sequence_length"], run["data"]["microbatch_sequences"]
     kind = "bf16" if precision == "all" else precision
-    return f"{run['model']['family']}, {kind}, weights {weights}, {batch} x {length}"
+    mean = found["options"].get("documents")
+    documents = f"separate documents of {mean} on average" if mean else "joined documents"
+    model = f"{run['model']['family']}, {run['model']['num_layers']} layers"
+    return f"{model}, {kind}, weights {weights}, {batch} x {length}, {documents}"
 
 
 def main() -> None:

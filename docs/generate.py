@@ -8,8 +8,9 @@ import inspect
 import io
 import os
 import re
+import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -193,9 +194,10 @@ def _default(value: Any) -> str:
 
 
 def _kind(found: FieldInfo) -> str:
-    if spec_of(found) is not None:
-        return "list of mappings" if get_origin(found.annotation) is tuple else "mapping"
-    options = get_args(found.annotation) if type(None) in get_args(found.annotation) else (found.annotation,)
+    if spec_of(found) is not None and get_origin(found.annotation) is tuple:
+        return "list of mappings"
+    is_union = get_origin(found.annotation) in (Union, types.UnionType)
+    options = get_args(found.annotation) if is_union else (found.annotation,)
     return ", ".join(_word(option) for option in options if option is not type(None))
 
 
@@ -204,6 +206,8 @@ def _word(option: Any) -> str:
         return " ".join(f"`{word}`" for word in get_args(option))
     if get_origin(option) is tuple:
         return f"list of {_word(get_args(option)[0])}"
+    if isinstance(option, type) and issubclass(option, Spec):
+        return "mapping"
     plain = get_args(option)[0] if get_origin(option) is Annotated else option
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[plain]
 

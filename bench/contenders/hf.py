@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from bench.contenders.hf_model import hf_model
-from bench.contenders.protocol import Clock, Job, endless, loader_of, optimizer_of
+from bench.contenders.protocol import Clock, Job, endless, inputs_of, loader_of, optimizer_of
 from torch import Tensor, nn
 
 
@@ -17,15 +17,21 @@ class LossOnly(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
+        return self.outputs(tokens, targets, positions).loss
+
+    def outputs(self, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Any:
+        """With positions that restart, transformers masks documents (its packed-sequence path)."""
+        return self.model(
+            input_ids=tokens, position_ids=positions, labels=targets, shift_labels=targets, use_cache=False
+        )
 
 
 class FullOutput(LossOnly):
     """Returns the model's own output with the logits, as its documentation shows."""
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
-        return self.model(input_ids=tokens, labels=targets, shift_labels=targets)
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Any:
+        return self.outputs(tokens, targets, positions)
 
 
 def dynamo_of(job: Job) -> TorchDynamoPlugin | None:
@@ -56,7 +62,7 @@ def contend(job: Job, clock: Clock) -> None:
         for _ in range(job.run.accumulation):
             batch = next(rows)
             with accelerator.accumulate(model):
-                outputs = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+                outputs = model(*inputs_of(job, batch))
                 loss = outputs if isinstance(outputs, Tensor) else outputs.loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:

@@ -6,7 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from bench.contenders.plain import plain_model
-from bench.contenders.protocol import Clock, Job, loader_of, optimizer_of
+from bench.contenders.protocol import Clock, Job, inputs_of, loader_of, optimizer_of
 from torch import Tensor
 
 
@@ -20,7 +20,7 @@ class Module(pl.LightningModule):
         self.forward_ = torch.compile(self.model) if job.setting("compile", True) else self.model
 
     def training_step(self, batch: Tensor, _index: int) -> Tensor:
-        return self.forward_(batch[:, :-1], batch[:, 1:])
+        return self.forward_(*inputs_of(self.job, batch))
 
     def on_before_optimizer_step(self, _optimizer: torch.optim.Optimizer) -> None:
         """Clip here with setting `clip` = own: Lightning refuses to clip for a fused AdamW."""

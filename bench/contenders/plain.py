@@ -8,6 +8,7 @@ from bench.contenders.protocol import (
     autocast_of,
     endless,
     fill_weights,
+    inputs_of,
     loader_of,
     optimizer_of,
 )
@@ -60,7 +61,7 @@ def contend(job: Job, clock: Clock) -> None:
         for _ in range(job.run.accumulation):
             batch = next(rows).to(job.device, non_blocking=True)
             with autocast_of(job):
-                loss = forward(batch[:, :-1], batch[:, 1:]) / job.run.accumulation
+                loss = forward(*inputs_of(job, batch)) / job.run.accumulation
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), job.run.optim.max_grad_norm or 1e9)

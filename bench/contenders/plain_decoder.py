@@ -1,7 +1,7 @@
 """A decoder in plain torch: the reference without a framework.
 
-GPT-2 and Llama shapes, fused QKV projection, torch's own norms and attention, cross-entropy over full fp32
-logits.
+GPT-2 and Llama shapes, fused QKV projection, torch's own norms and attention (with separate documents flex
+attention and a block mask), cross-entropy over full fp32 logits.
 """
 
 import math
@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from meshwright.spec import ModelSpec
 
@@ -29,8 +30,8 @@ class Block(nn.Module):
         self.up = nn.Linear(spec.width, mlp.width, bias=mlp.bias)
         self.down = nn.Linear(mlp.width, spec.width, bias=mlp.bias)
 
-    def forward(self, x: Tensor, rope: Tensor | None) -> Tensor:
-        x = x + self.attend(self.attention_norm(x), rope)
+    def forward(self, x: Tensor, rope: Tensor | None, documents: BlockMask | None) -> Tensor:
+        x = x + self.attend(self.attention_norm(x), rope, documents)
         h = self.mlp_norm(x)
         inner = (
             functional.silu(self.gate(h)) * self.up(h)
@@ -39,13 +40,16 @@ class Block(nn.Module):
         )
         return x + self.down(inner)
 
-    def attend(self, x: Tensor, rope: Tensor | None) -> Tensor:
+    def attend(self, x: Tensor, rope: Tensor | None, documents: BlockMask | None) -> Tensor:
         parts = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         q, k, v = parts.split((self.heads, self.groups, self.groups), dim=1)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         gqa = self.heads != self.groups
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        if documents is None:
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        else:
+            out = flex_attention(q, k, v, block_mask=documents, enable_gqa=gqa)
         return self.output(out.transpose(1, 2).flatten(2))
 
 
@@ -63,14 +67,31 @@ class PlainDecoder(nn.Module):
             self.head.weight = self.tokens.weight
         self.register_buffer("rope", rope_cos_sin(spec, length), persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens)
+        rope, documents = self.rope, None
+        if positions is not None:  # they restart in each document
+            documents = document_mask(positions)
+            rope = None if rope is None else rope[:, positions].unsqueeze(2)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+            x = x + self.positions(
+                torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            )
         for block in self.blocks:
-            x = block(x, self.rope)
+            x = block(x, rope, documents)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def document_mask(positions: Tensor) -> BlockMask:
+    """A causal block mask in which a document sees itself only."""
+    document = (positions == 0).cumsum(1)
+
+    def is_seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document[row, query] == document[row, key])
+
+    rows, length = positions.shape
+    return create_block_mask(is_seen, rows, None, length, length, device=positions.device)
 
 
 def norm(spec: ModelSpec) -> nn.Module:

@@ -19,9 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.bench.step import random_value
+from meshwright.data.samples import Samples
 from meshwright.data.sources import TokenFile
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import parameters
+
+IGNORED = -100
+"""torch's and transformers' label of a target that does not count."""
 
 
 class Clock(Protocol):
@@ -53,6 +57,11 @@ class Job:
         return self.settings.get("weights") == "bf16"
 
     @property
+    def has_documents(self) -> bool:
+        """Whether documents are separate: attention and loss stop at their ends."""
+        return self.run.data.documents == "separate"
+
+    @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.is_all_bf16 else torch.float32
 
@@ -75,17 +84,25 @@ class Job:
 
 
 class TokenRows(Dataset):
-    """Sample i is tokens [i S, (i + 1) S] of the packed file, as in our own data loader."""
+    """Sample i is [tokens, targets, positions], as in our own data loader; IGNORED where no target counts."""
 
     def __init__(self, run: RunSpec) -> None:
-        self.file, self.length = TokenFile.open(str(run.data.path)), run.data.sequence_length
+        source, is_separate = TokenFile.open(str(run.data.path)), run.data.documents == "separate"
+        self.samples = Samples(source, run.data.sequence_length, is_separate)
 
     def __len__(self) -> int:
-        return (len(self.file.tokens) - 1) // self.length
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> Tensor:
-        start = index * self.length
-        return torch.from_numpy(self.file.tokens[start : start + self.length + 1].astype(np.int64))
+        row = self.samples.rows(np.asarray([index]))
+        targets = np.where(row.counts_BS, row.targets_BS, IGNORED)
+        return torch.from_numpy(np.concatenate((row.tokens_BS, targets, row.positions_BS)))
+
+
+def inputs_of(job: Job, batch_B3S: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens, targets and, where documents are separate, positions, which restart in each document."""
+    tokens_BS, targets_BS, positions_BS = (one.contiguous() for one in batch_B3S.unbind(1))
+    return tokens_BS, targets_BS, positions_BS if job.has_documents else None
 
 
 def loader_of(job: Job) -> DataLoader:
@@ -134,7 +151,8 @@ def fill_weights(job: Job, tensor_of: Callable[[str], Tensor]) -> None:
     def draw() -> None:
         for parameter in parameters(spec):
             value = random_value(spec, parameter, job.run.seed, job.device)
-            tensor_of(parameter.name).copy_(value)
+            tensor = tensor_of(parameter.name)
+            tensor.copy_(value.view(tensor.shape))
 
     draw()
     job.redraws.append(draw)

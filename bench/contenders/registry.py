@@ -38,6 +38,11 @@ CONTENDERS = {
         best={"compile": True, "output": "loss", "optimizer": "fused"},
     ),
     "plain": Contender("plain torch", best={"compile": True, "optimizer": "fused"}),
+    "titan": Contender(
+        "torchtitan",
+        packages=("torchtitan",),
+        best={"compile": "regional", "optimizer": "fused"},
+    ),
     "lightning": Contender(
         "Lightning",
         packages=("pytorch_lightning",),
@@ -54,9 +59,24 @@ def best_settings(peer: str) -> Settings:
     return best
 
 
-def sweep_of(peer: str, case: Case, microbatch: int) -> list[Settings]:
+DOCUMENT_KERNELS = {
+    "hf": ("sdpa", "flex_attention"),
+    "plain": ("flex",),
+    "titan": ("varlen", "flex"),
+}
+"""How each peer can keep documents separate."""
+
+
+def sweep_of(peer: str, case: Case, microbatch: int, *, has_documents: bool = False) -> list[Settings]:
     """The settings of a peer that are tried; all of them make steps of the same tokens."""
     best, documented = best_settings(peer), CONTENDERS[peer].documented
+    if has_documents:
+        best = {**best, "microbatch": microbatch // 2} if peer == "titan" else best
+        return [{**best, "attention": kind} for kind in DOCUMENT_KERNELS.get(peer, ())]
+    if peer == "titan" and (case.model.moe is not None or case.model.positions != "rope"):
+        return []  # its Llama alone takes part
+    if peer == "titan":  # it keeps full logits, so the larger micro-batch does not fit beside others
+        return [{**best, "microbatch": microbatch // 2}]
     smaller, larger = {"microbatch": microbatch // 2}, {"microbatch": microbatch * 2}
     if case.model.moe is not None:  # experts compile block by block only
         return [{**best, "compile": "regional"}] if peer == "hf" else []
@@ -84,6 +104,7 @@ def settings_text(settings: Settings, run: RunSpec) -> str:
     if "output" in settings:
         parts.append("loss alone" if settings["output"] == "loss" else "logits returned")
     parts.append("fused AdamW" if settings.get("optimizer", "fused") == "fused" else "default AdamW")
+    parts += [settings["attention"].removesuffix("_attention")] if "attention" in settings else []
     parts += ["clipped by the module"] if settings.get("clip") == "own" else []
     parts += ["recompute"] if settings.get("recompute") else []
     parts += ["all in bf16"] if settings.get("weights") == "bf16" else []

@@ -60,7 +60,11 @@ def _our_entries(name: str, case: Case, options: Namespace, data: Path) -> list[
 
 def _peer_entries(name: str, case: Case, peer: str, options: Namespace, data: Path) -> list[Entry]:
     base = build_run(case, options, data)
-    tried = sweep_of(peer, case, base.data.microbatch_sequences) if options.sweep else [best_settings(peer)]
+    tried = sweep_of(
+        peer, case, base.data.microbatch_sequences, has_documents=base.data.documents == "separate"
+    )
+    if not options.sweep:
+        tried = tried[:1] if options.documents else [best_settings(peer)]
     found: list[Entry] = []
     for settings in tried:
         run = with_microbatch(base, settings.get("microbatch", base.data.microbatch_sequences))

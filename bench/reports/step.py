@@ -97,7 +97,8 @@ def write_results(summary: dict[str, Any], folder: Path) -> None:
         return
     options = summary["options"]
     precision = "" if options["precision"] == "all" else f"_{options['precision']}"
-    stem = stem_of("step", options["case"] + precision, facts)
+    documents = "_documents" if options.get("documents") else ""
+    stem = stem_of("step", options["case"] + documents + precision, facts)
     write_files(folder, stem, summary, page(summary, facts, stem), merged(summary["rows"]))
 
 
@@ -166,15 +167,16 @@ def provenance(summary: dict[str, Any], facts: Row) -> str:
     """Date, versions, the batch, and how FLOPs are counted."""
     data = summary["run"]["data"]
     versions = "".join(f", {name} {version}" for name, version in summary["versions"].items() if version)
-    micro = data["microbatch_sequences"]
+    micro, mean = data["microbatch_sequences"], summary["options"].get("documents")
+    documents = f"separate documents of {mean} tokens on average" if mean else "joined documents"
     return (
         f"{facts['date']}, torch {facts['torch']}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, driver "
         f"{facts.get('driver')}{versions}. A step has {data['batch_sequences']} sequences of "
         f"{data['sequence_length']} tokens ({data['batch_sequences'] // micro} x {micro} of ours: "
-        "micro-batches x sequences); random tokens with a Zipf-like distribution; the same weights for all. "
-        "Model TFLOP/s by the strict count: 6 x parameters in matmuls + 6 x layers x width x sequence, per "
-        "token; recomputed work does not count. A step is data fetch, copy to the device, forward, backward, "
-        f"clipping and update. The measurement took {summary['seconds']} s."
+        f"micro-batches x sequences); {documents}; random tokens with a Zipf-like distribution; the same "
+        "weights for all. Model TFLOP/s by the strict count: 6 x parameters in matmuls + 6 x layers x width "
+        "x sequence, per token; recomputed work does not count. A step is data fetch, copy to the device, "
+        f"forward, backward, clipping and update. The measurement took {summary['seconds']} s."
     )
 
 

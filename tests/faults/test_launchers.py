@@ -1,10 +1,12 @@
 """Ranks that another launcher started: torchrun, and processes with the variables of srun."""
 
 import os
+import socket
 import subprocess
 import sys
 
 import psutil
+import pytest
 from tests.support.live_runs import LONGEST_SECONDS, SMALL, ranks_of, start, training
 
 from meshwright.observe.metrics import read_metrics
@@ -64,6 +66,54 @@ def test_a_program_joins_several_times_and_one_rank_loads_weights_alone(tmp_path
     assert ended.stdout.count("loaded on the first rank") == 2
     assert [len(read_metrics(tmp_path / name)) for name in ("first", "second")] == [2, 2]
     assert all(list(tmp_path.glob(f"{name}/checkpoints/step-*")) for name in ("third", "fourth"))
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_agents_of_torchrun_form_one_world(tmp_path, rendezvous):
+    port = free_port()
+    meeting = {
+        "static": ("--master-addr=127.0.0.1", f"--master-port={port}"),
+        "c10d": ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"),
+    }[rendezvous]
+    agent = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1")
+    words = (*SMALL, "schedule.num_steps=3", "schedule.warmup_steps=0")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    agents = [
+        start(words, tmp_path, launcher=(*agent, f"--node-rank={node}", *meeting), env=environment)
+        for node in range(2)
+    ]
+    printed = [one.communicate(timeout=LONGEST_SECONDS)[1] for one in agents]
+    assert [one.returncode for one in agents] == [0, 0], printed
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_pods_start_the_ranks_of_their_nodes(tmp_path):
+    """A PyTorchJob of two pods that run `meshwright train` without torchrun."""
+    pod = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("PET_")},
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    words = (*SMALL, "schedule.num_steps=3", "schedule.warmup_steps=0")
+    pods = [start(words, tmp_path, env={**pod, "PET_NODE_RANK": node, "RANK": node}) for node in "01"]
+    printed = [one.communicate(timeout=LONGEST_SECONDS)[1] for one in pods]
+    assert [one.returncode for one in pods] == [0, 0], printed
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    pod |= {"PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}
+    too_few = start(words, tmp_path, env=pod)
+    _, refused = too_few.communicate(timeout=LONGEST_SECONDS)
+    fact = "parallel asks for 2 ranks, and Kubernetes has started 2 nodes of 2 ranks"
+    assert too_few.returncode == 2 and fact in refused
 
 
 def test_tasks_of_srun_form_one_world(tmp_path):

@@ -1,8 +1,7 @@
-"""A real SLURM with two nodes on this machine: a submitted job, its requeue, and its cancellation."""
+"""A real SLURM with two nodes on this machine: jobs, preemption, a lost node, and cancellation."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -10,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.nodes import NODE_LAB, SLURM_LAB, lacking, nodes_alone
 
-LAB = Path(__file__).parents[1] / "support/slurm_lab.sh"
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scancel", "ip", "nsenter")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scancel")
 SITE = """
 gpus_per_node = 1
 cpus_per_gpu = 1
@@ -28,39 +27,31 @@ RUN += ["observe.evaluate=null", "data.synthetic={num_documents: 300}"]
 TWO_RANKS = "parallel={dp_replicate: 2}"
 
 
-def missing() -> str:
-    """Why there can be no SLURM here; empty where there can."""
-    if os.geteuid() != 0:
-        return "not root"
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    programs = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-    if programs:
-        return f"{', '.join(programs)} not installed (.ci/install_slurm)"
-    if Path("/sys/class/net/mwbr0").exists():
-        return "another test run has one"
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"SLURM NOT TRIED: {missing()}")
+LACKING = lacking(PROGRAMS)
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"SLURM NOT TRIED: {LACKING}")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a site's profile, and SLURM running for as long as the tests here do."""
-    place, lab = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("lab")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """SLURM, running for as long as the tests here do."""
+    place = tmp_path_factory.mktemp("lab")
+    with nodes_alone():
+        os.environ["SLURM_CONF"] = str(place / "slurm.conf")
+        try:
+            up = subprocess.run([SLURM_LAB, "up", place], capture_output=True, text=True, timeout=90)
+            if up.returncode != 0:
+                pytest.skip(f"SLURM NOT TRIED: it does not start here: {up.stderr[-500:]}")
+            yield place
+        finally:
+            subprocess.run([SLURM_LAB, "down", place], capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def folder(lab: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a site's profile."""
+    place = tmp_path_factory.mktemp("project")
     (place / "site.toml").write_text(SITE)
-    before = dict(os.environ)
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
-    os.environ["SLURM_CONF"] = str(lab / "slurm.conf")
-    try:
-        up = subprocess.run([LAB, "up", lab], capture_output=True, text=True, timeout=90)
-        if up.returncode != 0:
-            pytest.skip(f"SLURM NOT TRIED: it does not start here: {up.stderr[-500:]}")
-        yield place
-    finally:
-        subprocess.run([LAB, "down", lab], capture_output=True, timeout=60)
-        os.environ.clear()
-        os.environ.update(before)
+    return place
 
 
 def meshwright(folder: Path, *words: str) -> str:
@@ -70,8 +61,8 @@ def meshwright(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def submitted(folder: Path, name: str) -> str:
-    words = ["launch", *RUN, TWO_RANKS, f"name={name}", "--site", "site.toml", "--submit"]
+def submitted(folder: Path, name: str, *changes: str) -> str:
+    words = ["launch", *RUN, TWO_RANKS, f"name={name}", *changes, "--site", "site.toml", "--submit"]
     return meshwright(folder, *words)
 
 
@@ -112,11 +103,51 @@ def test_a_job_at_its_time_limit_is_saved_requeued_and_continued(folder: Path, o
     job_id = submitted(folder, "limit")
     wait_for(lambda: len(losses(folder, "limit")) >= 2, "the first steps")
     subprocess.run(["scancel", "--signal=USR1", job_id], check=True)
-    wait_for(lambda: "=PENDING Reason=BeginTime" in state(job_id), "the requeue")
-    subprocess.run(["scontrol", "update", f"JobId={job_id}", "StartTime=now"], check=True)
-    wait_for(lambda: "=COMPLETED" in state(job_id), "the job's end")
+    continued(job_id)
     assert "resumed at step" in meshwright(folder, "launch", "logs", "launch/limit")
     assert losses(folder, "limit") == pytest.approx(one_process, rel=1e-5)
+
+
+def continued(job_id: str) -> None:
+    """Wait for the end of a requeued job; it starts at once, where SLURM would hold it for two minutes."""
+
+    def is_complete() -> bool:
+        now = state(job_id)
+        if "Reason=BeginTime" in now:
+            subprocess.run(["scontrol", "update", f"JobId={job_id}", "StartTime=now"], capture_output=True)
+        return "=COMPLETED" in now and "Restarts=0" not in now
+
+    wait_for(is_complete, f"the end of the requeued job: {state(job_id)}")
+
+
+def test_a_preempted_job_is_saved_requeued_and_continued(folder: Path, one_process: list[float]):
+    """A job of a partition with a higher priority takes the nodes: SLURM sends TERM to every task."""
+    job_id = submitted(folder, "preempted")
+    wait_for(lambda: len(losses(folder, "preempted")) >= 2, "the first steps")
+    urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    taker = subprocess.run(
+        [*urgent, "--wrap=true"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    wait_for(lambda: "=COMPLETED" in state(taker.strip()), "the urgent job")
+    continued(job_id)
+    log = meshwright(folder, "launch", "logs", "launch/preempted")
+    assert "which is saved" in log and "resumed at step" in log
+    assert losses(folder, "preempted") == pytest.approx(one_process, rel=1e-5)
+
+
+def test_a_lost_node_costs_nothing_that_was_saved(lab: Path, folder: Path, one_process: list[float]):
+    """A power cut of the second node: the job is requeued and continues from its last checkpoint."""
+    job_id = submitted(folder, "lost", "checkpoint.every_steps=2")
+    wait_for(lambda: list(folder.glob("runs/lost/checkpoints/step-*/manifest.json")), "a checkpoint")
+    subprocess.run([NODE_LAB, "kill", lab, "mwn2"], check=True)
+    wait_for(lambda: "Restarts=1" in state(job_id), "the requeue")
+    # SLURM counts wrongly where a job starts again before it has done with the lost node.
+    time.sleep(6)
+    subprocess.run([SLURM_LAB, "node", lab, "mwn2"], check=True, timeout=60)
+    time.sleep(5)
+    continued(job_id)
+    assert "resumed at step" in meshwright(folder, "launch", "logs", "launch/lost")
+    assert losses(folder, "lost") == pytest.approx(one_process, rel=1e-5)
 
 
 def test_a_cancelled_job_is_not_requeued(folder: Path):

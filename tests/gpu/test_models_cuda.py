@@ -6,6 +6,7 @@ from tests.support.documents import document_arguments
 from tests.support.shrunk_families import TINY_FAMILIES, shrunk_family
 
 from meshwright.models import build_decoder, initialise
+from meshwright.ops.expert_rows import rows_by_expert, sum_rows
 from meshwright.ops.grouped_mm import grouped_linear
 from meshwright.spec import ModelSpec
 
@@ -36,6 +37,20 @@ def test_the_grouped_kernel_equals_one_matmul_per_group() -> None:
     assert _relative(y_NF, exact_NF) < BF16
     assert all(_relative(*pair) < BF16 for pair in zip(grads, exact_grads, strict=True))
     assert not grads[1][[1, 4]].any()  # experts without tokens
+
+
+@pytest.mark.parametrize("num_kept", [None, 300])
+def test_rows_of_experts_are_summed_by_the_kernel(num_kept: int | None) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    experts_TC = torch.rand(128, 16, device="cuda", generator=generator).topk(4).indices
+    rows = rows_by_expert(experts_TC, num_kept)
+    y_ND, other_ND = (
+        torch.randn(len(rows.choice_N), 5000, device="cuda", generator=generator).bfloat16() for _ in range(2)
+    )
+    found_TD = sum_rows(y_ND, other_ND, rows.place_TC)
+    exact_TD = sum_rows(y_ND.double().cpu(), other_ND.double().cpu(), rows.place_TC.cpu())
+    assert _relative(found_TD, exact_TD) < 2**-8  # rounded once
+    assert torch.equal(found_TD, sum_rows(y_ND, other_ND, rows.place_TC))  # in the same order each time
 
 
 def _loss_and_gradients(

@@ -15,8 +15,8 @@ from tests.support.oracle_optimizers import PlainOptimizer
 from tests.support.reference_attention import set_documents, use_reference_attention
 from torch import Tensor, nn
 
-from meshwright.data.batches import open_source
 from meshwright.data.order import SampleOrder
+from meshwright.data.stream import open_source
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.routing import Router

@@ -1,9 +1,10 @@
 #!/bin/bash
 # A real SLURM with two nodes on this machine, each in a network namespace with its own address and name.
-# `slurm_lab.sh up FOLDER` starts it with all its files in FOLDER, `slurm_lab.sh down FOLDER` ends it.
+# `slurm_lab.sh up FOLDER` starts it with all its files in FOLDER, `slurm_lab.sh down FOLDER` ends it, and
+# `slurm_lab.sh node FOLDER NODE` brings a node back that `node_lab.sh kill FOLDER NODE` has ended.
 # Needs root, munge, iproute2 and Debian's slurm-wlm. Commands find it by SLURM_CONF=FOLDER/slurm.conf.
 set -e
-action=$1 lab=$2 nodes="1 2"
+action=$1 lab=$2 nodes="1 2" here=$(dirname "$(readlink -f "$0")")
 
 up() {
     mkdir -p "$lab"/{state,spool,log} /run/munge /var/log/munge /var/lib/munge
@@ -12,37 +13,23 @@ up() {
         runuser -u munge -- /usr/sbin/munged
         touch "$lab/own_munged"
     fi
-    ip link add mwbr0 type bridge
-    ip addr add 10.99.7.254/24 dev mwbr0
-    ip link set mwbr0 up
-    cp /etc/hosts "$lab/hosts"
-    echo 'nameserver 127.0.0.1' > "$lab/resolv.conf"
-    for i in $nodes; do
-        ip netns add "mwn$i"
-        ip link add "mwve$i" type veth peer name eth0 netns "mwn$i"
-        ip link set "mwve$i" master mwbr0 up
-        ip -n "mwn$i" addr add "10.99.7.$i/24" dev eth0
-        ip -n "mwn$i" link set eth0 up
-        ip -n "mwn$i" link set lo up
-        ip -n "mwn$i" route add default via 10.99.7.254
-        echo "10.99.7.$i mwn$i" >> "$lab/hosts"
-        mkdir -p "$lab/spool/mwn$i"
-    done
+    "$here/node_lab.sh" up "$lab"
+    for i in $nodes; do mkdir -p "$lab/spool/mwn$i"; done
     configure > "$lab/slurm.conf"
     export SLURM_CONF=$lab/slurm.conf
     slurmctld -f "$SLURM_CONF"
-    for i in $nodes; do
-        nsenter --net="/run/netns/mwn$i" unshare --uts --mount sh -c "hostname mwn$i
-            mount --bind $lab/resolv.conf /etc/resolv.conf
-            mount --bind $lab/hosts /etc/hosts
-            exec slurmd -f $SLURM_CONF -N mwn$i"
-    done
+    for i in $nodes; do node "mwn$i"; done
     for _ in $(seq 30); do
-        [ "$(sinfo -h -N -o %T | grep -c idle)" = 2 ] && return
+        [ "$(sinfo -h -N -p low -o %T | grep -c idle)" = 2 ] && return
         sleep 1
     done
     sinfo -N >&2
     exit 1
+}
+
+# Start slurmd on a node, also after `node_lab.sh kill`.
+node() {
+    "$here/node_lab.sh" run "$lab" "$1" exec slurmd -f "$lab/slurm.conf" -N "$1"
 }
 
 configure() {
@@ -65,9 +52,11 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=30
+SlurmdTimeout=5
 KillWait=5
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 StateSaveLocation=$lab/state
 SlurmdSpoolDir=$lab/spool/%n
 SlurmctldLogFile=$lab/log/slurmctld.log
@@ -75,7 +64,8 @@ SlurmdLogFile=$lab/log/slurmd.%n.log
 SlurmctldPidFile=$lab/slurmctld.pid
 SlurmdPidFile=$lab/slurmd.%n.pid
 $(for i in $nodes; do echo "NodeName=mwn$i NodeAddr=10.99.7.$i CPUs=4 RealMemory=4000 State=UNKNOWN"; done)
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
 }
 
@@ -84,13 +74,11 @@ down() {
     export SLURM_CONF=$lab/slurm.conf
     timeout 10 scancel -u root
     sleep 1
-    for i in $nodes; do kill "$(cat "$lab/slurmd.mwn$i.pid")"; done
     kill "$(cat "$lab/slurmctld.pid")"
-    sleep 1
-    for i in $nodes; do ip netns del "mwn$i"; done
-    ip link del mwbr0
+    "$here/node_lab.sh" down "$lab"
     [ -e "$lab/own_munged" ] && kill "$(cat /run/munge/munged.pid)"
     true
 }
 
-"$action"
+shift 2
+"$action" "$@"

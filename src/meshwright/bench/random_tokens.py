@@ -34,17 +34,17 @@ class RandomTokens:
 def write_random_tokens(
     folder: Path, *, vocab_size: int, num_tokens: int, seed: int = 0, mean_tokens: int | None = None
 ) -> None:
-    """Write `num_tokens` tokens; token r has probability proportional to 1 / (r + 10).
+    """Write `num_tokens` tokens; token r > 0 has probability proportional to 1 / (r + 9); 0 ends documents.
 
     Loss and gradients are then like those at the start of a real training. Documents have 1023 tokens, or
     `mean_tokens` on average with a heavy tail (lognormal).
     """
     generator = np.random.default_rng(seed)
-    cumulated = np.cumsum(1.0 / (np.arange(vocab_size) + 10.0))
+    cumulated = np.cumsum(1.0 / (np.arange(vocab_size - 1) + 10.0))
     with new_dataset(folder, RandomTokens(vocab_size)) as writer:
         for start in range(0, num_tokens, BLOCK_TOKENS):
             count = min(BLOCK_TOKENS, num_tokens - start)
-            drawn = np.searchsorted(cumulated, generator.random(count) * cumulated[-1])
+            drawn = 1 + np.searchsorted(cumulated, generator.random(count) * cumulated[-1])
             writer.append(np.split(drawn.astype(np.uint32), document_ends(count, mean_tokens, seed + start)))
         writer.finish([])
 

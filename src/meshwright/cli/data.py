@@ -1,6 +1,6 @@
-"""`meshwright data`: tokenize, inspect and verify datasets. Needs no torch."""
+"""`meshwright data`: tokenize, index, inspect and verify datasets. Needs no torch."""
 
-import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -9,23 +9,45 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.check import AsJson, Quiet
+from meshwright.cli.check import AsJson, Overrides, Quiet, Run
+from meshwright.cli.data_text import (
+    dataset_rows,
+    first_documents,
+    frequent_tokens,
+    lengths_text,
+    packed_rows,
+    packing_rows,
+    plain,
+    print_columns,
+    print_documents,
+    print_histogram,
+    print_json,
+    print_table,
+    token_counts,
+)
 from meshwright.cli.main import new_app
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from meshwright.data.text_input import TextFormat
+    from meshwright.data.tokenize import Tokenizer
 
-    from meshwright.data.describe import Bar, Packing
-    from meshwright.data.sources import TokenFile
+app = new_app(help="Tokenize, index, inspect and verify datasets.")
 
-app = new_app(help="Tokenize, inspect and verify datasets.")
+# Below this, starting worker processes takes longer than it saves.
+_MIN_BYTES_FOR_PROCESSES = 64 << 20
 
-_SHOWN_CHARACTERS = 600
-_BAR_COLUMNS = 40
-
-Folder = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A packed dataset: the folder that `data pack` wrote.")
+Dataset = Annotated[
+    str, typer.Argument(metavar="PATH", help="A dataset of any format: file, folder or address (s3://...).")
 ]
+Split = Annotated[str | None, typer.Option(help="A split of tar shards or of a Hugging Face dataset.")]
+Processes = Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one per core]")]
+
+
+class OutputFormat(StrEnum):
+    """The files that `data pack` writes."""
+
+    TOKENS = "tokens"
+    MEGATRON = "megatron"
 
 
 class SplitAt(StrEnum):
@@ -38,9 +60,15 @@ class SplitAt(StrEnum):
 @app.command()
 def pack(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="FILE", help=".txt and .jsonl files, or folders of them.")
+        list[Path],
+        typer.Argument(
+            metavar="FILE", help=".txt, .jsonl and .parquet files, also .gz and .zst, or folders of them."
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder to create; it must not exist.")],
+    output_format: Annotated[
+        OutputFormat, typer.Option("--format", help="Our folder, or Megatron's PATH.bin and PATH.idx.")
+    ] = OutputFormat.TOKENS,
     tokenizer: Annotated[
         str, typer.Option(help="`bytes`, or a Hugging Face tokenizer.json or its folder.")
     ] = "bytes",
@@ -48,80 +76,210 @@ def pack(
         SplitAt | None, typer.Option(help="What one document of a .txt file is. [default: file]")
     ] = None,
     field: Annotated[
-        str | None, typer.Option(help="The key of a .jsonl line with the text. [default: text]")
+        str | None, typer.Option(help="The key or column with the text. [default: text]")
     ] = None,
     eos: Annotated[
         str | None, typer.Option(help="End-of-document token, where tokenizer.json does not name one.")
     ] = None,
+    processes: Processes = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize text files into a packed dataset for training.
 
-    Each document is followed by the tokenizer's end-of-document token. The folder appears under its name
-    only when it is complete, and nothing is overwritten.
+    Each document is followed by the tokenizer's end-of-document token. The output appears under its name only
+    when it is complete, and nothing is overwritten. After a kill, the same command continues.
 
     Example: meshwright data pack books/ -o books.tokens --split blank-line
     """
-    from meshwright.data.pack import TextFormat, find_files
-    from meshwright.data.pack import pack as pack_files
+    from meshwright.data.text_input import TextFormat, find_files
     from meshwright.data.tokenize import open_tokenizer
-    from meshwright.data.write import require_absent
 
-    require_absent(output)
+    _require_no_output(output, output_format)
     files = find_files(paths)
     _require_effect(files, split=split, field=field)
     text_format = TextFormat(split=(split or SplitAt.FILE).value, text_field=field or "text")
     chosen = open_tokenizer(tokenizer, eos=eos)
-    with _progress("packing", sum(file.stat().st_size for file in files), quiet=quiet) as advance:
-        packed = pack_files(files, output, tokenizer=chosen, text_format=text_format, progress=advance)
-    facts = {"path": str(output), **packed.manifest.model_dump(), "empty_documents": packed.num_empty}
+    target = output if output_format is OutputFormat.TOKENS else output.with_name(f".{output.name}.tokens")
+    facts = _packed(files, target, chosen, text_format, processes=processes, quiet=quiet)
+    if output_format is OutputFormat.MEGATRON:
+        _write_megatron(target, output)
+    facts["path"] = str(output)
     if as_json:
-        return _print_json(facts)
-    return _print_table(_packed_rows(facts))
+        return print_json(facts)
+    return print_table(packed_rows(facts))
+
+
+def _packed(
+    files: list[Path],
+    target: Path,
+    tokenizer: "Tokenizer",
+    text_format: "TextFormat",
+    *,
+    processes: int | None,
+    quiet: bool,
+) -> "dict[str, Any]":
+    from meshwright.data.pack import pack as pack_files
+    from meshwright.data.pack_parts import pack_in_parts
+
+    total = sum(file.stat().st_size for file in files)
+    count = processes or (os.cpu_count() or 1 if total >= _MIN_BYTES_FOR_PROCESSES else 1)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "text_format": text_format}
+    with _progress("packing", total, quiet=quiet) as advance:
+        if count > 1:
+            packed = pack_in_parts(files, target, num_processes=count, progress=advance, **options)
+        else:
+            packed = pack_files(files, target, progress=advance, **options)
+    return {**packed.manifest.model_dump(), "empty_documents": packed.num_empty}
+
+
+def _require_no_output(output: Path, output_format: OutputFormat) -> None:
+    from meshwright.data.readers.megatron import pair_of
+    from meshwright.data.write import require_absent
+
+    for path in pair_of(output) if output_format is OutputFormat.MEGATRON else (output,):
+        require_absent(path)
+
+
+def _write_megatron(folder: Path, prefix: Path) -> None:
+    import shutil
+
+    from meshwright.data.readers.megatron import write_megatron
+    from meshwright.data.sources import TokenFile
+
+    dataset = TokenFile.open(folder)
+    documents = (dataset.document(index) for index in range(dataset.manifest.num_documents))
+    write_megatron(prefix, documents, vocab_size=dataset.vocab_size)
+    shutil.rmtree(folder)
+
+
+@app.command()
+def index(
+    path: Annotated[Path, typer.Argument(help="A folder of .tar shards, or .jsonl files.")],
+    sqlite: Annotated[
+        bool, typer.Option(help="Write index.sqlite too, which Energon needs to join datasets by key.")
+    ] = True,
+    processes: Processes = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make tar shards or lines random-access: one pass, done once. Energon reads the same files.
+
+    A second call reads only shards that are new or changed, and so does a call after a kill.
+
+    Example: meshwright data index shards/
+    """
+    from meshwright.data.readers.tar_index import TAR_SUFFIX, build_index
+
+    if path.is_file() or not any(path.rglob(f"*{TAR_SUFFIX}")):
+        return _index_lines(path, as_json=as_json)
+    total = sum(shard.stat().st_size for shard in path.rglob(f"*{TAR_SUFFIX}"))
+    count = processes or os.cpu_count() or 1
+    with _progress("indexing", total, quiet=quiet) as advance:
+        result = build_index(path, num_processes=count, sqlite=sqlite, progress=advance)
+    if as_json:
+        return print_json({"path": str(path), **result._asdict()})
+    rows = [
+        ("dataset", str(path)),
+        ("shards", f"{result.num_shards:,} ({result.num_reused:,} indexed before)"),
+        ("samples", f"{result.num_samples:,}"),
+    ]
+    if result.unmarked:
+        rows.append(("not closed", f"{', '.join(result.unmarked[:3])}: the writer did not end the archive"))
+    return print_table(rows)
+
+
+def _index_lines(path: Path, *, as_json: bool) -> None:
+    from meshwright.data.readers.file_list import files_with
+    from meshwright.data.readers.json_lines import SUFFIX, write_line_index
+
+    files = [file for file in files_with(path, SUFFIX) if file.name.endswith(SUFFIX)]
+    _require_lines(files, path)
+    counts = {str(file): write_line_index(file) for file in files}
+    if as_json:
+        return print_json({"path": str(path), "num_lines": counts})
+    return print_table([(file, f"{count:,} lines") for file, count in counts.items()])
+
+
+def _require_lines(files: list[Path], path: Path) -> None:
+    from meshwright.errors import DataError
+
+    if not files:
+        raise DataError(
+            "the file is neither .tar nor .jsonl", where=str(path), hint="name a folder of shards"
+        )
 
 
 @app.command()
 def inspect(
-    path: Folder,
-    documents: Annotated[int, typer.Option(min=0, help="Number of documents to show, from the first.")] = 2,
+    path: Dataset,
+    documents: Annotated[int, typer.Option("--documents", "--samples", min=0, help="How many to show.")] = 2,
+    split: Split = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with samples decoded: images, texts, sounds.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a dataset's counts, tokenizer and document lengths, and its first documents as text."""
+    """Print what a dataset holds: format, counts, fields, and its first samples or documents.
+
+    Example: meshwright data inspect shards/ --html samples.html --samples 40
+    """
+    from meshwright.cli import data_records
+
+    if page is not None:
+        data_records.write_page(path, page, split=split, samples=documents)
+        typer.echo(str(page))
+    elif data_records.is_packed(path):
+        _inspect_tokens(Path(path), documents, as_json=as_json)
+    else:
+        facts = data_records.inspect_facts(path, split=split, samples=documents)
+        print_json(facts) if as_json else data_records.print_inspected(facts)
+
+
+def _inspect_tokens(path: Path, documents: int, *, as_json: bool) -> None:
     from meshwright.data import describe
     from meshwright.data.sources import TokenFile
 
     dataset = TokenFile.open(path)
     lengths = describe.document_lengths(dataset)
     summary, bars = describe.describe_lengths(lengths), describe.histogram(lengths)
-    texts = _first_documents(dataset, documents)
+    texts = first_documents(dataset, documents)
     if as_json:
         facts = {
             "path": str(path),
             **dataset.manifest.model_dump(),
             "fingerprint": dataset.fingerprint,
-            "document_tokens": _plain(summary),
-            "histogram": [_plain(bar) for bar in bars],
+            "document_tokens": plain(summary),
+            "histogram": [plain(bar) for bar in bars],
             "first_documents": texts,
         }
-        return _print_json(facts)
-    _print_table(_dataset_rows(dataset))
-    _print_histogram(bars)
-    return _print_documents(texts)
+        return print_json(facts)
+    print_table(dataset_rows(dataset))
+    print_histogram(bars)
+    return print_documents(texts)
 
 
 @app.command()
 def stats(
-    path: Folder,
+    path: Dataset,
     sequence_length: Annotated[
         int, typer.Option("--seq", min=1, help="Tokens per sequence to pack the dataset into.")
     ] = 2048,
+    split: Split = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print document lengths, token frequencies, and how well a sequence length packs the documents.
+    """Print lengths, token frequencies, and how well a sequence length packs the documents.
 
     The unigram entropy is the loss of a model that ignores context: a trained model must get below it.
     """
+    from meshwright.cli import data_records
+
+    if data_records.is_packed(path):
+        return _token_stats(Path(path), sequence_length, as_json=as_json)
+    return _length_stats(path, split=split, as_json=as_json)
+
+
+def _token_stats(path: Path, sequence_length: int, *, as_json: bool) -> None:
     from meshwright.data import describe
     from meshwright.data.sources import TokenFile
 
@@ -131,57 +289,106 @@ def stats(
     packing = describe.describe_packing(dataset, sequence_length)
     if as_json:
         parts = {
-            "document_tokens": _plain(lengths),
-            "unigrams": _plain(unigrams),
-            "packing": _plain(packing),
+            "document_tokens": plain(lengths),
+            "unigrams": plain(unigrams),
+            "packing": plain(packing),
         }
-        return _print_json({"path": str(path), **_counts(dataset), **parts})
+        return print_json({"path": str(path), **token_counts(dataset), **parts})
     rows = [
         ("documents", f"{dataset.manifest.num_documents:,}"),
         ("tokens", f"{dataset.manifest.num_tokens:,}"),
-        (
-            "tokens per document",
-            f"{lengths.shortest:,} to {lengths.longest:,}, median {lengths.median:,.0f}, "
-            f"mean {lengths.mean:,.1f}, 95% below {lengths.percentile_95:,.0f}",
-        ),
+        ("tokens per document", lengths_text(lengths)),
         ("distinct tokens", f"{unigrams.num_distinct:,} of {dataset.vocab_size:,}"),
         ("unigram entropy", f"{unigrams.entropy_nats:.4f} nats per token: the loss without any context"),
-        ("most frequent", _frequent(dataset, unigrams.most_frequent)),
-        *_packing_rows(packing),
+        ("most frequent", frequent_tokens(dataset, unigrams.most_frequent)),
+        *packing_rows(packing),
     ]
-    return _print_table(rows)
+    return print_table(rows)
+
+
+def _length_stats(path: str, *, split: str | None, as_json: bool) -> None:
+    from meshwright.cli import data_records
+    from meshwright.data import describe
+
+    source, kind, lengths, unit = data_records.lengths_of(path, split=split)
+    summary, bars = describe.describe_lengths(lengths), describe.histogram(lengths)
+    if as_json:
+        facts = {"path": path, "format": kind, "num_records": len(source), "unit": unit}
+        return print_json({**facts, "lengths": plain(summary), "histogram": [plain(bar) for bar in bars]})
+    print_table(
+        [
+            ("dataset", path),
+            ("format", kind),
+            ("records", f"{len(source):,}"),
+            (unit, f"{int(lengths.sum()):,}"),
+            (f"{unit} per record", lengths_text(summary)),
+        ]
+    )
+    return print_histogram(bars, unit)
 
 
 @app.command()
-def verify(path: Folder, as_json: AsJson = False) -> None:
-    """Compare a dataset with its hashes; reads every byte. Exit code 2: a file is damaged."""
-    from meshwright.data.sources import TokenFile
+def verify(path: Dataset, as_json: AsJson = False) -> None:
+    """Compare a dataset with its hashes or index; reads every byte. Exit code 2: it is damaged."""
     from meshwright.errors import EXIT_INPUT, DataError
 
     try:
-        dataset = TokenFile.open(path, check_content=False)
-        damage = dataset.damage()
+        damage, intact = _damage(path)
     except DataError as error:
         if not as_json:
             raise
-        damage = [f"{error.where}: {error.fact}"]
+        damage, intact = [f"{error.where}: {error.fact}"], ""
     if as_json:
-        _print_json({"path": str(path), "intact": not damage, "damage": damage})
+        print_json({"path": path, "intact": not damage, "damage": damage})
         raise typer.Exit(EXIT_INPUT if damage else 0)
     if damage:
-        hint = "copy the dataset again from an intact copy, or pack it again"
-        raise DataError("the dataset is damaged: " + "; ".join(damage), where=str(path), hint=hint)
-    typer.echo(f"{path}: intact ({len(dataset.manifest.sha256)} files match their sha256)")
+        hint = "copy the dataset again from an intact copy, or write it again"
+        raise DataError("the dataset is damaged: " + "; ".join(damage[:20]), where=path, hint=hint)
+    typer.echo(f"{path}: intact ({intact})")
+
+
+def _damage(path: str) -> tuple[list[str], str]:
+    """(everything wrong, what was compared)."""
+    from meshwright.cli import data_records
+    from meshwright.data.sources import TokenFile
+
+    if data_records.is_packed(path):
+        dataset = TokenFile.open(path, check_content=False)
+        return dataset.damage(), f"{len(dataset.manifest.sha256)} files match their sha256"
+    return data_records.damage_of(path), "every record was read"
+
+
+@app.command()
+def blend(
+    run: Run,
+    overrides: Overrides = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps. [default: those of the run]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a run reads of each of its datasets: exact share, samples, epochs and tokens.
+
+    Example: meshwright data blend run.yaml --steps 1000
+    """
+    from meshwright.cli.data_blend import blend_facts, blend_rows, blend_summary
+    from meshwright.spec.text import read_run
+
+    loaded = read_run(run, overrides or [])
+    loaded.require_valid()
+    facts = blend_facts(loaded.run, steps)
+    if as_json:
+        return print_json(facts)
+    print_columns(blend_rows(facts))
+    return typer.echo(blend_summary(facts))
 
 
 def _require_effect(files: list[Path], *, split: SplitAt | None, field: str | None) -> None:
-    from meshwright.data.pack import JSON_LINES_SUFFIX, TEXT_SUFFIX
+    from meshwright.data.text_input import TEXT, kind_of
     from meshwright.errors import DataError
 
-    kinds = {file.suffix for file in files}
-    if split is not None and TEXT_SUFFIX not in kinds:
+    kinds = {kind_of(file) for file in files}
+    if split is not None and TEXT not in kinds:
         raise DataError("no .txt file is packed, so --split has no effect", where="--split")
-    if field is not None and JSON_LINES_SUFFIX not in kinds:
+    if field is not None and kinds == {TEXT}:
         raise DataError("no .jsonl file is packed, so --field has no effect", where="--field")
 
 
@@ -202,125 +409,3 @@ def _progress(what: str, total_bytes: int, *, quiet: bool = False) -> Iterator[C
     with progress.Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
-
-
-def _counts(dataset: "TokenFile") -> dict[str, int]:
-    manifest = dataset.manifest
-    return {
-        "num_tokens": manifest.num_tokens,
-        "num_documents": manifest.num_documents,
-        "vocab_size": manifest.vocab_size,
-    }
-
-
-def _packed_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    left_out = f" ({facts['empty_documents']:,} empty ones left out)" if facts["empty_documents"] else ""
-    return [
-        ("dataset", facts["path"]),
-        ("documents", f"{facts['num_documents']:,} from {_number_of(facts['source_files'])}{left_out}"),
-        ("tokens", f"{facts['num_tokens']:,} as {facts['dtype']}"),
-        ("tokenizer", f"{facts['tokenizer']['name']}, vocabulary {facts['vocab_size']:,}"),
-        ("use it with", f"data.path={facts['path']} (model.vocab_size {facts['vocab_size']} or more)"),
-    ]
-
-
-def _number_of(files: list[str]) -> str:
-    return f"{len(files):,} file{'' if len(files) == 1 else 's'}"
-
-
-def _dataset_rows(dataset: "TokenFile") -> list[tuple[str, str]]:
-    from meshwright.units import show_bytes
-
-    manifest, tokenizer = dataset.manifest, dataset.manifest.tokenizer
-    files = manifest.source_files
-    more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
-    return [
-        ("dataset", dataset.name),
-        ("documents", f"{manifest.num_documents:,}"),
-        ("tokens", f"{manifest.num_tokens:,} as {manifest.dtype} ({show_bytes(dataset.tokens.nbytes)})"),
-        ("tokenizer", f"{tokenizer.name}, vocabulary {manifest.vocab_size:,}, hash {tokenizer.hash}"),
-        ("end of document", f"token {tokenizer.eos_id}"),
-        ("packed from", ", ".join(files[:3]) + more),
-        ("fingerprint", dataset.fingerprint),
-    ]
-
-
-def _packing_rows(packing: "Packing") -> list[tuple[str, str]]:
-    if packing.num_sequences == 0:
-        return [(f"in {packing.sequence_length:,}s", "the dataset is shorter than one sequence")]
-    return [
-        (
-            f"in {packing.sequence_length:,}s",
-            f"{packing.num_sequences:,} sequences, {packing.documents_per_sequence:.3g} documents each, "
-            f"{packing.unused_tokens:,} tokens unused",
-        ),
-        ("targets", f"{packing.target_share:.2%} of positions, with separate documents (document masking)"),
-        ("split documents", f"{packing.split_share:.1%} of documents continue in the next sequence"),
-        ("without packing", f"{packing.padded_share:.1%} of positions would be tokens, the rest padding"),
-    ]
-
-
-def _frequent(dataset: "TokenFile", most: list[tuple[int, int]]) -> str:
-    from meshwright.data.tokenize import tokenizer_of
-
-    tokenizer = tokenizer_of(dataset.folder, dataset.manifest.tokenizer)
-    total = dataset.manifest.num_tokens
-    return ", ".join(f"{tokenizer.decode([token])!r} {count / total:.1%}" for token, count in most)
-
-
-def _first_documents(dataset: "TokenFile", count: int) -> list[str]:
-    from meshwright.data.tokenize import tokenizer_of
-
-    tokenizer = tokenizer_of(dataset.folder, dataset.manifest.tokenizer)
-    shown = range(min(count, dataset.manifest.num_documents))
-    # A character is at most four byte tokens: this many are enough, even of a huge document.
-    tokens = (dataset.document(index)[: 4 * _SHOWN_CHARACTERS + 4] for index in shown)
-    return [_shortened(tokenizer.decode(each.tolist())) for each in tokens]
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS].rstrip() + " ..."
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)
-
-
-def _print_table(rows: list[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        typer.echo(f"{name:<{width}}  {value}")
-
-
-def _print_histogram(bars: "list[Bar]") -> None:
-    from rich.text import Text
-
-    most = max(bar.num_documents for bar in bars)
-    labels = [f"{bar.at_least:,} to {bar.below - 1:,}" for bar in bars]
-    console, width = _console(), max(len(label) for label in labels)
-    console.print("\ndocuments by length in tokens")
-    for bar, label in zip(bars, labels, strict=True):
-        eighths = round(8 * _BAR_COLUMNS * bar.num_documents / most)
-        drawn = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-        line = Text.assemble(f"  {label:>{width}}  ", (drawn, "cyan"), f" {bar.num_documents:,}")
-        console.print(line)
-
-
-def _print_documents(texts: list[str]) -> None:
-    for number, text in enumerate(texts):
-        typer.echo(f"\ndocument {number}")
-        for line in text.splitlines():
-            # Control characters in the data must not reach the terminal.
-            typer.echo("  | " + "".join(each if each.isprintable() else "·" for each in line))
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(value)
-
-
-def _print_json(facts: dict[str, Any]) -> None:
-    typer.echo(json.dumps(facts, indent=2))

@@ -47,6 +47,14 @@ Top = Annotated[int, typer.Option(min=1, max=50, help="How many layouts to show.
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the run file here.")]
 Report = Annotated[Path | None, typer.Option(help="Write an HTML report here.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the files of -o and --report.")]
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate",
+        help="Instead of a model, name run directories: refit this machine's rates to them and write -o "
+        "(machine.json), which --on reads.",
+    ),
+]
 Price = Annotated[float | None, typer.Option(min=0, help="Money per device-hour, for --report.")]
 
 
@@ -66,6 +74,7 @@ def plan(
     report: Report = None,
     force: Force = False,
     price: Price = None,
+    calibrate: Calibrate = False,
     as_json: AsJson = False,
 ) -> None:
     """Decide how to train a model on a cluster, and explain why.
@@ -76,6 +85,17 @@ def plan(
     from meshwright.errors import PlanError
     from meshwright.plan.make_plan import make_plan
 
+    if calibrate:
+        from meshwright.cli.plan_calibrate import calibrate as run_calibration
+
+        unused = {"--seq": seq, "--batch-tokens": batch_tokens, "--tokens": tokens, "--precision": precision}
+        unused |= {"--allow": allow, "--deadline": deadline, "--report": report, "--price": price}
+        for option, value in unused.items():
+            if value is not None:
+                raise _error(f"{option} has no effect with --calibrate", option, "leave it out")
+        folders = [model, *(pins or [])]
+        run_calibration(folders, on=on, output=output, force=force, as_json=as_json)
+        return
     if price is not None and report is None:
         raise _error("--price has no effect without --report", "--price", "add --report plan.html")
     _require_new(output, report, force=force)
@@ -223,7 +243,7 @@ def _print(
     console.print(_headline(found, filled.tokens), highlight=False)
     console.print(_layout_table(found, filled.tokens))
     interval = show_range(*found.best.interval_seconds)
-    console.print(f"\nstep time of 1: nine of ten measured from {interval}", highlight=False)
+    console.print(f"\nstep time of 1: {interval}; {found.best.interval_source}", highlight=False)
     instead = [gain.text for gain in gains[:MAX_GAINS]]
     instead += [f"{each.change}: {each.reason}" for each in neighbours[:MAX_NEIGHBOURS]]
     for title, sentences in (("Why", why), ("Instead", instead)):

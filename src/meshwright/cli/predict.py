@@ -103,6 +103,7 @@ def _document(found: Any) -> dict[str, Any]:
         "step_seconds": found.step_seconds,
         "step_seconds_low": found.low_seconds,
         "step_seconds_high": found.high_seconds,
+        "interval_source": found.interval_source,
         "seconds_by_item": dict(found.seconds_by_item),
         "tokens_per_second_per_device": found.tokens_per_second_per_device,
         "tflops_per_device": found.tflops_per_device,
@@ -138,6 +139,7 @@ def _time_lines(found: Any) -> Iterator[str]:
     interval = show_range(found.low_seconds, found.high_seconds)
     per_device = found.tokens_per_second_per_device
     yield f"step      {show_seconds(found.step_seconds)}  (90%: {interval}, {width:+.0%})"
+    yield f"          {found.interval_source}"
     in_all = show_count(per_device * found.num_devices)
     yield f"tokens/s  {show_count(per_device)} per device, {in_all} in all"
     tflops = f"{found.tflops_per_device:.3g} per device, MFU {found.mfu:.1%}"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,10 @@ def rehearse(
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run the rank's step on this machine's GPU.")
     ] = False,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Write what --measure found here, for `plan --calibrate`; one rank only."),
+    ] = None,
     proof: Annotated[bool, typer.Option(help="Prove the run on local ranks after the trace.")] = True,
     all_pairs: Annotated[
         bool,
@@ -58,9 +63,16 @@ def rehearse(
     loaded.require_valid()
     cluster = parse_cluster(on) if on else None
     _check_options(loaded.run, rank, imbalance, measure=measure, proof=proof, all_pairs=all_pairs)
+    if directory is not None and not measure:
+        fact = "--dir has no effect without --measure"
+        raise SpecError(fact, where="--dir", hint="add --measure, or leave it out")
     log = _no_log if quiet else _log
     reports = _trace(loaded.run, rank, steps, imbalance, extrapolate=extrapolate, log=log)
     measured = _measure(loaded.run, reports, imbalance, log) if measure else []
+    if directory is not None:
+        from meshwright.rehearse.measure import write_measured
+
+        write_measured(loaded.run, measured, directory)
     if not as_json:
         _print_reports(reports, measured, cluster)
     proved = list(_prove(loaded.run, all_pairs=all_pairs, as_json=as_json, log=log)) if proof else []

@@ -36,6 +36,7 @@ def train(
     checkpoints fix is refused. Ctrl-C saves and stops (exit 130).
     """
     from meshwright.launch.launched import launched_rank
+    from meshwright.launch.launched_node import launched_node
     from meshwright.spec.text import read_run
 
     loaded = read_run(run, overrides or [])
@@ -47,7 +48,7 @@ def train(
         _print_notes(spec)
     if is_rank:
         _run_one_rank(spec, run_dir, stop_after, quiet=quiet)
-    if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch":
+    if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch" or launched_node():
         from meshwright.train.oom_restart import run_ranks
 
         arguments = ["train", run, *(overrides or []), "--dir", str(run_dir)]

@@ -8,11 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.corpus import entropy_of, token_counts
+from meshwright.data.packing import plan_packing
 from meshwright.data.samples import Samples
 from meshwright.data.sources import TokenFile
 
 _BLOCK_SAMPLES = 1 << 20
 _MAX_EVEN_BARS = 12
+# Planning this many documents takes a few seconds; the fill of the others is the same.
+_PLANNED_DOCUMENTS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Packing:
     """Share of documents that are split between two sequences."""
     padded_share: float
     """For comparison: share of positions with a token if each document had its own, padded rows."""
+    whole_share: float
+    """Share of positions with a token where sequences hold whole documents (`packing: whole`, best fit)."""
 
 
 def document_lengths(dataset: TokenFile) -> NDArray[np.int64]:
@@ -120,10 +125,11 @@ def describe_packing(dataset: TokenFile, sequence_length: int) -> Packing:
         target_share=_num_targets(samples) / max(1, num_positions),
         split_share=float((starts // sequence_length != (ends - 1) // sequence_length).mean()),
         padded_share=float(lengths.sum() / (rows.sum() * sequence_length)),
+        whole_share=plan_packing(ends[:_PLANNED_DOCUMENTS], sequence_length).fill(sequence_length),
     )
 
 
 def _num_targets(samples: Samples) -> int:
     blocks = range(0, len(samples), _BLOCK_SAMPLES)
     ids = (np.arange(start, min(start + _BLOCK_SAMPLES, len(samples)), dtype=np.int64) for start in blocks)
-    return sum(samples.num_targets(block) for block in ids)
+    return sum(samples.targets(block).count for block in ids)

@@ -1,6 +1,8 @@
 """The order of samples: a pure function of seed, epoch and index, in constant memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,30 +10,108 @@ from numpy.typing import NDArray
 # Even, so that the two halves of the last round have the widths of the first. Four rounds already give
 # a pseudo-random permutation for a perfect round function; eight also work for a few bits of width.
 _NUM_ROUNDS = 8
+# Above the numbers of sources, so that a window of a source and another source have different permutations.
+_WINDOW_KEY = 1 << 32
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A shuffle by blocks, for storage that reads neighbours together (an object store, a disk)."""
+
+    block_samples: int
+    """Samples that are stored, and read, one after the other."""
+    window_blocks: int
+    """Blocks that are shuffled together; a reader keeps this many blocks."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The sample at each global index; the global index continues over epochs."""
+    """The sample at each global index of one source; the global index continues over epochs."""
 
     num_samples: int
+    """Samples of one epoch."""
     seed: int
     shuffle: bool = True
+    blocks: Blocks | None = None
+    """None: an epoch is a permutation of all samples."""
+    source: int = 0
+    """Number of the source, so that the sources of a blend have permutations of their own."""
 
     def sample_ids(self, position: int, count: int) -> NDArray[np.int64]:
-        """The `count` samples from global index `position` on; a new permutation in each epoch."""
-        index = np.arange(position, position + count, dtype=np.int64)
-        epoch, within = index // self.num_samples, index % self.num_samples
+        """The `count` samples from global index `position` on."""
+        return self.at(np.arange(position, position + count, dtype=np.int64))
+
+    def at(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sample at each global index; every epoch has a permutation of its own."""
+        epoch, within = np.divmod(index, self.num_samples)
         if not self.shuffle:
             return within
         ids = np.empty_like(within)
         for one in np.unique(epoch):
             here = epoch == one
-            ids[here] = permute(within[here], num_items=self.num_samples, seed=self.seed, epoch=int(one))
+            ids[here] = self._permute(within[here], int(one))
         return ids
 
+    def _permute(self, within: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        keys = [epoch, self.source] if self.source else [epoch]
+        if self.blocks is None:
+            return permute(within, num_items=self.num_samples, seed=self.seed, epoch=keys)
+        return permute_blocks(within, self.blocks, num_items=self.num_samples, seed=self.seed, epoch=keys)
 
-def permute(index: NDArray[np.int64], *, num_items: int, seed: int, epoch: int) -> NDArray[np.int64]:
+
+class OrderCache:
+    """An order with its next ids computed in large pieces: a call for few ids costs little."""
+
+    def __init__(self, order: "Order", piece: int = 1 << 13) -> None:
+        self._order, self._piece, self._start = order, piece, 0
+        self._ids = np.empty(0, dtype=np.int64)
+
+    def sample_ids(self, position: int, count: int) -> NDArray[np.int64]:
+        """The `count` samples from global index `position` on."""
+        first = position - self._start
+        if first < 0 or first + count > len(self._ids):
+            self._start, first = position, 0
+            self._ids = self._order.sample_ids(position, max(count, self._piece))
+        return self._ids[first : first + count]
+
+
+class Order(Protocol):
+    """The sample at each global index."""
+
+    def sample_ids(self, position: int, count: int) -> NDArray[np.int64]:
+        """The `count` samples from global index `position` on."""
+        ...
+
+
+def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
+    """The random generator of one sample in one epoch (augmentation), on any rank and in any worker."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, sample])))
+
+
+def permute_blocks(
+    index: NDArray[np.int64], blocks: Blocks, *, num_items: int, seed: int, epoch: Sequence[int]
+) -> NDArray[np.int64]:
+    """The image of each index when blocks are permuted, and then the samples of each window of blocks.
+
+    A last block that is not full stays in the last window.
+    """
+    size = blocks.block_samples
+    window, num_blocks = size * blocks.window_blocks, num_items // size
+    which, within = np.divmod(index, window)
+    for one in np.unique(which).tolist():  # a batch lies in one or two windows
+        here, num_here = which == one, min(window, num_items - one * window)
+        keys = [*epoch, _WINDOW_KEY + one]
+        within[here] = permute(within[here], num_items=num_here, seed=seed, epoch=keys)
+    slot, offset = np.divmod(which * window + within, size)
+    is_full = slot < num_blocks
+    if is_full.any():
+        slot[is_full] = permute(slot[is_full], num_items=num_blocks, seed=seed, epoch=epoch)
+    return slot * size + offset
+
+
+def permute(
+    index: NDArray[np.int64], *, num_items: int, seed: int, epoch: int | Sequence[int]
+) -> NDArray[np.int64]:
     """The image of each index under a pseudo-random permutation of range(num_items), in constant memory.
 
     A Feistel network is a bijection on the next power of two. A value outside the range goes through again
@@ -39,7 +119,8 @@ def permute(index: NDArray[np.int64], *, num_items: int, seed: int, epoch: int) 
     the values are outside, so two passes are the expected worst.
     """
     width = max(2, (num_items - 1).bit_length())
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)
+    entropy = [seed, epoch] if isinstance(epoch, int) else [seed, *epoch]
+    keys = np.random.SeedSequence(entropy).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)
     values = _feistel(index.astype(np.uint64), width=width, keys=keys)
     while (outside := values >= num_items).any():
         values[outside] = _feistel(values[outside], width=width, keys=keys)

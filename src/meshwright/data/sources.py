@@ -1,9 +1,10 @@
 """Random-access token sources: a packed dataset on disk, or tokens in memory.
 
-A packed dataset is a folder of three files, written by `meshwright data pack`:
+A packed dataset is a folder of a few files, written by `meshwright data pack`:
 
     tokens.bin      every token, one after the other, in the smallest unsigned type that holds the vocabulary
     documents.bin   int64, where each document ends (exclusive); the last one is the number of tokens
+    weights.bin     float16, the loss weight of each token as a target, where targets differ (chats)
     dataset.json    counts, types, tokenizer and hashes; written last, so a folder without it is unfinished
 
 A dataset packed with a Hugging Face tokenizer also holds its `tokenizer.json`, and so decodes anywhere.
@@ -32,6 +33,8 @@ from meshwright.spec.base import Spec
 
 DATASET_VERSION = 1
 TOKENS_FILE, DOCUMENTS_FILE, MANIFEST_FILE = "tokens.bin", "documents.bin", "dataset.json"
+WEIGHTS_FILE = "weights.bin"
+WEIGHTS_DTYPE = np.dtype(np.float16)
 TOKENIZER_FILE = "tokenizer.json"
 _TOKEN_TYPES = ("uint8", "uint16", "uint32")
 # The manifest lists the source files, so that of a large corpus is long.
@@ -54,6 +57,11 @@ class TokenSource(Protocol):
     @property
     def document_ends(self) -> NDArray[np.int64]:
         """The end of each document, exclusive and increasing; the last is the number of tokens."""
+        ...
+
+    @property
+    def loss_weights(self) -> NDArray[np.floating] | None:
+        """The loss weight of each token as a target, 0 where it does not count; None: all count alike."""
         ...
 
     @property
@@ -80,6 +88,7 @@ class TokensInMemory:
     document_ends: NDArray[np.int64]
     vocab_size: int
     fingerprint: str
+    loss_weights: NDArray[np.floating] | None = None
 
     def require_unchanged(self) -> None:
         """Does nothing: nobody else can change memory."""
@@ -92,6 +101,16 @@ class TokenizerFacts(Spec):
     hash: str
     """Sixteen hex digits, a hash of the tokenizer's definition."""
     eos_id: int
+
+
+class LengthSummary(Spec):
+    """Document lengths of a dataset in a few numbers, for the planner."""
+
+    mean: float
+    mean_square: float
+    """Mean of the squared lengths: attention within documents costs in proportion to it."""
+    percentiles: list[int]
+    """The 0th, 5th, ... and 100th percentile: 21 numbers."""
 
 
 class Manifest(Spec):
@@ -110,6 +129,8 @@ class Manifest(Spec):
     """Hash of samples of tokens.bin and documents.bin, which every start compares."""
     modified_ns: dict[str, int] = Field(default_factory=dict)
     """Modification time of these files, nanoseconds since 1970."""
+    document_tokens: LengthSummary | None = None
+    """Lengths of the documents; None in datasets of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +143,8 @@ class TokenFile:
     document_ends: NDArray[np.int64]
     states: tuple[tuple[Path, FileState], ...] = ()
     """The files as they were opened."""
+    loss_weights: NDArray[np.floating] | None = None
+    """The loss weight of each token as a target; None: all count alike."""
 
     @staticmethod
     def open(folder: str | Path, *, check_content: bool = True) -> "TokenFile":
@@ -141,10 +164,11 @@ class TokenFile:
             )
         if check_content:
             _require_packed_content(folder, manifest)
-        files = (folder / TOKENS_FILE, folder / DOCUMENTS_FILE)
-        return TokenFile(
-            folder, manifest, tokens, document_ends, tuple((file, FileState.of(file)) for file in files)
-        )
+        names = _content_files(manifest)
+        is_weighted = WEIGHTS_FILE in names
+        weights = _mapped(folder / WEIGHTS_FILE, WEIGHTS_DTYPE, manifest.num_tokens) if is_weighted else None
+        states = tuple((folder / name, FileState.of(folder / name)) for name in names)
+        return TokenFile(folder, manifest, tokens, document_ends, states, weights)
 
     @property
     def name(self) -> str:
@@ -159,7 +183,7 @@ class TokenFile:
     @property
     def fingerprint(self) -> str:
         """A hash of the hashes in the manifest: no token is read."""
-        content = "".join(self.manifest.sha256[file] for file in (TOKENS_FILE, DOCUMENTS_FILE))
+        content = "".join(self.manifest.sha256[file] for file in _content_files(self.manifest))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def require_unchanged(self) -> None:
@@ -187,6 +211,17 @@ class TokenFile:
                 f"{TOKENS_FILE}: token {largest} is outside the vocabulary of {self.vocab_size} tokens"
             )
         return facts
+
+
+def summarize_lengths(lengths: NDArray[np.int64]) -> LengthSummary:
+    """The lengths of documents in a few numbers."""
+    exact = lengths.astype(np.float64)
+    percentiles = np.percentile(lengths, np.arange(0, 101, 5), method="nearest")
+    return LengthSummary(
+        mean=float(exact.mean()),
+        mean_square=float((exact * exact).mean()),
+        percentiles=[int(each) for each in percentiles],
+    )
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -223,8 +258,13 @@ def in_parts(tokens: NDArray[np.unsignedinteger], part_tokens: int = 1 << 22):
         yield tokens[start : start + part_tokens]
 
 
+def _content_files(manifest: Manifest) -> list[str]:
+    """The files that training reads."""
+    return [name for name in (TOKENS_FILE, DOCUMENTS_FILE, WEIGHTS_FILE) if name in manifest.sha256]
+
+
 def _require_packed_content(folder: Path, manifest: Manifest) -> None:
-    for name in (TOKENS_FILE, DOCUMENTS_FILE):
+    for name in _content_files(manifest):
         packed = PackedFile(manifest.sha256[name], manifest.sampled.get(name), manifest.modified_ns.get(name))
         require_packed_content(folder / name, packed)
 

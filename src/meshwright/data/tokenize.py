@@ -88,8 +88,8 @@ class HuggingFaceTokenizer:
         self.eos_id = self._find_eos(eos or _configured_eos(path))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger]]:
-        """The tokens of each text; the library encodes them on all cores."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        """The tokens of each text; the library encodes them on all cores, without offsets into the text."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -131,9 +131,11 @@ def open_tokenizer(name: str, *, eos: str | None = None) -> Tokenizer:
 
 def tokenizer_for(spec: DataSpec) -> Tokenizer:
     """The tokenizer of a run's data: bytes for the generated corpus."""
-    if spec.path is None:
+    paths = [source.path for source in spec.sources if source.path is not None]
+    if not paths:
         return ByteTokenizer()
-    return tokenizer_of(Path(spec.path), read_manifest(Path(spec.path)).tokenizer)
+    # The datasets of a blend have one tokenizer.
+    return tokenizer_of(Path(paths[0]), read_manifest(Path(paths[0])).tokenizer)
 
 
 def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -19,8 +19,12 @@ from meshwright.data.sources import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
     TOKENS_FILE,
+    WEIGHTS_DTYPE,
+    WEIGHTS_FILE,
+    LengthSummary,
     Manifest,
     TokenizerFacts,
+    summarize_lengths,
     token_dtype,
 )
 from meshwright.data.tokenize import HuggingFaceTokenizer, Tokenizer
@@ -53,11 +57,12 @@ class _HashedFile:
 class DatasetWriter:
     """Appends documents to the files of an unfinished dataset folder."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, *, is_weighted: bool = False) -> None:
         self.num_tokens = self.num_documents = 0
         self._folder, self._tokenizer = folder, tokenizer
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._files = {name: _HashedFile(folder / name) for name in (TOKENS_FILE, DOCUMENTS_FILE)}
+        self._content = (TOKENS_FILE, DOCUMENTS_FILE) + is_weighted * (WEIGHTS_FILE,)
+        self._files = {name: _HashedFile(folder / name) for name in self._content}
 
     def append(self, documents: list[NDArray[np.unsignedinteger]]) -> None:
         """Write documents, each followed by the end-of-document token."""
@@ -67,6 +72,19 @@ class DatasetWriter:
         self._files[TOKENS_FILE].write(tokens.astype(self._dtype).tobytes())
         self._files[DOCUMENTS_FILE].write(ends.tobytes())
         self.num_tokens, self.num_documents = int(ends[-1]), self.num_documents + len(documents)
+
+    def append_weights(self, weights: list[NDArray[np.floating]]) -> None:
+        """Write the loss weights of the appended documents: one for each token, the last one included."""
+        self._files[WEIGHTS_FILE].write(np.concatenate(weights).astype(WEIGHTS_DTYPE).tobytes())
+
+    def append_encoded(self, chunks: Iterable[bytes], lengths: NDArray[np.int64]) -> None:
+        """Write documents that were encoded before, end-of-document tokens included, as bytes and lengths."""
+        for chunk in chunks:
+            self._files[TOKENS_FILE].write(chunk)
+        ends = self.num_tokens + np.cumsum(lengths)
+        self._files[DOCUMENTS_FILE].write(ends.tobytes())
+        self.num_tokens += int(lengths.sum())
+        self.num_documents += len(lengths)
 
     def finish(self, source_files: list[str]) -> Manifest:
         """Close the files and write the manifest last: a folder without it is not a dataset."""
@@ -83,15 +101,20 @@ class DatasetWriter:
             tokenizer=TokenizerFacts(name=tokenizer.name, hash=tokenizer.hash, eos_id=tokenizer.eos_id),
             sha256={name: file.close() for name, file in self._files.items()},
             source_files=source_files,
-            sampled={name: sampled_hash(self._folder / name) for name in (TOKENS_FILE, DOCUMENTS_FILE)},
-            modified_ns={
-                name: FileState.of(self._folder / name).modified_ns for name in (TOKENS_FILE, DOCUMENTS_FILE)
-            },
+            sampled={name: sampled_hash(self._folder / name) for name in self._content},
+            modified_ns={name: FileState.of(self._folder / name).modified_ns for name in self._content},
+            document_tokens=self._lengths(),
         )
         last = _HashedFile(self._folder / MANIFEST_FILE)
         last.write((json.dumps(manifest.model_dump(), indent=2) + "\n").encode())
         last.close()
         return manifest
+
+    def _lengths(self) -> LengthSummary | None:
+        if not self.num_documents:
+            return None
+        ends = np.fromfile(self._folder / DOCUMENTS_FILE, dtype=np.int64)
+        return summarize_lengths(np.diff(ends, prepend=0))
 
     def abandon(self) -> None:
         """Close the files without a manifest."""
@@ -100,9 +123,10 @@ class DatasetWriter:
 
 
 @contextmanager
-def new_dataset(folder: Path, tokenizer: Tokenizer) -> Iterator[DatasetWriter]:
+def new_dataset(folder: Path, tokenizer: Tokenizer, *, is_weighted: bool = False) -> Iterator[DatasetWriter]:
     """A writer whose folder appears under its name only if the block succeeds.
 
+    A weighted dataset has a loss weight beside every token: `append_weights` after each `append`.
     Everything is written to a hidden folder beside it, which is renamed at the end. After an error the hidden
     folder is removed; after a kill it stays without a manifest, so it is not read as a dataset.
     """
@@ -110,7 +134,7 @@ def new_dataset(folder: Path, tokenizer: Tokenizer) -> Iterator[DatasetWriter]:
     try:
         hidden = new_folder_beside(folder)
         try:
-            writer = DatasetWriter(hidden, tokenizer)
+            writer = DatasetWriter(hidden, tokenizer, is_weighted=is_weighted)
             try:
                 yield writer
             finally:

@@ -11,12 +11,14 @@ A profile is one JSON document:
                     "precision": "bf16", "seconds": 1.1e-3, "backward": false}, ...],
      "copy_bytes_per_second": 4.1e12,
      "host_bytes_per_second": 5.0e10,
-     "collectives": [{"kind": "all_reduce", "ranks": 8, "nodes": 1, "bytes": 268435456, "seconds": 1e-3}]}
+     "collectives": [{"kind": "all_reduce", "ranks": 8, "nodes": 1, "bytes": 268435456, "seconds": 1e-3}],
+     "calibration": {"compute": 1.06, "communication": 1.2, "num_runs": 3}}
 
 Every part but `device` may be missing; a part replaces the data-sheet figure that it measures. A short matmul
 runs at clocks that a device at its power limit cannot sustain: `sustained_flops_per_second` is the rate after
 seconds without a pause, and the planner slows matmuls and attention by that share. A device outside the
-catalogue is described by `machine` and by the measurements.
+catalogue is described by `machine` and by the measurements. `calibration` holds the factors that
+`plan --calibrate` fitted to runs of the machine, on top of everything else.
 """
 
 import math
@@ -27,6 +29,7 @@ from typing import Any, cast
 
 from meshwright.errors import SpecError, read_trouble
 from meshwright.files import MIB, read_json_file
+from meshwright.hardware.calibration import Calibration
 from meshwright.hardware.catalogue import (
     PEER_LATENCY_SECONDS,
     Cluster,
@@ -106,6 +109,7 @@ class Profile:
     num_devices: int | None = None
     num_sms: int | None = None
     memory_bytes: int | None = None
+    calibration: Calibration | None = None
     measured: Mapping[str, str] = field(default_factory=dict[str, str])
     """Date, device and versions of the measurement, as text."""
 
@@ -156,13 +160,14 @@ class Profile:
                 hint="measure this machine with `hardware probe`, or leave the profile out",
             )
         device = self._device(cluster.device)
-        return replace(
+        measured = replace(
             cluster,
             device=device,
             peer=self._link(cluster.peer, across_nodes=False),
             network=self._link(cluster.network, across_nodes=True),
             host=device.host,
         )
+        return measured if self.calibration is None else self.calibration.applied_to(measured)
 
     def _device(self, device: Device) -> Device:
         best = {**device.best_matmul_flops_per_second, **self._best_matmuls()}
@@ -295,8 +300,16 @@ def profile_from(document: Mapping[str, Any], *, where: str) -> Profile:
         _rates(document, "sustained_flops_per_second", where),
         **copies,
         **_machine(document, where),
+        calibration=_calibration(document, where),
         measured={str(key): str(value) for key, value in _object(document, "measured", where).items()},
     )
+
+
+def _calibration(document: Mapping[str, Any], where: str) -> Calibration | None:
+    found = _object(document, "calibration", where)
+    names = ("compute", "communication")
+    factors = {name: _number(found, name, f"{where}: calibration") for name in names if name in found}
+    return Calibration(**factors, num_runs=int(found.get("num_runs", 0))) if factors else None
 
 
 def _rates(document: Mapping[str, Any], key: str, where: str) -> dict[str, float]:

@@ -52,8 +52,9 @@ class CoreChoice:
     def text(self, host: Host) -> str:
         """One line for people."""
         cores = show_cores(self.cores or host.allowed)
-        threads = "" if self.threads is None else f"{self.threads} "
-        return f"rank 0 runs on cores {cores} ({self.reason}) with {threads}threads ({self.threads_reason})"
+        threads = f"{THREADS}={self.threads} " if self.threads is not None else ""
+        why = f"({self.threads_reason})" if threads else self.threads_reason
+        return f"rank 0 runs on cores {cores} ({self.reason}), {threads}{why}"
 
 
 def this_host(pci_address: str | None, *, system: Path = SYSTEM) -> Host:
@@ -102,7 +103,7 @@ def _threads(
     text = environment.get(THREADS, "").strip()
     if text:
         is_high = text.isdecimal() and int(text) > len(cores) > 0
-        return None, f"{THREADS}={text}" + (f", more than its {len(cores)} cores" if is_high else "")
+        return None, f"{THREADS}={text} as set" + (f", more than its {len(cores)} cores" if is_high else "")
     ranks = launched.num_local_ranks or 1
     share = max(1, min(len(cores), len(host.cores) // ranks))
     return share, f"{len(host.cores)} cores, {ranks} rank{'s' * (ranks > 1)} on this host"

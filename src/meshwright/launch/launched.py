@@ -2,16 +2,15 @@
 
 A launcher is one row of LAUNCHERS. `launched_rank` finds the one that started this process and refuses
 variables that are incomplete or contradict each other. A world of one task is no launch: a shell of `salloc`
-or `srun --pty`, and `mpirun -np 1`, leave it to `meshwright train` to start the ranks.
+or `srun --pty`, `mpirun -np 1`, and a container whose hook sets RANK=0 WORLD_SIZE=1 leave it to `meshwright
+train` to start the ranks. So does a platform that starts one process per node (`launched_node`).
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import LaunchError
-
-Environment = Mapping[str, str]
+from meshwright.launch.launched_node import Environment, launched_node, number
 
 STARTED_HERE = "MESHWRIGHT_LOCAL_RANKS"
 """Set by `run_local` for the ranks that it starts."""
@@ -44,7 +43,10 @@ OPEN_MPI = Launcher(
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 SLURM = Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-LAUNCHERS = (TORCHRUN, OPEN_MPI, SLURM)
+# MPICH and Intel MPI (Hydra), and Cray's PALS: the process manager's interface PMI.
+HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+CRAY = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+LAUNCHERS = (TORCHRUN, OPEN_MPI, SLURM, HYDRA, CRAY)
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,15 @@ class LaunchedRank:
 
 def launched_rank(environment: Environment = os.environ) -> LaunchedRank | None:
     """The rank that a launcher made of this process, or None; LaunchError where variables contradict."""
+    if launched_node(environment) is not None:
+        return None
     outer = _outer_rank(environment)
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return outer
     found = _read(TORCHRUN, environment)
     is_certain = STARTED_HERE in environment or "TORCHELASTIC_RUN_ID" in environment
+    if outer is None and not is_certain and found.num_ranks == 1:
+        return None
     if outer is not None and not is_certain and not _can_contain(outer, found):
         raise _contradiction(outer, found)
     return found
@@ -88,6 +94,14 @@ def _outer_rank(environment: Environment) -> LaunchedRank | None:
     if _is_slurm_task(environment) and _several(SLURM, environment):
         _require_one_count(environment)
         return _read(SLURM, environment)
+    if "SLURM_STEP_ID" not in environment and _several(HYDRA, environment):
+        return _read(CRAY if CRAY.local_rank in environment else HYDRA, environment)
+    if "PMIX_RANK" in environment and not any(one.num_ranks in environment for one in LAUNCHERS):
+        raise LaunchError(
+            f"PMIX_RANK={environment['PMIX_RANK']}, and no variable says how many ranks there are",
+            where="environment",
+            hint="export RANK, WORLD_SIZE and LOCAL_RANK, or start the ranks with mpirun, srun or torchrun",
+        )
     return None
 
 
@@ -103,7 +117,7 @@ def _require_one_count(environment: Environment) -> None:
 
 
 def _several(launcher: Launcher, environment: Environment) -> bool:
-    return launcher.num_ranks in environment and _number(launcher.num_ranks, environment) > 1
+    return launcher.num_ranks in environment and number(launcher.num_ranks, environment) > 1
 
 
 def _is_slurm_task(environment: Environment) -> bool:
@@ -124,8 +138,8 @@ def _read(launcher: Launcher, environment: Environment) -> LaunchedRank:
             where="environment",
             hint=f"start the ranks with {launcher.name}, set all of these variables, or unset them",
         )
-    rank, num_ranks = _number(launcher.rank, environment), _number(launcher.num_ranks, environment)
-    local_rank = _number(launcher.local_rank, environment) if launcher.local_rank in environment else 0
+    rank, num_ranks = number(launcher.rank, environment), number(launcher.num_ranks, environment)
+    local_rank = number(launcher.local_rank, environment) if launcher.local_rank in environment else 0
     if rank >= num_ranks:
         raise LaunchError(
             f"{_shown(launcher.variables[:2], environment)}: the rank is outside of the world",
@@ -148,7 +162,7 @@ def _num_local_ranks(launcher: Launcher, environment: Environment) -> int | None
         return None
     if launcher is SLURM:
         return _tasks_of_node(environment[name], environment.get("SLURM_NODEID", ""))
-    return _number(name, environment)
+    return number(name, environment)
 
 
 def _tasks_of_node(text: str, node: str) -> int | None:
@@ -160,17 +174,6 @@ def _tasks_of_node(text: str, node: str) -> int | None:
             return None
         counts += [int(count)] * min(int(times or 1), 1_000_000)
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
-
-
-def _number(name: str, environment: Environment) -> int:
-    text = environment[name]
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise LaunchError(
-            f"{name}={text!r} is not a number",
-            where="environment",
-            hint="start the ranks with torchrun, srun, mpirun or `meshwright train`, or unset it",
-        )
-    return int(text)
 
 
 def _can_contain(outer: LaunchedRank, inner: LaunchedRank) -> bool:

@@ -22,6 +22,7 @@ from meshwright.errors import (
 )
 from meshwright.hardware.machine import this_machine
 from meshwright.launch.launched import STARTED_HERE
+from meshwright.launch.launched_node import LaunchedNode
 from meshwright.launch.meeting import STORE_FILE
 from meshwright.launch.watch import Process, RankWatcher, Watched, is_stopped
 
@@ -37,20 +38,27 @@ _HANG_GRACE_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def run_local(arguments: Sequence[str], *, num_ranks: int, watched: Watched | None = None) -> int:
+def run_local(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    watched: Watched | None = None,
+    node: LaunchedNode | None = None,
+) -> int:
     """Start `python -m meshwright <arguments>` once per rank and wait; returns the first failing exit code.
 
     Rank 0 prints to this terminal. Output of the other ranks is kept in files and printed when one of them
     fails first. EXIT_RANK_OUT_OF_MEMORY is returned where any rank ran out of memory. With `watched`, ranks
-    that make no progress are reported and ended.
+    that make no progress are reported and ended. With `node` they join those of other nodes.
     """
+    first = node.node * num_ranks if node else 0
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as folder, ExitStack() as files:
         processes: list[Process] = []
         stopping = _Stopping(processes)
         with stopping.signals_passed_on():
             for rank in range(num_ranks):
                 output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
-                processes.append(_start(arguments, _environment(rank, num_ranks, Path(folder)), output))
+                processes.append(_start(arguments, _environment(rank, num_ranks, Path(folder), node), output))
             watcher = RankWatcher(watched, processes, Path(folder)) if watched else None
             if watcher:
                 files.callback(watcher.close)
@@ -60,7 +68,8 @@ def run_local(arguments: Sequence[str], *, num_ranks: int, watched: Watched | No
         if is_reported:
             return EXIT_RUN_FAILED
         if not _is_refused_by_all(processes, failed):
-            _print_failure(processes[failed], failed, Path(folder) / f"rank-{failed}", stopping)
+            output = Path(folder) / f"rank-{failed}" if failed else None
+            _print_failure(processes[failed], first + failed, output, stopping)
         return _exit_code(processes[failed].returncode, stopping)
 
 
@@ -70,8 +79,8 @@ def _start(arguments: Sequence[str], environment: dict[str, str], output: IO[byt
     return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
 
 
-def _print_failure(process: Process, rank: int, output: Path, stopping: "_Stopping") -> None:
-    """Name the rank whose failure ended the run; rank 0 has printed its own error."""
+def _print_failure(process: Process, rank: int, output: Path | None, stopping: "_Stopping") -> None:
+    """Name the rank whose failure ended the run; the first one here has printed its own error."""
     code = process.returncode
     if code < 0 and stopping.number is not None:
         name = signal.Signals(stopping.number).name
@@ -82,7 +91,7 @@ def _print_failure(process: Process, rank: int, output: Path, stopping: "_Stoppi
         name = signal.Signals(-code).name
         guess = "; was host memory full?" if -code == signal.SIGKILL else ""
         print(f"rank {rank} was killed by signal {-code} ({name}){guess}", file=sys.stderr)
-    text = output.read_text(errors="replace").strip() if rank else ""
+    text = output.read_text(errors="replace").strip() if output else ""
     if text:
         print(f"rank {rank} failed first:\n{text[-4000:]}", file=sys.stderr)
 
@@ -93,8 +102,15 @@ def _is_refused_by_all(processes: list[Process], failed: int) -> bool:
     return code in (EXIT_INPUT, EXIT_NO_FIT) and processes[0].returncode == code
 
 
-def _environment(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, folder: Path, node: LaunchedNode | None) -> dict[str, str]:
     environment = dict(os.environ)
+    # Each rank its share of the cores: the default would give every rank all of them.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // num_ranks)))
+    if node is not None:
+        if node.interface:
+            environment.setdefault("GLOO_SOCKET_IFNAME", node.interface)
+            environment.setdefault("NCCL_SOCKET_IFNAME", node.interface)
+        return environment | node.rank_variables(rank, num_ranks)
     environment.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -103,8 +119,6 @@ def _environment(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
     )
     environment[STORE_FILE] = str(folder / "store")
     environment[STARTED_HERE] = str(num_ranks)
-    # Each rank its share of the cores: the default would give every rank all of them.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // num_ranks)))
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names need not resolve for a local run
     return environment

@@ -10,11 +10,14 @@ REQUEUED_CODE = 130
 """Exit code of a run that was asked to stop and has saved."""
 _LAST_RANK_SECONDS = 60
 """Ranks that are still there so long after the first one has ended are killed."""
+_ANSWER_SECONDS = 120
+"""A node that does not start a command within this time is lost."""
 _REQUEUE = """\
 # A run that is asked to stop (USR1 before the time limit, TERM on preemption) saves and exits {code}.
 # The job then goes back into the queue and continues where it was, unless it was cancelled: scancel
-# signals this shell too.
-if [ "$code" -eq {code} ] && [ -z "$cancelled" ]; then
+# signals this shell too. The same holds for a run that failed because a node no longer answers.
+nodes_answer() {{ timeout {seconds} srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 true; }}
+if [ -z "$cancelled" ] && {{ [ "$code" -eq {code} ] || {{ [ "$code" -ne 0 ] && ! nodes_answer; }}; }}; then
     scontrol requeue "$SLURM_JOB_ID"
 fi"""
 
@@ -35,7 +38,7 @@ def sbatch_text(job: Job) -> str:
         "trap 'cancelled=1' TERM",
         srun_line(job),
         "code=$?",
-        _REQUEUE.format(code=REQUEUED_CODE),
+        _REQUEUE.format(code=REQUEUED_CODE, seconds=_ANSWER_SECONDS),
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

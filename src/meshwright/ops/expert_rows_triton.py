@@ -27,7 +27,7 @@ def _sum_rows(  # noqa: PLR0913  (a kernel takes its pointers and sizes one by o
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in range(num_choices):
         place = tl.load(places + token * num_choices + choice)
-        is_read = is_inside & (place < num_rows)  # a dropped choice has no row
+        is_read = columns < tl.where(place < num_rows, width, 0)  # a dropped choice has no row
         total += tl.load(rows + place * width + columns, mask=is_read, other=0.0).to(tl.float32)
         if HAS_OTHER:
             total += tl.load(other_rows + place * width + columns, mask=is_read, other=0.0).to(tl.float32)

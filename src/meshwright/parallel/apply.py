@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.data.batches import Microbatch
+from meshwright.data.microbatch import Microbatch
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.weights import OffloadedWeights

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.batches import Microbatch
+from meshwright.data.microbatch import Microbatch
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.fp8_weights import Fp8Weights
 from meshwright.parallel.shards import ParameterShard

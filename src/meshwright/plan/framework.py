@@ -19,6 +19,7 @@ from meshwright.plan.time.collectives import Group, gather_seconds
 from meshwright.plan.workload.layouts import Floats, Ints, Layouts
 from meshwright.plan.workload.operators import StageLayers, runtime_stage_layers
 from meshwright.plan.workload.workload import Workload
+from meshwright.spec.model import MoeSpec
 
 HEAD_GRADIENT_BYTES = 4.0
 """The gradient of the head is summed over chunks of logits in fp32, beside the head in bf16."""
@@ -43,15 +44,18 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Interval:
-    """Relative half-width of the 90% interval of a step time: shares of the step times these widths.
+    """Relative half-width of the 90% interval of a step time, by the kind of run (plan/time/interval.py).
 
-    The widths are fitted such that nine of ten published times fall inside when their source is left out.
+    The widths of kinds are those of nine of ten published times whose source was left out of the fit.
     """
 
-    kernels: float = 0.08
-    communication: float = 0.4
-    waiting: float = 0.2
-    routed: float = 0.25
+    dense_one_node: float = 0.2
+    dense_several_nodes: float = 0.2
+    fp8: float = 0.2
+    blackwell: float = 0.2
+    moe: float = 0.4
+    measured: float | None = None
+    """That of dense models on one device, where the framework itself was measured."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Framework:
     tp_overlap: float = 0.0
     pp_overlap: float = 0.0
     ep_overlap: float = 0.0
+    """Share of the all-to-alls of routed tokens that may overlap with compute."""
     bucket_bytes: float = 100e6
     """Bytes of a gradient bucket: a group pays its latency once for each."""
     adapters_per_group: float = 8.0
@@ -85,6 +90,8 @@ class Framework:
     """Memory traffic of uncompiled element-wise kernels over that of fully fused ones."""
     compiled_passes: float = 1.5
     """Memory traffic of element-wise kernels in blocks that torch.compile fused, over fully fused ones."""
+    grouped_rate: float = 0.9
+    """Rate of grouped matmuls (routed experts) against a single one of the same shape."""
     padded_vocabulary: int = 64
     """The head pads its vocabulary on a rank to a multiple of this (ops/loss.py)."""
     pads_at_run_time: bool = True
@@ -100,6 +107,10 @@ class Framework:
     launches_per_layer: float = 60.0
     """Kernels that the host launches for the forward pass of one dense layer."""
     launches_per_routed_layer: float = 150.0
+    launches_of_latent_attention: float = 0.0
+    """Further kernels of a layer with latent attention (MLA)."""
+    routed_slowdown: float = 1.0
+    """Time of a routed layer on the device, its communication included, over the model's."""
     kernel_slowdown: float = 1.0
     """Compute time over the shape model's; fitted (calibration.toml)."""
     exposed_communication: float = 1.0
@@ -168,13 +179,22 @@ class Framework:
         """Communication of one sublayer over tp, forward: an all-gather and a reduce-scatter."""
         return 2.0 * gather_seconds(num_bytes, members, cluster)
 
-    def network_copies(self, nodes: Floats, top_k: int) -> Floats:
+    def network_copies(self, nodes: Floats, moe: MoeSpec) -> Floats:
         """Share of the copies of a routed token that cross the network: here each of the `top_k` does."""
         return np.ones_like(nodes)
 
-    def launches(self, cluster: Cluster, *, moe: bool) -> float:
+    def dispatch_bytes(self, workload: Workload) -> float:
+        """Bytes per element of tokens on the way to their experts: the activation precision."""
+        return workload.working_bytes
+
+    def ep_overlap_share(self, at: Layouts) -> Floats:
+        """Share of the all-to-alls that may overlap with compute."""
+        return np.full(len(at), self.ep_overlap)
+
+    def launches(self, workload: Workload, cluster: Cluster, *, moe: bool) -> float:
         """Kernels that the host launches for the forward pass of one layer."""
-        return self.launches_per_routed_layer if moe else self.launches_per_layer
+        latent = self.launches_of_latent_attention if workload.model.attention.latent is not None else 0.0
+        return latent + (self.launches_per_routed_layer if moe else self.launches_per_layer)
 
     def weight_cast_rates(self, workload: Workload, num_microbatches: Ints) -> tuple[Floats | float, Floats]:
         """Bytes moved per parameter to cast a weight, and to cast and accumulate its gradient."""

@@ -9,6 +9,7 @@ from meshwright.plan.framework import Framework
 from meshwright.plan.memory.margins import Margin, memory_margin
 from meshwright.plan.memory.offload import HOST_SHARE
 from meshwright.plan.memory.rank_bytes import FIT_SHARE, STAGES, Memory, host_peak_bytes, memory
+from meshwright.plan.time.interval import interval_source
 from meshwright.plan.time.pipeline import simulated_items
 from meshwright.plan.time.step_time import step_cost
 from meshwright.plan.workload.formats import runtime_of, workload_of
@@ -48,6 +49,8 @@ class Prediction:
     """Host memory per rank."""
     memory_margin: Margin | None = None
     """How far allocated bytes may be off, in both directions; None where it is not known."""
+    interval_source: str = ""
+    """Where the interval of our own runtime comes from."""
     assumed: tuple[str, ...] = ()
     """What was assumed about the data."""
 
@@ -128,6 +131,7 @@ def predict_layout(
         capacity_bytes=cluster.device.memory_bytes,
         host_capacity_bytes=cluster.host_memory_bytes / cluster.devices_per_node,
         memory_margin=memory_margin(workload, layout, framework),
+        interval_source=interval_source(workload, cluster, int(layout.num_ranks[0])),
         assumed=workload.assumed,
     )
 

@@ -17,13 +17,14 @@ from meshwright.errors import SpecError
 from meshwright.hardware.catalogue import Cluster, Device
 from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.memory.activations import Items
-from meshwright.plan.time.attention import FLASH, kernel_seconds
+from meshwright.plan.time.attention import CUDNN, FLASH, kernel_seconds
 from meshwright.plan.time.collectives import Group, all_reduce_seconds
 from meshwright.plan.workload.layouts import Floats, Ints, Layouts
 from meshwright.plan.workload.operators import StageLayers, attention_core_flops, stage_layers
 from meshwright.plan.workload.workload import Workload
 from meshwright.published.peer_memory import KeptByLayer
 from meshwright.published.unfused_attention import unfused_attention_seconds
+from meshwright.spec.model import MoeSpec
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Peer(Framework):
     selective_regathers: float = 0.0
     elementwise_passes: float = 1.0
     compiled_passes: float = 2.5
+    grouped_rate: float = 0.48
     padded_vocabulary: int = 128
     pads_at_run_time: bool = False
     logits_traffic: float = 24.0
@@ -55,8 +57,14 @@ class Peer(Framework):
     balances_stages: bool = False
     """Layers are assigned to pipeline stages such that the head counts as the layers it costs."""
 
+    cudnn_attention: bool = False
+    """Attention runs in cuDNN on Hopper and later, as in Transformer Engine."""
     merges_dispatch: bool = False
     """A token goes to another node once, however many of its experts are there."""
+    dispatches_fp8: bool = False
+    """Tokens go to their experts in fp8 where linears run in it; they come back in bf16."""
+    overlaps_ep_in_stages: bool = False
+    """All-to-alls overlap with the compute of other virtual stages only."""
     superchip_launches: float = 1.0
     """Share of the launches left on a superchip's host: its recipes capture CUDA graphs."""
 
@@ -118,17 +126,34 @@ class Peer(Framework):
             return super().tp_seconds(num_bytes, members, cluster)
         return all_reduce_seconds(num_bytes, members, cluster)
 
-    def network_copies(self, nodes: Floats, top_k: int) -> Floats:
-        """Share of the copies of a routed token that cross the network, merged by node where it does so."""
-        if not self.merges_dispatch:
-            return super().network_copies(nodes, top_k)
-        reached = 1.0 - (1.0 - 1.0 / nodes) ** top_k
-        return np.minimum(nodes * reached / top_k, 1.0)
+    def network_copies(self, nodes: Floats, moe: MoeSpec) -> Floats:
+        """Share of the copies of a routed token that cross the network, merged by node where it does so.
 
-    def launches(self, cluster: Cluster, *, moe: bool) -> float:
+        Experts that are chosen from few groups (node-limited routing) reach few nodes.
+        """
+        if not self.merges_dispatch:
+            return super().network_copies(nodes, moe)
+        limit = np.maximum(nodes * moe.top_groups / moe.num_groups, 1.0)
+        reached = limit * (1.0 - (1.0 - 1.0 / limit) ** moe.top_k)
+        return np.minimum(reached / moe.top_k, 1.0)
+
+    def dispatch_bytes(self, workload: Workload) -> float:
+        """Bytes per element of tokens on the way to their experts."""
+        return 1.0 if self.dispatches_fp8 and workload.is_low_precision else workload.working_bytes
+
+    def ep_overlap_share(self, at: Layouts) -> Floats:
+        """Share of the all-to-alls that may overlap.
+
+        Megatron overlaps them with the compute of another virtual stage, and without tp: collectives of tp
+        need one queue of launches, and this needs many.
+        """
+        is_possible = ((at.virtual_stages > 1) & (at.tp == 1)) | (not self.overlaps_ep_in_stages)
+        return np.where(is_possible, self.ep_overlap, 0.0)
+
+    def launches(self, workload: Workload, cluster: Cluster, *, moe: bool) -> float:
         """Kernels that the host launches for the forward pass of one layer."""
         share = self.superchip_launches if cluster.host.name == "c2c" else 1.0
-        return share * super().launches(cluster, moe=moe)
+        return share * super().launches(workload, cluster, moe=moe)
 
     def weight_cast_rates(self, workload: Workload, num_microbatches: Ints) -> tuple[Floats | float, Floats]:
         """Zero: the `elementwise_passes` of a peer include its casts of weights and gradients."""
@@ -138,8 +163,9 @@ class Peer(Framework):
         """Forward and backward of softmax(q k) v of one layer; first releases wrote the scores to memory."""
         if workload.attention_kernel == "unfused":
             return unfused_attention_seconds(workload, at, device)
-        flops = attention_core_flops(workload, at)
-        return kernel_seconds(flops, workload, device, FLASH, length=float(workload.sequence_length))
+        is_cudnn = self.cudnn_attention and "fp8" in device.peak_flops_per_second
+        rates, flops = CUDNN if is_cudnn else FLASH, attention_core_flops(workload, at)
+        return kernel_seconds(flops, workload, device, rates, length=float(workload.sequence_length))
 
     def slowest_rank_seconds(
         self, workload: Workload, at: Layouts, *, layer: Floats, head: Floats, embedding: Floats
@@ -162,7 +188,27 @@ _PEERS = (
         elementwise_passes=1.1,
         launches_per_layer=60.0,
         launches_per_routed_layer=420.0,
+        launches_of_latent_attention=250.0,
         superchip_launches=0.25,
+        cudnn_attention=True,
+        grouped_rate=0.42,
+        ep_overlap=0.9,
+        overlaps_ep_in_stages=True,
+    ),
+    # DeepSeek's own framework, by the V3 report: DualPipe overlaps the all-to-alls, tokens are sent in fp8.
+    Peer(
+        "hai-llm",
+        StateBytes(weight=2, gradient=4, master=4, reduce=2),
+        pp_overlap=0.9,
+        ep_overlap=0.95,
+        merges_dispatch=True,
+        dispatches_fp8=True,
+        elementwise_passes=1.1,
+        launches_per_routed_layer=250.0,
+        cudnn_attention=True,
+        grouped_rate=0.42,
+        # Blocks of 128 are promoted to fp32 outside the tensor cores.
+        low_precision_slowdown=1.13,
     ),
     Peer(
         "megatron-deepspeed",
@@ -216,11 +262,14 @@ class Recipe:
     """Recompute of dense models."""
     low_precision_experts: bool = True
     """Routed experts run in fp8 or fp4 like the other linears."""
+    schedule: str | None = None
+    """The pipeline schedule, where it is neither 1f1b nor interleaved."""
 
 
 RECIPES = {
     "meshwright": Recipe(low_precision_experts=False),
     "megatron": Recipe(interleaved=True),
+    "hai-llm": Recipe(schedule="dualpipev"),
     "fsdp2-automodel": Recipe(recompute="full"),
     "olmo-core": Recipe(compiled=True),
 }
@@ -232,7 +281,8 @@ def frameworks() -> dict[str, Framework]:
     text = resources.files("meshwright.published").joinpath("calibration.toml").read_text(encoding="utf-8")
     fitted: dict[str, Any] = tomllib.loads(text)
     ours = our_runtime()
-    peers = {peer.name: replace(peer, interval=ours.interval, **fitted[peer.name]) for peer in _PEERS}
+    interval = replace(ours.interval, measured=None)
+    peers = {peer.name: replace(peer, interval=interval, **fitted[peer.name]) for peer in _PEERS}
     return {ours.name: ours, **peers}
 
 

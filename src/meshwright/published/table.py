@@ -21,6 +21,11 @@ from meshwright.published.known_shapes import routed_shape
 from meshwright.published.table_text import parse_network, parse_precision, parse_recompute
 from meshwright.spec.model import AttentionSpec, MlpSpec, ModelSpec, RopeSpec
 
+# The release or the date of a run: `(26.06)`, `(2026-07-25)`.
+_RELEASE = re.compile(r"(?:\((?=\d\d\.)|20)(\d\d)[.-](\d\d)")
+_OVERLAP = re.compile(r"\boverlap (on|off)\b", re.IGNORECASE)
+# Megatron's routed layers take this share of their earlier time from the release of June 2026 on.
+FASTER_ROUTED, FASTER_ROUTED_SLOWDOWN = (26, 6), 0.8
 _FLOP = re.compile(r"flop=([a-z0-9]+)", re.IGNORECASE)
 
 
@@ -250,6 +255,8 @@ def _release(framework: Framework, workload: Workload, cells: _Cells) -> Framewo
     """Megatron as it was at the time of the run: fp16 releases had no overlap, and sequence parallel late."""
     if framework.name != "megatron":
         return framework
+    if workload.model.moe is not None:
+        framework = _routed_release(framework, cells)
     if workload.optimizer == "adamw_bf16":
         return replace(framework, state=replace(framework.state, gradient=2))
     if workload.precision != "fp16":
@@ -266,6 +273,21 @@ def _release(framework: Framework, workload: Workload, cells: _Cells) -> Framewo
         fsdp_overlap=0.0,
         adapters_per_group=1.0,
     )
+
+
+def _routed_release(framework: Framework, cells: _Cells) -> Framework:
+    """Routed layers are faster from FASTER_ROUTED on; a row may say that all-to-alls overlap, or not."""
+    release, overlap = (
+        _RELEASE.search(cells.text("source") + cells.text("notes")),
+        _OVERLAP.search(cells.text("notes")),
+    )
+    if overlap is not None:
+        share = framework.ep_overlap if overlap[1].lower() == "on" else 0.0
+        framework = replace(framework, ep_overlap=share, overlaps_ep_in_stages=False)
+    if release is None or (int(release[1]), int(release[2])) < FASTER_ROUTED:
+        return framework
+    cells.assumed.append(f"routed layers of release {release[1]}.{release[2]}")
+    return replace(framework, routed_slowdown=FASTER_ROUTED_SLOWDOWN)
 
 
 def without_overlap(framework: Framework, assumed: list[str]) -> Framework:
@@ -294,7 +316,7 @@ def _layout(cells: _Cells, workload: Workload, framework: Framework, num_devices
         raise SpecError(f"dp x mbs = {dp * microbatch} does not divide gbs = {batch}", where=cells.where)
     micro = batch // (dp * microbatch)
     virtual = _virtual_stages(cells, workload, framework, pp)
-    schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
+    schedule = _recipe(framework).schedule or ("interleaved_1f1b" if virtual > 1 else "1f1b")
     recompute = _recompute(cells, "none" if routed else _recipe(framework).recompute)
     zero_default = 0 if workload.precision == "fp16" else 1
     return layouts(

@@ -6,17 +6,20 @@ compute time are those of the rank; exposed communication is missing.
 
 import dataclasses
 import gc
+import json
 import os
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from meshwright.data.batches import Batch
+from meshwright.data.microbatch import Batch
 from meshwright.errors import MeshError
 from meshwright.hardware.prediction_log import store_pair
+from meshwright.observe.metrics import METRICS_NAME
 from meshwright.observe.prediction_check import pair_of, predict_here
 from meshwright.ops.routed_rows import EvenRowCounts
 from meshwright.parallel.simulation import Simulation
@@ -24,6 +27,7 @@ from meshwright.rehearse.torch_cublas import clear_cublas_workspaces
 from meshwright.rehearse.trace import zero_batch
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
+from meshwright.spec.text import dump_run
 from meshwright.train.build import build_training
 from meshwright.train.step import Training, train_step
 
@@ -43,6 +47,8 @@ class Measured:
     microbatch_seconds: float
     is_expandable: bool
     """Whether the caching allocator used expandable segments."""
+    seconds: tuple[float, ...] = ()
+    """Seconds of every step, the warm-up first."""
 
 
 def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalance: float = 1.0) -> Measured:
@@ -54,14 +60,16 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
         training = build_training(run, mesh, fill=fill_random, simulation=simulation)
         batch = random_batch(run, device)
         seconds = _timed(training, batch, device, num_steps)
+        median = statistics.median(seconds[1:] or seconds)
         found = Measured(
             rank=rank,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             allocated_bytes=_statistic(device, "allocated_bytes.all.peak") - before,
             reserved_bytes=_statistic(device, "reserved_bytes.all.peak") - before,
-            step_seconds=seconds,
-            microbatch_seconds=seconds / run.accumulation,
+            step_seconds=median,
+            microbatch_seconds=median / run.accumulation,
             is_expandable="expandable_segments:True" in _allocator_settings(),
+            seconds=tuple(seconds),
         )
         del training, batch
     if device.type == "cuda":
@@ -90,6 +98,25 @@ def log_prediction(run: RunSpec, measured: Sequence[Measured]) -> str | None:
     )
     store_pair(pair)
     return pair.line
+
+
+def write_measured(run: RunSpec, measured: Sequence[Measured], folder: Path) -> None:
+    """Write run.yaml and metrics.jsonl of a measured run of one rank, as `plan --calibrate` reads them."""
+    if run.parallel.num_ranks > 1:
+        raise MeshError(
+            f"the run has {run.parallel.num_ranks} ranks; one of them alone does not communicate",
+            where="--dir",
+            hint="measure a run of one rank, or calibrate with the run directory of `train`",
+        )
+    (only,) = measured
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(dump_run(run), encoding="utf-8")
+    rows = [
+        {"step": step, "step_seconds": seconds, "peak_bytes": only.allocated_bytes}
+        for step, seconds in enumerate(only.seconds, start=1)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / METRICS_NAME).write_text(text, encoding="utf-8")
 
 
 def _clean(device: torch.device) -> int:
@@ -138,9 +165,9 @@ def random_batch(run: RunSpec, device: torch.device) -> Batch:
     return batch
 
 
-def _timed(training: Training, batch: Batch, device: torch.device, num_steps: int) -> float:
-    """Median seconds of a step; peak memory is counted from the second step on."""
-    seconds = []
+def _timed(training: Training, batch: Batch, device: torch.device, num_steps: int) -> list[float]:
+    """Seconds of each step; peak memory is counted from the second step on."""
+    seconds: list[float] = []
     for step in range(num_steps):
         if step == 1:
             _reset(device)
@@ -149,7 +176,7 @@ def _timed(training: Training, batch: Batch, device: torch.device, num_steps: in
         train_step(training, batch, learning_rate=1e-6)
         _wait(device)
         seconds.append(time.perf_counter() - started_at)
-    return statistics.median(seconds[1:] or seconds)
+    return seconds
 
 
 def _reset(device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.data.batches import Batch, Microbatch
+from meshwright.data.microbatch import Batch, Microbatch
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.hardware.simulated_device import HOPPER, SimulatedDevice
 from meshwright.memory.offload.host import pageable_memory

@@ -1,7 +1,14 @@
 """What was asked for: frozen, typed, complete descriptions of a run. Imports no torch."""
 
 from meshwright.spec.checkpoint import CheckpointSpec
-from meshwright.spec.data import BatchRampSpec, DataSpec, SyntheticSpec
+from meshwright.spec.data import (
+    BatchRampSpec,
+    BlendPartSpec,
+    BlockShuffleSpec,
+    CurriculumSpec,
+    DataSpec,
+    SyntheticSpec,
+)
 from meshwright.spec.launch import GlooSpec, LaunchSpec, NcclSpec
 from meshwright.spec.memory import MemorySpec
 from meshwright.spec.model import (
@@ -25,7 +32,10 @@ __all__ = [
     "MESH_ORDER",
     "AttentionSpec",
     "BatchRampSpec",
+    "BlendPartSpec",
+    "BlockShuffleSpec",
     "CheckpointSpec",
+    "CurriculumSpec",
     "DataSpec",
     "EvaluateSpec",
     "Fp8Spec",

@@ -18,6 +18,7 @@ VocabSize = Annotated[int, Field(ge=1, le=2**31), BeforeValidator(parse_count)]
 NonNegative = Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(parse_count)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_number)]
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_number)]
+NonNegativeNumber = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(parse_number)]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(parse_number)]
 
 

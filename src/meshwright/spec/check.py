@@ -7,6 +7,7 @@ The rules are independent: all are checked, and all violations are reported at o
 from collections.abc import Callable, Iterator
 
 from meshwright.errors import SpecError, SpecErrors
+from meshwright.spec.rules_data import DATA_RULES
 from meshwright.spec.rules_launch import LAUNCH_RULES
 from meshwright.spec.rules_memory import MEMORY_RULES
 from meshwright.spec.rules_model import MODEL_RULES
@@ -15,7 +16,14 @@ from meshwright.spec.rules_run import RUN_RULES
 from meshwright.spec.run import RunSpec
 
 Rule = Callable[[RunSpec], Iterator[SpecError]]
-RULES: list[Rule] = [*MODEL_RULES, *PARALLEL_RULES, *MEMORY_RULES, *RUN_RULES, *LAUNCH_RULES]
+RULES: list[Rule] = [
+    *MODEL_RULES,
+    *PARALLEL_RULES,
+    *MEMORY_RULES,
+    *DATA_RULES,
+    *RUN_RULES,
+    *LAUNCH_RULES,
+]
 
 
 def check(run: RunSpec) -> list[SpecError]:

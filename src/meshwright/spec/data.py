@@ -1,8 +1,16 @@
 """The dataset of a run and how its samples are batched."""
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal
 
-from meshwright.spec.base import NonNegative, Positive, Spec
+from pydantic import StrictBool
+
+from meshwright.spec.base import NonNegative, NonNegativeNumber, Positive, PositiveNumber, Spec
+
+MAX_BLEND_PERIOD = 10**6
+"""Samples after which the weights of a blend must repeat: weights of six digits do."""
 
 
 class SyntheticSpec(Spec):
@@ -23,13 +31,58 @@ class BatchRampSpec(Spec):
     """Sequences per optimizer step over all ranks."""
 
 
-class DataSpec(Spec):
-    """One packed dataset, or the generated corpus; the order of samples depends only on the seed."""
+class BlendPartSpec(Spec):
+    """One dataset of a blend."""
 
     path: str | None = None
-    """Folder of a packed dataset (`meshwright data pack`)."""
+    """Folder of a packed dataset."""
     synthetic: SyntheticSpec | None = None
     """The generated corpus; exactly one of `path` and `synthetic` is set."""
+    weight: PositiveNumber
+    """Share of the samples; the weights of a blend may have any sum. Shares are exact at every step: each
+    dataset is less than one sample away from its share of all samples before."""
+    repeat: StrictBool | Positive = True
+    """true: the dataset starts over in a new order when it is used up; false: it ends, and the others go on
+    in their proportions; a number: it ends after this many epochs."""
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Epochs before this dataset ends; None: it repeats without end."""
+        if isinstance(self.repeat, bool):
+            return None if self.repeat else 1
+        return self.repeat
+
+
+class CurriculumSpec(Spec):
+    """Other weights of the blend for the first steps."""
+
+    before_step: Positive
+    """These weights hold for the steps before this one, counted from 0."""
+    weights: tuple[NonNegativeNumber, ...]
+    """A weight for each dataset of the blend, in their order; 0 leaves one out."""
+
+
+class BlockShuffleSpec(Spec):
+    """A shuffle that reads neighbouring samples together, for slow storage: blocks of samples are shuffled,
+    then the samples of each window of blocks. The quality is in docs/guides/data.md."""
+
+    block_samples: Positive = 1024
+    """Samples of one block, which lie next to each other in the dataset."""
+    window_blocks: Positive = 64
+    """Blocks whose samples are shuffled together."""
+
+
+class DataSpec(Spec):
+    """The datasets of a run; the order of samples depends only on the seed."""
+
+    path: str | None = None
+    """Folder of a packed dataset (`meshwright data pack`), or the prefix of a Megatron .bin/.idx pair."""
+    synthetic: SyntheticSpec | None = None
+    """The generated corpus; exactly one of `path`, `synthetic` and `blend` is set."""
+    blend: tuple[BlendPartSpec, ...] = ()
+    """Several datasets with weights, read as one."""
+    curriculum: tuple[CurriculumSpec, ...] = ()
+    """Weights of the blend for the first steps, in order; those of `blend` after them."""
     sequence_length: Positive
     """Tokens of one sequence."""
     batch_sequences: Positive
@@ -41,12 +94,25 @@ class DataSpec(Spec):
     documents: Literal["separate", "joined"] = "separate"
     """separate: document masking (varlen attention), attention and positions restart at each document;
     joined: they run across documents."""
-    shuffle: bool = True
-    """Shuffle samples with the seed, differently in each epoch; false reads them in the order of the file."""
+    packing: Literal["cut", "whole"] = "cut"
+    """How documents become sequences. cut: they are concatenated and cut at every sequence_length tokens;
+    whole: each sequence has complete documents (best-fit packing), planned on their lengths."""
+    shuffle: StrictBool | BlockShuffleSpec = True
+    """Shuffle samples with the seed, differently in each epoch; false reads them in the order of the file; a
+    mapping of block_samples and window_blocks shuffles by blocks."""
     max_epochs: Positive | None = None
     """The run ends after this many epochs, with a short last batch; null repeats the data without end."""
     holdout_sequences: NonNegative = 0
-    """Sequences at the end of the data that are kept for evaluation and never trained on."""
+    """Sequences at the end of the data that are kept for evaluation and never trained on; of a blend, at the
+    end of each dataset, in proportion to the weights."""
+    max_bad_samples: NonNegative = 0
+    """Corrupt samples that a rank replaces, each by another sample that follows from its id, and names; one
+    more ends the run. 0: the first one ends the run."""
+
+    @property
+    def sources(self) -> tuple[BlendPartSpec, ...]:
+        """Every dataset: those of the blend, or the only one."""
+        return self.blend or (BlendPartSpec(path=self.path, synthetic=self.synthetic, weight=1.0),)
 
     @property
     def batch_tokens(self) -> int:
@@ -70,3 +136,11 @@ class DataSpec(Spec):
             total += (last_step - first_step) * part.batch_sequences
             first_step = last_step
         return total + (num_batches - first_step) * self.batch_sequences
+
+
+def exact_shares(weights: Sequence[float]) -> list[int]:
+    """Weights, read as decimals, as whole numbers without a common divisor: 0.7 and 0.3 are 7 and 3."""
+    exact = [Fraction(str(one)) for one in weights]
+    total = sum(exact)
+    period = math.lcm(*((one / total).denominator for one in exact))
+    return [int(one / total * period) for one in exact]

@@ -84,7 +84,7 @@ def sequence_fits_positions(run: RunSpec) -> Violations:
 
 def generated_bytes_fit_vocabulary(run: RunSpec) -> Violations:
     """The generated corpus is bytes and an end-of-document token, so vocab_size is at least 257."""
-    if run.data.synthetic is not None and run.model.vocab_size < 257:
+    if any(source.synthetic for source in run.data.sources) and run.model.vocab_size < 257:
         fact = f"vocab_size={run.model.vocab_size} is too small for bytes and an end-of-document token"
         yield SpecError(fact, where="model.vocab_size", hint="use model.vocab_size=257 or more")
 

@@ -1,4 +1,4 @@
-"""Rules about precision, optimizer, schedule and data, and about settings without effect."""
+"""Rules about precision, optimizer and schedule, and about settings without effect."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -117,48 +117,6 @@ def cached_fp8_weights_are_unsharded(run: RunSpec) -> Violations:
         yield SpecError(fact, where="precision.fp8.cast_weights", hint=hint)
 
 
-def one_source_of_data(run: RunSpec) -> Violations:
-    """Exactly one of `data.path` and `data.synthetic` is set."""
-    data = run.data
-    if data.path is None and data.synthetic is None:
-        hint = "set data.path to a packed dataset, or data.synthetic={} for a generated corpus"
-        yield SpecError("neither data.path nor data.synthetic is set", where="data", hint=hint)
-    if data.path is not None and data.synthetic is not None:
-        fact = f"both data.path={data.path!r} and data.synthetic are set"
-        yield SpecError(fact, where="data.synthetic", hint="set data.synthetic=null or data.path=null")
-
-
-def batch_ramp_is_in_order(run: RunSpec) -> Violations:
-    """The parts of `data.batch_ramp` are in the order of steps, end before the run, and change the batch."""
-    data = run.data
-    begins = [0, *(part.before_step for part in data.batch_ramp)]
-    sizes = [*(part.batch_sequences for part in data.batch_ramp), data.batch_sequences]
-    for index, (part, begin) in enumerate(zip(data.batch_ramp, begins, strict=False)):
-        where = f"data.batch_ramp.{index}"
-        if part.before_step <= begin:
-            fact = f"before_step={part.before_step} after a part that ends at {begin}: this part has no steps"
-            yield SpecError(fact, where=f"{where}.before_step", hint="list the parts in order of their steps")
-        if part.before_step >= run.schedule.num_steps:
-            fact = (
-                f"before_step={part.before_step} with num_steps={run.schedule.num_steps}: the ramp never ends"
-            )
-            hint = f"use less than {run.schedule.num_steps}"
-            yield SpecError(fact, where=f"{where}.before_step", hint=hint)
-        if part.batch_sequences == sizes[index + 1]:
-            fact = f"batch_sequences={part.batch_sequences} is the same as in the steps after this part"
-            yield SpecError(
-                fact, where=f"{where}.batch_sequences", hint="use another size, or remove this part"
-            )
-
-
-def evaluation_has_data(run: RunSpec) -> Violations:
-    """Evaluation needs held-out sequences."""
-    if run.observe.evaluate is not None and run.data.holdout_sequences == 0:
-        hint = "set data.holdout_sequences, or observe.evaluate=null"
-        fact = "observe.evaluate with holdout_sequences=0 has no sequences to evaluate on"
-        yield SpecError(fact, where="data.holdout_sequences", hint=hint)
-
-
 def noise_scale_compares_parts(run: RunSpec) -> Violations:
     """The noise scale compares a batch with half of it, so every batch has two micro-batches or ranks."""
     counts = [count * run.parallel.dp for _, _, count in run.each_accumulation()]
@@ -268,6 +226,7 @@ CONDITIONS: list[Condition] = [
     ),
     Condition("parallel.etp", lambda run: run.model.moe is not None, "the model has experts"),
     Condition("memory.regather_tp_inputs", lambda run: run.parallel.tp > 1, "tp > 1"),
+    Condition("data.curriculum", lambda run: bool(run.data.blend), "data.blend is set"),
     Condition("memory.on_oom", lambda run: run.data.microbatch_sequences > 1, "microbatch_sequences > 1"),
     Condition("memory.recompute_every", lambda run: run.memory.recompute != "none", "recompute is on"),
     Condition(
@@ -357,9 +316,6 @@ RUN_RULES = [
     fp8_divides_tokens,
     delayed_scaling_needs_weights_on_device,
     cached_fp8_weights_are_unsharded,
-    one_source_of_data,
-    batch_ramp_is_in_order,
-    evaluation_has_data,
     noise_scale_compares_parts,
     schedule_fits_steps,
     wsd_has_a_decay,

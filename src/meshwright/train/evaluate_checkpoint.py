@@ -8,8 +8,9 @@ from pathlib import Path
 from meshwright.checkpoint.initial import load_initial_weights, require_built_in
 from meshwright.checkpoint.load import read_manifest
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
-from meshwright.data.batches import evaluation_ids, open_samples
+from meshwright.data.batches import evaluation_ids
 from meshwright.data.sources import read_manifest as read_dataset_manifest
+from meshwright.data.stream import open_stream
 from meshwright.data.tokenize import tokenizer_for
 from meshwright.errors import CheckpointError, DataError, MeshwrightError
 from meshwright.mesh import build_mesh, join_world
@@ -113,7 +114,7 @@ def _evaluated_data(
     if path is not None:
         if saved.path != path:
             _require_same_tokenizer(saved, path)
-        return spec.with_(path=path, synthetic=None, holdout_sequences=0)
+        return spec.with_(path=path, synthetic=None, blend=(), curriculum=(), holdout_sequences=0)
     if saved.holdout_sequences == 0:
         hint = "name a dataset: --data PATH (`meshwright data pack` makes one)"
         raise DataError("the run has no held-out sequences", where="data.holdout_sequences", hint=hint)
@@ -141,16 +142,16 @@ def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
     every_sample = run.data.holdout_sequences == 0
     world = join_world(run.device, launch=run.launch)
     on_first_rank(lambda: require_capacity(run, world.device))
-    samples = open_samples(run.data, vocab_size=run.model.vocab_size)
+    stream = open_stream(run.data, seed=run.seed, vocab_size=run.model.vocab_size)
     mesh = build_mesh(run.parallel, world)
     training = build_training(run, mesh)
     load_initial_weights(run, training, averaged=averaged)
     loss = evaluate(run, training.program, mesh, every_sample=every_sample)
-    evaluated = evaluation_ids(run.data, samples, every_sample=every_sample)
+    evaluated = evaluation_ids(stream, every_sample=every_sample)
     folder = Path(run.checkpoint.start_from or "")
     return Evaluation(
         loss=loss,
-        tokens=samples.num_targets(evaluated),
+        tokens=stream.samples.targets(evaluated).count,
         sequences=len(evaluated),
         checkpoint=folder,
         step=read_manifest(folder)["step"] if is_checkpoint(folder) else None,

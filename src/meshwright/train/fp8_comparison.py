@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.data.batches import Batch, Microbatch
+from meshwright.data.microbatch import Batch, Microbatch
 from meshwright.mesh import Mesh
 from meshwright.parallel.fp8 import fall_back, fp8_blocks, in_bf16
 from meshwright.spec import Fp8Spec, RunSpec

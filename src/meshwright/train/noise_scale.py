@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.batches import Batch, Microbatch
+from meshwright.data.microbatch import Batch, Microbatch
 from meshwright.mesh import Mesh
 from meshwright.models.balance import pop_routing_records
 from meshwright.optim.clip import global_norm

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.errors import EXIT_RANK_OUT_OF_MEMORY, EXIT_RUN_FAILED
+from meshwright.launch.launched_node import launched_node
 from meshwright.launch.local import run_local
 from meshwright.launch.watch import Watched
 from meshwright.observe.events import EventWriter
@@ -19,9 +20,15 @@ from meshwright.spec.check import check
 def run_ranks(run: RunSpec, arguments: Sequence[str], run_dir: Path) -> int:
     """Start the ranks of `meshwright <arguments>` on this machine until the run ends; returns the exit code.
 
+    Where a platform has started one process per node, these are the ranks of this node, and all of the run's
+    ranks join; they watch each other, as those of other launchers do.
     After an OOM, where the run allows it, the ranks are started with the next smaller micro-batch and resume
     from the newest checkpoint in `run_dir`, or start from step 0 where there is none.
     """
+    node = launched_node()
+    if node is not None:
+        code = run_local(arguments, num_ranks=node.num_local_ranks(run.parallel.num_ranks), node=node)
+        return EXIT_RUN_FAILED if code == EXIT_RANK_OUT_OF_MEMORY else code
     watched = Watched(run_dir, run.resilience)
     code = run_local(arguments, num_ranks=run.parallel.num_ranks, watched=watched)
     while code == EXIT_RANK_OUT_OF_MEMORY and run.memory.on_oom == "halve_microbatch":

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.data.batches import open_source
 from meshwright.data.corpus import unigram_entropy
+from meshwright.data.stream import open_source
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.catalogue import find_device
 from meshwright.mesh import Mesh
@@ -44,7 +44,7 @@ def token_workload(run: RunSpec) -> Workload:
 def corpus_entropy(run: RunSpec) -> float | None:
     """Nats per token of the data without context, from a bounded prefix; None where it cannot be read."""
     try:
-        return unigram_entropy(open_source(run.data).tokens[:ENTROPY_TOKENS])
+        return unigram_entropy(open_source(run.data.sources[0]).tokens[:ENTROPY_TOKENS])
     except MeshwrightError:  # the data was removed while the run ran: no reason to lose the summary
         return None
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench.contenders.hf_model import hf_model
 from bench.contenders.plain import plain_model
-from bench.contenders.protocol import Job
+from bench.contenders.protocol import IGNORED, Job, TokenRows
 from bench.contenders.registry import notes_of, selected_contenders
 from bench.interleaved.entries import entries_of
 from bench.ladder import climb, rungs_of, without_rungs
@@ -107,10 +107,20 @@ def test_documents_have_the_mean_length_that_was_asked_for(tmp_path: Path) -> No
         assert prepared.data.documents == "joined"
 
 
-def test_separate_documents_are_measured_for_ours_alone() -> None:
-    with pytest.raises(SpecError, match="for ours alone"):
-        program.parse(["--documents", "512"])
-    assert program.parse(["--documents", "512", "--only", "ours"]).documents == 512
+def test_peers_keep_documents_separate_with_kernels_of_their_own(tmp_path: Path) -> None:
+    options = program.parse(["--documents", "512", "--only", "ours,plain", "--precision", "bf16"])
+    found = entries_of("1b", options, tmp_path)
+    assert [entry.label for entry in found] == ["plain: compiled, fused AdamW, flex, 2 x 8", "ours"]
+    assert {entry.run["data"]["documents"] for entry in found} == {"separate"}
+
+
+def test_targets_at_document_ends_do_not_count_for_peers(tmp_path: Path) -> None:
+    write_random_tokens(tmp_path / "tokens", vocab_size=50, num_tokens=400, mean_tokens=20)
+    run = tiny_run()
+    data = run.data.with_(path=str(tmp_path / "tokens"), synthetic=None, sequence_length=64)
+    tokens, targets, positions = TokenRows(run.with_(data=data.with_(documents="separate")))[1]
+    assert (targets[tokens == 0] == IGNORED).all() and (targets == IGNORED).sum() == (tokens == 0).sum()
+    assert (positions[1:][tokens[:-1] == 0] == 0).all()
 
 
 def test_every_setting_of_a_peer_makes_steps_of_the_same_tokens(tmp_path: Path) -> None:

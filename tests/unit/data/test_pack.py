@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import pack as packing
-from meshwright.data.pack import TextFormat, find_files, pack
+from meshwright.data import text_input
+from meshwright.data.pack import pack
 from meshwright.data.sources import TokenFile
+from meshwright.data.text_input import TextFormat, find_files
 from meshwright.data.tokenize import ByteTokenizer
 from meshwright.errors import DataError
 
@@ -122,7 +124,7 @@ def test_paths_without_text_are_refused(tmp_path: Path, name: str) -> None:
 def test_a_huge_document_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MAX_DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(text_input, "MAX_DOCUMENT_BYTES", 100)
     (tmp_path / "a.txt").write_text("word\n" * 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "word " * 100}))
     for name, split in (("a.txt", "file"), ("a.txt", "blank-line"), ("a.jsonl", "file")):

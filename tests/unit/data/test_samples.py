@@ -39,7 +39,7 @@ def test_padding_counts_nothing() -> None:
     samples = Samples(source_of([4, 3, 6]), sequence_length=6, separate=True)
     rows = samples.rows(np.array([PADDING, 1, PADDING]))
     assert rows.counts_BS.any(axis=1).tolist() == [False, True, False]
-    assert samples.num_targets(np.array([PADDING, 1, PADDING])) == 5
+    assert samples.targets(np.array([PADDING, 1, PADDING])).count == 5
 
 
 @given(
@@ -52,7 +52,7 @@ def test_count_is_the_number_of_targets_that_count(
 ) -> None:
     samples = Samples(source_of(lengths), sequence_length, separate)
     ids = np.arange(len(samples))[::-1].copy()
-    assert samples.num_targets(ids) == samples.rows(ids).counts_BS.sum()
+    assert samples.targets(ids).count == samples.rows(ids).counts_BS.sum()
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=30), sequence_length=st.integers(2, 10))

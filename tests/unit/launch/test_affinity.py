@@ -65,15 +65,16 @@ def test_binding_and_threads_are_settings():
     assert choice(spec=LaunchSpec(bind="none")).cores is None
     assert choice(spec=LaunchSpec(threads=3), OMP_NUM_THREADS="8").threads == 3
     kept = choice(OMP_NUM_THREADS="8")
-    assert kept.threads is None and kept.threads_reason == "OMP_NUM_THREADS=8"
+    assert kept.threads is None and kept.threads_reason == "OMP_NUM_THREADS=8 as set"
     high = choice(OMP_NUM_THREADS="64")
-    assert high.threads_reason == "OMP_NUM_THREADS=64, more than its 16 cores"
+    assert high.threads_reason == "OMP_NUM_THREADS=64 as set, more than its 16 cores"
 
 
 def test_the_line_that_rank_0_prints():
     host = Host(ALL, ALL, TWO_NODES, gpu_node=0)
     assert choice(host=host).text(host) == (
-        "rank 0 runs on cores 0-15 (NUMA node 0 of its GPU) with 8 threads (32 cores, 4 ranks on this host)"
+        "rank 0 runs on cores 0-15 (NUMA node 0 of its GPU), "
+        "OMP_NUM_THREADS=8 (32 cores, 4 ranks on this host)"
     )
 
 

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import LaunchError
-from meshwright.launch.launched import OPEN_MPI, SLURM, TORCHRUN, LaunchedRank, is_local_rank, launched_rank
+from meshwright.launch.launched import (
+    CRAY,
+    HYDRA,
+    OPEN_MPI,
+    SLURM,
+    TORCHRUN,
+    LaunchedRank,
+    is_local_rank,
+    launched_rank,
+)
 from meshwright.launch.meeting import StoreAddress, StoreFile, find_meeting, first_host
 
 TORCHRUN_TASK = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -143,3 +152,31 @@ def test_mpirun_is_shown_how_to_name_the_address():
 )
 def test_the_first_host_of_a_list_of_slurm(names, first):
     assert first_host(names) == first
+
+
+HYDRA_TASK = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+CRAY_TASK = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+
+
+def test_process_managers_of_mpi_are_joined():
+    assert launched_rank(HYDRA_TASK) == LaunchedRank(HYDRA, 3, 4, 1, 2)
+    assert launched_rank(CRAY_TASK) == LaunchedRank(CRAY, 3, 4, 1, 2)
+    assert launched_rank({**HYDRA_TASK, "PMI_SIZE": "1", "PMI_RANK": "0"}) is None
+    # srun --mpi=pmi2 and --mpi=pmix set these beside its own variables, which count.
+    by_srun = {**SRUN_TASK, "PMI_RANK": "3", "PMI_SIZE": "4", "PMIX_RANK": "3"}
+    assert launched_rank(by_srun) == LaunchedRank(SLURM, 3, 4, 1, 2)
+    assert launched_rank({**MPIRUN_TASK, "PMIX_RANK": "1"}) == LaunchedRank(OPEN_MPI, 1, 2, 1, 2)
+    with pytest.raises(LaunchError, match="PMIX_RANK=2, and no variable says how many ranks"):
+        launched_rank({"PMIX_RANK": "2"})
+    with pytest.raises(LaunchError, match="without MPI_LOCALRANKID"):
+        launched_rank({"PMI_RANK": "3", "PMI_SIZE": "4"})
+
+
+def test_a_hook_of_a_container_that_sets_a_world_of_one_is_no_launch():
+    """enroot's hook for PyTorch images sets RANK from SLURM, also in a shell of one task."""
+    hook = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "61234"}
+    shell = {**SRUN_TASK, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert launched_rank({**shell, **hook}) is None
+    assert launched_rank(hook) is None
+    by_torchrun = {**hook, "TORCHELASTIC_RUN_ID": "x"}
+    assert launched_rank(by_torchrun) == LaunchedRank(TORCHRUN, 0, 1, 0, None)

@@ -57,7 +57,7 @@ def test_an_oom_is_the_reason_where_other_ranks_fail_with_it(monkeypatch, capfd)
 def test_a_rank_knows_who_started_it(monkeypatch):
     _ranks(monkeypatch, "from meshwright.launch.launched import is_local_rank; sys.exit(not is_local_rank())")
     assert local.run_local([], num_ranks=1) == 0
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # torchrun
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}.items():  # torchrun
         monkeypatch.setenv(name, value)
     assert launched_rank() is not None and not is_local_rank()
 

@@ -12,6 +12,7 @@ from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.text import parse_run
 
 PP4 = ["parallel.pp=4"]
+AB = "data.blend=[{path: a, weight: 1}, {path: b, weight: 1}]"
 SHARDED = ["parallel.dp_shard=2", "parallel.zero=3"]
 # rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
 CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
@@ -211,6 +212,62 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.tp=2", "memory.regather_tp_inputs=true", "compile=true"],
         ],
     ),
+    "one_source_of_data": (
+        "dense",
+        ["data.path=some/folder", "data.synthetic=null"],
+        [
+            ["data.path=some/folder"],
+            ["data.synthetic=null"],
+            ["data.blend=[{path: a, weight: 0.7}, {path: b, weight: 0.3}]"],
+        ],
+    ),
+    "blend_is_valid": (
+        "dense",
+        [
+            "data.synthetic=null",
+            "data.blend=[{path: a, weight: 0.7, repeat: 4}, {path: b, weight: 0.3, repeat: false}]",
+        ],
+        [
+            ["data.blend=[{path: a, weight: 1}]"],
+            ["data.blend=[{path: a, weight: 1}, {weight: 1}]"],
+            ["data.blend=[{path: a, weight: 1}, {path: b, synthetic: {}, weight: 1}]"],
+            ["data.blend=[{path: a, weight: 0.12345678}, {path: b, weight: 0.87654322}]"],
+            ["data.blend=[{path: a, weight: 1}, {path: b, weight: 1}]", "data.max_epochs=2"],
+        ],
+    ),
+    "curriculum_is_in_order": (
+        "dense",
+        [
+            "data.synthetic=null",
+            AB,
+            "data.curriculum=[{before_step: 2, weights: [1, 0]}, {before_step: 5, weights: [2, 1]}]",
+        ],
+        [
+            [AB, "data.curriculum=[{before_step: 2, weights: [1, 0]}, {before_step: 2, weights: [2, 1]}]"],
+            [AB, "data.curriculum=[{before_step: 100, weights: [1, 0]}]"],
+            [AB, "data.curriculum=[{before_step: 2, weights: [1]}]"],
+            [AB, "data.curriculum=[{before_step: 2, weights: [0, 0]}]"],
+        ],
+    ),
+    "whole_documents_are_separate": (
+        "dense",
+        ["data.packing=whole"],
+        [["data.packing=whole", "data.documents=joined"]],
+    ),
+    "batch_ramp_is_in_order": (
+        "dense",
+        ["data.batch_ramp=[{before_step: 1, batch_sequences: 4}]"],
+        [
+            ["data.batch_ramp=[{before_step: 2, batch_sequences: 4}, {before_step: 2, batch_sequences: 2}]"],
+            ["data.batch_ramp=[{before_step: 100, batch_sequences: 4}]"],
+            ["data.batch_ramp=[{before_step: 1, batch_sequences: 16}]"],
+        ],
+    ),
+    "evaluation_has_data": (
+        "dense",
+        ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],
+        [["observe.evaluate.every_steps=5"]],
+    ),
     "loss_scale_needs_fp16": (
         "dense",
         ["precision.compute=fp16", "precision.loss_scale={}"],
@@ -265,25 +322,6 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["precision.compute=bf16", "precision.fp8.cast_weights=per_step", "memory.offload=[parameters]"],
         ],
     ),
-    "one_source_of_data": (
-        "dense",
-        ["data.path=some/folder", "data.synthetic=null"],
-        [["data.path=some/folder"], ["data.synthetic=null"]],
-    ),
-    "batch_ramp_is_in_order": (
-        "dense",
-        ["data.batch_ramp=[{before_step: 1, batch_sequences: 4}]"],
-        [
-            ["data.batch_ramp=[{before_step: 2, batch_sequences: 4}, {before_step: 2, batch_sequences: 2}]"],
-            ["data.batch_ramp=[{before_step: 100, batch_sequences: 4}]"],
-            ["data.batch_ramp=[{before_step: 1, batch_sequences: 16}]"],
-        ],
-    ),
-    "evaluation_has_data": (
-        "dense",
-        ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],
-        [["observe.evaluate.every_steps=5"]],
-    ),
     "noise_scale_compares_parts": (
         "dense",
         ["observe.noise_scale.every_steps=5"],
@@ -335,6 +373,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.grad_reduce=last_microbatch"],
             ["memory.regather_tp_inputs=true"],
             ["memory.recompute_every=2"],
+            ["data.curriculum=[{before_step: 2, weights: [1, 0]}]"],
             ["memory.on_oom=halve_microbatch", "data.microbatch_sequences=1"],
             ["precision.compute=bf16", "precision.fp8.history_steps=4"],
             ["precision.compute=bf16", "precision.fp8.min_gradient_cosine=0.9"],

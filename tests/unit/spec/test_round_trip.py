@@ -56,14 +56,13 @@ def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
         return st.lists(specs(below), max_size=2)
     if get_origin(found.annotation) is tuple:
         item = get_args(found.annotation)[0]
-        if get_origin(item) is Annotated:  # a text with a pattern
-            return st.lists(NAMES, max_size=2)
+        if get_origin(item) is Annotated:  # numbers, or texts with a pattern
+            return st.lists(PARTS if get_args(item)[0] is float else NAMES, max_size=2)
         words = get_args(item)
         return st.lists(st.sampled_from(words), unique=True)
-    if below is not None:
-        return st.one_of(*absent, specs(below))
     limit = min([bound.le for bound in found.metadata if isinstance(bound, Le)], default=LARGEST)
-    plain = (_plain(name, option, limit) for option in options if option is not type(None))
+    present = [option for option in options if option is not type(None)]
+    plain = [specs(one) if one is below else _plain(name, one, limit) for one in present]
     return st.one_of(*absent, *plain)
 
 

@@ -55,9 +55,18 @@ class MegatronTokens:
         content = "".join(sampled_hash(path) for path, _ in self._states)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    @cached_property
+    @property
     def document_ends(self) -> NDArray[np.int64]:
         """The end of each document that has tokens, in tokens."""
+        return self._document_ends
+
+    @property
+    def loss_weights(self) -> None:
+        """None: the files have no weights, so every target counts alike."""
+        return
+
+    @cached_property
+    def _document_ends(self) -> NDArray[np.int64]:
         ends = np.append(self._pointers[1:] // self.tokens.itemsize, len(self.tokens))
         ends = ends[self._borders[1:] - 1] if len(self._borders) != len(ends) + 1 else ends
         return ends[np.diff(ends, prepend=0) > 0]

@@ -13,7 +13,7 @@ one layout in the other.
 import torch
 from torch import Tensor
 
-from meshwright.data.batches import Microbatch
+from meshwright.data.microbatch import Microbatch
 from meshwright.errors import MeshError
 from meshwright.ops.attention_tasks import Chunk
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.data.batches import Microbatch
+from meshwright.data.microbatch import Microbatch
 from meshwright.mesh import Mesh
 from meshwright.parallel.pp.stages import StageModule
 from meshwright.parallel.program import model_arguments

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.microbatch import sum_reducer
 
-from meshwright.data.batches import Microbatch
+from meshwright.data.microbatch import Microbatch
 from meshwright.mesh import Mesh
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.fp8_weights import Fp8Weights

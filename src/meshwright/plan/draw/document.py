@@ -52,6 +52,7 @@ def candidate_document(candidate: Candidate, tokens: int) -> dict[str, Any]:
         "num_ranks": candidate.num_ranks,
         "step_seconds": candidate.step_seconds,
         "step_seconds_interval": [low, high],
+        "interval_source": candidate.interval_source,
         "step_seconds_items": candidate.seconds_items,
         "tokens_per_second": candidate.tokens_per_second,
         "tokens_per_second_per_device": candidate.tokens_per_second / candidate.num_ranks,

@@ -41,6 +41,7 @@ DENSE = Margin(0.09, "dense layers, by the trace's table")
 OVER_CP = Margin(0.09, "context parallel, by the trace's table")
 LATENT = Margin(0.30, "latent attention, by the trace's table")
 ROUTED = Margin(0.091, "routed experts, by the trace's table")
+ROUTED_GATHERED = Margin(0.17, "routed experts over ep with ZeRO-3, by the trace's table")
 COMPILED = Margin(0.10, "compiled blocks, by the trace's table")
 LOW_PRECISION = Margin(0.16, "fp8, by the trace's table")
 INTERLEAVED = Margin(0.095, "ZeRO-2 or 3 with several stages on a rank")
@@ -61,7 +62,7 @@ def _margins(work: Workload, at: Layouts, stack: Framework) -> list[Margin]:
         return [FORMULA]
     found = [DENSE]
     if work.model.moe is not None:
-        found.append(ROUTED)
+        found.append(ROUTED_GATHERED if at.ep[0] > 1 and at.zero[0] == 3 else ROUTED)
     if work.model.attention.latent is not None:
         found.append(LATENT)
     if at.cp[0] > 1:

@@ -11,6 +11,7 @@ from meshwright.plan.memory.margins import Margin, memory_margin
 from meshwright.plan.memory.rank_bytes import FIT_SHARE, STAGES, Memory
 from meshwright.plan.predict import layout_of
 from meshwright.plan.search.question import Question, fitting_rows, price_memory, price_time
+from meshwright.plan.time.interval import interval_source
 from meshwright.plan.time.pipeline import simulated_items
 from meshwright.plan.time.step_time import StepCost
 from meshwright.plan.workload.layouts import OFFLOAD_BITS, RECOMPUTE_BITS, Floats, Layouts
@@ -127,9 +128,14 @@ class Candidate:
 
     @property
     def interval_seconds(self) -> tuple[float, float]:
-        """The interval in which nine of ten measured steps lie."""
+        """The 90% interval of the step time."""
         half_width = float(np.atleast_1d(self.cost.relative_half_width)[0])
         return self.step_seconds / (1.0 + half_width), self.step_seconds * (1.0 + half_width)
+
+    @property
+    def interval_source(self) -> str:
+        """Where the interval comes from: our own measurements, or published runs of this kind."""
+        return interval_source(self.question.workload, self.question.cluster, self.num_ranks)
 
     @property
     def fits(self) -> bool:

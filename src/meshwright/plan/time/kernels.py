@@ -19,8 +19,6 @@ KERNEL_SECONDS = 3e-6
 TILES = ((128, 256), (256, 128), (128, 128))
 # Rate of each tile against the largest: a smaller tile reuses less from shared memory.
 TILE_RATE = (1.0, 1.0, 0.93)
-# Rate of grouped matmuls (routed experts) against a single one.
-GROUPED_RATE = 0.48
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,15 @@ def tile_efficiency(m: Floats, n: Floats, groups: Floats, device: Device) -> Flo
     return best
 
 
-def matmul_seconds(matmul: Matmul, device: Device, workload: Workload) -> Floats:
+def matmul_seconds(
+    matmul: Matmul, device: Device, workload: Workload, *, grouped_rate: float = 1.0
+) -> Floats:
     """Roofline of one (grouped) matmul: tensor cores at the shape's efficiency, or memory."""
     rate = _matmul_rate(matmul, device, workload)
     efficiency = tile_efficiency(matmul.m, matmul.n, matmul.groups, device)
     efficiency = efficiency * matmul.k / (matmul.k + HALF_RATE_K) * alignment_rate(matmul, device, workload)
     if matmul.part == "experts":
-        efficiency = np.where(matmul.groups > 1, GROUPED_RATE, 1.0) * efficiency
+        efficiency = np.where(matmul.groups > 1, grouped_rate, 1.0) * efficiency
     elements = matmul.m * matmul.k + matmul.k * matmul.n + matmul.m * matmul.n
     moved = workload.working_bytes * matmul.groups * elements
     return KERNEL_SECONDS + np.maximum(matmul.flops / (rate * efficiency), moved / copy_rate(device))

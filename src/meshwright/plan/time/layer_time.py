@@ -92,7 +92,7 @@ def total(items: Items) -> Floats:
     return sum(items.values())  # pyright: ignore[reportReturnType]
 
 
-def exposed_seconds(communication: Floats, compute: Floats, overlap: float) -> Floats:
+def exposed_seconds(communication: Floats, compute: Floats, overlap: Floats | float) -> Floats:
     """The part of a transfer that is exposed when a share `overlap` of it may run beside this compute."""
     return np.maximum(communication - np.minimum(overlap * communication, compute), 0.0)
 
@@ -108,18 +108,23 @@ def _matmuls_seconds(ctx: Context, matmuls: list[Matmul], part: str | None = Non
     """Forward and backward seconds of these matmuls; frozen weights have no weight gradient."""
     zero = np.zeros(len(ctx.at))
     forward, backward = zero, zero
-    device = ctx.cluster.device
     for matmul in matmuls:
         if part is not None and matmul.part != part:
             continue
-        is_fp8 = operators.runs_in_low_precision(matmul, ctx.workload)
-        slowdown = ctx.framework.low_precision_slowdown if is_fp8 else 1.0
         input_gradient, weight_gradient = matmul.backward()
-        forward = forward + slowdown * kernels.matmul_seconds(matmul, device, ctx.workload)
-        backward = backward + slowdown * kernels.matmul_seconds(input_gradient, device, ctx.workload)
+        forward = forward + _matmul_seconds(ctx, matmul)
+        backward = backward + _matmul_seconds(ctx, input_gradient)
         if ctx.workload.adapters is None:
-            backward = backward + slowdown * kernels.matmul_seconds(weight_gradient, device, ctx.workload)
+            backward = backward + _matmul_seconds(ctx, weight_gradient)
     return forward, backward
+
+
+def _matmul_seconds(ctx: Context, matmul: Matmul) -> Floats:
+    is_fp8 = operators.runs_in_low_precision(matmul, ctx.workload)
+    slowdown = ctx.framework.low_precision_slowdown if is_fp8 else 1.0
+    return slowdown * kernels.matmul_seconds(
+        matmul, ctx.cluster.device, ctx.workload, grouped_rate=ctx.framework.grouped_rate
+    )
 
 
 def _layer_matmuls(ctx: Context, *, moe: bool) -> list[Matmul]:
@@ -212,12 +217,22 @@ def _cp_seconds(ctx: Context) -> Floats:
 
 
 def _dispatch_seconds(ctx: Context) -> Floats:
-    """One all-to-all of routed tokens, in the activation precision also where linears run in fp8."""
-    moe, workload = ctx.workload.model.moe, ctx.workload
+    """The all-to-alls of routed tokens of one pass, to their experts and back."""
+    moe, workload, framework = ctx.workload.model.moe, ctx.workload, ctx.framework
     assert moe is not None
-    message = operators.expert_tokens(workload, ctx.at) * workload.model.width * workload.working_bytes
-    copies = ctx.framework.network_copies(ctx.groups.expert.nodes, moe.top_k)
-    return all_to_all_seconds(message, ctx.groups.expert, ctx.cluster, far_copies=copies)
+    elements = operators.expert_tokens(workload, ctx.at) * workload.model.width
+    copies = framework.network_copies(ctx.groups.expert.nodes, moe)
+    there, back = (
+        all_to_all_seconds(width * elements, ctx.groups.expert, ctx.cluster, far_copies=copies)
+        for width in (framework.dispatch_bytes(workload), workload.working_bytes)
+    )
+    return there + back
+
+
+def _exposed_ep(ctx: Context, compute: Floats, passes: Floats | float = 1.0) -> Floats:
+    """Exposed all-to-alls beside the compute of another micro-batch, where the framework overlaps them."""
+    dispatch = passes * _dispatch_seconds(ctx)
+    return exposed_seconds(dispatch, compute, ctx.framework.ep_overlap_share(ctx.at))
 
 
 def layer_elements(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
@@ -285,9 +300,8 @@ def layer_time(ctx: Context, *, moe: bool) -> tuple[PassTime, PassTime]:
         "cp": exposed_seconds(cp * (2.0 + full), backward["attention"], CP_OVERLAP),
     }
     if moe:
-        dispatch = 2.0 * _dispatch_seconds(ctx)
-        exposed_forward["ep"] = (1.0 - framework.ep_overlap) * dispatch
-        exposed_backward["ep"] = (1.0 - framework.ep_overlap) * dispatch * (1.0 + ctx.recomputes(EXPERTS))
+        exposed_forward["ep"] = _exposed_ep(ctx, compute_forward)
+        exposed_backward["ep"] = _exposed_ep(ctx, compute_backward, 1.0 + ctx.recomputes(EXPERTS))
     gather, reduce = _fsdp_seconds(ctx, moe=moe)
     exposed_forward["fsdp"] = exposed_seconds(gather, compute_forward, framework.fsdp_overlap)
     exposed_backward["fsdp"] = exposed_seconds(gather + reduce, compute_backward, framework.fsdp_overlap)
@@ -300,13 +314,14 @@ def layer_time(ctx: Context, *, moe: bool) -> tuple[PassTime, PassTime]:
 
 def _with_host(ctx: Context, device: PassTime, *, passes: Floats | float, moe: bool) -> PassTime:
     """The pass with the time that the device waits for the host to launch its kernels."""
-    launches = ctx.framework.launches(ctx.cluster, moe=moe)
+    launches = ctx.framework.launches(ctx.workload, ctx.cluster, moe=moe)
     if ctx.workload.compiled:
         launches *= COMPILED_LAUNCHES
     # At every collective the ranks of tp wait for the slowest host among them.
     host = passes * launches * HOST_SECONDS_PER_LAUNCH * (1.0 + HOST_JITTER * (ctx.at.tp - 1))
-    waiting = np.maximum(host - device.seconds, 0.0)
-    return PassTime(device.compute, {**device.exposed, "host": waiting})
+    slowdown = ctx.framework.routed_slowdown if moe else 1.0
+    device = PassTime(_scaled(device.compute, slowdown), _scaled(device.exposed, slowdown))
+    return PassTime(device.compute, {**device.exposed, "host": np.maximum(host - device.seconds, 0.0)})
 
 
 def head_time(ctx: Context) -> tuple[PassTime, PassTime]:

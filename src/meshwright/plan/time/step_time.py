@@ -15,6 +15,7 @@ from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
 from meshwright.plan.memory.formula import movable_activation_bytes
 from meshwright.plan.time.collectives import Group, all_reduce_seconds, gather_seconds, send_seconds
+from meshwright.plan.time.interval import half_width
 from meshwright.plan.time.layer_time import (
     Context,
     Items,
@@ -53,6 +54,7 @@ LAYER_COLUMNS = (
     *("microbatch_sequences", "num_microbatches", "recompute", "recompute_every", "reduce_last", "regather"),
 )
 COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")
+"""Items that are exposed communication."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def step_cost(workload: Workload, at: Layouts, cluster: Cluster, framework: Fram
     items["offload"] = items["offload"] + micro * _offload_seconds(ctx, forward, backward, most_layers)
     return StepCost(
         items=items,
-        relative_half_width=half_width(workload, items, framework),
+        relative_half_width=half_width(workload, at, cluster, framework),
         forward_layer_seconds=forward.seconds,
         backward_layer_seconds=backward.seconds,
         head_seconds=(head[0].seconds, head[1].seconds),
@@ -304,14 +306,3 @@ def _offload_seconds(ctx: Context, forward: PassTime, backward: PassTime, layers
     out = exposed_seconds(np.maximum(activations, weights), forward.seconds, 1.0)
     back = exposed_seconds(np.maximum(activations + weights, gradients), backward.seconds, 1.0)
     return layers * (out + back)
-
-
-def half_width(workload: Workload, items: Items, framework: Framework) -> Floats:
-    """Relative half-width of the 90% interval, from the share of each uncertain cause in the step."""
-    step = total(items)
-    widths = framework.interval
-    zero = 0.0 * step
-    communication = sum((items.get(name, zero) for name in COMMUNICATION), zero) / step
-    waiting = (items.get("host", zero) + items.get("bubble", zero) + items.get("imbalance", zero)) / step
-    routed = widths.routed if workload.model.moe is not None else 0.0
-    return widths.kernels + widths.communication * communication + widths.waiting * waiting + routed

@@ -1,0 +1,352 @@
+"""Data loading: ours and the installed peers on the same data, as a share of the raw limit of the same run.
+
+    python -m bench.data --work DIR --out bench/results/data_<machine>_<date>.md
+    python -m bench.data --work DIR --only bytes,tokens      parts: bytes images tokens start packing text
+
+The work folder keeps the generated data (about 1 GB) for the next run. Rates in one process are per CPU
+second, because wall time means little on a machine with other work; those with workers are per second of
+wall time. Contenders of a part take turns; the best of all rounds counts for each. A peer that is not
+installed, or does not import, is named.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from bench import data_corpora, data_peers
+from tokenizers import Tokenizer
+
+from meshwright.bench.machine_facts import machine_facts, package_versions
+from meshwright.data import pack_parts
+from meshwright.data.batches import build_batches
+from meshwright.data.decode import decode_image
+from meshwright.data.order import SampleOrder
+from meshwright.data.readers.tar import TarShards
+from meshwright.data.samples import Samples
+from meshwright.data.sources import TokenFile
+from meshwright.data.tokenize import open_tokenizer
+from meshwright.spec import DataSpec
+
+SEQUENCE, BATCH = 2048, 8
+PEERS = (
+    "webdataset",
+    "litdata",
+    "megatron-energon",
+    "mosaicml-streaming",
+    "simplejpeg",
+    "pillow",
+    "tokenizers",
+)
+
+
+class Row(NamedTuple):
+    """One line of a table."""
+
+    name: str
+    rate: float
+    unit: str
+    share: float | None
+    """Of the limit in the first line."""
+
+
+def main() -> None:
+    """Measure the parts and write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    sections: list[str] = []
+    for name in arguments.only.split(","):
+        sections.append(PARTS[name](arguments.work, arguments.rounds))
+        print(sections[-1], flush=True)
+        if arguments.out:
+            arguments.out.write_text(_page(sections))
+
+
+def bytes_part(work: Path, rounds: int) -> str:
+    """Small images as bytes, globally shuffled, in one process."""
+    folder = data_corpora.image_shards(work / "images")
+    contenders: dict[str, Callable[[], int]] = {"indexed pread (the limit)": _indexed_pread(folder)}
+    mapped, read = TarShards(folder, access="map"), TarShards(folder, access="read")
+    _our_records(mapped)
+    contenders["ours, mapped"] = lambda: _our_records(mapped)
+    contenders["ours, mapped, opened anew: the first epoch"] = lambda: _our_records(
+        TarShards(folder, access="map")
+    )
+    contenders["ours, pread"] = lambda: _our_records(read)
+    missing: list[str] = []
+    for name, (module, build) in data_peers.BYTES.items():
+        if _imports(module, missing, name):
+            contenders[name] = lambda build=build: sum(1 for _ in build(folder))
+    rows = _rates(contenders, rounds, clock=time.process_time, unit="samples per CPU second")
+    return _table("Tar of 10 KB images, bytes out, globally shuffled, in process", rows, missing)
+
+
+def images_part(work: Path, rounds: int) -> str:
+    """The same images decoded, with two workers."""
+    folder = data_corpora.image_shards(work / "images")
+    contenders: dict[str, Callable[[], int]] = {
+        "ours, two threads": lambda: _our_images(folder),
+        "torch DataLoader, our reader and decoder": lambda: _count(data_peers.our_decoder_in_torch(folder)),
+    }
+    missing: list[str] = []
+    for name, (module, build) in data_peers.IMAGES.items():
+        if _imports(module, missing, name):
+            contenders[name] = lambda build=build: _count(build(folder))
+    rows = _rates(contenders, rounds, clock=time.perf_counter, unit="images per second")
+    return _table("JPEG decode to 224 x 224, batches of 50, two workers", rows, missing)
+
+
+def tokens_part(work: Path, rounds: int) -> str:
+    """Token rows of 2048, batches of 8, shuffled, int64 out."""
+    dataset = TokenFile.open(data_corpora.token_dataset(work / "tokens"))
+    contenders: dict[str, Callable[[], int]] = {
+        "gather from a memory map (the limit)": lambda: _gathered(dataset),
+        "ours, samples": lambda: _our_samples(dataset),
+        "ours, complete batches": lambda: _our_batches(work / "tokens"),
+        "torch DataLoader, map-style": lambda: _torch_rows(dataset),
+    }
+    rows = _rates(contenders, rounds, clock=time.process_time, unit="tokens per CPU second")
+    return _table("Tokens: sequences of 2048, batches of 8, shuffled, int64", rows, [])
+
+
+def start_part(work: Path, rounds: int) -> str:
+    """Seconds until the first batch of a terabyte."""
+    folder = data_corpora.sparse_terabyte(work / "terabyte")
+    seconds = min(_first_batch(folder) for _ in range(rounds))
+    return (
+        "## First batch of 1 TB\n\nOpening a packed dataset of 5 x 10^11 tokens and 10^6 documents (a sparse "
+        f"file) and making the first shuffled batch of {BATCH} sequences: {1e3 * seconds:.1f} ms.\n"
+    )
+
+
+def packing_part(work: Path, rounds: int) -> str:
+    """Fill and speed of whole-document packing."""
+    try:
+        packing = importlib.import_module("meshwright.data.packing")
+    except ImportError:
+        return "## Packing\n\nThere is no packing of whole documents in this version.\n"
+    lengths = np.random.default_rng(2).lognormal(6.5, 1.3, 400_000).astype(np.int64).clip(8, 200_000)
+    ends, best, plan = np.cumsum(lengths), float("inf"), None
+    for _ in range(rounds):
+        started = time.process_time()
+        plan = packing.plan_packing(ends, 8192)
+        best = min(best, time.process_time() - started)
+    assert plan is not None
+    return (
+        f"## Packing\n\n{len(lengths):,} documents of log-normal lengths (mean {lengths.mean():.0f}, longest "
+        f"{lengths.max():,}) into sequences of 8192: fill {plan.fill(8192):.4f}, "
+        f"{len(lengths) / best / 1e6:.2f} M documents per CPU second.\n"
+    )
+
+
+def text_part(work: Path, rounds: int) -> str:
+    """`data pack` against the tokenizer's own batch speed, both on all cores."""
+    lines, tokenizer = data_corpora.text_and_tokenizer(work / "text", 40 << 20)
+    texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()]
+    theirs = Tokenizer.from_file(str(tokenizer))
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    contenders: dict[str, Callable[[], int]] = {
+        "tokenizer's encode_batch, all cores": lambda: (
+            len(theirs.encode_batch(texts)) and int(megabytes * 1e6)
+        ),
+        "tokenizer's encode_batch_fast, all cores": lambda: (
+            len(theirs.encode_batch_fast(texts)) and int(megabytes * 1e6)
+        ),
+        "meshwright data pack": lambda: _packed(lines, tokenizer, work / "packed") and int(megabytes * 1e6),
+    }
+    rows = _rates(contenders, rounds, clock=time.perf_counter, unit="bytes of text per second")
+    return _table(f"Text to tokens: {megabytes:.0f} MB of .jsonl, BPE of 32,000 tokens", rows, [])
+
+
+PARTS: dict[str, Callable[[Path, int], str]] = {
+    "bytes": bytes_part,
+    "images": images_part,
+    "tokens": tokens_part,
+    "start": start_part,
+    "packing": packing_part,
+    "text": text_part,
+}
+
+
+def _indexed_pread(folder: Path) -> Callable[[], int]:
+    """Reads of every sample's byte range by an index in memory: what the storage gives."""
+    source = TarShards(folder)
+    names = sorted(path.name for path in folder.glob("*.tar"))
+    files = [os.open(folder / name, os.O_RDONLY) for name in names]
+    offsets = [np.fromfile(folder / f"{name}.idx", dtype="<u8").astype(int).tolist() for name in names]
+    ranges = [
+        (file, end - start, start)
+        for file, at in zip(files, offsets, strict=True)
+        for start, end in pairwise(at)
+    ]
+    order = SampleOrder(len(source), seed=0).sample_ids(0, len(source)).tolist()
+
+    def read() -> int:
+        pread = os.pread
+        for index in order:
+            file, count, start = ranges[index]
+            pread(file, count, start)
+        return len(order)
+
+    return read
+
+
+def _our_records(source: TarShards) -> int:
+    record = source.record
+    for index in SampleOrder(len(source), seed=0).sample_ids(0, len(source)).tolist():
+        record(index)
+    return len(source)
+
+
+def _our_images(folder: Path) -> int:
+    """Two threads decode whole batches; the decoder releases the interpreter lock."""
+    source = TarShards(folder)
+    order = SampleOrder(len(source), seed=0).sample_ids(0, len(source)).reshape(-1, data_peers.BATCH)
+
+    def batch(indices: Any) -> torch.Tensor:
+        records = [source.record(index) for index in indices.tolist()]
+        return torch.from_numpy(np.stack([decode_image(each["jpg"]) for each in records]))  # pyright: ignore
+
+    with ThreadPoolExecutor(2) as pool:
+        return sum(len(images) for images in _prefetched(pool, batch, order))
+
+
+def _prefetched(pool: ThreadPoolExecutor, make: Callable[[Any], Any], items: Any) -> Iterator[Any]:
+    waiting = [pool.submit(make, item) for item in items[:4]]
+    for item in [*items[4:], *[None] * 4]:
+        yield waiting.pop(0).result()
+        if item is not None:
+            waiting.append(pool.submit(make, item))
+
+
+def _count(batches: Iterator[Any]) -> int:
+    return sum(len(batch[0] if isinstance(batch, (tuple, list)) else batch) for batch in batches)
+
+
+def _gathered(dataset: TokenFile) -> int:
+    rows = dataset.tokens[: len(dataset.tokens) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE)
+    order = np.random.default_rng(0).permutation(len(rows))[:16_000].reshape(-1, BATCH)
+    return sum(torch.from_numpy(rows[ids].astype(np.int64)).numel() for ids in order)
+
+
+def _our_samples(dataset: TokenFile) -> int:
+    samples = Samples(dataset, SEQUENCE, separate=False)
+    order = SampleOrder(len(samples), seed=0)
+    tokens = 0
+    for start in range(0, 16_000, BATCH):
+        rows = samples.rows(order.sample_ids(start, BATCH))
+        tokens += torch.from_numpy(rows.tokens_BS.astype(np.int64)).numel()
+    return tokens
+
+
+def _our_batches(folder: Path) -> int:
+    spec = DataSpec(
+        path=str(folder),
+        sequence_length=SEQUENCE,
+        batch_sequences=BATCH,
+        microbatch_sequences=BATCH,
+        documents="joined",
+    )
+    batches = build_batches(spec, seed=0, vocab_size=257)
+    tokens = sum(next(batches).microbatches[0].tokens_BS.numel() for _ in range(2000))
+    batches.close()
+    return tokens
+
+
+def _torch_rows(dataset: TokenFile) -> int:
+    rows = dataset.tokens[: len(dataset.tokens) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE)
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.from_numpy(rows[index].astype(np.int64))
+
+    order = np.random.default_rng(0).permutation(len(rows))[:16_000].tolist()
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH, sampler=order)
+    return sum(batch.numel() for batch in loader)
+
+
+def _first_batch(folder: Path) -> float:
+    spec = DataSpec(
+        path=str(folder), sequence_length=SEQUENCE, batch_sequences=BATCH, microbatch_sequences=BATCH
+    )
+    started = time.perf_counter()
+    batches = build_batches(spec, seed=0, vocab_size=257)
+    next(batches)
+    seconds = time.perf_counter() - started
+    batches.close()
+    return seconds
+
+
+def _packed(lines: Path, tokenizer: Path, target: Path) -> int:
+    shutil.rmtree(target, ignore_errors=True)
+    pack_parts.split_input.__defaults__ = (2 << 20,)  # enough pieces for a small file
+    packed = pack_parts.pack_in_parts(
+        [lines], target, tokenizer=open_tokenizer(str(tokenizer)), num_processes=os.cpu_count() or 1
+    )
+    return packed.manifest.num_tokens
+
+
+def _imports(module: str, missing: list[str], name: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        missing.append(f"{name}: skipped, {type(error).__name__}: {str(error).splitlines()[0]}")
+        return False
+    return True
+
+
+def _rates(
+    contenders: dict[str, Callable[[], int]], rounds: int, *, clock: Callable[[], float], unit: str
+) -> list[Row]:
+    best: dict[str, float] = {}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            started = clock()
+            count = run()
+            best[name] = max(best.get(name, 0.0), count / max(1e-9, clock() - started))
+    limit = next(iter(best.values()))
+    return [Row(name, rate, unit, rate / limit) for name, rate in best.items()]
+
+
+def _table(title: str, rows: list[Row], missing: list[str]) -> str:
+    lines = [f"## {title}\n", f"| | {rows[0].unit} | share of the first line |", "|---|---|---|"]
+    lines += [f"| {row.name} | {_shown(row.rate)} | {row.share:.0%} |" for row in rows]
+    return "\n".join(lines + [""] + [f"- {each}" for each in missing]) + "\n"
+
+
+def _shown(rate: float) -> str:
+    return f"{rate / 1e6:,.1f} M" if rate >= 1e7 else f"{rate:,.0f}"
+
+
+def _page(sections: list[str]) -> str:
+    facts = machine_facts(torch.device("cpu"))
+    versions = package_versions(PEERS)
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    head = (
+        f"# Data loading\n\n{facts['device']}, {os.cpu_count()} cores (shared with other work), page cache "
+        f"warm; Python {facts['python']}, torch {facts['torch']}; {shown}; {facts['date']}. "
+        "Best of the rounds; contenders take turns. `python -m bench.data`.\n"
+    )
+    return "\n".join([head, *sections])
+
+
+if __name__ == "__main__":
+    main()

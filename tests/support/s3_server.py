@@ -1,0 +1,163 @@
+"""A real S3-compatible server (SeaweedFS), and a proxy before it that injects faults."""
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+ACCESS_KEY, SECRET_KEY = "lab", "labsecret"
+
+
+def server_program() -> str | None:
+    """The program `weed`, from the environment's own folder or the path."""
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.is_file() else shutil.which("weed")
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[int]:
+    """The port of a server that keeps its objects in `folder`."""
+    program = server_program()
+    assert program is not None
+    ports = [_free_port() for _ in range(7)]
+    identity = {
+        "name": "lab",
+        "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    names = (
+        "master.port",
+        "volume.port",
+        "filer.port",
+        "s3.port",
+        "master.port.grpc",
+        "volume.port.grpc",
+        "filer.port.grpc",
+    )
+    settings = [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
+    command = [program, "server", "-master.telemetry=false", f"-dir={folder}", "-ip=127.0.0.1"]
+    command += ["-ip.bind=127.0.0.1", "-s3", f"-s3.config={folder / 's3.json'}", "-volume.max=20", *settings]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _wait_for(ports[3], process, folder / "log")
+        yield ports[3]
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Faults:
+    """What the proxy does to answers: called with the path and the number of the request for it."""
+
+    def __init__(self) -> None:
+        self.delay: Callable[[str, int], float] = lambda path, number: 0.0
+        self.status: Callable[[str, int], int | None] = lambda path, number: None
+        self.truncate: Callable[[str, int], bool] = lambda path, number: False
+        self.requests: list[str] = []
+
+    def count(self, path: str) -> int:
+        """Requests for a path so far."""
+        return self.requests.count(path)
+
+
+@contextmanager
+def faulty_proxy(port: int, faults: Faults) -> Iterator[int]:
+    """The port of a proxy to the server that injects faults into GET answers."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(port, faults))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _handler(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
+    """The class of the proxy's requests, bound to its server and its faults."""
+    return type("Handler", (_Handler,), {"port": port, "faults": faults})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    port: int
+    faults: Faults
+
+    def handle_any(self) -> None:
+        path = self.path.partition("?")[0]
+        self.faults.requests.append(path)
+        number = self.faults.count(path)
+        time.sleep(self.faults.delay(path, number))
+        status = self.faults.status(path, number)
+        if status is not None:
+            self._answer(status, [], b"")
+            return
+        status, headers, content = self._forwarded()
+        if self.command == "GET" and self.faults.truncate(path, number):
+            content = content[: len(content) // 2]  # a complete answer with half of the bytes
+        self._answer(status, headers, content)
+
+    def _forwarded(self) -> tuple[int, list[tuple[str, str]], bytes]:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        upstream = http.client.HTTPConnection("127.0.0.1", self.port)
+        upstream.request(self.command, self.path, body, dict(self.headers))
+        answer = upstream.getresponse()
+        content = answer.read()
+        headers = [(name, value) for name, value in answer.getheaders() if name.lower() not in _OWN]
+        if self.command == "HEAD":
+            headers.append(("Content-Length", answer.getheader("Content-Length") or "0"))
+        upstream.close()
+        return answer.status, headers, content
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+        try:
+            self.send_response(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            if self.command != "HEAD":
+                self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+        except OSError:
+            self.close_connection = True  # the client gave up
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+_OWN = ("content-length", "transfer-encoding", "connection")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(300):
+        assert process.poll() is None, log.read_text()[-2000:]
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+            connection.request("GET", "/")
+            connection.getresponse().read()
+            connection.close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"the server did not start: {log.read_text()[-2000:]}")
