@@ -39,7 +39,7 @@ class VtrainGroup:
     def spearman(self) -> float:
         """Rank correlation of predicted and measured step times."""
         ranks = [np.argsort(np.argsort(values)) for values in (self.measured, self.predicted)]
-        return float(np.corrcoef(*ranks)[0, 1])
+        return float(np.corrcoef(np.stack(ranks))[0, 1])
 
     @property
     def regret(self) -> float:
@@ -123,4 +123,4 @@ def spearman(rows: list[VtrainRow], framework: Framework) -> float:
         for row in rows
     ]
     ranks = [np.argsort(np.argsort(values)) for values in (predicted, [row.seconds for row in rows])]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(np.stack(ranks))[0, 1])

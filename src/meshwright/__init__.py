@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from meshwright.api.questions import check, plan, predict
     from meshwright.api.training import train
     from meshwright.checkpoint.load_weights import load_weights
+    from meshwright.data.loader import RecordDataset, open_loader
     from meshwright.modules.chain import Chain
     from meshwright.modules.fit import fit
     from meshwright.modules.own_loop import prepare
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Chain",
+    "RecordDataset",
     "__version__",
     "check",
     "fit",
     "load_weights",
+    "open_loader",
     "plan",
     "predict",
     "prepare",
@@ -29,8 +32,10 @@ _LAZY = {
     "check": "meshwright.api.questions",
     "predict": "meshwright.api.questions",
     "Chain": "meshwright.modules.chain",
+    "RecordDataset": "meshwright.data.loader",
     "fit": "meshwright.modules.fit",
     "load_weights": "meshwright.checkpoint.load_weights",
+    "open_loader": "meshwright.data.loader",
     "prepare": "meshwright.modules.own_loop",
 }
 # Sub-packages that can be called: `meshwright.plan(...)`.

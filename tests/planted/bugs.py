@@ -106,6 +106,31 @@ BUGS = [
         RESUME + "test_stopped_and_resumed_equals_uninterrupted[1-one_rank]",
     ),
     Bug(
+        "a packed document attends to the one before it",
+        "data/packed_samples.py",
+        "inside = (begins > 0) & (begins < self.sequence_length)",
+        "inside = begins > self.sequence_length",
+        "tests/unit/data/test_packing.py::"
+        "test_loss_of_a_pack_is_the_sum_of_the_losses_of_its_documents[False]",
+        is_wide=True,
+    ),
+    Bug(
+        "a blend drifts: its period is a sample too long",
+        "data/blend.py",
+        "return sources, periods * self.shares_K[sources] + self.before_D[place]",
+        "return sources, periods * (self.shares_K[sources] + 1) + self.before_D[place]",
+        "tests/unit/data/test_blend.py::test_no_drift_and_no_replay_far_out",
+        is_wide=True,
+    ),
+    Bug(
+        "records that were prefetched count as consumed",
+        "data/loader.py",
+        "        self.position += size\n",
+        "        self.position += size * (1 + self.feeding.num_workers)\n",
+        "tests/unit/data/test_loader.py::test_prefetched_batches_do_not_count",
+        is_wide=True,
+    ),
+    Bug(
         "Adam's number of updates lost at a resume",
         "checkpoint/run_checkpoints.py",
         "num_updates=step)",

@@ -2,11 +2,12 @@
 
 Every rank calls this, with the world joined. The time of a call is that of the slowest rank. The message is
 the full tensor: the input of all-reduce, reduce-scatter and all-to-all, the output of all-gather, and what
-one rank sends to the next.
+one rank sends to the next. The bus bandwidth is that of the NCCL tests: what each rank sends in a ring,
+2 (n-1)/n of the message for an all-reduce, (n-1)/n for the others, and all of it from rank to rank.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 from meshwright.bench.timing import synchronize
 from meshwright.hardware.profile import RING_SHARE
-from meshwright.mesh import World
+from meshwright.mesh import Mesh, World
 from meshwright.ops.collectives import all_gather_single, reduce_scatter_single
+from meshwright.spec import MESH_ORDER
 
 Row = dict[str, Any]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_receive")
@@ -23,43 +25,60 @@ SIZES = {"cuda": tuple(1 << power for power in range(12, 31, 3)), "cpu": (1 << 1
 _WARMUP_CALLS, _FEWEST_CALLS, _MOST_CALLS = 3, 5, 100
 
 
-def comm_rows(world: World, *, seconds: float, sizes: tuple[int, ...] = ()) -> Iterator[Row]:
+def comm_rows(
+    world: World, *, seconds: float, sizes: Sequence[int] = (), ranks_per_node: int | None = None
+) -> Iterator[Row]:
     """Rows for groups of the first 2, 4, ... up to all ranks; ranks outside a group wait for it."""
-    local = max(1, _ranks_per_node(world))
-    for num_ranks in group_sizes(world.num_ranks):
-        group = dist.new_group(list(range(num_ranks)))
+    local = ranks_per_node or world.num_ranks
+    for num_ranks in group_sizes(world.num_ranks, local):
+        ranks = list(range(num_ranks))
+        group = dist.new_group(ranks)
         for kind in KINDS:
             for size in sizes or SIZES[world.device.type]:
                 row = None
                 if world.rank < num_ranks:
-                    row = _row(kind, num_ranks, size, group, world, seconds)
+                    row = _row(kind, ranks, size, group, world, seconds)
                 dist.barrier()
                 if row is not None:
                     yield {**row, "nodes": -(-num_ranks // local)}
 
 
-def group_sizes(num_ranks: int) -> list[int]:
-    """The powers of two below the number of ranks, and the number itself."""
-    smaller = [1 << power for power in range(1, 20) if 1 << power < num_ranks]
-    return [*smaller, num_ranks]
+def axis_rows(
+    mesh: Mesh, world: World, *, seconds: float, sizes: Sequence[int] = (), ranks_per_node: int | None = None
+) -> Iterator[Row]:
+    """Rows for each axis of a mesh: all groups of an axis communicate at once, as they do in a step."""
+    local = ranks_per_node or world.num_ranks
+    for axis in (name for name in MESH_ORDER if getattr(mesh.parallel, name) > 1):
+        group = mesh.group(axis)
+        ranks = dist.get_process_group_ranks(group)
+        for kind in KINDS:
+            for size in sizes or SIZES[world.device.type]:
+                row = _row(kind, ranks, size, group, world, seconds)
+                dist.barrier()
+                yield {**row, "axis": axis, "nodes": len({rank // local for rank in ranks})}
 
 
-def _ranks_per_node(world: World) -> int:
-    return torch.cuda.device_count() if world.device.type == "cuda" else world.num_ranks
+def group_sizes(num_ranks: int, ranks_per_node: int) -> list[int]:
+    """Powers of two, all ranks of 1, 2, 4, ... nodes, and all ranks."""
+    powers = [1 << power for power in range(20)]
+    full_nodes = [ranks_per_node * nodes for nodes in powers]
+    return sorted({size for size in (*powers[1:], *full_nodes) if 1 < size < num_ranks} | {num_ranks})
 
 
-def _row(kind: str, num_ranks: int, size: int, group: Any, world: World, seconds: float) -> Row:
+def _row(kind: str, ranks: list[int], size: int, group: Any, world: World, seconds: float) -> Row:
+    num_ranks = len(ranks)
     row: Row = {"kind": kind, "ranks": num_ranks, "bytes": size}
     try:
-        call = _call(kind, num_ranks, size, group, world)
+        call = _call(kind, ranks, size, group, world)
         taken = _slowest_seconds(call, group, world.device, seconds)
     except RuntimeError as error:  # the backend lacks this collective
         return {**row, "error": str(error).splitlines()[0][:100]}
     moved = RING_SHARE.get(kind, 1.0) * size * ((num_ranks - 1) / num_ranks if kind in RING_SHARE else 1.0)
-    return row | {"seconds": taken, "link_gigabytes_per_second": moved / taken / 1e9}
+    return row | {"seconds": taken, "bus_gigabytes_per_second": moved / taken / 1e9}
 
 
-def _call(kind: str, num_ranks: int, size: int, group: Any, world: World) -> Callable[[], object]:
+def _call(kind: str, ranks: list[int], size: int, group: Any, world: World) -> Callable[[], object]:
+    num_ranks = len(ranks)
     count = max(num_ranks, size // 4 // num_ranks * num_ranks)
     full = torch.randn(count, device=world.device)
     shard = torch.randn(count // num_ranks, device=world.device)
@@ -74,14 +93,15 @@ def _call(kind: str, num_ranks: int, size: int, group: Any, world: World) -> Cal
             other = torch.empty_like(full)
             return lambda: dist.all_to_all_single(other, full, group=group)
         case _:
-            return lambda: _send_to_next(full, group, world, num_ranks)
+            received, here = torch.empty_like(full), ranks.index(world.rank)
+            following, previous = ranks[(here + 1) % num_ranks], ranks[here - 1]
+            return lambda: _send_on(full, received, following, previous, group)
 
 
-def _send_to_next(tensor: torch.Tensor, group: Any, world: World, num_ranks: int) -> None:
+def _send_on(tensor: torch.Tensor, received: torch.Tensor, to: int, source: int, group: Any) -> None:
     """Each rank sends to the next rank and receives from the previous one."""
-    received = torch.empty_like(tensor)
-    sends = dist.P2POp(dist.isend, tensor, (world.rank + 1) % num_ranks, group)
-    receives = dist.P2POp(dist.irecv, received, (world.rank - 1) % num_ranks, group)
+    sends = dist.P2POp(dist.isend, tensor, to, group)
+    receives = dist.P2POp(dist.irecv, received, source, group)
     for work in dist.batch_isend_irecv([sends, receives]):
         work.wait()
 

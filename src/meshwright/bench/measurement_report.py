@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.bench.comm_charts import comm_charts, scaling_chart
 from meshwright.bench.picture import bars, chart
 from meshwright.errors import SpecError
 from meshwright.hardware.catalogue import Device
@@ -78,7 +79,17 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("nodes", "nodes", 6, _PLAIN),
         ("bytes", "message", 10, show_bytes),
         _SECONDS,
-        ("link_gigabytes_per_second", "GB/s on a link", 15, _rate),
+        ("bus_gigabytes_per_second", "bus GB/s", 9, _rate),
+    ),
+    "scaling": (
+        ("kind", "scaling", 8, _PLAIN),
+        ("ranks", "ranks", 6, _PLAIN),
+        ("batch_tokens", "tokens/step", 12, _PLAIN),
+        ("seconds", "step", 9, show_seconds),
+        ("predicted_seconds", "predicted", 10, show_seconds),
+        ("tokens_per_second", "tokens/s", 10, _rate),
+        ("efficiency", "efficiency", 11, _share),
+        ("predicted_efficiency", "predicted", 10, _share),
     ),
     "data": (
         ("sequence", "sequence", 9, _PLAIN),
@@ -95,6 +106,8 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("megabytes_per_second", "MB/s", 9, _rate),
     ),
 }
+
+COLUMNS["axes"] = (("axis", "axis", 12, _PLAIN), *COLUMNS["collectives"])
 
 
 def heading(kind: str) -> str:
@@ -135,7 +148,9 @@ def charts(bench: str, sections: Sections, device: Device | None) -> dict[str, s
         for width in sorted({row["head_width"] for row in sections["attention"]}):
             found[f"attention_width_{width}"] = _attention(sections["attention"], width)
     if bench == "comm":
-        found["collectives"] = _collectives(sections["collectives"])
+        found |= comm_charts(sections.get("axes") or sections["collectives"])
+    if bench == "scaling":
+        found["scaling"] = scaling_chart(sections["scaling"])
     return found
 
 
@@ -164,17 +179,6 @@ def _attention(rows: Sequence[Row], width: int) -> str:
             lines.setdefault(row["backend"], []).append((float(row["sequence"]), work / seconds))
     title = f"Causal attention, head width {width}: forward and backward, counted as 3 forward passes"
     return chart(title, lines, x_name="sequence", y_name="TFLOP/s", is_log=True)
-
-
-def _collectives(rows: Sequence[Row]) -> str:
-    most = max(row["ranks"] for row in rows)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row["ranks"] == most and "error" not in row:
-            point = (float(row["bytes"]), row["link_gigabytes_per_second"])
-            lines.setdefault(row["kind"], []).append(point)
-    title = f"Collectives of {most} ranks: bandwidth of a link"
-    return chart(title, lines, x_name="bytes of the message", y_name="GB/s", is_log=True)
 
 
 def write_folder(folder: Path, bench: str, document: Mapping[str, Any], device: Device | None) -> list[Path]:
@@ -236,6 +240,8 @@ KIND_OF = {
     "attention": "attention",
     "copies": "copies",
     "collectives": "collectives",
+    "axes": "axes",
+    "scaling": "scaling",
     "data": "data",
     "checkpoint": "checkpoint",
 }

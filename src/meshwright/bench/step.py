@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.bench.machine_facts import machine_facts
@@ -35,6 +36,23 @@ def measure_step(run: RunSpec, *, seconds: float, warmup_steps: int = 4) -> dict
         clock = StepClock(mesh.device, seconds=seconds, warmup_steps=warmup_steps)
         make_steps(run, mesh, training, clock)
         return {**machine_facts(mesh.device), **clock.result(), **rates(run, clock.result())}
+    finally:
+        leave_world()
+
+
+def measure_ranks(run: RunSpec, *, num_steps: int, warmup_steps: int = 2) -> float:
+    """Median seconds of a step on the slowest rank; all ranks call it and make the same number of steps."""
+    world = join_world(run.device, launch=run.launch)
+    try:
+        mesh = build_mesh(run.parallel, world)
+        training = build_training(run, mesh, fill=fill_on_device)
+        clock = StepClock(
+            mesh.device, seconds=0.0, warmup_steps=warmup_steps, fewest_steps=num_steps, is_profiled=False
+        )
+        make_steps(run, mesh, training, clock)
+        slowest = torch.tensor([clock.result()["step_seconds"]], dtype=torch.float64, device=mesh.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
     finally:
         leave_world()
 

@@ -3,12 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.check import AsJson, Overrides, Run
+from meshwright.cli.check import AsJson, On, Overrides, Run
 from meshwright.cli.main import new_app
+
+if TYPE_CHECKING:
+    from meshwright.spec import RunSpec
 
 app = new_app(
     help="Measure this machine on random data, after a warm-up, by device events; median and spread."
@@ -78,10 +81,24 @@ def copy(
 
 @app.command()
 def comm(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A run: the axes of its mesh are measured, all groups at once."),
+    ] = None,
+    overrides: Overrides = None,
     ranks: Annotated[
-        int,
-        typer.Option(min=2, max=1024, help="Ranks to start here; under a launcher, its ranks are used."),
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=2,
+            max=1024,
+            help="Ranks to start here; under a launcher, its ranks are used.",
+            show_default="2, or those of the run",
+        ),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="Size of a message, such as 256MB; may be repeated.", show_default="a sweep"),
+    ] = None,
     device: DeviceOption = "auto",
     seconds: SecondsOption = 0.2,
     as_json: AsJson = False,
@@ -89,30 +106,147 @@ def comm(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing; for use with -o.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Start more ranks than cores without asking.")] = False,
 ) -> None:
-    """Collectives by message and group size, from all-reduce to point-to-point."""
+    """Collectives by message size, and by number of ranks and nodes or by axis of a mesh: bus bandwidth.
+
+    `hardware probe --comm FOLDER` takes the results of several nodes into a profile.
+    """
     from meshwright.launch.launched import launched_rank
     from meshwright.launch.local import run_local
+    from meshwright.spec.text import load_run
 
+    sizes = tuple(_bytes(one) for one in size or ())
+    spec = load_run(run, overrides or []) if run is not None else None
     if launched_rank() is None:
-        _require_room(ranks, yes=yes)
-        options = ["--device", device, "--seconds", str(seconds)]
-        options += ["--json"] if as_json else []
-        options += ["-o", str(output)] if output else []
-        options += ["--quiet"] if quiet else []
-        sys.exit(run_local(["bench", "comm", *options], num_ranks=ranks))
-    from meshwright.bench.comm import comm_rows
-    from meshwright.mesh import join_world, leave_world
+        num_ranks = ranks or (spec.parallel.num_ranks if spec else 2)
+        _require_room(num_ranks, yes=yes)
+        words = ["bench", "comm", *([run] if run else []), *(overrides or [])]
+        words += ["--device", device, "--seconds", str(seconds)]
+        words += [word for one in size or () for word in ("--size", one)]
+        words += ["--json"] if as_json else []
+        words += ["-o", str(output)] if output else []
+        words += ["--quiet"] if quiet else []
+        sys.exit(run_local(words, num_ranks=num_ranks))
+    _comm_here(spec, sizes, device, seconds, as_json=as_json, output=output, quiet=quiet)
 
-    world = join_world(device)
+
+def _comm_here(
+    spec: "RunSpec | None",
+    sizes: tuple[int, ...],
+    device: str,
+    seconds: float,
+    *,
+    as_json: bool,
+    output: Path | None,
+    quiet: bool,
+) -> None:
+    """Measure as one of the ranks; the first one prints."""
+    from meshwright.bench.comm import axis_rows, comm_rows
+    from meshwright.launch.launched import launched_rank
+    from meshwright.mesh import build_mesh, join_world, leave_world
+
+    launched = launched_rank()
+    world = join_world(device, launch=spec.launch if spec else None)
+    here = launched.num_local_ranks if launched else None
     try:
+        if spec is None:
+            name, rows = "collectives", comm_rows(world, seconds=seconds, sizes=sizes, ranks_per_node=here)
+        else:
+            mesh = build_mesh(spec.parallel, world)
+            rows = axis_rows(mesh, world, seconds=seconds, sizes=sizes, ranks_per_node=here)
+            name = "axes"
         if world.is_first:
             with _measurement("comm", device, as_json=as_json, output=output, quiet=quiet) as bench:
-                bench.section("collectives", comm_rows(world, seconds=seconds))
+                bench.section(name, rows)
         else:
-            for _ in comm_rows(world, seconds=seconds):
+            for _ in rows:
                 pass
     finally:
         leave_world()
+
+
+@app.command()
+def scaling(
+    run: Run,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="Numbers of ranks.", show_default="up to those of the run"),
+    ] = "",
+    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed, after a warm-up.")] = 10,
+    on: On = "",
+    as_json: AsJson = False,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder of the results, which later launches add to.")
+    ] = Path("scaling"),
+    yes: Annotated[bool, typer.Option("--yes", help="Start more ranks than cores without asking.")] = False,
+) -> None:
+    """Strong and weak scaling of a run over data-parallel ranks, on random tokens, beside the prediction.
+
+    Strong scaling keeps the global batch, weak scaling the batch of each rank. Across nodes start the same
+    command under a launcher, once for each number of nodes: each launch adds its rows to the folder.
+    """
+    from meshwright.bench.measurement_report import prepare_folder
+    from meshwright.bench.scaling import rank_counts
+    from meshwright.launch.launched import launched_rank
+    from meshwright.launch.local import run_local
+    from meshwright.spec.text import load_run
+
+    spec = load_run(run, overrides or [])
+    if launched_rank() is not None:
+        _scaling_here(spec, steps, on, output)
+        return
+    prepare_folder(output)
+    for num_ranks in _counts(ranks) or rank_counts(spec):
+        _require_room(num_ranks, yes=yes)
+        words = ["bench", "scaling", run, *(overrides or []), "--steps", str(steps), "-o", str(output)]
+        code = run_local([*words, *(["--on", on] if on else [])], num_ranks=num_ranks)
+        if code != 0:
+            sys.exit(code)
+    _show_scaling(output, as_json=as_json)
+
+
+def _scaling_here(spec: "RunSpec", steps: int, on: str, output: Path) -> None:
+    """Measure as one of the ranks; the first one adds the rows to the folder."""
+    from meshwright.bench.measurement import Measurement
+    from meshwright.bench.scaling import merged, read_rows, scaling_rows
+    from meshwright.bench.step import measure_ranks, on_random_tokens
+    from meshwright.hardware import cluster_of
+    from meshwright.launch.launched import launched_rank
+    from meshwright.mesh import choose_device
+
+    def measured(scaled: "RunSpec") -> float:
+        with on_random_tokens(scaled) as prepared:
+            return measure_ranks(prepared, num_steps=steps)
+
+    launched = launched_rank()
+    assert launched is not None
+    rows = list(scaling_rows(spec, launched.num_ranks, cluster_of(on) if on else None, measured))
+    if launched.rank == 0:
+        device = choose_device(spec.device, 0)
+        quiet = Measurement("scaling", device, log=lambda text: None, as_json=False, output=output)
+        with quiet as bench:
+            bench.section("scaling", merged(read_rows(output), rows))
+
+
+def _show_scaling(folder: Path, *, as_json: bool) -> None:
+    from meshwright.bench.measurement_report import log_rows
+    from meshwright.bench.scaling import FILE, read_rows
+
+    if as_json:
+        typer.echo((folder / FILE).read_text(encoding="utf-8").rstrip())
+        return
+    log_rows("scaling", read_rows(folder), typer.echo)
+    typer.echo(f"written: {folder}", err=True)
+
+
+def _counts(text: str) -> list[int]:
+    """Numbers of ranks in a list such as `1,2,4`."""
+    from meshwright.errors import SpecError
+
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and 0 < int(word) <= 1024 for word in words):
+        raise SpecError(f"{text!r} is not a list of numbers", where="--ranks", hint="such as 1,2,4")
+    return [int(word) for word in words]
 
 
 @app.command()

@@ -114,8 +114,23 @@ def _summary(run: Any) -> str:
         f"{run.accumulation} x {data.microbatch_sequences}{_ramp(data)}\n"
         f"  schedule  {run.schedule.num_steps} steps, "
         f"{show_count(data.num_sequences(run.schedule.num_steps) * data.sequence_length)} tokens"
+        + _data(run)
         + _offloaded(run)
     )
+
+
+def _data(run: Any) -> str:
+    """What the datasets resolve to; empty for the generated corpus."""
+    from meshwright.data.stream_report import report_stream
+    from meshwright.errors import DataError
+
+    if run.data.path is None and not run.data.blend:
+        return ""
+    try:
+        lines = [report.line for report in report_stream(run)]
+    except DataError as error:
+        lines = [f"{error.where}: {error.fact}"]
+    return "\n  data      " + "\n            ".join(lines)
 
 
 def _ramp(data: Any) -> str:

@@ -65,6 +65,10 @@ def probe(
     seconds: Annotated[
         float, typer.Option(min=0.001, max=60, help="How long each measurement is repeated.")
     ] = 0.2,
+    comm: Annotated[
+        Path | None,
+        typer.Option(help="Folder that `bench comm -o` wrote, such as on several nodes: its collectives."),
+    ] = None,
     quiet: Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
@@ -86,9 +90,12 @@ def probe(
         if not quiet:
             typer.echo(f"measuring {text}", err=True)
 
+    measured = _collectives_of(comm) if comm is not None else None
     document = measure(chosen, seconds=seconds, log=log)
     num_ranks = ranks or (torch.cuda.device_count() if chosen.type == "cuda" else 1)
-    if num_ranks > 1:
+    if measured is not None:
+        document["collectives"] = measured
+    elif num_ranks > 1:
         document["collectives"] = _collectives(num_ranks, chosen.type, seconds, log)
     found = profile_from(document, where=str(output))
     _write(output, json.dumps(document, indent=1) + "\n")
@@ -246,7 +253,6 @@ def _collectives(
     import tempfile
 
     from meshwright.errors import RunError
-    from meshwright.hardware.profile import RING_SHARE
     from meshwright.launch.local import run_local
 
     log(f"collectives of {num_ranks} ranks")
@@ -254,7 +260,22 @@ def _collectives(
         arguments = ["bench", "comm", "--device", device, "--seconds", str(seconds), "--quiet", "-o", folder]
         if run_local(arguments, num_ranks=num_ranks) != 0:
             raise RunError("the ranks that measure collectives failed", where="bench comm")
-        rows = json.loads((Path(folder) / "comm.json").read_text())["sections"]["collectives"]
+        return _collectives_of(Path(folder))
+
+
+def _collectives_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows in a folder of `bench comm` that a profile uses."""
+    from meshwright.errors import SpecError
+    from meshwright.hardware.profile import RING_SHARE
+
+    try:
+        rows = json.loads((folder / "comm.json").read_text(encoding="utf-8"))["sections"]["collectives"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(
+            f"this folder has no collectives: {type(error).__name__} {error}",
+            where=f"{folder}/comm.json",
+            hint="write it with `meshwright bench comm -o FOLDER`, without a run",
+        ) from None
     valid = [row for row in rows if row["kind"] in RING_SHARE and "error" not in row]
     return [{key: row[key] for key in ("kind", "ranks", "nodes", "bytes", "seconds")} for row in valid]
 

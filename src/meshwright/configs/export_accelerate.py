@@ -120,6 +120,7 @@ ACCELERATE_FILE = Target(
         "parallel.pp": cannot(1, "Accelerate has no pipeline of torch"),
         "parallel.ep": cannot(1, "Accelerate has no expert parallelism"),
         "parallel.etp": cannot(1, "Accelerate has no expert parallelism"),
+        "parallel.ep_overlap": cannot("none", "Accelerate has no expert parallelism"),
         "parallel.grad_reduce": differs("each_microbatch", "use `accelerator.no_sync` in the script"),
         "precision.compute": _compute,
         "precision.weights": cannot("fp32", "FSDP keeps fp32 weights; load the model in bf16 in the script"),

@@ -23,7 +23,7 @@ from meshwright.data.local_batch import DeviceFeed, Sent, read_local_batch
 from meshwright.data.microbatch import Batch, BatchSharding, Microbatch
 from meshwright.data.order import OrderCache
 from meshwright.data.stream import Stream, open_stream
-from meshwright.data.stream_position import position_state, require_same_stream
+from meshwright.data.stream_position import require_same_stream
 from meshwright.spec import DataSpec
 
 __all__ = ["Batch", "BatchSharding", "Batches", "Microbatch", "build_batches", "evaluation_batches"]
@@ -75,11 +75,17 @@ class Batches:
 
     def state(self) -> dict[str, Any]:
         """The state for a resume: the position, the stream of samples that it counts in, and the batches."""
-        return position_state(self.stream, self.position, self.num_batches)
+        return {
+            "position": self.position,
+            "stream": self.stream.number,
+            "num_batches": self.num_batches,
+            "facts": dict(self.stream.facts),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue at a saved position; DataError when it counts in another stream of samples."""
-        require_same_stream(self.stream, state)
+        stream = self.stream
+        require_same_stream(state, facts=stream.facts, number=stream.number, where=self.samples.name)
         self._discard()
         self.position, self.num_batches = state["position"], state["num_batches"]
 

@@ -83,9 +83,9 @@ class Order(Protocol):
         ...
 
 
-def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
+def sample_rng(seed: int, epoch: int, sample: int, *, source: int = 0) -> np.random.Generator:
     """The random generator of one sample in one epoch (augmentation), on any rank and in any worker."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, sample])))
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, sample, source])))
 
 
 def permute_blocks(

@@ -8,6 +8,7 @@ permutation of integers, and a position in it is one integer.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -82,7 +83,7 @@ class RecordsInMemory:
     length_field: str | None = None
     """The field whose length `lengths` reports."""
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of the content of all records."""
         digest = hashlib.sha256()

@@ -128,7 +128,7 @@ class Samples:
 
     def rows(self, ids: NDArray[np.int64]) -> Rows:
         """The samples of these ids, in their order; PADDING is a row in which no target counts."""
-        window = self._windows[np.maximum(ids, 0)]
+        window = self.windows[np.maximum(ids, 0)]
         window[ids == PADDING] = 0
         require_vocabulary(self.source, window, ids, self.sequence_length)
         marks = self._marks(ids)
@@ -137,7 +137,8 @@ class Samples:
         return Rows(window, counts, marks.positions, marks.documents, weights)
 
     @cached_property
-    def _windows(self) -> NDArray[np.unsignedinteger]:
+    def windows(self) -> NDArray[np.unsignedinteger]:
+        """A view of all samples: S + 1 tokens each."""
         return _windows(self.source.tokens, len(self), self.sequence_length)
 
     def _loss_weights(self, ids: NDArray[np.int64], counts: NDArray[np.bool_]) -> NDArray[np.float32]:

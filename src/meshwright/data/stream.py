@@ -22,11 +22,10 @@ from meshwright.data.packing_cache import PLAN_VERSION, open_packing
 from meshwright.data.readers.megatron import MegatronTokens, pair_of
 from meshwright.data.samples import Samples, TokenSamples
 from meshwright.data.sources import TokenFile, TokenSource
+from meshwright.data.stream_position import fact_text, facts_number
 from meshwright.errors import DataError
 from meshwright.spec import BlendPartSpec, DataSpec
 from meshwright.spec.data import BlockShuffleSpec
-
-_MAX_FACT_LETTERS = 48
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _single(spec: DataSpec, part: StreamPart, seed: int) -> Stream:
         held_out=part.held_out,
         facts=facts,
         # The number that earlier versions wrote, so that their checkpoints go on.
-        number=_plain_number(spec, part, seed) if is_plain else _number(facts),
+        number=_plain_number(spec, part, seed) if is_plain else facts_number(facts),
     )
 
 
@@ -127,7 +126,7 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
     ]
     blend = Blend(phases, limits)
     repeats = [one.max_epochs for one in spec.blend]
-    facts = _facts(spec, parts, seed) | {"weights": _fact(phases), "repeat": _fact(repeats)}
+    facts = _facts(spec, parts, seed) | {"weights": fact_text(phases), "repeat": fact_text(repeats)}
     held_out = [part.held_out + samples.offsets[number] for number, part in enumerate(parts)]
     return Stream(
         samples=samples,
@@ -136,7 +135,7 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
         num_samples=blend.num_samples,
         held_out=np.concatenate(held_out),
         facts=facts,
-        number=_number(facts),
+        number=facts_number(facts),
     )
 
 
@@ -183,29 +182,14 @@ def _order(spec: DataSpec, part: StreamPart, seed: int, source: int) -> SampleOr
 def _facts(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> dict[str, str]:
     packing = spec.packing if spec.packing == "cut" else f"{spec.packing} v{PLAN_VERSION}"
     return {
-        "dataset fingerprint": _fact([part.source.fingerprint for part in parts]),
-        "tokenizer": _fact([tokenizer_hash(part.source) for part in parts]),
+        "dataset fingerprint": fact_text([part.source.fingerprint for part in parts]),
+        "tokenizer": fact_text([tokenizer_hash(part.source) for part in parts]),
         "seed": str(seed),
         "sequence_length": str(spec.sequence_length),
         "packing": packing,
-        "shuffle": _fact(spec.shuffle),
+        "shuffle": fact_text(spec.shuffle),
         "holdout_sequences": str(spec.holdout_sequences),
     }
-
-
-def _fact(value: object) -> str:
-    """A value as a short text: itself, or a hash where it is long."""
-    if isinstance(value, list):
-        value = ", ".join(str(tuple(one) if isinstance(one, tuple) else one) for one in value)
-    text = str(value)
-    if len(text) <= _MAX_FACT_LETTERS:
-        return text
-    return f"{text[:24]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
-
-
-def _number(facts: Mapping[str, str]) -> int:
-    # 48 bits are exact in JSON and in a float64.
-    return int(hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:12], 16)
 
 
 def _plain_number(spec: DataSpec, part: StreamPart, seed: int) -> int:

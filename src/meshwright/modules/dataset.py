@@ -5,8 +5,9 @@ is micro-batch m of rank r. Every rank has the same number of micro-batches, so 
 Where fewer samples are left than ranks, a rank without one computes a filler sample that does not count.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -61,6 +62,10 @@ class SampleAssignment:
         return [(part.tolist(), True) if len(part) else ([int(ids[0])], False) for part in parts]
 
 
+_OF_WORKERS = ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context", "in_order")
+_KEPT = (*_OF_WORKERS, "worker_init_fn", "generator", "pin_memory_device")
+
+
 @dataclass(frozen=True)
 class LoaderOptions:
     """How samples become tensors."""
@@ -69,6 +74,16 @@ class LoaderOptions:
     """The collate function; None is torch's default."""
     num_workers: int = 0
     pin_memory: bool = False
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of torch's DataLoader, as the user has set them."""
+
+    @staticmethod
+    def of(loader: DataLoader[Any]) -> "LoaderOptions":
+        """The settings of a user's loader that decide how samples are loaded, not which."""
+        others = {name: getattr(loader, name) for name in _KEPT if getattr(loader, name, None) is not None}
+        if loader.num_workers == 0:  # torch refuses settings of workers without workers
+            others = {name: value for name, value in others.items() if name not in _OF_WORKERS}
+        return LoaderOptions(loader.collate_fn, loader.num_workers, loader.pin_memory, others)
 
 
 class DatasetBatches:
@@ -90,6 +105,8 @@ class DatasetBatches:
         self._batch_samples, self._num_samples = batch_samples, num_samples
         self._sample_tokens, self._device = sample_tokens, device
         self.position = 0
+        self.wait_seconds = 0.0
+        """Time that the caller has waited for samples."""
         self._loader: Iterator[Any] | None = None
 
     def __iter__(self) -> Self:
@@ -103,10 +120,12 @@ class DatasetBatches:
         if self._loader is None:
             ids_of_microbatches = self._ids_from(self.position)
             self._loader = iter(load_microbatches(self._dataset, ids_of_microbatches, self._options))
+        asked_at = time.perf_counter()
         microbatches = tuple(
             DatasetMicrobatch(on_device(next(self._loader), self._device), is_counted)
             for _, is_counted in self._assignment.microbatches(ids)
         )
+        self.wait_seconds += time.perf_counter() - asked_at
         self.position += len(ids)
         return DatasetBatch(microbatches, len(ids) * self._sample_tokens, tuple(ids.tolist()))
 
@@ -165,11 +184,25 @@ def load_microbatches(dataset: SampleSet, sample_ids: Any, options: LoaderOption
     """Torch's loader over lists of sample ids, which it may prefetch in worker processes."""
     return DataLoader(
         dataset,  # pyright: ignore[reportArgumentType]  any object with a length and samples by index will do
-        batch_sampler=sample_ids if isinstance(sample_ids, list) else _Generated(sample_ids),
+        batch_sampler=_Generated(sample_ids) if isinstance(sample_ids, Iterator) else sample_ids,
         collate_fn=options.collate,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
+        **options.others,
     )
+
+
+class MicrobatchIds:
+    """A batch sampler whose batches are set before each epoch, so that one loader and its workers last."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 class _Generated:

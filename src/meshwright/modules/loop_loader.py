@@ -14,7 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from meshwright.data.order import SampleOrder
 from meshwright.errors import DataError
-from meshwright.modules.dataset import DatasetMicrobatch, LoaderOptions, SampleAssignment, load_microbatches
+from meshwright.modules.dataset import (
+    DatasetMicrobatch,
+    LoaderOptions,
+    MicrobatchIds,
+    SampleAssignment,
+    load_microbatches,
+)
 from meshwright.modules.loop_guard import LoopGuard
 from meshwright.ops.trees import on_device
 
@@ -28,6 +34,9 @@ class LoopLoader:
         self._loader, self._seed, self._device = loader, seed, device
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._is_map_style = _is_map_style(loader)
+        self._ids = MicrobatchIds()
+        self._contents: DataLoader[Any] | None = None
+        """Torch's loader of this rank's samples; one for all epochs, with the settings of the user's."""
         self.epoch = 0
         self.position = 0
         """Samples (or batches, if distributed by batch) of this epoch already returned, over all ranks."""
@@ -69,7 +78,8 @@ class LoopLoader:
         self.epoch, self.position = state["epoch"] + bool(state["position"]), 0
 
     def close(self) -> None:
-        """Does nothing: no batch is prefetched between epochs."""
+        """Free the loader and its worker processes."""
+        self._contents = None
 
     def _num_samples(self) -> int:
         """Samples of one epoch over all ranks."""
@@ -90,9 +100,10 @@ class LoopLoader:
             assignment.microbatches(order.sample_ids(begin + start, min(size, count - start)))[0]
             for start in starts
         ]
-        options = LoaderOptions(loader.collate_fn, loader.num_workers, loader.pin_memory)
-        contents = load_microbatches(loader.dataset, [sample_ids for sample_ids, _ in assigned], options)
-        for start, content, (_, is_counted) in zip(starts, contents, assigned, strict=True):
+        self._ids.batches = [sample_ids for sample_ids, _ in assigned]
+        if self._contents is None:
+            self._contents = load_microbatches(loader.dataset, self._ids, LoaderOptions.of(loader))
+        for start, content, (_, is_counted) in zip(starts, self._contents, assigned, strict=True):
             yield DatasetMicrobatch(content, is_counted), min(start + size, count)
 
     def _by_batch(self) -> Iterator[tuple[DatasetMicrobatch, int]]:

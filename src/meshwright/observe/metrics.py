@@ -45,6 +45,8 @@ class StepMetrics:
     """Wall time of this step alone; evaluation and checkpoints are not in it."""
     peak_bytes: int | None
     """Peak memory, the largest over ranks; None where it cannot be measured."""
+    data_wait_seconds: float | None = None
+    """Part of step_seconds in which the rank that waited longest waited for its batch."""
     tokens_per_second: float | None = None
     """Tokens per second of all ranks together."""
     tflops_per_gpu: float | None = None

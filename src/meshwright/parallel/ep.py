@@ -13,6 +13,8 @@ all-reduced over the other data ranks only.
 With etp = tp each expert is sharded over tp as well: tokens are all-gathered over tp first and the partial
 results reduce-scattered after. With etp = 1 each tp rank sends its own part of the sequence.
 
+With `ep_overlap` the exchanges are launched asynchronously; see ep_overlap.py.
+
 It pays when the experts do not fit, or when gathering them under ZeRO-3 costs more than sending tokens.
 """
 
@@ -24,23 +26,26 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
-from meshwright.models.layers.moe import Compute, Moe
+from meshwright.models.layers.moe import Compute, Dispatch, Moe, Shared
 from meshwright.ops.collectives import all_gather, all_gather_single, all_to_all_rows, reduce_scatter
-from meshwright.ops.expert_rows import ExpertRows, rows_by_expert, rows_of_tokens, sum_of_rows
+from meshwright.ops.expert_rows import ExpertRows, rows_of_tokens, sum_of_rows
 from meshwright.ops.routed_rows import RowCounts
 from meshwright.parallel.cp.zigzag import shard_sequence, unshard_sequence
+from meshwright.parallel.ep_overlap import HalvesDispatch, SharedOverlapDispatch, received_rows
 
 
 class ExchangeDispatch(nn.Module):
     """Runs the experts on the ranks that have them; the inner dispatch sorts rows and applies weights."""
 
-    def __init__(self, inner: nn.Module, group: ProcessGroup, row_counts: RowCounts) -> None:
+    def __init__(self, inner: Dispatch, group: ProcessGroup, row_counts: RowCounts) -> None:
         super().__init__()
         self.inner, self.group, self.row_counts = inner, group, row_counts
 
-    def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute, shared: Shared
+    ) -> tuple[Tensor, Tensor | None]:
         """The same result as the inner dispatch. Communicates over ep."""
-        return self.inner(x_TD, experts_TC, weights_TC, partial(self._on_expert_ranks, compute))
+        return self.inner(x_TD, experts_TC, weights_TC, partial(self._on_expert_ranks, compute), shared)
 
     def _on_expert_ranks(
         self, compute: Compute, x_TD: Tensor, rows: ExpertRows, weights_N: Tensor, counts_E: Tensor
@@ -53,17 +58,10 @@ class ExchangeDispatch(nn.Module):
         sent, received = self.row_counts.exchanged(sent_RE, received_RE, len(rows.choice_N))
         x_ND = all_to_all_rows(rows_of_tokens(x_TD, rows), sent, received, self.group)
         weights_N1 = all_to_all_rows(weights_N[:, None], sent, received, self.group)
-        here = rows_by_expert(_expert_of_rows(received_RE, sum(received))[:, None])
+        here = received_rows(received_RE, sum(received))
         y_ND = compute(x_ND, here, here.choices(weights_N1), received_RE.sum(0))
         # One choice for each received row, so the sum is the inverse permutation.
         return all_to_all_rows(sum_of_rows(y_ND, here), received, sent, self.group)
-
-
-def _expert_of_rows(counts_RE: Tensor, num_rows: int) -> Tensor:
-    """Local expert of each received row; rows are sorted by (rank, expert)."""
-    num_experts = counts_RE.shape[1]
-    expert_of_run = torch.arange(num_experts, device=counts_RE.device).repeat(counts_RE.shape[0])
-    return expert_of_run.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
 
 
 class GatherDispatch(nn.Module):
@@ -73,15 +71,18 @@ class GatherDispatch(nn.Module):
         super().__init__()
         self.inner, self.group = inner, group
 
-    def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute, shared: Shared
+    ) -> tuple[Tensor, Tensor | None]:
         """The inner dispatch between x[T_tp, D] -> x[T, D] and y{tp}[T, D] -> y[T_tp, D]."""
-        y_TD = self.inner(
+        y_TD, shared_BSD = self.inner(
             all_gather(x_TD, 0, self.group),
             all_gather_no_grad(experts_TC, 0, self.group),
             all_gather(weights_TC, 0, self.group),
             compute,
+            shared,
         )
-        return reduce_scatter(y_TD, 0, self.group)
+        return reduce_scatter(y_TD, 0, self.group), shared_BSD
 
 
 def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -123,6 +124,9 @@ class ShardedCapacity(nn.Module):
         return local_BSC.chunk(self.tp.size(), 1)[self.tp.rank()]
 
 
+_EXCHANGES = {"none": ExchangeDispatch, "shared": SharedOverlapDispatch, "halves": HalvesDispatch}
+
+
 def apply_moe(model: nn.Module, mesh: Mesh) -> None:
     """Adapt every routed layer of a stage to ep, etp, and sequences sharded by tp and cp."""
     parallel = mesh.parallel
@@ -130,7 +134,8 @@ def apply_moe(model: nn.Module, mesh: Mesh) -> None:
     for layer in [module for module in model.modules() if isinstance(module, Moe)]:
         if parallel.ep > 1:
             group = mesh.expert.get_group("ep")
-            layer.dispatch = ExchangeDispatch(layer.dispatch, group, layer.row_counts)
+            assert isinstance(layer.dispatch, Dispatch)
+            layer.dispatch = _EXCHANGES[parallel.ep_overlap](layer.dispatch, group, layer.row_counts)
         if parallel.etp > 1:
             layer.dispatch = GatherDispatch(layer.dispatch, mesh.group("tp"))
         if sequence_groups:

@@ -101,6 +101,7 @@ def layout_text(parallel: ParallelSpec) -> str:
         f"zero {parallel.zero}": parallel.zero > 0,
         f"ep{parallel.ep}": parallel.ep > 1,
         f"etp{parallel.etp}": parallel.etp > 1,
+        f"ep overlap by {parallel.ep_overlap}": parallel.ep_overlap != "none",
     }
     return ", ".join([axes or "one rank", *(text for text, is_used in extras.items() if is_used)])
 

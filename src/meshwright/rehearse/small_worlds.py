@@ -100,6 +100,7 @@ def _with_degrees(parallel: ParallelSpec, degrees: Degrees) -> ParallelSpec:
     """The layout with these degrees; settings of an axis that is left out go back to their defaults."""
     has_cp, has_pp = degrees["cp"] > 1, degrees["pp"] > 1
     lenders = degrees["dp_shard"] * degrees["cp"]
+    ep = _small_ep(parallel, lenders)
     return parallel.with_(
         **degrees,
         zero=parallel.zero if lenders > 1 else 0,
@@ -107,7 +108,8 @@ def _with_degrees(parallel: ParallelSpec, degrees: Degrees) -> ParallelSpec:
         cp_inner=2 if has_cp and parallel.cp_kind == "hierarchical" else 1,
         schedule=parallel.schedule if has_pp else "1f1b",
         virtual_stages=min(parallel.virtual_stages, 2) if has_pp else 1,
-        ep=_small_ep(parallel, lenders),
+        ep=ep,
+        ep_overlap=parallel.ep_overlap if ep > 1 else "none",
         etp=degrees["tp"] if parallel.etp > 1 else 1,
     )
 

@@ -21,7 +21,7 @@ from meshwright.spec.optim import (
     OptimSpec,
     StateDtype,
 )
-from meshwright.spec.parallel import CpKind, GradReduce, ParallelSpec, Schedule
+from meshwright.spec.parallel import CpKind, EpOverlap, GradReduce, ParallelSpec, Schedule
 from meshwright.spec.precision import (
     CastWeights,
     ComputeDtype,
@@ -52,6 +52,7 @@ class ParallelSettings(TypedDict, total=False):
     virtual_stages: int
     ep: int
     etp: int
+    ep_overlap: EpOverlap
 
 
 class LossScaleSettings(TypedDict, total=False):
@@ -259,6 +260,7 @@ class ModuleSettings(TypedDict, total=False):
     virtual_stages: int
     ep: int
     etp: int
+    ep_overlap: EpOverlap
     compute: ComputeDtype
     weights: WeightDtype
     gradients: GradientDtype

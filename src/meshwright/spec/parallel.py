@@ -12,6 +12,7 @@ Schedule = Literal[
 ]
 GradReduce = Literal["each_microbatch", "last_microbatch"]
 CpKind = Literal["gather", "ring", "ulysses", "hierarchical"]
+EpOverlap = Literal["none", "shared", "halves"]
 ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(parse_count)]
 # From outer to inner: neighbours on the innermost axis are neighbours on the node.
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -48,6 +49,9 @@ class ParallelSpec(Spec):
     """Expert parallel: experts are distributed over this many ranks of dp_shard x cp."""
     etp: Positive = 1
     """Expert tensor parallel: 1 (each expert unsharded) or tp."""
+    ep_overlap: EpOverlap = "none"
+    """What runs while rows are in flight between ep ranks: nothing, the shared experts (shared), or the
+    experts of the other half of a micro-batch's tokens (halves)."""
 
     @property
     def num_ranks(self) -> int:

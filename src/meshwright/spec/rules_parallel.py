@@ -147,6 +147,15 @@ def etp_is_all_or_nothing(run: RunSpec) -> Violations:
         yield SpecError(fact, where="parallel.etp", hint="use etp=1")
 
 
+def overlapped_experts_are_shared(run: RunSpec) -> Violations:
+    """ep_overlap=shared runs shared experts while rows are in flight, so the model has some."""
+    parallel, moe = run.parallel, run.model.moe
+    if parallel.ep_overlap == "shared" and moe is not None and not moe.shared_width:
+        fact = "ep_overlap=shared, but the model has no shared experts: moe.shared_width=0"
+        hint = "use ep_overlap=halves or none"
+        yield SpecError(fact, where="parallel.ep_overlap", hint=hint)
+
+
 def stages_have_layers(run: RunSpec) -> Violations:
     """Every pipeline stage has at least one layer."""
     parallel, layers = run.parallel, run.model.num_layers
@@ -243,6 +252,7 @@ PARALLEL_RULES = [
     zero_needs_sharding_ranks,
     ep_divides_experts,
     etp_is_all_or_nothing,
+    overlapped_experts_are_shared,
     stages_have_layers,
     schedule_fits_virtual_stages,
     microbatches_fill_schedule,

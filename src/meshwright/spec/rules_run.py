@@ -224,6 +224,7 @@ CONDITIONS: list[Condition] = [
     Condition(
         "parallel.grad_reduce", _accumulates_shards, "zero is 2 or 3 with several micro-batches per step"
     ),
+    Condition("parallel.ep_overlap", lambda run: run.parallel.ep > 1, "ep > 1"),
     Condition("parallel.etp", lambda run: run.model.moe is not None, "the model has experts"),
     Condition("memory.regather_tp_inputs", lambda run: run.parallel.tp > 1, "tp > 1"),
     Condition("data.curriculum", lambda run: bool(run.data.blend), "data.blend is set"),

@@ -31,6 +31,11 @@ class BatchStream(DataPosition, Protocol):
     def __next__(self) -> CountedBatch: ...
 
     @property
+    def wait_seconds(self) -> float:
+        """Time that this rank has waited for batches."""
+        ...
+
+    @property
     def is_exhausted(self) -> bool:
         """Whether `max_epochs` leaves no sample."""
         ...

@@ -60,7 +60,7 @@ class Recorder:
         self._num_graphs = num_compiled_graphs() if job.run.compile else None
         if job.run.compile:
             self.print(messages.COMPILING)
-        self._meter = StepMeter(job.training, job.mesh, state)
+        self._meter = StepMeter(job.training, job.mesh, state, wait_seconds=lambda: job.batches.wait_seconds)
 
     def _record_resume(self, state: TrainState, resumed_from: Checkpoints | None) -> None:
         """Write and print the step, and the settings that differ from those of the checkpoint."""

@@ -4,6 +4,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from meshwright.train.step import StepOutcome, Training
 class StepMeter:
     """Reads the figures of a step; its clock is restarted after whatever is not part of a step."""
 
-    def __init__(self, training: Training, mesh: Mesh, state: TrainState) -> None:
-        self._training, self._mesh = training, mesh
+    def __init__(
+        self, training: Training, mesh: Mesh, state: TrainState, *, wait_seconds: Callable[[], float]
+    ) -> None:
+        """`wait_seconds` returns how long this rank has waited for batches so far."""
+        self._training, self._mesh, self._wait_seconds = training, mesh, wait_seconds
         self._num_skipped = state.num_skipped
         self.restart_clock(state)
 
@@ -32,6 +36,7 @@ class StepMeter:
             state.step,
             state.tokens,
         )
+        self._first_wait = self._wait_seconds()
 
     def read(
         self,
@@ -49,6 +54,8 @@ class StepMeter:
         grad_norm = float(outcome.grad_norm)
         seconds = time.perf_counter() - self._started_at
         num_steps = state.step - self._first_step
+        waited = self._wait_seconds() - self._first_wait
+        peak_bytes, wait_seconds = _largest_over_ranks(_local_peak_bytes(self._mesh.device), waited)
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         estimate = half_batch.estimate(grad_norm) if half_batch is not None and is_finite else None
         if estimate is not None:
@@ -61,7 +68,8 @@ class StepMeter:
             tokens=state.tokens,
             step_tokens=(state.tokens - self._first_tokens) // num_steps,
             step_seconds=seconds / num_steps,
-            peak_bytes=_peak_bytes(self._mesh.device),
+            peak_bytes=peak_bytes,
+            data_wait_seconds=wait_seconds / num_steps,
             **self._loss_scale(state),
             **_expert_metrics(self._training),
             **_noise_metrics(state, estimate),
@@ -99,11 +107,12 @@ def _noise_metrics(state: TrainState, estimate: NoiseEstimate | None) -> dict[st
     }
 
 
-def _peak_bytes(device: torch.device) -> int:
-    """The largest over ranks: device memory on CUDA, resident memory on a CPU."""
-    peak = torch.tensor([_local_peak_bytes(device)], dtype=torch.int64)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak.item())
+def _largest_over_ranks(peak_bytes: int, wait_seconds: float) -> tuple[int, float]:
+    """The largest peak of memory and the longest wait of any rank. Communicates."""
+    figures = torch.tensor([peak_bytes, int(wait_seconds * 1e9)], dtype=torch.int64)
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+    most_bytes, nanoseconds = figures.tolist()
+    return most_bytes, nanoseconds / 1e9
 
 
 def _local_peak_bytes(device: torch.device) -> int:

@@ -23,6 +23,8 @@ def test_every_kind_has_a_heading_as_wide_as_its_rows() -> None:
         "attention",
         "copies",
         "collectives",
+        "axes",
+        "scaling",
         "data",
         "checkpoint",
     }

@@ -10,7 +10,9 @@ from tests.support.equivalence import this_world
 from meshwright.bench import attention, comm, copy, gemm, storage
 from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.data.sources import TokenFile
+from meshwright.mesh import build_mesh
 from meshwright.rehearse.rank_pool import RankPool
+from meshwright.spec import ParallelSpec
 from meshwright.spec.families import family
 
 CPU = torch.device("cpu")
@@ -102,7 +104,22 @@ def test_every_collective_is_timed_on_two_ranks(ranks: RankPool) -> None:
     # The slowest rank's time is everyone's.
     assert [row["seconds"] for row in first] == [row["seconds"] for row in second]
     reduced = first[0]
-    assert reduced["link_gigabytes_per_second"] == pytest.approx(4096 / reduced["seconds"] / 1e9)
+    assert reduced["bus_gigabytes_per_second"] == pytest.approx(4096 / reduced["seconds"] / 1e9)
+
+
+def axes_here() -> list[dict]:
+    world = this_world()
+    mesh = build_mesh(ParallelSpec(dp_shard=2, tp=2, zero=3), world)
+    return list(comm.axis_rows(mesh, world, seconds=1e-4, sizes=(4096,), ranks_per_node=2))
+
+
+def test_the_axes_of_a_mesh_are_timed_at_once(ranks: RankPool) -> None:
+    first, *_ = ranks.run(axes_here, 4)
+    assert [(row["axis"], row["ranks"], row["nodes"]) for row in first[:: len(comm.KINDS)]] == [
+        ("dp_shard", 2, 2),  # ranks 0 and 2: another node
+        ("tp", 2, 1),
+    ]
+    assert all("error" not in row for row in first)
 
 
 def checkpoint_here(folder: Path) -> list[dict]:
@@ -117,5 +134,6 @@ def test_checkpoints_are_saved_verified_loaded_and_removed(ranks: RankPool, tmp_
 
 
 def test_groups_double_up_to_all_ranks() -> None:
-    assert comm.group_sizes(2) == [2]
-    assert comm.group_sizes(6) == [2, 4, 6]
+    assert comm.group_sizes(2, 2) == [2]
+    assert comm.group_sizes(6, 6) == [2, 4, 6]
+    assert comm.group_sizes(12, 3) == [2, 3, 4, 6, 8, 12]  # all ranks of 1, 2 and 4 nodes

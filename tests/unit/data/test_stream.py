@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.support.runs import tiny_run
 
 from meshwright.data.batches import Batches, build_batches, evaluation_batches
 from meshwright.data.pack import pack
 from meshwright.data.stream import open_stream
+from meshwright.data.stream_report import report_stream
 from meshwright.data.tokenize import ByteTokenizer
 from meshwright.data.write import new_dataset
 from meshwright.errors import DataError
@@ -230,3 +232,14 @@ def test_a_corrupt_sample_is_replaced_and_nothing_else_moves(
     damage(tmp_path / "bad", 300)
     with pytest.raises(DataError, match="1 corrupt samples before it were replaced"):
         list(build(bad_spec))
+
+
+def test_a_report_has_samples_tokens_and_epochs_of_each_dataset(datasets: dict[str, str]) -> None:
+    run = tiny_run(num_sequences=30)
+    run = run.with_(data=blend_of(datasets, packing="whole"), model=run.model.with_(vocab_size=257))
+    run = run.with_(schedule=run.schedule.with_(num_steps=50))
+    first, second = report_stream(run)
+    assert first.num_samples * first.epochs == pytest.approx(350)
+    assert second.num_samples * second.epochs == pytest.approx(150)
+    assert first.line.startswith(f"{datasets['a']}: 70%, {first.num_samples} sequences, ")
+    assert first.fill is not None and first.fill > 0.9

@@ -140,3 +140,28 @@ def test_an_order_of_its_own_is_refused():
         _loaders(DataLoader(TensorDataset(torch.arange(4)), sampler=sampler), 1)
     with pytest.raises(DataError, match="int is not iterable"):
         _loaders(3, 1)
+
+
+def test_a_loop_keeps_every_setting_of_its_loader() -> None:
+    """One loader of ours for all epochs, with the user's workers, prefetch, time limit and functions."""
+    loader = DataLoader(
+        list(range(12)),  # pyright: ignore[reportArgumentType]
+        batch_size=2,
+        num_workers=2,
+        prefetch_factor=5,
+        persistent_workers=True,
+        timeout=30,
+        worker_init_fn=print,
+        multiprocessing_context="fork",
+    )
+    ours = LoopLoader(loader, seed=0, dp_rank=0, dp_size=1, device=torch.device("cpu"))
+    assert [batch.tolist() for batch in ours] == [[2 * n, 2 * n + 1] for n in range(6)]
+    kept = ours._contents
+    assert kept is not None
+    assert (kept.prefetch_factor, kept.persistent_workers, kept.timeout) == (5, True, 30)
+    assert kept.worker_init_fn is print
+    assert [batch.tolist() for batch in ours] == [[2 * n, 2 * n + 1] for n in range(6)]
+    assert ours._contents is kept
+    ours.close()
+    plain = LoaderOptions.of(DataLoader(list(range(4)), batch_size=2))  # pyright: ignore[reportArgumentType]
+    assert "prefetch_factor" not in plain.others

@@ -12,6 +12,7 @@ from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.text import parse_run
 
 PP4 = ["parallel.pp=4"]
+EP2 = ["parallel.ep=2", "parallel.dp_shard=2", "parallel.zero=1"]
 AB = "data.blend=[{path: a, weight: 1}, {path: b, weight: 1}]"
 SHARDED = ["parallel.dp_shard=2", "parallel.zero=3"]
 # rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
@@ -129,6 +130,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         "moe",
         ["parallel.tp=4", "parallel.etp=4"],
         [["parallel.tp=4", "parallel.etp=2"], ["parallel.tp=4", "parallel.etp=4", "model.moe.width=98"]],
+    ),
+    "overlapped_experts_are_shared": (
+        "moe",
+        [*EP2, "parallel.ep_overlap=shared", "model.moe.shared_width=96"],
+        [[*EP2, "parallel.ep_overlap=shared", "model.moe.shared_width=0"]],
     ),
     "stages_have_layers": (
         "dense",
@@ -370,6 +376,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["parallel.schedule=gpipe"],
             ["parallel.virtual_stages=2"],
             ["parallel.etp=2", "parallel.tp=2"],
+            ["parallel.ep_overlap=halves"],
             ["parallel.grad_reduce=last_microbatch"],
             ["memory.regather_tp_inputs=true"],
             ["memory.recompute_every=2"],

@@ -10,6 +10,7 @@ backward. A gather's gradient is a sum of rows and the other way round, so no ke
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from meshwright.spec import MoeSpec
 
 Compute = Callable[[Tensor, ExpertRows, Tensor, Tensor], Tensor]
 """(x_TD, rows, weights_N, counts_E) -> y_ND: each row's weight x expert(x of its token)."""
+Shared = Callable[[], Tensor | None]
+"""Runs the shared experts on the layer's input; None where the model has none."""
 
 
 class Experts(nn.Module):
@@ -57,19 +60,25 @@ class Dispatch(nn.Module):
         self.num_experts = moe.num_experts
         self.capacity_factor = moe.capacity_factor
 
-    def forward(self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute) -> Tensor:
-        """Sum over each token's choices of weight x expert(x). Expert id E means: no expert."""
-        counts_E = count_groups(experts_TC, self.num_experts)
-        rows = self._rows(experts_TC, counts_E)
-        y_ND = compute(x_TD, rows, rows.choices(weights_TC), counts_E)
-        return sum_of_rows(y_ND, rows).to(x_TD.dtype)
+    def forward(
+        self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute, shared: Shared
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum over each token's choices of weight x expert(x), and the output of the shared experts.
 
-    def _rows(self, experts_TC: Tensor, counts_E: Tensor) -> ExpertRows:
+        Expert id E means: no expert.
+        """
+        rows, counts_E = self.sort(experts_TC)
+        y_ND = compute(x_TD, rows, rows.choices(weights_TC), counts_E)
+        return sum_of_rows(y_ND, rows).to(x_TD.dtype), shared()
+
+    def sort(self, experts_TC: Tensor) -> tuple[ExpertRows, Tensor]:
+        """The rows of these choices by expert, and counts_E, the number of rows of each expert."""
+        counts_E = count_groups(experts_TC, self.num_experts)
         if self.capacity_factor is None:
-            return rows_by_expert(experts_TC)
+            return rows_by_expert(experts_TC), counts_E
         # Host sync: dropped choices sort to the end.
         num_kept = self.row_counts.within_capacity(counts_E, experts_TC.numel(), self.capacity_factor)
-        return rows_by_expert(experts_TC, num_kept)
+        return rows_by_expert(experts_TC, num_kept), counts_E
 
 
 class Moe(nn.Module):
@@ -96,13 +105,20 @@ class Moe(nn.Module):
         """The output of the experts, before the residual add."""
         routing = self.router(x_BSD)
         experts_BSC, weights_BSC = self._within_capacity(routing)
-        y_TD = self.dispatch(
-            x_BSD.flatten(0, 1), experts_BSC.flatten(0, 1), weights_BSC.flatten(0, 1), self.experts
+        y_TD, shared_BSD = self.dispatch(
+            x_BSD.flatten(0, 1),
+            experts_BSC.flatten(0, 1),
+            weights_BSC.flatten(0, 1),
+            self.experts,
+            partial(self._run_shared, x_BSD),
         )
         y_BSD = y_TD.view_as(x_BSD)
-        if self.shared is not None:
-            y_BSD = y_BSD + self.shared(x_BSD)
+        if shared_BSD is not None:
+            y_BSD = y_BSD + shared_BSD
         return self._with_balance(y_BSD, routing, sequence_weights_B)
+
+    def _run_shared(self, x_BSD: Tensor) -> Tensor | None:
+        return None if self.shared is None else self.shared(x_BSD)
 
     def _within_capacity(self, routing: Routing) -> tuple[Tensor, Tensor]:
         """The routing in which choices over the capacity have expert id E and weight 0."""

@@ -201,7 +201,11 @@ def _ep_text(best: Candidate) -> str:
     moe, ep = best.question.run.model.moe, best.run.parallel.ep
     experts = moe.num_experts if moe else 0
     share = f"{experts // ep} of {experts} experts"
-    return f"ep={ep}: each rank has {share}, on ranks borrowed from data parallelism."
+    text = f"ep={ep}: each rank has {share}, on ranks borrowed from data parallelism."
+    overlap = best.run.parallel.ep_overlap
+    if overlap == "none":
+        return text
+    return f"{text} ep_overlap={overlap} is priced, but its overlap was not measured on several GPUs."
 
 
 def _recompute(best: Candidate) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Memory by formula, for what the trace's table does not have.
 
-Layouts with `regather` or etp, compute in fp32, adapters, dropout; and runs of other frameworks, which
-`published/` prices with the same items. A formula is an estimate: margins.py says how far it may be off.
+Layouts with `regather`, etp or ep_overlap, compute in fp32, adapters, dropout; and runs of other frameworks,
+which `published/` prices with the same items. A formula is an estimate: margins.py says how far it may be
+off.
 """
 
 import numpy as np
@@ -15,6 +16,7 @@ from meshwright.plan.memory.rank_parameters import (
     is_v_shaped,
 )
 from meshwright.plan.workload.layouts import CP_KINDS, FULL, Floats, Layouts
+from meshwright.plan.workload.operators import expert_tokens
 from meshwright.plan.workload.workload import Workload
 
 
@@ -84,14 +86,23 @@ def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
 
 
 def _exchange_bytes(work: Workload, at: Layouts) -> Floats:
-    """Keys and values in flight over cp, and receive buffers of the pipeline."""
+    """Keys and values in flight over cp, receive buffers of the pipeline, and what `ep_overlap` adds."""
     attention = work.model.attention
     tokens = at.microbatch_tokens(work.sequence_length)
     kv = 2.0 * attention.num_kv_heads * attention.head_width / at.tp * work.working_bytes * tokens
     gathers = at.cp_kind == CP_KINDS.index("gather")
     over_cp = np.where(at.cp > 1, np.where(gathers, at.cp * kv, 4.0 * kv), 0.0)
     hop = np.where(at.pp > 1, 2.0 * work.working_bytes * tokens * work.model.width / at.tp, 0.0)
-    return column(over_cp + hop) * np.ones((1, 3))
+    return column(over_cp + hop + _overlap_bytes(work, at)) * np.ones((1, 3))
+
+
+def _overlap_bytes(work: Workload, at: Layouts) -> Floats:
+    """Output of the shared experts beside the routed ones (shared), or rows of both halves (halves)."""
+    if work.model.moe is None:
+        return np.zeros(len(at))
+    row = work.working_bytes * work.model.width
+    shared = row * at.microbatch_tokens(work.sequence_length) / at.tp
+    return np.choose(at.ep_overlap, (np.zeros(len(at)), shared, row * expert_tokens(work, at)))
 
 
 def movable_activation_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:

@@ -11,8 +11,8 @@
 
 Each is added up for every snapshot of the rank's schedule (snapshots.py), by phase_sums.py. What a block
 keeps and holds at its peaks stands in block_table.json, which the trace wrote (block_table.py,
-block_bytes.py). Not covered: `regather`, etp, fp32 compute, adapters, dropout; formula.py estimates these.
-margins.py says how exact each kind is.
+block_bytes.py). Not covered: `regather`, etp, ep_overlap, fp32 compute, adapters, dropout; formula.py
+estimates these. margins.py says how exact each kind is.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ def is_covered(work: Workload, stack: Framework) -> bool:
 
 def covered_layouts(at: Layouts) -> Mask:
     """Of those, the layouts; shape (N, 1)."""
-    return ((at.regather == 0) & (at.etp == 1))[:, None]
+    return ((at.regather == 0) & (at.etp == 1) & (at.ep_overlap == 0))[:, None]
 
 
 def peak_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:

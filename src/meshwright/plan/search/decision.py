@@ -152,6 +152,7 @@ def complexity(layouts: Layouts) -> Ints:
         + 5 * (layouts.pp > 1)
         + (layouts.virtual_stages > 1)
         + (layouts.ep > 1)
+        + (layouts.ep_overlap > 0)
         + 6 * (layouts.offload > 0)
         + 2 * ((layouts.offload & OFFLOAD_BITS["parameters"]) > 0)
     ).astype(np.int64)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import Question
-from meshwright.plan.workload.layouts import CP_KINDS, Ints
+from meshwright.plan.workload.layouts import CP_KINDS, EP_OVERLAPS, Ints
 from meshwright.spec.check import check
 from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.run import RunSpec
@@ -32,6 +32,7 @@ class ModelSharding:
     cp_inner: int
     ep: int
     etp: int
+    ep_overlap: int
 
 
 def divisors(number: int) -> list[int]:
@@ -76,10 +77,11 @@ def _proposed_shardings(question: Question) -> list[ModelSharding]:
     cps = pins.restrict("cp", [2**k for k in range(max_cp.bit_length())])
     eps = pins.restrict("ep", _ep_degrees(moe.num_experts) if moe else [1])
     return [
-        ModelSharding(tp, cp, kind, inner, ep, etp)
+        ModelSharding(tp, cp, kind, inner, ep, etp, overlap)
         for tp, cp, ep in product(tps, cps, eps)
         for kind, inner in _cp_kinds(cp, pins)
         for etp in pins.restrict("etp", [1])
+        for overlap in _ep_overlaps(ep, question)
     ]
 
 
@@ -100,6 +102,16 @@ def _cp_kinds(cp: int, pins: Pins) -> list[tuple[int, int]]:
     return [(kind, size) for kind in kinds for size in (inner if kind == hierarchical else [1])]
 
 
+def _ep_overlaps(ep: int, question: Question) -> list[int]:
+    """Positions in EP_OVERLAPS for this degree; the search tries others than the run's where pins name them.
+
+    The overlap is priced, but was not measured on several GPUs.
+    """
+    if ep == 1:
+        return [0]
+    return question.pins.restrict("ep_overlap", [EP_OVERLAPS.index(question.run.parallel.ep_overlap)])
+
+
 def _smallest_run(run: RunSpec, sharding: ModelSharding) -> RunSpec:
     """The run with this sharding on the fewest ranks, for the rules to check."""
     dp_shard = sharding.ep // gcd(sharding.ep, sharding.cp)
@@ -112,6 +124,7 @@ def _smallest_run(run: RunSpec, sharding: ModelSharding) -> RunSpec:
         tp=sharding.tp,
         ep=sharding.ep,
         etp=sharding.etp,
+        ep_overlap=EP_OVERLAPS[sharding.ep_overlap],
     )
     data = run.data.model_copy(update={"batch_sequences": dp_shard, "microbatch_sequences": 1})
     return run.model_copy(update={"parallel": parallel, "data": data})

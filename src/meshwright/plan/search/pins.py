@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.errors import SpecError
-from meshwright.plan.workload.layouts import CP_KINDS, RECOMPUTE_BITS
+from meshwright.plan.workload.layouts import CP_KINDS, EP_OVERLAPS, RECOMPUTE_BITS
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.spec.run import RunSpec
 from meshwright.spec.violations import all_keys, nearest
@@ -19,7 +19,7 @@ SEARCHED_KEYS = {
         f"parallel.{name}": name
         for name in (
             *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "pp"),
-            *("schedule", "virtual_stages", "ep", "etp"),
+            *("schedule", "virtual_stages", "ep", "etp", "ep_overlap"),
         )
     },
     "data.microbatch_sequences": "microbatch_sequences",
@@ -32,6 +32,7 @@ SEARCHED_KEYS = {
 _CODES: Mapping[str, Mapping[str, int]] = {
     "schedule": {name: code for code, name in enumerate(SCHEDULES)},
     "cp_kind": {name: code for code, name in enumerate(CP_KINDS)},
+    "ep_overlap": {name: code for code, name in enumerate(EP_OVERLAPS)},
     "recompute": RECOMPUTE_BITS,
 }
 """Columns whose values have names: the number in `Layouts` for each name."""

@@ -249,8 +249,8 @@ def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:
 def _data(given: object, length: int, batch_sequences: int, pins: Pins, assumed: list[str]) -> dict[str, Any]:
     data = _mapping(given)
     data.pop("microbatch_sequences", None)
-    has_path = data.get("path") or pins.override_of("data.path")
-    if not has_path and "synthetic" not in data:
+    has_data = data.get("path") or data.get("blend") or pins.override_of("data.path")
+    if not has_data and "synthetic" not in data:
         data["synthetic"] = {}
         assumed.append("generated text as data, until data.path=FILE is set")
     return {**data, "sequence_length": length, "batch_sequences": batch_sequences}

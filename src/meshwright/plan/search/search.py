@@ -143,14 +143,14 @@ def _fastest_cp_kinds(question: Question, table: Table) -> Table:
     """The fastest kind of context parallel for each model sharding: pp, dp and batch do not change which."""
     if len(table["cp"]) == 0 or int(table["cp"].max()) == 1 or "cp_kind" in question.pins.allowed:
         return table
-    columns = ("tp", "cp", "ep", "etp", "cp_kind", "cp_inner")
+    columns = ("tp", "cp", "ep", "etp", "ep_overlap", "cp_kind", "cp_inner")
     rows = np.stack([table[name] for name in columns], axis=1)
     distinct, index = np.unique(rows, axis=0, return_inverse=True)
     probes = Layouts(**_probe_columns(dict(zip(columns, distinct.T, strict=True))))
     seconds = price_time(question, probes).step_seconds
     fastest: dict[tuple[int, ...], tuple[float, int]] = {}
     for row, sharding in enumerate(distinct):
-        key = tuple(int(value) for value in sharding[:4])
+        key = tuple(int(value) for value in sharding[:5])
         fastest[key] = min(fastest.get(key, (np.inf, -1)), (float(seconds[row]), row))
     return filter_rows(table, np.isin(index.ravel(), [row for _, row in fastest.values()]))
 

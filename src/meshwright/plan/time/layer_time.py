@@ -36,6 +36,9 @@ HOST_JITTER = 0.05
 COMPILED_LAUNCHES = 0.4
 # Share of the cp traffic that may overlap with attention.
 CP_OVERLAP = 0.8
+# Share of an exchange of rows that may overlap with experts where `ep_overlap` is set. Assumed as for cp: the
+# overlap was not measured on several GPUs.
+EP_OVERLAP = 0.8
 
 
 @dataclass(frozen=True)
@@ -216,23 +219,17 @@ def _cp_seconds(ctx: Context) -> Floats:
     return np.where(ctx.at.cp_kind == CP_KINDS.index("ulysses"), ulysses, ring)
 
 
-def _dispatch_seconds(ctx: Context) -> Floats:
-    """The all-to-alls of routed tokens of one pass, to their experts and back."""
+def _dispatch_seconds(ctx: Context, share: float = 1.0) -> tuple[Floats, Floats]:
+    """The all-to-alls of a share of the routed tokens in one pass, to their experts and back."""
     moe, workload, framework = ctx.workload.model.moe, ctx.workload, ctx.framework
     assert moe is not None
-    elements = operators.expert_tokens(workload, ctx.at) * workload.model.width
+    elements = share * operators.expert_tokens(workload, ctx.at) * workload.model.width
     copies = framework.network_copies(ctx.groups.expert.nodes, moe)
     there, back = (
         all_to_all_seconds(width * elements, ctx.groups.expert, ctx.cluster, far_copies=copies)
         for width in (framework.dispatch_bytes(workload), workload.working_bytes)
     )
-    return there + back
-
-
-def _exposed_ep(ctx: Context, compute: Floats, passes: Floats | float = 1.0) -> Floats:
-    """Exposed all-to-alls beside the compute of another micro-batch, where the framework overlaps them."""
-    dispatch = passes * _dispatch_seconds(ctx)
-    return exposed_seconds(dispatch, compute, ctx.framework.ep_overlap_share(ctx.at))
+    return there, back
 
 
 def layer_elements(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
@@ -263,8 +260,9 @@ def _fsdp_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
         for width in (state.gather, trained * state.reduce)
     )
     if moe:
-        gather = gather + gather_seconds(state.gather * experts, groups.expert_data, ctx.cluster)
-        reduce = reduce + gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)
+        passes = ctx.at.expert_passes  # FSDP gathers and reduces at every call of the experts
+        gather = gather + passes * gather_seconds(state.gather * experts, groups.expert_data, ctx.cluster)
+        reduce = reduce + passes * gather_seconds(state.reduce * experts, groups.expert_data, ctx.cluster)
     scatters = ctx.at.scatters_each(in_pipelines=framework.scatters_in_pipelines)
     return (
         np.where((ctx.at.zero == 3) & (ctx.at.pp == 1), gather, 0.0),
@@ -284,6 +282,41 @@ def _exposed_tp(ctx: Context, forward: Floats, backward: Floats) -> tuple[Floats
     )
 
 
+def _exposed_ep(ctx: Context, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+    """Exposed all-to-alls of one routed layer, forward and backward, by the layout's `ep_overlap`.
+
+    Without it they may overlap with this compute of another micro-batch, if the framework does that.
+    """
+    passes, share = 1.0 + ctx.recomputes(EXPERTS), ctx.framework.ep_overlap_share(ctx.at)
+    there, back = _dispatch_seconds(ctx)
+    plain = (
+        exposed_seconds(there + back, forward, share),
+        exposed_seconds(passes * (there + back), backward, share),
+    )
+    first, second = _beside_experts(ctx, 0), _beside_experts(ctx, 1)
+    both = [one + (passes - 1.0) * other for one, other in zip(second, first, strict=True)]
+    overlap = ctx.at.ep_overlap
+    return np.choose(overlap, (plain[0], *first)), np.choose(overlap, (plain[1], *both))
+
+
+def _beside_experts(ctx: Context, side: int) -> tuple[Floats, Floats]:
+    """Exposed all-to-alls of one pass with `ep_overlap` shared and halves; `side` 1 is the backward.
+
+    `shared` overlaps one of the two with the shared experts. `halves` makes them four: two overlap with the
+    experts of the other half, and one with the shared experts.
+    """
+    matmuls, slowdown = operators.moe_matmuls(ctx.workload, ctx.at), ctx.framework.kernel_slowdown
+    shared, experts = (slowdown * _matmuls_seconds(ctx, matmuls, part)[side] for part in ("mlp", "experts"))
+    (there, back), (half_there, half_back) = _dispatch_seconds(ctx), _dispatch_seconds(ctx, 0.5)
+    by_shared = exposed_seconds(there, shared, EP_OVERLAP) + back
+    first, inner, last = (
+        exposed_seconds(half_there, shared, EP_OVERLAP),
+        exposed_seconds(half_there, 0.5 * experts, EP_OVERLAP),
+        exposed_seconds(half_back, 0.5 * experts, EP_OVERLAP),
+    )
+    return by_shared, first + inner + last + half_back
+
+
 # Layer, head and embedding -------------------------------------------------------------------------------
 
 
@@ -300,8 +333,8 @@ def layer_time(ctx: Context, *, moe: bool) -> tuple[PassTime, PassTime]:
         "cp": exposed_seconds(cp * (2.0 + full), backward["attention"], CP_OVERLAP),
     }
     if moe:
-        exposed_forward["ep"] = _exposed_ep(ctx, compute_forward)
-        exposed_backward["ep"] = _exposed_ep(ctx, compute_backward, 1.0 + ctx.recomputes(EXPERTS))
+        ep = _exposed_ep(ctx, compute_forward, compute_backward)
+        exposed_forward["ep"], exposed_backward["ep"] = ep
     gather, reduce = _fsdp_seconds(ctx, moe=moe)
     exposed_forward["fsdp"] = exposed_seconds(gather, compute_forward, framework.fsdp_overlap)
     exposed_backward["fsdp"] = exposed_seconds(gather + reduce, compute_backward, framework.fsdp_overlap)

@@ -64,14 +64,36 @@ class DocumentLengths:
 
 
 def documents_of(data: DataSpec) -> DocumentLengths | None:
-    """The documents of a run: of its dataset where that exists here, else assumed; None where joined."""
+    """The documents of a run: of its datasets where these exist here, else assumed; None where joined."""
     if data.documents == "joined":
         return None
-    if data.path is not None:
-        file = Path(data.path) / DOCUMENTS_FILE
-        if file.is_file() and file.stat().st_size >= np.dtype(np.int64).itemsize:
-            return _read_documents(file, file.stat().st_mtime_ns, data.sequence_length)
-    return assumed_documents(data.sequence_length)
+    total = sum(part.weight for part in data.sources)
+    parts = [(part.weight / total, _documents_at(part.path, data)) for part in data.sources]
+    return parts[0][1] if len(parts) == 1 else _blended(parts)
+
+
+def _documents_at(path: str | None, data: DataSpec) -> DocumentLengths:
+    """The documents of one dataset, assumed where it is not a packed one on this machine."""
+    file = Path(path or "") / DOCUMENTS_FILE
+    if path is None or not file.is_file() or file.stat().st_size < np.dtype(np.int64).itemsize:
+        return assumed_documents(data.sequence_length)
+    is_cut = data.packing == "cut"
+    return _read_documents(file, file.stat().st_mtime_ns, data.sequence_length, is_cut=is_cut)
+
+
+def _blended(parts: list[tuple[float, DocumentLengths]]) -> DocumentLengths:
+    """Documents of several datasets, each with its share of the tokens; a source only where all have one."""
+    degrees = min(len(each.slowest_cp) for _, each in parts)
+    sources = [each.source for _, each in parts]
+    return DocumentLengths(
+        mean_tokens=1.0 / sum(weight / each.mean_tokens for weight, each in parts),
+        lengths=tuple(length for _, each in parts for length in each.lengths),
+        shares=tuple(weight * share for weight, each in parts for share in each.shares),
+        slowest_cp=tuple(
+            sum(weight * each.slowest_cp[power] for weight, each in parts) for power in range(degrees)
+        ),
+        source=", ".join(sources) if all(sources) else "",
+    )
 
 
 @cache
@@ -83,12 +105,12 @@ def assumed_documents(sequence_length: int, mean_tokens: int | None = None) -> D
     drawn = np.random.default_rng(0).lognormal(centre, ASSUMED_SIGMA, size=2 * num_tokens // mean + 64)
     ends = np.cumsum(np.maximum(1, np.rint(drawn)).astype(np.int64))
     ends = np.append(ends[ends < num_tokens], num_tokens)
-    found = _lengths([ends], 0, sequence_length)
+    found = _lengths([ends], 0, sequence_length, is_cut=True)
     return DocumentLengths(float(mean), *found)
 
 
 @cache
-def _read_documents(file: Path, modified_at: int, sequence_length: int) -> DocumentLengths:
+def _read_documents(file: Path, modified_at: int, sequence_length: int, *, is_cut: bool) -> DocumentLengths:
     """The lengths in a packed dataset; `modified_at` makes a changed file a new entry of the cache."""
     ends: Ends = np.memmap(file, dtype=np.int64, mode="r")
     mean = float(ends[-1]) / len(ends)
@@ -97,22 +119,21 @@ def _read_documents(file: Path, modified_at: int, sequence_length: int) -> Docum
     count = len(ends) if len(ends) <= MOST_DOCUMENTS else size
     blocks = [np.asarray(ends[start : start + count]) for start in starts]
     first = int(ends[starts[0] - 1]) if starts[0] else 0
-    found = _lengths(blocks, first, sequence_length)
+    found = _lengths(blocks, first, sequence_length, is_cut=is_cut)
     return DocumentLengths(mean, *found, source=str(file.parent))
 
 
 def _lengths(
-    blocks: list[Ends], begin: int, sequence_length: int
+    blocks: list[Ends], begin: int, sequence_length: int, *, is_cut: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     """Classes of lengths, their shares of the tokens, and the balance over cp, from blocks of ends.
 
     The first document of every block but the first is left out: where it begins is not in the block.
+    `is_cut`: sequences end anywhere in a document; else only documents longer than a sequence are split.
     """
-    parts: list[Ends] = []
-    for index, ends in enumerate(blocks):
-        start = begin if index == 0 else int(ends[0])
-        borders = np.arange(start // sequence_length + 1, int(ends[-1]) // sequence_length + 1)
-        parts.append(np.diff(np.union1d(np.append(ends, start), borders * sequence_length)))
+    starts = [begin, *(int(ends[0]) for ends in blocks[1:])]
+    split = _cut if is_cut else _split
+    parts = [split(ends, start, sequence_length) for ends, start in zip(blocks, starts, strict=True)]
     lengths = np.concatenate(parts).astype(np.float64)
     lengths = lengths[lengths > 0] if (lengths > 0).any() else np.ones(1)
     balance = _cp_balance(blocks[0], begin, sequence_length)
@@ -121,6 +142,19 @@ def _lengths(
     used = tokens > 0
     means, shares = squares[used] / tokens[used], tokens[used] / tokens.sum()
     return tuple(map(float, means)), tuple(map(float, shares)), balance
+
+
+def _cut(ends: Ends, start: int, sequence_length: int) -> Ends:
+    """Lengths of documents that are concatenated and cut at every sequence."""
+    borders = np.arange(start // sequence_length + 1, int(ends[-1]) // sequence_length + 1)
+    return np.diff(np.union1d(np.append(ends, start), borders * sequence_length))
+
+
+def _split(ends: Ends, start: int, sequence_length: int) -> Ends:
+    """Lengths of documents of which only those longer than a sequence are split."""
+    lengths = np.diff(np.append(start, ends))
+    full, rest = np.divmod(lengths, sequence_length)
+    return np.concatenate([np.full(int(full.sum()), sequence_length), rest[rest > 0]])
 
 
 def _cp_balance(ends: Ends, begin: int, sequence_length: int) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshwright.plan.workload.schedules import SCHEDULES
 from meshwright.spec.memory import MemorySpec
-from meshwright.spec.parallel import CpKind, ParallelSpec
+from meshwright.spec.parallel import CpKind, EpOverlap, ParallelSpec
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 # Fields of ParallelSpec that are columns of the same name.
 DEGREES = ("dp_replicate", "dp_shard", "zero", "cp", "cp_inner", "tp", "pp", "virtual_stages", "ep", "etp")
 CP_KINDS: tuple[CpKind, ...] = ("gather", "ring", "ulysses", "hierarchical")
+EP_OVERLAPS: tuple[EpOverlap, ...] = ("none", "shared", "halves")
 
 # Parts of a layer whose activations are recomputed in backward; FULL keeps only the layer's input.
 NORMS, CORE_ATTENTION, MLP, EXPERTS, ACTIVATION, FULL = 1, 2, 4, 8, 16, 32
@@ -58,6 +59,8 @@ class Layouts:
     cp_kind: Ints
     """Position in CP_KINDS."""
     cp_inner: Ints
+    ep_overlap: Ints
+    """Position in EP_OVERLAPS."""
     offload: Ints
     """Bits of what is offloaded to host memory, by OFFLOAD_BITS."""
     reduce_last: Ints
@@ -101,6 +104,11 @@ class Layouts:
         """Whether gradients are reduce-scattered after every micro-batch, so that only a shard is kept."""
         return (self.zero >= 2) & (self.reduce_last == 0) & ((self.pp == 1) | in_pipelines)
 
+    @property
+    def expert_passes(self) -> Floats:
+        """Times that the experts of a layer run in one pass: 2 where `ep_overlap=halves`, else 1."""
+        return 1.0 + (self.ep_overlap == EP_OVERLAPS.index("halves"))
+
     def microbatch_tokens(self, sequence_length: int) -> Floats:
         """Tokens of one micro-batch on one rank of cp."""
         return self.microbatch_sequences * (sequence_length / self.cp)
@@ -130,6 +138,7 @@ class Layouts:
                 **degrees,
                 "schedule": SCHEDULES[int(self.schedule[index])],
                 "cp_kind": CP_KINDS[int(self.cp_kind[index])],
+                "ep_overlap": EP_OVERLAPS[int(self.ep_overlap[index])],
                 "grad_reduce": "last_microbatch" if self.reduce_last[index] else "each_microbatch",
             }
         )
@@ -141,6 +150,7 @@ _DEFAULTS: Mapping[str, int] = {
     "recompute": RECOMPUTE_NONE,
     "schedule": SCHEDULES.index("1f1b"),
     "cp_kind": 0,
+    "ep_overlap": 0,
     "offload": 0,
     "reduce_last": 0,
     "regather": 0,
@@ -170,6 +180,7 @@ def one_layout(
         **{name: getattr(parallel, name) for name in DEGREES},
         schedule=SCHEDULES.index(parallel.schedule),
         cp_kind=CP_KINDS.index(parallel.cp_kind),
+        ep_overlap=EP_OVERLAPS.index(parallel.ep_overlap),
         microbatch_sequences=microbatch_sequences,
         num_microbatches=num_microbatches,
         recompute=RECOMPUTE_BITS[memory.recompute],

@@ -108,11 +108,11 @@ def expert_tokens(workload: Workload, at: Layouts) -> Floats:
 
 
 def moe_matmuls(workload: Workload, at: Layouts) -> list[Matmul]:
-    """Router, routed experts as one grouped matmul, and the shared expert."""
+    """Router, routed experts as one grouped matmul for each of their passes, and the shared expert."""
     moe, width = workload.model.moe, workload.model.width
     assert moe is not None
     tokens = at.microbatch_tokens(workload.sequence_length)
-    groups = np.maximum(moe.num_experts / at.ep, 1.0)
+    groups = np.maximum(moe.num_experts / at.ep, 1.0) * at.expert_passes
     per_expert = expert_tokens(workload, at) / groups
     inner = moe.width / at.etp
     routed = [

@@ -64,3 +64,14 @@ def test_absurd_requests_are_errors(change: dict[str, object], where: str) -> No
         fill_request(replace(plain, **change))
     error = caught.value.violations[0] if isinstance(caught.value, SpecErrors) else caught.value
     assert error.where == where
+
+
+def test_a_blend_stays_the_data_of_a_new_plan(tmp_path: Path) -> None:
+    best = planned("llama-3.1-8b", "h100:8x8").best.run
+    parts = [{"path": str(tmp_path / name), "weight": 1} for name in ("a", "b")]
+    data = best.data.with_(synthetic=None, blend=parts)
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_run(best.with_(data=data)))
+    again = fill_request(Request(str(file), parse_cluster("leonardo:16"), parse_pins([])))
+    assert [part.path for part in again.question.run.data.blend] == [part["path"] for part in parts]
+    assert again.question.run.data.synthetic is None

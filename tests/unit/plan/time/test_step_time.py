@@ -12,7 +12,7 @@ from meshwright.plan.framework import our_runtime
 from meshwright.plan.time import kernels
 from meshwright.plan.time.step_time import stage_seconds, step_cost
 from meshwright.plan.time.timeline import finish_seconds
-from meshwright.plan.workload.layouts import FULL, RECOMPUTE_SELECTIVE, Layouts, layouts
+from meshwright.plan.workload.layouts import EP_OVERLAPS, FULL, RECOMPUTE_SELECTIVE, Layouts, layouts
 from meshwright.plan.workload.operators import Matmul
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape
 from meshwright.plan.workload.workload import Adapters, Workload
@@ -214,3 +214,30 @@ def test_odd_widths_of_a_model_cost_more_than_padded_ones() -> None:
     assert seconds(7201, 32064) > 1.5 * seconds(7232, 32064)
     # The head pads its vocabulary itself: a copy of its weight is all that it costs.
     assert seconds(7232, 32064) < seconds(7232, 32003) < 1.01 * seconds(7232, 32064)
+
+
+class TestExpertOverlap:
+    """`ep_overlap`: exchanges of rows beside experts."""
+
+    ROUTED = Workload(family("deepseek-v3"), 4096)
+    ON = "dgx-h100:32"
+
+    def _exposed(self, overlap: str, ep: int = 32) -> float:
+        at = layouts(dp_shard=256, zero=1, ep=ep, ep_overlap=EP_OVERLAPS.index(overlap))
+        items = step_cost(self.ROUTED, at, parse_cluster(self.ON), our_runtime()).items
+        return float(items["ep"][0])
+
+    def test_shared_experts_hide_at_most_one_of_two_exchanges(self) -> None:
+        plain, shared = self._exposed("none"), self._exposed("shared")
+        assert 0.5 * plain < shared < plain
+
+    def test_halves_hide_at_most_three_of_four_exchanges(self) -> None:
+        plain, halves = self._exposed("none"), self._exposed("halves")
+        assert 0.25 * plain < halves < self._exposed("shared")
+
+    def test_matmuls_of_half_the_rows_are_slower(self) -> None:
+        def matmul_seconds(overlap: str) -> float:
+            at = layouts(dp_shard=256, zero=1, ep=32, ep_overlap=EP_OVERLAPS.index(overlap))
+            return float(step_cost(self.ROUTED, at, parse_cluster(self.ON), our_runtime()).items["matmul"][0])
+
+        assert matmul_seconds("halves") > matmul_seconds("none") == matmul_seconds("shared")

@@ -57,6 +57,28 @@ def test_a_sampled_dataset_is_close_to_the_full_one(tmp_path: Path, monkeypatch:
     assert _found(_write(tmp_path, lengths)).keys_seen(None) == pytest.approx(full, rel=0.05)
 
 
+def test_whole_documents_are_not_cut(tmp_path: Path) -> None:
+    data = _write(tmp_path, [50] * 64)
+    assert _found(data.with_(packing="whole")).keys_seen(None) == pytest.approx(25)
+    assert _found(data).keys_seen(None) < 25
+    long = _write(tmp_path, [SEQUENCE * 3 + 10]).with_(packing="whole")
+    assert _found(long).lengths == (10.0, float(SEQUENCE))
+
+
+def test_a_blend_has_the_documents_of_its_datasets(tmp_path: Path) -> None:
+    for name, length in (("short", 4), ("long", 32)):
+        (tmp_path / name).mkdir()
+        _write(tmp_path / name, [length] * 512)
+    parts = [{"path": str(tmp_path / name), "weight": weight} for name, weight in (("short", 3), ("long", 1))]
+    data = DataSpec.model_validate({"blend": parts, "sequence_length": SEQUENCE, "batch_sequences": 1})
+    found = _found(data)
+    assert found.keys_seen(None) == pytest.approx(0.75 * 2 + 0.25 * 16)
+    assert found.mean_tokens == pytest.approx(1 / (0.75 / 4 + 0.25 / 32))
+    assert str(tmp_path / "long") in found.source
+    parts[0]["path"] = str(tmp_path / "absent")
+    assert _found(data.with_(blend=parts)).source == ""
+
+
 def test_without_a_dataset_lengths_are_assumed(tmp_path: Path) -> None:
     data = DataSpec(path=str(tmp_path / "none"), sequence_length=4096, batch_sequences=1)
     found = _found(data)
