@@ -28,6 +28,7 @@ from meshwright.plan.workload.layouts import Floats, Ints, Layouts
 TIE_FRACTION = 0.05
 """Plans this close are equally fast, because the prediction is less exact. The simplest of them is chosen."""
 BLOCK_MESHES = 128
+SHARDING_COLUMNS = ("tp", "cp", "ep", "etp", "ep_overlap", "cp_kind", "cp_inner")
 KERNEL_ITEMS = ("matmul", "attention", "elementwise", "head")
 LEAST_SHARE = 0.9
 """Partial waves of tiles make some smaller micro-batches a little more efficient than the largest."""
@@ -127,7 +128,7 @@ def _least_scores(question: Question, table: Table) -> Floats:
     data = question.run.data
     longest = np.maximum(MAX_MICROBATCH_TOKENS // (data.sequence_length // table["cp"]), 1)
     size = np.minimum(np.maximum(data.batch_sequences // table["dp"], 1), longest)
-    columns = {name: table[name] for name in ("tp", "cp", "ep", "etp", "cp_kind", "cp_inner")}
+    columns = {name: table[name] for name in SHARDING_COLUMNS}
     rows = np.stack([*columns.values(), size], axis=1)
     distinct, index = np.unique(rows, axis=0, return_inverse=True)
     probes = _probe_columns(dict(zip(columns, distinct.T, strict=False)))
@@ -143,7 +144,7 @@ def _fastest_cp_kinds(question: Question, table: Table) -> Table:
     """The fastest kind of context parallel for each model sharding: pp, dp and batch do not change which."""
     if len(table["cp"]) == 0 or int(table["cp"].max()) == 1 or "cp_kind" in question.pins.allowed:
         return table
-    columns = ("tp", "cp", "ep", "etp", "ep_overlap", "cp_kind", "cp_inner")
+    columns = SHARDING_COLUMNS
     rows = np.stack([table[name] for name in columns], axis=1)
     distinct, index = np.unique(rows, axis=0, return_inverse=True)
     probes = Layouts(**_probe_columns(dict(zip(columns, distinct.T, strict=True))))

@@ -48,11 +48,8 @@ HOST_LINKS_PER_NODE = 4
 BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
 # Adapters (LoRA) over the parameters of the base model.
 ADAPTER_SHARE = 0.01
-# What the time of a layer depends on; the schedule, its stages and offload come on top.
-LAYER_COLUMNS = (
-    *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "ep", "etp"),
-    *("microbatch_sequences", "num_microbatches", "recompute", "recompute_every", "reduce_last", "regather"),
-)
+# What the time of a layer does not depend on: the schedule, its stages and offload come on top.
+BESIDE_LAYERS = ("pp", "schedule", "virtual_stages", "offload")
 COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")
 """Items that are exposed communication."""
 
@@ -129,7 +126,8 @@ Passes = tuple[PassTime, PassTime]
 def _microbatch_times(ctx: Context) -> tuple[Passes, Passes, Passes]:
     """Forward and backward of a layer, the head and the embedding: once for layouts that differ elsewhere."""
     at = ctx.at
-    distinct, index = at.distinct(*(getattr(at, name) for name in LAYER_COLUMNS), at.pp > 1)
+    columns = [column for name, column in vars(at).items() if name not in BESIDE_LAYERS]
+    distinct, index = at.distinct(*columns, at.pp > 1)
     if len(distinct) == len(at):
         return mean_layer_time(ctx), head_time(ctx), embedding_time(ctx)
     few = context(ctx.workload, distinct, ctx.cluster, ctx.framework)
