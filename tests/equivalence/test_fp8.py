@@ -21,6 +21,7 @@ from meshwright.spec import (
     MemorySpec,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     OptimSpec,
     ParallelSpec,
     PrecisionSpec,
@@ -121,6 +122,56 @@ def test_cached_weights_equal_one_process_that_casts_every_time(ranks: RankPool,
     assert not wrong, wrong
 
 
+EXPERTS = {
+    "zero1-ep2": ParallelSpec(dp_shard=2, zero=1, ep=2),
+    "tp2-etp2": ParallelSpec(tp=2, etp=2),
+    "zero3-ep2-tp2": ParallelSpec(dp_shard=2, zero=3, ep=2, tp=2),
+    "cp2-ep2": ParallelSpec(cp=2, ep=2),
+    "pp2": ParallelSpec(pp=2),
+}
+EXPERT_CASES = [
+    ("zero1-ep2", "current", "per_step"),
+    ("tp2-etp2", "current", "per_microbatch"),
+    *(
+        pytest.param(layout, "current", "per_microbatch", marks=pytest.mark.soak)
+        for layout in ("zero3-ep2-tp2", "cp2-ep2", "pp2")
+    ),
+    pytest.param("tp2-etp2", "current", "per_step", marks=pytest.mark.soak),
+    pytest.param("zero1-ep2", "blockwise", "per_step", marks=pytest.mark.soak),
+    pytest.param("tp2-etp2", "blockwise", "per_microbatch", marks=pytest.mark.soak),
+]
+
+
+def expert_run(recipe: str, cast_weights: str = "per_microbatch", **changes: object) -> RunSpec:
+    """Experts, linears and micro-batches whose shards still fill the recipe's block."""
+    model = MODEL.with_(num_layers=2, moe=MoeSpec(num_experts=4, top_k=2, width=32, aux_loss=0.05))
+    sequences = 2
+    if recipe == "blockwise":
+        attention, moe = MODEL.attention.with_(num_kv_heads=8, head_width=32), model.moe.with_(width=256)
+        model, sequences = model.with_(width=128, attention=attention, moe=moe), 128 // SEQUENCE_LENGTH
+    fp8 = Fp8Spec(recipe=recipe, bf16_layers_each_end=0, cast_weights=cast_weights, experts=True)
+    data = fp8_run().data.with_(microbatch_sequences=sequences, batch_sequences=4 * sequences)
+    return fp8_run(model=model, precision=PrecisionSpec(compute="fp64", fp8=fp8), data=data, **changes)
+
+
+@pytest.mark.parametrize(("layout", "recipe", "cast_weights"), EXPERT_CASES)
+def test_experts_equal_one_process(ranks: RankPool, layout: str, recipe: str, cast_weights: str) -> None:
+    """ep gives a rank the rows of other micro-batches, and etp a part of each row."""
+    expected = run_case(ranks, expert_run(recipe))
+    run = expert_run(recipe, cast_weights, parallel=EXPERTS[layout])
+    errors = _errors(run_case(ranks, run), expected)
+    wrong = {name: error for name, error in errors.items() if not error <= RTOL}
+    assert not wrong, wrong
+
+
+def test_experts_are_really_in_fp8(ranks: RankPool) -> None:
+    run = expert_run("current")
+    plain = run.with_(precision=run.precision.with_(fp8=run.precision.fp8.with_(experts=False)))
+    found, expected = (run_case(ranks, each) for each in (run, plain))
+    errors = _errors(found, expected)
+    assert min(errors[f"gradient 0 blocks.{layer}.mlp.experts.gate"] for layer in range(2)) > 1e-3
+
+
 def test_fp8_is_really_at_work(ranks: RankPool, alone) -> None:
     plain = run_case(ranks, fp8_run(precision=PrecisionSpec(compute="fp64")))
     errors = _errors(alone["current"], plain)
@@ -135,14 +186,19 @@ def _train_variants(variants: list[RunSpec]) -> list[Result]:
     return [train_steps(run, mesh, NUM_STEPS) for run in variants]
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+RECOMPUTED = {
+    "current": fp8_run("current"),
+    "delayed": fp8_run("delayed"),
+    "experts": expert_run("current"),
+}
+
+
+@pytest.mark.parametrize("kind", RECOMPUTED)
 @pytest.mark.parametrize("compute", ["fp64", "bf16"])
-def test_recompute_is_bitwise_the_same(ranks: RankPool, recipe: str, compute: str) -> None:
-    precision = PrecisionSpec(compute=compute, fp8=Fp8Spec(recipe=recipe, bf16_layers_each_end=0))
-    runs = [
-        fp8_run(precision=precision, memory=MemorySpec(recompute=kind))
-        for kind in ("none", "selective", "full")
-    ]
+def test_recompute_is_bitwise_the_same(ranks: RankPool, kind: str, compute: str) -> None:
+    run = RECOMPUTED[kind]
+    run = run.with_(precision=run.precision.with_(compute=compute))
+    runs = [run.with_(memory=MemorySpec(recompute=recompute)) for recompute in ("none", "selective", "full")]
     kept, *others = ranks.run(_train_variants, 1, runs)[0]
     for other in others:
         assert other.losses == kept.losses

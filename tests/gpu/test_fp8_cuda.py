@@ -8,14 +8,26 @@ import torch.distributed as dist
 from tests.equivalence.test_fp8 import fp8_run
 
 from meshwright.mesh import World, build_mesh
+from meshwright.models.layers.experts_fp8 import Fp8GroupedLinears
 from meshwright.ops.sharded import local
 from meshwright.parallel.fp8 import fp8_sites
+from meshwright.parallel.fp8_experts import expert_sites
 from meshwright.precision.fp8.cast import cast_transpose, deferred_cast_transpose
+from meshwright.precision.fp8.expert_weights import CachedFp8Experts, encode_experts, expert_scales
+from meshwright.precision.fp8.grouped_matmul import is_grouped_native
 from meshwright.precision.fp8.linear import NO_AMAX_GROUPS, Fp8Options, fp8_linears
 from meshwright.precision.fp8.matmul import emulated_matmul, is_native, matmul
 from meshwright.precision.fp8.quantise import encode, power_of_two_scale, quantise
 from meshwright.precision.fp8.recipes import E4M3, E5M2, RECIPES
-from meshwright.spec import DataSpec, Fp8Spec, MemorySpec, ParallelSpec, PrecisionSpec, SyntheticSpec
+from meshwright.spec import (
+    DataSpec,
+    Fp8Spec,
+    MemorySpec,
+    MoeSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    SyntheticSpec,
+)
 from meshwright.train.build import build_data, build_training
 from meshwright.train.step import StepOutcome, Training, train_step
 
@@ -165,8 +177,82 @@ def test_compiled_in_one_graph(recipe):
         assert _error(compiled, eager) < NATIVE
 
 
+def _experts(recipe: str, counts: list[int], d: int = 1024, f: int = 768):
+    """Rows of very different sizes, experts, and the gradient of the output."""
+    num_rows = sum(counts)
+    x = _normal(num_rows, d, seed=0) * torch.exp2(_normal(num_rows, 1, seed=3, std=4.0))
+    weight, grad = _normal(len(counts), f, d, seed=1, std=0.02), _normal(num_rows, f, seed=2, std=1e-4)
+    matmul = [Fp8GroupedLinears(recipe, dtype=torch.bfloat16, native=native) for native in (True, False)]
+    return x.bfloat16().cuda(), weight.cuda(), grad.bfloat16().cuda(), torch.tensor(counts).cuda(), *matmul
+
+
+COUNTS = {"ragged": [130, 0, 1, 200, 17], "even": [256] * 8, "one": [77], "many": [3] * 130}
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_grouped_matmuls_equal_their_emulation(recipe, counts):
+    if not is_grouped_native(RECIPES[recipe], DEVICE):
+        pytest.skip(f"this card has no grouped kernel for {recipe}")
+    x, weight, grad, counts_E, native, emulated = _experts(recipe, COUNTS[counts])
+    results = []
+    for function in (native, emulated):
+        x_own, weight_own = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        (y,) = function([x_own], [weight_own], counts_E)
+        y.backward(grad)
+        results.append((y.detach(), x_own.grad, weight_own.grad))
+    for ours, exact in zip(*results, strict=True):
+        assert ours.dtype == exact.dtype
+        assert _error(ours, exact) < NATIVE
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_experts_cast_to_the_bits_of_the_cpu(recipe):
+    rule, weight = (
+        RECIPES[recipe],
+        _normal(5, 384, 256, seed=0) * torch.exp2(_normal(5, 1, 1, seed=1, std=9.0)),
+    )
+    cached = CachedFp8Experts(recipe, weight.shape).to_empty(device=DEVICE)
+    cached.cast(weight.cuda())
+    expected = encode_experts(weight, expert_scales(weight, rule), rule)
+    assert torch.equal(cached.scale_ERC.cpu(), expected.scale_ERC)
+    assert torch.equal(_bits(cached.values_ENK), _bits(expected.values_ENK))
+    assert torch.equal(_bits(cached.transposed_EKN), _bits(expected.values_ENK.transpose(1, 2)))
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_grouped_matmuls_compile_in_one_graph(recipe):
+    x, weight, grad, counts_E, native, _ = _experts(recipe, COUNTS["ragged"])
+    if not is_grouped_native(RECIPES[recipe], DEVICE):
+        pytest.skip(f"this card has no grouped kernel for {recipe}")
+    results = []
+    for function in (native, torch.compile(native, fullgraph=True)):
+        x_own, weight_own = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        (y,) = function([x_own], [weight_own], counts_E)
+        y.backward(grad)
+        results.append((y.detach(), x_own.grad, weight_own.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert _error(compiled, eager) < NATIVE
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_a_model_with_experts_in_fp8_trains_compiled_as_it_does_eagerly(recipe):
+    moe = MoeSpec(num_experts=8, top_k=2, width=256)
+    _, eager = _trained(recipe, moe=moe, is_compiled=False)
+    training, compiled = _trained(recipe, cast_weights="per_step", moe=moe, is_compiled=True)
+    assert len(expert_sites(training.program.stages)) == 2 * 2
+    assert float(eager[0].loss) == pytest.approx(float(compiled[0].loss), rel=1e-3)
+    for outcomes in (eager, compiled):
+        assert float(outcomes[-1].loss) < float(outcomes[0].loss)
+
+
 def _trained(
-    recipe: str, recompute: str = "none", cast_weights: str = "per_microbatch", *, is_compiled: bool
+    recipe: str,
+    recompute: str = "none",
+    cast_weights: str = "per_microbatch",
+    *,
+    is_compiled: bool,
+    moe: MoeSpec | None = None,
 ) -> tuple[Training, list[StepOutcome]]:
     """After four steps."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -174,7 +260,10 @@ def _trained(
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     run = fp8_run(
         precision=PrecisionSpec(
-            compute="bf16", fp8=Fp8Spec(recipe=recipe, bf16_layers_each_end=1, cast_weights=cast_weights)
+            compute="bf16",
+            fp8=Fp8Spec(
+                recipe=recipe, bf16_layers_each_end=1, cast_weights=cast_weights, experts=moe is not None
+            ),
         ),
         memory=MemorySpec(recompute=recompute),
         compile=is_compiled,
@@ -184,7 +273,7 @@ def _trained(
     attention = run.model.attention.with_(num_heads=4, num_kv_heads=2, head_width=64)
     model = run.model.with_(
         num_layers=4, width=256, vocab_size=512, max_positions=128, init_std=0.02,
-        attention=attention, mlp=run.model.mlp.with_(width=512),
+        attention=attention, mlp=run.model.mlp.with_(width=512), moe=moe,
     )  # fmt: skip
     run = run.with_(model=model)
     mesh = build_mesh(ParallelSpec(), World(rank=0, local_rank=0, num_ranks=1, device=DEVICE))

@@ -47,6 +47,15 @@ Top = Annotated[int, typer.Option(min=1, max=50, help="How many layouts to show.
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the run file here.")]
 Report = Annotated[Path | None, typer.Option(help="Write an HTML report here.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the files of -o and --report.")]
+Verify = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=20,
+        metavar="N",
+        help="Trace the N best layouts, and drop those that do not fit. Needs torch.",
+    ),
+]
 Calibrate = Annotated[
     bool,
     typer.Option(
@@ -74,6 +83,7 @@ def plan(
     report: Report = None,
     force: Force = False,
     price: Price = None,
+    verify: Verify = None,
     calibrate: Calibrate = False,
     as_json: AsJson = False,
 ) -> None:
@@ -90,6 +100,7 @@ def plan(
 
         unused = {"--seq": seq, "--batch-tokens": batch_tokens, "--tokens": tokens, "--precision": precision}
         unused |= {"--allow": allow, "--deadline": deadline, "--report": report, "--price": price}
+        unused |= {"--verify": verify}
         for option, value in unused.items():
             if value is not None:
                 raise _error(f"{option} has no effect with --calibrate", option, "leave it out")
@@ -105,16 +116,34 @@ def plan(
     )  # fmt: skip
     try:
         question = filled.question if deadline is None else _sized(filled, on, deadline)
-        found = make_plan(question, top=top)
+        found = make_plan(question, top=max(top, verify or 1))
+        found, verified = _verified(found, verify)
     except PlanError as error:
         if as_json:
             typer.echo(json.dumps({"fits": False, "error": vars(error), "assumed": list(filled.assumed)}))
         raise
-    _deliver(found, filled, output=output, report=report, price=price, as_json=as_json)
+    files = {"output": output, "report": report}
+    _deliver(found, filled, verified, **files, price=price, as_json=as_json)
+
+
+def _verified(found: Any, count: int | None) -> tuple[Any, dict[str, Any] | None]:
+    """The plan after the trace of its best layouts, where --verify asks for it."""
+    if count is None:
+        return found, None
+    from meshwright.cli.plan_verify import verify as trace
+
+    return trace(found, count)
 
 
 def _deliver(
-    found: Any, filled: Any, *, output: Path | None, report: Path | None, price: float | None, as_json: bool
+    found: Any,
+    filled: Any,
+    verified: dict[str, Any] | None,
+    *,
+    output: Path | None,
+    report: Path | None,
+    price: float | None,
+    as_json: bool,
 ) -> None:
     """Write the files that were asked for, and print the plan."""
     from meshwright.plan.draw.document import plan_document, run_file
@@ -135,9 +164,10 @@ def _deliver(
 
         _write(report, report_html(found, tokens=filled.tokens, price=price, **views))
     if as_json:
-        typer.echo(json.dumps(plan_document(found, tokens=filled.tokens, assumed=filled.assumed, **views)))
+        document = plan_document(found, tokens=filled.tokens, assumed=filled.assumed, **views)
+        typer.echo(json.dumps(document if verified is None else {**document, "verified": verified}))
     else:
-        _print(found, filled, **views)
+        _print(found, filled, verified, **views)
 
 
 def _require_new(*files: Path | None, force: bool) -> None:
@@ -227,7 +257,13 @@ def _write(path: Path, content: str) -> None:
 
 
 def _print(
-    found: Any, filled: Any, *, why: list[str], neighbours: Sequence[Any], gains: Sequence[Any]
+    found: Any,
+    filled: Any,
+    verified: dict[str, Any] | None,
+    *,
+    why: list[str],
+    neighbours: Sequence[Any],
+    gains: Sequence[Any],
 ) -> None:
     """The plan for people: the table of layouts and the reasons on stdout, the rest on stderr."""
     from rich.console import Console
@@ -244,6 +280,12 @@ def _print(
     console.print(_layout_table(found, filled.tokens))
     interval = show_range(*found.best.interval_seconds)
     console.print(f"\nstep time of 1: {interval}; {found.best.interval_source}", highlight=False)
+    if verified is not None:
+        from meshwright.cli.plan_verify import verified_lines
+
+        console.print("\nTraced, in the order before", style="bold")
+        for line in verified_lines(verified):
+            console.print(line, highlight=False)
     instead = [gain.text for gain in gains[:MAX_GAINS]]
     instead += [f"{each.change}: {each.reason}" for each in neighbours[:MAX_NEIGHBOURS]]
     for title, sentences in (("Why", why), ("Instead", instead)):

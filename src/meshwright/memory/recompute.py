@@ -20,6 +20,7 @@ from meshwright.memory.torch_checkpoint import ignore_profiler_ranges
 from meshwright.ops.batch_norm import batch_norms
 from meshwright.ops.fused_linear import FUSED_OPERATORS
 from meshwright.ops.varlen_attention import VARLEN_OPERATORS
+from meshwright.precision.fp8.grouped_matmul import FP8_GROUPED_OPERATORS
 from meshwright.precision.fp8.matmul import FP8_OPERATORS
 from meshwright.spec import MemorySpec
 
@@ -32,6 +33,7 @@ _SAVED = {
     _aten.convolution.default,
     _aten._grouped_mm.default,
     *FP8_OPERATORS,
+    *FP8_GROUPED_OPERATORS,
     *FUSED_OPERATORS,
     *VARLEN_OPERATORS,
     _aten._scaled_dot_product_flash_attention.default,

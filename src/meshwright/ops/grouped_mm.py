@@ -1,5 +1,7 @@
 """Grouped matmul: one matmul per group of rows, for routed experts."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,12 +22,27 @@ def grouped_linear(
     if torch.is_autocast_enabled(x_ND.device.type):
         dtype = torch.get_autocast_dtype(x_ND.device.type)
         x_ND, weight_EFD = x_ND.to(dtype), weight_EFD.to(dtype)
-    if _has_kernel(x_ND, weight_EFD, simulated):
-        ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        return functional.grouped_mm(x_ND, weight_EFD.transpose(-2, -1), offs=ends_E)
+    if _has_kernel(x_ND, weight_EFD.shape[-2:], simulated):
+        return functional.grouped_mm(x_ND, weight_EFD.transpose(-2, -1), offs=group_ends(counts_E))
     rows = x_ND.split(counts_E.tolist())  # host sync: split needs the sizes
     parts = [functional.linear(part, weight) for part, weight in zip(rows, weight_EFD.unbind(), strict=True)]
     return torch.cat(parts)
+
+
+def grouped_weight_gradient(
+    dy_NF: Tensor, x_ND: Tensor, counts_E: Tensor, simulated: SimulatedDevice | None = None
+) -> Tensor:
+    """dW_EFD: dy^T x over the rows of each group; zero for an empty one."""
+    if _has_kernel(x_ND, (dy_NF.shape[1], x_ND.shape[1]), simulated):
+        return functional.grouped_mm(dy_NF.t(), x_ND, offs=group_ends(counts_E))
+    counts = counts_E.tolist()  # host sync: split needs the sizes
+    parts = zip(dy_NF.split(counts), x_ND.split(counts), strict=True)
+    return torch.stack([dy.t() @ x for dy, x in parts])
+
+
+def group_ends(counts_E: Tensor) -> Tensor:
+    """The row after the last one of each group."""
+    return counts_E.cumsum(0, dtype=torch.int32)
 
 
 def count_groups(ids_N: Tensor, num_groups: int) -> Tensor:
@@ -35,9 +52,8 @@ def count_groups(ids_N: Tensor, num_groups: int) -> Tensor:
     return counts.scatter_add_(0, ids_N, torch.ones_like(ids_N))[:num_groups]
 
 
-def _has_kernel(x_ND: Tensor, weight_EFD: Tensor, simulated: SimulatedDevice | None) -> bool:
+def _has_kernel(x_ND: Tensor, widths: Sequence[int], simulated: SimulatedDevice | None) -> bool:
     is_cuda = kernel_device(x_ND.device.type, simulated) == "cuda"
     if not is_cuda or x_ND.dtype != torch.bfloat16 or not len(x_ND):
         return False
-    widths = weight_EFD.shape[-2:]
     return all(width * x_ND.element_size() % _ALIGNED_BYTES == 0 for width in widths)

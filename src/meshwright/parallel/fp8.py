@@ -9,7 +9,8 @@ hold its shards (n scalars in one all-reduce of a few bytes):
 dp ranks hold other micro-batches, which are other tensors. Under ZeRO-3 the matmul sees the gathered weight.
 Blockwise scales need no all-reduce: a block lies on one rank.
 
-Linears that share their input (q, k, v; gate, up) become one fused matmul. fp8 pays for wide layers on
+Linears that share their input (q, k, v; gate, up) become one fused matmul. For routed experts see
+`fp8_experts.py`. fp8 pays for wide layers on
 devices with fp8 tensor cores, in compiled blocks.
 """
 
@@ -29,6 +30,7 @@ from meshwright.models.layers.fused_fp8 import Fp8GateUp, Fp8QkvProjections
 from meshwright.models.layers.linear import Linear, Matmul, QkvProjections
 from meshwright.models.layers.mlp import GateUp, SwiGlu
 from meshwright.ops.sharded import local
+from meshwright.parallel.fp8_experts import ExpertSite, apply_fp8_experts, expert_sites
 from meshwright.precision.fp8.cached_weights import CachedFp8Weight
 from meshwright.precision.fp8.delayed import Fp8Scales
 from meshwright.precision.fp8.linear import NO_AMAX_GROUPS, AmaxGroups, Fp8Matmul
@@ -36,14 +38,15 @@ from meshwright.precision.fp8.matmul import is_native
 from meshwright.precision.fp8.recipes import RECIPES
 from meshwright.precision.policy import autocast_dtype, weight_dtype
 from meshwright.spec import RunSpec
-from meshwright.spec.fp8 import fp8_layers, fp8_weights
+from meshwright.spec.fp8 import fp8_experts, fp8_layers, fp8_weights
 from meshwright.spec.placement import tp_dim
 
 
 def apply_fp8(model: Decoder, run: RunSpec, mesh: Mesh, simulated: SimulatedDevice | None = None) -> None:
-    """Replace the matmuls of the linears that `spec/fp8.py` selects."""
+    """Replace the matmuls of the linears and experts that `spec/fp8.py` selects."""
     if run.precision.fp8 is None:
         return
+    apply_fp8_experts(model, run, mesh, simulated)
     native = is_native(RECIPES[run.precision.fp8.recipe], mesh.device, simulated)
     chosen = {weight.name for layer in fp8_layers(run) for weight in fp8_weights(run, layer)}
     names = {
@@ -97,8 +100,8 @@ def _group(mesh: Mesh, axis: str) -> tuple[ProcessGroup, ...]:
 
 
 def fp8_blocks(run: RunSpec) -> list[int]:
-    """The blocks of the full model that have an fp8 linear."""
-    return [layer for layer in fp8_layers(run) if fp8_weights(run, layer)]
+    """The blocks of the full model that have an fp8 linear or experts in fp8."""
+    return [layer for layer in fp8_layers(run) if fp8_weights(run, layer) or fp8_experts(run, layer)]
 
 
 _PLAIN = {"qkv": QkvProjections, "gate_up": GateUp, "matmul": Matmul}
@@ -129,7 +132,7 @@ class Fp8Site(NamedTuple):
 
 
 def fp8_sites(stages: Iterable[nn.Module]) -> list[Fp8Site]:
-    """All fp8 matmuls, in the order of the model."""
+    """All fp8 matmuls of linears, in the order of the model."""
     found = [named for stage in stages for named in stage.named_modules()]
     return [
         Fp8Site(f"{name}.{attribute}", module, attribute, linears)
@@ -149,18 +152,23 @@ def _fp8_attributes(module: nn.Module) -> list[tuple[str, tuple[Linear, ...]]]:
 
 
 def fall_back(stages: Iterable[nn.Module], layers: Collection[int]) -> None:
-    """Switch the linears of these blocks, where a stage has them, back to plain matmuls."""
-    for site in fp8_sites(stages):
+    """Switch the linears and experts of these blocks, where a stage has them, back to plain matmuls."""
+    for site in _all_sites(stages):
         if int(site.name.split(".")[1]) in layers:
             site.install(None)
 
 
 @contextmanager
 def in_bf16(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which every linear has a plain matmul."""
-    found = [(site, site.installed) for site in fp8_sites(stages)]
+    """A context in which every linear and every expert has a plain matmul."""
+    found = [(site, site.installed) for site in _all_sites(stages)]
     for site, _ in found:
         site.install(None)
     yield
     for site, installed in found:
         site.install(installed)
+
+
+def _all_sites(stages: Iterable[nn.Module]) -> list[Fp8Site | ExpertSite]:
+    stages = list(stages)
+    return [*fp8_sites(stages), *expert_sites(stages)]

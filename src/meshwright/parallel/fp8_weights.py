@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from meshwright.mesh import Mesh
 from meshwright.ops.sharded import local
 from meshwright.parallel.fp8 import fp8_sites
+from meshwright.parallel.fp8_experts import expert_sites
 from meshwright.precision.fp8.quantise import power_of_two_scale
 from meshwright.precision.fp8.recipes import E4M3
 
@@ -22,7 +23,9 @@ class Fp8Weights:
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Cast the current weights. All ranks call it; with tp one small all-reduce, no host sync."""
+        """Cast the current weights. All ranks call it; with tp small all-reduces, no host sync."""
+        for site in expert_sites(self._stages):
+            site.matmul.cast(site.weights)
         cached = [
             (site.matmul.cached_weight, [local(linear.weight) for linear in site.linears])
             for site in fp8_sites(self._stages)  # looked up each time: blocks may have fallen back to bf16

@@ -26,14 +26,15 @@ def rehearse_ranks(
 ) -> list[RankReport]:
     """The reports of `rehearse_rank` for several ranks; `log` gets a line for each trace."""
     tasks = {rank: trace_tasks(run, rank, extrapolate=extrapolate, **how) for rank in ranks}
-    done = _run_all([task for some in tasks.values() for task in some], log)
+    done = run_all([task for some in tasks.values() for task in some], log)
     traced: dict[int, Traced] = {
         rank: {task.truncation: done[task] for task in some} for rank, some in tasks.items()
     }
     return [report_of(run, rank, traced[rank], extrapolate=extrapolate) for rank in traced]
 
 
-def _run_all(tasks: list[TraceTask], log: Log) -> dict[TraceTask, tuple[Trace, str]]:
+def run_all(tasks: list[TraceTask], log: Log) -> dict[TraceTask, tuple[Trace, str]]:
+    """The trace of every task, in processes where they are worth starting."""
     num_processes = min(usable_cores(), len(tasks))
     if num_processes > 1 and sum(task.work for task in tasks) >= MIN_WORK_FOR_PROCESSES:
         return _run_in_processes(tasks, num_processes, log)

@@ -10,6 +10,7 @@ from meshwright.rehearse.allocator import Request, replay
 from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.extrapolate import (
     Shortening,
+    StepFigures,
     Truncation,
     extrapolated,
     shortening_of,
@@ -110,6 +111,21 @@ def trace_tasks(
     return [TraceTask(run, rank, truncation, count, imbalance) for truncation in truncations]
 
 
+def peak_tasks(run: RunSpec, rank: int) -> list[TraceTask]:
+    """The traces that the peak of a rank needs: one step, and none for fragmentation."""
+    require_rank(run.parallel, rank)
+    shortening = _shortening(run, rank, extrapolate=True)
+    return [TraceTask(run, rank, truncation, 1, 1.0) for truncation, _ in shortening.truncations()]
+
+
+def allocated_of(run: RunSpec, rank: int, traced: Traced) -> StepFigures:
+    """The figures of a rank from the traces of `peak_tasks`, with the workspace."""
+    shortening = _shortening(run, rank, extrapolate=True)
+    weighted = [(traced[truncation][0], weight) for truncation, weight in shortening.truncations()]
+    found = extrapolated(weighted, shortening)
+    return dataclasses.replace(found, allocated_bytes=found.allocated_bytes + WORKSPACE_BYTES)
+
+
 def _shortening(run: RunSpec, rank: int, *, extrapolate: bool) -> Shortening:
     found = shortening_of(run, mesh_coordinates(run.parallel, rank)["pp"])
     return found if extrapolate and len(found.truncations()) > 1 else Shortening()
@@ -152,6 +168,8 @@ def _traced(run: RunSpec, rank: int, **how: Any) -> tuple[Trace, str]:
         plain = trace_rank(run.with_(compile=False), rank, **how)
         return plain, f"{TRACED_UNCOMPILED}: {textwrap.shorten(error.fact, 160, placeholder=' ...')}"
     if trace.num_graphs == 0:
+        if "activations" in run.memory.offload:  # selective recompute would keep on the device what moves
+            trace = trace_rank(run.with_(compile=False), rank, **how)
         return trace, "uncompiled, as torch's compiler skipped every block; otherwise it reads up to 16% high"
     return trace, "compiled"
 

@@ -1,9 +1,9 @@
 """The linear layers that compute in fp8: plain data that `parallel/` applies and `plan/` prices.
 
 In the blocks between the bf16 ends these are the linears that tp can shard, if the local dims of a rank are
-multiples of the recipe's block. Head, embedding, norms, the core of attention, router and routed experts
-stay in bf16; so do MLA's projections to a latent, whose gradients are partial sums over tp that fp8 would
-round one by one.
+multiples of the recipe's block, and with `precision.fp8.experts` the routed experts. Head, embedding, norms,
+the core of attention and router stay in bf16; so do MLA's projections to a latent, whose gradients are
+partial sums over tp that fp8 would round one by one.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,9 @@ from meshwright.spec.run import RunSpec
 
 # Elements along the contracted dim that share a scale; with per-tensor scales, what the kernels require.
 FP8_MULTIPLE = {"current": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
+
+EXPERT_RECIPES = ("current", "blockwise")
+"""The recipes for which routed experts have fp8 matmuls."""
 
 
 def fp8_layers(run: RunSpec) -> range:
@@ -32,6 +35,22 @@ def fp8_weights(run: RunSpec, layer: int) -> list[Parameter]:
 def unaligned_weights(run: RunSpec, layer: int) -> list[Parameter]:
     """The weights of a layer that stay in bf16 because their local dims are not multiples of the block."""
     return [weight for weight, shape in _candidates(run, layer) if not _is_aligned(run, shape)]
+
+
+def fp8_experts(run: RunSpec, layer: int) -> list[Parameter]:
+    """The routed experts' weights of a layer that are used in fp8 matmuls."""
+    fp8 = run.precision.fp8
+    if fp8 is None or not fp8.experts or fp8.recipe not in EXPERT_RECIPES or layer not in fp8_layers(run):
+        return []
+    return [one for one in layer_parameters(run.model, layer) if one.kind == "expert" and _fits(run, one)]
+
+
+def _fits(run: RunSpec, expert: Parameter) -> bool:
+    """Whether the matrices of one expert on a rank are aligned."""
+    dim, shape = tp_dim(expert.name, run.parallel), list(expert.shape)
+    if dim is not None:
+        shape[dim] //= run.parallel.tp
+    return _is_aligned(run, tuple(shape[1:]))
 
 
 def _candidates(run: RunSpec, layer: int) -> Iterator[tuple[Parameter, tuple[int, ...]]]:

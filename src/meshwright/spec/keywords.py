@@ -70,6 +70,7 @@ class Fp8Settings(TypedDict, total=False):
     """Fields of `Fp8Spec`."""
 
     recipe: Fp8Recipe
+    experts: bool
     bf16_layers_each_end: int
     cast_weights: CastWeights
     history_steps: int
@@ -273,6 +274,7 @@ class ModuleSettings(TypedDict, total=False):
     minimum: float | None
     fp8: Fp8Spec | Fp8Settings | Fp8Recipe | None
     recipe: Fp8Recipe
+    experts: bool
     bf16_layers_each_end: int
     cast_weights: CastWeights
     history_steps: int

@@ -31,13 +31,16 @@ class LossScaleSpec(Spec):
 
 
 class Fp8Spec(Spec):
-    """fp8 matmuls in the linear layers of the blocks; head, norms, attention, router and routed experts stay
-    in bf16."""
+    """fp8 matmuls in the linear layers of the blocks, and in routed experts where `experts` is set; head,
+    norms, attention and router stay in bf16."""
 
     recipe: Fp8Recipe = "current"
     """current: per-tensor scaling, E4M3, gradients of outputs in E5M2. delayed: the same with scales from
     the amax history of earlier steps, which saves a pass over each tensor. blockwise: one scale per 1x128 of
     inputs and gradients and per 128x128 of weights, E4M3. mxfp8: one scale per 32 numbers, E4M3."""
+    experts: bool = False
+    """Routed experts compute in fp8 too, except for their weight gradients. Recipes: current, with one scale
+    per row of inputs and gradients and one per expert, all E4M3; blockwise."""
     bf16_layers_each_end: NonNegative = 1
     """Layers at each end of the model (first and last) that stay in bf16."""
     cast_weights: CastWeights = "per_microbatch"

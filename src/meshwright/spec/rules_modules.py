@@ -48,7 +48,7 @@ SHARED_FIT_RULES = [
 # Their conditions read the model or the tokens of a run, and other rules refuse them for user modules; or, as
 # the timeouts, they are kept when the same script is run on one rank.
 _RUN_ONLY = (
-    *("parallel.etp", "precision.gradients", "memory.on_oom"),
+    *("parallel.etp", "precision.fp8.experts", "precision.gradients", "memory.on_oom", "data.curriculum"),
     *("resilience.step_timeout_seconds", "resilience.start_timeout_seconds"),
 )
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from meshwright.errors import SpecError
 from meshwright.spec.base import Spec
-from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_layers, fp8_weights
+from meshwright.spec.fp8 import EXPERT_RECIPES, FP8_MULTIPLE, fp8_experts, fp8_layers, fp8_weights
 from meshwright.spec.optim import group_of
 from meshwright.spec.parameters import parameters
 from meshwright.spec.run import RunSpec
@@ -66,7 +66,7 @@ def fp8_needs_bf16(run: RunSpec) -> Violations:
 
 
 def fp8_has_linears(run: RunSpec) -> Violations:
-    """At least one linear computes in fp8."""
+    """At least one linear or routed expert computes in fp8."""
     fp8, layers = run.precision.fp8, run.model.num_layers
     if fp8 is None:
         return
@@ -74,10 +74,28 @@ def fp8_has_linears(run: RunSpec) -> Violations:
         fact = f"bf16_layers_each_end={fp8.bf16_layers_each_end} of {layers} layers leaves no layer in fp8"
         hint = "use precision.fp8.bf16_layers_each_end=0, or precision.fp8=null"
         yield SpecError(fact, where="precision.fp8.bf16_layers_each_end", hint=hint)
-    elif not any(fp8_weights(run, layer) for layer in fp8_layers(run)):
+    elif not any(fp8_weights(run, layer) or fp8_experts(run, layer) for layer in fp8_layers(run)):
         multiple = FP8_MULTIPLE[fp8.recipe]
         fact = f"fp8={fp8.recipe} finds no linear whose dims on a rank are multiples of {multiple}"
         yield SpecError(fact, where="precision.fp8", hint="use recipe=current, a smaller tp, or fp8=null")
+
+
+def fp8_experts_have_kernels(run: RunSpec) -> Violations:
+    """Experts in fp8 have a recipe with grouped matmuls, layers that are in fp8, and aligned dims."""
+    fp8, moe, where = run.precision.fp8, run.model.moe, "precision.fp8.experts"
+    if fp8 is None or not fp8.experts or moe is None or not fp8_layers(run):
+        return
+    if fp8.recipe not in EXPERT_RECIPES:
+        fact = f"fp8.experts=true with recipe={fp8.recipe}, which has no grouped matmuls"
+        yield SpecError(fact, where=where, hint="use precision.fp8.recipe=current or blockwise")
+    elif not any(run.model.is_moe_layer(layer) for layer in fp8_layers(run)):
+        fact = f"bf16_layers_each_end={fp8.bf16_layers_each_end} leaves no routed layer in fp8"
+        hint = "use a smaller precision.fp8.bf16_layers_each_end, or precision.fp8.experts=false"
+        yield SpecError(fact, where=where, hint=hint)
+    elif not any(fp8_experts(run, layer) for layer in fp8_layers(run)):
+        multiple, widths = FP8_MULTIPLE[fp8.recipe], f"{run.model.width} x {moe.width // run.parallel.etp}"
+        fact = f"fp8.experts=true with experts of {widths} on a rank: not multiples of {multiple}"
+        yield SpecError(fact, where=where, hint="use recipe=current, etp=1, or precision.fp8.experts=false")
 
 
 def fp8_divides_tokens(run: RunSpec) -> Violations:
@@ -235,6 +253,7 @@ CONDITIONS: list[Condition] = [
         lambda run: run.precision.fp8 is not None and run.precision.fp8.recipe == "delayed",
         "fp8.recipe=delayed",
     ),
+    Condition("precision.fp8.experts", lambda run: run.model.moe is not None, "the model has experts"),
     Condition(
         "precision.fp8.min_gradient_cosine",
         lambda run: run.precision.fp8 is not None and run.precision.fp8.compare_every_steps is not None,
@@ -314,6 +333,7 @@ RUN_RULES = [
     tf32_needs_cuda,
     fp8_needs_bf16,
     fp8_has_linears,
+    fp8_experts_have_kernels,
     fp8_divides_tokens,
     delayed_scaling_needs_weights_on_device,
     cached_fp8_weights_are_unsharded,

@@ -310,6 +310,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["precision.compute=bf16", "precision.fp8=blockwise"],
         ],
     ),
+    "fp8_experts_have_kernels": (
+        "moe",
+        ["precision.compute=bf16", "precision.fp8.experts=true"],
+        [
+            ["precision.compute=bf16", "precision.fp8.experts=true", "precision.fp8.recipe=delayed"],
+            ["precision.compute=bf16", "precision.fp8.experts=true", "model.moe.width=90"],
+            ["precision.compute=bf16", "precision.fp8.experts=true", "model.moe.first_dense_layers=7"],
+        ],
+    ),
     "fp8_divides_tokens": (
         "dense",
         ["precision.compute=bf16", "precision.fp8=mxfp8"],
@@ -383,6 +392,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["data.curriculum=[{before_step: 2, weights: [1, 0]}]"],
             ["memory.on_oom=halve_microbatch", "data.microbatch_sequences=1"],
             ["precision.compute=bf16", "precision.fp8.history_steps=4"],
+            ["precision.compute=bf16", "precision.fp8.experts=true"],
             ["precision.compute=bf16", "precision.fp8.min_gradient_cosine=0.9"],
             ["optim.kind=sgd", "optim.beta2=0.99"],
             ["optim.kind=lars", "optim.eps=1e-6"],

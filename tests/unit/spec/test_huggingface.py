@@ -224,6 +224,13 @@ def test_an_unknown_model_type_suggests_the_nearest() -> None:
     assert "qwen2" in caught.value.hint
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "phi3", "olmo2", "gpt_neox", "starcoder2", "t5", "bert", "vit"])
+def test_an_unsupported_config_says_how_the_model_can_be_trained(kind: str) -> None:
+    with pytest.raises(SpecError, match=f"model_type '{kind}' is not supported") as caught:
+        from_config({"model_type": kind})
+    assert "meshwright.fit" in caught.value.hint and "docs/guides/own_model.md" in caught.value.hint
+
+
 def test_load_model_takes_a_name_a_file_or_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_31_8B))

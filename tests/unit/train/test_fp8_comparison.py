@@ -5,10 +5,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.equivalence.test_fp8 import fp8_run
+from tests.equivalence.test_fp8 import expert_run, fp8_run
 from tests.support.equivalence import this_world
 
 from meshwright.mesh import Mesh, build_mesh
+from meshwright.parallel.fp8 import in_bf16
+from meshwright.parallel.fp8_experts import expert_sites
 from meshwright.precision.fp8.delayed import Fp8Scales
 from meshwright.precision.fp8.recipes import E5M2, RECIPES
 from meshwright.rehearse.rank_pool import RankPool
@@ -69,6 +71,29 @@ def test_outlier_in_swiglu_is_detected_with_one_scale_and_harmless_with_blocks(r
     assert current.fallback_layers == [0, 1, 2]
     blocks = ranks.run(_compare, 1, _run("mxfp8", init_std=0.15), _scale_gate_and_up)[0]
     assert blocks.fallback_layers == []
+
+
+def _experts_during_and_after(run: RunSpec) -> tuple[Fp8Report, list[int]]:
+    """The report, and the number of fp8 matmuls of experts before, in bf16 and after."""
+    mesh = _mesh(run)
+    training = build_training(run, mesh)
+    stages = training.program.stages
+    found = [len(expert_sites(stages))]
+    with in_bf16(stages):
+        found.append(len(expert_sites(stages)))
+    found.append(len(expert_sites(stages)))
+    report = Fp8Comparison(run, training, mesh).compare(next(build_data(run, mesh)), seed=0)
+    return report, [*found, len(expert_sites(stages))]
+
+
+def test_experts_are_compared_and_fall_back_with_their_block(ranks: RankPool) -> None:
+    """With a threshold that bf16 alone would pass."""
+    run = expert_run("current")
+    fp8 = run.precision.fp8.with_(compare_every_steps=1, min_gradient_cosine=0.99999)
+    precision, model = PrecisionSpec(compute="bf16", fp8=fp8), run.model.with_(init_std=0.05)
+    report, found = ranks.run(_experts_during_and_after, 1, run.with_(precision=precision, model=model))[0]
+    assert min(report.cosines.values()) >= 0.99
+    assert report.fallback_layers == [0, 1] and found == [4, 0, 4, 0]
 
 
 def _control() -> Fp8Report:

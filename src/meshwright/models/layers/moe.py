@@ -9,7 +9,7 @@ The router's weight scales h, which is narrower than y: y then needs no pass of 
 backward. A gather's gradient is a sum of rows and the other way round, so no kernel adds with atomics.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +31,21 @@ Shared = Callable[[], Tensor | None]
 """Runs the shared experts on the layer's input; None where the model has none."""
 
 
+class GroupedLinears(nn.Module):
+    """Grouped matmuls that share their rows; replaced where they run in fp8."""
+
+    def forward(
+        self,
+        xs_ND: Sequence[Tensor],
+        weights_EFD: Sequence[Tensor],
+        counts_E: Tensor,
+        simulated: SimulatedDevice | None = None,
+    ) -> list[Tensor]:
+        """y_NF of each weight; the xs are the same rows, once for each weight."""
+        pairs = zip(xs_ND, weights_EFD, strict=True)
+        return [grouped_linear(x_ND, weight_EFD, counts_E, simulated) for x_ND, weight_EFD in pairs]
+
+
 class Experts(nn.Module):
     """SwiGLU experts as stacked tensors; the first dim is the expert."""
 
@@ -39,16 +54,19 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(moe.num_experts, moe.width, width))
         self.up = nn.Parameter(torch.empty(moe.num_experts, moe.width, width))
         self.down = nn.Parameter(torch.empty(moe.num_experts, width, moe.width))
+        self.gate_up_matmul: nn.Module = GroupedLinears()
+        self.down_matmul: nn.Module = GroupedLinears()
         # Set in a rehearsal: the device whose kernels are chosen.
         self.simulated: SimulatedDevice | None = None
 
     def forward(self, x_TD: Tensor, rows: ExpertRows, weights_N: Tensor, counts_E: Tensor) -> Tensor:
         """y_ND, weight x expert(x) of each row; `counts_E` is the number of rows of each local expert."""
-        gate_x_ND, up_x_ND = rows_of_tokens_twice(x_TD, rows)
-        gate_NF = grouped_linear(gate_x_ND, local(self.gate), counts_E, self.simulated)
-        up_NF = grouped_linear(up_x_ND, local(self.up), counts_E, self.simulated)
+        weights_EFD = (local(self.gate), local(self.up))
+        xs_ND = rows_of_tokens_twice(x_TD, rows)
+        gate_NF, up_NF = self.gate_up_matmul(xs_ND, weights_EFD, counts_E, self.simulated)
         h_NF = (functional.silu(gate_NF) * up_NF * weights_N[:, None]).to(gate_NF.dtype)
-        return grouped_linear(h_NF, local(self.down), counts_E, self.simulated)
+        (y_ND,) = self.down_matmul((h_NF,), (local(self.down),), counts_E, self.simulated)
+        return y_ND
 
 
 class Dispatch(nn.Module):

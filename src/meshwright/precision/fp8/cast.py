@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.precision.fp8.quantise import encode
 
 if find_spec("triton") is not None:  # comes with torch for CUDA
-    from meshwright.precision.fp8.cast_triton import cast_tiles
+    from meshwright.precision.fp8.cast_triton import cast_expert_tiles, cast_tiles
 
 TILE = 128
 """Rows and columns of the tiles whose amax is returned."""
@@ -92,6 +92,20 @@ def cast_into(
     transposed_KM.copy_(values_MK.t())
     if tile_amax is not None:
         tile_amax.copy_(x_MK.abs().amax().nan_to_num(torch.inf))
+
+
+def cast_experts_into(
+    weight_ENK: Tensor, scale_ERC: Tensor, values_ENK: Tensor, transposed_EKN: Tensor
+) -> None:
+    """Cast stacked weights with R x C scales per expert into given tensors: one scale, or one per TILE."""
+    if weight_ENK.is_cuda and weight_ENK.dtype != torch.float64:
+        cast_expert_tiles(weight_ENK, scale_ERC, values_ENK, transposed_EKN)
+        return
+    for weight, scale_RC, values in zip(weight_ENK, scale_ERC, values_ENK, strict=True):
+        block = None if scale_RC.numel() == 1 else (TILE, TILE)
+        scale = scale_RC.view(()) if block is None else scale_RC
+        values.copy_(encode(weight, scale, values.dtype, block).values_MK)
+    transposed_EKN.copy_(values_ENK.transpose(1, 2))
 
 
 def _empty_cast(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, *, with_amax: bool) -> Cast:

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from meshwright.precision.fp8.cached_weights import CachedFp8Weight
 from meshwright.precision.fp8.cast import cast_transpose, deferred_cast_transpose
 from meshwright.precision.fp8.delayed import Fp8Scales, update_amax
 from meshwright.precision.fp8.matmul import matmul
 from meshwright.precision.fp8.quantise import (
+    Groups,
     Quantised,
     all_reduce_amax,
     block_amax,
@@ -33,8 +33,6 @@ from meshwright.precision.fp8.quantise import (
 )
 from meshwright.precision.fp8.recipes import RECIPES, Block, Recipe
 from meshwright.precision.fp8.transpose import deferred_transpose, transpose
-
-Groups = tuple[ProcessGroup, ...]
 
 
 class AmaxGroups(NamedTuple):

@@ -26,6 +26,9 @@ _LARGEST_MANTISSA = 3 << (_MANTISSA_BITS - 2)
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 
+Groups = tuple[ProcessGroup, ...]
+
+
 class Quantised(NamedTuple):
     """x[M, K] as fp8 values and their scale."""
 
@@ -34,9 +37,7 @@ class Quantised(NamedTuple):
     """fp32: a scalar for the full tensor, or [M, K / columns of a block]."""
 
 
-def quantise(
-    x_MK: Tensor, dtype: torch.dtype, block: Block, groups: tuple[ProcessGroup, ...] = ()
-) -> Quantised:
+def quantise(x_MK: Tensor, dtype: torch.dtype, block: Block, groups: Groups = ()) -> Quantised:
     """x in fp8 with scales from its own amax, all-reduced over the groups that shard x."""
     return encode(
         x_MK, power_of_two_scale(all_reduce_amax(block_amax(x_MK, block), groups), dtype), dtype, block
@@ -51,7 +52,7 @@ def block_amax(x_MK: Tensor, block: Block) -> Tensor:
     return x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).abs().amax((1, 3)).float()
 
 
-def all_reduce_amax(amax: Tensor, groups: tuple[ProcessGroup, ...]) -> Tensor:
+def all_reduce_amax(amax: Tensor, groups: Groups) -> Tensor:
     """The amax of a full tensor: an all-reduce MAX of the shards' amax over each group."""
     for group in groups:
         amax = amax.clone()
@@ -75,11 +76,11 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 def encode(x_MK: Tensor, scale: Tensor, dtype: torch.dtype, block: Block) -> Quantised:
     """x in fp8 with given scales, one per block. Values out of range saturate; nan stays nan."""
     if block is None:
-        return Quantised(_cast(x_MK * scale.reciprocal().to(_fp32_or_fp64(x_MK)), dtype), scale)
+        return Quantised(saturating_cast(x_MK * scale.reciprocal().to(_fp32_or_fp64(x_MK)), dtype), scale)
     rows, columns = block
     scale = scale.repeat_interleave(rows, 0) if rows > 1 else scale
     scaled = x_MK.unflatten(1, (-1, columns)) * scale.reciprocal().to(_fp32_or_fp64(x_MK)).unsqueeze(2)
-    return Quantised(_cast(scaled, dtype).flatten(1), scale)
+    return Quantised(saturating_cast(scaled, dtype).flatten(1), scale)
 
 
 def decode(x: Quantised, dtype: torch.dtype) -> Tensor:
@@ -94,6 +95,7 @@ def _fp32_or_fp64(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in fp8: what is out of range becomes the largest number of the format."""
     largest = torch.finfo(dtype).max  # torch casts larger values to nan or inf
     return x.clamp(-largest, largest).to(dtype)

@@ -38,6 +38,11 @@ _INERT = """
 INERT_KEYS = frozenset(_INERT.split())
 # Read by every family with rotary positions.
 _ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+_OTHER_DOOR = (
+    "Any other model of transformers is trained as a module of yours: meshwright.fit(model, dataset, loss, "
+    "...), with ZeRO, recompute and, for decoders, the tp, cp and pp plans that it publishes "
+    "(docs/guides/own_model.md)"
+)
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
@@ -120,7 +125,7 @@ def from_config(config: Config, where: str = "config.json") -> ModelSpec:
     if model_type not in _FROM:
         near = difflib.get_close_matches(model_type, _FROM, n=1)
         known = f"did you mean {near[0]}? known are" if near else "known are"
-        hint = f"{known} {', '.join(_FROM)}"
+        hint = f"{known} {', '.join(_FROM)}. {_OTHER_DOOR}"
         raise SpecError(f"model_type {model_type!r} is not supported", where=where, hint=hint)
     reader = _Reader(config, where)
     try:

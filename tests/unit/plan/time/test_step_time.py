@@ -241,3 +241,13 @@ class TestExpertOverlap:
             return float(step_cost(self.ROUTED, at, parse_cluster(self.ON), our_runtime()).items["matmul"][0])
 
         assert matmul_seconds("halves") > matmul_seconds("none") == matmul_seconds("shared")
+
+
+def test_layouts_that_differ_only_in_ep_overlap_are_priced_apart() -> None:
+    """Equal layers are priced once for many layouts; overlap of the all-to-alls makes them different."""
+    routed = Workload(family("qwen3-30b-a3b"), 4096)
+    at = layouts(dp_shard=64, ep=8, zero=2, num_microbatches=4, ep_overlap=np.arange(3))
+    together = step_cost(routed, at, H100, our_runtime()).step_seconds
+    alone = [step_cost(routed, at.take([row]), H100, our_runtime()).step_seconds[0] for row in range(3)]
+    np.testing.assert_allclose(together, alone)
+    assert len(set(np.round(alone, 9))) > 1
