@@ -75,6 +75,6 @@ def move_activations(items: Items, at: Layouts, movable: Movable, *, is_traced: 
     is_moved = column(at.offloads("activations"))
     stays = np.minimum(ON_DEVICE_AT_ONCE, movable.in_flight * movable.layers) * movable.layer_activations
     left = items["activations"] - moved_activations(at, movable) + is_moved * stays
-    items["activations"] = np.where(column(is_traced) > 0, items["activations"], np.maximum(left, 0.0))
+    items["activations"] = np.where(is_traced[:, None], items["activations"], np.maximum(left, 0.0))
     pool = column(at.offloads("optimizer")) * movable.largest_states
     items["offload buffers"] = np.maximum(pool - items["activations"] - items["logits"], 0.0)
