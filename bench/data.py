@@ -32,8 +32,8 @@ from meshwright.data.batches import build_batches
 from meshwright.data.decode import decode_image
 from meshwright.data.order import SampleOrder
 from meshwright.data.readers.tar import TarShards
-from meshwright.data.samples import Samples
 from meshwright.data.sources import TokenFile
+from meshwright.data.token_loader import TokenLoader
 from meshwright.data.tokenize import open_tokenizer
 from meshwright.spec import DataSpec
 
@@ -100,7 +100,7 @@ def images_part(work: Path, rounds: int) -> str:
     """The same images decoded, with two workers."""
     folder = data_corpora.image_shards(work / "images")
     contenders: dict[str, Callable[[], int]] = {
-        "ours, two threads": lambda: _our_images(folder),
+        "our reader and decoder, two threads": lambda: _our_images(folder),
         "torch DataLoader, our reader and decoder": lambda: _count(data_peers.our_decoder_in_torch(folder)),
     }
     missing: list[str] = []
@@ -114,10 +114,11 @@ def images_part(work: Path, rounds: int) -> str:
 def tokens_part(work: Path, rounds: int) -> str:
     """Token rows of 2048, batches of 8, shuffled, int64 out."""
     dataset = TokenFile.open(data_corpora.token_dataset(work / "tokens"))
+    loader = TokenLoader(DataSpec(path=dataset.name, sequence_length=SEQUENCE, batch_sequences=BATCH))
     contenders: dict[str, Callable[[], int]] = {
         "gather from a memory map (the limit)": lambda: _gathered(dataset),
-        "ours, samples": lambda: _our_samples(dataset),
-        "ours, complete batches": lambda: _our_batches(work / "tokens"),
+        "ours, TokenLoader": lambda: _our_loader(loader),
+        "ours, complete batches (targets, positions, loss weights)": lambda: _our_batches(work / "tokens"),
         "torch DataLoader, map-style": lambda: _torch_rows(dataset),
     }
     rows = _rates(contenders, rounds, clock=time.process_time, unit="tokens per CPU second")
@@ -244,14 +245,8 @@ def _gathered(dataset: TokenFile) -> int:
     return sum(torch.from_numpy(rows[ids].astype(np.int64)).numel() for ids in order)
 
 
-def _our_samples(dataset: TokenFile) -> int:
-    samples = Samples(dataset, SEQUENCE, separate=False)
-    order = SampleOrder(len(samples), seed=0)
-    tokens = 0
-    for start in range(0, 16_000, BATCH):
-        rows = samples.rows(order.sample_ids(start, BATCH))
-        tokens += torch.from_numpy(rows.tokens_BS.astype(np.int64)).numel()
-    return tokens
+def _our_loader(loader: TokenLoader) -> int:
+    return sum(next(loader)[:, :-1].numel() for _ in range(2000))
 
 
 def _our_batches(folder: Path) -> int:

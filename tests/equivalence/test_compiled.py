@@ -45,13 +45,15 @@ def _train_compiled(run: RunSpec, num_steps: int) -> tuple[Trained, int]:
 
 def prove(
     ranks: RankPool, layout: Layout, *, recompute: str = "none", device: str = "cpu", num_steps: int = 3
-) -> None:
+) -> int:
+    """The fewest graphs that a rank made."""
     run = layout.run().with_(compile=True, memory=MemorySpec(recompute=recompute), device=device)
     require_valid(run)
     answers = ranks.run(_train_compiled, run.parallel.num_ranks, run, num_steps)
     assert all(num_graphs > 0 for _, num_graphs in answers)
     expected = reference(layout.run(), num_steps=num_steps)
     assert_same_training([result for result, _ in answers], expected)
+    return min(num_graphs for _, num_graphs in answers)
 
 
 def each(layouts: list[Layout]) -> pytest.MarkDecorator:
@@ -91,6 +93,15 @@ def test_each_kind_of_model(ranks: RankPool, layout: Layout) -> None:
 @each([layout for layout in EACH_AXIS if layout.name in QUICK])
 def test_each_axis(ranks: RankPool, layout: Layout) -> None:
     prove(ranks, layout, num_steps=2)
+
+
+@pytest.mark.parametrize("overlap", ("none", "halves"))
+def test_parts_are_compiled_inside_full_recompute(ranks: RankPool, overlap: str) -> None:
+    """Experts on other ranks: the exchange waits for the host, inside recompute as well."""
+    parallel = ParallelSpec.model_validate({"dp_shard": 2, "zero": 1, "ep": 2, "ep_overlap": overlap})
+    num_graphs = prove(ranks, Layout(parallel, "moe_shared"), recompute="full", num_steps=2)
+    # The dense block is one. Of a routed block norms, attention, router, experts and shared experts are.
+    assert num_graphs >= 6
 
 
 @pytest.mark.soak

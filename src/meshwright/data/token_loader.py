@@ -1,5 +1,6 @@
 """A loader of token sequences for any training loop: the order and position of a run's data, tensors out."""
 
+import time
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from meshwright.data.stream_position import require_same_stream
 from meshwright.spec import DataSpec
 
 _ANY_VOCABULARY = 2**31
+_CHECK_SECONDS = 0.01
 
 
 class TokenLoader:
@@ -30,7 +32,9 @@ class TokenLoader:
         self._sharding = BatchSharding(
             spec.batch_sequences, size or 1, dp_rank, dp_size, torch.device("cpu"), torch.float32
         )
-        self._ids = OrderCache(self.stream.order)
+        self._ids, self._checked_at = OrderCache(self.stream.order), float("-inf")
+        samples = self.stream.samples
+        self._windows = samples.windows if isinstance(samples, Samples) else None
 
     def __iter__(self) -> Self:
         return self
@@ -41,17 +45,24 @@ class TokenLoader:
         count = count if end is None else min(count, end - self.position)
         if count <= 0:
             raise StopIteration
-        samples = self.stream.samples
-        samples.require_unchanged()
+        self._require_unchanged()
         ids = self._ids.sample_ids(self.position, count)
-        if self._sharding.dp_size > 1 or count < self._sharding.batch_sequences:
+        is_full = count == self._sharding.batch_sequences
+        if self._sharding.dp_size > 1 or not is_full:
             ids = self._sharding.local(ids)
-        if isinstance(samples, Samples) and ids.min() >= 0:
-            window = samples.windows[ids]
+        if self._windows is not None and is_full:
+            window = self._windows[ids]
         else:
-            window = samples.rows(ids).window_BW
+            window = self.stream.samples.rows(ids).window_BW
         self.position += count
         return torch.from_numpy(window.astype("int64"))
+
+    def _require_unchanged(self) -> None:
+        """DataError where a file was changed; looks at most every few milliseconds."""
+        now = time.monotonic()
+        if now - self._checked_at > _CHECK_SECONDS:
+            self.stream.samples.require_unchanged()
+            self._checked_at = now
 
     def state(self) -> dict[str, Any]:
         """The position and the stream that it counts in, as JSON."""

@@ -55,8 +55,13 @@ def apply_recompute(
         return
     ignore_profiler_ranges()
     for index, block in enumerate(blocks):
-        if index % memory.recompute_every == 0:
+        if is_recomputed(index, memory):
             block.forward = with_recompute(block.forward, memory, batch_norms(block), store)
+
+
+def is_recomputed(index: int, memory: MemorySpec) -> bool:
+    """Whether the block of this number on a stage is recomputed."""
+    return memory.recompute != "none" and index % memory.recompute_every == 0
 
 
 def with_recompute(

@@ -124,6 +124,12 @@ class ShardedCapacity(nn.Module):
         return local_BSC.chunk(self.tp.size(), 1)[self.tp.rank()]
 
 
+def reads_row_counts(layer: Moe) -> bool:
+    """Whether the host reads row counts in the layer's forward: for an exchange or a capacity."""
+    exchanges = any(isinstance(module, tuple(_EXCHANGES.values())) for module in layer.modules())
+    return exchanges or layer.moe.capacity_factor is not None
+
+
 _EXCHANGES = {"none": ExchangeDispatch, "shared": SharedOverlapDispatch, "halves": HalvesDispatch}
 
 

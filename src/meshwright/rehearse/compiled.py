@@ -24,6 +24,7 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
+from meshwright.parallel.compile import CompiledPart, compiled_parts
 from meshwright.rehearse.fusion import Kernel
 from meshwright.rehearse.kernel_replay import Boxed, replay_graph
 from meshwright.spec import MemorySpec
@@ -58,9 +59,10 @@ class Compiler:
 
     def compile_blocks(self, blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
         """In the place of `parallel.compile.compile_blocks`; the hooks of phases stay outside the graph."""
-        del memory
-        for block in blocks:
-            block.forward = torch.compile(block.forward, backend=self)
+        for index, block in enumerate(blocks):
+            parts = compiled_parts(block, memory, index) or [CompiledPart(block)]
+            for part in parts:  # row counts are assumed here, and equal in every call
+                part.compile(torch.compile, backend=self)
 
 
 @contextlib.contextmanager

@@ -121,6 +121,16 @@ def pipeline_is_filled(run: RunSpec) -> Iterator[Advice]:
         yield Advice(fact, "parallel.pp", hint)
 
 
+def routed_blocks_are_compiled(run: RunSpec) -> Iterator[Advice]:
+    """torch's compiler passes over selective recompute in which the host reads row counts of experts."""
+    moe = run.model.moe
+    reads = moe is not None and (run.parallel.ep > 1 or moe.capacity_factor is not None)
+    if run.compile and reads and run.memory.recompute == "selective":
+        fact = "routed blocks stay uncompiled: the host reads row counts inside recompute=selective"
+        hint = "recompute=full compiles their parts, recompute=none the blocks"
+        yield Advice(fact, "memory.recompute", hint)
+
+
 def fp8_is_fast(run: RunSpec) -> Iterator[Advice]:
     """fp8 is fast on devices with fp8 tensor cores, in compiled blocks, with aligned dims."""
     fp8 = run.precision.fp8
@@ -165,6 +175,7 @@ ADVISORS: list[Advisor] = [
     widths_fill_tiles,
     microbatch_fills_device,
     pipeline_is_filled,
+    routed_blocks_are_compiled,
     fp8_is_fast,
     fp8_weights_are_cast_once,
 ]

@@ -7,6 +7,7 @@ from meshwright.spec.advice import ADVISORS, advise
 from meshwright.spec.text import load_run, parse_run, recipe_names
 
 GPU = ["device=cuda", "precision.compute=bf16"]
+EP2 = ["parallel.ep=2", "parallel.dp_shard=2", "parallel.zero=1"]
 # advisor -> (base run, overrides it leaves alone, overrides it speaks about, words of the hint)
 CASES = {
     "family_keeps_its_proportions": (
@@ -30,6 +31,12 @@ CASES = {
         "raise data.microbatch_sequences",
     ),
     "pipeline_is_filled": ("dense", ["parallel.pp=4"], ["parallel.pp=8"], "more or smaller micro-batches"),
+    "routed_blocks_are_compiled": (
+        "moe",
+        [*EP2, "compile=true", "memory.recompute=full"],
+        [*EP2, "compile=true", "memory.recompute=selective"],
+        "recompute=full compiles their parts",
+    ),
     "fp8_is_fast": (
         "dense",
         [*GPU, "precision.fp8=current", "compile=true"],
