@@ -27,6 +27,10 @@ from meshwright.launch.meeting import find_meeting
 from meshwright.rendezvous import meet
 from meshwright.spec import LaunchSpec, NcclSpec, ParallelSpec, ResilienceSpec
 
+# gloo connects every rank to every other at the start: n messages and n connections on each of n ranks. Above
+# this number of ranks it connects two ranks when they first exchange something (docs/decisions: many ranks).
+_MESHED_RANKS = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -138,6 +142,8 @@ def _init_process_group(
     else:
         seconds = resilience.start_timeout_seconds
         store = meet(launched, find_meeting(launched), timeout_seconds=seconds, run_dir=run_dir)
+    if world.num_ranks > _MESHED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         store=store,

@@ -12,10 +12,12 @@ import functools
 import ipaddress
 import itertools
 import os
+import resource
 import secrets
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,6 +33,8 @@ _NOTICE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _CONNECT_SECONDS = 3.0
 _MOST_SHOWN = 16
+# Files that rank 0 opens beside the connections of the other ranks: data, logs, sockets of collectives.
+_OTHER_FILES = 1024
 
 
 def meet(
@@ -113,6 +117,7 @@ def _is_host(launched: LaunchedRank, meeting: StoreAddress) -> bool:
 def _listen(launched: LaunchedRank, meeting: StoreAddress) -> socket.socket:
     """A socket that listens on the named interface; all interfaces only where the name means this host alone
     and other hosts must connect."""
+    _allow_connections(launched.num_ranks)
     family, address = _resolve(meeting)
     is_unreachable = ipaddress.ip_address(address[0]).is_loopback and _has_other_hosts(launched)
     if is_unreachable:
@@ -131,6 +136,21 @@ def _listen(launched: LaunchedRank, meeting: StoreAddress) -> socket.socket:
         listener.close()
         raise _cannot_listen(meeting, address, error) from None
     return listener
+
+
+def _allow_connections(num_ranks: int) -> None:
+    """Raise the limit of open files: every rank keeps one connection to the store of rank 0."""
+    wanted = num_ranks + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise LaunchError(
+            f"{num_ranks} ranks connect to rank 0, and it may open {hard} files",
+            where="ulimit -Hn",
+            hint=f"let the site raise the limit of open files to {wanted} or more",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _has_other_hosts(launched: LaunchedRank) -> bool:
@@ -213,10 +233,22 @@ def _is_set(store: dist.Store, key: str, seconds: float) -> bool:
 
 def _missing(store: dist.Store, launched: LaunchedRank) -> str:
     """`ranks 1, 3 of 4`."""
-    missing = [rank for rank in range(launched.num_ranks) if not store.check([f"arrived/{rank}"])]
+    missing = list(itertools.islice(_absent(store, range(launched.num_ranks)), _MOST_SHOWN + 1))
     shown = ", ".join(map(str, missing[:_MOST_SHOWN]))
-    more = f" and {len(missing) - _MOST_SHOWN} more" if len(missing) > _MOST_SHOWN else ""
+    more = " and more" if len(missing) > _MOST_SHOWN else ""
     return f"rank{'s' if len(missing) > 1 else ''} {shown}{more} of {launched.num_ranks}"
+
+
+def _absent(store: dist.Store, ranks: range) -> Iterator[int]:
+    """The ranks that have not arrived, by halves: few messages where few are missing of very many."""
+    if store.check([f"arrived/{rank}" for rank in ranks]):
+        return
+    if len(ranks) == 1:
+        yield ranks[0]
+        return
+    middle = len(ranks) // 2
+    yield from _absent(store, ranks[:middle])
+    yield from _absent(store, ranks[middle:])
 
 
 def _say(text: str) -> None:

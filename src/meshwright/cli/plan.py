@@ -92,6 +92,7 @@ def plan(
     Prices every layout of data, tensor, context, pipeline and expert parallelism that the rules allow,
     and writes the best as a run file. Exit code 3: nothing fits, with what would.
     """
+    from meshwright.cli.plan_external import external_of, priced_as_module, show_decoder, with_decoder_pins
     from meshwright.errors import PlanError
     from meshwright.plan.make_plan import make_plan
 
@@ -110,10 +111,16 @@ def plan(
     if price is not None and report is None:
         raise _error("--price has no effect without --report", "--price", "add --report plan.html")
     _require_new(output, report, force=force)
+    decoder = external_of(model)
+    if decoder is not None:
+        _reject_for_module({"-o": output, "--report": report, "--verify": verify, "--allow": allow})
+        pins = with_decoder_pins(decoder, pins or [])
     filled = _filled_request(
-        model, pins or [], on=on, seq=seq, batch_tokens=batch_tokens, tokens=tokens, precision=precision,
+        decoder.model if decoder else model, pins or [], on=on, seq=seq, batch_tokens=batch_tokens,
+        tokens=tokens, precision=precision,
         allow=allow, objective=objective,
     )  # fmt: skip
+    filled = filled if decoder is None else priced_as_module(filled, decoder)
     try:
         question = filled.question if deadline is None else _sized(filled, on, deadline)
         found = make_plan(question, top=max(top, verify or 1))
@@ -124,6 +131,15 @@ def plan(
         raise
     files = {"output": output, "report": report}
     _deliver(found, filled, verified, **files, price=price, as_json=as_json)
+    if decoder is not None and not as_json:
+        show_decoder(decoder, found.best.run)
+
+
+def _reject_for_module(given: dict[str, Any]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            hint = "leave it out: the plan is printed, with the call of meshwright.fit"
+            raise _error(f"{option} has no effect for a model that is trained as a module", option, hint)
 
 
 def _verified(found: Any, count: int | None) -> tuple[Any, dict[str, Any] | None]:
@@ -155,7 +171,7 @@ def _deliver(
     views: dict[str, Any] = {
         "why": [*explain(found), *checkpoint_sentences(found.question)],
         "neighbours": neighbours(found),
-        "gains": gains(found),
+        "gains": gains(found) if found.question.module_runtime is None else [],
     }
     if output is not None:
         _write(output, run_file(found, views["why"]))
@@ -187,7 +203,7 @@ def _error(fact: str, where: str, hint: str) -> Exception:
     return SpecError(fact, where=where, hint=hint)
 
 
-def _filled_request(model: str, pins: list[str], **options: Any) -> Any:
+def _filled_request(model: Any, pins: list[str], **options: Any) -> Any:
     """The question in numbers, with defaults for everything that was not given."""
     from meshwright.hardware import cluster_of
     from meshwright.plan.search.pins import parse_pins

@@ -68,6 +68,8 @@ class SiteSpec(Spec):
     """Further options of sbatch, such as --reservation=course."""
     srun_options: tuple[str, ...] = ()
     """Further options of srun, such as --mpi=none."""
+    sources: dict[str, str] = Field(default_factory=dict[str, str])
+    """Where values come from, by key; what nobody has published is marked as to be filled in by the site."""
 
 
 def built_in_sites() -> dict[str, SiteSpec]:

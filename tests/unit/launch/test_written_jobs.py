@@ -260,3 +260,12 @@ def test_a_refusal_of_sbatch_is_shown(tmp_path: Path, monkeypatch: pytest.Monkey
         submit_slurm(tmp_path / "job.sbatch", tmp_path)
     with pytest.raises(LaunchError, match="no job was submitted from here"):
         read_submitted(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", built_in_sites())
+def test_every_number_of_a_site_has_a_source(name: str):
+    """A value that nobody has published is marked as to be filled in by the site."""
+    site = built_in_sites()[name]
+    numbers = ("gpus_per_node", "cpus_per_gpu", "max_hours", "memory", "partition")
+    assert {key for key in numbers if getattr(site, key) is not None} == set(site.sources)
+    assert all(site.sources.values())

@@ -128,7 +128,7 @@ def _technique(plan: Plan, axis: str, text: str) -> Iterator[str]:
     if getattr(plan.best.run.parallel, axis) == 1:
         return
     if axis in plan.question.pins.allowed:
-        yield f"{text} It is pinned."
+        yield f"{text} It is pinned." if len(plan.question.pins.allowed[axis]) == 1 else text
         return
     outcome = plan.without[axis]
     if outcome.candidate is None:
@@ -168,7 +168,8 @@ def _tp_text(best: Candidate) -> str:
     if cluster.num_nodes > 1:
         inside = tp <= cluster.devices_per_node
         place = f", inside the {cluster.devices_per_node} GPUs of a node" if inside else ", ACROSS nodes"
-    return f"tp={tp}: layers are sharded, with sequence parallel between them{place}."
+    between = ", with sequence parallel between them" if best.question.module_runtime is None else ""
+    return f"tp={tp}: layers are sharded{between}{place}."
 
 
 def _pp_text(best: Candidate) -> str:

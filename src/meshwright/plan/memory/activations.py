@@ -107,7 +107,8 @@ def _in_8_bits(work: Workload, at: Layouts, parts: Items, *, moe: bool) -> Items
     copy), and the gated output of the MLP, which a compiled block recomputes from what it has."""
     share, attention = work.low_precision_layers, work.model.attention
     tokens = at.microbatch_tokens(work.sequence_length)
-    gated = 1.0 if moe and not work.low_precision_experts else 0.0 if work.compiled else 0.5
+    keeps_bf16 = moe and (not work.low_precision_experts or work.bf16_expert_gradients)
+    gated = 1.0 if keeps_bf16 else 0.0 if work.compiled else 0.5
     return {
         **parts,
         "norms": (1.0 - 0.5 * share) * parts["norms"],

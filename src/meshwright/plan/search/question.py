@@ -45,6 +45,8 @@ class Question:
     """Changes of number formats and optimizer that the plan may make, by their names in `--allow`."""
     memory_share: float = PLANNED_SHARE
     """The part of the device's memory that may be used."""
+    module_runtime: Framework | None = None
+    """Prices a user module in the place of our own blocks; None for a model of ours."""
 
     @cached_property
     def workload(self) -> Workload:
@@ -53,8 +55,8 @@ class Question:
 
     @cached_property
     def framework(self) -> Framework:
-        """Our own runtime with the number formats of the run."""
-        return runtime_of(self.run)
+        """Our own runtime with the number formats of the run, or with a user module."""
+        return self.module_runtime or runtime_of(self.run)
 
     @property
     def memory_budget_bytes(self) -> float:

@@ -42,7 +42,7 @@ MAX_SEQUENCE, MAX_TOKENS = 2**24, 10**16
 class Request:
     """The command line of `plan` in numbers; None for an option that was not given."""
 
-    model: str
+    model: str | ModelSpec
     cluster: Cluster
     pins: Pins
     sequence_length: int | None = None
@@ -51,6 +51,11 @@ class Request:
     precision: str | None = None
     allow: str | None = None
     objective: Objective = "speed"
+
+    @property
+    def place(self) -> str:
+        """The model in an error text."""
+        return self.model if isinstance(self.model, str) else self.model.family
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class FilledRequest:
 def fill_request(request: Request) -> FilledRequest:
     """The question of a request, with defaults for everything that it leaves open."""
     tree = _model_tree(request.model)
-    model = _model_of(tree, request.model)
+    model = _model_of(tree, request.place)
     request = _with_file(request, tree)
     assumed: list[str] = []
     length = _sequence_length(request, model, assumed)
@@ -108,9 +113,9 @@ def _assumed_of_cluster(cluster: Cluster) -> Iterator[str]:
 def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:
     """The run; an error names the option that the user gave, not the key that was filled in from it."""
     try:
-        return parse_run(dump_yaml(tree), request.pins.overrides, place=request.model).require_valid()
+        return parse_run(dump_yaml(tree), request.pins.overrides, place=request.place).require_valid()
     except SpecErrors as errors:
-        raise SpecErrors([_relocated(each, request.model) for each in errors.violations]) from None
+        raise SpecErrors([_relocated(each, request.place) for each in errors.violations]) from None
 
 
 def _relocated(violation: SpecError, model: str) -> SpecError:
@@ -124,8 +129,10 @@ def _mapping(value: object) -> dict[str, Any]:
     return dict(cast("Mapping[str, Any]", value)) if isinstance(value, dict) else {}
 
 
-def _model_tree(text: str) -> dict[str, Any]:
+def _model_tree(text: str | ModelSpec) -> dict[str, Any]:
     """The `model:` section and everything else of a run file except its layout."""
+    if isinstance(text, ModelSpec):
+        return {"model": text.model_dump(mode="json")}
     if not text.endswith((".yaml", ".yml")):
         return {"model": text}
     try:

@@ -63,6 +63,8 @@ def workload_of(run: RunSpec) -> Workload:
         compiled=run.compile,
         documents=documents_of(run.data),
         fp8_recipe=fp8.recipe if fp8 is not None else "current",
+        low_precision_experts=fp8 is not None and fp8.experts,
+        bf16_expert_gradients=True,
         low_precision_layers=_fp8_layers(run.model.num_layers, fp8),
         keeps_low_precision_weights=fp8 is not None and fp8.cast_weights == "per_step",
     )

@@ -191,7 +191,8 @@ def _inner_elements(workload: Workload, at: Layouts, *, moe: bool) -> Floats:
 
 def runs_in_low_precision(matmul: Matmul, workload: Workload) -> bool:
     """Whether this matmul runs in fp8 or fp4."""
-    excluded = matmul.part == "experts" and not workload.low_precision_experts
+    stays_bf16 = not workload.low_precision_experts or (matmul.sums_tokens and workload.bf16_expert_gradients)
+    excluded = matmul.part == "experts" and stays_bf16
     return workload.is_low_precision and matmul.low_precision and not excluded
 
 

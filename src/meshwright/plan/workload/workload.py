@@ -123,6 +123,8 @@ class Workload:
     """Share of the layers whose linears run in fp8 or fp4."""
     low_precision_experts: bool = False
     """Routed experts run in fp8 or fp4 too."""
+    bf16_expert_gradients: bool = False
+    """The weight gradients of these experts stay in bf16, and so do the inputs that they keep."""
     fp8_recipe: str = "current"
     """How fp8 linears are scaled, which changes what they keep."""
     keeps_low_precision_weights: bool = False

@@ -41,7 +41,7 @@ _ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _OTHER_DOOR = (
     "Any other model of transformers is trained as a module of yours: meshwright.fit(model, dataset, loss, "
     "...), with ZeRO, recompute and, for decoders, the tp, cp and pp plans that it publishes "
-    "(docs/guides/own_model.md)"
+    "(docs/guides/own_model.md). `meshwright plan` prices such a decoder"
 )
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
@@ -102,6 +102,14 @@ def load_model(text: str) -> ModelSpec:
             raise SpecError(f"there is no folder {text!r}", where="model", hint=hint)
         return family(text)
     return from_config(_read_json(path), str(path))
+
+
+def is_external_config(path: Path) -> bool:
+    """Whether this is the config.json, or its folder, of a model type that is none of our families."""
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        return False
+    return str(_read_json(file).get("model_type", "")) not in {"", *_FROM}
 
 
 def _read_json(path: Path) -> Config:

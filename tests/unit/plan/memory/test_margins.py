@@ -13,6 +13,7 @@ from meshwright.plan.memory.margins import (
     INTERLEAVED,
     LOW_PRECISION,
     ROUTED,
+    ROUTED_GATHERED,
     SPLIT,
     Margin,
     memory_margin,
@@ -54,7 +55,7 @@ def margin_of(model: str, *pins: str, schedule: str = "1f1b", **axes: int) -> Ma
         (LOW_PRECISION, "llama-3.2-1b", ("compile=false", "precision.fp8=current"), {}),
         (FORMULA, "llama-3.2-1b", ("compile=false", "precision.compute=fp32"), {}),
         (ROUTED, "mixtral-8x7b", ("compile=false",), {"dp_shard": 8, "zero": 1, "ep": 8}),
-        (ROUTED, "mixtral-8x7b", ("compile=false",), {"dp_shard": 8, "zero": 3, "ep": 8}),
+        (ROUTED_GATHERED, "mixtral-8x7b", ("compile=false",), {"dp_shard": 8, "zero": 3, "ep": 8}),
     ],
 )
 def test_the_kind_decides(margin: Margin, model: str, pins: tuple[str, ...], axes: dict[str, object]) -> None:
