@@ -52,8 +52,9 @@ RANKING = (
 )
 DEEPSEEK = (
     "Its own framework by its report: routed experts in fp8, DualPipe, tokens sent in fp8 to at most four "
-    "nodes. No constant was fitted on this row: kernels as of all published runs, grouped matmuls as of "
-    "Megatron, fp8 as measured on our runtime. The layer for a second token (MTP, about 3%) is not priced. "
+    "nodes. Kernels are as of all published runs, grouped matmuls as of Megatron, fp8 as measured on our "
+    "runtime. No constant was fitted on this row, but the rate of its grouped matmuls and of fp8 was revised "
+    "once after a first result of 1,879. The layer for a second token (MTP, about 3%) is not priced. "
     "Our own runtime has no overlap of all-to-alls and sends each copy of a token; "
     "`plan deepseek-v3 --on h800:2048` prices that.\n"
 )

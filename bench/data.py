@@ -16,7 +16,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +29,10 @@ from meshwright.bench.machine_facts import machine_facts, package_versions
 from meshwright.data import pack_parts
 from meshwright.data.batches import build_batches
 from meshwright.data.decode import decode_image
+from meshwright.data.loader import LoaderKeywords, open_loader
 from meshwright.data.order import SampleOrder
 from meshwright.data.readers.tar import TarShards
+from meshwright.data.records import Record
 from meshwright.data.sources import TokenFile
 from meshwright.data.token_loader import TokenLoader
 from meshwright.data.tokenize import open_tokenizer
@@ -100,7 +101,7 @@ def images_part(work: Path, rounds: int) -> str:
     """The same images decoded, with two workers."""
     folder = data_corpora.image_shards(work / "images")
     contenders: dict[str, Callable[[], int]] = {
-        "our reader and decoder, two threads": lambda: _our_images(folder),
+        "ours, two threads": lambda: _our_images(folder),
         "torch DataLoader, our reader and decoder": lambda: _count(data_peers.our_decoder_in_torch(folder)),
     }
     missing: list[str] = []
@@ -215,24 +216,18 @@ def _our_records(source: TarShards) -> int:
 
 
 def _our_images(folder: Path) -> int:
-    """Two threads decode whole batches; the decoder releases the interpreter lock."""
-    source = TarShards(folder)
-    order = SampleOrder(len(source), seed=0).sample_ids(0, len(source)).reshape(-1, data_peers.BATCH)
-
-    def batch(indices: Any) -> torch.Tensor:
-        records = [source.record(index) for index in indices.tolist()]
-        return torch.from_numpy(np.stack([decode_image(each["jpg"]) for each in records]))  # pyright: ignore
-
-    with ThreadPoolExecutor(2) as pool:
-        return sum(len(images) for images in _prefetched(pool, batch, order))
+    """Two threads of our loader; the decoder releases the interpreter lock."""
+    settings: LoaderKeywords = {"transform": _image, "num_workers": 2, "workers": "threads", "max_epochs": 1}
+    loader = open_loader(folder, batch_samples=data_peers.BATCH, **settings)
+    count = sum(len(images) for images in loader)
+    loader.close()
+    return count
 
 
-def _prefetched(pool: ThreadPoolExecutor, make: Callable[[Any], Any], items: Any) -> Iterator[Any]:
-    waiting = [pool.submit(make, item) for item in items[:4]]
-    for item in [*items[4:], *[None] * 4]:
-        yield waiting.pop(0).result()
-        if item is not None:
-            waiting.append(pool.submit(make, item))
+def _image(record: Record, rng: np.random.Generator) -> torch.Tensor:
+    content = record["jpg"]
+    assert isinstance(content, bytes)
+    return torch.from_numpy(decode_image(content))
 
 
 def _count(batches: Iterator[Any]) -> int:

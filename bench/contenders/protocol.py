@@ -95,8 +95,9 @@ class TokenRows(Dataset):
 
     def __getitem__(self, index: int) -> Tensor:
         row = self.samples.rows(np.asarray([index]))
-        targets = np.where(row.counts_BS, row.targets_BS, IGNORED)
-        return torch.from_numpy(np.concatenate((row.tokens_BS, targets, row.positions_BS)))
+        tokens, targets = row.tokens_BS.astype(np.int64), row.targets_BS.astype(np.int64)
+        counted = np.where(row.counts_BS, targets, IGNORED)
+        return torch.from_numpy(np.concatenate((tokens, counted, row.positions_BS)))
 
 
 def inputs_of(job: Job, batch_B3S: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,10 +1,17 @@
 """What expert parallelism sends: each token's row to its experts and back, and nothing else."""
 
+from typing import Any
+
 import pytest
 from tests.support.equivalence import run_case
+from tests.support.recorded_traffic import Recorder, axis_ranks
 from tests.support.runs import MODELS, tiny_run
 
-from meshwright.spec import ParallelSpec
+from meshwright.mesh import build_mesh
+from meshwright.rehearse import steps
+from meshwright.rehearse.rank_pool import this_world
+from meshwright.spec import ParallelSpec, RunSpec
+from meshwright.train.step import train_step
 
 ELEMENT = 8  # float64 and int64
 
@@ -42,6 +49,28 @@ def test_gradients_of_experts_stay_inside_their_replicas(ranks):
     for result in run_case(ranks, run, records_traffic=True):
         assert result.communication["reduce_scatter", "expert_shard", expert_bytes] == 1
         assert result.communication["all_gather", "expert_shard", expert_bytes] == 1
+
+
+def test_gradients_of_experts_are_launched_within_the_backward(ranks):
+    """Their bucket is full before the first layer's rows go back, and before the embedding's gradient."""
+    run = tiny_run("moe", parallel=ParallelSpec(dp_shard=4, zero=1, ep=2))
+    for calls in ranks.run(_recorded_calls, 4, run):
+        launched = calls.index(("reduce_scatter", "expert_shard"))
+        assert ("all_to_all", "ep") in calls[launched:]
+        assert ("reduce_scatter", "shard") in calls[launched:]
+
+
+def _recorded_calls(run: RunSpec) -> list[tuple[str, str]]:
+    """(kind, axis) of the collectives of one step, in their order."""
+    mesh, recorder = build_mesh(run.parallel, this_world()), Recorder()
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with recorder:
+            return train_step(*args, **kwargs)
+
+    steps.train_steps(run, mesh, 1, step=recorded)
+    names = {ranks: axis for axis, ranks in axis_ranks(mesh).items() if axis in ("ep", "expert_shard")}
+    return [(call.kind, names.get(call.ranks, "shard")) for call in recorder.calls]
 
 
 def test_a_dense_rank_sends_no_rows(ranks):

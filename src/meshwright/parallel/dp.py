@@ -55,7 +55,10 @@ class GradientReducer:
         # Backward reaches the last layers first, so buckets are filled and launched from the end.
         # Pipeline stages that are reduced one by one have buckets of their own.
         group_of = root_of if self.reduces_each_microbatch else dict.fromkeys(root_of, 0)
+        # Buckets of experts and of other parameters alternate, each in the place of its last gradient.
+        place = {id(one.parameter): place for place, one in enumerate(trainable[::-1])}
         buckets = [Bucket(part, mesh) for part in _bucketed(trainable[::-1], mesh, group_of)]
+        buckets.sort(key=lambda bucket: max(place[id(one.parameter)] for one in bucket.shards))
         self.buckets = [bucket for bucket in buckets if not bucket.is_local]
         self._local = [one for bucket in buckets if bucket.is_local for one in bucket.shards]
         self._bucket_of = {id(one.parameter): bucket for bucket in self.buckets for one in bucket.shards}

@@ -72,6 +72,15 @@ def test_wrong_input(words: list[str], text: str, code: int, capsys: Captured):
     assert captured.out == ""
 
 
+def test_a_hostfile_with_a_dead_host_is_refused(tmp_path: Path, capsys: Captured):
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("no-such-host.invalid slots=8\n")
+    words = ["launch", RUN, "--via", "mpi", "--hostfile", str(hostfile), "--check-hosts"]
+    assert main.run(words) == 2
+    captured = capsys.readouterr()
+    assert "host no-such-host.invalid does not answer on port 22" in captured.err and captured.out == ""
+
+
 def test_submit_prints_the_job_id_and_refusals_exit_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):

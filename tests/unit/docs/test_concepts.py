@@ -189,7 +189,8 @@ def test_expert_parallel_sends_what_the_page_says(ranks: RankPool):
     layers = run.accumulation * run.model.num_layers
     assert calls.pop(moe.num_experts) == layers
     sent_first = moe.top_k * SEQUENCE_LENGTH * run.model.width
-    assert calls.total() == 4 * layers and calls[sent_first] >= 2 * layers
+    # Rows both ways and their weights, and in backward the same.
+    assert calls.total() == 6 * layers and calls[sent_first] >= 2 * layers
     # What this rank receives varies with the routing; over both ranks it is what they send.
     both = sum(
         size * count
@@ -197,4 +198,5 @@ def test_expert_parallel_sends_what_the_page_says(ranks: RankPool):
         for (kind, _, size), count in result.communication.items()
         if kind == "all_to_all" and size > moe.num_experts * FLOAT64
     )
-    assert both == 2 * 4 * layers * sent_first * FLOAT64
+    weights = sent_first // run.model.width
+    assert both == 2 * layers * (4 * sent_first + 2 * weights) * FLOAT64

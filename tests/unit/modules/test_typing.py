@@ -51,7 +51,7 @@ meshwright.prepare(model, None, [1], optim={"kind": "adam"})  # error: "optim" o
 meshwright.prepare(model, None)  # error: Argument missing for parameter "loader"
 meshwright.Chain(model, 3)  # error: "order" of type "Sequence[str] | None"
 meshwright.load_weights(model, "runs/x", steps=3)  # error: No parameter named "steps"
-meshwright.train(model)  # error: "train" is not a known attribute
+meshwright.fitted(model)  # error: "fitted" is not a known attribute
 """
 
 
@@ -80,5 +80,7 @@ def test_a_script_of_a_user(tmp_path: Path):
 
 def test_the_package_is_typed_and_says_what_is_public():
     assert Path(meshwright.__file__).with_name("py.typed").is_file()
-    assert meshwright.__all__ == ["Chain", "__version__", "fit", "load_weights", "prepare"]
+    from_python = {"check", "plan", "predict", "train"}
+    own_models = {"Chain", "RecordDataset", "fit", "load_weights", "open_loader", "prepare"}
+    assert meshwright.__all__ == sorted({"__version__", *from_python, *own_models})
     assert all(getattr(meshwright, name) for name in meshwright.__all__)

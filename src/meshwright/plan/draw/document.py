@@ -103,6 +103,10 @@ def plan_document(
         "best": candidate_document(plan.best, tokens),
         "top": [candidate_document(candidate, tokens) for candidate in plan.top],
         "pareto": [candidate_document(candidate, tokens) for candidate in plan.pareto],
+        "without": {
+            axis: outcome.candidate and candidate_document(outcome.candidate, tokens)
+            for axis, outcome in plan.without.items()
+        },
         "why": why,
         "neighbours": [vars(each) for each in neighbours],
         "gains": [vars(each) for each in gains],

@@ -27,7 +27,7 @@ def infeasible(question: Question, chosen: ChosenPrecision) -> PlanError | SpecE
     closest = Candidate(chosen.question, chosen.result.closest.layouts)
     need = f"{show_bytes(closest.device_bytes)} per device of {show_bytes(question.memory_budget_bytes)}"
     if closest.excess_bytes <= 0:
-        need = closest.shortage
+        need = closest.over_limit_text
     devices = f"{question.cluster.num_devices} x {question.cluster.device.title}"
     fact = f"{question.run.model.family} does not fit on {devices}"
     layout = layout_text(closest.run)

@@ -11,11 +11,13 @@ from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.question import Question, price_memory
 from meshwright.plan.search.search import TIE_FRACTION
 from meshwright.plan.search.what_if import Change, what_if, with_columns
+from meshwright.plan.time.step_time import host_share
 from meshwright.plan.workload.layouts import FULL, layouts
 from meshwright.units import show_bytes, show_count, show_seconds
 
 STATE_ITEMS = ("weights", "gradients", "master", "optimizer")
 MIN_FASTER_SHOWN = 0.001
+MIN_EXPOSED_SHOWN = 0.0005
 SHARDED_BY_ZERO = {
     1: "optimizer states are",
     2: "optimizer states and gradients are",
@@ -69,9 +71,12 @@ def _state(best: Candidate) -> Iterator[str]:
     )
     memory = f"{device.title}, {show_bytes(device.memory_bytes)}"
     if best.num_ranks == 1:
-        host = "with host memory " if best.run.memory.offload else ""
-        need = f"with activations {show_bytes(best.device_bytes)}"
-        yield f"{state}, and {host}{need}: it fits on one device ({memory})."
+        need = f"{show_bytes(best.device_bytes)} at the peak of a step"
+        if best.run.memory.offload:
+            on_host = f"With {' and '.join(best.run.memory.offload)} in host memory"
+            yield f"{state}. {on_host} the device holds {need}: it fits on one device ({memory})."
+        else:
+            yield f"{state}, with activations {need}: it fits on one device ({memory})."
     else:
         fits = "fits on" if full < device.memory_bytes else "does not fit on"
         yield f"{state}, which {fits} one device ({memory})."
@@ -134,13 +139,16 @@ def _technique(plan: Plan, axis: str, text: str) -> Iterator[str]:
     if outcome.candidate is None:
         yield f"{text} Without it no layout satisfies the rules and the pins."
     elif outcome.fits:
-        yield f"{text} {_best_without(plan.best, outcome.candidate)}"
+        yield f"{text} {_best_without(plan, axis, outcome.candidate)}"
     else:
         yield f"{text} Without it nothing fits: the closest layout needs {_need(outcome.candidate)}."
 
 
-def _best_without(best: Candidate, other: Candidate) -> str:
+def _best_without(plan: Plan, axis: str, other: Candidate) -> str:
     """How long the best layout without an axis takes; by another objective than speed, what it costs."""
+    best = plan.best
+    number = next((row for row, one in enumerate(plan.top, start=1) if one.run == other.run), None)
+    shown = f" (the pin {axis}=1 shows it)" if number is None else f" (row {number})"
     slower = other.step_seconds / best.step_seconds - 1.0
     seconds = f"{show_seconds(other.step_seconds)} ({slower:+.1%})"
     reason = ""
@@ -151,13 +159,13 @@ def _best_without(best: Candidate, other: Candidate) -> str:
             if is_close
             else f", but the objective is {best.question.objective}"
         )
-    return f"Without it the best step takes {seconds}{reason}, with {layout_text(other.run)}."
+    return f"Without it the best step takes {seconds}{reason}, with {layout_text(other.run)}{shown}."
 
 
 def _need(candidate: Candidate) -> str:
     """The memory that a layout lacks, of the device or of the host."""
     if candidate.excess_bytes <= 0:
-        return candidate.shortage
+        return candidate.over_limit_text
     budget = show_bytes(candidate.question.memory_budget_bytes)
     return f"{show_bytes(candidate.device_bytes)} per device of {budget}"
 
@@ -213,7 +221,7 @@ def _recompute(best: Candidate) -> Iterator[str]:
     if without.fits:
         need += f" and take {show_seconds(without.step_seconds)} per step"
     elif without.device_bytes <= best.question.memory_budget_bytes:
-        need = f"keeping all activations is not possible: {without.reason}"
+        need = f"keeping all activations {'is ' if without.broken_rule else ''}{without.reason}"
     yield (
         f"Recompute (activation checkpointing): {part}{where} is recomputed in the backward pass, "
         f"{share:.1%} of the step; {need}."
@@ -226,12 +234,30 @@ def _offload(best: Candidate) -> Iterator[str]:
         return
     without = what_if(with_columns(best, "offload=none", offload=0))
     exposed = best.seconds_items.get("offload", 0.0) / best.step_seconds
+    copies = f"exposed copies take {exposed:.1%} of the step"
+    if exposed < MIN_EXPOSED_SHOWN:
+        copies = "the copies overlap with compute"
     seconds = f" and take {show_seconds(without.step_seconds)}" if without.fits else ""
     yield (
-        f"Offload of {' and '.join(offload)}: {show_bytes(best.host_bytes)} per rank in host memory; exposed "
-        f"copies take {exposed:.1%} of the step. Without offload this layout would need "
-        f"{show_bytes(without.device_bytes)} per device{seconds}."
+        f"Offload of {' and '.join(offload)}: {show_bytes(best.host_bytes)} per rank in host memory; "
+        f"{copies}. Without offload this layout would need {show_bytes(without.device_bytes)} per device"
+        f"{seconds}.{_unmeasured(best)}"
     )
+
+
+def _unmeasured(best: Candidate) -> str:
+    """What the price of offload assumes: it was measured on one device with a host of its own."""
+    cluster = best.question.cluster
+    facts: list[str] = []
+    if cluster.devices_per_node > 1 and cluster.host.name != "c2c":
+        share = host_share(cluster)
+        rate = "all of its link" if share == 1.0 else f"{share:.2g} of its link"
+        facts.append(
+            f"each of {cluster.devices_per_node} devices of a node is assumed to get {rate} to the host"
+        )
+    if best.run.parallel.pp > 1:
+        facts.append("copies in a pipeline are assumed to run in both directions at once, beside compute")
+    return f" Not measured: {'; '.join(facts)}." if facts else ""
 
 
 def _numerics(plan: Plan) -> Iterator[str]:

@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 
     @property
     def sends_experts_last(self) -> bool:
-        """Where experts are summed over other ranks than the rest, their buffers come after all others."""
+        """Experts that are summed over other ranks than the rest; counted as launched after all others."""
         return self.tp > 1 or self.ep > 1
 
 

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.plan.workload.layouts import Floats, Layouts
 
 Items = dict[str, Floats]
 # One is in use while the other comes or goes.
 ON_DEVICE_AT_ONCE = 2.0
-# Part of the bus's data-sheet rate that copies between pinned memory and a device reach.
-HOST_EFFICIENCY = 0.8
 # Host memory that a run may use; the rest is for the system, the loader and the page cache.
 HOST_SHARE = 0.9
 
@@ -68,11 +67,14 @@ def moved_activations(at: Layouts, movable: Movable) -> Floats:
     return column(at.offloads("activations")) * blocks * movable.layer_activations
 
 
-def move_activations(items: Items, at: Layouts, movable: Movable) -> None:
-    """Take activations off the device; what only the update needs counts where they were not as large."""
+def move_activations(items: Items, at: Layouts, movable: Movable, *, is_traced: NDArray[np.bool_]) -> None:
+    """Take activations off the device; what only the update needs counts where they were not as large.
+
+    Where the peak comes from the trace's table, each of its phases has them off the device already.
+    """
     is_moved = column(at.offloads("activations"))
     stays = np.minimum(ON_DEVICE_AT_ONCE, movable.in_flight * movable.layers) * movable.layer_activations
     left = items["activations"] - moved_activations(at, movable) + is_moved * stays
-    items["activations"] = np.maximum(left, 0.0)
+    items["activations"] = np.where(is_traced[:, None], items["activations"], np.maximum(left, 0.0))
     pool = column(at.offloads("optimizer")) * movable.largest_states
     items["offload buffers"] = np.maximum(pool - items["activations"] - items["logits"], 0.0)

@@ -44,7 +44,7 @@ class ForwardSums(Rows):
         return {
             "gradients": self.gradients,
             "gathered": self.gathered(4.0 * self.gathered_elements + 2.0 * self.tied_table),
-            "activations": self.activations(blocks),
+            "activations": self.activations(blocks, in_use=1.0),
             "working set": self.stream + self.block(self._blocks.forward),
             "logits": self.other_heads,
             "cast weights": self.cast_weights(blocks) + blocks * self.block(self._blocks.remembered),
@@ -91,7 +91,7 @@ class BackwardSums(Rows):
         return {
             "gradients": self._before_the_block() + peak["gradients"],
             "gathered": self.gathered(weights, self._head_in_flight()) + peak["gathered"],
-            "activations": self.activations(blocks) + peak["activations"],
+            "activations": self.activations(blocks, in_use=1.0) + peak["activations"],
             "working set": peak["working set"] + np.where(self.is_last, self.stream, 0.0),
             "logits": self.other_heads,
             "cast weights": self.cast_weights(blocks) + peak["cast weights"],
@@ -126,7 +126,7 @@ class BackwardSums(Rows):
         return {
             "gradients": self._before_an_early_block(name) + peak["gradients"],
             "gathered": self.gathered(weights, in_flight) + peak["gathered"],
-            "activations": self.activations(before) + peak["activations"],
+            "activations": self.activations(before, in_use=1.0) + peak["activations"],
             "working set": peak["working set"] + self.stream,
             "logits": self.other_heads,
             "cast weights": self.cast_weights(before) + peak["cast weights"],
@@ -198,7 +198,7 @@ class BackwardSums(Rows):
         return {
             "gradients": self._beside + full + self.each * (one.sent / self.rows_of_buckets + waits),
             "gathered": unsent * (1.0 + part),
-            "activations": self.activations(one.block),
+            "activations": self.activations(one.block, in_use=1.0),
             "working set": one.after + self.stream,
             "logits": self.other_heads,
             "cast weights": self.cast_weights(one.block),
@@ -232,7 +232,7 @@ class BackwardSums(Rows):
         return {
             "gradients": self._beside + self.each * made,
             "gathered": self.each * matrix * count,
-            "activations": self.activations(before),
+            "activations": self.activations(before, in_use=1.0),
             "working set": within + self.stream,
             "exchange": self.exchange(0.0),
         }

@@ -145,7 +145,7 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
     workspace = np.where(traced, WORKSPACE_BYTES, FORMULA_WORKSPACE_BYTES)
     items["workspace"] = np.repeat(workspace[:, None], 3, axis=1)
     host["activations"] = moved_activations(at, movable)
-    move_activations(items, at, movable)
+    move_activations(items, at, movable, is_traced=traced)
     short_lived = items["activations"] + items["gathered"] + items["logits"] + items["working set"]
     exact = traced[:, None]
     if "gradients" in items:

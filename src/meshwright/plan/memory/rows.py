@@ -15,6 +15,7 @@ from meshwright.plan.framework import Framework
 from meshwright.plan.memory.block_bytes import TURNS, Items, Turn
 from meshwright.plan.memory.block_columns import BlockColumns, Mask
 from meshwright.plan.memory.buckets import ARRIVAL, BUCKET_ELEMENTS, Stage
+from meshwright.plan.memory.offload import ON_DEVICE_AT_ONCE
 from meshwright.plan.memory.snapshots import Snapshots
 from meshwright.plan.workload.layouts import FULL, NORMS, Floats, Layouts
 from meshwright.plan.workload.schedules import SCHEDULES, V_SHAPED
@@ -87,6 +88,7 @@ class Rows:
         self.gathered_stream = np.where(self.tp > 1, self.full_stream, 0.0)
         self.keeps_inputs = work.compiled | ((at.recompute & (FULL | NORMS)) > 0)
         """Blocks keep their input as it is; a received one lies in its receive buffer."""
+        self.is_offloaded = at.offloads("activations") > 0
         self.kept, self.casts = self.block(self._blocks.kept), self.block(self._blocks.casts)
         self.elements = self.block(self._blocks.elements)
         self.gathered_elements = self.block(self._blocks.gathered_elements)
@@ -193,10 +195,11 @@ class Rows:
 
     # Micro-batches in flight.
 
-    def activations(self, own_blocks: Floats, own: float = 1.0) -> Floats:
+    def activations(self, own_blocks: Floats, own: float = 1.0, *, in_use: float = 0.0) -> Floats:
         """What so many blocks of the stage keep, and all other micro-batches in flight on the rank.
 
-        A received input lies in its receive buffer. `own`: 0 when the row's micro-batch is done.
+        A received input lies in its receive buffer. `own`: 0 when the row's micro-batch is done. `in_use`: 1
+        when a further block is at work, whose tensors the caller adds.
         """
         count = self.count
         kept, kept_first = count["kept"] + own, count["kept_first"] + own * self.is_first
@@ -204,6 +207,10 @@ class Rows:
         # The fp32 input of the norm before the head.
         normed = 2.0 * count["kept_last"] * self.stream
         blocks = self._other_blocks + own_blocks
+        # With offload two blocks are on the device: one in use, the other on its way.
+        here = np.minimum(blocks, ON_DEVICE_AT_ONCE - in_use)
+        blocks = np.where(self.is_offloaded, here, blocks)
+        received = np.where(self.is_offloaded, 0.0, received)
         return blocks * self.kept + kept * self.tables - received + normed + self._waiting
 
     def cast_weights(self, own_blocks: Floats) -> Floats:

@@ -85,8 +85,8 @@ class Candidate:
         return sum(self.host_items[self.peak_stage].values())
 
     @property
-    def shortage(self) -> str:
-        """What the layout needs and does not get: device memory or host memory; empty where it fits."""
+    def over_limit_text(self) -> str:
+        """How far the layout is over the limit of device or host memory; empty where it fits."""
         if self.excess_bytes > 0:
             return f"{show_bytes(self.device_bytes)}, {show_bytes(self.excess_bytes)} too much"
         if self.fits:

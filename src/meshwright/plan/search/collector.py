@@ -17,6 +17,7 @@ from meshwright.plan.search.question import (
     Question,
     distance,
     memory_use,
+    price,
     price_memory,
     price_time,
 )
@@ -34,7 +35,7 @@ KEPT_WITHIN = 1.5
 FIRST_ROWS = 1024
 """How many of the fastest layouts of a block are asked first whether they fit."""
 MAX_KEPT = 20_000
-MESH_COLUMNS = ("tp", "cp", "cp_kind", "cp_inner", "ep", "etp", "pp", "dp")
+MESH_COLUMNS = ("tp", "cp", "cp_kind", "cp_inner", "ep", "etp", "ep_overlap", "pp", "dp")
 GROUP_COLUMNS = (
     "dp_replicate",
     "dp_shard",
@@ -70,9 +71,8 @@ class Collector:
 
     def add(self, block: Table) -> None:
         """Price the layouts of one block of meshes that keep everything on the device."""
-        if np.isfinite(self._below):
-            block = self._meshes_that_may_win(block)
-        block = self._meshes_that_may_fit(block, offloads=False)
+        block = self._meshes_that_may_win(block, within=self._within)
+        block = filter_rows(block, self._may_fit(block, offloads=False))
         table = expand_table(self.question, _numbered(block), recompute_choices(self.question.pins))
         mesh, layouts = table.pop("mesh"), Layouts(**table)
         self.num_considered += len(layouts)
@@ -82,9 +82,9 @@ class Collector:
 
     def add_savers(self, block: Table) -> None:
         """Price the layouts of one block that could beat the best so far, also with host memory."""
-        block = self._meshes_that_may_win(block)
+        block = self._meshes_that_may_win(block, within=1.0)
         may_offload = self.question.may_offload
-        block = self._meshes_that_may_fit(block, offloads=may_offload)
+        block = filter_rows(block, self._may_fit(block, offloads=may_offload))
         layouts = expand(self.question, block)
         self.num_considered += len(layouts)
         too_large = self._keep_fitting(layouts, *self._priced_time(layouts), within=1.0)
@@ -112,23 +112,27 @@ class Collector:
             return np.zeros_like(seconds), seconds
         return Priced(layouts, seconds, seconds).score(self.question.objective), seconds
 
-    def _meshes_that_may_fit(self, block: Table, *, offloads: bool) -> Table:
-        """The meshes whose layout with the least memory fits the device."""
+    def _may_fit(self, block: Table, *, offloads: bool) -> NDArray[np.bool_]:
+        """Whether the layout with the least memory on each mesh fits the device."""
         if len(block["tp"]) == 0:
-            return block
+            return np.zeros(0, bool)
         smallest = least_memory_layouts(self.question, block, offloads=offloads)
-        needed = price_memory(self.question, smallest).peak_device_bytes
-        may_fit = needed.reshape(-1, 3).min(axis=1) <= self.question.memory_budget_bytes
+        needed = price_memory(self.question, smallest)
+        least = needed.peak_device_bytes.reshape(-1, 3).min(axis=1)
+        may_fit = least <= self.question.memory_budget_bytes
         if not may_fit.all() and not np.isfinite(self.best_score):
-            too_large = smallest.take(np.repeat(~may_fit, 3))
-            self._closest_bound = self._closer(self._closest_bound, too_large)
+            far = np.where(np.repeat(may_fit, 3), np.inf, distance(self.question, needed))
+            self._closest_bound = self._closer(self._closest_bound, smallest, far)
         self.num_considered += 3 * int((~may_fit).sum())
         self._some_mesh_fits = self._some_mesh_fits or bool(may_fit.any())
-        return filter_rows(block, may_fit)
+        return may_fit
 
-    def _meshes_that_may_win(self, block: Table) -> Table:
-        """The meshes on which a layout without recompute would beat the best so far, if it fitted."""
-        limit = min(self.best_score, self._below)
+    def _meshes_that_may_win(self, block: Table, *, within: float) -> Table:
+        """The meshes on which a layout without recompute is at most so many times slower than the best.
+
+        Nothing on the same mesh is faster, so the others are not asked whether they fit.
+        """
+        limit = min(within * self.best_score, self._below)
         if not np.isfinite(limit) or len(block["tp"]) == 0:
             return block
         known = self._without_recompute
@@ -170,18 +174,17 @@ class Collector:
             self.best_score = min(self.best_score, float(priced.score(self.question.objective).min()))
             self._parts.append(best_of_groups(priced, self.question.objective))
         elif not np.isfinite(self.best_score):
-            closest = int(distance(self.question, needed).argmin())
-            self._closest = self._closer(self._closest, layouts.take([closest]))
+            self._closest = self._closer(self._closest, layouts, distance(self.question, needed))
         return fits
 
-    def _closer(self, known: tuple[float, Priced] | None, layouts: Layouts) -> tuple[float, Priced]:
-        needed = price_memory(self.question, layouts)
-        far = distance(self.question, needed)
+    def _closer(
+        self, known: tuple[float, Priced] | None, layouts: Layouts, far: Floats
+    ) -> tuple[float, Priced]:
+        """The closer of what is known and the closest of these layouts, which are so far from fitting."""
         row = int(far.argmin())
         if known is not None and known[0] <= far[row]:
             return known
-        seconds = price_time(self.question, layouts.take([row])).step_seconds
-        return float(far[row]), Priced(layouts.take([row]), needed.peak_device_bytes[[row]], seconds)
+        return float(far[row]), price(self.question, layouts.take([row]))
 
 
 def _numbered(block: Table) -> Table:

@@ -34,7 +34,7 @@ class Plan:
     """The question with the chosen number formats and optimizer."""
     best: Candidate
     top: tuple[Candidate, ...]
-    """The best layout of each mesh, the chosen one first."""
+    """The chosen layout, then the best layouts of other meshes by the objective."""
     pareto: tuple[Candidate, ...]
     """Layouts that no other beats in step time, memory and devices at once."""
     result: SearchResult
@@ -55,7 +55,7 @@ def choose(chosen: ChosenPrecision, *, top: int, search_seconds: float) -> Plan:
     return Plan(
         question=question,
         best=best,
-        top=tuple(_one_per_mesh([best, *_ranked(pool)])[:top]),
+        top=tuple(_table(best, pool)[:top]),
         pareto=tuple(candidates(question, fitting.layouts.take(pareto_rows(fitting)))),
         result=chosen.result,
         search_seconds=search_seconds,
@@ -183,6 +183,12 @@ def _ranked(pool: list[Candidate]) -> list[Candidate]:
     priced = Priced(concatenated([one.layout for one in pool]), device_bytes, step_seconds)
     order = ranking(priced, question.objective, devices=question.cluster.num_devices)
     return [pool[row] for row in order]
+
+
+def _table(best: Candidate, pool: list[Candidate]) -> list[Candidate]:
+    """The chosen layout, then the best one of each other mesh, the best first."""
+    first, *others = _one_per_mesh([best, *_ranked(pool)])
+    return [first, *sorted(others, key=lambda candidate: candidate.score)]
 
 
 def _one_per_mesh(pool: list[Candidate]) -> list[Candidate]:

@@ -73,8 +73,8 @@ def _changes(now: Columns, best: Candidate) -> Iterator[tuple[str, Columns]]:
 def _with_degree(now: Columns, axis: str, degree: int, best: Candidate) -> Columns | None:
     """One degree changed on as many devices; data parallelism takes up the difference."""
     if axis == "ep":
-        overlap = {"ep_overlap": 0} if degree == 1 else {}
-        return {"ep": degree, **overlap} if best.question.run.model.moe is not None else None
+        moe, overlap = best.question.run.model.moe, {"ep_overlap": 0} if degree == 1 else {}
+        return {"ep": degree, **overlap} if moe is not None and moe.num_experts % degree == 0 else None
     changed = {axis: degree}
     if axis == "cp":
         changed |= {"cp_kind": now["cp_kind"] if degree > 1 and now["cp"] > 1 else 0, "cp_inner": 1}

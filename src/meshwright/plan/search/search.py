@@ -22,12 +22,16 @@ from meshwright.plan.search.question import (
     price_memory,
     price_time,
 )
-from meshwright.plan.search.space import least_memory_layouts
-from meshwright.plan.workload.layouts import Ints, Layouts
+from meshwright.plan.search.space import MAX_MICROBATCH_TOKENS, least_memory_layouts
+from meshwright.plan.workload.layouts import Floats, Ints, Layouts
 
 TIE_FRACTION = 0.05
 """Plans this close are equally fast, because the prediction is less exact. The simplest of them is chosen."""
 BLOCK_MESHES = 128
+SHARDING_COLUMNS = ("tp", "cp", "ep", "etp", "ep_overlap", "cp_kind", "cp_inner")
+KERNEL_ITEMS = ("matmul", "attention", "elementwise", "head")
+LEAST_SHARE = 0.9
+"""Partial waves of tiles make some smaller micro-batches a little more efficient than the largest."""
 NEAR_BEST = 1.1
 """`within` where only the best layout is asked for: beyond it no simulation changes which one it is."""
 
@@ -51,16 +55,16 @@ def search(question: Question, *, ranks: range | None = None, within: float = KE
     """
     sizes = ranks or range(1, question.cluster.num_devices + 1)
     collector = Collector(question, within=within)
-    for block in _blocks(question, sizes):
+    for block, least in _blocks(question, sizes):
         if _cannot_improve(collector, block):
             break
-        collector.add(block)
+        collector.add(filter_rows(block, least <= within * collector.best_score))
     # With --objective memory, a saver would always win: it is for what does not fit otherwise.
     if question.objective != "memory" or not np.isfinite(collector.best_score):
-        for block in _blocks(replace(question, min_cp_positions=_shortest_cp(question)), sizes):
+        for block, least in _blocks(replace(question, min_cp_positions=_shortest_cp(question)), sizes):
             if _cannot_improve(collector, block):
                 break
-            collector.add_savers(block)
+            collector.add_savers(filter_rows(block, least <= collector.best_score))
     return _result(collector)
 
 
@@ -107,20 +111,40 @@ def _cannot_improve(collector: Collector, block: Table) -> bool:
     return collector.question.objective == "speed" and bound > collector.best_score
 
 
-def _blocks(question: Question, ranks: range) -> Iterator[Table]:
-    """The meshes in blocks, the largest worlds first."""
+def _blocks(question: Question, ranks: range) -> Iterator[tuple[Table, Floats]]:
+    """The meshes in blocks, the largest worlds first, with the least score of each."""
     table = _fastest_cp_kinds(question, meshes(question, ranks))
+    least = _least_scores(question, table)
     order = np.argsort(-table["num_ranks"], kind="stable")
     for first in range(0, len(order), BLOCK_MESHES):
         rows = order[first : first + BLOCK_MESHES]
-        yield {name: column[rows] for name, column in table.items()}
+        yield {name: column[rows] for name, column in table.items()}, least[rows]
+
+
+def _least_scores(question: Question, table: Table) -> Floats:
+    """A lower bound of the score on each mesh: its kernels alone, in the largest micro-batches."""
+    if len(table["tp"]) == 0 or question.objective == "memory":
+        return np.zeros(len(table["tp"]))
+    data = question.run.data
+    longest = np.maximum(MAX_MICROBATCH_TOKENS // (data.sequence_length // table["cp"]), 1)
+    size = np.minimum(np.maximum(data.batch_sequences // table["dp"], 1), longest)
+    columns = {name: table[name] for name in SHARDING_COLUMNS}
+    rows = np.stack([*columns.values(), size], axis=1)
+    distinct, index = np.unique(rows, axis=0, return_inverse=True)
+    probes = _probe_columns(dict(zip(columns, distinct.T, strict=False)))
+    layouts = Layouts(**{**probes, "microbatch_sequences": distinct[:, -1]})
+    items = price_time(question, layouts).items
+    seconds = sum((items[name] for name in KERNEL_ITEMS), np.zeros(len(layouts)))
+    device_seconds = seconds * layouts.num_ranks * data.batch_sequences / layouts.batch_sequences
+    least = LEAST_SHARE * device_seconds[index.ravel()]
+    return least if question.objective == "cost" else least / table["num_ranks"]
 
 
 def _fastest_cp_kinds(question: Question, table: Table) -> Table:
     """The fastest kind of context parallel for each model sharding: pp, dp and batch do not change which."""
     if len(table["cp"]) == 0 or int(table["cp"].max()) == 1 or "cp_kind" in question.pins.allowed:
         return table
-    columns = ("tp", "cp", "ep", "etp", "ep_overlap", "cp_kind", "cp_inner")
+    columns = SHARDING_COLUMNS
     rows = np.stack([table[name] for name in columns], axis=1)
     distinct, index = np.unique(rows, axis=0, return_inverse=True)
     probes = Layouts(**_probe_columns(dict(zip(columns, distinct.T, strict=True))))

@@ -65,9 +65,11 @@ def _smallest(question: Question, allowed: float, limit: int) -> int | None:
     while enough - too_few > 1:
         seconds, used = planned_step(on_devices(question, counts[guess]))
         if seconds <= allowed:
-            enough = bisect_left(counts, used)
-        else:
-            too_few = guess
+            # Where devices stay idle, as many as are in use are asked next: their own plan may be another.
+            enough, in_use = guess, bisect_left(counts, used)
+            guess = in_use if too_few < in_use < enough else (too_few + enough) // 2
+            continue
+        too_few = guess
         # Half as many again until it is enough, then halves of what is left.
         more = max(bisect_left(counts, 1.5 * counts[guess]), too_few + 1)
         guess = min(more, enough - 1) if enough == len(counts) else (too_few + enough) // 2

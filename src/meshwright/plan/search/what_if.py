@@ -71,7 +71,7 @@ class Outcome:
             return "no layout satisfies the rules and the pins"
         if self.candidate.fits:
             return ""
-        return f"does not fit: {self.candidate.shortage}"
+        return f"does not fit: {self.candidate.over_limit_text}"
 
     @property
     def text(self) -> str:

@@ -40,15 +40,16 @@ HOST_UPDATE_BYTES_PER_SECOND = 60e9
 # Share of the host link's data-sheet rate that copies of pinned memory reach, in one direction and in each of
 # both at once: bench/results/offload_h200_2026-11-16.md.
 HOST_ONE_WAY, HOST_BOTH_WAYS = 0.9, 0.58
+# Devices of a node share this many links to the host, as on DGX A100 and HGX H100 boards with four PCIe
+# switches. On a DGX-2 with four, 16 devices get 3 GB/s each where one alone gets 12 (DeepSpeed issue 1137).
+# Our own measurements are of one device.
+HOST_LINKS_PER_NODE = 4
 # Share of the 1f1b bubble that split backwards leave.
 BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
 # Adapters (LoRA) over the parameters of the base model.
 ADAPTER_SHARE = 0.01
-# What the time of a layer depends on; the schedule, its stages and offload come on top.
-LAYER_COLUMNS = (
-    *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "ep", "etp", "ep_overlap"),
-    *("microbatch_sequences", "num_microbatches", "recompute", "recompute_every", "reduce_last", "regather"),
-)
+# What the time of a layer does not depend on: the schedule, its stages and offload come on top.
+BESIDE_LAYERS = ("pp", "schedule", "virtual_stages", "offload")
 COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")
 """Items that are exposed communication."""
 
@@ -125,7 +126,8 @@ Passes = tuple[PassTime, PassTime]
 def _microbatch_times(ctx: Context) -> tuple[Passes, Passes, Passes]:
     """Forward and backward of a layer, the head and the embedding: once for layouts that differ elsewhere."""
     at = ctx.at
-    distinct, index = at.distinct(*(getattr(at, name) for name in LAYER_COLUMNS), at.pp > 1)
+    columns = [column for name, column in vars(at).items() if name not in BESIDE_LAYERS]
+    distinct, index = at.distinct(*columns, at.pp > 1)
     if len(distinct) == len(at):
         return mean_layer_time(ctx), head_time(ctx), embedding_time(ctx)
     few = context(ctx.workload, distinct, ctx.cluster, ctx.framework)
@@ -237,19 +239,29 @@ def _once_per_step_seconds(ctx: Context, dense: Floats, experts: Floats) -> Floa
     return np.where(scatters_each, replicas + gathered, scatter)
 
 
+def host_share(cluster: Cluster) -> float:
+    """The part of its link to the host, and of the host's memory bandwidth, that each device of a node gets.
+
+    A superchip has a host of its own.
+    """
+    if cluster.host.name == "c2c":
+        return 1.0
+    return min(1.0, HOST_LINKS_PER_NODE / cluster.devices_per_node)
+
+
 def _update_items(ctx: Context, elements: Floats) -> Items:
     """Seconds of the optimizer's update of so many parameters, and of what it moves to and from the host."""
     at, state = ctx.at, ctx.framework.state
     optimizer = OPTIMIZER_BYTES[ctx.workload.optimizer]
     update = ctx.framework.kernel_slowdown * ctx.copy_seconds((state.update + 2.0 * optimizer) * elements)
+    share = host_share(ctx.cluster)
+    rate = HOST_BOTH_WAYS * share * ctx.cluster.host.bytes_per_second
     states = at.offloads("optimizer") * elements * (optimizer + state.master)
     weights = at.offloads("parameters") * elements * state.weight
-    streamed = np.maximum(
-        (states + weights) / (HOST_BOTH_WAYS * ctx.cluster.host.bytes_per_second) - update, 0.0
-    )
+    streamed = np.maximum((states + weights) / rate - update, 0.0)
     # ZeRO-3 with parameters on the host: gradients end there, and the update runs there.
     is_on_host = (at.offloads("parameters") == 1) & (at.zero == 3)
-    host_update = elements * HOST_UPDATE_BYTES / HOST_UPDATE_BYTES_PER_SECOND
+    host_update = elements * HOST_UPDATE_BYTES / (share * HOST_UPDATE_BYTES_PER_SECOND)
     return {
         "optimizer": np.where(is_on_host, 0.0, update),
         "offload": np.where(is_on_host, host_update, streamed),
@@ -278,7 +290,10 @@ def _reduce_seconds(ctx: Context, elements: Floats, members: Group) -> Floats:
 
 def _offload_seconds(ctx: Context, forward: PassTime, backward: PassTime, layers: Floats) -> Floats:
     """Exposed copies of activations and weights between device and host for one micro-batch."""
-    at, rate = ctx.at, HOST_ONE_WAY * ctx.cluster.host.bytes_per_second
+    at = ctx.at
+    # A pipeline alternates forwards and backwards, so that copies run in both directions at once.
+    one_way = np.where(at.pp > 1, HOST_BOTH_WAYS, HOST_ONE_WAY)
+    rate = one_way * host_share(ctx.cluster) * ctx.cluster.host.bytes_per_second
     movable = movable_activation_bytes(ctx.workload, at, ctx.framework)
     activations = at.offloads("activations") * movable / rate
     share = ctx.workload.counts.num_moe_layers / ctx.workload.model.num_layers

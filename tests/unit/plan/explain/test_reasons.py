@@ -1,5 +1,7 @@
 """The reasons name every technique in use, each with a number."""
 
+import re
+
 from tests.support.plans import planned, small_plan
 
 from meshwright.plan.explain.reasons import explain
@@ -16,8 +18,31 @@ def test_the_reasons_follow_the_techniques() -> None:
 
 def test_every_technique_in_use_is_justified_with_a_number() -> None:
     sentences = explain(planned("llama-3.1-405b", "h100:8x2048", batch_tokens=2**24))
-    assert any(sentence.startswith("tp=8") and "Without it" in sentence for sentence in sentences)
+    assert any(
+        sentence.startswith("tp=") and "inside the 8 GPUs" in sentence and "Without it" in sentence
+        for sentence in sentences
+    )
     assert any(
         sentence.startswith("pp=") and "across nodes" in sentence and "bubble" in sentence
         for sentence in sentences
     )
+
+
+def test_a_layout_that_a_sentence_names_is_a_row_or_has_a_pin_that_shows_it() -> None:
+    plan = planned("mixtral-8x7b", "h100:16", batch_tokens=2**22)
+    for sentence in explain(plan):
+        assert ("Without it the best step" in sentence) == bool(
+            re.search(r"\((row \d|the pin \w+=1 )", sentence)
+        )
+    times = [candidate.step_seconds for candidate in plan.top[1:]]
+    assert times == sorted(times)
+
+
+def test_what_offload_assumes_is_said() -> None:
+    """It was measured on one device with a host of its own."""
+    alone, shared = planned("llama-3.1-8b", "h100:1", seq=4096), planned("mixtral-8x7b", "h100:16")
+    assert alone.best.run.memory.offload
+    assert shared.best.run.memory.offload
+    assert "Not measured" not in " ".join(explain(alone))
+    text = " ".join(explain(shared))
+    assert "Not measured: each of 8 devices of a node is assumed to get 0.5 of its link to the host" in text

@@ -9,7 +9,7 @@ from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.rank_bytes import Memory, host_items, memory, movable_bytes
 from meshwright.plan.predict import host_bytes, predict_run
 from meshwright.plan.search.candidate import candidate_of, with_layout
-from meshwright.plan.time.step_time import HOST_BOTH_WAYS, step_cost
+from meshwright.plan.time.step_time import HOST_BOTH_WAYS, host_share, step_cost
 from meshwright.plan.workload.layouts import (
     FULL,
     OFFLOAD_BITS,
@@ -78,10 +78,18 @@ class TestBytes:
         assert moved.host["activations"].max() == pytest.approx(
             (in_flight(layouts(**at)) * layers * layer).max(), rel=0.05
         )
-        # Beside two layers there are the rope tables and the input of the last norm.
-        left = plain.items["activations"] - moved.host["activations"]
-        assert moved.items["activations"] == pytest.approx(left + 2 * layer)
-        assert moved.items["activations"].max() == pytest.approx(2 * layer, rel=0.1)
+        # Beside two layers there are the rope tables and the input of the last norm, on every rank.
+        assert moved.items["activations"] == pytest.approx(2 * layer, rel=0.1)
+        if pp == 1:  # In a pipeline another phase is the fullest when activations are on the host.
+            left = plain.items["activations"] - moved.host["activations"]
+            assert moved.items["activations"] == pytest.approx(left + 2 * layer)
+
+    def test_the_peak_without_activations_is_a_peak_of_its_own(self) -> None:
+        """What is left at a phase with few activations may exceed what is left where they were most."""
+        at = {"pp": 4, "num_microbatches": 8}
+        plain, moved = _memory(layouts(**at), COMPILED), _memory(layouts(**at, offload=ACTIVATIONS), COMPILED)
+        least = plain.allocated_bytes - plain.items["activations"]
+        assert (moved.allocated_bytes >= least).all()
 
     @pytest.mark.parametrize("recompute", [RECOMPUTE_SELECTIVE, FULL])
     def test_what_a_recomputed_layer_keeps_moves(self, recompute: int) -> None:
@@ -126,7 +134,9 @@ class TestSeconds:
     def test_a_fetched_state_travels_once_each_way(self) -> None:
         """Both directions at once, beside the update: what shows is one way less the update."""
         at = layouts(offload=OPTIMIZER)
-        one_way = 8 * num_parameters(MODEL) / (HOST_BOTH_WAYS * H100.host.bytes_per_second)
+        # Eight devices of a node have four links to the host.
+        assert host_share(H100) == 0.5
+        one_way = 8 * num_parameters(MODEL) / (0.5 * HOST_BOTH_WAYS * H100.host.bytes_per_second)
         assert _seconds(at, "offload") == pytest.approx(one_way - _seconds(at, "optimizer"))
         assert _seconds(at, "optimizer") == _seconds(layouts(), "optimizer")
 

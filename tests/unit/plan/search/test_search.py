@@ -12,12 +12,19 @@ from tests.support.plans import asked
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.search.candidate import Candidate, with_layout
+from meshwright.plan.search.collector import KEPT_WITHIN
 from meshwright.plan.search.meshes import divisors, meshes
 from meshwright.plan.search.pins import parse_pins
-from meshwright.plan.search.question import Question, price
+from meshwright.plan.search.question import (
+    MIN_CP_POSITIONS_TO_SAVE,
+    Question,
+    fitting_rows,
+    price_memory,
+    price_time,
+)
 from meshwright.plan.search.search import search
-from meshwright.plan.search.space import expand
-from meshwright.plan.workload.layouts import CP_KINDS, RECOMPUTE_NONE
+from meshwright.plan.search.space import expand, offloaded
+from meshwright.plan.workload.layouts import CP_KINDS, RECOMPUTE_NONE, concatenated
 from meshwright.spec.check import check
 
 SMALL = ("gpt3-350m", "llama-3.2-1b", "qwen3-0.6b", "mixtral-8x7b")
@@ -32,14 +39,23 @@ def test_divisors() -> None:
     assert divisors(1) == [1]
 
 
-def test_finds_what_pricing_everything_finds() -> None:
-    asks = question("llama-3.2-1b", "a100:8")
-    everything = expand(asks, meshes(asks, range(1, 9)))
-    priced = price(asks, everything)
-    fits = priced.device_bytes <= asks.memory_budget_bytes
-    found = search(asks)
-    assert found.fitting.step_seconds.min() == pytest.approx(priced.step_seconds[fits].min(), rel=1e-12)
-    assert (found.fitting.layouts.offload == 0).all()
+@pytest.mark.parametrize(
+    ("model", "on", "saves_memory"), [("llama-3.2-1b", "a100:8", False), ("llama-3.1-8b", "rtx4090:4", True)]
+)
+def test_finds_what_pricing_everything_finds(model: str, on: str, *, saves_memory: bool) -> None:
+    """Everything: also what is offloaded, and context parallel with short shards."""
+    asks = question(model, on, batch_sequences=16, seq=4096)
+    wide = replace(asks, min_cp_positions=MIN_CP_POSITIONS_TO_SAVE)
+    plain = expand(wide, meshes(wide, range(1, asks.cluster.num_devices + 1)))
+    everything = concatenated([plain, offloaded(asks, plain)])
+    seconds = price_time(asks, everything).step_seconds
+    found = search(asks).fitting
+    best = float(found.step_seconds.min())
+    # What is slower than the search's best cannot be better: only what is faster is asked whether it fits.
+    faster = everything.take(seconds < best * (1.0 - 1e-12))
+    assert not len(faster) or not fitting_rows(asks, price_memory(asks, faster)).any()
+    assert best in seconds
+    assert bool(found.layouts.offload[int(found.step_seconds.argmin())]) == saves_memory
 
 
 @settings(max_examples=25, deadline=None)
@@ -112,7 +128,7 @@ def test_pins_are_obeyed(pins: list[str], column: str, values: set[int]) -> None
 
 
 def test_context_parallel_is_for_long_sequences() -> None:
-    short = search(question("llama-3.2-1b", "h100:8", seq=4096, batch_sequences=64)).fitting.take([0])
+    short = search(question("llama-3.2-1b", "h100:8", seq=4096, batch_sequences=64)).fitting
     long = search(question("llama-3.2-1b", "h100:8", seq=131072, batch_sequences=8)).fitting
     assert set(short.layouts.cp) == {1}
     assert 8 in set(long.layouts.cp)
@@ -123,6 +139,11 @@ def test_experts_are_sharded() -> None:
     assert set(meshes(asks, range(32, 33))["ep"]) > {1, 8}
     fitting = search(asks).fitting
     assert 8 in set(fitting.layouts.ep)
+    # Without ep a plan fits, too. It is not kept where it is more than 50% slower than the best.
+    whole = search(question("mixtral-8x7b", "dgx-h100:4", "ep=1", batch_sequences=512)).fitting
+    slower = whole.step_seconds.min() / fitting.step_seconds.min()
+    assert slower > 1.0
+    assert (1 in set(fitting.layouts.ep)) == (slower <= KEPT_WITHIN)
     assert ((fitting.layouts.dp_shard * fitting.layouts.cp) % fitting.layouts.ep == 0).all()
 
 
