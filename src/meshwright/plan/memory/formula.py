@@ -72,7 +72,9 @@ def fp8_weight_items(work: Workload, at: Layouts, rank: RankParameters) -> Items
     counts = work.counts
     share = counts.num_moe_layers / work.model.num_layers
     matrices = (1.0 - share) * counts.dense_layer + share * counts.moe_layer
-    return {"fp8 weights": 2.0 * work.low_precision_layers * rank.layers * column(matrices / at.tp)}
+    experts = share * counts.experts_layer if work.low_precision_experts else 0.0
+    on_rank = matrices / at.tp + experts / (at.ep * at.etp)
+    return {"fp8 weights": 2.0 * work.low_precision_layers * rank.layers * column(on_rank)}
 
 
 def _logit_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:

@@ -67,6 +67,21 @@ def test_fp8_is_faster_and_keeps_less_where_linears_are_large() -> None:
     assert fp8.peak_stage.items["activations"] < 0.95 * bf16.peak_stage.items["activations"]
 
 
+def test_two_of_three_matmuls_of_experts_are_faster_in_fp8() -> None:
+    """Weight gradients stay in bf16. Kept copies are those of experts too."""
+    pins = ("precision.fp8.cast_weights=per_step", "precision.fp8.bf16_layers_each_end=0")
+    linears, both = (
+        predicted("mixtral-8x7b", *BF16, *pins, f"precision.fp8.experts={value}")
+        for value in ("false", "true")
+    )
+    bf16 = predicted("mixtral-8x7b", *BF16).seconds_by_item["matmul"]
+    saved = (linears.seconds_by_item["matmul"] - both.seconds_by_item["matmul"]) / bf16
+    assert 0.1 < saved < 1 / 3  # half of two thirds, at most
+    assert both.seconds_by_item["elementwise"] > linears.seconds_by_item["elementwise"]
+    more = both.peak_stage.items["fp8 weights"] - linears.peak_stage.items["fp8 weights"]
+    assert more == pytest.approx(2 * 32 * 3 * 8 * 14336 * 4096, rel=1e-12)
+
+
 def test_ends_in_bf16_cost_time() -> None:
     def seconds(ends: int) -> float:
         return predicted(
