@@ -17,7 +17,7 @@ def test_the_run_file_is_written_and_valid(tmp_path: Path, capsys: Captured):
     out = tmp_path / "run.yaml"
     file = str(FILES / "fsdp_leonardo.yaml")
     assert main.run(["import", file, "--onto", "llama-3.1-8b-8gpu", "-o", str(out), "seed=3"]) == 0
-    assert "29 keys: 18 mapped, 11 changed, 0 refused" in capsys.readouterr().out
+    assert "29 keys: 19 mapped, 10 changed, 0 refused" in capsys.readouterr().out
     assert load_run(out).seed == 3
     assert "# Imported from fsdp_leonardo.yaml (accelerate)" in out.read_text()
     assert "fsdp_config.fsdp_forward_prefetch=false" in out.read_text()

@@ -42,7 +42,7 @@ def compare(name: str, counts: list[int]) -> None:
 
 def compare_cast(recipe: str) -> None:
     """Values that the format has exactly: the interpreter does not round as the hardware does."""
-    from meshwright.precision.fp8.cast_triton import cast_expert_tiles
+    from meshwright.precision.fp8.cast_experts_triton import cast_expert_tiles
 
     rule = RECIPES[recipe]
     finite = torch.arange(256).to(torch.uint8).view(E4M3).float()

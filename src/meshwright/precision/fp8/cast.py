@@ -14,7 +14,8 @@ from torch import Tensor
 from meshwright.precision.fp8.quantise import encode
 
 if find_spec("triton") is not None:  # comes with torch for CUDA
-    from meshwright.precision.fp8.cast_triton import cast_expert_tiles, cast_tiles
+    from meshwright.precision.fp8.cast_experts_triton import cast_expert_tiles
+    from meshwright.precision.fp8.cast_triton import cast_tiles
 
 TILE = 128
 """Rows and columns of the tiles whose amax is returned."""

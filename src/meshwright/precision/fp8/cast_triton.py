@@ -19,14 +19,8 @@ NUM_WARPS = 8
 def _cast(  # noqa: PLR0913  # pyright: ignore[reportGeneralTypeIssues]
     source, scale, values, transposed, tile_amax,
     num_rows, num_columns, source_stride, values_stride, transposed_stride,
-    source_matrix_stride, matrix_elements, scale_matrix_stride, scale_row_stride, scale_column_stride,
     FORMAT: tl.constexpr, WITH_AMAX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    matrix = tl.program_id(2).to(tl.int64)
-    source, values = source + matrix * source_matrix_stride, values + matrix * matrix_elements
-    transposed += matrix * matrix_elements
-    scale += matrix * scale_matrix_stride
-    scale += tl.program_id(0) * scale_row_stride + tl.program_id(1) * scale_column_stride
     row, column = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
     index = tl.arange(0, TILE)
     is_inside = (index < num_rows - row)[:, None] & (index < num_columns - column)[None, :]
@@ -47,7 +41,6 @@ def _cast(  # noqa: PLR0913  # pyright: ignore[reportGeneralTypeIssues]
 
 
 _FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-_ONE_SCALE = (0, 0, 0)
 
 
 def cast_tiles(
@@ -57,47 +50,21 @@ def cast_tiles(
 
     The outputs may be columns of larger matrices.
     """
-    _launch(x_MK[None], scale, (values_MK[None], transposed_KM[None]), tile_amax, _ONE_SCALE)
-
-
-def cast_expert_tiles(
-    weight_ENK: Tensor, scale_ERC: Tensor, values_ENK: Tensor, transposed_EKN: Tensor
-) -> None:
-    """Write stacked matrices in fp8 and their transposes into given contiguous tensors.
-
-    A matrix has one scale, or one for each tile.
-    """
-    strides = (
-        scale if size > 1 else 0 for scale, size in zip(scale_ERC.stride(), scale_ERC.shape, strict=True)
-    )
-    _launch(weight_ENK, scale_ERC, (values_ENK, transposed_EKN), None, tuple(strides))
-
-
-def _launch(
-    source_EMK: Tensor,
-    scale: Tensor,
-    outputs: tuple[Tensor, Tensor],
-    tile_amax: Tensor | None,
-    scale_strides: tuple[int, ...],
-) -> None:
-    source_EMK = source_EMK if source_EMK.stride(2) == 1 else source_EMK.contiguous()
-    (num_matrices, num_rows, num_columns), (values, transposed) = source_EMK.shape, outputs
-    grid = (triton.cdiv(num_rows, TILE), triton.cdiv(num_columns, TILE), num_matrices)
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    num_rows, num_columns = x_MK.shape
+    grid = (triton.cdiv(num_rows, TILE), triton.cdiv(num_columns, TILE))
     _cast[grid](
-        source_EMK,
+        x_MK,
         scale,
-        values.view(torch.uint8),
-        transposed.view(torch.uint8),
+        values_MK.view(torch.uint8),
+        transposed_KM.view(torch.uint8),
         tile_amax,
         num_rows,
         num_columns,
-        source_EMK.stride(1),
-        values.stride(1),
-        transposed.stride(1),
-        source_EMK.stride(0),
-        num_rows * num_columns,
-        *scale_strides,
-        FORMAT=_FORMATS[values.dtype],
+        x_MK.stride(0),
+        values_MK.stride(0),
+        transposed_KM.stride(0),
+        FORMAT=_FORMATS[values_MK.dtype],
         WITH_AMAX=tile_amax is not None,
         TILE=TILE,
         num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]  (an option of the launch)

@@ -19,7 +19,7 @@ def test_the_reasons_follow_the_techniques() -> None:
 def test_every_technique_in_use_is_justified_with_a_number() -> None:
     sentences = explain(planned("llama-3.1-405b", "h100:8x2048", batch_tokens=2**24))
     assert any(
-        sentence.startswith("tp=") and "inside the 8 GPUs" in sentence and "Without it" in sentence
+        sentence.startswith("tp=8") and "inside the 8 GPUs" in sentence and "Without it" in sentence
         for sentence in sentences
     )
     assert any(
