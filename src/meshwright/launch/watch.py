@@ -181,7 +181,7 @@ class RankWatcher:
     def _stack(self, one: _RankWatch) -> list[str]:
         path = self._stack_path(one)
         text = path.read_text(errors="replace").strip() if _has_text(path) else ""
-        lines = text.splitlines() or ["  (it wrote none: it is not running Python code)"]
+        lines = _main_thread_first(text) or ["  (it wrote none: it is not running Python code)"]
         return [f"stack of rank {one.rank}:", *lines[:_MOST_STACK_LINES]]
 
 
@@ -192,6 +192,12 @@ def _culprits(living: list[_RankWatch]) -> list[_RankWatch]:
         return stopped
     least = min(one.step for one in living)
     return [one for one in living if one.step == least]
+
+
+def _main_thread_first(stacks: str) -> list[str]:
+    """The lines of all stacks; Python writes the main thread last, after those that wait for work."""
+    threads = [one.strip() for one in stacks.split("\n\n") if one.strip()]
+    return "\n\n".join(reversed(threads)).splitlines()
 
 
 def _has_text(path: Path) -> bool:
