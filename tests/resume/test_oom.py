@@ -160,7 +160,7 @@ def test_another_launcher_is_refused_with_what_to_set_instead(tmp_path, monkeypa
     """torchrun starts the ranks, so nothing here can restart them."""
     file = tmp_path / "run.yaml"
     file.write_text(dump_run(run_of(memory=HALVE)))
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "one"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     command = [sys.executable, "-m", "meshwright", "train", str(file), "--dir", str(tmp_path / "run")]

@@ -26,7 +26,7 @@ STACK_SIGNAL = signal.SIGUSR2
 _TICK_SECONDS = 0.5
 # A longer time between two ticks: this process was suspended.
 _LONGEST_TICK_SECONDS = 5.0
-_STACK_SECONDS = 0.5
+_STACK_SECONDS, _STACK_PAUSE_SECONDS = 1.0, 0.1
 _MOST_STACKS, _MOST_STACK_LINES = 4, 60
 
 
@@ -170,10 +170,20 @@ class RankWatcher:
                 one.process.send_signal(STACK_SIGNAL)
                 if one.stopped_seconds is not None:
                     one.process.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < deadline and not all(_has_text(self._stack_path(one)) for one in culprits):
-            time.sleep(0.02)
+        self._await_stacks(culprits)
         return [text for one in culprits for text in self._stack(one)]
+
+    def _await_stacks(self, culprits: list[_RankWatch]) -> None:
+        """Wait until all have written and none has written more for a moment: threads come one by one."""
+        deadline = time.monotonic() + _STACK_SECONDS
+        sizes, before = self._stack_sizes(culprits), None
+        while time.monotonic() < deadline and (0 in sizes or sizes != before):
+            time.sleep(_STACK_PAUSE_SECONDS)
+            sizes, before = self._stack_sizes(culprits), sizes
+
+    def _stack_sizes(self, culprits: list[_RankWatch]) -> list[int]:
+        paths = [self._stack_path(one) for one in culprits]
+        return [path.stat().st_size if path.is_file() else 0 for path in paths]
 
     def _stack_path(self, one: _RankWatch) -> Path:
         return stack_path(self._folder, one.rank)
@@ -181,7 +191,7 @@ class RankWatcher:
     def _stack(self, one: _RankWatch) -> list[str]:
         path = self._stack_path(one)
         text = path.read_text(errors="replace").strip() if _has_text(path) else ""
-        lines = text.splitlines() or ["  (it wrote none: it is not running Python code)"]
+        lines = _main_thread_first(text) or ["  (it wrote none: it is not running Python code)"]
         return [f"stack of rank {one.rank}:", *lines[:_MOST_STACK_LINES]]
 
 
@@ -192,6 +202,12 @@ def _culprits(living: list[_RankWatch]) -> list[_RankWatch]:
         return stopped
     least = min(one.step for one in living)
     return [one for one in living if one.step == least]
+
+
+def _main_thread_first(stacks: str) -> list[str]:
+    """The lines of all stacks; Python writes the main thread last, after those that wait for work."""
+    threads = [one.strip() for one in stacks.split("\n\n") if one.strip()]
+    return "\n\n".join(reversed(threads)).splitlines()
 
 
 def _has_text(path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.ops.cast import accumulation_dtype
+from meshwright.ops.cast import accumulation_dtype, cast
 
 if find_spec("triton") is not None:  # comes with torch for CUDA
     from meshwright.ops.expert_rows_triton import sum_rows_kernel
@@ -71,7 +71,8 @@ def sum_rows(y_ND: Tensor, other_ND: Tensor | None, place_TC: Tensor) -> Tensor:
     padded_ND = torch.cat((y_ND.to(dtype), y_ND.new_zeros((1, y_ND.shape[1]), dtype=dtype)))
     if other_ND is not None:
         padded_ND[:-1] += other_ND
-    return torch.where(is_kept_TC1, padded_ND[place_TC.clamp(max=len(y_ND))], 0.0).sum(1).to(y_ND.dtype)
+    summed_TD = torch.where(is_kept_TC1, padded_ND[place_TC.clamp(max=len(y_ND))], 0.0).sum(1)
+    return cast(summed_TD, y_ND.dtype)
 
 
 @sum_rows.register_fake

@@ -10,7 +10,7 @@ def _summary(**rates: float) -> dict:
         for label, rate in rates.items()
     ]  # fmt: skip
     run = {
-        "model": {"family": "llama-3.2-1b"},
+        "model": {"family": "llama-3.2-1b", "num_layers": 16},
         "precision": {"weights": "fp32"},
         "data": {"sequence_length": 4096, "microbatch_sequences": 8},
     }
@@ -21,6 +21,7 @@ def test_a_row_compares_with_the_fastest_peer() -> None:
     text = page({"step_1b": _summary(hf=400.0, ours=500.0, plain=450.0)})
     assert "| case | device | ours | hf | plain | ours over the fastest peer |" in text
     assert "| NVIDIA H200 | 500 | 400 | 450 | 1.11x |" in text
+    assert "llama-3.2-1b, 16 layers, bf16, weights fp32, 8 x 4096, joined documents" in text
 
 
 def test_a_run_of_ours_alone_has_no_ratio() -> None:

@@ -28,7 +28,7 @@ def test_the_file_is_written(tmp_path: Path, capsys: Captured):
 
 
 def test_a_layout_that_cannot_be_said_stops_the_export(tmp_path: Path, capsys: Captured):
-    words = ["export", "qwen3-30b-a3b-16gpu", "-o", str(tmp_path / "a.yaml")]
+    words = ["export", "qwen3-30b-a3b-16gpu", "parallel.ep=2", "-o", str(tmp_path / "a.yaml")]
     assert main.run(words) == 2
     assert "1 keys cannot be mapped: parallel.ep" in capsys.readouterr().err
     assert not (tmp_path / "a.yaml").exists()

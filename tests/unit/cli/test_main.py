@@ -126,7 +126,9 @@ def test_every_verb_in_the_table_loads_and_has_help(capsys: Captured):
 def test_every_verb_has_its_module_and_every_module_its_verb():
     modules = {file.stem for file in Path(main.__file__).parent.glob("*.py")}
     modules = {name if name.startswith("_") else name.rstrip("_") for name in modules}  # import_.py
-    assert modules - {"__init__", "main"} == set(main.VERBS)
+    # A verb with much to print has further modules, such as plan_verify.py.
+    parts = {name for name in modules if name.partition("_")[0] in main.VERBS and name not in main.VERBS}
+    assert modules - {"__init__", "main"} - parts == set(main.VERBS)
 
 
 def test_help_imports_neither_verbs_nor_specs():

@@ -96,7 +96,7 @@ class ParquetRows:
 def _group_rows(path: Path) -> list[int]:
     parquet = package("pyarrow.parquet", extra="parquet", needed_for="parquet files")
     try:
-        metadata = parquet.read_metadata(path)
+        metadata = parquet.ParquetFile(path).metadata
     except (OSError, ValueError) as error:
         fact = f"the file is no complete parquet file: {str(error).splitlines()[0]}"
         raise DataError(fact, where=str(path), hint="write the file again") from None

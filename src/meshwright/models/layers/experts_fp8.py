@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
+from meshwright.ops.cast import cast
 from meshwright.ops.grouped_mm import group_ends, grouped_linear, grouped_weight_gradient
 from meshwright.precision.fp8.expert_weights import (
     CachedFp8Experts,
@@ -139,4 +140,5 @@ def _matmul(
         return grouped_matmul(a, b, group_ends(counts_E), fast_accumulation=fast_accumulation)
     is_cuda = kernel_device(a.values_MK.device.type, call.simulated) == "cuda"
     dtype = torch.float64 if to == torch.float64 else torch.bfloat16 if is_cuda else torch.float32
-    return grouped_linear(decode(a, dtype), decode_experts(b, dtype), counts_E, call.simulated).to(to)
+    y_NF = grouped_linear(decode(a, dtype), decode_experts(b, dtype), counts_E, call.simulated)
+    return cast(y_NF, to)
