@@ -98,7 +98,7 @@ def test_two_nodes_have_the_losses_of_one_process(folder: Path, one_process: lis
     assert meshwright(folder, "launch", "status", job_id) == f"{job_id} COMPLETED"
 
 
-# It passes alone. After another job of the same controller it fails at times: the job runs on after the signal.
+# It passes alone. After another job of the same controller the job at times runs on after the signal.
 @pytest.mark.soak
 def test_a_job_at_its_time_limit_is_saved_requeued_and_continued(folder: Path, one_process: list[float]):
     """The signal that SLURM sends before the limit, sent earlier."""
