@@ -5,7 +5,8 @@
 
 Each is the gradient of the other, and each reads rows and writes a result once. `index_put` would add with
 atomics, in an order that changes from run to run. The sum is a Triton kernel on CUDA: that of torch's
-compiler takes four times as long (on an H200 0.63 ms instead of 0.16 for 131,072 rows of width 2048).
+compiler takes three times as long (on an H200 1.39 ms instead of 0.42 for both sums of a layer, 131,072 rows
+of width 2048).
 """
 
 from importlib.util import find_spec

@@ -184,7 +184,7 @@ class Framework:
         return np.ones_like(nodes)
 
     def dispatch_bytes(self, workload: Workload) -> float:
-        """Bytes per element of tokens on the way to their experts: the activation precision."""
+        """Bytes per element of tokens that are sent to their experts: the activation precision."""
         return workload.working_bytes
 
     def ep_overlap_share(self, at: Layouts) -> Floats:

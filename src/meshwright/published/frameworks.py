@@ -138,7 +138,7 @@ class Peer(Framework):
         return np.minimum(reached / moe.top_k, 1.0)
 
     def dispatch_bytes(self, workload: Workload) -> float:
-        """Bytes per element of tokens on the way to their experts."""
+        """Bytes per element of tokens that are sent to their experts."""
         return 1.0 if self.dispatches_fp8 and workload.is_low_precision else workload.working_bytes
 
     def ep_overlap_share(self, at: Layouts) -> Floats:

@@ -108,7 +108,7 @@ def test_a_kill_is_resumed(corpus: Path, tmp_path: Path, monkeypatch: pytest.Mon
         num_processes=2,
         progress=lambda _: seen.append({path: path.stat().st_ino for path in finished}),
     )
-    assert seen[-1] == finished  # these parts were not made again
+    assert seen[-1] == finished  # these parts were not packed twice
     pack([corpus / "a.jsonl"], tmp_path / "one", tokenizer=ByteTokenizer())
     assert TokenFile.open(tmp_path / "data").fingerprint == TokenFile.open(tmp_path / "one").fingerprint
     assert not (tmp_path / ".data.packing").exists()
