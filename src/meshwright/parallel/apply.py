@@ -29,6 +29,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.moe import Experts
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
+from meshwright.parallel.cuda_graphs import GraphedProgram
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
@@ -86,7 +87,8 @@ def build_program(
     fp8_weights.cast()
     if run.parallel.num_stages == 1:
         model = stages[0].module
-        return SingleProgram(
+        is_graphed = run.cuda_graphs and mesh.device.type == "cuda"  # a rehearsal runs on the CPU
+        return (GraphedProgram if is_graphed else SingleProgram)(
             model,
             shards=shards,
             reducer=reducer,
