@@ -49,5 +49,6 @@ def test_bf16_steps_are_the_same(documents: str, *, compiled: bool) -> None:
     run = run.with_(data=run.data.with_(documents=documents))
     plain, replayed = _losses(run), _losses(run.with_(cuda_graphs=True))
     assert plain[0] > plain[-1]
-    # The first micro-batch adds to zeros, in a matmul that may be summed in another order.
-    assert replayed == pytest.approx(plain, rel=1e-4)
+    # The first micro-batch adds to zeros in a matmul that may sum in another order, and bf16 rounds what
+    # follows (seen: 1.3e-4 after four updates with a large learning rate).
+    assert replayed == pytest.approx(plain, rel=1e-3)

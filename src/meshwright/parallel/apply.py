@@ -120,7 +120,8 @@ def transform(
         apply_tp(model, mesh, regather=run.memory.regather_tp_inputs)
     apply_moe(model, mesh)
     if parallel.cp > 1:
-        apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
+        groups = cp_groups(mesh.group("cp"), parallel.cp_inner)
+        apply_cp(model, groups, parallel.cp_kind, parallel.cp_stripes)
     apply_fp8(model, run, mesh, simulation.device)
     fuse_projections(model, run)
     apply_precision(model, run.precision, mesh.device)
@@ -208,10 +209,10 @@ def stage_io(run: RunSpec) -> StageIO:
 
 def build_localise(mesh: Mesh) -> Localise:
     """The function that takes this rank's part of a micro-batch; with cp its zig-zag shard."""
-    cp, cp_rank = mesh.parallel.cp, mesh.coordinate("cp")
+    cp, cp_rank, stripes = mesh.parallel.cp, mesh.coordinate("cp"), mesh.parallel.cp_stripes
 
     def localise(microbatch: Microbatch, scale: float) -> Microbatch:
         weighted = scaled(microbatch, scale)
-        return shard_microbatch(weighted, cp_rank, cp) if cp > 1 else weighted
+        return shard_microbatch(weighted, cp_rank, cp, stripes) if cp > 1 else weighted
 
     return localise

@@ -248,6 +248,11 @@ def _accumulates_shards(run: RunSpec) -> bool:
     return run.parallel.zero >= 2 and run.accumulation > 1
 
 
+def _has_striped_rows(run: RunSpec) -> bool:
+    is_gathered = run.parallel.cp > 1 and run.parallel.cp_kind == "gather"
+    return is_gathered and run.data.documents == "separate"
+
+
 def _has_watched_ranks(run: RunSpec) -> bool:
     """Ranks are watched by the process that started them; one rank alone has none, unless it is restarted."""
     return run.parallel.num_ranks > 1 or run.memory.on_oom == "halve_microbatch"
@@ -258,6 +263,7 @@ CONDITIONS: list[Condition] = [
     Condition(
         "parallel.cp_inner", lambda run: run.parallel.cp_kind == "hierarchical", "cp_kind=hierarchical"
     ),
+    Condition("parallel.cp_stripes", _has_striped_rows, "cp_kind=gather, cp > 1 and documents=separate"),
     Condition("parallel.schedule", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition("parallel.virtual_stages", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition(
