@@ -76,7 +76,7 @@ def write_checkpoint(
     return target
 
 
-def on_all_ranks(action: Callable[[], Result]) -> Result:
+def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Call on every rank; an error of ours on one rank is raised on all. Communicates."""
     result, refusal = None, None
     try:
@@ -84,7 +84,7 @@ def on_all_ranks(action: Callable[[], Result]) -> Result:
     except MeshwrightError as error:
         refusal = error
     refusals: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
+    dist.all_gather_object(refusals, refusal, group=group)
     for found in refusals:
         if found is not None:
             raise found
@@ -144,6 +144,11 @@ def _write_text(path: Path, text: str) -> dict[str, Any]:
 def _publish(partial: Path, target: Path, index: Mapping[str, IndexEntry], manifest: dict[str, Any]) -> None:
     manifest["files"][INDEX] = _write_text(partial / INDEX, dump_index(index))
     _write_text(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+    publish_folder(partial, target)
+
+
+def publish_folder(partial: Path, target: Path) -> None:
+    """Give a complete folder its name, and flush that to the disk. A folder of that name is replaced."""
     if target.exists():  # the same step saved again after a resume: the new one replaces it
         replaced = target.with_name(f"{REPLACED}{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)

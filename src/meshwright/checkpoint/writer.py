@@ -24,7 +24,9 @@ class BackgroundWriter:
     def __init__(self, *, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        self._group = group
         self._thread: threading.Thread | None = None
         self._folder: Path | None = None
         self._error: CheckpointError | None = None
