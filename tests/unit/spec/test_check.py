@@ -392,6 +392,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["parallel.cp_kind=ring"],
             ["parallel.cp=4", "parallel.cp_inner=2"],
+            ["parallel.cp=4", "parallel.cp_kind=ring", "parallel.cp_stripes=2"],
             ["parallel.schedule=gpipe"],
             ["parallel.virtual_stages=2"],
             ["parallel.etp=2", "parallel.tp=2"],
