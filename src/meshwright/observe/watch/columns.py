@@ -131,15 +131,15 @@ class Curve:
 def down_sample(steps: Steps, values: Values, num_buckets: int) -> Curve:
     """A curve of at most `num_buckets` buckets: no spike and no dip is lost."""
     kept = ~np.isnan(values)
-    steps, values = steps[kept], values[kept].astype(np.float64)
+    steps, found = steps[kept], values[kept].astype(np.float64)
     if not len(steps):
         return Curve([], [], [], [], [])
     starts = np.unique(np.linspace(0, len(steps), min(num_buckets, len(steps)) + 1).astype(np.int64)[:-1])
-    is_finite = np.isfinite(values)
+    is_finite = np.isfinite(found)
     counts = np.add.reduceat(is_finite.astype(np.int64), starts)
-    low = np.minimum.reduceat(np.where(is_finite, values, np.inf), starts)
-    high = np.maximum.reduceat(np.where(is_finite, values, -np.inf), starts)
-    total = np.add.reduceat(np.where(is_finite, values, 0.0), starts)
+    low = np.minimum.reduceat(np.where(is_finite, found, np.inf), starts)
+    high = np.maximum.reduceat(np.where(is_finite, found, -np.inf), starts)
+    total = np.add.reduceat(np.where(is_finite, found, 0.0), starts)
     mean = np.where(counts > 0, total / np.maximum(counts, 1), np.inf)
     ends = np.append(starts[1:], len(steps)) - 1
     broken = steps[~is_finite]
