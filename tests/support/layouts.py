@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import NamedTuple
 
-from tests.support.runs import BATCH_SEQUENCES, MODELS, tiny_run
+from tests.support.runs import MODELS, few_microbatches, tiny_run
 
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.check import check
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     parallel: ParallelSpec
     model: str
     microbatch_sequences: int | None = None
-    """None takes 2 where that leaves enough micro-batches, else 1: fewer micro-batches take less time."""
+    """None: as many as leave enough micro-batches."""
 
     @property
     def name(self) -> str:
@@ -61,13 +61,8 @@ class Layout(NamedTuple):
         stages = self.parallel.num_stages
         rows = -(-model.vocab_size // self.parallel.tp) * self.parallel.tp
         model = model.with_(num_layers=max(model.num_layers, stages + (stages > 1)), vocab_size=rows)
-        return tiny_run(model, parallel=self.parallel, microbatch_sequences=self._microbatch_sequences())
-
-    def _microbatch_sequences(self) -> int:
-        """Two sequences, unless too few micro-batches would be left to accumulate or to fill a pipeline."""
-        if self.microbatch_sequences is not None:
-            return self.microbatch_sequences
-        return 2 if BATCH_SEQUENCES // (2 * self.parallel.dp) >= 2 * self.parallel.pp else 1
+        sequences = self.microbatch_sequences or few_microbatches(self.parallel)
+        return tiny_run(model, parallel=self.parallel, microbatch_sequences=sequences)
 
 
 def _merged(parts: tuple[dict[str, object], ...]) -> ParallelSpec:
