@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
 MUST_ALTERNATE = (
@@ -315,4 +315,11 @@ def _tokenizer_json(family: Family) -> str:
     tokenizer.train_from_iterator([text] * 4, trainer)
     tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in special])
     tokenizer.add_tokens([AddedToken(each, normalized=False) for each in family.plain])
+    if (
+        family.bos is not None
+    ):  # a plain text gets BOS from the tokenizer, a chat from its template: never both
+        bos = (family.bos, tokenizer.token_to_id(family.bos))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{family.bos} $A", special_tokens=[bos]
+        )
     return tokenizer.to_str()

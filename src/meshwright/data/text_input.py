@@ -242,9 +242,9 @@ def _text_of(line: bytes, text_field: str) -> str:
         raise DataError(f"the line is a JSON {type(record).__name__}, not an object")
     if text_field not in record:
         keys = ", ".join(map(repr, list(record)[:8])) or "nothing"
-        raise DataError(
-            f"the line has no field {text_field!r}", hint=f"the object has {keys}; name one with --field"
-        )
+        is_chat = not {"messages", "conversations", "chosen", "completion", "output"}.isdisjoint(record)
+        advice = "these are chats: add `--chat auto`" if is_chat else "name one with --field"
+        raise DataError(f"the line has no field {text_field!r}", hint=f"the object has {keys}; {advice}")
     return _valid(record[text_field], "", text_field)
 
 

@@ -113,6 +113,10 @@ class HuggingFaceTokenizer:
         """The text of tokens; special tokens and tokens outside the vocabulary have no text."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
+    def decode_with_special(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
     def token(self, token_id: int) -> str | None:
         """The text of one token, special or not; None outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id)

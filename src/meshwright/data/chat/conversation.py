@@ -5,8 +5,10 @@ sharegpt            {"conversations": [{"from", "value"}, ...], "system"?, "tool
 alpaca              {"instruction", "input"?, "output", "system"?, "history"?}
 prompt-completion   {"prompt", "completion"}, both texts or both lists of messages
 preference          {"prompt"?, "chosen", "rejected"}: texts, messages, or whole conversations
+tokens              {"input_ids", "weights"}: tokens and the loss weight of each, such as advantages
 
-A turn may have `"train": false` or `"weight": 0.5`, which is its loss weight.
+A turn may have `"train": false` or `"weight": 0.5`, which is its loss weight. A weight may be negative: the
+answer then becomes less probable.
 """
 
 import json
@@ -16,7 +18,7 @@ from typing import Any, Literal
 
 from meshwright.errors import DataError
 
-ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference"]
+ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference", "tokens"]
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
 _ROLE_OF = {
@@ -35,6 +37,7 @@ _FORMATS: tuple[tuple[ChatFormat, tuple[str, ...]], ...] = (
     ("sharegpt", ("conversations",)),
     ("alpaca", ("instruction", "output")),
     ("prompt-completion", ("prompt", "completion")),
+    ("tokens", ("input_ids", "weights")),
 )
 _CONTROLS = ("train", "weight")
 
@@ -83,7 +86,15 @@ class Completion:
     completion: str
 
 
-Sample = Conversation | Completion
+@dataclass(frozen=True)
+class WeightedTokens:
+    """Tokens that another program has made, and the loss weight of each as a target."""
+
+    tokens: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+Sample = Conversation | Completion | WeightedTokens
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,8 @@ def read_sample(
         _require_keys(record, chat_format, where)
         found = chat_format
     reading = _Reading(record, where, texts_are_turns)
+    if found == "tokens":
+        return reading.tokens()
     if found == "preference":
         return reading.preference()
     if found == "prompt-completion":
@@ -179,6 +192,16 @@ class _Reading:
         if not any(turn.is_answer for turn in after):
             raise self._error(f"{key!r} has no turn of the assistant")
         return self._conversation([*self._system(), *before, *after])
+
+    def tokens(self) -> WeightedTokens:
+        tokens, weights = self.record["input_ids"], self.record["weights"]
+        for name, values, kind in (("input_ids", tokens, int), ("weights", weights, (int, float))):
+            if not isinstance(values, list) or not all(isinstance(each, kind) for each in values):
+                raise self._error(f"{name!r} is no list of numbers")
+        if len(tokens) != len(weights) or not tokens:
+            fact = f"{len(tokens)} tokens have {len(weights)} weights"
+            raise self._error(fact, hint="each token has the weight with which it counts as a target")
+        return WeightedTokens(tuple(tokens), tuple(map(float, weights)))
 
     def _with_common_prompt(self, chosen: Any, rejected: Any) -> Pair:
         if isinstance(chosen, str) or isinstance(rejected, str):

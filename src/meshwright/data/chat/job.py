@@ -1,7 +1,6 @@
 """What a packing job of chats is asked to do, and what it counts."""
 
 import datetime
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -64,9 +63,9 @@ class ChatCounts:
     num_truncated: int = 0
     num_without_targets: int = 0
     """Samples in which no token is trained, or none was left by truncation; they are left out."""
-    kinds: Counter[str] = field(default_factory=Counter)
-    """Samples by kind: chats, completions or pairs."""
-    ends: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Samples by kind: chats or pairs."""
+    ends: dict[str, int] = field(default_factory=dict)
     """Trained turns by their last trained token; "" where that is text."""
     bad: list[tuple[str, str, str]] = field(default_factory=list)
     """Fact, place and hint of each bad record."""
@@ -78,15 +77,15 @@ class ChatCounts:
         self.num_dropped += other.num_dropped
         self.num_truncated += other.num_truncated
         self.num_without_targets += other.num_without_targets
-        self.kinds.update(other.kinds)
-        self.ends.update(other.ends)
+        for own, others in ((self.kinds, other.kinds), (self.ends, other.ends)):
+            for name, count in others.items():
+                own[name] = own.get(name, 0) + count
         self.bad += other.bad
 
     @staticmethod
     def of(values: dict[str, Any]) -> "ChatCounts":
         """Counts that were written as JSON."""
-        changed = {"kinds": Counter(values["kinds"]), "ends": Counter(values["ends"])}
-        return ChatCounts(**{**values, **changed, "bad": [tuple(each) for each in values["bad"]]})
+        return ChatCounts(**{**values, "bad": [tuple(each) for each in values["bad"]]})
 
     def require_few_bad(self, max_bad: int) -> None:
         """DataError of the first bad record where there are more than allowed."""

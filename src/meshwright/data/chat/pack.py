@@ -77,7 +77,7 @@ def pack_chats(
 def _facts(job: ChatJob, template: ChatTemplate | None, counts: ChatCounts) -> ChatFacts:
     masks = "none" if template is None else "generation tag" if template.is_tagged() else "prefix rendering"
     return ChatFacts(
-        kind="pairs" if counts.kinds["pairs"] else "chats",
+        kind="pairs" if "pairs" in counts.kinds else "chats",
         trained=job.trained,
         masks=masks,
         template_hash=None if template is None else template.hash,
@@ -90,9 +90,8 @@ def _facts(job: ChatJob, template: ChatTemplate | None, counts: ChatCounts) -> C
 
 def _require_samples(counts: ChatCounts, chats: ChatFiles) -> None:
     where = ", ".join(str(file) for file in chats.files[:3])
-    if counts.kinds["pairs"] and len(counts.kinds) > 1:
-        others = counts.num_samples - counts.kinds["pairs"]
-        fact = f"{counts.kinds['pairs']} records are pairs and {others} are not"
+    if len(counts.kinds) > 1:
+        fact = f"{counts.kinds['pairs']} records are pairs and {counts.kinds['chats']} are not"
         raise DataError(fact, where=where, hint="pack them into two datasets")
     if counts.num_samples == 0:
         left_out = counts.num_dropped + counts.num_without_targets
@@ -253,12 +252,13 @@ class _Worker:
             counts.num_without_targets += 1
             return []
         kind = "pairs" if len(documents) == 2 else "chats"
-        counts.kinds[kind] += 1
+        counts.kinds[kind] = counts.kinds.get(kind, 0) + 1
         counts.num_samples += 1
         counts.num_trained += sum(each.num_trained for each in documents)
         tokenizer = self.encoder.tokenizer
         for token in (token for each in documents for token in each.last_trained):
-            counts.ends[tokenizer.token(token) or "" if token in tokenizer.special_ids else ""] += 1
+            end = (tokenizer.token(token) or "") if token in tokenizer.special_ids else ""
+            counts.ends[end] = counts.ends.get(end, 0) + 1
         return documents
 
 

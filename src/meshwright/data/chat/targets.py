@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chat.conversation import Completion, Conversation, Sample
+from meshwright.data.chat.conversation import Completion, Conversation, Sample, WeightedTokens
 from meshwright.data.chat.template import ChatTemplate, Rendered
 from meshwright.data.tokenize import HuggingFaceTokenizer
 from meshwright.errors import DataError
@@ -94,6 +94,8 @@ class ChatEncoder:
             if isinstance(sample, Completion):
                 asked = [_Asked(0, 1.0, sample.prompt, sample.completion)]
                 return _Plan(sample, where, Rendered(sample.prompt + sample.completion, []), asked)
+            if isinstance(sample, WeightedTokens):
+                return _Plan(sample, where, Rendered("", []), [])
             return self._rendered(sample, where)
         except DataError as error:
             return error
@@ -137,6 +139,8 @@ class ChatEncoder:
     def _encoded(self, plan: _Plan, encodings: list[Any]) -> Encoded:
         if isinstance(plan.sample, Completion):
             return self._completion(plan.sample, encodings)
+        if isinstance(plan.sample, WeightedTokens):
+            return self._given(plan.sample, plan.where)
         tokens = np.array(encodings[0].ids, dtype=np.uint32)
         weights = np.full(len(tokens), float(self.trained == "all"), dtype=np.float32)
         ends: list[int] = []
@@ -161,6 +165,16 @@ class ChatEncoder:
         weights = np.full(len(tokens), float(self.trained == "all"), dtype=np.float32)
         weights[len(begin) + len(prompt) :] = 1.0
         return Encoded(tokens, weights, [self.tokenizer.eos_id])
+
+    def _given(self, sample: WeightedTokens, where: str) -> Encoded:
+        if not 0 <= min(sample.tokens) <= max(sample.tokens) < self.tokenizer.vocab_size:
+            fact = f"tokens from {min(sample.tokens)} to {max(sample.tokens)} are outside the vocabulary"
+            hint = f"the tokenizer has {self.tokenizer.vocab_size} tokens"
+            raise DataError(fact, where=where, hint=hint)
+        tokens = np.array(sample.tokens, dtype=np.uint32)
+        weights = np.array(sample.weights, dtype=np.float32)
+        last = [int(tokens[index]) for index in np.flatnonzero(weights)[-1:]]
+        return Encoded(tokens, weights, last)
 
     def _tagged_spans(self, plan: _Plan, encoding: Any) -> list[tuple[int, int, float]]:
         """The tokens of `{% generation %}` blocks, with their weights."""
