@@ -96,7 +96,10 @@ def _blended(parts: list[tuple[float, DocumentLengths]]) -> DocumentLengths:
         lengths=tuple(length for _, each in parts for length in each.lengths),
         shares=tuple(weight * share for weight, each in parts for share in each.shares),
         slowest_cp=tuple(
-            tuple(map(float, sum(weight * np.asarray(each.slowest_cp[power]) for weight, each in parts)))
+            tuple(
+                sum(weight * each.slowest_cp[power][column] for weight, each in parts)
+                for column in range(len(STRIPES))
+            )
             for power in range(degrees)
         ),
         source=", ".join(sources) if all(sources) else "",
@@ -186,7 +189,7 @@ def _cp_balance(ends: Ends, begin: int, sequence_length: int) -> tuple[tuple[flo
     return tuple(found)
 
 
-def _slowest_over_mean(seen_NS: NDArray[np.float64], cp: int, stripes: int) -> float:
+def _slowest_over_mean(seen_NS: NDArray[np.floating], cp: int, stripes: int) -> float:
     """Work of the slowest rank over the mean; with one stripe where so many do not divide the sequence."""
     num_chunks = 2 * cp * stripes
     if seen_NS.shape[1] % num_chunks:
