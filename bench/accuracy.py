@@ -430,7 +430,7 @@ def _memory_row(row: Priced, reserved: float, allocated: float) -> tuple[object,
 
 def _fitted_section(rows: list[Priced]) -> list[str]:
     """Which rows chose which constants, and the errors of those that did not."""
-    memory = memory_left_out(_memory_rows(rows))
+    memory = memory_left_out(memory_rows(rows))
     reserved, allocated = _medians([(one.reserved_ratio, one.allocated_ratio) for one in memory])
     as_is = " and ".join(_medians([entry[1:] for entry in memory_errors(rows)]))
     several = {f"{size}B on {gpus}": found for (size, gpus), found in sorted(vtrain_several_nodes().items())}
@@ -471,7 +471,8 @@ def _medians(ratios: Iterable[tuple[float, float]]) -> list[str]:
     ]
 
 
-def _memory_rows(rows: list[Priced]) -> list[MemoryRow]:
+def memory_rows(rows: list[Priced]) -> list[MemoryRow]:
+    """The rows with a published figure of memory."""
     return [
         MemoryRow(
             row.line,

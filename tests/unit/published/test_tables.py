@@ -179,7 +179,7 @@ def test_separate_documents_gain_what_was_measured() -> None:
 def test_experts_in_fp8_cost_what_was_measured(
     fp8: dict[str, object], microbatches: int, measured_teraflops: float
 ) -> None:
-    """docs/decisions/2026-11-16-fp8-experts.md: four layers of Qwen3-30B-A3B at 4 x 4096 tokens on one H200."""
+    """Four layers of Qwen3-30B-A3B on one H200: docs/decisions/2026-11-16-fp8-experts.md."""
     row = {"family": "qwen3-30b-a3b", "num_layers": 4, "microbatch_sequences": 4, "sequence_length": 4096}
     row |= {"accumulation": microbatches, "recompute": "none", "compile": True, "weights": "bf16_exact"}
     row |= {"gradients": "bf16", "moments": "bf16", "fp8": {"bf16_layers_each_end": 0, **fp8}}
