@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.decoder import Decoder
 from meshwright.ops.sharded import local_slices
 from meshwright.spec import ModelSpec
+from meshwright.spec.adapter import adapter_parameters
 from meshwright.spec.parameters import Parameter, parameters
 
 TILE = 1024
@@ -34,7 +35,8 @@ def initialise(model: Decoder, seed: int, *, device: torch.device | str = "cpu")
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
-    described = {parameter.name: parameter for parameter in parameters(model.spec)}
+    listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
+    described = {parameter.name: parameter for parameter in listed}
     for name, tensor in model.named_parameters():
         fill_shard(tensor, model.spec, described[name], seed)
     for buffer in model.buffers():
@@ -42,17 +44,21 @@ def initialise(model: Decoder, seed: int, *, device: torch.device | str = "cpu")
 
 
 def fill_shard(tensor: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
-    """Fill this rank's shard of a parameter: ones for norms, zeros for biases, else a normal distribution."""
+    """Fill this rank's shard of a parameter: ones for norms and magnitudes, zeros for biases and lora_B, a
+    uniform distribution for lora_A (as peft), else a normal one."""
     target = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if parameter.kind in ("norm", "bias"):
-        target.fill_(float(parameter.kind == "norm"))
+    if parameter.kind in ("norm", "bias", "lora_B", "magnitude"):
+        target.fill_(float(parameter.kind in ("norm", "magnitude")))
         return
-    held, std = local_slices(tensor), initial_std(spec, parameter)
+    held = local_slices(tensor)
     for tile in tiles(parameter.shape, held):
         value = torch.empty([part.stop - part.start for part in tile], dtype=torch.float32, device="cpu")
-        value.normal_(
-            0.0, std, generator=torch.Generator().manual_seed(tile_seed(seed, parameter.name, tile))
-        )
+        generator = torch.Generator().manual_seed(tile_seed(seed, parameter.name, tile))
+        if parameter.kind == "lora_A":
+            bound = parameter.shape[-1] ** -0.5  # of the full input width, however it is sharded
+            value.uniform_(-bound, bound, generator=generator)
+        else:
+            value.normal_(0.0, initial_std(spec, parameter), generator=generator)
         inside = [_overlap(part, kept) for part, kept in zip(tile, held, strict=True)]
         source = tuple(_shifted(part, each.start) for part, each in zip(inside, tile, strict=True))
         place = tuple(_shifted(part, kept.start) for part, kept in zip(inside, held, strict=True))

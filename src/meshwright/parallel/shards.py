@@ -137,7 +137,9 @@ def parameter_shard(
     if mesh.parallel.zero == 3:
         found = _fsdp_shard(name, parameter)
     else:
-        found = _row_chunk(name, parameter, axes, shard_axis, is_sharded=mesh.parallel.zero in (1, 2))
+        # A frozen parameter has no state to shard, and no bucket that would gather its rows.
+        is_sharded = mesh.parallel.zero in (1, 2) and parameter.requires_grad
+        found = _row_chunk(name, parameter, axes, shard_axis, is_sharded=is_sharded)
     ranks_per_stage = mesh.parallel.num_ranks // mesh.parallel.pp
     distinct = math.prod(
         size

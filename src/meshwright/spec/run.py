@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from meshwright.spec.adapter import AdapterSpec
 from meshwright.spec.base import NonNegative, Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
@@ -36,6 +37,13 @@ class RunSpec(Spec):
     compile: bool = False
     """Compile each block with torch.compile."""
     model: ModelSpec
+    adapter: AdapterSpec | None = None
+    """Low-rank adapters (LoRA) on frozen weights, which `checkpoint.start_from` names; null trains the model
+    itself."""
+    train_only: tuple[str, ...] = ()
+    """Shell patterns over parameter names, such as `blocks.3?.*` or `*norm*`: only these are trained, and all
+    others are frozen. With adapters: parameters that are trained in full beside them. Empty: without
+    adapters everything is trained."""
     parallel: ParallelSpec = ParallelSpec()
     precision: PrecisionSpec = PrecisionSpec()
     memory: MemorySpec = MemorySpec()

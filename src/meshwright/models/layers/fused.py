@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.linear import Linear, Matmul, QkvProjections
+from meshwright.models.layers.linear import Linear, QkvProjections
+from meshwright.models.layers.matmul import Matmul
 from meshwright.models.layers.mlp import GateUp, SwiGlu
 from meshwright.ops.cast import compute_dtype
 from meshwright.ops.fused_linear import fused_linear
@@ -24,7 +25,7 @@ class FusedQkvProjections(QkvProjections):
         """Queries, keys and values as separate tensors: one that is saved must not keep the others alive."""
         y = _fused(x, linears, self.grad_buffers)
         parts = y.split([len(linear.weight) for linear in linears], dim=-1)
-        return [part.contiguous() for part in parts]
+        return [_adapted(x, part.contiguous(), one) for part, one in zip(parts, linears, strict=True)]
 
 
 class FusedGateUp(GateUp):
@@ -36,7 +37,16 @@ class FusedGateUp(GateUp):
 
     def forward(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
         """silu(gate(x)) * up(x), over the last dim of x."""
-        return swiglu(_fused(x, (gate, up), self.grad_buffers))
+        y = _fused(x, (gate, up), self.grad_buffers)
+        if gate.adapter is None and up.adapter is None:
+            return swiglu(y)
+        parts = zip(y.chunk(2, dim=-1), (gate, up), strict=True)
+        return swiglu(torch.cat([_adapted(x, part, one) for part, one in parts], dim=-1))
+
+
+def _adapted(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+    """A part of the fused output, with what its linear's adapter adds."""
+    return y if linear.adapter is None else linear.adapter(x, y, linear.weight)
 
 
 def _fused(x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor]) -> Tensor:

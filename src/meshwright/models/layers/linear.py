@@ -4,19 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from meshwright.models.layers.adapter import Adapter
+from meshwright.models.layers.matmul import Matmul
 from meshwright.ops.cast import compute_dtype
 from meshwright.ops.fused_linear import fused_linear
 from meshwright.ops.sharded import local
-
-
-class Matmul(nn.Module):
-    """x W^T + b; replaced where the matmul runs in fp8 or gathers its input again in backward."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + b, over the last dim of x."""
-        return functional.linear(x, weight, bias)
 
 
 class Linear(nn.Module):
@@ -29,6 +22,8 @@ class Linear(nn.Module):
         self.matmul: nn.Module = Matmul()
         # Set where tp shards the input dim: reduces the partial outputs; the bias is added after it, once.
         self.reduce_output: nn.Module | None = None
+        # Set where the weight is frozen and an adapter beside it is trained.
+        self.adapter: Adapter | None = None
         # Weight-gradient accumulation fusion: when set, backward adds dW to this one tensor.
         self.grad_buffers: Sequence[Tensor] = ()
 
@@ -37,10 +32,16 @@ class Linear(nn.Module):
         if self.grad_buffers:
             return fused_linear(x, [self.weight], compute_dtype(x), self.grad_buffers)
         bias = None if self.bias is None else local(self.bias)
-        if self.reduce_output is None:
+        if self.reduce_output is None and self.adapter is None:
             return self.matmul(x, local(self.weight), bias)
-        y = self.reduce_output(self.matmul(x, local(self.weight)))
-        return y if bias is None else y + bias
+        y = self.matmul(x, local(self.weight))
+        if self.adapter is not None:
+            y = self.adapter(x, y, local(self.weight))
+        if self.reduce_output is not None:
+            y = self.reduce_output(y)
+        if bias is None:
+            return y
+        return y + (bias if self.adapter is None else bias.to(y.dtype))
 
 
 class QkvProjections(nn.Module):
