@@ -129,12 +129,23 @@ class DatasetBatches:
         self.position += len(ids)
         return DatasetBatch(microbatches, len(ids) * self._sample_tokens, tuple(ids.tolist()))
 
+    @property
+    def num_epochs(self) -> int:
+        """Complete passes over the samples."""
+        return self.position // self._order.num_samples
+
     def state(self) -> dict[str, int]:
         """The position, and the number of samples of the dataset that it counts in."""
         return {"position": self.position, "num_samples": self._order.num_samples}
 
     def load_state(self, state: dict[str, int]) -> None:
         """Continue at a saved position; DataError when the dataset has another number of samples."""
+        if "num_samples" not in state:
+            raise DataError(
+                "the saved position counts in a loader, and this run reads a map-style dataset",
+                where="dataset",
+                hint="use the dataset of the saved run, or another directory",
+            )
         if state["num_samples"] != self._order.num_samples:
             raise DataError(
                 f"the saved position counts in {state['num_samples']} samples, "

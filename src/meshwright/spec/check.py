@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec.rules_adapter import ADAPTER_RULES
+from meshwright.spec.rules_checkpoint import CHECKPOINT_RULES
 from meshwright.spec.rules_data import DATA_RULES
 from meshwright.spec.rules_launch import LAUNCH_RULES
 from meshwright.spec.rules_memory import MEMORY_RULES
@@ -24,6 +25,7 @@ RULES: list[Rule] = [
     *MEMORY_RULES,
     *DATA_RULES,
     *RUN_RULES,
+    *CHECKPOINT_RULES,
     *LAUNCH_RULES,
 ]
 

@@ -5,7 +5,7 @@ that have a unique name. A test compares them with the specs, field by field.
 """
 
 from collections.abc import Sequence
-from typing import Required, TypedDict
+from typing import Literal, Required, TypedDict
 
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
@@ -102,7 +102,11 @@ class CheckpointSettings(TypedDict, total=False):
     """Fields of `CheckpointSpec`."""
 
     every_steps: int | None
+    asynchronous: bool
     keep_last: int
+    keep_every_steps: int | None
+    keep_every_epochs: int | None
+    keep_best: int | None
     start_from: str | None
 
 
@@ -157,7 +161,7 @@ class SamplesSettings(TypedDict, total=False):
     microbatch_samples: int | None
     shuffle: bool
     max_epochs: int | None
-    num_workers: int
+    num_workers: int | Literal["auto"]
     sample_tokens: int
 
 
@@ -285,7 +289,11 @@ class ModuleSettings(TypedDict, total=False):
     offload: Sequence[Offloaded] | Offloaded
     regather_tp_inputs: bool
     on_oom: OnOom
+    asynchronous: bool
     keep_last: int
+    keep_every_steps: int | None
+    keep_every_epochs: int | None
+    keep_best: int | None
     start_from: str | None
     lr: float
     beta1: float
@@ -320,7 +328,7 @@ class FitSettings(ModuleSettings, total=False):
     microbatch_samples: int | None
     shuffle: bool
     max_epochs: int | None
-    num_workers: int
+    num_workers: int | Literal["auto"]
     sample_tokens: int
     tensorboard: bool
     evaluate: EvaluateSpec | EvaluateSettings | None

@@ -64,8 +64,8 @@ ADAPTERS = {
     "rslora": LORA.with_(kind="rslora"),
     "dora": LORA.with_(kind="dora"),
     "some": LORA.with_(targets=("q_proj", "blocks.1.mlp.*")),
-    # peft 0.21 has no rule that joins the adapters of DeepSeek's routed experts.
-    "dense": LORA.with_(targets=("blocks.*.attention.*", "blocks.*.mlp.shared.*", "blocks.0.mlp.*")),
+    # peft 0.21 takes the names of dense MLPs beside routed experts for those of routed experts.
+    "no_dense": LORA.with_(targets=("blocks.*.attention.*", "blocks.*.mlp.experts.*")),
     "ranks": LORA.with_(ranks=[{"pattern": "down_proj", "rank": 5, "alpha": 2}]),
 }
 FAMILIES = {
@@ -73,7 +73,7 @@ FAMILIES = {
     "qwen2.5-7b": ["lora"],
     "qwen3-30b-a3b": ["lora", "rslora"],
     "mixtral-8x7b": ["lora"],
-    "deepseek-v2-lite": ["dense"],
+    "deepseek-v2-lite": ["no_dense"],
 }
 
 

@@ -41,6 +41,8 @@ class Adapter(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else None
         # Replaced where the input is gathered again in backward.
         self.matmul: nn.Module = Matmul()
+        # Set in compiled blocks: added in the matmul of its frozen linear (`ops/adapted_linear.py`).
+        self.is_fused = False
         # Set where tp shards the input dim: the ranks that hold the other columns of W and A.
         self.input_group: ProcessGroup | None = None
 
@@ -50,6 +52,11 @@ class Adapter(nn.Module):
         if self.magnitude is None:
             return y
         return y * (local(self.magnitude) / self.row_norms(weight)).to(y.dtype)
+
+    @property
+    def can_be_fused(self) -> bool:
+        """Whether the frozen linear's operator can add this adapter: without dropout and magnitude."""
+        return self.dropout is None and self.magnitude is None
 
     def delta(self, x: Tensor) -> Tensor:
         """scale (dropout(x) A^T) B^T; the scale is applied to B, which is small."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.linear import Linear, QkvProjections
+from meshwright.models.layers.linear import Linear, QkvProjections, adapted_linears
 from meshwright.models.layers.matmul import Matmul
 from meshwright.models.layers.mlp import GateUp, SwiGlu
 from meshwright.ops.cast import compute_dtype
@@ -25,6 +25,8 @@ class FusedQkvProjections(QkvProjections):
         """Queries, keys and values as separate tensors: one that is saved must not keep the others alive."""
         y = _fused(x, linears, self.grad_buffers)
         parts = y.split([len(linear.weight) for linear in linears], dim=-1)
+        if _has_fused_adapters(linears):
+            return [part.contiguous() for part in parts]
         return [_adapted(x, part.contiguous(), one) for part, one in zip(parts, linears, strict=True)]
 
 
@@ -38,7 +40,7 @@ class FusedGateUp(GateUp):
     def forward(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
         """silu(gate(x)) * up(x), over the last dim of x."""
         y = _fused(x, (gate, up), self.grad_buffers)
-        if gate.adapter is None and up.adapter is None:
+        if _has_fused_adapters((gate, up)) or (gate.adapter is None and up.adapter is None):
             return swiglu(y)
         parts = zip(y.chunk(2, dim=-1), (gate, up), strict=True)
         return swiglu(torch.cat([_adapted(x, part, one) for part, one in parts], dim=-1))
@@ -49,7 +51,15 @@ def _adapted(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
     return y if linear.adapter is None else linear.adapter(x, y, linear.weight)
 
 
+def _has_fused_adapters(linears: Sequence[Linear]) -> bool:
+    adapters = [linear.adapter for linear in linears if linear.adapter is not None]
+    is_frozen = not any(linear.weight.requires_grad for linear in linears)
+    return is_frozen and bool(adapters) and all(adapter.is_fused for adapter in adapters)
+
+
 def _fused(x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor]) -> Tensor:
+    if _has_fused_adapters(linears):
+        return adapted_linears(x, linears)
     y = fused_linear(x, [linear.weight for linear in linears], compute_dtype(x), grad_buffers)
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return y + torch.cat(biases).to(y.dtype) if biases else y

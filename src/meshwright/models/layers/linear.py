@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from meshwright.models.layers.adapter import Adapter
 from meshwright.models.layers.matmul import Matmul
+from meshwright.ops.adapted_linear import adapted_linear
 from meshwright.ops.cast import compute_dtype
 from meshwright.ops.fused_linear import fused_linear
 from meshwright.ops.sharded import local
@@ -31,6 +32,8 @@ class Linear(nn.Module):
         """x W^T + b, over the last dim of x."""
         if self.grad_buffers:
             return fused_linear(x, [self.weight], compute_dtype(x), self.grad_buffers)
+        if self.adapter is not None and self.adapter.is_fused:
+            return adapted_linears(x, (self,))
         bias = None if self.bias is None else local(self.bias)
         if self.reduce_output is None and self.adapter is None:
             return self.matmul(x, local(self.weight), bias)
@@ -42,6 +45,19 @@ class Linear(nn.Module):
         if bias is None:
             return y
         return y + (bias if self.adapter is None else bias.to(y.dtype))
+
+
+def adapted_linears(x: Tensor, linears: Sequence[Linear]) -> Tensor:
+    """The outputs of frozen linears with fused adapters, concatenated, with their biases."""
+    adapters = [linear.adapter for linear in linears]
+    y = adapted_linear(
+        x,
+        [linear.weight for linear in linears],
+        [None if one is None else (one.lora_A, one.scale * one.lora_B) for one in adapters],
+        compute_dtype(x),
+    )
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    return y + torch.cat(biases).to(y.dtype) if biases else y
 
 
 class QkvProjections(nn.Module):
