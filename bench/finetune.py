@@ -43,6 +43,9 @@ class Contender:
     title: str
     microbatch: int = 2
     recompute: str = "none"
+    base: str = "bf16"
+    length: int | None = None
+    """Tokens of a sequence, where it is not that of the case."""
     precision: dict[str, Any] = field(default_factory=dict)
     hf: dict[str, Any] | None = None
     """Settings of Hugging Face + peft; None: ours."""
@@ -57,6 +60,9 @@ CONTENDERS = {
         "ours, LoRA, fp8 matmuls",
         precision={"fp8": {"recipe": "current", "bf16_layers_each_end": 0, "cast_weights": "per_step"}},
     ),
+    "qlora": Contender("ours, QLoRA, NF4 base", base="nf4"),
+    "qlora-2k": Contender("ours, QLoRA, NF4 base, full recompute", base="nf4", recompute="full", length=2048),
+    "lora-2k": Contender("ours, LoRA, bf16 base, full recompute", recompute="full", length=2048),
     "hf-eager": Contender("Hugging Face + peft, eager", hf={"compile": False}),
     "hf-blocks": Contender("Hugging Face + peft, blocks compiled", hf={"compile": True}),
     "hf-blocks-4": Contender("Hugging Face + peft, blocks compiled", microbatch=4, hf={"compile": True}),
@@ -76,14 +82,16 @@ def run_of(contender: Contender, options: argparse.Namespace) -> RunSpec:
         device=options.device,
         compile=options.device == "cuda",
         model=model,
-        adapter=AdapterSpec(rank=16, alpha=32, base="bf16"),
+        adapter=AdapterSpec.model_validate({"rank": 16, "alpha": 32, "base": contender.base}),
         precision=PrecisionSpec.model_validate({"compute": "bf16", **contender.precision}),
         memory=MemorySpec.model_validate({"recompute": contender.recompute}),
         optim=OptimSpec(lr=2e-4, weight_decay=0.0),
         schedule=ScheduleSpec(num_steps=1000, kind="constant"),
         data=DataSpec(
             synthetic=SyntheticSpec(),
-            sequence_length=options.sequence_length or length,
+            sequence_length=options.sequence_length
+            or (contender.length if options.case == "8b" else None)
+            or length,
             batch_sequences=contender.microbatch,
             microbatch_sequences=contender.microbatch,
             documents="joined",

@@ -1,11 +1,15 @@
 """Adapters on any mesh train what the merged weights W + scale B A train on one device."""
 
+import dataclasses
+from typing import Any
+
 import pytest
+import torch
 from tests.equivalence import test_compiled
 from tests.support.equivalence import assert_same_training, prove, run_case
 from tests.support.layouts import DENSE, ROUTED, Layout, all_pairs, all_singles, named_mixes
 from tests.support.oracle import reference
-from tests.support.runs import MORE_OPTIMIZERS, OPTIMIZERS
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
 
 from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import AdapterSpec, MemorySpec, OptimSpec, ParallelSpec, RunSpec
@@ -74,6 +78,47 @@ def test_frozen_weights_have_no_gradient_and_no_state(ranks: RankPool) -> None:
     assert_same_training(results, reference(run))
     assert all(".adapter." in name for name in results[0].gradients[0])
     assert all(".adapter." in name for name in (*results[0].optimizer, *results[0].ema))
+
+
+# Widths that tp leaves multiples of a block of NF4, and biases.
+WIDE = MODELS["gqa"].with_(
+    width=64,
+    attention=MODELS["gqa"].attention.with_(num_heads=8, head_width=16, qkv_bias=True),
+    mlp=MODELS["gqa"].mlp.with_(width=128),
+)
+QLORA = {
+    "one": ({}, LORA, {}),
+    "one-compiled": ({}, LORA, {"compile": True}),
+    "tp2-dora": ({"tp": 2}, DORA, {}),
+    "zero3": ({"dp_shard": 2, "zero": 3}, LORA, {"memory": MemorySpec(recompute="full")}),
+    "zero3-tp2": ({"dp_shard": 2, "zero": 3, "tp": 2}, LORA.with_(targets=("query", "down")), {}),
+}
+
+
+def only_adapters(trained: Any) -> Any:
+    """The results without the base, which is packed in one and full in the other."""
+    adapters = {name: one for name, one in trained.weights.items() if ".adapter." in name}
+    return dataclasses.replace(trained, weights=adapters)
+
+
+@pytest.mark.parametrize("case", QLORA)
+def test_a_base_in_nf4(ranks: RankPool, case: str) -> None:
+    """Adapters equal those on the dequantised weights; every rank holds its part of the packed base."""
+    parallel, adapter, changes = QLORA[case]
+    run = tiny_run(
+        WIDE,
+        parallel=ParallelSpec.model_validate(parallel),
+        adapter=adapter.with_(base="nf4"),
+        **{**changes, "compile": False},
+    )
+    if "compile" in changes:
+        answers = ranks.run(test_compiled._train_compiled, 1, run.with_(compile=True), 3)
+        results = [result for result, _ in answers]
+    else:
+        results = run_case(ranks, run)
+    assert results[0].weights["blocks.0.mlp.down.weight"].dtype == torch.uint8
+    expected = only_adapters(reference(run))
+    assert_same_training([only_adapters(result) for result in results], expected)
 
 
 COMPILED = [layout("gqa"), layout("gpt"), layout("gqa", dp_shard=2, zero=3)]

@@ -14,6 +14,7 @@ from meshwright.errors import CheckpointError
 from meshwright.models.decoder import build_decoder
 from meshwright.models.hf_weights import save_folder
 from meshwright.models.initialise import initialise
+from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
 from meshwright.rehearse.rank_pool import RankFailure
 from meshwright.spec import AdapterSpec, CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec
 
@@ -106,3 +107,31 @@ def test_weights_of_a_run_are_merged_or_the_base(ranks, tmp_path):
         torch.testing.assert_close(logits(tmp_path / name), adapted)
     with pytest.raises(CheckpointError, match="have no adapters"):
         open_weights(folder, merges_adapters=False)
+
+
+WIDE = {
+    "width": 64,
+    "attention": {"num_heads": 8, "num_kv_heads": 4, "head_width": 16},
+    "mlp": {"width": 128},
+}
+
+
+def test_a_base_in_nf4_is_quantised_while_it_is_read(ranks, tmp_path):
+    """On two ranks as on one; merging takes the weights that were trained on, or those on disk."""
+    model = tiny_run("gqa").model.with_(**WIDE)
+    folder = base_folder(tiny_run(model), tmp_path / "base")
+    run = adapted_run(folder).with_(model=model, adapter=AdapterSpec(rank=3, alpha=8, base="nf4"))
+    attempt(ranks, run, tmp_path / "one")
+    sharded = run.with_(parallel=ParallelSpec(dp_shard=2, zero=3))
+    attempt(ranks, sharded, tmp_path / "two", stop_after=3)
+    attempt(ranks, run.with_(parallel=ParallelSpec(tp=2)), tmp_path / "two")
+    found, expected = (read_tensors(last_checkpoint(tmp_path / name)) for name in ("two", "one"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+    name = "blocks.1.mlp.up.weight"
+    trained, original = open_weights(tmp_path / "one"), open_weights(tmp_path / "one", onto_original=True)
+    weight = open_weights(folder).tensors[name]
+    change = original.tensors[name] - weight
+    quantised = dequantise_nf4(*quantise_nf4(weight), torch.float32)
+    torch.testing.assert_close(trained.tensors[name], quantised + change)
+    assert (quantised - weight).abs().max() > 1e-3

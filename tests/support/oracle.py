@@ -21,7 +21,9 @@ from meshwright.data.stream import open_source
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.routing import Router
+from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
 from meshwright.spec import OptimSpec, RunSpec
+from meshwright.spec.adapter import adaptable
 
 IGNORED = -100
 
@@ -171,6 +173,11 @@ def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
     model = build_decoder(run.model, dtype=torch.float64)
     initialise(model, run.seed)
     use_reference_attention(model)
+    if run.adapter is not None and run.adapter.base == "nf4":
+        named = dict(model.named_parameters())
+        for one in adaptable(run.model):
+            packed = quantise_nf4(named[one.name].detach())
+            named[one.name].data = dequantise_nf4(*packed, torch.float64)
     for name, parameter in model.named_parameters():
         is_frozen = any(part in name for part in frozen)
         if run.adapter is not None or run.train_only:

@@ -6,18 +6,17 @@ gradient of their input is computed.
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.adapter import Adapter, ExpertAdapter
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.moe import Experts
+from meshwright.ops.nf4 import BLOCK, dequantise_nf4
 from meshwright.precision.policy import weight_dtype
 from meshwright.spec import AdapterSpec, RunSpec
 from meshwright.spec.adapter import AdaptedMatrix, adapted_matrices, is_trained
-
-_BASE_DTYPES = {"bf16": torch.bfloat16}
 
 
 def prepare_trained(model: Decoder, run: RunSpec) -> None:
@@ -29,7 +28,29 @@ def prepare_trained(model: Decoder, run: RunSpec) -> None:
             continue
         parameter.requires_grad_(False)
         if run.adapter is not None:
-            parameter.data = parameter.data.to(_BASE_DTYPES.get(run.adapter.base, parameter.dtype))
+            parameter.data = parameter.data.to(_base_dtype(run, parameter.dtype))
+    if run.adapter is not None and run.adapter.base == "nf4":
+        for module in model.blocks.modules():
+            if isinstance(module, Linear):
+                _pack(module)
+
+
+def _base_dtype(run: RunSpec, usual: torch.dtype) -> torch.dtype:
+    """The dtype of frozen parameters; with NF4 that of parameters which are not packed."""
+    is_bf16 = run.adapter is not None and run.adapter.base != "weights" and run.precision.compute == "bf16"
+    return torch.bfloat16 if is_bf16 else usual
+
+
+def _pack(linear: Linear) -> None:
+    """Give a frozen linear on the meta device the parameters of an NF4 weight."""
+    out_width, in_width = linear.weight.shape
+    with torch.device("meta"):
+        packed = torch.empty(out_width, in_width // 2, dtype=torch.uint8)
+        absmax = torch.empty(out_width, in_width // BLOCK, dtype=torch.int32)
+    linear.weight = nn.Parameter(packed, requires_grad=False)
+    linear.weight_absmax = nn.Parameter(absmax, requires_grad=False)
+    if linear.adapter is not None:
+        linear.adapter.is_fused = linear.adapter.can_be_fused
 
 
 def attach_adapters(model: Decoder, adapter: AdapterSpec, dtype: torch.dtype) -> None:
@@ -74,7 +95,10 @@ def set_magnitudes(model: Decoder) -> None:
         adapter = module.adapter if isinstance(module, Linear) else None
         if adapter is None or adapter.magnitude is None:
             continue
-        squares = _shard(module.weight).to(adapter.magnitude.dtype).square().sum(1)
+        weight = _shard(module.weight)
+        if module.weight_absmax is not None:
+            weight = dequantise_nf4(weight, _shard(module.weight_absmax), adapter.magnitude.dtype)
+        squares = weight.to(adapter.magnitude.dtype).square().sum(1)
         if adapter.input_group is not None:
             dist.all_reduce(squares, group=adapter.input_group)
         _shard(adapter.magnitude).copy_(squares.sqrt())

@@ -5,8 +5,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
 from meshwright.spec import AdapterSpec, ModelSpec
-from meshwright.spec.adapter import LORA_A, LORA_B, MAGNITUDE, AdaptedMatrix, adapted_matrices
+from meshwright.spec.adapter import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    AdaptedMatrix,
+    adaptable,
+    adapted_matrices,
+)
 
 
 def merged_weight(weight: Tensor, matrix: AdaptedMatrix, adapters: Mapping[str, Tensor]) -> Tensor:
@@ -18,6 +26,24 @@ def merged_weight(weight: Tensor, matrix: AdaptedMatrix, adapters: Mapping[str, 
         return total
     magnitude = adapters[f"{matrix.name}.{MAGNITUDE}"].to(dtype)
     return total * (magnitude / torch.linalg.vector_norm(total, dim=-1))[..., None]
+
+
+class QuantisedTensors(Mapping[str, Tensor]):
+    """The tensors of a base model as a run in NF4 computes with them: its linears are rounded to NF4."""
+
+    def __init__(self, base: Mapping[str, Tensor], model: ModelSpec) -> None:
+        self._base = base
+        self._packed = {one.name for one in adaptable(model)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._base[name]
+        return dequantise_nf4(*quantise_nf4(weight), weight.dtype) if name in self._packed else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
 
 
 class MergedTensors(Mapping[str, Tensor]):

@@ -15,7 +15,8 @@ from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step_clock import StepClock
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialise import fill, initial_std, seed_of
+from meshwright.models.initialise import fill, initial_std, packed_weights, seed_of
+from meshwright.ops.nf4 import quantise_nf4
 from meshwright.optim.schedule import learning_rate
 from meshwright.plan.workload.flops import flops_per_token
 from meshwright.spec import ModelSpec, RunSpec
@@ -108,8 +109,15 @@ def fill_on_device(model: Decoder, seed: int, *, device: torch.device) -> None:
     model.to_empty(device=device)
     listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
     described = {parameter.name: parameter for parameter in listed}
+    packed = packed_weights(model)
     for name, tensor in model.named_parameters():
-        fill(tensor, random_value(model.spec, described[name], seed, device))
+        if name not in described:  # the absmax of packed weights is filled with them
+            continue
+        value = random_value(model.spec, described[name], seed, device)
+        if name in packed:
+            value, absmax = quantise_nf4(value)
+            fill(packed[name], absmax)
+        fill(tensor, value)
     for buffer in model.buffers():
         buffer.zero_()
 

@@ -23,6 +23,8 @@ from meshwright.checkpoint.save import on_all_ranks
 from meshwright.errors import CheckpointError
 from meshwright.models.hf_names import state_shapes
 from meshwright.models.hf_weights import HuggingFaceReader
+from meshwright.models.initialise import unpacked_slices
+from meshwright.ops.nf4 import quantise_nf4
 from meshwright.optim.build import set_master_weights
 from meshwright.parallel.shards import ParameterShard, global_slices
 from meshwright.spec import ModelSpec, RunSpec
@@ -30,6 +32,7 @@ from meshwright.spec.adapter import adapted_weight
 from meshwright.spec.huggingface import load_model
 
 _WHERE = "checkpoint.start_from"
+ABSMAX = "_absmax"
 # Settings that a run may change without a note: they do not change what the weights compute.
 _TRAINING_SETTINGS = ("family", "dropout", "init_std", "scaled_residual_init")
 
@@ -68,7 +71,13 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
     require_same_tensors(run.model, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
     reader = HuggingFaceReader(folder, run.model)
     with torch.no_grad():
-        for one in _base_shards(training):
+        shards = {one.name: one for one in _base_shards(training)}
+        for one in shards.values():
+            if one.name.endswith(ABSMAX):
+                continue  # follows from the weight
+            if f"{one.name}{ABSMAX}" in shards:
+                _quantise(reader, one, shards[f"{one.name}{ABSMAX}"])
+                continue
             value = reader.read_slice(one.name, global_slices(one))
             if one.name in training.named_shards:
                 set_master_weights(training.optimizer, training.named_shards, {one.name: value})
@@ -87,6 +96,9 @@ def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, aver
     if has_adapters(manifest):
         hint = "name their base here, and the adapters in adapter.start_from"
         raise CheckpointError("this checkpoint has adapters without their base", where=_WHERE, hint=hint)
+    if run.adapter is not None and run.adapter.base == "nf4":
+        hint = "convert it to a Hugging Face folder first: `meshwright convert`"
+        raise CheckpointError("adapter.base=nf4 reads Hugging Face folders", where=_WHERE, hint=hint)
     theirs = saved_model(manifest)
     kinds = ("model.", "buffers.")
     saved = saved_shapes(folder)
@@ -100,6 +112,13 @@ def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, aver
     load_tensors(folder, _averages(base, saved, folder) if averaged and run.adapter is None else base)
     set_loaded_masters(training, tensors)
     _print_differences(run.model, theirs, folder)
+
+
+def _quantise(reader: HuggingFaceReader, packed: ParameterShard, absmax: ParameterShard) -> None:
+    """Read this rank's part of a weight and store it in NF4; the 16-bit weight is freed at once."""
+    value = reader.read_slice(packed.name, unpacked_slices(global_slices(packed)))
+    for one, part in zip((packed, absmax), quantise_nf4(value.to(packed.shard.device)), strict=True):
+        one.shard.copy_(part)
 
 
 def _base_shards(training: LiveTraining) -> list[ParameterShard]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.adapters.merge import MergedTensors
+from meshwright.adapters.merge import MergedTensors, QuantisedTensors
 from meshwright.checkpoint.adapters import base_record, has_adapters, read_adapters, require_same_base
 from meshwright.checkpoint.initial import (
     no_average,
@@ -105,10 +105,12 @@ def open_weights(
     averaged: bool = False,
     model: ModelSpec | None = None,
     merges_adapters: bool = True,
+    onto_original: bool = False,
 ) -> Weights:
     """The weights at a path; `averaged` takes the moving average, `model` is for files without a model.
 
-    A checkpoint of adapters gives its base, with `merges_adapters` with the adapters merged in.
+    A checkpoint of adapters gives its base, with `merges_adapters` with the adapters merged in. A base in
+    NF4 is the dequantised one that they were trained on, or with `onto_original` the one on disk.
     """
     path = Path(path).expanduser()
     if path.is_file():
@@ -118,7 +120,9 @@ def open_weights(
     folder = locate_weights(path, where=str(path), step=step)
     if is_checkpoint(folder):
         if has_adapters(read_manifest(folder)):
-            return _with_adapters(folder, averaged=averaged, merges_adapters=merges_adapters)
+            return _with_adapters(
+                folder, averaged=averaged, merges_adapters=merges_adapters, onto_original=onto_original
+            )
         _require_adapters_wanted(folder, merges_adapters=merges_adapters)
         return _from_checkpoint(folder, averaged=averaged)
     _require_adapters_wanted(folder, merges_adapters=merges_adapters)
@@ -130,7 +134,7 @@ def open_weights(
     return Weights(there, FolderTensors(HuggingFaceReader(folder, there)), folder)
 
 
-def _with_adapters(folder: Path, *, averaged: bool, merges_adapters: bool) -> Weights:
+def _with_adapters(folder: Path, *, averaged: bool, merges_adapters: bool, onto_original: bool) -> Weights:
     """The base of a checkpoint of adapters, with the adapters merged in on access."""
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
@@ -141,9 +145,11 @@ def _with_adapters(folder: Path, *, averaged: bool, merges_adapters: bool) -> We
     require_same_base(manifest.get("base"), base_record(run), folder)
     base = open_weights(run.checkpoint.start_from)
     tensors = base.tensors
+    if run.adapter.base == "nf4" and not onto_original:
+        tensors = QuantisedTensors(tensors, run.model)
     if merges_adapters:
         adapters = read_adapters(folder, run.model, run.adapter, averaged=averaged)
-        tensors = MergedTensors(base.tensors, adapters, run.model, run.adapter)
+        tensors = MergedTensors(tensors, adapters, run.model, run.adapter)
     merged = folder if merges_adapters else None
     return Weights(run.model, tensors, folder, run=run, step=manifest["step"], adapters=merged)
 

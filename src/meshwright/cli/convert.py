@@ -32,6 +32,13 @@ def convert(
         int | None,
         typer.Option(metavar="STEP", min=0, help="The checkpoint of this step.", show_default="the last"),
     ] = None,
+    onto_original: Annotated[
+        bool,
+        typer.Option(
+            "--onto-original",
+            help="Merge adapters that were trained on NF4 weights (QLoRA) into the original base.",
+        ),
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(help="For a .pt file without a model in it: a family or a config.json."),
@@ -54,7 +61,7 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
     named = named_model(model) if model is not None else None
-    weights = open_weights(source, step=checkpoint, averaged=ema, model=named)
+    weights = open_weights(source, step=checkpoint, averaged=ema, model=named, onto_original=onto_original)
     chosen = form or form_of_target(weights, target)
     if chosen == "peft" and dtype is not None:
         raise typer.BadParameter("adapters are written in fp32", param_hint="--dtype")

@@ -12,10 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.linear import Linear
+from meshwright.ops.nf4 import quantise_nf4
 from meshwright.ops.sharded import local_slices
 from meshwright.spec import ModelSpec
 from meshwright.spec.adapter import adapter_parameters
@@ -37,8 +39,12 @@ def initialise(model: Decoder, seed: int, *, device: torch.device | str = "cpu")
         model.to_empty(device=device)
     listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
     described = {parameter.name: parameter for parameter in listed}
+    packed = packed_weights(model)
     for name, tensor in model.named_parameters():
-        fill_shard(tensor, model.spec, described[name], seed)
+        if name in packed:
+            fill_packed(tensor, packed[name], model.spec, described[name], seed)
+        elif name in described:  # the absmax of packed weights is filled with them
+            fill_shard(tensor, model.spec, described[name], seed)
     for buffer in model.buffers():
         buffer.zero_()  # balance bias, load and loss records
 
@@ -50,7 +56,36 @@ def fill_shard(tensor: Tensor, spec: ModelSpec, parameter: Parameter, seed: int)
     if parameter.kind in ("norm", "bias", "lora_B", "magnitude"):
         target.fill_(float(parameter.kind in ("norm", "magnitude")))
         return
-    held = local_slices(tensor)
+    draw_into(target, local_slices(tensor), spec, parameter, seed)
+
+
+def packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The absmax of each weight in NF4, by the name of the weight."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {
+        f"{name}.weight": one.weight_absmax for name, one in linears.items() if one.weight_absmax is not None
+    }
+
+
+def fill_packed(packed: Tensor, absmax: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
+    """Fill this rank's shard of a weight in NF4: drawn as any other, then quantised."""
+    held = unpacked_slices(local_slices(packed))
+    value = torch.empty([part.stop - part.start for part in held])
+    draw_into(value, held, spec, parameter, seed)
+    for target, part in zip((packed, absmax), quantise_nf4(value), strict=True):
+        (target.to_local() if isinstance(target, DTensor) else target).copy_(part)
+
+
+def unpacked_slices(held: Sequence[slice]) -> tuple[slice, ...]:
+    """The slices of a weight of which a packed shard holds these: two weights are one byte."""
+    *rows, columns = held
+    return (*rows, slice(2 * columns.start, 2 * columns.stop))
+
+
+def draw_into(
+    target: Tensor, held: Sequence[slice], spec: ModelSpec, parameter: Parameter, seed: int
+) -> None:
+    """Draw the box of a random parameter that a shard holds."""
     for tile in tiles(parameter.shape, held):
         value = torch.empty([part.stop - part.start for part in tile], dtype=torch.float32, device="cpu")
         generator = torch.Generator().manual_seed(tile_seed(seed, parameter.name, tile))

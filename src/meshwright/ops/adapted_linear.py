@@ -19,21 +19,30 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from meshwright.ops.fused_linear import concatenated
+from meshwright.ops.nf4 import concatenated_nf4
 
 
 def adapted_linear(
-    x: Tensor, weights: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor] | None], dtype: torch.dtype
+    x: Tensor,
+    weights: Sequence[Tensor],
+    factors: Sequence[tuple[Tensor, Tensor] | None],
+    dtype: torch.dtype,
+    *,
+    absmax: Sequence[Tensor] = (),
 ) -> Tensor:
     """x W^T + (x A^T) B^T over the last dim of x, computed in `dtype`: all matrices, concatenated.
 
-    `factors` has (A, scaled B) of each matrix, or None for a matrix without an adapter.
+    `factors` has (A, scaled B) of each matrix, or None for a matrix without an adapter. With `absmax` the
+    weights are packed NF4, and are dequantised in each pass.
     """
     pairs = [pair for pair in factors if pair is not None]
-    a_RK = torch.cat([a for a, _ in pairs]).to(dtype)
-    bs = [b.to(dtype) for _, b in pairs]
-    places = _places(weights, factors)
     x_TK = x.flatten(0, -2).to(dtype)
-    y_TN: Tensor = _AdaptedLinear.apply(x_TK, a_RK, places, len(bs), *bs, *weights)  # pyright: ignore[reportAssignmentType]
+    a_RK = torch.cat([a for a, _ in pairs]).to(dtype) if pairs else x_TK.new_empty((0, x_TK.shape[1]))
+    bs = [b.to(dtype) for _, b in pairs]
+    counts = (len(bs), len(weights))
+    y_TN: Tensor = _AdaptedLinear.apply(  # pyright: ignore[reportAssignmentType]
+        x_TK, a_RK, _places(weights, factors), counts, *bs, *weights, *absmax
+    )
     return y_TN.unflatten(0, x.shape[:-1])
 
 
@@ -50,54 +59,83 @@ def _places(weights: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor] |
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, a_RK: Tensor, places: list[int], num_adapters: int, *rest: Tensor
+        ctx: Any, x_TK: Tensor, a_RK: Tensor, places: list[int], counts: tuple[int, int], *rest: Tensor
     ) -> Tensor:
-        bs, weights = rest[:num_adapters], rest[num_adapters:]
-        y_TN, u_TR = adapted_matmul(x_TK, a_RK, places, bs, weights)
-        ctx.save_for_backward(x_TK, a_RK, u_TR, *rest)
-        ctx.places, ctx.num_adapters = places, num_adapters
+        bs, weights, absmax = _parts(rest, counts)
+        y_TN, u_TR = adapted_matmul(x_TK, a_RK, places, bs, weights, absmax)
+        ctx.save_for_backward(x_TK if bs else None, a_RK, u_TR, *rest)
+        ctx.places, ctx.counts = places, counts
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_TK, a_RK, u_TR, *rest = ctx.saved_tensors
-        bs, weights = rest[: ctx.num_adapters], rest[ctx.num_adapters :]
-        dx_TK, du_TR = adapted_dgrad(dy_TN, a_RK, ctx.places, bs, weights)
+        bs, weights, absmax = _parts(rest, ctx.counts)
+        dx_TK, du_TR = adapted_dgrad(dy_TN, a_RK, ctx.places, bs, weights, absmax)
+        frozen = [None for _ in (*weights, *absmax)]
+        if not bs:
+            return dx_TK, None, None, None, *frozen
         da_RK, *dbs = adapted_wgrad(dy_TN, x_TK, u_TR, du_TR, ctx.places, bs)
-        return dx_TK, da_RK, None, None, *dbs, *(None for _ in weights)
+        return dx_TK, da_RK, None, None, *dbs, *frozen
+
+
+def _parts(
+    rest: Sequence[Tensor], counts: tuple[int, int]
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """B of the adapters, the weights, and their absmax where they are NF4."""
+    num_adapters, num_weights = counts
+    return rest[:num_adapters], rest[num_adapters : num_adapters + num_weights], rest[sum(counts) :]
+
+
+def _matrix(weights: Sequence[Tensor], absmax: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return concatenated_nf4(weights, absmax, dtype) if absmax else concatenated(weights, dtype)
 
 
 @torch.library.custom_op("meshwright::adapted_matmul", mutates_args=())
 def adapted_matmul(
-    x_TK: Tensor, a_RK: Tensor, places: Sequence[int], bs: Sequence[Tensor], weights: Sequence[Tensor]
+    x_TK: Tensor,
+    a_RK: Tensor,
+    places: Sequence[int],
+    bs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    absmax: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """y[T, N] and u[T, R]."""
-    y_TN, u_TR = x_TK @ concatenated(weights, x_TK.dtype).mT, x_TK @ a_RK.mT
+    y_TN, u_TR = x_TK @ _matrix(weights, absmax, x_TK.dtype).mT, x_TK @ a_RK.mT
     for (part_TN, b), u in zip(_columns(y_TN, places, bs), _ranks(u_TR, bs), strict=True):
         part_TN.addmm_(u, b.mT)
     return y_TN, u_TR
 
 
 @adapted_matmul.register_fake
-def _(x_TK: Tensor, a_RK: Tensor, places: Any, bs: Any, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _(
+    x_TK: Tensor, a_RK: Tensor, places: Any, bs: Any, weights: Sequence[Tensor], absmax: Any
+) -> tuple[Tensor, Tensor]:
     num_rows = sum(weight.shape[0] for weight in weights)
     return x_TK.new_empty((x_TK.shape[0], num_rows)), x_TK.new_empty((x_TK.shape[0], a_RK.shape[0]))
 
 
 @torch.library.custom_op("meshwright::adapted_dgrad", mutates_args=())
 def adapted_dgrad(
-    dy_TN: Tensor, a_RK: Tensor, places: Sequence[int], bs: Sequence[Tensor], weights: Sequence[Tensor]
+    dy_TN: Tensor,
+    a_RK: Tensor,
+    places: Sequence[int],
+    bs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    absmax: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """dx[T, K] and du[T, R]."""
     du_TR = dy_TN.new_empty((dy_TN.shape[0], a_RK.shape[0]))
     for (part_TN, b), du in zip(_columns(dy_TN, places, bs), _ranks(du_TR, bs), strict=True):
         torch.mm(part_TN, b, out=du)
-    dx_TK = dy_TN @ concatenated(weights, dy_TN.dtype)
+    dx_TK = dy_TN @ _matrix(weights, absmax, dy_TN.dtype)
     return dx_TK.addmm_(du_TR, a_RK), du_TR
 
 
 @adapted_dgrad.register_fake
-def _(dy_TN: Tensor, a_RK: Tensor, places: Any, bs: Any, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _(
+    dy_TN: Tensor, a_RK: Tensor, places: Any, bs: Any, weights: Sequence[Tensor], absmax: Any
+) -> tuple[Tensor, Tensor]:
     num_tokens = dy_TN.shape[0]
     return dy_TN.new_empty((num_tokens, a_RK.shape[1])), dy_TN.new_empty((num_tokens, a_RK.shape[0]))
 
@@ -128,11 +166,10 @@ def _ranks(u_TR: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 @register_flop_formula([torch.ops.meshwright.adapted_matmul, torch.ops.meshwright.adapted_dgrad])
-def _(
-    rows: torch.Size, a_RK: torch.Size, places: Any, bs: Any, weights: Sequence[torch.Size], **_: Any
-) -> int:
+def _(rows: torch.Size, a_RK: torch.Size, places: Any, bs: Any, weights: Any, absmax: Any, **_: Any) -> int:
     in_adapters = a_RK.numel() + sum(b.numel() for b in bs)
-    return 2 * rows[0] * (sum(weight.numel() for weight in weights) + in_adapters)
+    num_rows = sum(weight[0] for weight in weights)
+    return 2 * rows[0] * (num_rows * a_RK[1] + in_adapters)
 
 
 @register_flop_formula(torch.ops.meshwright.adapted_wgrad)

@@ -73,6 +73,7 @@ TP_BOUNDARIES = (
 
 def tp_dim(name: str, parallel: ParallelSpec) -> int | None:
     """The dim of a parameter that tp shards, or None when tp replicates it."""
+    name = name.removesuffix("_absmax")  # of a weight in NF4, with which it is sharded
     adapted = adapted_weight(name)
     if adapted is not None:
         return _adapter_dim(adapted[1], tp_dim(adapted[0], parallel), is_expert=is_routed_expert(name))

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 
 from meshwright.errors import SpecError
 from meshwright.spec.adapter import (
+    NF4_BLOCK,
     adaptable,
     adapted_matrices,
     adapted_weight,
@@ -13,6 +14,7 @@ from meshwright.spec.adapter import (
     target_names,
 )
 from meshwright.spec.parameters import parameters
+from meshwright.spec.placement import tp_dim
 from meshwright.spec.run import RunSpec
 from meshwright.spec.violations import nearest
 
@@ -100,6 +102,38 @@ def bf16_base_computes_in_bf16(run: RunSpec) -> Violations:
         yield SpecError(fact, where="adapter.base", hint=hint)
 
 
+def nf4_divides_widths(run: RunSpec) -> Violations:
+    """A frozen base in NF4 has input widths on a rank that are multiples of 64."""
+    if run.adapter is None or run.adapter.base != "nf4":
+        return
+    for weight in adaptable(run.model):
+        width = weight.shape[-1] // (run.parallel.tp if tp_dim(weight.name, run.parallel) == 1 else 1)
+        if width % NF4_BLOCK and weight.kind == "matrix":
+            fact = f"adapter.base=nf4, and {weight.name} has {width} inputs on a rank, no multiple of 64"
+            yield SpecError(
+                fact, where="adapter.base", hint="use adapter.base=bf16, or a smaller parallel.tp"
+            )
+            return
+
+
+def nf4_fits_other_settings(run: RunSpec) -> Violations:
+    """A frozen base in NF4 has no routed experts, fp8 matmuls, offloaded weights or fully trained linears."""
+    if run.adapter is None or run.adapter.base != "nf4":
+        return
+    others = {
+        "routed experts": run.model.moe is not None,
+        "precision.fp8": run.precision.fp8 is not None,
+        "memory.offload=parameters": "parameters" in run.memory.offload,
+        "linears in train_only": any(
+            fnmatchcase(weight.name, pattern) for weight in adaptable(run.model) for pattern in run.train_only
+        ),
+    }
+    for text, is_set in others.items():
+        if is_set:
+            hint = "use adapter.base=bf16"
+            yield SpecError(f"adapter.base=nf4 with {text}", where="adapter.base", hint=hint)
+
+
 def trained_patterns_exist(run: RunSpec) -> Violations:
     """Every pattern of `train_only` matches a parameter of the model."""
     names = [parameter.name for parameter in parameters(run.model)]
@@ -120,5 +154,7 @@ ADAPTER_RULES = [
     adapter_kind_fits_targets,
     adapter_dropout_is_unsharded,
     bf16_base_computes_in_bf16,
+    nf4_divides_widths,
+    nf4_fits_other_settings,
     trained_patterns_exist,
 ]

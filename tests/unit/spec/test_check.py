@@ -113,6 +113,25 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["adapter={rank: 4, alpha: 8, base: bf16}", "precision.compute=bf16"],
         [["adapter={rank: 4, alpha: 8, base: bf16}"]],
     ),
+    "nf4_divides_widths": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: nf4}"],
+        [
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "model.mlp.width=96"],
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
+        ],
+    ),
+    "nf4_fits_other_settings": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
+        [
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "model.moe={num_experts: 4, top_k: 1, width: 64}",
+            ],
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
+        ],
+    ),
     "trained_patterns_exist": (
         "dense",
         ["train_only=['*norm*', head.weight]"],

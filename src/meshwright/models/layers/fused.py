@@ -25,9 +25,7 @@ class FusedQkvProjections(QkvProjections):
         """Queries, keys and values as separate tensors: one that is saved must not keep the others alive."""
         y = _fused(x, linears, self.grad_buffers)
         parts = y.split([len(linear.weight) for linear in linears], dim=-1)
-        if _has_fused_adapters(linears):
-            return [part.contiguous() for part in parts]
-        return [_adapted(x, part.contiguous(), one) for part, one in zip(parts, linears, strict=True)]
+        return [part.contiguous() for part in parts]
 
 
 class FusedGateUp(GateUp):
@@ -39,30 +37,33 @@ class FusedGateUp(GateUp):
 
     def forward(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
         """silu(gate(x)) * up(x), over the last dim of x."""
-        y = _fused(x, (gate, up), self.grad_buffers)
-        if _has_fused_adapters((gate, up)) or (gate.adapter is None and up.adapter is None):
-            return swiglu(y)
-        parts = zip(y.chunk(2, dim=-1), (gate, up), strict=True)
-        return swiglu(torch.cat([_adapted(x, part, one) for part, one in parts], dim=-1))
+        return swiglu(_fused(x, (gate, up), self.grad_buffers))
+
+
+def _fused(x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor]) -> Tensor:
+    """The outputs of all linears, concatenated, with their adapters and biases."""
+    has_fused, is_packed = _has_fused_adapters(linears), linears[0].weight_absmax is not None
+    if has_fused or is_packed:
+        y = adapted_linears(x, linears, None if has_fused else [None] * len(linears))
+    else:
+        y = fused_linear(x, [linear.weight for linear in linears], compute_dtype(x), grad_buffers)
+    if not has_fused and any(linear.adapter is not None for linear in linears):
+        parts = zip(y.split([len(linear.weight) for linear in linears], dim=-1), linears, strict=True)
+        y = torch.cat([_adapted(x, part, one) for part, one in parts], dim=-1)
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    return y + torch.cat(biases).to(y.dtype) if biases else y
 
 
 def _adapted(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
     """A part of the fused output, with what its linear's adapter adds."""
-    return y if linear.adapter is None else linear.adapter(x, y, linear.weight)
+    return y if linear.adapter is None else linear.adapter(x, y, linear.frozen_weight(compute_dtype(x)))
 
 
 def _has_fused_adapters(linears: Sequence[Linear]) -> bool:
+    """Whether the operator of the frozen linears adds all their adapters."""
     adapters = [linear.adapter for linear in linears if linear.adapter is not None]
     is_frozen = not any(linear.weight.requires_grad for linear in linears)
     return is_frozen and bool(adapters) and all(adapter.is_fused for adapter in adapters)
-
-
-def _fused(x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor]) -> Tensor:
-    if _has_fused_adapters(linears):
-        return adapted_linears(x, linears)
-    y = fused_linear(x, [linear.weight for linear in linears], compute_dtype(x), grad_buffers)
-    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    return y + torch.cat(biases).to(y.dtype) if biases else y
 
 
 def linears_sharing_input(module: nn.Module) -> tuple[Linear, ...]:

@@ -43,5 +43,5 @@ def _fused(matmul: Fp8Matmul, x: Tensor, linears: Sequence[Linear]) -> list[Tens
 def _finished(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
     """The output of one linear with its adapter and its bias."""
     if linear.adapter is not None:
-        y = linear.adapter(x, y, local(linear.weight))
+        y = linear.adapter(x, y, linear.frozen_weight(y.dtype))
     return y if linear.bias is None else y + local(linear.bias).to(y.dtype)
