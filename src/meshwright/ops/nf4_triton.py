@@ -25,7 +25,7 @@ def _value(code):  # pyright: ignore[reportGeneralTypeIssues]
     x = tl.where(code == 12, 0.44070982933044434, x)
     x = tl.where(code == 13, 0.5626170039176941, x)
     x = tl.where(code == 14, 0.7229568362236023, x)
-    return tl.where(code == 15, 1.0, x)
+    return tl.where(code == 15, 1.0, x).to(tl.float32)
 
 
 @triton.jit
