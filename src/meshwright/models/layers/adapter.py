@@ -10,7 +10,6 @@ linear reduces afterwards. Dropout is on the input of A alone, and every adapter
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.models.layers.matmul import Matmul
@@ -48,7 +47,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """The adapted output, where y = x W^T and W is this rank's part of the frozen weight."""
-        y = y + self.delta(x)
+        y = self.added(x, y)
         if self.magnitude is None:
             return y
         return y * (local(self.magnitude) / self.row_norms(weight)).to(y.dtype)
@@ -58,10 +57,12 @@ class Adapter(nn.Module):
         """Whether the frozen linear's operator can add this adapter: without dropout and magnitude."""
         return self.dropout is None and self.magnitude is None
 
-    def delta(self, x: Tensor) -> Tensor:
-        """scale (dropout(x) A^T) B^T; the scale is applied to B, which is small."""
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + scale (dropout(x) A^T) B^T, added in the matmul; the scale is applied to B, which is small."""
         x = x if self.dropout is None else self.dropout(x)
-        return functional.linear(self.matmul(x, local(self.lora_A)), self.scale * local(self.lora_B))
+        u = self.matmul(x, local(self.lora_A))
+        b = self.scale * local(self.lora_B)
+        return torch.addmm(y.flatten(0, -2), u.flatten(0, -2), b.mT).view(y.shape)
 
     @torch.no_grad()
     def row_norms(self, weight: Tensor) -> Tensor:
