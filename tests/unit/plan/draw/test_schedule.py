@@ -57,5 +57,6 @@ def test_unequal_stages_keep_their_proportions() -> None:
 
 
 def test_a_message_delays_its_receiver() -> None:
-    shape = PipelineShape(2, 1, 1)
-    assert picture("1f1b", shape, Costs(hop=0.25)).timeline.finish_seconds == 6.5
+    shape = PipelineShape(2, 1, 2)
+    assert picture("1f1b", shape).timeline.finish_seconds == 9.0
+    assert picture("1f1b", shape, Costs(hop=0.25)).timeline.finish_seconds == 9.5  # there and back
