@@ -6,7 +6,6 @@ closed laptop), the pause does not count as time without progress.
 
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,9 +16,8 @@ from pathlib import Path
 import psutil
 
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatReader, heartbeat_path
+from meshwright.launch.rank_process import RankProcess
 from meshwright.spec.resilience import Phase, ResilienceSpec
-
-Process = subprocess.Popen[bytes]
 
 STACK_SIGNAL = signal.SIGUSR2
 """Asks a rank to write the stacks of its threads to `stack_path`."""
@@ -35,7 +33,7 @@ def stack_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.stack"
 
 
-def is_stopped(process: Process) -> bool:
+def is_stopped(process: RankProcess) -> bool:
     """Whether a process is stopped (SIGSTOP)."""
     try:
         return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
@@ -54,7 +52,7 @@ class Watched:
 class _RankWatch:
     """One rank: its last heartbeat, and for how long it has not changed."""
 
-    def __init__(self, rank: int, process: Process, run_dir: Path) -> None:
+    def __init__(self, rank: int, process: RankProcess, run_dir: Path) -> None:
         self.rank, self.process = rank, process
         self.heartbeat: Heartbeat | None = None
         self.idle_seconds = 0.0
@@ -95,14 +93,23 @@ class _RankWatch:
 class RankWatcher:
     """Watches the ranks of one run; `tick` is called often by the process that started them."""
 
-    def __init__(self, watched: Watched, processes: Sequence[Process], folder: Path) -> None:
+    def __init__(
+        self, watched: Watched, processes: Sequence[RankProcess], folder: Path, *, first_rank: int = 0
+    ) -> None:
+        """`first_rank` is the rank of the first process, on nodes after the first one."""
         self._resilience, self._folder = watched.resilience, folder
-        self._ranks = [_RankWatch(rank, process, watched.run_dir) for rank, process in enumerate(processes)]
+        numbered = enumerate(processes, first_rank)
+        self._ranks = [_RankWatch(rank, process, watched.run_dir) for rank, process in numbered]
         self._ticked_at = time.monotonic()
         self._announced: set[int] = set()
 
-    def tick(self) -> int | None:
-        """Look at all ranks; the rank that ended the run by exceeding its timeout, already reported."""
+    @property
+    def reached_step(self) -> int | None:
+        """Steps that any rank has done, by the heartbeats seen; None where none is past its first step."""
+        return max((one.step for one in self._ranks if one.heartbeat and one.phase != "start"), default=None)
+
+    def tick(self) -> str | None:
+        """Look at all ranks; where one exceeds its timeout, all are reported, and its line is returned."""
         now = time.monotonic()
         seconds = now - self._ticked_at
         if seconds < _TICK_SECONDS:
@@ -115,8 +122,9 @@ class RankWatcher:
         if not any(self._is_late(one) for one in living):
             return None
         culprits = _culprits(living)
+        text = culprits[0].describe()
         self._report(living, culprits)
-        return culprits[0].rank
+        return text
 
     def close(self) -> None:
         """Close the heartbeat files."""

@@ -17,8 +17,9 @@ from typing import Self
 
 import psutil
 
-from meshwright.errors import EXIT_RUN_FAILED
+from meshwright.errors import EXIT_RANK_LOST, EXIT_RUN_FAILED
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatFile, heartbeat_path, read_heartbeats
+from meshwright.launch.launched import is_supervised
 from meshwright.spec.resilience import Phase, ResilienceSpec
 
 _TICK_SECONDS = 0.5
@@ -111,7 +112,7 @@ class Watchdog:
         recently = min(5.0, self._resilience.step_timeout_seconds / 2)
         print(self._report(since=tripped_at - recently), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-        os._exit(EXIT_RUN_FAILED)
+        os._exit(EXIT_RANK_LOST if is_supervised() else EXIT_RUN_FAILED)
 
     def _report(self, since: float) -> str:
         now = self._heartbeat.now

@@ -32,7 +32,7 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
-from meshwright.spec.resilience import ResilienceSpec
+from meshwright.spec.resilience import ResilienceSpec, RestartSpec
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -182,11 +182,21 @@ class ObserveSettings(TypedDict, total=False):
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
 
 
+class RestartSettings(TypedDict, total=False):
+    """Fields of `RestartSpec`."""
+
+    max_restarts: int
+    max_cycles_without_progress: int
+    backoff_seconds: float
+    max_backoff_seconds: float
+
+
 class ResilienceSettings(TypedDict, total=False):
     """Fields of `ResilienceSpec`."""
 
     step_timeout_seconds: float
     start_timeout_seconds: float
+    restart: RestartSpec | RestartSettings
 
 
 class NcclSettings(TypedDict, total=False):
@@ -327,6 +337,11 @@ class FitSettings(ModuleSettings, total=False):
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float
+    restart: RestartSpec | RestartSettings
+    max_restarts: int
+    max_cycles_without_progress: int
+    backoff_seconds: float
+    max_backoff_seconds: float
 
 
 class LoopSettings(ModuleSettings, total=False):

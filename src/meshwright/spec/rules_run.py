@@ -274,7 +274,15 @@ CONDITIONS: list[Condition] = [
     Condition("optim.weight_decay_on", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
     *(
         Condition(f"resilience.{name}", _has_watched_ranks, "there are several ranks")
-        for name in ("step_timeout_seconds", "start_timeout_seconds")
+        for name in ("step_timeout_seconds", "start_timeout_seconds", "restart.max_restarts")
+    ),
+    *(
+        Condition(
+            f"resilience.restart.{name}",
+            lambda run: _has_watched_ranks(run) and run.resilience.restart.max_restarts > 0,
+            "there are several ranks and max_restarts > 0",
+        )
+        for name in ("max_cycles_without_progress", "backoff_seconds", "max_backoff_seconds")
     ),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(
