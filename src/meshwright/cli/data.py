@@ -1,8 +1,6 @@
 """`meshwright data`: tokenize, index, inspect and verify datasets. Needs no torch."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +21,7 @@ from meshwright.cli.data_text import (
     print_histogram,
     print_json,
     print_table,
+    progress_bar,
     token_counts,
 )
 from meshwright.cli.main import new_app
@@ -125,7 +124,7 @@ def _packed(
     total = sum(file.stat().st_size for file in files)
     count = processes or (os.cpu_count() or 1 if total >= _MIN_BYTES_FOR_PROCESSES else 1)
     options: dict[str, Any] = {"tokenizer": tokenizer, "text_format": text_format}
-    with _progress("packing", total, quiet=quiet) as advance:
+    with progress_bar("packing", total, quiet=quiet) as advance:
         if count > 1:
             packed = pack_in_parts(files, target, num_processes=count, progress=advance, **options)
         else:
@@ -169,13 +168,14 @@ def index(
 
     Example: meshwright data index shards/
     """
+    from meshwright.cli import data_records
     from meshwright.data.readers.tar_index import TAR_SUFFIX, build_index
 
     if path.is_file() or not any(path.rglob(f"*{TAR_SUFFIX}")):
-        return _index_lines(path, as_json=as_json)
+        return data_records.index_lines(path, as_json=as_json)
     total = sum(shard.stat().st_size for shard in path.rglob(f"*{TAR_SUFFIX}"))
     count = processes or os.cpu_count() or 1
-    with _progress("indexing", total, quiet=quiet) as advance:
+    with progress_bar("indexing", total, quiet=quiet) as advance:
         result = build_index(path, num_processes=count, sqlite=sqlite, progress=advance)
     if as_json:
         return print_json({"path": str(path), **result._asdict()})
@@ -187,27 +187,6 @@ def index(
     if result.unmarked:
         rows.append(("not closed", f"{', '.join(result.unmarked[:3])}: the writer did not end the archive"))
     return print_table(rows)
-
-
-def _index_lines(path: Path, *, as_json: bool) -> None:
-    from meshwright.data.readers.file_list import files_with
-    from meshwright.data.readers.json_lines import SUFFIX, write_line_index
-
-    files = [file for file in files_with(path, SUFFIX) if file.name.endswith(SUFFIX)]
-    _require_lines(files, path)
-    counts = {str(file): write_line_index(file) for file in files}
-    if as_json:
-        return print_json({"path": str(path), "num_lines": counts})
-    return print_table([(file, f"{count:,} lines") for file, count in counts.items()])
-
-
-def _require_lines(files: list[Path], path: Path) -> None:
-    from meshwright.errors import DataError
-
-    if not files:
-        raise DataError(
-            "the file is neither .tar nor .jsonl", where=str(path), hint="name a folder of shards"
-        )
 
 
 @app.command()
@@ -390,22 +369,3 @@ def _require_effect(files: list[Path], *, split: SplitAt | None, field: str | No
         raise DataError("no .txt file is packed, so --split has no effect", where="--split")
     if field is not None and kinds == {TEXT}:
         raise DataError("no .jsonl file is packed, so --field has no effect", where="--field")
-
-
-@contextmanager
-def _progress(what: str, total_bytes: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal; yields a function to call with the bytes done."""
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    columns = (
-        progress.TextColumn(what),
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -116,3 +116,26 @@ def _text(name: str, value: Any) -> Any:
     if isinstance(value, bytes) and name.rpartition(".")[2].lower() in (*TEXT_FIELDS, "json"):
         return decode_text(value)
     return value
+
+
+def index_lines(path: Path, *, as_json: bool) -> None:
+    """Write the offsets of the lines of .jsonl files beside them, and print how many there are."""
+    from meshwright.cli.data_text import print_json, print_table
+    from meshwright.data.readers.file_list import files_with
+    from meshwright.data.readers.json_lines import SUFFIX, write_line_index
+
+    files = [file for file in files_with(path, SUFFIX) if file.name.endswith(SUFFIX)]
+    _require_lines(files, path)
+    counts = {str(file): write_line_index(file) for file in files}
+    if as_json:
+        return print_json({"path": str(path), "num_lines": counts})
+    return print_table([(file, f"{count:,} lines") for file, count in counts.items()])
+
+
+def _require_lines(files: list[Path], path: Path) -> None:
+    from meshwright.errors import DataError
+
+    if not files:
+        raise DataError(
+            "the file is neither .tar nor .jsonl", where=str(path), hint="name a folder of shards"
+        )

@@ -1,6 +1,8 @@
 """Tables, histograms and documents that `meshwright data` prints."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -170,3 +172,22 @@ def lengths_text(lengths: "Lengths") -> str:
         f"{lengths.shortest:,} to {lengths.longest:,}, median {lengths.median:,.0f}, "
         f"mean {lengths.mean:,.1f}, 95% below {lengths.percentile_95:,.0f}"
     )
+
+
+@contextmanager
+def progress_bar(what: str, total_bytes: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, if that is a terminal; yields a function to call with the bytes done."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        progress.TextColumn(what),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -74,15 +74,15 @@ class Loader:
                 where="batch_samples",
                 hint=f"use {-(-batch_units // dp_size) * dp_size}, or another number of ranks",
             )
-        self.plan, self.feeding = fetcher.plan, feeding or Feeding()
+        self.fetcher, self.plan, self.feeding = fetcher, fetcher.plan, feeding or Feeding()
+        self.batch_units, self.dp_rank, self.dp_size = batch_units, dp_rank, dp_size
         self.position = 0
         """Units (records or groups) of all batches that were returned, over all ranks."""
         self.wait_seconds = 0.0
         """Time that the caller has waited for batches."""
         self.bad_samples: dict[str, str] = {}
         """Corrupt records that were replaced, by their place."""
-        self._fetcher, self._batch_units, self._max_bad_samples = fetcher, batch_units, max_bad_samples
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._max_bad_samples = max_bad_samples
         self.is_counted = True
         """False for a filler: the last batch has fewer samples than ranks, and none for this one."""
         self._fetched: Feed | None = None
@@ -96,11 +96,11 @@ class Loader:
         if size == 0:
             raise StopIteration
         if self._fetched is None:
-            self._fetched = open_feed(self._fetcher, self._local_units(self.position), self.feeding)
+            self._fetched = open_feed(self.fetcher, self._local_units(self.position), self.feeding)
         asked_at = time.perf_counter()
         fetched = self._fetched.next()
         self.wait_seconds += time.perf_counter() - asked_at
-        self._count_bad(fetched.bad)
+        self.count_bad(fetched.bad)
         self.position += size
         share = self._share(size)
         self.is_counted = share.stop > share.start
@@ -124,10 +124,21 @@ class Loader:
             self._fetched.close()
         self._fetched = None
 
+    def for_rank(self, dp_rank: int, dp_size: int) -> "Loader":
+        """One rank's part of the same stream, from its beginning."""
+        return Loader(
+            self.fetcher,
+            batch_units=self.batch_units,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            feeding=self.feeding,
+            max_bad_samples=self._max_bad_samples,
+        )
+
     def _size(self, position: int) -> int:
         """Units of the global batch at a position: the last batch of the stream may be short."""
         end = self.plan.num_units
-        return self._batch_units if end is None else max(0, min(self._batch_units, end - position))
+        return self.batch_units if end is None else max(0, min(self.batch_units, end - position))
 
     def _local_units(self, position: int) -> Iterator[list[Unit]]:
         """This rank's units of every batch from a position on; a rank without one reads a filler."""
@@ -138,9 +149,10 @@ class Loader:
 
     def _share(self, size: int) -> slice:
         """This rank's part of a global batch of `size` units."""
-        return slice(size * self._dp_rank // self._dp_size, size * (self._dp_rank + 1) // self._dp_size)
+        return slice(size * self.dp_rank // self.dp_size, size * (self.dp_rank + 1) // self.dp_size)
 
-    def _count_bad(self, bad: Mapping[str, str]) -> None:
+    def count_bad(self, bad: Mapping[str, str]) -> None:
+        """Add replaced records to `bad_samples`; DataError above the limit."""
         self.bad_samples |= bad
         if len(self.bad_samples) > self._max_bad_samples:
             where, fact = next(iter(bad.items()))

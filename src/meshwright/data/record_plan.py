@@ -95,6 +95,10 @@ class RecordPlan:
             epochs[here] = numbers[here] // order.num_samples
         return sources, ids, epochs
 
+    def unit_id(self, unit: Unit) -> int:
+        """The number of a unit among those of all sources."""
+        return int(self._offsets[unit.source]) + unit.unit
+
     def records(self, unit: Unit) -> list[int]:
         """The records of a unit, by their number in its source."""
         return [unit.unit] if self.groups is None else self.groups[unit.source].group(unit.unit).tolist()

@@ -83,9 +83,13 @@ class RecordsInMemory:
     length_field: str | None = None
     """The field whose length `lengths` reports."""
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A hash of the content of all records."""
+        return self._content_hash
+
+    @cached_property
+    def _content_hash(self) -> str:
         digest = hashlib.sha256()
         for record in self.records:
             for key, value in sorted(record.items()):

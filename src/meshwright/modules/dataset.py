@@ -135,6 +135,12 @@ class DatasetBatches:
 
     def load_state(self, state: dict[str, int]) -> None:
         """Continue at a saved position; DataError when the dataset has another number of samples."""
+        if "num_samples" not in state:
+            raise DataError(
+                "the saved position counts in a loader, and this run reads a map-style dataset",
+                where="dataset",
+                hint="use the dataset of the saved run, or another directory",
+            )
         if state["num_samples"] != self._order.num_samples:
             raise DataError(
                 f"the saved position counts in {state['num_samples']} samples, "

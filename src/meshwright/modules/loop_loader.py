@@ -33,7 +33,7 @@ class LoopLoader:
     ) -> None:
         self._loader, self._seed, self._device = loader, seed, device
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._is_map_style = _is_map_style(loader)
+        self._is_map_style = is_map_style(loader)
         self._ids = MicrobatchIds()
         self._contents: DataLoader[Any] | None = None
         """Torch's loader of this rank's samples; one for all epochs, with the settings of the user's."""
@@ -129,14 +129,16 @@ def _with_last(
         yield microbatch, position, ahead is None
 
 
-def _is_map_style(loader: Any) -> bool:
+def is_map_style(loader: Any) -> bool:
+    """Whether a loader is distributed by sample; DataError where it has an order that ranks cannot share."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader, Iterable):
             raise DataError(
                 f"{type(loader).__name__} is not iterable", where="loader", hint="pass a DataLoader"
             )
         return False
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler) or loader.batch_size is None:
+    is_plain = type(loader.sampler) in (RandomSampler, SequentialSampler)
+    if not is_plain or loader.batch_size is None or _draws_again(loader.sampler):
         raise DataError(
             f"{type(loader.sampler).__name__} is a custom sampler, whose order ranks cannot share",
             where="loader",
@@ -147,3 +149,10 @@ def _is_map_style(loader: Any) -> bool:
             "the loader's dataset has no samples", where="loader", hint="check how it was filtered or read"
         )
     return True
+
+
+def _draws_again(sampler: Any) -> bool:
+    """Whether a RandomSampler draws with replacement, or another number of samples than the dataset has."""
+    return isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(sampler.data_source)
+    )

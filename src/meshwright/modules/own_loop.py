@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
+from meshwright.data.loader import Loader
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.launch.parent import end_with_launcher
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
@@ -30,6 +31,7 @@ from meshwright.modules.build_training import build_loop_training, require_direc
 from meshwright.modules.loop_guard import LoopGuard
 from meshwright.modules.loop_loader import LoopLoader
 from meshwright.modules.module_program import ModuleProgram, require_pair
+from meshwright.modules.record_batches import RecordLoop, require_unsharded
 from meshwright.optim.user_optimizer import (
     allocate,
     require_optimizer,
@@ -79,9 +81,7 @@ def prepare(
         spec = with_data_parallel(spec, world.num_ranks)
         mesh = build_mesh(spec.parallel, world)
         training = build_loop_training(model, optimizer, spec, mesh)
-        batches = LoopLoader(
-            loader, seed=spec.seed, dp_rank=mesh.dp_rank, dp_size=spec.parallel.dp, device=mesh.device
-        )
+        batches = _distributed(loader, spec, mesh)
         user_state = _UserObjects(training, dict(keep or {}), has_user_optimizer=optimizer is not None)
         saver = None
         if directory is not None:
@@ -91,6 +91,16 @@ def prepare(
     except MeshwrightError:
         at_end.close()
         raise
+
+
+def _distributed(loader: Iterable[Any], spec: LoopSpec, mesh: Mesh) -> LoopLoader | RecordLoop:
+    """This rank's part of a loader; one of `open_loader` is divided within each global batch."""
+    if isinstance(loader, Loader):
+        require_unsharded(loader)
+        return RecordLoop(loader.for_rank(mesh.dp_rank, spec.parallel.dp), device=mesh.device)
+    return LoopLoader(
+        loader, seed=spec.seed, dp_rank=mesh.dp_rank, dp_size=spec.parallel.dp, device=mesh.device
+    )
 
 
 def _require_one_optimizer(optimizer: torch.optim.Optimizer | None, spec: LoopSpec) -> None:
@@ -135,7 +145,7 @@ class OwnLoop:
         spec: LoopSpec,
         mesh: Mesh,
         training: Training,
-        loader: LoopLoader,
+        loader: LoopLoader | RecordLoop,
         saver: Checkpoints | None,
         *,
         at_end: ExitStack,

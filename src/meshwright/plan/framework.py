@@ -16,7 +16,7 @@ from meshwright.hardware.catalogue import Cluster, Device
 from meshwright.plan.memory import activations
 from meshwright.plan.time.attention import runtime_attention_seconds
 from meshwright.plan.time.collectives import Group, gather_seconds
-from meshwright.plan.workload.layouts import Floats, Ints, Layouts
+from meshwright.plan.workload.layouts import RECOMPUTE_SELECTIVE, Floats, Ints, Layouts
 from meshwright.plan.workload.operators import StageLayers, runtime_stage_layers
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.model import MoeSpec
@@ -195,6 +195,18 @@ class Framework:
         """Kernels that the host launches for the forward pass of one layer."""
         latent = self.launches_of_latent_attention if workload.model.attention.latent is not None else 0.0
         return latent + (self.launches_per_routed_layer if moe else self.launches_per_layer)
+
+    def compiled_share(self, workload: Workload, at: Layouts, *, moe: bool) -> Floats:
+        """Share of the layers that run compiled.
+
+        Routed blocks with selective recompute do not where the host reads row counts (parallel/compile.py).
+        """
+        layers = np.full(len(at), float(workload.compiled))
+        if not moe or not self.is_traced or workload.model.moe is None:
+            return layers
+        reads = (at.ep > 1) | (workload.model.moe.capacity_factor is not None)
+        uncompiled = reads & (at.recompute == RECOMPUTE_SELECTIVE)
+        return layers * (1.0 - uncompiled / at.recompute_every)
 
     def weight_cast_rates(self, workload: Workload, num_microbatches: Ints) -> tuple[Floats | float, Floats]:
         """Bytes moved per parameter to cast a weight, and to cast and accumulate its gradient."""

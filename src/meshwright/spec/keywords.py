@@ -5,7 +5,7 @@ that have a unique name. A test compares them with the specs, field by field.
 """
 
 from collections.abc import Sequence
-from typing import Required, TypedDict
+from typing import Literal, Required, TypedDict
 
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
@@ -157,7 +157,7 @@ class SamplesSettings(TypedDict, total=False):
     microbatch_samples: int | None
     shuffle: bool
     max_epochs: int | None
-    num_workers: int
+    num_workers: int | Literal["auto"]
     sample_tokens: int
 
 
@@ -330,7 +330,7 @@ class FitSettings(ModuleSettings, total=False):
     microbatch_samples: int | None
     shuffle: bool
     max_epochs: int | None
-    num_workers: int
+    num_workers: int | Literal["auto"]
     sample_tokens: int
     tensorboard: bool
     evaluate: EvaluateSpec | EvaluateSettings | None

@@ -88,8 +88,9 @@ class SamplesSpec(Spec):
     """Shuffle samples with the seed, differently in each epoch; false reads them in order."""
     max_epochs: Positive | None = None
     """The run ends after this many epochs, with a short last batch; null repeats the samples without end."""
-    num_workers: NonNegative = 0
-    """Worker processes of each rank that prefetch batches; 0 loads them in the training process."""
+    num_workers: NonNegative | Literal["auto"] = 0
+    """Worker processes of each rank that prefetch batches; 0 loads them in the training process; auto reads a
+    few samples at the start, chooses, and prints the choice."""
     sample_tokens: Positive = 1
     """Tokens of one sample, for the `tokens` metric (1: it counts samples)."""
 

@@ -44,7 +44,7 @@ meshwright.fit(model, samples, loss, num_steps="three")  # error: "num_steps" of
 meshwright.fit(model, samples, loss, recompute="ful")  # error: "recompute" of type "Recompute"
 meshwright.fit(model, samples, loss, parallel={"zeero": 3})  # error: "parallel" of type
 meshwright.fit(model, samples, loss, groups=[{"lr_factor": 3}])  # error: "groups" of type
-meshwright.fit(model, 3, loss)  # error: "dataset" of type "SampleSet"
+meshwright.fit(model, 3, loss)  # error: "dataset" of type "TrainingInput"
 meshwright.fit(model, samples, mean_loss)  # error: "loss" of type "Loss"
 meshwright.fit(model, samples, loss, accumulation=2)  # error: No parameter named "accumulation"
 meshwright.prepare(model, None, [1], optim={"kind": "adam"})  # error: "optim" of type

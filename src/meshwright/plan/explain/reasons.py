@@ -36,6 +36,7 @@ def explain(plan: Plan) -> list[str]:
         *_technique(plan, "pp", _pp_text(best)),
         *_technique(plan, "cp", _cp_text(best)),
         *_technique(plan, "ep", _ep_text(best)),
+        *_unsharded_experts(plan),
         *_recompute(best),
         *_offload(best),
         *_numerics(plan),
@@ -139,16 +140,17 @@ def _technique(plan: Plan, axis: str, text: str) -> Iterator[str]:
     if outcome.candidate is None:
         yield f"{text} Without it no layout satisfies the rules and the pins."
     elif outcome.fits:
-        yield f"{text} {_best_without(plan, axis, outcome.candidate)}"
+        yield f"{text} {_best_other(plan, axis, outcome.candidate, 'Without it')}"
     else:
         yield f"{text} Without it nothing fits: the closest layout needs {_need(outcome.candidate)}."
 
 
-def _best_without(plan: Plan, axis: str, other: Candidate) -> str:
-    """How long the best layout without an axis takes; by another objective than speed, what it costs."""
+def _best_other(plan: Plan, axis: str, other: Candidate, which: str) -> str:
+    """How long the best layout without (or with) an axis takes; by another objective, what it costs."""
     best = plan.best
     number = next((row for row, one in enumerate(plan.top, start=1) if one.run == other.run), None)
-    shown = f" (the pin {axis}=1 shows it)" if number is None else f" (row {number})"
+    pin = f"{axis}={getattr(other.run.parallel, axis)}"
+    shown = f" (the pin {pin} shows it)" if number is None else f" (row {number})"
     slower = other.step_seconds / best.step_seconds - 1.0
     seconds = f"{show_seconds(other.step_seconds)} ({slower:+.1%})"
     reason = ""
@@ -159,7 +161,7 @@ def _best_without(plan: Plan, axis: str, other: Candidate) -> str:
             if is_close
             else f", but the objective is {best.question.objective}"
         )
-    return f"Without it the best step takes {seconds}{reason}, with {layout_text(other.run)}{shown}."
+    return f"{which} the best step takes {seconds}{reason}, with {layout_text(other.run)}{shown}."
 
 
 def _need(candidate: Candidate) -> str:
@@ -207,6 +209,26 @@ def _ep_text(best: Candidate) -> str:
     if overlap == "none":
         return text
     return f"{text} ep_overlap={overlap} is priced, but its overlap was not measured on several GPUs."
+
+
+def _unsharded_experts(plan: Plan) -> Iterator[str]:
+    """Why a routed model has no ep: what each layout communicates for its experts, and the best with ep."""
+    other = plan.with_ep.candidate if plan.with_ep is not None else None
+    if other is None:
+        return
+    best, counts = plan.best, plan.best.question.workload.counts
+    exposed = show_seconds(best.seconds_items.get("fsdp", 0.0))
+    here = "every rank has all experts"
+    if best.run.parallel.zero == 3:
+        size = show_bytes(best.question.framework.state.gather * counts.experts_layer / best.run.parallel.etp)
+        tokens = show_count(best.run.data.microbatch_sequences * best.run.data.sequence_length)
+        here = (
+            f"ZeRO-3 gathers all experts of a layer ({size}) once per pass over {tokens} tokens, "
+            f"so that only {exposed} per step of gathers and reduce-scatters are exposed"
+        )
+    exchange = show_seconds(other.seconds_items.get("ep", 0.0))
+    there = f"With ep={other.run.parallel.ep} ranks exchange tokens, {exchange} per step exposed."
+    yield f"ep=1: {here}. {there} {_best_other(plan, 'ep', other, 'With ep')}"
 
 
 def _recompute(best: Candidate) -> Iterator[str]:

@@ -10,7 +10,7 @@ from meshwright.errors import PlanError
 from meshwright.plan.search.allow import NumericsChange
 from meshwright.plan.search.candidate import Candidate, candidates
 from meshwright.plan.search.choose_precision import ChosenPrecision
-from meshwright.plan.search.neighbours import neighbours_of, without_axes
+from meshwright.plan.search.neighbours import neighbours_of, with_experts_on_ranks, without_axes
 from meshwright.plan.search.question import Objective, Priced, Question
 from meshwright.plan.search.search import TIE_FRACTION, SearchResult
 from meshwright.plan.search.what_if import Outcome
@@ -43,6 +43,8 @@ class Plan:
     """The chosen layout with one setting changed; none of them is better."""
     without: Mapping[str, Outcome] = field(default_factory=dict[str, Outcome])
     """The best layout without each axis that the chosen one uses; none of them is better."""
+    with_ep: Outcome | None = None
+    """For a routed model that is planned without ep: the best layout with it, which is not better."""
     changes: tuple[NumericsChange, ...] = ()
     """Allowed changes of the numerics that the plan makes."""
 
@@ -52,6 +54,7 @@ def choose(chosen: ChosenPrecision, *, top: int, search_seconds: float) -> Plan:
     question, fitting = chosen.question, chosen.result.fitting
     pool = candidates(question, fitting.layouts.take(_rows_to_simulate(chosen)))
     best, near, without = _settled(pool, fitting)
+    with_ep = with_experts_on_ranks(best, pool, fitting)
     return Plan(
         question=question,
         best=best,
@@ -61,6 +64,7 @@ def choose(chosen: ChosenPrecision, *, top: int, search_seconds: float) -> Plan:
         search_seconds=search_seconds,
         neighbours=tuple(near),
         without=without,
+        with_ep=with_ep,
         changes=chosen.changes,
     )
 
@@ -84,8 +88,9 @@ def _settled(pool: list[Candidate], fitting: Priced) -> tuple[Candidate, list[Ou
     for _ in range(MAX_ROUNDS):
         better = _better(best, near)
         if not better:
-            without = without_axes(best, fitting)
-            better = _better(best, list(without.values()))
+            without = without_axes(best, pool, fitting)
+            with_ep = with_experts_on_ranks(best, pool, fitting)
+            better = _better(best, [*without.values(), *([with_ep] if with_ep else [])])
         if not better:
             break
         pool.extend(better)

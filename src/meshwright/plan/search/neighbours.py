@@ -3,16 +3,18 @@
 The plan asks them whether one is better before it is final, and shows them with the reason against them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.plan.search.candidate import RECOMPUTE_NAMES, Candidate, candidates
 from meshwright.plan.search.question import Priced, Question
 from meshwright.plan.search.what_if import NUM_SIMULATED, Change, Outcome, changed_layouts, what_if
 from meshwright.plan.workload.layouts import OFFLOAD_BITS, RECOMPUTE_BITS
 from meshwright.plan.workload.schedules import SCHEDULES
+from meshwright.spec.check import check
 
 Columns = dict[str, int]
 """Values of columns of `Layouts`."""
@@ -29,10 +31,15 @@ def neighbours_of(best: Candidate) -> list[Outcome]:
     return changed_layouts(best, changed)
 
 
-def without_axes(best: Candidate, fitting: Priced) -> dict[str, Outcome]:
-    """The best layout without each axis that a layout uses and no pin sets; `fitting` was kept."""
+def without_axes(best: Candidate, pool: Sequence[Candidate], fitting: Priced) -> dict[str, Outcome]:
+    """The best layout without each axis that a layout uses and no pin sets.
+
+    `fitting` was kept by the search, and `pool` are those of it whose pipelines were simulated.
+    """
     axes = [axis for axis in AXES if getattr(best.run.parallel, axis) > 1]
-    return {axis: _without(best, axis, fitting) for axis in axes if axis not in best.question.pins.allowed}
+    return {
+        axis: _without(best, axis, pool, fitting) for axis in axes if axis not in best.question.pins.allowed
+    }
 
 
 def question_without(question: Question, axis: str) -> Question:
@@ -41,15 +48,34 @@ def question_without(question: Question, axis: str) -> Question:
     return replace(question, pins=replace(pins, allowed={**pins.allowed, axis: (1,)}))
 
 
-def _without(best: Candidate, axis: str, fitting: Priced) -> Outcome:
+def with_experts_on_ranks(best: Candidate, pool: Sequence[Candidate], fitting: Priced) -> Outcome | None:
+    """The best kept layout with ep, for a routed model on several ranks without; None where none was kept."""
+    is_open = best.run.model.moe is not None and best.num_ranks > 1 and best.run.parallel.ep == 1
+    rows = np.flatnonzero(fitting.layouts.ep > 1)
+    if not is_open or "ep" in best.question.pins.allowed or len(rows) == 0:
+        return None
+    simulated = [one for one in pool if one.run.parallel.ep > 1]
+    return Outcome(Change("ep>1", best.question), _best_of(simulated, fitting, rows, best.question))
+
+
+def _without(best: Candidate, axis: str, pool: Sequence[Candidate], fitting: Priced) -> Outcome:
     """The best of the kept layouts, or of a new search where none was kept."""
     change = Change(f"{axis}=1", question_without(best.question, axis))
     rows = np.flatnonzero(getattr(fitting.layouts, axis) == 1)
     if len(rows) == 0:
         return what_if(change)
-    order = rows[np.argsort(fitting.score(best.question.objective)[rows], kind="stable")]
-    found = candidates(best.question, fitting.layouts.take(order[:NUM_SIMULATED]))
-    return Outcome(change, min(found, key=lambda candidate: candidate.score))
+    simulated = [one for one in pool if getattr(one.run.parallel, axis) == 1]
+    return Outcome(change, _best_of(simulated, fitting, rows, best.question))
+
+
+def _best_of(
+    simulated: Sequence[Candidate], fitting: Priced, rows: NDArray[np.intp], question: Question
+) -> Candidate:
+    """The best of the candidates that were simulated and of the best of these rows."""
+    order = rows[np.argsort(fitting.score(question.objective)[rows], kind="stable")]
+    found = candidates(question, fitting.layouts.take(order[:NUM_SIMULATED]))
+    allowed = [one for one in (*simulated, *found) if not check(one.run)]
+    return min(allowed or found, key=lambda candidate: candidate.score)
 
 
 def _changes(now: Columns, best: Candidate) -> Iterator[tuple[str, Columns]]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from meshwright.errors import PlanError
 from meshwright.plan.search.candidate import Candidate, layout_text
 from meshwright.plan.search.decision import Plan
-from meshwright.plan.search.neighbours import neighbours_of, without_axes
+from meshwright.plan.search.neighbours import neighbours_of, with_experts_on_ranks, without_axes
 from meshwright.units import show_bytes
 
 
@@ -64,8 +64,15 @@ def verified_plan(plan: Plan, traced: Sequence[TracedLayout]) -> Plan:
     best = plan.best if plan.best in kept else kept[0]
     if best is plan.best:
         return replace(plan, top=top)
-    without = without_axes(best, plan.result.fitting)
-    return replace(plan, best=best, top=top, neighbours=tuple(neighbours_of(best)), without=without)
+    fitting = plan.result.fitting
+    return replace(
+        plan,
+        best=best,
+        top=top,
+        neighbours=tuple(neighbours_of(best)),
+        without=without_axes(best, top, fitting),
+        with_ep=with_experts_on_ranks(best, top, fitting),
+    )
 
 
 def _none_fits(plan: Plan, traced: Sequence[TracedLayout]) -> PlanError:

@@ -89,11 +89,12 @@ def _weight_bytes(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
 def _elementwise_seconds(ctx: Context, matmuls: list[Matmul], *, moe: bool) -> tuple[Floats, Floats]:
     """Forward and backward seconds of everything between matmuls and attention: norms, activations, casts."""
     framework, workload = ctx.framework, ctx.workload
+    compiled = framework.compiled_share(workload, ctx.at, moe=moe)
     plain = operators.elementwise_bytes(
         workload,
         ctx.at,
         moe=moe,
-        passes=framework.compiled_passes if workload.compiled else framework.elementwise_passes,
+        passes=compiled * framework.compiled_passes + (1.0 - compiled) * framework.elementwise_passes,
         residual_tokens=framework.residual_tokens(ctx.tokens, ctx.at.tp),
     )
     cast = operators.quantise_bytes(workload, ctx.at, matmuls, weight_cast_bytes=framework.weight_cast_bytes)
@@ -280,9 +281,9 @@ def layer_time(ctx: Context, *, moe: bool) -> tuple[PassTime, PassTime]:
 
 def _with_host(ctx: Context, device: PassTime, *, passes: Floats | float, moe: bool) -> PassTime:
     """The pass with the time that the device waits for the host to launch its kernels."""
+    compiled = ctx.framework.compiled_share(ctx.workload, ctx.at, moe=moe)
     launches = ctx.framework.launches(ctx.workload, ctx.cluster, moe=moe)
-    if ctx.workload.compiled:
-        launches *= COMPILED_LAUNCHES
+    launches = launches * (1.0 - (1.0 - COMPILED_LAUNCHES) * compiled)
     # At every collective the ranks of tp wait for the slowest host among them.
     host = passes * launches * HOST_SECONDS_PER_LAUNCH * (1.0 + HOST_JITTER * (ctx.at.tp - 1))
     slowdown = ctx.framework.routed_slowdown if moe else 1.0

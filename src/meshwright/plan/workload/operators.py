@@ -156,7 +156,7 @@ def score_elements(workload: Workload, at: Layouts) -> Floats:
 
 
 def elementwise_bytes(
-    workload: Workload, at: Layouts, *, moe: bool, passes: float, residual_tokens: Floats
+    workload: Workload, at: Layouts, *, moe: bool, passes: Floats | float, residual_tokens: Floats
 ) -> tuple[Floats, Floats]:
     """Bytes that norms, residuals, rotary and activations of one layer move, forward and backward.
 

@@ -46,3 +46,17 @@ def test_what_offload_assumes_is_said() -> None:
     assert "Not measured" not in " ".join(explain(alone))
     text = " ".join(explain(shared))
     assert "Not measured: each of 8 devices of a node is assumed to get 0.5 of its link to the host" in text
+
+
+def test_a_routed_model_without_ep_says_why() -> None:
+    """What ZeRO-3 gathers instead, what an exchange would cost, and the best layout with ep, as a row."""
+    plan = planned("qwen3-30b-a3b", "h100:32")
+    assert plan.best.run.parallel.ep == 1
+    (sentence,) = [each for each in explain(plan) if each.startswith("ep=1:")]
+    assert "ZeRO-3 gathers all experts of a layer (1.1 GiB) once per pass over 131K tokens" in sentence
+    assert re.search(r"With ep=\d+ ranks exchange tokens, [\d.]+ m?s per step exposed", sentence)
+    assert plan.with_ep is not None
+    with_ep = [one.step_seconds for one in plan.top if one.run.parallel.ep > 1]
+    assert plan.with_ep.step_seconds <= min(with_ep)
+    assert "ep=1:" not in " ".join(explain(planned("qwen3-30b-a3b", "h100:32", "ep=1")))
+    assert "ep=1:" not in " ".join(explain(small_plan()))

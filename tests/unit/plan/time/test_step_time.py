@@ -38,6 +38,17 @@ def test_items_are_seconds_and_add_up() -> None:
     assert 0 < cost.relative_half_width[0] < 1
 
 
+def test_routed_blocks_with_ep_and_selective_recompute_are_not_compiled() -> None:
+    """The host reads row counts in them (parallel/compile.py); full recompute compiles their parts."""
+    workload = Workload(family("qwen3-30b-a3b"), 4096, compiled=True)
+    shared = our_runtime().compiled_share
+    at = layouts(ep=np.array([1, 8, 8]), recompute=np.array([RECOMPUTE_SELECTIVE, RECOMPUTE_SELECTIVE, FULL]))
+    assert shared(workload, at, moe=True).tolist() == [1.0, 0.0, 1.0]
+    assert shared(workload, at, moe=False).tolist() == [1.0, 1.0, 1.0]
+    some = layouts(ep=8, recompute=RECOMPUTE_SELECTIVE, recompute_every=2)
+    assert shared(workload, some, moe=True).tolist() == [0.5]
+
+
 def test_many_layouts_cost_as_each_alone() -> None:
     columns = {"tp": [1, 2, 8], "pp": [1, 4, 2], "dp_shard": [64, 8, 4], "zero": [3, 1, 0]}
     together = step_cost(
