@@ -4,7 +4,6 @@ A fork takes milliseconds where a new program imports torch for seconds, so a re
 that forks has imported torch and done nothing else with it: no threads, no device. Imports no torch itself.
 """
 
-import atexit
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -147,7 +146,7 @@ def _become_rank(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     output: IO[bytes] | None,
-    signals: set[signal.Signals],
+    signals: Iterable[int],
 ) -> None:
     """The rest of the life of a forked rank; never returns."""
     code = EXIT_FAULT
@@ -162,7 +161,6 @@ def _become_rank(
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
         code = program(arguments)
-        atexit._run_exitfuncs()  # ends worker processes of loaders
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else code
     except BaseException:

@@ -140,6 +140,12 @@ class MetricsWriter:
         self._file.write(format_line(complete).encode())
         return complete
 
+    def rewind(self, step: int) -> None:
+        """Remove the lines after `step`: the run has gone back to it."""
+        self._file.close()
+        truncate_after(self._path, step)
+        self._file = self._path.open("ab", buffering=0)
+
     def _require_in_place(self, step: int) -> None:
         try:
             is_in_place = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())

@@ -10,6 +10,9 @@ from meshwright.units import parse_number
 Phase = Literal["start", "step", "evaluate", "save", "end"]
 """What a rank is doing: building and the first step, a later step, an evaluation, a save, or leaving."""
 Seconds = Annotated[float, Field(ge=1, le=10_000_000, allow_inf_nan=False), BeforeValidator(parse_number)]
+BadStepAction = Literal["stop", "skip", "rollback"]
+SpikeFactor = Annotated[float, Field(gt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
+HangFactor = Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)]
 Delay = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False), BeforeValidator(parse_number)]
 
 
@@ -27,6 +30,20 @@ class RestartSpec(Spec):
     """Longest wait before a restart."""
 
 
+class BadStepSpec(Spec):
+    """What happens at a step whose gradients are not finite, or whose gradient norm is a spike."""
+
+    action: BadStepAction = "stop"
+    """stop: the run ends before the next save. skip: no update is made with this batch. rollback: the run
+    goes back to its newest checkpoint and skips the data since, that batch included. skip and rollback read
+    the gradient norm on the host in every step."""
+    spike_factor: SpikeFactor | None = None
+    """A gradient norm above this factor times its running average is a spike; null: only norms that are not
+    finite are bad."""
+    max_in_a_row: Positive = 5
+    """Bad steps without a good one in between, or rollbacks to the same checkpoint, before the run ends."""
+
+
 class ResilienceSpec(Spec):
     """When ranks that make no progress are ended, and how often all ranks are restarted."""
 
@@ -34,7 +51,11 @@ class ResilienceSpec(Spec):
     """Longest time of one step; a stopped or hanging rank is ended after it."""
     start_timeout_seconds: Seconds = 1800.0
     """Longest time from the start of the ranks to the end of the first step, compilation included."""
+    hang_factor: HangFactor | None = 20.0
+    """A rank that `meshwright train` started hangs when it makes no progress for this many times its longest
+    step so far, at least 60 seconds. null, and with compile=true: only after step_timeout_seconds."""
     restart: RestartSpec = RestartSpec()
+    bad_steps: BadStepSpec = BadStepSpec()
 
     @property
     def longest_seconds(self) -> float:

@@ -66,7 +66,9 @@ def axes_are_supported(spec: ModuleSpec) -> Violations:
 
 
 def _is_run_only(key: str) -> bool:
-    return key in _RUN_ONLY or key.startswith("resilience.")
+    return key in _RUN_ONLY or key.startswith(
+        ("resilience.step", "resilience.start", "resilience.restart", "resilience.hang")
+    )
 
 
 def module_settings_have_effect(spec: ModuleSpec) -> Violations:

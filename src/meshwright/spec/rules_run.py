@@ -274,7 +274,7 @@ CONDITIONS: list[Condition] = [
     Condition("optim.weight_decay_on", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
     *(
         Condition(f"resilience.{name}", _has_watched_ranks, "there are several ranks")
-        for name in ("step_timeout_seconds", "start_timeout_seconds", "restart.max_restarts")
+        for name in ("step_timeout_seconds", "start_timeout_seconds", "hang_factor", "restart.max_restarts")
     ),
     *(
         Condition(
@@ -283,6 +283,14 @@ CONDITIONS: list[Condition] = [
             "there are several ranks and max_restarts > 0",
         )
         for name in ("max_cycles_without_progress", "backoff_seconds", "max_backoff_seconds")
+    ),
+    *(
+        Condition(
+            f"resilience.bad_steps.{name}",
+            lambda run: run.resilience.bad_steps.action != "stop",
+            "bad_steps.action is skip or rollback",
+        )
+        for name in ("spike_factor", "max_in_a_row")
     ),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(
@@ -306,6 +314,14 @@ CONDITIONS: list[Condition] = [
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dims")
     ),
 ]
+
+
+def rollback_has_checkpoints(run: RunSpec) -> Violations:
+    """A rollback needs checkpoints on the way."""
+    if run.resilience.bad_steps.action == "rollback" and run.checkpoint.every_steps is None:
+        fact = "bad_steps.action=rollback without checkpoints to go back to"
+        hint = "set checkpoint.every_steps, or bad_steps.action=skip"
+        yield SpecError(fact, where="resilience.bad_steps.action", hint=hint)
 
 
 def settings_have_effect(run: RunSpec) -> Violations:
@@ -350,5 +366,6 @@ RUN_RULES = [
     wsd_has_a_decay,
     decays_are_valid,
     groups_have_parameters,
+    rollback_has_checkpoints,
     settings_have_effect,
 ]

@@ -40,7 +40,7 @@ def run_ranks(
         ended = run_attempt(
             [*arguments, *overrides],
             num_ranks=node.num_local_ranks(run.parallel.num_ranks) if node else run.parallel.num_ranks,
-            watched=Watched(run_dir, run.resilience),
+            watched=Watched(run_dir, run.resilience, is_adaptive=not run.compile),
             node=node,
             program=program if can_fork() else None,
             is_restarted=policy.max_restarts > 0,

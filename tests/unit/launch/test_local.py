@@ -116,7 +116,8 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_run_fails(monkeypatch, c
     assert "rank 0 waits: last step 7, phase step" in printed
     assert "resilience.step_timeout_seconds=1" in printed
     assert "stack of rank 1:\n" in printed and "most recent call first" in printed
-    assert "stack of rank 0" not in printed and "failed first" not in printed and "killed by" not in printed
+    assert "stack of rank 0:\n" in printed and "failed first" not in printed and "killed by" not in printed
+    assert "rank 0 is in no collective: " in printed
 
 
 def test_ranks_that_hang_are_ended_though_they_ignore_sigterm(monkeypatch, capfd, tmp_path):
