@@ -151,12 +151,8 @@ class RankWatcher:
     def _bound(self, one: _RankWatch) -> float:
         """Longest time without progress: the timeout of the phase, or less where steps were short so far."""
         bound, factor = self._resilience.timeout_seconds(one.phase), self._resilience.hang_factor
-        if (
-            one.phase != "step"
-            or factor is None
-            or one.num_steps_seen < _KNOWN_AFTER
-            or not self._is_adaptive
-        ):
+        is_known = self._is_adaptive and one.num_steps_seen >= _KNOWN_AFTER
+        if one.phase != "step" or factor is None or not is_known:
             return bound
         return min(bound, max(_SHORTEST_BOUND_SECONDS, factor * one.longest_step_seconds))
 

@@ -46,6 +46,7 @@ def after_skip(
 def _rolled_back(job: Job, checkpoints: Checkpoints, recorder: Recorder, bad: TrainState) -> TrainState:
     """The state of the newest checkpoint, with the data position of now. Without a checkpoint only the bad
     batch is skipped."""
+    recorder.wait_for_save(checkpoints)
     position = job.batches.state()
     saved = checkpoints.restore()
     if saved is None:
