@@ -24,6 +24,7 @@ from meshwright.launch.attempt import AttemptEnd, cause_of
 from meshwright.launch.launched import RANK_FOLDER, STARTED_HERE
 from meshwright.launch.launched_node import LaunchedNode
 from meshwright.launch.meeting import STORE_FILE
+from meshwright.launch.node_ends import NodeEnds
 from meshwright.launch.rank_process import STOP_SIGNALS, Program, RankProcess, start_rank
 from meshwright.launch.watch import RankWatcher, Watched, is_stopped
 
@@ -58,12 +59,13 @@ def run_attempt(
     node: LaunchedNode | None = None,
     program: Program | None = None,
     is_restarted: bool = False,
+    ends: NodeEnds | None = None,
 ) -> AttemptEnd:
     """Start the ranks once and wait until all have ended.
 
     With `watched`, ranks that make no progress are reported and ended. With `node` they join those of other
     nodes. With `program` they are forked from this process. Where all ranks are restarted after a failure,
-    those that have not failed are killed soon.
+    those that have not failed are killed soon. With `ends` the ranks end when another node has given up.
     """
     first = node.node * num_ranks if node else 0
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as folder, ExitStack() as files:
@@ -77,8 +79,13 @@ def run_attempt(
             watcher = RankWatcher(watched, processes, Path(folder), first_rank=first) if watched else None
             if watcher:
                 files.callback(watcher.close)
-            failed, hang = _wait(processes, stopping, watcher, is_restarted=is_restarted)
+            failed, hang = _wait(processes, stopping, watcher, is_restarted=is_restarted, ends=ends)
         step = watcher.reached_step if watcher else None
+        other = ends.other() if ends else None
+        if other is not None and failed is not None:
+            text = f"node {other.node} has ended with exit code {other.code}: {other.reason}"
+            print(f"error: {text}", file=sys.stderr)
+            return AttemptEnd("failed", other.code, text, step)
         if failed is None:
             return AttemptEnd("done", 0, reached_step=step)
         if hang:
@@ -179,7 +186,12 @@ class _Stopping:
 
 
 def _wait(
-    processes: list[RankProcess], stopping: _Stopping, watcher: RankWatcher | None, *, is_restarted: bool
+    processes: list[RankProcess],
+    stopping: _Stopping,
+    watcher: RankWatcher | None,
+    *,
+    is_restarted: bool,
+    ends: NodeEnds | None,
 ) -> tuple[int | None, str]:
     """Wait until all have ended: the rank whose failure is the reason or None, and the text of a hang, which
     is reported already."""
@@ -201,6 +213,9 @@ def _wait(
         if hanging is not None:
             _end(processes)
             return 0, hanging
+        if ends is not None and ends.other() is not None:
+            _end(processes)
+            return 0, ""
         time.sleep(_POLL_SECONDS)
     return failed if failed is not None else _first_failure(processes), ""
 

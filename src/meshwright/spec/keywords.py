@@ -209,6 +209,7 @@ class ResilienceSettings(TypedDict, total=False):
     step_timeout_seconds: float
     start_timeout_seconds: float
     hang_factor: float | None
+    compare_replicas_every_steps: int | None
     restart: RestartSpec | RestartSettings
     bad_steps: BadStepSpec | BadStepSettings
 
@@ -356,6 +357,7 @@ class FitSettings(ModuleSettings, total=False):
     step_timeout_seconds: float
     start_timeout_seconds: float
     hang_factor: float | None
+    compare_replicas_every_steps: int | None
     restart: RestartSpec | RestartSettings
     max_restarts: int
     max_cycles_without_progress: int

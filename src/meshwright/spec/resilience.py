@@ -54,6 +54,9 @@ class ResilienceSpec(Spec):
     hang_factor: HangFactor | None = 20.0
     """A rank that `meshwright train` started hangs when it makes no progress for this many times its longest
     step so far, at least 60 seconds. null, and with compile=true: only after step_timeout_seconds."""
+    compare_replicas_every_steps: Positive | None = None
+    """Steps between comparisons of the weights of replicas (dp_replicate), bit for bit: a difference is
+    silent corruption, and all ranks are restarted from the newest checkpoint. null: never."""
     restart: RestartSpec = RestartSpec()
     bad_steps: BadStepSpec = BadStepSpec()
 

@@ -284,6 +284,11 @@ CONDITIONS: list[Condition] = [
         )
         for name in ("max_cycles_without_progress", "backoff_seconds", "max_backoff_seconds")
     ),
+    Condition(
+        "resilience.compare_replicas_every_steps",
+        lambda run: run.parallel.dp_replicate > 1,
+        "dp_replicate > 1",
+    ),
     *(
         Condition(
             f"resilience.bad_steps.{name}",

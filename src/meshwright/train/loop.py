@@ -18,6 +18,7 @@ from meshwright.train.job import Job
 from meshwright.train.oom_report import oom_explained
 from meshwright.train.probes import probe_batch
 from meshwright.train.record import Recorder
+from meshwright.train.replica_check import compare_replicas
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
 
@@ -73,6 +74,7 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
                 continue
             if norm_limit is not None:
                 state = state.after_norm(float(outcome.grad_norm))  # known on the host already
+            compare_replicas(job, state)
             is_last, is_due = state.step == last_step, checkpoints.is_due(state.step)
             state = recorder.record(state, outcome, lr=lr, is_saved=is_last or is_due, half_batch=half_batch)
             if is_due and not is_last:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED
 from meshwright.launch.attempt import AttemptEnd
 from meshwright.launch.launched_node import LaunchedNode, launched_node
 from meshwright.launch.local import run_attempt
+from meshwright.launch.node_ends import NodeEnds
 from meshwright.launch.rank_process import Program, can_fork
 from meshwright.launch.watch import Watched
 from meshwright.observe.events import EventWriter
@@ -34,7 +36,9 @@ def run_ranks(
     imported what they need.
     """
     node, overrides = launched_node(), list[str]()
-    policy = run.resilience.restart
+    policy, ends = run.resilience.restart, NodeEnds(run_dir, node.node) if node else None
+    if ends is not None:
+        ends.begin()
     history = History(published_step=published_step(run_dir))
     while True:
         ended = run_attempt(
@@ -44,6 +48,7 @@ def run_ranks(
             node=node,
             program=program if can_fork() else None,
             is_restarted=policy.max_restarts > 0,
+            ends=ends,
         )
         failed_at = time.time()
         if ended.reached_step is not None:  # metrics are written at once, heartbeats every second
@@ -58,6 +63,8 @@ def run_ranks(
         )
         if isinstance(action, End):
             _report_end(action, run_dir, node, history)
+            if ends is not None and action.code not in (EXIT_DONE, EXIT_INTERRUPTED):
+                ends.end(action.code, action.reason or ended.text)
             return action.code
         if action.has_smaller_microbatch and smaller is not None:
             run, overrides = smaller, microbatch_overrides(smaller)

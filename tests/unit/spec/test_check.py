@@ -409,6 +409,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["resilience.step_timeout_seconds=60"],
             ["resilience.start_timeout_seconds=60"],
             ["resilience.hang_factor=5"],
+            ["resilience.compare_replicas_every_steps=5"],
             ["resilience.restart.max_restarts=0"],
             ["resilience.restart.max_cycles_without_progress=5"],
             ["resilience.restart.backoff_seconds=5"],
