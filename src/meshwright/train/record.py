@@ -18,6 +18,7 @@ from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
+from meshwright.resilience.memory_creep import MemoryCreep
 from meshwright.resilience.watchdog import HeartbeatWriter, Watchdog
 from meshwright.spec.violations import show_value
 from meshwright.train import messages
@@ -92,7 +93,7 @@ class Recorder:
     def _open(self, state: TrainState, opening: ExitStack, *, quiet: bool) -> None:
         job, run = self._job, self._run
         self._events = opening.enter_context(EventWriter(self._run_dir, job.mesh.rank))
-        self._heartbeat = self._open_heartbeat(state, opening)
+        self._heartbeat, self._memory_creep = self._open_heartbeat(state, opening), MemoryCreep()
         self._metrics: MetricsWriter | None = None
         self._progress: ProgressView | None = None
         self._mirror: TensorBoardMirror | None = None
@@ -134,6 +135,10 @@ class Recorder:
             save_seconds=clock.seconds("save"),
             evaluate_seconds=clock.seconds("evaluate"),
         )
+        growth = self._memory_creep.look()
+        if growth is not None:
+            self._events.write("warning", step=step, text=growth)
+            self.print(f"warning: {growth}")
 
     def __enter__(self) -> Self:
         return self
