@@ -4,9 +4,10 @@ Both nodes are on this machine and share its network; `node_lab.sh` separates ne
 """
 
 import os
-import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.faults.test_launchers import free_port
@@ -30,40 +31,47 @@ def _wait_for_step(run_dir: Path, step: int, node: subprocess.Popen[str]) -> Non
     wait_for(lambda: newest_step(run_dir) >= step, node)
 
 
-def test_a_lost_rank_and_a_lost_store_host_are_survived(tmp_path):
+@contextmanager
+def _two_nodes(run_dir: Path) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
+    """Both nodes of a run that has saved a checkpoint, and its port; everything is killed at the end."""
     port = free_port()
-    nodes = [_start_node(tmp_path, node, port) for node in "01"]
+    nodes = [_start_node(run_dir, node, port) for node in "01"]
     try:
-        _wait_for_step(tmp_path, 20, nodes[0])
-        ranks_of(nodes[1])[0].kill()
-        killed_at, step = time.time(), newest_step(tmp_path)
-        wait_for(lambda: len(events(tmp_path, "resume")) == 1, nodes[0])
-        print(f"a rank of node 1 is killed: resumed after {time.time() - killed_at:.1f} s")
-        _wait_for_step(tmp_path, step + 20, nodes[0])
-        nodes[0].kill()  # the node that hosts the store: its rank ends with it
-        killed_at = time.time()
-        nodes[0] = _start_node(tmp_path, "0", port)  # as Kubernetes starts a pod again
-        wait_for(lambda: len(events(tmp_path, "resume")) == 2, nodes[0])
-        print(f"node 0 is killed and started again: resumed after {time.time() - killed_at:.1f} s")
-        printed = [one.communicate(timeout=LONGEST_SECONDS)[1] for one in nodes]
-        assert [one.returncode for one in nodes] == [0, 0], printed
+        _wait_for_step(run_dir, 10, nodes[0])
+        yield nodes, port
     finally:
         for one in nodes:
             one.kill()
+            one.communicate()
+
+
+def test_a_lost_rank_and_a_lost_store_host_are_survived(tmp_path, capfd):
+    with _two_nodes(tmp_path) as (nodes, port):
+        ranks_of(nodes[1])[0].kill()
+        killed_at, step = time.time(), newest_step(tmp_path)
+        wait_for(lambda: len(events(tmp_path, "resume")) == 1, nodes[0])
+        rank_seconds = time.time() - killed_at
+        _wait_for_step(tmp_path, step + 20, nodes[0])
+        nodes[0].kill()  # the node that hosts the store: its rank ends with it
+        nodes[0].communicate()
+        killed_at = time.time()
+        nodes[0] = _start_node(tmp_path, "0", port)  # as Kubernetes starts a pod again
+        wait_for(lambda: len(events(tmp_path, "resume")) == 2, nodes[0])
+        host_seconds = time.time() - killed_at
+        printed = [one.communicate(timeout=LONGEST_SECONDS)[1] for one in nodes]
+        assert [one.returncode for one in nodes] == [0, 0], printed
+    with capfd.disabled():
+        print(
+            f"\nresumed after a lost rank in {rank_seconds:.1f} s, a lost store host in {host_seconds:.1f} s"
+        )
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 151))
 
 
 def test_no_node_waits_for_one_that_has_given_up(tmp_path):
     """Rank 0 fails with an error that the run names itself, and node 1 ends with it."""
-    port = free_port()
-    nodes = [_start_node(tmp_path, node, port) for node in "01"]
-    try:
-        _wait_for_step(tmp_path, 10, nodes[0])
-        (tmp_path / "metrics.jsonl").rename(
-            tmp_path / "moved.jsonl"
-        )  # a failure that a restart would meet again
-        codes = [one.wait(timeout=60) for one in nodes]
-    finally:
-        for one in nodes:
-            one.send_signal(signal.SIGKILL)
-    assert codes == [4, 4]
+    with _two_nodes(tmp_path) as (nodes, _):
+        (tmp_path / "metrics.jsonl").rename(tmp_path / "moved.jsonl")
+        printed = [one.communicate(timeout=60)[1] for one in nodes]
+        assert [one.returncode for one in nodes] == [4, 4], printed
+    assert "the run directory was deleted or renamed" in printed[0]
+    assert "node 0 has ended with exit code 4" in printed[1]

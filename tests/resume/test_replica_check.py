@@ -38,8 +38,8 @@ def train_with_a_flip(run: RunSpec, run_dir: Path, rank: int | None) -> str:
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_a_flipped_bit_of_a_replica_is_found(ranks, tmp_path, rank):
-    run = run_of(ParallelSpec(dp_replicate=3))
-    found = ranks.run(train_with_a_flip, 3, run, tmp_path, rank)
+    run = run_of(ParallelSpec(dp_replicate=4))
+    found = ranks.run(train_with_a_flip, 4, run, tmp_path, rank)
     if rank is None:
         assert set(found) == {"finished"}
     else:

@@ -25,7 +25,7 @@ STACK_SIGNAL = signal.SIGUSR2
 _TICK_SECONDS = 0.5
 # A longer time between two ticks: this process was suspended.
 _LONGEST_TICK_SECONDS = 5.0
-_STACK_SECONDS, _STACK_PAUSE_SECONDS = 1.0, 0.1
+_STACK_SECONDS, _STACK_PAUSE_SECONDS = 2.0, 0.1
 _MOST_STACKS, _MOST_RANKS, _MOST_STACK_LINES = 4, 16, 60
 # A run is known well enough for a bound of its own after so many heartbeats; that bound is at least so long.
 _KNOWN_AFTER, _SHORTEST_BOUND_SECONDS = 30, 60.0
