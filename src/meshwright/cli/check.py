@@ -45,9 +45,13 @@ def check(
     where it is and what to do. Shapes that use the hardware badly are notes: the run is valid. With --on,
     a larger micro-batch that fits and is faster is a note too. Nothing is started and nothing is written.
     """
+    from meshwright.cli.data_records import check_records
     from meshwright.errors import EXIT_INPUT, SpecError
+    from meshwright.spec.records_file import has_sources
     from meshwright.spec.text import read_run
 
+    if has_sources(run):
+        return check_records(run, as_json=as_json)
     try:
         loaded = read_run(run, overrides or [])
         loaded.require_valid()
@@ -63,6 +67,7 @@ def check(
         typer.echo(_origin_table(loaded))
     else:
         typer.echo("\n".join([_summary(loaded.run), *_notes(notes)]))
+    return None
 
 
 def _violations(error: Any) -> list[dict[str, str]]:
