@@ -55,8 +55,8 @@ BLENDS: dict[str, dict[str, Any]] = {
         "curriculum": [{"before_step": 5, "weights": [1, 0]}],
     },
 }
-SHUFFLES: dict[str, Any] = {"full": True, "block": {"block_samples": 8, "window_blocks": 3}, "off": False}
-# Every pair of choices occurs.
+SHUFFLES: dict[str, Any] = {"full": True, "block": {"block_samples": 32, "window_blocks": 4}, "off": False}
+# Every pair of choices of blend, packing and shuffle occurs.
 CASES = [
     ("one", "whole", "full"),
     ("one", "cut", "block"),
@@ -181,13 +181,12 @@ def squared(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
 
 
 def fit_records(directory: Path) -> list[float]:
-    """A run on blended records that worker processes read; returns its final weights."""
+    """A run on blended records that threads read ahead; returns its final weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     sources = [words("a", 110), words("b", 70, seed=1)]
-    loader = open_loader(
-        sources, batch_samples=24, weights=(0.7, 0.3), transform=features, num_workers=1, prefetch=3
-    )
+    settings: dict[str, Any] = {"num_workers": 2, "workers": "threads", "prefetch": 3}
+    loader = open_loader(sources, batch_samples=24, weights=(0.7, 0.3), transform=features, **settings)
     meshwright.fit(
         model,
         loader,
@@ -211,8 +210,8 @@ def check_killed_records(mortal: RankPool, folder: Path, seed: int, num_kills: i
     assert mortal.run(fit_records, 2, folder / "parts") == expected
 
 
-def test_killed_ranks_and_workers_go_on_with_the_same_records(mortal: RankPool, tmp_path: Path) -> None:
-    """SIGKILL of ranks that save every step, in steps and in saves; their workers end with them."""
+def test_killed_ranks_go_on_with_the_same_records(mortal: RankPool, tmp_path: Path) -> None:
+    """SIGKILL of ranks that save every step and read ahead, at random times."""
     check_killed_records(mortal, tmp_path, SEED, num_kills=2)
 
 

@@ -32,10 +32,15 @@ class DeviceSamples:
         self.device, count = device, len(dataset)
         ids = np.array_split(np.arange(count), -(-count // _CHUNK_SAMPLES))
         chunks: list[Any] = []
-        for content in load_microbatches(dataset, [part.tolist() for part in ids], options):
-            if not chunks:
-                _require_memory(content, count / len(ids[0]), device)
-            chunks.append(on_device(content, device))
+        try:
+            for content in load_microbatches(dataset, [part.tolist() for part in ids], options):
+                if not chunks:
+                    _require_memory(content, count / len(ids[0]), device)
+                chunks.append(on_device(content, device))
+        except RuntimeError as error:
+            if "equal size" not in str(error):  # torch's words for samples of different shapes
+                raise
+            raise _unequal(error) from None
         self._samples = _joined(chunks)
 
     @property
@@ -62,8 +67,12 @@ def _joined(chunks: list[Any]) -> Any:
     try:
         return map_together(join, chunks)
     except (RuntimeError, ValueError) as error:
-        hint = "samples on the device have equal shapes"
-        raise DataError(f"samples cannot be stacked: {error}", where="data.on_device", hint=hint) from None
+        raise _unequal(error) from None
+
+
+def _unequal(error: Exception) -> DataError:
+    hint = "samples on the device have equal shapes: pad them in the dataset, or leave on_device out"
+    return DataError(f"samples cannot be stacked: {error}", where="data.on_device", hint=hint)
 
 
 def _require_memory(content: Any, num_chunks: float, device: torch.device) -> None:

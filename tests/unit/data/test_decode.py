@@ -106,7 +106,7 @@ def test_what_is_not_installed_is_said() -> None:
 
 def frames_of(content: bytes) -> np.ndarray:
     """A decoder of the user's own: raw frames of 4 x 6 pixels."""
-    return np.frombuffer(content, dtype=np.uint8).reshape(-1, 4, 6, 3)
+    return np.frombuffer(content, dtype=np.uint8).reshape(-1, 4, 6, 3).copy()
 
 
 def decoded_clip(record: Record, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
