@@ -476,4 +476,25 @@ BUGS = [
         "return (x32 * twice_u.sigmoid()).to(x.dtype)",
         "tests/unit/ops/test_cast.py::test_no_function_ends_in_a_cast",
     ),
+    Bug(
+        "mask of an answer off by one",
+        "data/chat/targets.py",
+        "begin, end = len(before), _shared(tokens, upto)",
+        "begin, end = len(before) + 1, _shared(tokens, upto)",
+        "tests/unit/data/chat/test_templates.py::test_masks_by_prefix_rendering_equal_the_tag[llama-3]",
+    ),
+    Bug(
+        "double BOS: the tokenizer adds what the template has written",
+        "data/tokenize.py",
+        "self._tokenizer.encode_batch(list(texts), add_special_tokens=False)",
+        "self._tokenizer.encode_batch(list(texts), add_special_tokens=True)",
+        "tests/unit/data/chat/test_templates.py::test_rendering_equals_transformers[llama-2]",
+    ),
+    Bug(
+        "packed conversations leak: positions and documents go on",
+        "data/packed_samples.py",
+        "inside = (begins > 0) & (begins < self.sequence_length)",
+        "inside = begins < 0",
+        "tests/unit/data/chat/test_pack.py::test_packed_conversations_are_whole_and_restart",
+    ),
 ]

@@ -1,5 +1,6 @@
 """A run that is killed at any time, and started again, is the run that was not killed."""
 
+import json
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from tests.support.runs import OPTIMIZERS, tiny_run
 
 from meshwright.checkpoint import save
 from meshwright.checkpoint.load import complete_checkpoints
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, RunError
 from meshwright.observe.metrics import read_metrics
 from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec, ScheduleSpec
@@ -169,6 +170,51 @@ def test_a_damaged_checkpoint_is_refused_by_all_ranks(ranks, tmp_path, damage):
         else f"1 file(s) differ from the manifest, first {shard.name}"
     )
     assert facts.pop().startswith(expected)
+
+
+@pytest.mark.parametrize("damage", ("flipped", "cut", "manifest", "index", "state"))
+def test_a_damaged_newest_falls_back_to_the_one_before(ranks, tmp_path, damage):
+    """By itself, on all ranks; the run then equals the undamaged one, and the damaged folder is replaced."""
+    run = saving_run(TWO_RANKS)
+    attempt(ranks, run, tmp_path / "whole")
+    attempt(ranks, run, tmp_path / "parts", stop_after=5)
+    newest = last_checkpoint(tmp_path / "parts")
+    assert newest.name == "step-00000005"
+    if damage in ("flipped", "cut"):
+        shard = sorted(newest.glob("*.safetensors"))[-1]
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content if damage == "flipped" else content[:-1])
+    elif damage == "index":
+        (newest / "index.json").write_text("{}")
+    else:
+        manifest = json.loads((newest / "manifest.json").read_text())
+        manifest["state"] = {"step": "five"}
+        text = json.dumps(manifest) if damage == "state" else '{"version": 2, "fil'
+        (newest / "manifest.json").write_text(text)
+    again = attempt(ranks, run, tmp_path / "parts")
+    assert len(again.sample_ids) == 2  # from step 4 on
+    assert_same_state(tmp_path / "parts", tmp_path / "whole")
+    assert "step-00000005 is damaged and was skipped" in (tmp_path / "parts/events-1.jsonl").read_text()
+    names = [path.name for path in complete_checkpoints(tmp_path / "parts" / "checkpoints")]
+    assert names == ["step-00000004", "step-00000006"]
+
+
+def _read_only_until_the_end(run: RunSpec, run_dir: Path) -> str:
+    """Every save fails; training goes on to the last step, whose save is an error."""
+
+    def read_only(path: Path, tensors: Any) -> Any:
+        raise OSError(30, "Read-only file system")
+
+    with patch.object(save, "write_shard_file", read_only), pytest.raises(RunError) as caught:
+        train_here(run, run_dir)
+    return caught.value.fact
+
+
+def test_a_run_whose_last_save_fails_has_failed(ranks, tmp_path):
+    facts = ranks.run(_read_only_until_the_end, 2, saving_run(TWO_RANKS), tmp_path)
+    assert facts == ["the last save failed: rank 0: OSError: Read-only file system"] * 2
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 7))
 
 
 def _fail_to_save_once(run: RunSpec, run_dir: Path) -> tuple[str, int, list[str]]:

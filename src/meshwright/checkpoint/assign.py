@@ -4,6 +4,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,19 +24,44 @@ def local_box(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     return tensor, tuple(slice(0, size) for size in tensor.shape)
 
 
-def assign_boxes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, IndexEntry]]:
-    """The local tensors that this rank writes, and the index of all ranks. All ranks call it; communicates.
+class BoxAssignment:
+    """Which tensors this rank writes, and the index of all ranks.
+
+    The boxes are exchanged at the first save and again when those of any rank have changed. Every other save
+    exchanges one integer.
+    """
+
+    def __init__(self) -> None:
+        self.index: dict[str, IndexEntry] = {}
+        self._names: list[str] = []
+        self._boxes: _LocalBoxes | None = None
+
+    def local_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The local tensors that this rank writes; `index` is valid afterwards.
+
+        All ranks call it; communicates.
+        """
+        boxes = _boxes_of(tensors)
+        is_changed = torch.tensor([int(boxes != self._boxes)])
+        dist.all_reduce(is_changed, op=dist.ReduceOp.MAX)
+        if is_changed.item():
+            self._names, self.index = _assign(boxes)
+            self._boxes = boxes
+        return {name: local_box(tensors[name])[0] for name in self._names}
+
+
+def _assign(boxes: _LocalBoxes) -> tuple[list[str], dict[str, IndexEntry]]:
+    """The names that this rank writes, and the index of all ranks. Communicates.
 
     Of the ranks that hold the same box one writes it; a hash of the name chooses, so that all get their part.
     """
-    boxes = _boxes_of(tensors)
     gathered: list[_LocalBoxes] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, boxes)
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for rank, found in enumerate(gathered):
         for name, (_, _, start, _) in found.items():
             holders[name, start].append(rank)
-    mine: dict[str, Tensor] = {}
+    names: list[str] = []
     entries: dict[str, IndexEntry] = {}
     for (name, start), ranks in sorted(holders.items()):
         writer = ranks[zlib.crc32(name.encode()) % len(ranks)]
@@ -43,8 +69,8 @@ def assign_boxes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
         before = entries[name].boxes if name in entries else ()
         entries[name] = IndexEntry(dtype, full, (*before, Box(shard_file_name(writer), start, shape)))
         if writer == dist.get_rank():
-            mine[name] = local_box(tensors[name])[0]
-    return mine, entries
+            names.append(name)
+    return names, entries
 
 
 def _boxes_of(tensors: Mapping[str, Tensor]) -> _LocalBoxes:

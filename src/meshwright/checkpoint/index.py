@@ -9,6 +9,7 @@ The boxes of a tensor do not overlap and fill its shape.
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def shard_file_name(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
 
 
-def dump_index(entries: dict[str, IndexEntry]) -> str:
+def dump_index(entries: Mapping[str, IndexEntry]) -> str:
     """The text of index.json."""
     tensors = {
         name: {

@@ -53,6 +53,11 @@ class Resumable(Protocol):
 class DataPosition(Resumable, Protocol):
     """The position of a run in its samples."""
 
+    @property
+    def num_epochs(self) -> int:
+        """Complete passes over the samples."""
+        ...
+
     def restart(self, state: dict[str, Any]) -> None:
         """Begin other samples than those that a saved state counts in."""
         ...

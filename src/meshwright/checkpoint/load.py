@@ -97,7 +97,7 @@ def verify_files(folder: Path, manifest: Mapping[str, Any], *, is_shared: bool =
         raise CheckpointError(
             f"{len(all_damaged)} file(s) differ from the manifest, first {all_damaged[0]}",
             where=str(folder),
-            hint="delete this folder to resume from the one before",
+            hint="use an older checkpoint: this one is damaged",
         )
 
 

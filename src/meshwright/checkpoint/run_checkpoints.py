@@ -4,7 +4,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
+from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.live import DataPosition, Fp8Fallback, LiveTraining, Progress, UserState
 from meshwright.checkpoint.load import (
     complete_checkpoints,
@@ -20,9 +22,9 @@ from meshwright.checkpoint.load import (
     saved_shapes,
     verify_files,
 )
-from meshwright.checkpoint.retain import keep_last
-from meshwright.checkpoint.save import MANIFEST, on_all_ranks, save_checkpoint
-from meshwright.errors import CheckpointError, DataError
+from meshwright.checkpoint.save import MANIFEST, on_all_ranks
+from meshwright.checkpoint.saver import SaveOutcome, Saver
+from meshwright.errors import CheckpointError, DataError, MeshwrightError
 from meshwright.memory.offload.host import synchronize
 from meshwright.optim.build import (
     master_weights,
@@ -32,7 +34,7 @@ from meshwright.optim.build import (
     state_tensors,
 )
 from meshwright.optim.user_optimizer import user_state_tensors
-from meshwright.spec import RunSpec
+from meshwright.spec import ResilienceSpec, RunSpec
 from meshwright.spec.changes import Change, changed_settings, refused_changes
 from meshwright.spec.modules import FitSpec, LoopSpec
 
@@ -113,7 +115,7 @@ def without_new_averages(tensors: Mapping[str, Tensor], saved: set[str]) -> dict
 
 
 class Checkpoints:
-    """The checkpoints of one run; every method is called by all ranks."""
+    """The checkpoints of one run; every method is called by all ranks. Use as a context to save."""
 
     def __init__(
         self,
@@ -126,35 +128,82 @@ class Checkpoints:
     ) -> None:
         self.run, self.root, self.training, self.batches = run, root, training, batches
         self.user_state, self.fp8_fallback = user_state, fp8_fallback
-        self.saved_step: int | None = None
-        self.damaged: list[Path] = []
-        """Checkpoints that `restore` skipped."""
+        timeouts = ResilienceSpec() if isinstance(run, LoopSpec) else run.resilience
+        self._saver = Saver(root, run.checkpoint, training.device, timeout_seconds=timeouts.longest_seconds)
+        self.damaged: dict[Path, CheckpointError] = {}
+        """Checkpoints that `restore` skipped, and why."""
         self.changes: list[Change] = []
         """Settings that differ from those of the restored checkpoint."""
         self.restarts_data = False
         """Whether the data begins anew after `restore`, because the run has other samples."""
 
-    def save(self, progress: Progress) -> Path:
-        """Save everything, and delete checkpoints beyond `keep_last`; returns the folder."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the save that is being written, unless this rank fails for an unknown reason."""
+        if error is None or isinstance(error, MeshwrightError):
+            self.wait()
+        if error is None:  # after an error other ranks may be in any collective
+            self._saver.close()
+
+    @property
+    def saved_step(self) -> int | None:
+        """The last step that was published or restored."""
+        return self._saver.saved_step
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due after this step: by its interval, or because the last one failed."""
+        return self._saver.is_due(step)
+
+    def start_save(self, progress: Progress) -> list[SaveOutcome]:
+        """Copy everything to host memory, write it in the background; returns the saves that have ended."""
         with self.training.weights.all_on_device():
             tensors = all_tensors(self.run, self.training)
-            folder = save_checkpoint(
-                self.root, step=progress.step, tensors=tensors, facts=self._facts(progress)
-            )
-        self.saved_step = progress.step
-        if dist.get_rank() == 0:
-            keep_last(self.root, self.run.checkpoint.keep_last)
-        return folder
+            return self._saver.start(progress.step, tensors, self._facts(progress))
+
+    def save(self, progress: Progress) -> list[SaveOutcome]:
+        """Save everything and wait for the disk; returns the saves that have ended, this one last."""
+        with self.training.weights.all_on_device():
+            tensors = all_tensors(self.run, self.training)
+            return self._saver.save(progress.step, tensors, self._facts(progress))
+
+    def poll(self) -> list[SaveOutcome]:
+        """The save that has ended on all ranks since the last call, if any; does not wait."""
+        return self._saver.poll()
+
+    def wait(self) -> list[SaveOutcome]:
+        """Wait for the save that is being written, if any; returns its outcome."""
+        return self._saver.wait()
 
     def restore(self) -> dict[str, Any] | None:
         """Load the newest intact checkpoint of this run; returns its progress, None where there is none.
 
         A damaged one is skipped and named on stderr. Where all are damaged, the newest one's error is raised.
         """
-        found = self._newest_intact()
-        if found is None:
-            return None
-        folder, manifest = found
+        for folder in reversed(complete_checkpoints(self.root)):
+            try:
+                manifest = on_all_ranks(lambda folder=folder: _read_usable(folder))
+                verify_files(folder, manifest)
+            except CheckpointError as error:
+                self._skip(folder, error)
+                continue
+            with damage_reported(folder / MANIFEST):
+                self.changes = allowed_changes(self.run, manifest["run"], folder)
+            return self._load(folder, manifest)
+        if self.damaged:
+            raise next(iter(self.damaged.values()))
+        return None
+
+    def _skip(self, folder: Path, error: CheckpointError) -> None:
+        self.damaged[folder] = error
+        self._saver.damaged.append(folder)
+        if dist.get_rank() == 0:
+            print(f"note: {folder} is damaged and skipped: {error.fact}", file=sys.stderr)
+
+    def _load(self, folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         if self.user_state is not None:
             self.user_state.allocate()
         with self.training.weights.all_on_device(changing=True):
@@ -170,31 +219,13 @@ class Checkpoints:
         with damage_reported(folder / MANIFEST):
             return self._restore_facts(manifest)
 
-    def _newest_intact(self) -> tuple[Path, dict[str, Any]] | None:
-        first_error: CheckpointError | None = None
-        for folder in reversed(complete_checkpoints(self.root)):
-            try:
-                manifest = on_all_ranks(lambda folder=folder: read_manifest(folder))
-                verify_files(folder, manifest)
-            except CheckpointError as error:
-                first_error = first_error or error
-                self.damaged.append(folder)
-                if dist.get_rank() == 0:
-                    print(f"note: {folder} is skipped: {error.fact}", file=sys.stderr)
-                continue
-            with damage_reported(folder / MANIFEST):
-                self.changes = allowed_changes(self.run, manifest["run"], folder)
-            return folder, manifest
-        if first_error is not None:
-            raise first_error
-        return None
-
     def _facts(self, progress: Progress) -> dict[str, Any]:
         scale = self.training.loss_scale
         return {
             "name": self.run.name,
             "state": progress.to_facts(),
             "data": self.batches.state(),
+            "num_epochs": self.batches.num_epochs,
             "user_state": self.user_state.state() if self.user_state else None,
             "loss_scale": scale.state() if scale else None,
             "fp8_fallback_layers": self.fp8_fallback.fallback_layers if self.fp8_fallback else [],
@@ -218,7 +249,7 @@ class Checkpoints:
         if self.fp8_fallback is not None and _recipe(manifest["run"]) == self.fp8_fallback.recipe:
             # A run that changes its recipe starts without fallbacks.
             self.fp8_fallback.restore(manifest["fp8_fallback_layers"])
-        self.saved_step = progress["step"]
+        self._saver.saved_step = progress["step"]
         return progress
 
     def _restore_data(self, state: dict[str, Any]) -> None:
@@ -241,8 +272,18 @@ def damage_reported(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"the manifest is damaged: {type(error).__name__}: {error}",
             where=str(path),
-            hint="use an older checkpoint: delete this folder",
+            hint="use an older checkpoint",
         ) from None
+
+
+def _read_usable(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose index and training state can be used; nothing is loaded."""
+    manifest = read_manifest(folder)
+    read_index(folder)
+    with damage_reported(folder / MANIFEST):
+        _require_progress(manifest)
+        _ = manifest["run"], manifest["data"]["position"]
+    return manifest
 
 
 def _require_progress(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.assign import assign_boxes
+from meshwright.checkpoint.assign import BoxAssignment
 from meshwright.checkpoint.index import INDEX, IndexEntry, dump_index, shard_file_name
 from meshwright.checkpoint.shard_file import write_shard_file
 from meshwright.errors import CheckpointError, MeshwrightError
@@ -43,15 +43,32 @@ def save_checkpoint(
     root: Path, *, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> Path:
     """Write and publish one checkpoint; all ranks call it. An error on one rank raises on all."""
+    assignment = BoxAssignment()
+    mine = assignment.local_tensors(tensors)
+    return write_checkpoint(root, step=step, tensors=mine, index=assignment.index, facts=facts)
+
+
+def write_checkpoint(
+    root: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    index: Mapping[str, IndexEntry],
+    facts: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write the local tensors of every rank and publish them; all ranks call it. Communicates.
+
+    An error on one rank raises on all. A thread beside the training passes a process group of its own.
+    """
     target, partial = step_folder(root, step), root / f"{PARTIAL}{step:08d}"
     try:
-        _or_raise_on_all(lambda: _prepare(root, partial), only_first=True)
-        mine, index = assign_boxes(tensors)
-        written = _or_raise_on_all(lambda: _write_shards(partial, mine))
+        _or_raise_on_all(lambda: _prepare(root, partial), group, only_first=True)
+        written = _or_raise_on_all(lambda: _write_shards(partial, tensors), group)
         files = {name: entry for part in written for name, entry in part.items()}
         header = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time()}
         manifest = {**header, "files": files, **facts}
-        _or_raise_on_all(lambda: _publish(partial, target, index, manifest), only_first=True)
+        _or_raise_on_all(lambda: _publish(partial, target, index, manifest), group, only_first=True)
     except CheckpointError:
         if dist.get_rank() == 0:  # on a full disk, half a checkpoint leaves no space for the rest of the run
             shutil.rmtree(partial, ignore_errors=True)
@@ -59,7 +76,7 @@ def save_checkpoint(
     return target
 
 
-def on_all_ranks(action: Callable[[], Result]) -> Result:
+def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Call on every rank; an error of ours on one rank is raised on all. Communicates."""
     result, refusal = None, None
     try:
@@ -67,14 +84,16 @@ def on_all_ranks(action: Callable[[], Result]) -> Result:
     except MeshwrightError as error:
         refusal = error
     refusals: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
+    dist.all_gather_object(refusals, refusal, group=group)
     for found in refusals:
         if found is not None:
             raise found
     return cast(Result, result)
 
 
-def _or_raise_on_all(action: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
+def _or_raise_on_all(
+    action: Callable[[], Any], group: dist.ProcessGroup | None, *, only_first: bool = False
+) -> list[Any]:
     """Run on all ranks (or on rank 0 alone); a failure on one rank raises on all. Communicates."""
     result, failure = None, None
     try:
@@ -83,7 +102,7 @@ def _or_raise_on_all(action: Callable[[], Any], *, only_first: bool = False) -> 
     except Exception as error:  # whatever a file system raises must reach the other ranks
         failure = _failure_text(error)
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result, failure))
+    dist.all_gather_object(outcomes, (result, failure), group=group)
     failures = [text for _, text in outcomes if text]
     if failures:
         raise CheckpointError(
@@ -122,9 +141,14 @@ def _write_text(path: Path, text: str) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def _publish(partial: Path, target: Path, index: dict[str, IndexEntry], manifest: dict[str, Any]) -> None:
+def _publish(partial: Path, target: Path, index: Mapping[str, IndexEntry], manifest: dict[str, Any]) -> None:
     manifest["files"][INDEX] = _write_text(partial / INDEX, dump_index(index))
     _write_text(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+    publish_folder(partial, target)
+
+
+def publish_folder(partial: Path, target: Path) -> None:
+    """Give a complete folder its name, and flush that to the disk. A folder of that name is replaced."""
     if target.exists():  # the same step saved again after a resume: the new one replaces it
         replaced = target.with_name(f"{REPLACED}{target.name}")
         shutil.rmtree(replaced, ignore_errors=True)

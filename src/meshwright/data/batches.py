@@ -95,6 +95,11 @@ class Batches:
         self.position, self.num_batches = 0, state["num_batches"]
 
     @property
+    def num_epochs(self) -> int:
+        """Complete passes over the samples; of a blend, over all datasets together."""
+        return self.position // sum(part.num_training for part in self.stream.parts)
+
+    @property
     def is_exhausted(self) -> bool:
         """Whether the stream has no sample left."""
         return self.stream.num_samples is not None and self.position >= self.stream.num_samples

@@ -95,6 +95,10 @@ class RecordPlan:
             epochs[here] = numbers[here] // order.num_samples
         return sources, ids, epochs
 
+    def num_epochs(self, position: int) -> int:
+        """Complete passes over all units before a position; with weights, over all sources together."""
+        return position // self._all.num_samples
+
     def unit_id(self, unit: Unit) -> int:
         """The number of a unit among those of all sources."""
         return int(self._offsets[unit.source]) + unit.unit

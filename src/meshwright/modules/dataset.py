@@ -138,6 +138,11 @@ class DatasetBatches:
         self.position += len(ids)
         return DatasetBatch(microbatches, len(ids) * self._sample_tokens, tuple(ids.tolist()))
 
+    @property
+    def num_epochs(self) -> int:
+        """Complete passes over the samples."""
+        return self.position // self._order.num_samples
+
     def state(self) -> dict[str, int]:
         """The position, and the number of samples of the dataset that it counts in."""
         return {"position": self.position, "num_samples": self._order.num_samples}

@@ -64,6 +64,11 @@ class LoopLoader:
         size = self._loader.batch_size * self._dp_size  # pyright: ignore[reportAttributeAccessIssue]
         return -(-self._num_samples() // size)
 
+    @property
+    def num_epochs(self) -> int:
+        """Complete passes over the samples."""
+        return self.epoch + self.is_last
+
     def state(self) -> dict[str, Any]:
         """The epoch and the position in it."""
         done = self.is_last

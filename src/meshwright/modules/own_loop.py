@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
+from meshwright.checkpoint.saver import SaveOutcome
 from meshwright.data.loader import Loader
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.launch.parent import end_with_launcher
@@ -41,6 +42,7 @@ from meshwright.optim.user_optimizer import (
 from meshwright.spec.keywords import LoopSettings
 from meshwright.spec.modules import LoopSpec
 from meshwright.spec.settings import read_settings, with_data_parallel
+from meshwright.train import messages
 from meshwright.train.build import seed_step
 from meshwright.train.session import lock_directory, on_first_rank
 from meshwright.train.state import TrainState
@@ -87,6 +89,7 @@ def prepare(
         if directory is not None:
             on_first_rank(lambda: lock_directory(Path(directory), at_end))
             saver = Checkpoints(spec, Path(directory) / "checkpoints", training, batches, user_state)
+            at_end.enter_context(saver)
         return OwnLoop(spec, mesh, training, batches, saver, at_end=at_end)
     except MeshwrightError:
         at_end.close()
@@ -199,9 +202,8 @@ class OwnLoop:
             grad_norm, is_sound = update(self._training, learning_rate=learning_rate)
         self._state = self._state.after_step(tokens=0) if is_sound else self._state.after_skip()
         seed_step(self._spec.seed, self._state.num_batches)
-        every = self._spec.checkpoint.every_steps
-        if self._saver is not None and is_sound and every and self._state.step % every == 0:
-            self._saver.save(self._state)
+        if self._saver is not None and is_sound:
+            self._save_on_the_way(self._saver)
         return StepReport(self._state.step, self._program.loss, grad_norm, is_skipped=not is_sound)
 
     def save(self) -> Path:
@@ -210,14 +212,30 @@ class OwnLoop:
             raise SpecError(
                 "there is no directory to save to", where="directory", hint="prepare(..., directory='runs/x')"
             )
-        return self._saver.save(self._state)
+        return _published(self._saver.save(self._state)[-1])
+
+    def _save_on_the_way(self, saver: Checkpoints) -> None:
+        """Start a save where one is due; one that fails is printed, and the loop goes on."""
+        ended = saver.start_save(self._state) if saver.is_due(self._state.step) else saver.poll()
+        for outcome in ended:
+            if outcome.error is not None and self.is_first:
+                print(messages.save_failed(outcome.step, outcome.error), file=sys.stderr)
 
     def end(self) -> None:
         """Save a last checkpoint if needed, and leave the process group; refuses a loop without a step."""
         self._guard.require_training()
-        if self._saver is not None and self._saver.saved_step != self._state.step:
-            self._saver.save(self._state)
+        if self._saver is not None:
+            self._saver.wait()
+            if self._saver.saved_step != self._state.step:
+                _published(self._saver.save(self._state)[-1])
         self._at_end.close()
+
+
+def _published(outcome: SaveOutcome) -> Path:
+    if outcome.error is not None:
+        raise outcome.error
+    assert outcome.folder is not None
+    return outcome.folder
 
 
 def _restored(saver: Checkpoints | None) -> TrainState:

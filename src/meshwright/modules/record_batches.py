@@ -64,6 +64,11 @@ class RecordBatches:
         ids = tuple(self._loader.plan.unit_id(unit) for unit in units)
         return DatasetBatch(microbatches, len(units) * self._sample_tokens, ids)
 
+    @property
+    def num_epochs(self) -> int:
+        """Complete passes over the records."""
+        return self._loader.plan.num_epochs(self._loader.position)
+
     def state(self) -> dict[str, Any]:
         """The position and the stream that it counts in; prefetched batches do not count."""
         return self._loader.state()
@@ -152,6 +157,11 @@ class RecordLoop:
         if self._loader.plan.num_units is None:
             raise TypeError("the loader has no end: max_epochs is not set")
         return -(-self._loader.plan.num_units // self._loader.batch_units)
+
+    @property
+    def num_epochs(self) -> int:
+        """Complete passes over the records."""
+        return self._loader.plan.num_epochs(self._loader.position)
 
     def state(self) -> dict[str, Any]:
         """The position and the stream that it counts in."""

@@ -7,6 +7,7 @@ The rules are independent: all are checked, and all violations are reported at o
 from collections.abc import Callable, Iterator
 
 from meshwright.errors import SpecError, SpecErrors
+from meshwright.spec.rules_checkpoint import CHECKPOINT_RULES
 from meshwright.spec.rules_data import DATA_RULES
 from meshwright.spec.rules_launch import LAUNCH_RULES
 from meshwright.spec.rules_memory import MEMORY_RULES
@@ -22,6 +23,7 @@ RULES: list[Rule] = [
     *MEMORY_RULES,
     *DATA_RULES,
     *RUN_RULES,
+    *CHECKPOINT_RULES,
     *LAUNCH_RULES,
 ]
 

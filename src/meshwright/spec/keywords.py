@@ -102,7 +102,11 @@ class CheckpointSettings(TypedDict, total=False):
     """Fields of `CheckpointSpec`."""
 
     every_steps: int | None
+    asynchronous: bool
     keep_last: int
+    keep_every_steps: int | None
+    keep_every_epochs: int | None
+    keep_best: int | None
     start_from: str | None
 
 
@@ -286,7 +290,11 @@ class ModuleSettings(TypedDict, total=False):
     offload: Sequence[Offloaded] | Offloaded
     regather_tp_inputs: bool
     on_oom: OnOom
+    asynchronous: bool
     keep_last: int
+    keep_every_steps: int | None
+    keep_every_epochs: int | None
+    keep_best: int | None
     start_from: str | None
     lr: float
     beta1: float

@@ -8,6 +8,11 @@ from typing import TypeVar, cast
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec.modules import FitSpec, LoopSpec, ModuleSpec
+from meshwright.spec.rules_checkpoint import (
+    best_checkpoints_are_evaluated,
+    checkpoints_have_an_interval,
+    kept_steps_are_saved,
+)
 from meshwright.spec.rules_memory import offloaded_states_exist, saved_tensors_are_used_once
 from meshwright.spec.rules_parallel import (
     schedule_fits_virtual_stages,
@@ -37,6 +42,8 @@ SHARED_RULES = [
     loss_scale_needs_fp16,
     loss_scale_moves_the_right_way,
     tf32_needs_cuda,
+    checkpoints_have_an_interval,
+    kept_steps_are_saved,
 ]
 SHARED_FIT_RULES = [
     split_backward_reduces_last,
@@ -44,6 +51,7 @@ SHARED_FIT_RULES = [
     wsd_has_a_decay,
     decays_are_valid,
     offloaded_states_exist,
+    best_checkpoints_are_evaluated,
 ]
 # Their conditions read the model or the tokens of a run, and other rules refuse them for user modules; or, as
 # the timeouts, they are kept when the same script is run on one rank.
@@ -160,6 +168,13 @@ def offloaded_optimizer_is_built_in(spec: LoopSpec) -> Violations:
         )
 
 
+def loop_has_no_evaluation(spec: LoopSpec) -> Violations:
+    """A user's own loop evaluates by itself, so no checkpoint has an evaluation loss."""
+    if spec.checkpoint.keep_best is not None:
+        fact = "keep_best in a loop of your own, whose checkpoints have no evaluation loss"
+        yield SpecError(fact, where="checkpoint.keep_best", hint="use checkpoint.keep_every_steps")
+
+
 def clipping_and_ema_are_set_once(spec: LoopSpec) -> Violations:
     """With a built-in optimizer, clipping and weight averaging are set in `optim`."""
     for name in ("max_grad_norm", "ema_decay"):
@@ -176,7 +191,12 @@ MODULE_RULES = [
     module_settings_have_effect,
 ]
 FIT_RULES = [samples_are_split_evenly, samples_fill_schedule, noise_scale_needs_loss_weights]
-LOOP_RULES = [loop_calls_full_module, offloaded_optimizer_is_built_in, clipping_and_ema_are_set_once]
+LOOP_RULES = [
+    loop_calls_full_module,
+    offloaded_optimizer_is_built_in,
+    loop_has_no_evaluation,
+    clipping_and_ema_are_set_once,
+]
 
 
 def check_module(spec: ModuleSpec) -> list[SpecError]:

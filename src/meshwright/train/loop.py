@@ -50,6 +50,7 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
 
     with (
         Recorder(job, run_dir, state, resumed_from=checkpoints, quiet=quiet) as recorder,
+        checkpoints,
         oom_explained(job, recorder, run_dir),
         stop_signals() as interrupt,
         gc_paused(),
@@ -69,10 +70,11 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
             if outcome.is_skipped:  # fp16: the gradients overflowed
                 recorder.record_skip(state)
                 continue
-            is_last = state.step == last_step
-            state = recorder.record(state, outcome, lr=lr, is_last=is_last, half_batch=half_batch)
-            if _due(run.checkpoint.every_steps, state.step) and not is_last:
+            is_last, is_due = state.step == last_step, checkpoints.is_due(state.step)
+            state = recorder.record(state, outcome, lr=lr, is_saved=is_last or is_due, half_batch=half_batch)
+            if is_due and not is_last:
                 recorder.save(checkpoints, state)
+            recorder.record_saved(checkpoints)
             if recorder.recorded_step == state.step:  # the host has waited for the device anyway
                 collect_garbage()
             if interrupt.is_requested_anywhere():  # an exchange between hosts: no device is waited for
@@ -102,7 +104,3 @@ def _already_finished(job: Job, state: TrainState, checkpoints: Checkpoints, *, 
     if job.mesh.rank == 0 and not quiet:
         print(messages.already_finished(state, job.run, checkpoints.changes), file=sys.stderr)
     return Outcome("finished", state)
-
-
-def _due(every_steps: int | None, step: int) -> bool:
-    return every_steps is not None and step % every_steps == 0

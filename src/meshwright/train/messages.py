@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.checkpoint.saver import SaveOutcome
 from meshwright.errors import CheckpointError, RunError
 from meshwright.observe.metrics import StepMetrics
 from meshwright.observe.prediction_check import device_title
@@ -14,6 +15,10 @@ from meshwright.train.job import Job
 from meshwright.train.state import TrainState
 from meshwright.units import show_count
 
+NO_HOST_COPY = (
+    "checkpoints are written while training waits: host memory has no room for a copy of the state "
+    "(checkpoint.asynchronous=false sets this)"
+)
 COMPILING = "compiling: the first step takes up to a minute; the result is cached on disk for the next run"
 NOT_COMPILED = (
     "compile has no effect here: torch's compiler skipped every block, as it does where one waits for "
@@ -67,9 +72,17 @@ def interrupted(state: TrainState, num_steps: int) -> str:
     return f"stopped at step {state.step} of {num_steps}, which is saved: the same command resumes from there"
 
 
-def save_failed(state: TrainState, error: CheckpointError) -> str:
+def save_failed(step: int, error: CheckpointError) -> str:
     """A save on the way that failed."""
-    return f"checkpoint at step {state.step} failed, training continues: {error.fact}"
+    return f"checkpoint at step {step} failed, training continues and tries again: {error.fact}"
+
+
+def save_waited(outcome: SaveOutcome) -> str:
+    """A save that had to wait for the one before."""
+    return (
+        f"step {outcome.step}: waited {outcome.waited_seconds:.1f} s until the last checkpoint was written; "
+        "the storage is slower than checkpoint.every_steps"
+    )
 
 
 def fallen_back(state: TrainState, report: Fp8Report) -> str:

@@ -7,12 +7,14 @@ from types import TracebackType
 from typing import Literal, Self
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
-from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.checkpoint.saver import SaveOutcome
+from meshwright.errors import MeshwrightError
 from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics
-from meshwright.observe.prediction_check import PredictionCheck
+from meshwright.observe.prediction_check import PredictionCheck, device_title
 from meshwright.observe.progress import ProgressView, open_progress
+from meshwright.observe.rank_times import RankTimesWriter
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
@@ -27,6 +29,8 @@ from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
 from meshwright.train.step_metrics import StepMeter
 from meshwright.train.workload import work_rate
+
+_NOTABLE_WAIT_SECONDS = 1.0
 
 
 class Recorder:
@@ -49,6 +53,7 @@ class Recorder:
         """The state at the last step whose metrics were read, and its step."""
         self.step = state.step
         """Optimizer updates done."""
+        self._has_warned_of_waiting = False
         with ExitStack() as opening:  # whatever fails half-way closes what was opened
             self._open(state, opening, quiet=quiet)
             self._closing = opening.pop_all()
@@ -56,7 +61,8 @@ class Recorder:
         if state.step:
             self._record_resume(state, resumed_from)
         else:
-            self._events.write("start", num_ranks=job.mesh.parallel.num_ranks)
+            device = device_title(job.mesh.device)
+            self._events.write("start", num_ranks=job.mesh.parallel.num_ranks, device=device)
         self._num_graphs = num_compiled_graphs() if job.run.compile else None
         if job.run.compile:
             self.print(messages.COMPILING)
@@ -68,6 +74,9 @@ class Recorder:
         self.print(f"resumed at step {state.step}")
         if resumed_from is None:
             return
+        for folder, error in resumed_from.damaged.items():
+            text = f"{folder.name} is damaged and was skipped: {error.fact}"
+            self._events.write("warning", step=state.step, text=text)
         for change in resumed_from.changes:
             old, new = show_value(change.old), show_value(change.new)
             self._events.write("change", step=state.step, setting=change.key, old=old, new=new)
@@ -93,6 +102,8 @@ class Recorder:
         rate = work_rate(job.workload, job.mesh, run.precision)
         metrics = MetricsWriter(self._run_dir, rate, restored_step=state.step)
         self._metrics = opening.enter_context(metrics)
+        ranks = RankTimesWriter(self._run_dir, restored_step=state.step)
+        self._rank_times = opening.enter_context(ranks)
         counted, num_steps = job.workload.counted, run.schedule.num_steps
         progress = open_progress(run.name, total_steps=num_steps, counted=counted, quiet=quiet)
         self._progress = opening.enter_context(progress)
@@ -133,18 +144,18 @@ class Recorder:
         outcome: StepOutcome,
         *,
         lr: float,
-        is_last: bool,
+        is_saved: bool,
         half_batch: HalfBatchGradient | None = None,
     ) -> TrainState:
         """After a step: write its metrics where they are due, and evaluate where that is due.
 
-        No host sync unless due. They are due before every save as well, so that no loss or gradient that is
-        not finite gets into a checkpoint. `half_batch` is measured at steps that estimate the noise scale.
+        No host sync unless due. They are due before every save as well (`is_saved`), so that no loss or
+        gradient that is not finite gets into a checkpoint. `half_batch` is measured at steps that estimate
+        the noise scale.
         """
-        observe, save_every = self._run.observe, self._run.checkpoint.every_steps
-        is_saved = save_every is not None and state.step % save_every == 0
+        observe = self._run.observe
         is_evaluated = observe.evaluate is not None and state.step % observe.evaluate.every_steps == 0
-        if is_evaluated or is_saved or half_batch or is_last or state.step % observe.every_steps == 0:
+        if is_evaluated or is_saved or half_batch or state.step % observe.every_steps == 0:
             state = self._record(state, outcome, lr, half_batch, is_evaluated=is_evaluated)
         self.step = state.step
         self._heartbeat.enter("step", state.step)
@@ -179,6 +190,8 @@ class Recorder:
         if self._metrics is None or self._progress is None:
             return
         complete = self._metrics.write(metrics)
+        if self._meter.ranks is not None:
+            self._rank_times.write(metrics.step, self._meter.ranks)
         self._progress.update(complete)
         if self._mirror is not None:
             self._mirror.write(complete)
@@ -223,27 +236,56 @@ class Recorder:
         self._meter.restart_clock(state)
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Save on the way; a failed save is printed and does not end training."""
+        """Start a save on the way; a save that fails is printed and does not end training."""
         self._heartbeat.enter("save", state.step)
-        try:
-            folder = checkpoints.save(state)
-            self._events.write("checkpoint", step=state.step, folder=folder.name)
-        except CheckpointError as error:
-            self._events.write("warning", step=state.step, text=str(error))
-            self.print(messages.save_failed(state, error))
+        for outcome in checkpoints.start_save(state):
+            self._record_save(outcome)
+            self._warn_of_waiting(outcome)
         self._heartbeat.enter("step", state.step)
         self._meter.restart_clock(state)
+
+    def record_saved(self, checkpoints: Checkpoints) -> None:
+        """Write that a save has ended on all ranks since the last step, if one has; does not wait."""
+        for outcome in checkpoints.poll():
+            self._record_save(outcome)
+
+    def _record_save(self, outcome: SaveOutcome) -> None:
+        if outcome.error is not None:
+            self._events.write("warning", step=outcome.step, text=str(outcome.error))
+            self.print(messages.save_failed(outcome.step, outcome.error))
+            return
+        assert outcome.folder is not None
+        self._events.write(
+            "checkpoint",
+            step=outcome.step,
+            folder=outcome.folder.name,
+            stall_seconds=round(outcome.stall_seconds, 4),
+            waited_seconds=round(outcome.waited_seconds, 4),
+            write_seconds=round(outcome.write_seconds, 4),
+        )
+        if outcome.waited_seconds > _NOTABLE_WAIT_SECONDS:
+            self.print(messages.save_waited(outcome))
+
+    def _warn_of_waiting(self, outcome: SaveOutcome) -> None:
+        """Say once that saves are not in the background, though the run asks for it."""
+        if outcome.is_background or not self._run.checkpoint.asynchronous or self._has_warned_of_waiting:
+            return
+        self._has_warned_of_waiting = True
+        self._events.write("warning", step=outcome.step, text=messages.NO_HOST_COPY)
+        self.print(messages.NO_HOST_COPY)
 
     def save_last(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Save the result of the run, unless it is saved; when that fails, the run has failed."""
         self._heartbeat.enter("save", state.step)
+        for outcome in checkpoints.wait():
+            self._record_save(outcome)
         if checkpoints.saved_step == state.step:
             return
-        try:
-            folder = checkpoints.save(state)
-        except CheckpointError as error:
-            raise messages.last_save_failed(error, checkpoints.root) from None
-        self._events.write("checkpoint", step=state.step, folder=folder.name)
+        self._heartbeat.enter("save", state.step)
+        outcome = checkpoints.save(state)[-1]
+        if outcome.error is not None:
+            raise messages.last_save_failed(outcome.error, checkpoints.root) from None
+        self._record_save(outcome)
 
     def end(self, ending: Literal["finished", "interrupted"], state: TrainState) -> None:
         """Write the last event and the summary."""

@@ -21,6 +21,8 @@ class TrainState:
     """Wall time of steps, over all sessions of the run."""
     last_loss: float | None = None
     last_eval_loss: float | None = None
+    last_eval_step: int | None = None
+    """The step at which `last_eval_loss` was measured."""
     best_eval_loss: float | None = None
     gradient_signal: float | None = None
     """Average over steps of the signal that `train/noise_scale.py` estimates."""
@@ -47,7 +49,7 @@ class TrainState:
     def after_evaluation(self, loss: float) -> Self:
         """The same state with its loss on held-out data."""
         best = loss if self.best_eval_loss is None else min(loss, self.best_eval_loss)
-        return dataclasses.replace(self, last_eval_loss=loss, best_eval_loss=best)
+        return dataclasses.replace(self, last_eval_loss=loss, last_eval_step=self.step, best_eval_loss=best)
 
     @property
     def noise_scale_tokens(self) -> float | None:

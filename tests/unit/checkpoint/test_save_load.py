@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from meshwright import __version__
 from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_manifest, verify_files
-from meshwright.checkpoint.retain import keep_last
+from meshwright.checkpoint.retain import delete_old
 from meshwright.checkpoint.save import MANIFEST, save_checkpoint, step_folder
 from meshwright.errors import CheckpointError
+from meshwright.spec import CheckpointSpec
 
 
 def _save_and_load(root: Path) -> dict[str, object]:
@@ -107,10 +108,10 @@ def test_only_published_ones_count_in_order(tmp_path):
 def test_the_newest_are_kept(tmp_path):
     for step in range(1, 6):
         published(tmp_path, step)
-    deleted = keep_last(tmp_path, 2)
+    deleted = delete_old(tmp_path, CheckpointSpec(keep_last=2))
     assert [path.name for path in deleted] == [f"step-0000000{step}" for step in (1, 2, 3)]
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000004", "step-00000005"]
-    assert keep_last(tmp_path, 2) == []
+    assert delete_old(tmp_path, CheckpointSpec(keep_last=2)) == []
 
 
 @pytest.mark.parametrize(

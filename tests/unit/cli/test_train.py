@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from tests.support.run_files import TRAINABLE, train_run_file, write_run_file
 
-from meshwright.checkpoint.run_checkpoints import Checkpoints
+from meshwright.checkpoint import save
 from meshwright.cli.main import run
-from meshwright.errors import CheckpointError
 from meshwright.observe.events import read_events
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import read_summary
@@ -93,14 +92,17 @@ def test_an_interrupt_saves_and_prints_it(trained: Path, tmp_path: Path, capsys:
 def test_an_interrupt_that_cannot_save_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
-    def refuse(*_: object) -> Path:
-        raise CheckpointError("No space left on device")
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Checkpoints, "save", refuse)
+    monkeypatch.setattr(save, "write_shard_file", refuse)
     file = write_run_file(tmp_path / "run.yaml")
     assert run(["train", file, "--dir", str(tmp_path / "run")]) == 4
     printed = capsys.readouterr().err
-    assert "the last save failed: No space left on device" in printed and "which is saved" not in printed
+    assert (
+        "the last save failed: rank 0: OSError: No space left on device" in printed
+        and "which is saved" not in printed
+    )
 
 
 def test_start_from_takes_weights_only(trained: Path, tmp_path: Path):
@@ -273,5 +275,5 @@ def test_damaged_checkpoint_is_refused(trained: Path, tmp_path: Path, capsys: Ca
     shard.write_bytes(shard.read_bytes()[:-7])
     assert run(["train", str(copy / "run.yaml"), "--dir", str(copy)]) == 2
     note, fact, where, hint = capsys.readouterr().err.strip().splitlines()
-    assert note.startswith("note: ") and "step-00000004 is skipped" in note
-    assert "differ from the manifest" in fact and "step-00000004" in where and "delete" in hint
+    assert note.startswith("note: ") and "step-00000004 is damaged and skipped" in note
+    assert "differ from the manifest" in fact and "step-00000004" in where and "older checkpoint" in hint

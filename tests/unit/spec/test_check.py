@@ -416,6 +416,34 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["model.rope.scaling={kind: llama3, factor: 2, mscale_all_dims: 2}"],
         ],
     ),
+    "checkpoints_have_an_interval": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.asynchronous=false", "checkpoint.keep_every_steps=20"],
+        [["checkpoint.asynchronous=false"], ["checkpoint.keep_every_epochs=1"]],
+    ),
+    "kept_steps_are_saved": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.keep_every_steps=30"],
+        [["checkpoint.every_steps=10", "checkpoint.keep_every_steps=25"]],
+    ),
+    "best_checkpoints_are_evaluated": (
+        "dense",
+        [
+            "checkpoint.every_steps=10",
+            "checkpoint.keep_best=1",
+            "observe.evaluate.every_steps=5",
+            "data.holdout_sequences=4",
+        ],
+        [
+            ["checkpoint.every_steps=10", "checkpoint.keep_best=1"],
+            ["checkpoint.every_steps=10", "checkpoint.keep_best=1", "observe.evaluate.every_steps=4"],
+        ],
+    ),
+    "kept_epochs_are_of_one_dataset": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.keep_every_epochs=2"],
+        [[AB, "data.synthetic=null", "checkpoint.every_steps=10", "checkpoint.keep_every_epochs=2"]],
+    ),
     "nccl_settings_have_effect": (
         "dense",
         ["parallel.dp_replicate=2", "launch.nccl.algorithms=[ring]"],

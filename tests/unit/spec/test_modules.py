@@ -39,6 +39,9 @@ BROKEN = {
         "memory.recompute",
     ),
     "warm-up": ({"warmup_steps": 9}, "schedule.warmup_steps"),
+    "best without saves": ({"keep_best": 1}, "checkpoint.keep_best"),
+    "kept steps": ({"checkpoint": {"every_steps": 2, "keep_every_steps": 3}}, "checkpoint.keep_every_steps"),
+    "best without evaluation": ({"checkpoint": {"every_steps": 2, "keep_best": 1}}, "checkpoint.keep_best"),
 }
 KEPT = [
     {},

@@ -1,0 +1,196 @@
+"""When and how checkpoints of a run are written: in the background, with retries, one at a time.
+
+A step waits only for the copy to host memory. Where the storage is slower than the interval of saves, the
+next save waits for the one before, so that there is never more than one copy in memory. A failed save never
+ends training: it is tried again after a pause that doubles with each failure.
+"""
+
+import copy
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.assign import BoxAssignment
+from meshwright.checkpoint.retain import delete_old
+from meshwright.checkpoint.save import write_checkpoint
+from meshwright.checkpoint.snapshot import HostSnapshot
+from meshwright.checkpoint.writer import BackgroundWriter
+from meshwright.errors import CheckpointError
+from meshwright.spec import CheckpointSpec
+
+_FIRST_PAUSE_SECONDS = 10.0
+_LONGEST_PAUSE_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How one save ended."""
+
+    step: int
+    folder: Path | None
+    error: CheckpointError | None
+    """Why it failed; None where it is published."""
+    stall_seconds: float
+    """Time that training has waited: for the save before it, and for the copy to host memory."""
+    waited_seconds: float
+    """The part of it that was a wait for the save before: the storage is slower than the interval."""
+    write_seconds: float
+    """Time from the copy to the publication."""
+    is_background: bool
+    """False where training waited for the disk."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    step: int
+    stall_seconds: float
+    waited_seconds: float
+
+
+class Saver:
+    """Saves the checkpoints of one run; every method is called by all ranks at the same step."""
+
+    def __init__(
+        self, root: Path, spec: CheckpointSpec, device: torch.device, *, timeout_seconds: float
+    ) -> None:
+        self._root, self._spec, self._timeout_seconds = root, spec, timeout_seconds
+        self._assignment, self._snapshot = BoxAssignment(), HostSnapshot(device)
+        self._writer: BackgroundWriter | None = None
+        self._started: _Started | None = None
+        self._num_failures, self._retry_at, self._is_retry_due = 0, 0.0, False
+        self.saved_step: int | None = None
+        """The last step that was published or restored."""
+        self.damaged: list[Path] = []
+        """Checkpoints that a restore skipped; they are deleted once a newer one is complete."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due after this step: by its interval, or because the last one failed."""
+        every = self._spec.every_steps
+        return self._is_retry_due or (every is not None and step % every == 0)
+
+    def start(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[SaveOutcome]:
+        """Copy to host memory and write in the background; returns the outcomes of saves that have ended.
+
+        Where the run or the host's memory does not allow a copy, this waits for the disk.
+        """
+        started_at = time.perf_counter()
+        ended = self.wait()
+        waited_seconds = time.perf_counter() - started_at
+        mine = self._assignment.local_tensors(tensors)
+        if not self._has_room(mine):
+            return [*ended, self._write_now(step, mine, facts, waited_seconds)]
+        copies, values = self._snapshot.copy(mine), copy.deepcopy(dict(facts))
+        if self._writer is None:
+            self._writer = BackgroundWriter(timeout_seconds=self._timeout_seconds)
+        self._writer.start(lambda group: self._write(step, copies, values, group))
+        self._started = _Started(step, time.perf_counter() - started_at, waited_seconds)
+        return ended
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[SaveOutcome]:
+        """Write without a copy and wait for the disk; returns the outcomes, that of this save last."""
+        started_at = time.perf_counter()
+        ended = self.wait()
+        waited_seconds = time.perf_counter() - started_at
+        mine = self._assignment.local_tensors(tensors)
+        return [*ended, self._write_now(step, mine, facts, waited_seconds)]
+
+    def poll(self) -> list[SaveOutcome]:
+        """The save that has ended on all ranks, if any; does not wait. Communicates while one is written."""
+        if self._started is not None and self._writer is not None:
+            return self.wait() if _on_all_ranks(here=self._writer.is_done) else []
+        if self._num_failures and not self._is_retry_due:
+            self._is_retry_due = not _on_all_ranks(here=time.monotonic() < self._retry_at)
+        return []
+
+    def wait(self) -> list[SaveOutcome]:
+        """Wait for the save that is being written; returns its outcome, or nothing where there is none."""
+        if self._started is None or self._writer is None:
+            return []
+        started, self._started = self._started, None
+        folder, error = None, None
+        try:
+            folder = self._writer.result()
+        except CheckpointError as failure:
+            error = failure
+        outcome = SaveOutcome(
+            started.step,
+            folder,
+            error,
+            stall_seconds=started.stall_seconds,
+            waited_seconds=started.waited_seconds,
+            write_seconds=self._writer.write_seconds,
+            is_background=True,
+        )
+        self._count(outcome)
+        return [outcome]
+
+    def close(self) -> None:
+        """Destroy the process group of the background writer; after `wait`."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _has_room(self, mine: Mapping[str, Tensor]) -> bool:
+        return self._spec.asynchronous and _on_all_ranks(here=self._snapshot.reserve(mine))
+
+    def _write_now(
+        self, step: int, mine: Mapping[str, Tensor], facts: Mapping[str, Any], waited_seconds: float
+    ) -> SaveOutcome:
+        started_at = time.perf_counter()
+        folder, error = None, None
+        try:
+            folder = self._write(step, mine, facts, None)
+        except CheckpointError as failure:
+            error = failure
+        seconds = time.perf_counter() - started_at
+        outcome = SaveOutcome(
+            step,
+            folder,
+            error,
+            stall_seconds=waited_seconds + seconds,
+            waited_seconds=waited_seconds,
+            write_seconds=seconds,
+            is_background=False,
+        )
+        self._count(outcome)
+        return outcome
+
+    def _write(
+        self,
+        step: int,
+        mine: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> Path:
+        index = self._assignment.index
+        folder = write_checkpoint(self._root, step=step, tensors=mine, index=index, facts=facts, group=group)
+        if dist.get_rank() == 0:
+            with suppress(OSError):  # the checkpoint is complete; what is not deleted now is deleted later
+                delete_old(self._root, self._spec, damaged=self.damaged)
+        return folder
+
+    def _count(self, outcome: SaveOutcome) -> None:
+        """Plan the next attempt after a failure; all ranks have the same outcome."""
+        self._is_retry_due = False
+        if outcome.error is None:
+            self._num_failures, self.saved_step, self.damaged = 0, outcome.step, []
+            return
+        self._num_failures += 1
+        pause = _FIRST_PAUSE_SECONDS * 2.0 ** (self._num_failures - 1)
+        self._retry_at = time.monotonic() + min(pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _on_all_ranks(*, here: bool) -> bool:
+    """Whether a condition that is true or false on this rank holds on all. Communicates (host)."""
+    if dist.get_world_size() == 1:
+        return here
+    flag = torch.tensor([int(here)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
