@@ -224,6 +224,8 @@ def _word(option: Any) -> str:
     if isinstance(option, type) and issubclass(option, Spec):
         return "mapping"
     plain = get_args(option)[0] if get_origin(option) is Annotated else option
+    if get_origin(plain) is dict:
+        return "mapping"
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[plain]
 
 
