@@ -98,6 +98,8 @@ def all_singles() -> list[Layout]:
         Layout(ParallelSpec(tp=4), "gpt"),
         Layout(ParallelSpec(tp=4), "mla"),
         Layout(ParallelSpec(tp=2, etp=2), "moe"),
+        Layout(ParallelSpec(cp=2, cp_stripes=2), "gqa"),
+        Layout(ParallelSpec(cp=2, cp_stripes=2), "moe_capacity"),
         Layout(ParallelSpec(cp=4, cp_kind="ring"), "gqa"),
         Layout(ParallelSpec(cp=4, cp_kind="hierarchical", cp_inner=2), "gqa"),
         Layout(ParallelSpec(pp=4), "tied"),

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.initial import load_initial_weights
 from meshwright.data.batches import Batches, build_batches
+from meshwright.errors import SpecError
 from meshwright.memory.offload.budget import host_budget
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import build_streamed_optimizer
@@ -35,6 +36,9 @@ from meshwright.train.workload import token_workload
 def build_job(run: RunSpec, world: World) -> Job:
     """Mesh, model, optimizer and data of a run on this rank; all ranks call it."""
     mesh = build_mesh(run.parallel, world)
+    if run.cuda_graphs and mesh.device.type != "cuda":
+        fact = f"cuda_graphs=true on {mesh.device.type}"
+        raise SpecError(fact, where="cuda_graphs", hint="leave cuda_graphs out, or train on a CUDA device")
     training = build_training(run, mesh)
     return Job(
         run=run,
@@ -46,6 +50,7 @@ def build_job(run: RunSpec, world: World) -> Job:
         evaluate=lambda: evaluate(run, training.program, mesh),
         measure_half_batch=lambda batch: measure_half_batch(training, batch, mesh),
         fp8_comparison=Fp8Comparison(run, training, mesh) if run.precision.fp8 else None,
+        loads_base=run.adapter is not None,
     )
 
 
@@ -88,7 +93,9 @@ def build_training(
         max_grad_norm=run.optim.max_grad_norm,
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
         ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,
-        experts=ExpertBalance(run.model, program.stages, mesh) if run.model.moe else None,
+        experts=ExpertBalance(run.model, program.stages, mesh, is_frozen=run.adapter is not None)
+        if run.model.moe
+        else None,
         fp8_scales=_delayed_scales(run, mesh, program),
     )
 

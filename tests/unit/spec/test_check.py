@@ -75,6 +75,68 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["model.moe.balance_bias_rate=1e-3", "model.moe.has_balance_bias=true"],
         [["model.moe.balance_bias_rate=1e-3"], ["model.moe.aux_loss=-1"]],
     ),
+    "adapter_targets_exist": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, targets: [q_proj, 'blocks.[0-3].mlp.*']}"],
+        [
+            ["adapter={rank: 4, alpha: 8, targets: [qproj]}"],
+            ["adapter={rank: 4, alpha: 8, targets: [head]}"],
+            ["adapter={rank: 4, alpha: 8, targets: []}"],
+        ],
+    ),
+    "adapter_ranks_exist": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, ranks: [{pattern: down_proj, rank: 8}]}"],
+        [["adapter={rank: 4, alpha: 8, targets: [query], ranks: [{pattern: down_proj, rank: 8}]}"]],
+    ),
+    "adapter_ranks_are_low": (
+        "dense",
+        ["adapter={rank: 31, alpha: 8}"],
+        [["adapter={rank: 32, alpha: 8}"]],
+    ),
+    "adapter_kind_fits_targets": (
+        "moe",
+        ["adapter={rank: 4, alpha: 8, kind: dora, targets: [query, 'blocks.*.mlp.shared.*']}"],
+        [
+            ["adapter={rank: 4, alpha: 8, kind: dora}"],
+            ["adapter={rank: 4, alpha: 8, dropout: 0.1}"],
+            ["adapter={rank: 4, alpha: 8, kind: dora, dropout: 0.1, targets: [query]}"],
+        ],
+    ),
+    "adapter_dropout_is_unsharded": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, dropout: 0.1}", "parallel.dp_replicate=2"],
+        [["adapter={rank: 4, alpha: 8, dropout: 0.1}", "parallel.tp=2"]],
+    ),
+    "bf16_base_computes_in_bf16": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: bf16}", "precision.compute=bf16"],
+        [["adapter={rank: 4, alpha: 8, base: bf16}"]],
+    ),
+    "nf4_divides_widths": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: nf4}"],
+        [
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "model.mlp.width=96"],
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
+        ],
+    ),
+    "nf4_fits_other_settings": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
+        [
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "model.moe={num_experts: 4, top_k: 1, width: 64}",
+            ],
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
+        ],
+    ),
+    "trained_patterns_exist": (
+        "dense",
+        ["train_only=['*norm*', head.weight]"],
+        [["train_only=[heads.weight]"], ["adapter={rank: 4, alpha: 8}", "train_only=['*.lora_A']"]],
+    ),
     "tp_divides_heads": ("dense", ["parallel.tp=4"], [["parallel.tp=8"], ["parallel.tp=16"]]),
     "tp_divides_mlp": (
         "moe",
@@ -337,6 +399,16 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["precision.compute=bf16", "precision.fp8.cast_weights=per_step", "memory.offload=[parameters]"],
         ],
     ),
+    "cuda_graphs_hold_a_microbatch": (
+        "dense",
+        ["device=cuda", "cuda_graphs=true", "parallel.dp_shard=2", "parallel.zero=1"],
+        [
+            ["device=cuda", "cuda_graphs=true", "parallel.tp=2"],
+            ["device=cuda", "cuda_graphs=true", "parallel.dp_shard=2", "parallel.zero=2"],
+            ["device=cpu", "cuda_graphs=true"],
+            ["device=cuda", "cuda_graphs=true", "model.dropout=0.1"],
+        ],
+    ),
     "noise_scale_compares_parts": (
         "dense",
         ["observe.noise_scale.every_steps=5"],
@@ -382,6 +454,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["parallel.cp_kind=ring"],
             ["parallel.cp=4", "parallel.cp_inner=2"],
+            ["parallel.cp=4", "parallel.cp_kind=ring", "parallel.cp_stripes=2"],
             ["parallel.schedule=gpipe"],
             ["parallel.virtual_stages=2"],
             ["parallel.etp=2", "parallel.tp=2"],
