@@ -364,7 +364,7 @@ def test_check_shows_what_a_records_file_resolves_to(tmp_path: Path) -> None:
 BAD_FILES = {
     "sources: []": "there is no source",
     "sources: [{path: a, weight: 1}, {path: b}]": "some sources have a weight",
-    "sources: [{paht: a}]": "paht",
+    "sources: [{pathh: a}]": "pathh",
     "sources: [{path: a}]\nnum_workers: some": "num_workers",
 }
 
