@@ -177,7 +177,7 @@ BUGS = [
         "positions of zig-zag shards as if they were contiguous",
         "parallel/cp/zigzag.py",
         "return microbatch._replace(num_targets=None).each(\n"
-        "        lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x\n    )",
+        "        lambda x: shard_sequence(x, 1, cp_rank, cp, stripes) if x.dim() > 1 else x\n    )",
         "shards = microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() > 1 else x)\n"
         "    return shards._replace(positions_BS=microbatch.positions_BS.chunk(cp, 1)[cp_rank])",
         AXIS + "[cp2-gqa]",
@@ -217,8 +217,8 @@ BUGS = [
     Bug(
         "keys joined in rank order instead of the true one",
         "parallel/cp/zigzag.py",
-        "return torch.cat([*heads, *reversed(tails)], dim)",
-        "return torch.cat([*heads, *tails], dim)",
+        "return torch.cat([parts[place] for place in places], dim)",
+        "return torch.cat(parts, dim)",
         AXIS + "[cp2-gqa]",
     ),
     Bug(
@@ -475,5 +475,26 @@ BUGS = [
         "return cast(x32 * twice_u.sigmoid(), x.dtype)",
         "return (x32 * twice_u.sigmoid()).to(x.dtype)",
         "tests/unit/ops/test_cast.py::test_no_function_ends_in_a_cast",
+    ),
+    Bug(
+        "mask of an answer off by one",
+        "data/chat/targets.py",
+        "begin, end = len(before), _shared(tokens, upto)",
+        "begin, end = len(before) + 1, _shared(tokens, upto)",
+        "tests/unit/data/chat/test_templates.py::test_masks_by_prefix_rendering_equal_the_tag[llama-3]",
+    ),
+    Bug(
+        "double BOS: the tokenizer adds what the template has written",
+        "data/tokenize.py",
+        "self._tokenizer.encode_batch(list(texts), add_special_tokens=False)",
+        "self._tokenizer.encode_batch(list(texts), add_special_tokens=True)",
+        "tests/unit/data/chat/test_templates.py::test_rendering_equals_transformers[llama-2]",
+    ),
+    Bug(
+        "packed conversations leak: positions and documents go on",
+        "data/packed_samples.py",
+        "inside = (begins > 0) & (begins < self.sequence_length)",
+        "inside = begins < 0",
+        "tests/unit/data/chat/test_pack.py::test_packed_conversations_are_whole_and_restart",
     ),
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli import data_chat
 from meshwright.cli.check import AsJson, Overrides, Quiet, Run
 from meshwright.cli.data_text import (
     dataset_rows,
@@ -80,21 +81,50 @@ def pack(
     eos: Annotated[
         str | None, typer.Option(help="End-of-document token, where tokenizer.json does not name one.")
     ] = None,
+    chat: data_chat.Chat = None,
+    train: data_chat.Train = None,
+    template: data_chat.Template = None,
+    template_var: data_chat.Variables = None,
+    date: data_chat.Date = None,
+    seq: data_chat.Sequence = None,
+    longer: data_chat.Longer = None,
+    max_bad: data_chat.MaxBad = None,
+    texts_as_turns: data_chat.Turns = False,
+    dataset_split: data_chat.DatasetSplit = None,
     processes: Processes = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize text files into a packed dataset for training.
+    """Tokenize text files or chats into a packed dataset for training.
 
-    Each document is followed by the tokenizer's end-of-document token. The output appears under its name only
-    when it is complete, and nothing is overwritten. After a kill, the same command continues.
+    Each document is followed by the tokenizer's end-of-document token; chats end as their template says. The
+    output appears under its name only when it is complete, and nothing is overwritten. After a kill, the same
+    command continues.
 
     Example: meshwright data pack books/ -o books.tokens --split blank-line
+
+    Example: meshwright data pack chats.jsonl --chat auto --tokenizer llama/ -o chats.tokens
     """
     from meshwright.data.text_input import TextFormat, find_files
     from meshwright.data.tokenize import open_tokenizer
 
     _require_no_output(output, output_format)
+    chat_options = data_chat.ChatOptions(
+        chat, train, template, template_var, date, seq, longer, max_bad, texts_as_turns, dataset_split
+    )
+    chat_options.require_no_effect_without_chat()
+    if chat is not None:
+        _require_chat_output(output_format, split=split, field=field)
+        return data_chat.pack_chats(
+            paths,
+            output,
+            chat_options,
+            tokenizer=tokenizer,
+            eos=eos,
+            processes=processes,
+            quiet=quiet,
+            as_json=as_json,
+        )
     files = find_files(paths)
     _require_effect(files, split=split, field=field)
     text_format = TextFormat(split=(split or SplitAt.FILE).value, text_field=field or "text")
@@ -130,6 +160,17 @@ def _packed(
         else:
             packed = pack_files(files, target, progress=advance, **options)
     return {**packed.manifest.model_dump(), "empty_documents": packed.num_empty}
+
+
+def _require_chat_output(output_format: OutputFormat, *, split: SplitAt | None, field: str | None) -> None:
+    from meshwright.errors import DataError
+
+    if output_format is not OutputFormat.TOKENS:
+        fact = "Megatron's files have no loss weights, which chats need"
+        raise DataError(fact, where="--format", hint="leave out --format")
+    for name, value in (("--split", split), ("--field", field)):
+        if value is not None:
+            raise DataError("chats are records with known fields; this has no effect", where=name)
 
 
 def _require_no_output(output: Path, output_format: OutputFormat) -> None:
@@ -193,6 +234,9 @@ def index(
 def inspect(
     path: Dataset,
     documents: Annotated[int, typer.Option("--documents", "--samples", min=0, help="How many to show.")] = 2,
+    seq: Annotated[
+        int | None, typer.Option("--seq", min=2, help="Chats: count what is longer than this many tokens.")
+    ] = None,
     split: Split = None,
     page: Annotated[
         Path | None, typer.Option("--html", help="Write a page with samples decoded: images, texts, sounds.")
@@ -209,17 +253,23 @@ def inspect(
         data_records.write_page(path, page, split=split, samples=documents)
         typer.echo(str(page))
     elif data_records.is_packed(path):
-        _inspect_tokens(Path(path), documents, as_json=as_json)
+        _inspect_tokens(Path(path), documents, seq, as_json=as_json)
     else:
         facts = data_records.inspect_facts(path, split=split, samples=documents)
         print_json(facts) if as_json else data_records.print_inspected(facts)
 
 
-def _inspect_tokens(path: Path, documents: int, *, as_json: bool) -> None:
+def _inspect_tokens(path: Path, documents: int, sequence_length: int | None, *, as_json: bool) -> None:
     from meshwright.data import describe
     from meshwright.data.sources import TokenFile
+    from meshwright.errors import DataError
 
     dataset = TokenFile.open(path)
+    if dataset.manifest.chat is not None:
+        return data_chat.inspect_chats(dataset, documents, sequence_length, as_json=as_json)
+    if sequence_length is not None:
+        hint = f"`meshwright data stats {path} --seq {sequence_length}` shows how it packs documents"
+        raise DataError("the dataset holds no chats, so --seq has no effect", where="--seq", hint=hint)
     lengths = describe.document_lengths(dataset)
     summary, bars = describe.describe_lengths(lengths), describe.histogram(lengths)
     texts = first_documents(dataset, documents)

@@ -48,7 +48,7 @@ class PackedSamples:
             return Targets(count, float(count))
         layout = self._layout(real)
         weights = self._loss_weights(layout, self._counts(layout))
-        return Targets(int(np.count_nonzero(weights)), float(weights.sum(dtype=np.float64)))
+        return Targets(int(np.count_nonzero(weights)), float(np.abs(weights).sum(dtype=np.float64)))
 
     def rows(self, ids: NDArray[np.int64]) -> Rows:
         """The rows of these ids, in their order; PADDING is a row in which no target counts."""
@@ -63,7 +63,7 @@ class PackedSamples:
         if self.source.loss_weights is None:
             return Rows(window, counts, marks.positions, marks.documents)
         weights = self._loss_weights(layout, counts)
-        return Rows(window, weights > 0, marks.positions, marks.documents, weights)
+        return Rows(window, weights != 0, marks.positions, marks.documents, weights)
 
     def _layout(self, ids: NDArray[np.int64]) -> "_Layout":
         pieces, width = self._pieces(ids), self.sequence_length + 1

@@ -25,7 +25,8 @@ class Rows(NamedTuple):
     documents_BS: NDArray[np.int64] | None
     """Document ids of each row from 0; None when documents are joined."""
     loss_weights_BS: NDArray[np.float32] | None = None
-    """Weight of each target where the source has loss weights, 0 where it does not count."""
+    """Weight of each target where the source has loss weights, 0 where it does not count; a negative one
+    lowers the probability of its target (an advantage)."""
 
     @property
     def tokens_BS(self) -> NDArray[np.unsignedinteger]:
@@ -44,7 +45,7 @@ class Targets(NamedTuple):
     count: int
     """Targets that count."""
     weight: float
-    """Sum of their loss weights; equal to `count` where the source has none."""
+    """Sum of the sizes of their loss weights (some may be negative); `count` where the source has none."""
 
 
 class TokenSamples(Protocol):
@@ -119,7 +120,7 @@ class Samples:
         real = ids[ids != PADDING]
         if self.source.loss_weights is not None:
             weights = self._loss_weights(real, self._marks(real).counts)
-            return Targets(int(np.count_nonzero(weights)), float(weights.sum(dtype=np.float64)))
+            return Targets(int(np.count_nonzero(weights)), float(np.abs(weights).sum(dtype=np.float64)))
         total = len(real) * self.sequence_length
         if self.separate:
             first, last = self._documents_ending_in(real)
@@ -133,7 +134,7 @@ class Samples:
         require_vocabulary(self.source, window, ids, self.sequence_length)
         marks = self._marks(ids)
         weights = None if self.source.loss_weights is None else self._loss_weights(ids, marks.counts)
-        counts = marks.counts if weights is None else weights > 0
+        counts = marks.counts if weights is None else weights != 0
         return Rows(window, counts, marks.positions, marks.documents, weights)
 
     @cached_property

@@ -13,7 +13,7 @@ A dataset packed with a Hugging Face tokenizer also holds its `tokenizer.json`, 
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,27 @@ class LengthSummary(Spec):
     """The 0th, 5th, ... and 100th percentile: 21 numbers."""
 
 
+class ChatFacts(Spec):
+    """How the tokens and loss weights of chats were made."""
+
+    kind: Literal["chats", "pairs"]
+    """pairs: documents 2i and 2i + 1 are the chosen and the rejected answer of pair i."""
+    trained: Literal["assistant", "last", "all"]
+    """The turns that are trained."""
+    masks: Literal["generation tag", "prefix rendering", "none"]
+    """How the tokens of a turn were found; none: texts without a template."""
+    template_hash: str | None = None
+    """Sixteen hex digits of the chat template, whose text is in `chat_template.jinja`."""
+    date: str | None = None
+    """The date that the template got, where it asks for one."""
+    variables: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the template that were set."""
+    num_trained: int
+    """Trained tokens."""
+    end_tokens: dict[str, int]
+    """Trained turns by their last trained token; "" where that is text: the model does not learn to stop."""
+
+
 class Manifest(Spec):
     """The content of `dataset.json`."""
 
@@ -131,6 +152,8 @@ class Manifest(Spec):
     """Modification time of these files, nanoseconds since 1970."""
     document_tokens: LengthSummary | None = None
     """Lengths of the documents; None in datasets of earlier versions."""
+    chat: ChatFacts | None = None
+    """How chats were rendered; None in datasets of plain documents."""
 
 
 @dataclass(frozen=True)

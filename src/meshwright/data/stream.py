@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend, phases_of, plan_period
 from meshwright.data.blended_samples import BlendedSamples, BlendOrder
+from meshwright.data.chat.fit import require_chats_fit
 from meshwright.data.corpus import generated_tokens
 from meshwright.data.order import Blocks, Order, SampleOrder
 from meshwright.data.packed_samples import PackedSamples
@@ -141,6 +142,7 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
 
 def _open_samples(spec: DataSpec, part: BlendPartSpec, vocab_size: int) -> tuple[TokenSource, TokenSamples]:
     source = open_source(part, vocab_size=vocab_size)
+    require_chats_fit(spec, source)
     if spec.packing == "whole":
         plan = open_packing(source, spec.sequence_length)
         return source, PackedSamples(source, spec.sequence_length, plan)

@@ -171,19 +171,41 @@ def _paragraphs(file: BinaryIO, path: Path) -> Iterator[Document]:
         yield Document(_decode(b"".join(lines), f"{path}:{first_line}"), num_bytes)
 
 
-def _json_lines(file: BinaryIO, piece: Piece, text_field: str) -> Iterator[Document]:
-    at, number = _first_line(file, piece.start), 0
+class Line(NamedTuple):
+    """One line of a .jsonl file that is not blank."""
+
+    content: bytes
+    piece: Piece
+    number: int
+    """Counted from 1 in its piece."""
+
+    def where(self) -> str:
+        """File and line; counts the lines before the piece."""
+        return f"{self.piece.path}:{_lines_before(self.piece) + self.number}"
+
+
+def json_lines(piece: Piece) -> Iterator[Line]:
+    """The lines of a .jsonl file that begin in the piece, without blank ones."""
+    with _stream(piece.path) as stream:
+        yield from _lines_of(stream, piece)
+
+
+def _lines_of(file: BinaryIO, piece: Piece) -> Iterator[Line]:
+    at = _first_line(file, piece.start)
     for number, line in enumerate(_lines(file, piece.path), start=1):
         if piece.end is not None and at >= piece.end:
             return
         at += len(line)
         if line.strip():
-            try:
-                yield Document(_text_of(line, text_field), len(line))
-            except DataError as error:
-                before = _lines_before(piece)
-                where = f"{piece.path}:{before + number}"
-                raise DataError(error.fact, where=where, hint=error.hint) from None
+            yield Line(line, piece, number)
+
+
+def _json_lines(file: BinaryIO, piece: Piece, text_field: str) -> Iterator[Document]:
+    for line in _lines_of(file, piece):
+        try:
+            yield Document(_text_of(line.content, text_field), len(line.content))
+        except DataError as error:
+            raise DataError(error.fact, where=line.where(), hint=error.hint) from None
 
 
 def _first_line(file: BinaryIO, start: int) -> int:
@@ -220,9 +242,9 @@ def _text_of(line: bytes, text_field: str) -> str:
         raise DataError(f"the line is a JSON {type(record).__name__}, not an object")
     if text_field not in record:
         keys = ", ".join(map(repr, list(record)[:8])) or "nothing"
-        raise DataError(
-            f"the line has no field {text_field!r}", hint=f"the object has {keys}; name one with --field"
-        )
+        is_chat = not {"messages", "conversations", "chosen", "completion", "output"}.isdisjoint(record)
+        advice = "these are chats: add `--chat auto`" if is_chat else "name one with --field"
+        raise DataError(f"the line has no field {text_field!r}", hint=f"the object has {keys}; {advice}")
     return _valid(record[text_field], "", text_field)
 
 

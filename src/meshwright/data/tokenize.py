@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +93,29 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Any]:
+        """The `tokenizers.Encoding` of each text, which maps characters to tokens."""
+        return self._tokenizer.encode_batch(list(texts), add_special_tokens=False) if texts else []
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are control tokens of the model, not text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def begin_ids(self) -> list[int]:
+        """Tokens that the tokenizer puts before a text (BOS), without the end of document."""
+        ids = self._tokenizer.encode("", add_special_tokens=True).ids
+        return [token_id for token_id in ids if token_id != self.eos_id]
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special tokens and tokens outside the vocabulary have no text."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    def decode_with_special(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def token(self, token_id: int) -> str | None:
         """The text of one token, special or not; None outside the vocabulary."""

@@ -21,6 +21,7 @@ from meshwright.data.sources import (
     TOKENS_FILE,
     WEIGHTS_DTYPE,
     WEIGHTS_FILE,
+    ChatFacts,
     LengthSummary,
     Manifest,
     TokenizerFacts,
@@ -86,11 +87,15 @@ class DatasetWriter:
         self.num_tokens += int(lengths.sum())
         self.num_documents += len(lengths)
 
-    def finish(self, source_files: list[str]) -> Manifest:
+    def add_file(self, name: str, content: bytes) -> None:
+        """Write one more file, which the manifest lists with its hash."""
+        self._files[name] = _HashedFile(self._folder / name)
+        self._files[name].write(content)
+
+    def finish(self, source_files: list[str], *, chat: ChatFacts | None = None) -> Manifest:
         """Close the files and write the manifest last: a folder without it is not a dataset."""
         if isinstance(self._tokenizer, HuggingFaceTokenizer):
-            self._files[TOKENIZER_FILE] = _HashedFile(self._folder / TOKENIZER_FILE)
-            self._files[TOKENIZER_FILE].write(self._tokenizer.content)
+            self.add_file(TOKENIZER_FILE, self._tokenizer.content)
         tokenizer = self._tokenizer
         manifest = Manifest(
             version=DATASET_VERSION,
@@ -104,6 +109,7 @@ class DatasetWriter:
             sampled={name: sampled_hash(self._folder / name) for name in self._content},
             modified_ns={name: FileState.of(self._folder / name).modified_ns for name in self._content},
             document_tokens=self._lengths(),
+            chat=chat,
         )
         last = _HashedFile(self._folder / MANIFEST_FILE)
         last.write((json.dumps(manifest.model_dump(), indent=2) + "\n").encode())

@@ -44,11 +44,20 @@ class ArrowRows:
 
     def record(self, index: int) -> Record:
         """The row at `index`; its key is the index where there is no column `__key__`."""
+        batch, row = self._find(index)
+        return {KEY: str(index), **row_of(batch, row)}
+
+    def values(self, index: int) -> dict[str, Any]:
+        """The row at `index` as plain Python values: lists and objects stay nested."""
+        batch, row = self._find(index)
+        return batch.slice(row, 1).to_pylist()[0]
+
+    def _find(self, index: int) -> tuple[Any, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         row = index if self._order is None else int(self._order[index])
         batch = bisect_right(self._starts, row) - 1
-        return {KEY: str(index), **row_of(self._batches[batch], row - self._starts[batch])}
+        return self._batches[batch], row - self._starts[batch]
 
     def lengths(self) -> None:
         """None: the size of a row is not known without reading it."""

@@ -1,0 +1,292 @@
+"""Chats to a packed dataset: tokens, ends and loss weights, on all cores.
+
+Every unit of input is encoded into files of a hidden folder beside the dataset, `.NAME.packing`; at the end
+they are joined in order. After a kill, the same command finds the finished units and encodes only the rest.
+The dataset appears under its name only when it is complete.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.data.chat.conversation import Pair, Sample, read_sample
+from meshwright.data.chat.job import ChatCounts, ChatJob
+from meshwright.data.chat.rows import ChatFiles, Row
+from meshwright.data.chat.targets import ChatEncoder, Encoded
+from meshwright.data.chat.template import TEMPLATE_FILE, ChatTemplate
+from meshwright.data.pack_parts import PIECE_BYTES
+from meshwright.data.sources import WEIGHTS_DTYPE, ChatFacts, Manifest, token_dtype
+from meshwright.data.text_input import Piece
+from meshwright.data.tokenize import HuggingFaceTokenizer
+from meshwright.data.write import new_dataset, require_absent
+from meshwright.errors import DataError
+
+_GROUP_ROWS = 256
+_COPY_BYTES = 1 << 24
+
+
+class PackedChats(NamedTuple):
+    """The result of packing chats."""
+
+    manifest: Manifest
+    counts: ChatCounts
+
+
+def pack_chats(
+    chats: ChatFiles,
+    folder: Path,
+    job: ChatJob,
+    *,
+    num_processes: int = 1,
+    progress: Callable[[int], object] = lambda num_bytes: None,
+) -> PackedChats:
+    """Encode the chats into a new dataset with loss weights; `progress` gets the number of bytes read."""
+    require_absent(folder)
+    encoder = job.open_encoder()
+    tokenizer, template = encoder.tokenizer, encoder.template
+    hidden = folder.with_name(f".{folder.name}.packing")
+    units = chats.pieces(PIECE_BYTES)
+    _begin(hidden, chats, job, tokenizer, template)
+    worker = _Worker(hidden, chats, job, encoder)
+    counts = _encode_units(worker, units, num_processes=num_processes, progress=progress)
+    counts.require_few_bad(job.max_bad)
+    _require_samples(counts, chats)
+    with new_dataset(folder, tokenizer, is_weighted=True) as writer:
+        for number in range(len(units)):
+            lengths = np.fromfile(hidden / f"{number}.lengths", dtype=np.int64)
+            if len(lengths):
+                writer.append_encoded(_chunks(hidden / f"{number}.tokens"), lengths)
+                writer.append_weights([np.fromfile(hidden / f"{number}.weights", dtype=WEIGHTS_DTYPE)])
+        if template is not None:
+            writer.add_file(TEMPLATE_FILE, template.text().encode())
+        manifest = writer.finish([str(file) for file in chats.files], chat=_facts(job, template, counts))
+    shutil.rmtree(hidden, ignore_errors=True)
+    return PackedChats(manifest, counts)
+
+
+def _facts(job: ChatJob, template: ChatTemplate | None, counts: ChatCounts) -> ChatFacts:
+    masks = "none" if template is None else "generation tag" if template.is_tagged() else "prefix rendering"
+    return ChatFacts(
+        kind="pairs" if "pairs" in counts.kinds else "chats",
+        trained=job.trained,
+        masks=masks,
+        template_hash=None if template is None else template.hash,
+        date=str(job.date) if template is not None and template.reads_date else None,
+        variables=job.variables,
+        num_trained=counts.num_trained,
+        end_tokens=dict(counts.ends),
+    )
+
+
+def _require_samples(counts: ChatCounts, chats: ChatFiles) -> None:
+    where = ", ".join(str(file) for file in chats.files[:3])
+    if len(counts.kinds) > 1:
+        fact = f"{counts.kinds['pairs']} records are pairs and {counts.kinds['chats']} are not"
+        raise DataError(fact, where=where, hint="pack them into two datasets")
+    if counts.num_samples == 0:
+        left_out = counts.num_dropped + counts.num_without_targets
+        hint = "look at the input, --train and --seq" if left_out else "check the files"
+        raise DataError(f"no sample is left to train on; {left_out} were left out", where=where, hint=hint)
+
+
+def _begin(
+    hidden: Path,
+    chats: ChatFiles,
+    job: ChatJob,
+    tokenizer: HuggingFaceTokenizer,
+    template: ChatTemplate | None,
+) -> None:
+    """Make the folder of units, or keep the one of an earlier call with the same input and settings."""
+    inside = [each for file in chats.files for each in (file.rglob("*") if file.is_dir() else [file])]
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(inside)]
+    settings = asdict(job) | {"date": str(job.date)}
+    facts = [states, chats.split, settings, tokenizer.hash, template.hash if template else None, PIECE_BYTES]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    mark = hidden / "job"
+    try:
+        if mark.is_file() and mark.read_text() == digest:
+            return
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir(parents=True)
+        mark.write_text(digest)
+    except OSError as error:
+        fact = f"the dataset cannot be written: {error.strerror or error}"
+        hint = "free disk space, or name another folder with -o"
+        raise DataError(fact, where=str(hidden.parent), hint=hint) from error
+
+
+def _encode_units(
+    worker: "_Worker", units: Sequence[Piece], *, num_processes: int, progress: Callable[[int], object]
+) -> ChatCounts:
+    folder = worker.folder
+    left = [number for number in range(len(units)) if not (folder / f"{number}.json").is_file()]
+    done = set(range(len(units))).difference(left)
+    progress(sum(worker.chats.bytes_of(units[number]) for number in done))
+    if num_processes == 1:
+        for number in left:
+            worker.encode_unit(number, units[number], progress).require_few_bad(worker.job.max_bad)
+    else:
+        _in_processes(worker, left, units, num_processes, progress)
+    total = ChatCounts()
+    for number in range(len(units)):
+        total.add(ChatCounts.of(json.loads((folder / f"{number}.json").read_text())))
+    return total
+
+
+def _in_processes(
+    worker: "_Worker",
+    left: Sequence[int],
+    units: Sequence[Piece],
+    num_processes: int,
+    progress: Callable[[int], object],
+) -> None:
+    # forkserver: the calling process may have threads, of which a fork would inherit only the locks.
+    context = get_context("forkserver")
+    opened = (worker.folder, worker.chats, worker.job)
+    with ProcessPoolExecutor(min(num_processes, max(1, len(left))), context, _open_worker, opened) as pool:
+        running = {pool.submit(_encode_in_process, number, units[number]): number for number in left}
+        try:
+            for future in as_completed(running):
+                future.result().require_few_bad(worker.job.max_bad)
+                progress(worker.chats.bytes_of(units[running[future]]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Process:
+    """What a worker process keeps between its units."""
+
+    worker: "_Worker"
+
+
+def _open_worker(folder: Path, chats: ChatFiles, job: ChatJob) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each process, not all for each
+    _Process.worker = _Worker(folder, chats, job, job.open_encoder())
+
+
+def _encode_in_process(number: int, piece: Piece) -> ChatCounts:
+    return _Process.worker.encode_unit(number, piece, lambda num_bytes: None)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """What encodes one unit."""
+
+    folder: Path
+    chats: ChatFiles
+    job: ChatJob
+    encoder: ChatEncoder
+
+    def encode_unit(self, number: int, piece: Piece, progress: Callable[[int], object]) -> ChatCounts:
+        """Write the files of one unit; its counts are written last, when it is complete."""
+        counts, lengths = ChatCounts(), list[int]()
+        dtype = token_dtype(self.encoder.tokenizer.vocab_size)
+        paths = [self.folder / f"{number}.{name}" for name in ("tokens", "weights")]
+        with paths[0].open("wb") as tokens, paths[1].open("wb") as weights:
+            for rows in _groups(self.chats.rows(piece)):
+                for each in self._encoded(rows, counts):
+                    tokens.write(each.tokens.astype(dtype).tobytes())
+                    weights.write(each.weights.astype(WEIGHTS_DTYPE).tobytes())
+                    lengths.append(len(each.tokens))
+                progress(sum(row.num_bytes for row in rows))
+                if len(counts.bad) > self.job.max_bad:
+                    return counts
+        np.array(lengths, dtype=np.int64).tofile(self.folder / f"{number}.lengths")
+        partial = self.folder / f"{number}.json.partial"
+        partial.write_text(json.dumps(asdict(counts)))
+        partial.rename(self.folder / f"{number}.json")
+        return counts
+
+    def _encoded(self, rows: list[Row], counts: ChatCounts) -> Iterator[Encoded]:
+        """The documents of a group of records: one of each chat, chosen and rejected of each pair."""
+        groups: list[tuple[Row, list[Sample]]] = []
+        for row in rows:
+            try:
+                groups.append((row, self._samples(row)))
+            except DataError as error:
+                _note(counts, row.located(error))
+        found = iter(self.encoder.encode([(sample, row.where) for row, group in groups for sample in group]))
+        for row, group in groups:
+            documents = [next(found) for _ in group]
+            error = next((each for each in documents if isinstance(each, DataError)), None)
+            if error is not None:
+                _note(counts, row.located(error))
+                continue
+            ready = [each for each in documents if isinstance(each, Encoded)]
+            try:
+                yield from self._kept(ready, row, counts)
+            except DataError as error:
+                _note(counts, row.located(error))
+
+    def _samples(self, row: Row) -> list[Sample]:
+        job = self.job
+        sample = read_sample(
+            row.record, chat_format=job.chat_format, where=row.where, texts_are_turns=job.texts_are_turns
+        )
+        return [sample.chosen, sample.rejected] if isinstance(sample, Pair) else [sample]
+
+    def _kept(self, documents: list[Encoded], row: Row, counts: ChatCounts) -> list[Encoded]:
+        """The documents of a record, at most as long as a sequence, or none."""
+        limit = self.job.sequence_length
+        length = sum(len(each.tokens) for each in documents)
+        if limit is not None and length > limit:
+            if self.job.longer == "refuse":
+                raise _too_long(row, documents, limit)
+            if self.job.longer == "drop":
+                counts.num_dropped += 1
+                return []
+            counts.num_truncated += 1
+            documents = _truncated(documents, limit)
+        if not all(each.num_trained for each in documents):
+            counts.num_without_targets += 1
+            return []
+        kind = "pairs" if len(documents) == 2 else "chats"
+        counts.kinds[kind] = counts.kinds.get(kind, 0) + 1
+        counts.num_samples += 1
+        counts.num_trained += sum(each.num_trained for each in documents)
+        tokenizer = self.encoder.tokenizer
+        for token in (token for each in documents for token in each.last_trained):
+            end = (tokenizer.token(token) or "") if token in tokenizer.special_ids else ""
+            counts.ends[end] = counts.ends.get(end, 0) + 1
+        return documents
+
+
+def _note(counts: ChatCounts, error: DataError) -> None:
+    counts.bad.append((error.fact, error.where, error.hint))
+
+
+def _too_long(row: Row, documents: list[Encoded], limit: int) -> DataError:
+    lengths = " + ".join(f"{len(each.tokens):,}" for each in documents)
+    what = "the pair has" if len(documents) == 2 else "the sample has"
+    hint = "use a longer --seq, or `--longer drop` or `--longer truncate`"
+    return DataError(
+        f"{what} {lengths} tokens, more than the {limit:,} of a sequence", where=row.where, hint=hint
+    )
+
+
+def _truncated(documents: list[Encoded], limit: int) -> list[Encoded]:
+    """The first tokens of each document: of a pair, half the sequence each."""
+    share = limit // len(documents)
+    return [Encoded(each.tokens[:share], each.weights[:share], each.last_trained) for each in documents]
+
+
+def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while group := list(islice(rows, _GROUP_ROWS)):
+        yield group
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_COPY_BYTES):
+            yield chunk

@@ -1,0 +1,169 @@
+# ruff: noqa: E501  a record per line
+"""Records of every chat format as turns; malformed ones are refused with their place."""
+
+from typing import Any
+
+import pytest
+
+from meshwright.data.chat.conversation import Completion, Conversation, Pair, WeightedTokens, read_sample
+from meshwright.errors import DataError
+
+
+def read(record: dict[str, Any], **options: Any) -> Any:
+    return read_sample(record, chat_format=None, where="chats.jsonl:7", **options)
+
+
+def turns(record: dict[str, Any], **options: Any) -> list[tuple[str, Any]]:
+    found = read(record, **options)
+    assert isinstance(found, Conversation)
+    return [(turn.role, turn.message["content"]) for turn in found.turns]
+
+
+QUESTION, ANSWER = ("user", "2 + 2?"), ("assistant", "4")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]},
+        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+        {"instruction": "2 + 2?", "input": "", "output": "4"},
+        {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{"role": "assistant", "content": "4"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]},
+                      {"role": "assistant", "content": "4"}]},
+    ],
+    ids=["messages", "sharegpt", "alpaca", "prompt-completion", "parts"],
+)  # fmt: skip
+def test_formats_give_the_same_turns(record: dict[str, Any]) -> None:
+    assert turns(record) == [QUESTION, ANSWER]
+
+
+def test_alpaca_has_input_system_and_history() -> None:
+    record = {"instruction": "add", "input": "2, 2", "output": "4", "system": "s", "history": [["a", "b"]]}
+    assert turns(record) == [
+        ("system", "s"),
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "add\n2, 2"),
+        ANSWER,
+    ]
+
+
+def test_sharegpt_has_tools() -> None:
+    call = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'}
+    record = {
+        "conversations": [
+            {"from": "human", "value": "?"},
+            call,
+            {"from": "observation", "value": "4"},
+            {"from": "gpt", "value": "4"},
+        ],
+        "tools": '[{"name": "add"}]',
+    }
+    found = read(record)
+    assert [turn.role for turn in found.turns] == ["user", "assistant", "tool", "assistant"]
+    assert found.turns[1].message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert found.tools == [{"name": "add"}]
+
+
+def test_arguments_of_tool_calls_are_objects_and_nulls_of_tables_are_left_out() -> None:
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    record = {
+        "messages": [
+            {"role": "user", "content": "?", "tool_calls": None, "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+    }
+    found = read(record)
+    assert dict(found.turns[0].message) == {"role": "user", "content": "?"}
+    expected = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert found.turns[1].message["tool_calls"] == [expected]
+
+
+def test_texts_are_completions_or_turns() -> None:
+    record = {"prompt": "2 + 2?", "completion": "4"}
+    assert read(record) == Completion("2 + 2?", "4")
+    assert turns(record, texts_are_turns=True) == [QUESTION, ANSWER]
+
+
+def test_turns_have_weights() -> None:
+    answers = [
+        {"role": "assistant", "content": "x", **each} for each in ({}, {"train": False}, {"weight": -0.5})
+    ]
+    found = read({"messages": [{"role": "user", "content": "?", "weight": 0}, *answers]})
+    assert [turn.weight for turn in found.turns] == [None, None, 0.0, -0.5]
+
+
+def test_pairs_share_a_prompt() -> None:
+    prompt = [{"role": "user", "content": "?"}]
+    good, bad = ([{"role": "assistant", "content": text}] for text in ("good", "bad"))
+    for record in (
+        {"prompt": prompt, "chosen": good, "rejected": bad},
+        {"chosen": prompt + good, "rejected": prompt + bad},
+        {"conversations": [{"from": "human", "value": "?"}], "chosen": {"from": "gpt", "value": "good"},
+         "rejected": {"from": "gpt", "value": "bad"}},
+    ):  # fmt: skip
+        pair = read(record)
+        assert isinstance(pair, Pair)
+        assert [turn.message["content"] for turn in pair.chosen.turns] == ["?", "good"]
+        assert [turn.message["content"] for turn in pair.rejected.turns] == ["?", "bad"]
+    assert read({"prompt": "?", "chosen": "a", "rejected": "b"}) == Pair(
+        Completion("?", "a"), Completion("?", "b")
+    )
+
+
+def test_answers_inside_a_prompt_are_not_trained() -> None:
+    prompt = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "?"},
+    ]
+    pair = read({"prompt": prompt, "chosen": "good", "rejected": "bad"})
+    assert [turn.weight for turn in pair.chosen.turns] == [None, 0.0, None, None]
+
+
+def test_tokens_have_weights_of_their_own() -> None:
+    assert read({"input_ids": [1, 2, 3], "weights": [0, 1, -0.5]}) == WeightedTokens(
+        (1, 2, 3), (0.0, 1.0, -0.5)
+    )
+
+
+USER = {"role": "user", "content": "?"}
+
+
+@pytest.mark.parametrize(
+    ("record", "where", "fact"),
+    [
+        ({"text": "a"}, "", "no chat: it has 'text'"),
+        ({"messages": []}, "", "no list of messages"),
+        ({"messages": "hello"}, "", "no list of messages"),
+        ({"messages": [USER, {"role": "robot", "content": "x"}]}, ", turn 2", "role 'robot' is not known"),
+        ({"messages": [USER, {"content": "x"}]}, ", turn 2", "the turn has no role"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, ", turn 2 (assistant)", "the answer is empty"),
+        ({"messages": [USER, {"role": "assistant"}]}, ", turn 2 (assistant)", "the answer is empty"),
+        ({"messages": [USER, {"role": "assistant", "content": 4}]}, ", turn 2 (assistant)", "is 4, not text"),
+        ({"messages": [USER]}, "", "no turn of the assistant"),
+        ({"messages": [{**USER, "train": True}]}, ", turn 1", "only turns of the assistant"),
+        ({"messages": [USER, {"role": "assistant", "content": "x", "weight": "much"}]}, ", turn 2", "'weight' a number"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, ", turn 1", "'image'; only text"),
+        ({"prompt": "?", "completion": " "}, "", "'completion' is empty"),
+        ({"prompt": "?", "chosen": "a", "rejected": ""}, "", "'rejected' is empty"),
+        ({"chosen": [USER], "rejected": [USER]}, "", "do not begin alike and then differ"),
+        ({"chosen": "a", "rejected": "b"}, "", "has no 'prompt'"),
+        ({"instruction": "a", "output": ""}, "", "'output' is empty"),
+        ({"input_ids": [1, 2], "weights": [1]}, "", "2 tokens have 1 weights"),
+        ({"input_ids": [1, "x"], "weights": [1, 1]}, "", "no list of numbers"),
+    ],
+)  # fmt: skip
+def test_malformed_records_are_refused_with_their_place(
+    record: dict[str, Any], where: str, fact: str
+) -> None:
+    with pytest.raises(DataError) as refused:
+        read(record)
+    assert fact in refused.value.fact
+    assert refused.value.where == f"chats.jsonl:7{where}"
+
+
+def test_a_format_that_is_asked_for_is_required() -> None:
+    with pytest.raises(DataError, match="no 'conversations', which the format sharegpt needs"):
+        read_sample({"messages": [USER]}, chat_format="sharegpt", where="x")

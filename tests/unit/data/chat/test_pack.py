@@ -1,0 +1,227 @@
+"""Chats become a dataset with loss weights: the same from every format and on any number of processes."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+from tests.support.chat_templates import FAMILIES, write_tokenizer
+
+from meshwright.data.chat import pack as packing
+from meshwright.data.chat.describe import conversations, trained_share
+from meshwright.data.chat.job import ChatJob
+from meshwright.data.chat.pack import PackedChats, pack_chats
+from meshwright.data.chat.rows import find_chats
+from meshwright.data.packed_samples import PackedSamples
+from meshwright.data.packing import plan_packing
+from meshwright.data.sources import TokenFile
+from meshwright.data.stream import open_stream
+from meshwright.errors import DataError
+from meshwright.spec import DataSpec
+
+QWEN = next(family for family in FAMILIES if family.name == "qwen-2.5")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), QWEN, template=QWEN.template)
+
+
+def chats(count: int = 40) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"question {index} " * (1 + index % 5)},
+                      {"role": "assistant", "content": f"answer {index} " * (1 + index % 3)}]}
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def pack(
+    path: Path, folder: Path, tokenizer: Path, *, split: str | None = None, processes: int = 1, **options: Any
+) -> PackedChats:
+    job = ChatJob(str(tokenizer / "tokenizer.json"), None, datetime.date(2024, 7, 26), **options)
+    return pack_chats(find_chats([path], split=split), folder, job, num_processes=processes)
+
+
+def trained_texts(folder: Path) -> list[list[str]]:
+    dataset = TokenFile.open(folder)
+    found = conversations(dataset, dataset.manifest.num_documents)
+    return [[span.text for span in one.spans if span.weight] for one in found]
+
+
+def test_answers_and_their_ends_are_trained(tmp_path: Path, tokenizer: Path) -> None:
+    packed = pack(write_lines(tmp_path / "a.jsonl", chats(3)), tmp_path / "data", tokenizer)
+    assert trained_texts(tmp_path / "data") == [
+        ["answer 0 <|im_end|>"],
+        ["answer 1 answer 1 <|im_end|>"],
+        ["answer 2 answer 2 answer 2 <|im_end|>"],
+    ]
+    facts = packed.manifest.chat
+    assert facts is not None
+    assert (facts.kind, facts.masks, facts.end_tokens) == ("chats", "prefix rendering", {"<|im_end|>": 3})
+    dataset = TokenFile.open(tmp_path / "data")
+    assert dataset.damage() == [] and dataset.loss_weights is not None
+    assert facts.num_trained == int((dataset.loss_weights != 0).sum())
+    assert (tmp_path / "data" / "chat_template.jinja").read_text() == QWEN.template
+
+
+def test_every_kind_of_file_gives_the_same_dataset(tmp_path: Path, tokenizer: Path) -> None:
+    records = chats()
+    write_lines(tmp_path / "a.jsonl", records)
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
+    prints = set()
+    for name in ("a.jsonl", "a.json", "a.parquet", "saved"):
+        pack(tmp_path / name, tmp_path / f"{name}.data", tokenizer)
+        prints.add(TokenFile.open(tmp_path / f"{name}.data").fingerprint)
+    assert len(prints) == 1
+
+
+def test_processes_and_pieces_change_nothing(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", chats())
+    pack(path, tmp_path / "one", tokenizer)
+    monkeypatch.setattr(packing, "PIECE_BYTES", 1500)
+    pack(path, tmp_path / "two", tokenizer, processes=2)
+    assert TokenFile.open(tmp_path / "one").fingerprint == TokenFile.open(tmp_path / "two").fingerprint
+    assert not (tmp_path / ".two.packing").exists()
+    lines = path.read_text().splitlines()
+    lines[30] = "{"
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError) as refused:
+        pack(path, tmp_path / "three", tokenizer)
+    assert refused.value.where == f"{path}:31"
+    lines[30] = json.dumps({"messages": [{"role": "robot", "content": "x"}]})
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError) as refused:
+        pack(path, tmp_path / "three", tokenizer)
+    assert refused.value.where == f"{path}:31, turn 1"
+    assert not (tmp_path / "three").exists()
+
+
+def test_bad_records_are_left_out_up_to_a_number(tmp_path: Path, tokenizer: Path) -> None:
+    bad = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]}] * 2
+    path = write_lines(tmp_path / "a.jsonl", chats(3) + bad)
+    with pytest.raises(DataError, match="the answer is empty"):
+        pack(path, tmp_path / "data", tokenizer)
+    with pytest.raises(DataError, match="2 records are bad, and 1 are allowed"):
+        pack(path, tmp_path / "data", tokenizer, max_bad=1)
+    packed = pack(path, tmp_path / "data", tokenizer, max_bad=2)
+    assert packed.counts.num_samples == 3
+    assert [where for _, where, _ in packed.counts.bad] == [
+        f"{path}:{line}, turn 2 (assistant)" for line in (4, 5)
+    ]
+
+
+def test_long_samples_are_refused_dropped_or_truncated(tmp_path: Path, tokenizer: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "word " * 99}, {"role": "assistant", "content": "late"}]}
+    path = write_lines(tmp_path / "a.jsonl", [*chats(3), long])
+    with pytest.raises(DataError, match="more than the 200 of a sequence") as refused:
+        pack(path, tmp_path / "refused", tokenizer, sequence_length=200)
+    assert refused.value.where == f"{path}:4"
+    assert "--longer drop" in refused.value.hint
+    assert not (tmp_path / "refused").exists()
+    dropped = pack(path, tmp_path / "dropped", tokenizer, sequence_length=200, longer="drop").counts
+    assert (dropped.num_samples, dropped.num_dropped) == (3, 1)
+    cut = pack(path, tmp_path / "cut", tokenizer, sequence_length=200, longer="truncate").counts
+    assert (cut.num_samples, cut.num_truncated, cut.num_without_targets) == (3, 1, 1)
+    pack(path, tmp_path / "all", tokenizer)
+    share = trained_share(TokenFile.open(tmp_path / "all"), 200)
+    assert (share.num_longer, share.num_without_targets) == (1, 1)
+
+
+def test_pairs_are_two_documents_each(tmp_path: Path, tokenizer: Path) -> None:
+    prompt = [{"role": "user", "content": "?"}]
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": prompt, "chosen": "good", "rejected": "bad"}] * 2)
+    packed = pack(path, tmp_path / "data", tokenizer)
+    assert packed.manifest.chat is not None and packed.manifest.chat.kind == "pairs"
+    assert packed.manifest.num_documents == 4
+    assert trained_texts(tmp_path / "data") == [["good<|im_end|>"], ["bad<|im_end|>"]] * 2
+    write_lines(path, [{"prompt": prompt, "chosen": "good", "rejected": "bad"}, *chats(1)])
+    with pytest.raises(DataError, match="1 records are pairs and 1 are not"):
+        pack(path, tmp_path / "mixed", tokenizer)
+
+
+def test_completions_end_with_the_end_of_document(tmp_path: Path, tokenizer: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "Once upon", "completion": " a time"}])
+    pack(path, tmp_path / "data", tokenizer)
+    assert trained_texts(tmp_path / "data") == [[" a time<|im_end|>"]]
+
+
+def test_given_tokens_keep_their_weights(tmp_path: Path, tokenizer: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7], "weights": [0, 0.5, -2]}])
+    pack(path, tmp_path / "data", tokenizer)
+    dataset = TokenFile.open(tmp_path / "data")
+    assert dataset.tokens.tolist() == [5, 6, 7]
+    assert dataset.loss_weights is not None and dataset.loss_weights.tolist() == [0, 0.5, -2]
+    samples = PackedSamples(dataset, 4, plan_packing(dataset.document_ends, 4))
+    rows = samples.rows(np.array([0]))
+    assert rows.counts_BS.tolist() == [[True, True, False, False]]
+    assert samples.targets(np.array([0])) == (
+        2,
+        2.5,
+    )  # two targets, and the sum of the sizes of their weights
+    write_lines(path, [{"input_ids": [5, 10**6], "weights": [0, 1]}])
+    with pytest.raises(DataError, match="outside the vocabulary"):
+        pack(path, tmp_path / "outside", tokenizer)
+
+
+def test_packed_conversations_are_whole_and_restart(tmp_path: Path, tokenizer: Path) -> None:
+    pack(write_lines(tmp_path / "a.jsonl", chats()), tmp_path / "data", tokenizer)
+    dataset = TokenFile.open(tmp_path / "data")
+    samples = PackedSamples(dataset, 512, plan_packing(dataset.document_ends, 512))
+    rows = samples.rows(np.arange(len(samples)))
+    assert rows.documents_BS is not None and rows.loss_weights_BS is not None
+    begins = np.diff(rows.documents_BS, axis=1, prepend=-1) != 0
+    assert (rows.positions_BS[begins] == 0).all()
+    # Every first token of a conversation is <|im_start|>, and nothing before it is trained to predict it.
+    start = int(dataset.tokens[0])
+    used = begins & (rows.tokens_BS == start)
+    assert used.sum() == dataset.manifest.num_documents
+    assert not rows.counts_BS[:, :-1][begins[:, 1:]].any()
+    assert dataset.manifest.chat is not None
+    assert int(rows.counts_BS.sum()) == dataset.manifest.chat.num_trained
+
+
+def test_a_run_that_would_split_conversations_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    pack(write_lines(tmp_path / "a.jsonl", chats()), tmp_path / "data", tokenizer)
+    spec = DataSpec(path=str(tmp_path / "data"), sequence_length=512, batch_sequences=1)
+    with pytest.raises(DataError, match="cut would cut them") as refused:
+        open_stream(spec, seed=0, vocab_size=2000)
+    assert refused.value.hint == "set data.packing: whole"
+    short = spec.with_(packing="whole", sequence_length=64)
+    with pytest.raises(DataError, match=r"of 40 conversations are longer than data.sequence_length=64"):
+        open_stream(short, seed=0, vocab_size=2000)
+    open_stream(spec.with_(packing="whole"), seed=0, vocab_size=2000)
+
+
+@pytest.mark.parametrize("template", [None, "{% for %}", "{{ raise_exception('stop') }}"])
+def test_without_a_usable_template_nothing_is_written(template: str | None, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", QWEN, template=template)
+    path = write_lines(tmp_path / "a.jsonl", chats(2))
+    with pytest.raises(DataError, match=r"no chat template|no valid Jinja|refuses the messages: stop"):
+        pack(path, tmp_path / "data", folder)
+    assert not (tmp_path / "data").exists()
+
+
+def test_input_without_chats_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match="no records of chats"):
+        find_chats([tmp_path / "a.txt"], split=None)
+    with pytest.raises(DataError, match="split has no effect"):
+        find_chats([write_lines(tmp_path / "a.jsonl", chats(1))], split="train")
+    (tmp_path / "a.json").write_text("{}")
+    files = find_chats([tmp_path / "a.json"], split=None)
+    with pytest.raises(DataError, match="no JSON list"):
+        list(files.rows(files.pieces(100)[0]))
