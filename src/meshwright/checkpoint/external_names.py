@@ -1,4 +1,4 @@
-"""Weights of other programs under our names: those of Hugging Face and torchtitan, from a mapping of tensors.
+"""Weights of other programs under our names: those of Hugging Face, torchtitan and Megatron core.
 
 torchtitan's Llama (also Meta's own release) rotates neighbouring pairs of a head; Hugging Face and we rotate
 its two halves. So the rows of the query and key projections are put into the order of halves.
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.megatron_names import MEGATRON_EMBEDDING, MegatronTensors
 from meshwright.errors import CheckpointError
 from meshwright.models.hf_names import Source, sources, state_shapes
 from meshwright.spec import ModelSpec
@@ -32,7 +33,7 @@ _TITAN_LAYER = {
 }
 _TITAN_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 _RUN_STATE = re.compile(
-    r"(optim|optimizer|lr_scheduler|dataloader|train_state|step)\b|.*(inv_freq|freqs_cis)$"
+    r"(optim|optimizer|lr_scheduler|dataloader|train_state|step)\b|.*(inv_freq|freqs_cis|_extra_state)$"
 )
 _PREFIXES = ("", "model.", "module.", "_orig_mod.")
 
@@ -50,6 +51,10 @@ def under_our_names(tensors: Mapping[str, Tensor], model: ModelSpec) -> Mapping[
             titan = _TitanTensors(tensors, prefix, model)
             _require_known(set(tensors) - titan.used_names(), model)
             return _Renamed(titan, model)
+        if f"{prefix}{MEGATRON_EMBEDDING}" in tensors:
+            megatron = MegatronTensors(tensors, prefix, model)
+            _require_known(set(tensors) - megatron.used_names(), model)
+            return _Renamed(megatron, model)
     renamed = _Renamed(tensors, model)
     _require_known(set(tensors) - renamed.used_names(), model)
     return renamed
@@ -57,14 +62,18 @@ def under_our_names(tensors: Mapping[str, Tensor], model: ModelSpec) -> Mapping[
 
 def _require_known(unused: set[str], model: ModelSpec) -> None:
     """Refuse tensors that the model has no place for: leaving out a bias would be another model."""
-    heads = {f"{prefix}{name}" for prefix in _PREFIXES for name in ("lm_head.weight", "output.weight")}
+    heads = {
+        f"{prefix}{name}"
+        for prefix in _PREFIXES
+        for name in ("lm_head.weight", "output.weight", "output_layer.weight")
+    }
     ignored = heads if model.tied_head else set()
     unknown = sorted(name for name in unused - ignored if not _RUN_STATE.match(name))
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensor(s) have no place in the model, first {unknown[0]}",
             where="the names of the weights",
-            hint="is --model right? names of torchtitan's Llama, of Hugging Face and of meshwright are known",
+            hint="is --model right? known are names of torchtitan, Megatron core, Hugging Face and ourselves",
         )
 
 

@@ -149,8 +149,6 @@ class Checkpoints:
         """Wait for the save that is being written, unless this rank fails for an unknown reason."""
         if error is None or isinstance(error, MeshwrightError):
             self.wait()
-        if error is None:
-            self.finish_upload()
         if error is None:  # after an error other ranks may be in any collective
             self._saver.close()
 

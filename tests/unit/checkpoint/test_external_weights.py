@@ -59,7 +59,54 @@ def titan(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-NAMES = {"ours": dict, "hugging_face": hugging_face, "titan": titan}
+def megatron(weights: dict[str, Tensor], *, stacked: bool = False) -> dict[str, Tensor]:
+    """Fused query, key and value by group, fused gate and up, a padded vocabulary."""
+    theirs = hugging_face(weights)
+    groups = MODEL.attention.num_kv_heads or MODEL.attention.num_heads
+    layers = []
+    for layer in range(MODEL.num_layers):
+        part = {
+            name.removeprefix(f"model.layers.{layer}."): tensor
+            for name, tensor in theirs.items()
+            if name.startswith(f"model.layers.{layer}.")
+        }
+        q, k, v = (part.pop(f"self_attn.{name}_proj.weight") for name in "qkv")
+        rows = [one.view(groups, -1, one.shape[1]) for one in (q, k, v)]
+        layers.append(
+            {
+                "self_attention.linear_qkv.weight": torch.cat(rows, dim=1).reshape(-1, q.shape[1]),
+                "self_attention.linear_qkv.layer_norm_weight": part.pop("input_layernorm.weight"),
+                "self_attention.linear_proj.weight": part.pop("self_attn.o_proj.weight"),
+                "mlp.linear_fc1.layer_norm_weight": part.pop("post_attention_layernorm.weight"),
+                "mlp.linear_fc1.weight": torch.cat(
+                    [part.pop("mlp.gate_proj.weight"), part.pop("mlp.up_proj.weight")]
+                ),
+                "mlp.linear_fc2.weight": part.pop("mlp.down_proj.weight"),
+            }
+        )
+        assert not part
+    top = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",
+    }
+    found = {
+        name: torch.cat([theirs[hf], torch.zeros(7, theirs[hf].shape[1])])
+        for name, hf in top.items()
+        if hf in theirs
+    }
+    found["decoder.final_layernorm.weight"] = theirs["model.norm.weight"]
+    if stacked:
+        return found | {f"decoder.layers.{n}": torch.stack([one[n] for one in layers]) for n in layers[0]}
+    return found | {f"decoder.layers.{i}.{n}": t for i, one in enumerate(layers) for n, t in one.items()}
+
+
+NAMES = {
+    "ours": dict,
+    "hugging_face": hugging_face,
+    "titan": titan,
+    "megatron": megatron,
+    "megatron_stacked": lambda weights: megatron(weights, stacked=True),
+}
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -71,7 +118,7 @@ def test_a_torch_file(tmp_path: Path, kind: str) -> None:
     assert all(torch.equal(opened.tensors[name], tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize("kind", ("ours", "titan"))
+@pytest.mark.parametrize("kind", ("ours", "titan", "megatron_stacked"))
 @pytest.mark.filterwarnings("ignore")  # of DCP, which has no process group here
 def test_a_dcp_folder(tmp_path: Path, kind: str) -> None:
     weights = our_weights()
