@@ -7,7 +7,7 @@ that have a unique name. A test compares them with the specs, field by field.
 from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
-from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
 from meshwright.spec.modules import DeviceKind, SamplesSpec
@@ -32,7 +32,7 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
-from meshwright.spec.resilience import ResilienceSpec
+from meshwright.spec.resilience import BadStepAction, BadStepSpec, ResilienceSpec, RestartSpec
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -99,6 +99,15 @@ class MemorySettings(TypedDict, total=False):
     on_oom: OnOom
 
 
+class UploadSettings(TypedDict, total=False):
+    """Fields of `UploadSpec`."""
+
+    destination: str
+    interval_steps: int | None
+    keep_copies: int | None
+    delete_local: bool
+
+
 class CheckpointSettings(TypedDict, total=False):
     """Fields of `CheckpointSpec`."""
 
@@ -108,6 +117,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    upload: UploadSpec | UploadSettings | None
     start_from: str | None
 
 
@@ -163,6 +173,7 @@ class SamplesSettings(TypedDict, total=False):
     shuffle: bool
     max_epochs: int | None
     num_workers: int | Literal["auto"]
+    on_device: bool
     sample_tokens: int
 
 
@@ -187,11 +198,32 @@ class ObserveSettings(TypedDict, total=False):
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
 
 
+class RestartSettings(TypedDict, total=False):
+    """Fields of `RestartSpec`."""
+
+    max_restarts: int
+    max_cycles_without_progress: int
+    backoff_seconds: float
+    max_backoff_seconds: float
+
+
+class BadStepSettings(TypedDict, total=False):
+    """Fields of `BadStepSpec`."""
+
+    action: BadStepAction
+    spike_factor: float | None
+    max_in_a_row: int
+
+
 class ResilienceSettings(TypedDict, total=False):
     """Fields of `ResilienceSpec`."""
 
     step_timeout_seconds: float
     start_timeout_seconds: float
+    hang_factor: float | None
+    compare_replicas_every_steps: int | None
+    restart: RestartSpec | RestartSettings
+    bad_steps: BadStepSpec | BadStepSettings
 
 
 class NcclSettings(TypedDict, total=False):
@@ -296,6 +328,11 @@ class ModuleSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    upload: UploadSpec | UploadSettings | None
+    destination: str
+    interval_steps: int | None
+    keep_copies: int | None
+    delete_local: bool
     start_from: str | None
     lr: float
     beta1: float
@@ -331,12 +368,24 @@ class FitSettings(ModuleSettings, total=False):
     shuffle: bool
     max_epochs: int | None
     num_workers: int | Literal["auto"]
+    on_device: bool
     sample_tokens: int
     tensorboard: bool
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float
+    hang_factor: float | None
+    compare_replicas_every_steps: int | None
+    restart: RestartSpec | RestartSettings
+    max_restarts: int
+    max_cycles_without_progress: int
+    backoff_seconds: float
+    max_backoff_seconds: float
+    bad_steps: BadStepSpec | BadStepSettings
+    action: BadStepAction
+    spike_factor: float | None
+    max_in_a_row: int
 
 
 class LoopSettings(ModuleSettings, total=False):

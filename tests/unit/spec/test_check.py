@@ -448,6 +448,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.groups=[{pattern: '*norm*', weight_decay: -1}]"],
         ],
     ),
+    "rollback_has_checkpoints": (
+        "dense",
+        ["resilience.bad_steps.action=rollback", "checkpoint.every_steps=2"],
+        [["resilience.bad_steps.action=rollback"]],
+    ),
     "settings_have_effect": (
         "dense",
         ["optim.kind=sgd"],
@@ -476,6 +481,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.weight_decay=0", "optim.weight_decay_on=all"],
             ["resilience.step_timeout_seconds=60"],
             ["resilience.start_timeout_seconds=60"],
+            ["resilience.hang_factor=5"],
+            ["resilience.compare_replicas_every_steps=5"],
+            ["resilience.restart.max_restarts=0"],
+            ["resilience.restart.max_cycles_without_progress=5"],
+            ["resilience.restart.backoff_seconds=5"],
+            ["resilience.restart.max_backoff_seconds=5"],
+            ["resilience.bad_steps.spike_factor=5"],
+            ["resilience.bad_steps.max_in_a_row=2"],
             ["schedule.decay_steps=5"],
             ["schedule.kind=constant", "schedule.min_lr_ratio=0.2"],
             ["model.moe={num_experts: 4, top_k: 1, width: 8, top_groups: 2}"],
@@ -498,6 +511,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         "dense",
         ["checkpoint.every_steps=10", "checkpoint.keep_every_steps=30"],
         [["checkpoint.every_steps=10", "checkpoint.keep_every_steps=25"]],
+    ),
+    "uploaded_steps_are_saved": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.upload={destination: s3://a/b, interval_steps: 30}"],
+        [
+            ["checkpoint.every_steps=10", "checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
+            ["checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
+        ],
     ),
     "best_checkpoints_are_evaluated": (
         "dense",
