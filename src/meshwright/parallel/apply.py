@@ -28,6 +28,7 @@ from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.moe import Experts
+from meshwright.ops.pair_loss import PairSettings
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
@@ -119,6 +120,9 @@ def transform(
     apply_moe(model, mesh)
     if parallel.cp > 1:
         apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
+    if run.preference is not None and model.head is not None:
+        cp_group = mesh.group("cp") if parallel.cp > 1 else None
+        model.head.pair_settings = PairSettings(run.preference, cp_group)
     apply_fp8(model, run, mesh, simulation.device)
     fuse_projections(model, run)
     apply_precision(model, run.precision, mesh.device)

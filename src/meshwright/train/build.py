@@ -28,6 +28,7 @@ from meshwright.train.evaluate import evaluate
 from meshwright.train.fp8_comparison import Fp8Comparison
 from meshwright.train.job import Job
 from meshwright.train.noise_scale import measure_half_batch
+from meshwright.train.reference import Reference
 from meshwright.train.step import Training
 from meshwright.train.workload import token_workload
 
@@ -35,15 +36,17 @@ from meshwright.train.workload import token_workload
 def build_job(run: RunSpec, world: World) -> Job:
     """Mesh, model, optimizer and data of a run on this rank; all ranks call it."""
     mesh = build_mesh(run.parallel, world)
-    training = build_training(run, mesh)
+    training, batches = build_training(run, mesh), build_data(run, mesh)
+    reference = Reference(run, training.program, mesh, batches)
     return Job(
         run=run,
         mesh=mesh,
         training=training,
-        batches=build_data(run, mesh),
+        batches=batches,
         workload=token_workload(run),
         load_initial_weights=lambda: load_initial_weights(run, training),
-        evaluate=lambda: evaluate(run, training.program, mesh),
+        prepare_data=reference.prepare,
+        evaluate=lambda: evaluate(run, training.program, mesh, reference=reference.table),
         measure_half_batch=lambda batch: measure_half_batch(training, batch, mesh),
         fp8_comparison=Fp8Comparison(run, training, mesh) if run.precision.fp8 else None,
     )
@@ -90,6 +93,7 @@ def build_training(
         ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,
         experts=ExpertBalance(run.model, program.stages, mesh) if run.model.moe else None,
         fp8_scales=_delayed_scales(run, mesh, program),
+        has_pairs=run.preference is not None,
     )
 
 
