@@ -3,8 +3,8 @@
     python examples/finetune_chats.py
 
 In place of a download it makes a small Llama with random weights, and a tokenizer with a chat template. Then
-it runs the commands that a user would type: pack the chats, look at what is trained, train, convert to a Hugging
-Face folder, pack pairs of answers, train on them from that folder.
+it runs the commands that a user would type: pack the chats, look at what is trained, train, convert to a
+Hugging Face folder, pack pairs of answers, train on them from that folder.
 """
 
 import json
