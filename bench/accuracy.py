@@ -12,6 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from bench.left_out import (
+    MEMORY_FACTS,
+    MemoryRow,
+    memory_left_out,
+    one_node_rankings,
+    several_nodes_rankings,
+)
 from bench.mission import (
     FINE_TUNING_ASSUMED,
     LEONARDO_ASSUMED,
@@ -49,6 +56,26 @@ RANKING = (
     "models ask for opposite changes: 1.6 times the messages give 0.97 and 0.58, 0.6 times 0.95 and 0.77. "
     "In the 39.1B rows most layouts with tp=2 and some with tp=4 are measured 1.2 to 1.6 times slower than "
     "their neighbours with tp=1 and tp=8, and no constant gives that.\n"
+)
+FITTED = (
+    (
+        "kernel slowdown and exposed communication of a framework",
+        "its published step times",
+        "the row's source: the columns `source left out`",
+    ),
+    ("launches per layer of Megatron-DeepSpeed", "vTrain on one node", "the row's model: below"),
+    ("what a framework keeps for backward", "rows with a figure of memory", "the row's source: below"),
+    (
+        "half-widths of intervals",
+        "left-out step times of the kind",
+        "the row's source: `inside the 90% interval`",
+    ),
+    ("passes of element-wise kernels and of the loss of our runtime", "one H200, below", "nothing"),
+    (
+        "rates of grouped matmuls, dispatch and overlap of routed layers; shares of a device's best matmul",
+        "published step times, by hand",
+        "nothing: their left-out errors flatter",
+    ),
 )
 DEEPSEEK = (
     "Its own framework by its report: routed experts in fp8, DualPipe, tokens sent in fp8 to at most four "
@@ -401,6 +428,63 @@ def _memory_row(row: Priced, reserved: float, allocated: float) -> tuple[object,
     return (row.line, cells["framework"], layout, f"{published:.1f}", *figures, verdict, note)
 
 
+def _fitted_section(rows: list[Priced]) -> list[str]:
+    """Which rows chose which constants, and the errors of those that did not."""
+    memory = memory_left_out(memory_rows(rows))
+    reserved, allocated = _medians([(one.reserved_ratio, one.allocated_ratio) for one in memory])
+    as_is = " and ".join(_medians([entry[1:] for entry in memory_errors(rows)]))
+    several = {f"{size}B on {gpus}": found for (size, gpus), found in sorted(vtrain_several_nodes().items())}
+    one_node, nodes = one_node_rankings(), several_nodes_rankings(several)
+    ranking = [
+        (
+            each.label,
+            each.layouts,
+            f"{each.chosen:g}",
+            f"{each.spearman:.3f}",
+            f"{each.spearman_by_own_rows:.3f}",
+        )
+        for each in (*one_node, *nodes)
+    ]
+    head = (
+        "model",
+        "layouts",
+        "chosen by the others",
+        "Spearman, left out",
+        "Spearman, chosen by these rows",
+    )
+    return [
+        "## Which rows are fitted, and which left out\n",
+        _table(("chosen", "on", "left out for the figures of this page"), FITTED),
+        "\nRanking: on one node the launches per layer of Megatron-DeepSpeed are chosen by the rows of all "
+        "other models (by median correlation), on several nodes the time of messages is.\n",
+        _table(head, ranking),
+        "\nMemory of other frameworks, with their facts chosen by the rows of other sources "
+        f"({len(MEMORY_FACTS)} combinations): median error reserved {reserved}, allocated {allocated}; with "
+        f"the facts as they stand {as_is}.\n",
+    ]
+
+
+def _medians(ratios: Iterable[tuple[float, float]]) -> list[str]:
+    """Median errors of reserved and allocated memory."""
+    return [
+        _percent(float(np.median(np.abs(np.array(column) - 1.0)))) for column in zip(*ratios, strict=True)
+    ]
+
+
+def memory_rows(rows: list[Priced]) -> list[MemoryRow]:
+    """The rows with a published figure of memory."""
+    return [
+        MemoryRow(
+            row.line,
+            row.cells["source"],
+            read_row(row.cells, where=f"row {row.line}"),
+            float(row.cells["mem_gb"]),
+        )
+        for row in rows
+        if row.cells["mem_gb"]
+    ]
+
+
 def page(rows: list[Priced], refused: list[tuple[int, str]]) -> str:
     """The accuracy page."""
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -419,6 +503,7 @@ def page(rows: list[Priced], refused: list[tuple[int, str]]) -> str:
         "",
         *_vtrain_section(),
         *_memory_section(rows),
+        *_fitted_section(rows),
         *_own_section(),
         "## Tables of the course decks\n",
         "### Megatron weak scaling, TFLOP/s per GPU with recompute counted\n",

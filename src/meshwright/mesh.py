@@ -186,6 +186,20 @@ class Mesh:
             self.device.type, (p.pp, p.dp * p.cp, p.tp), mesh_dim_names=("pp", "data", "tp")
         )
 
+    @cached_property
+    def _sub_meshes(self) -> dict[tuple[str, ...], DeviceMesh]:
+        return {}
+
+    def state_mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The ranks along axes of `expert`, where `expert_shard` is among them, or of `dense`.
+
+        Every parameter asks for one, and torch takes milliseconds to make it: each is made once.
+        """
+        if axes not in self._sub_meshes:
+            every = self.expert if "expert_shard" in axes else self.dense
+            self._sub_meshes[axes] = every[axes]
+        return self._sub_meshes[axes]
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along one axis of `sequence`."""
         return self.sequence.get_group(axis)

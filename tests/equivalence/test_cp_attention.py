@@ -20,6 +20,7 @@ from meshwright.ops import collectives
 from meshwright.ops.attention import AttentionScope, full_sequence
 from meshwright.ops.documents import one_document_each
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch, shard_sequence, unshard_sequence
+from meshwright.parallel.cp.zigzag import chunk_numbers
 
 B, S, H, K = 2, 32, 8, 8
 SCALE = 0.3
@@ -118,14 +119,14 @@ def _recording(recorder: Recorder, stack: ExitStack) -> None:
         stack.enter_context(recorder.watch(owner, name, label, sent_bytes))
 
 
-def _attend(kind: str, cp_inner: int, case: Case) -> dict[str, object]:
+def _attend(kind: str, cp_inner: int, case: Case, stripes: int = 1) -> dict[str, object]:
     """One rank's rows of the output and the gradients, and what it sent forward and backward."""
     group = dist.group.WORLD
     cp, rank = group.size(), group.rank()
     layer = Layer()
-    assert apply_cp(layer, cp_groups(group, cp_inner), kind) == 1
+    assert apply_cp(layer, cp_groups(group, cp_inner), kind, stripes) == 1
     length = _length(cp)
-    q, k, v, grad = (shard_sequence(x, 1, rank, cp) for x in _inputs(case, length))
+    q, k, v, grad = (shard_sequence(x, 1, rank, cp, stripes) for x in _inputs(case, length))
     documents = _documents(case, length)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     positions = torch.arange(length).expand(B, -1)
@@ -135,7 +136,7 @@ def _attend(kind: str, cp_inner: int, case: Case) -> dict[str, object]:
         out = layer.attend(
             *leaves,
             documents=documents_of(documents),
-            positions_BS=shard_sequence(positions, 1, rank, cp),
+            positions_BS=shard_sequence(positions, 1, rank, cp, stripes),
             window=case.window,
             scale=SCALE,
         )
@@ -154,8 +155,9 @@ def _one_device(case: Case, length: int) -> list[torch.Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def _joined(results: list[dict], index: int) -> torch.Tensor:
-    return unshard_sequence(torch.cat([r["tensors"][index] for r in results], dim=1), 1, len(results))
+def _joined(results: list[dict], index: int, stripes: int = 1) -> torch.Tensor:
+    shards = torch.cat([r["tensors"][index] for r in results], dim=1)
+    return unshard_sequence(shards, 1, len(results), stripes)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -165,6 +167,15 @@ def test_equals_one_device(ranks, kind, cp, cp_inner, name):
     results = ranks.run(_attend, cp, kind, cp_inner, case)
     for index, expected in enumerate(_one_device(case, _length(cp))):
         torch.testing.assert_close(_joined(results, index), expected, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["documents", "window_documents", "wide_values_documents"])
+@pytest.mark.parametrize(("cp", "stripes"), [(2, 2), (2, 4), (4, 2)])
+def test_stripes_equal_one_device(ranks, cp, stripes, name):
+    case = CASES[name]
+    results = ranks.run(_attend, cp, "gather", 1, case, stripes)
+    for index, expected in enumerate(_one_device(case, S)):
+        torch.testing.assert_close(_joined(results, index, stripes), expected, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +238,18 @@ def test_zigzag_gives_every_rank_the_same_work():
     assert len(set(costs)) == 1
     shards = torch.cat([shard_sequence(positions, 0, rank, 4) for rank in range(4)])
     assert torch.equal(unshard_sequence(shards, 0, 4), positions)
+
+
+def test_stripes_spread_a_long_document_over_all_ranks():
+    """Ten short documents before a long one: with one zig-zag few ranks hold the end of the long one."""
+    work = torch.cat([torch.arange(4).repeat(10), torch.arange(88)]).float() + 1
+
+    def slowest(stripes: int) -> float:
+        ranks = torch.stack([shard_sequence(work, 0, rank, 4, stripes).sum() for rank in range(4)])
+        return float(ranks.max() / ranks.mean())
+
+    assert slowest(1) > 1.3 > 1.1 > slowest(4)
+    assert sorted(n for rank in range(4) for n in chunk_numbers(rank, 4, 4)) == list(range(32))
 
 
 def test_a_microbatch_is_sharded_along_its_sequence_alone():

@@ -13,6 +13,7 @@ from tests.support.layouts import (
     all_singles,
     all_triples,
     named_mixes,
+    quick_mixes,
     quick_pairs,
     quick_singles,
     random_layouts,
@@ -25,8 +26,12 @@ SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
 NUM_RANDOM = 40
 
 
-def each(layouts: list[Layout]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("layout", layouts, ids=[layout.name for layout in layouts])
+def each(layouts: list[Layout], quick: list[Layout] | None = None) -> pytest.MarkDecorator:
+    """One test for each layout; those that are not among `quick` repeat a proof with another kind of model or
+    another variant of an axis, and run in `make soak`."""
+    soak = [layout for layout in layouts if quick is not None and layout not in quick]
+    marked = [pytest.param(layout, marks=pytest.mark.soak if layout in soak else ()) for layout in layouts]
+    return pytest.mark.parametrize("layout", marked, ids=[layout.name for layout in layouts])
 
 
 def prove_layout(ranks: RankPool, layout: Layout, group: str) -> None:
@@ -40,29 +45,17 @@ def prove_layout(ranks: RankPool, layout: Layout, group: str) -> None:
     add_row(group, layout, worst)
 
 
-@each(quick_singles())
+@each(all_singles(), quick_singles())
 def test_each_axis(ranks, layout):
     prove_layout(ranks, layout, "one axis")
 
 
-@pytest.mark.soak
-@each([layout for layout in all_singles() if layout not in quick_singles()])
-def test_each_kind_of_model_on_each_axis(ranks, layout):
-    prove_layout(ranks, layout, "one axis")
-
-
-@each(quick_pairs())
+@each(all_pairs(), quick_pairs())
 def test_each_pair_of_axes(ranks, layout):
     prove_layout(ranks, layout, "two axes")
 
 
-@pytest.mark.soak
-@each([layout for layout in all_pairs() if layout not in quick_pairs()])
-def test_each_way_of_each_pair(ranks, layout):
-    prove_layout(ranks, layout, "two axes")
-
-
-@each(named_mixes())
+@each(named_mixes(), quick_mixes())
 def test_named_mixes(ranks, layout):
     prove_layout(ranks, layout, "named mixes")
 

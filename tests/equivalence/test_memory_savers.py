@@ -18,7 +18,7 @@ from tests.support.equivalence import (
 from tests.support.expected_traffic import ELEMENT, held_shapes, padded_elements
 from tests.support.oracle import reference
 from tests.support.run_directories import attempt, last_checkpoint, read_tensors
-from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, few_microbatches, tiny_run
 from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh
@@ -44,7 +44,9 @@ def _run(layout: str, kind: str, recompute: str, offload: str) -> RunSpec:
     if offload == "parameters" and LAYOUTS[layout].zero:
         offload = "optimizer,parameters"
     memory = MemorySpec(recompute=recompute, offload=offload)
-    return tiny_run(MODELS["tied"], parallel=LAYOUTS[layout], optim=kind, memory=memory)
+    parallel = LAYOUTS[layout]
+    sequences = few_microbatches(parallel)
+    return tiny_run("tied", parallel=parallel, optim=kind, memory=memory, microbatch_sequences=sequences)
 
 
 def _covering() -> dict[str, list[tuple[str, str, str]]]:
@@ -96,6 +98,7 @@ def test_offload_is_bitwise_with_dropout(ranks, layout):
             parallel=parallel,
             optim="adamw",
             memory=MemorySpec(recompute=recompute, offload=offload),
+            microbatch_sequences=few_microbatches(parallel),
         )
         for recompute, offload in pairs
     ]
@@ -116,7 +119,7 @@ def test_offload_is_bitwise_with_dropout(ranks, layout):
 )
 def test_an_offloaded_state_is_saved_and_restored(ranks, tmp_path, kind, before, after):
     """Saved from the host of one mesh, read into the host of another; the end is that of one device."""
-    run = tiny_run("gqa", optim=kind)
+    run = tiny_run("gqa", optim=kind, microbatch_sequences=2)
     for layout, stop in ((before, 2), (after, None)):
         here = run.with_(parallel=LAYOUTS[layout], memory=MemorySpec(offload="optimizer,parameters"))
         attempt(ranks, here, tmp_path, stop_after=stop)

@@ -4,7 +4,7 @@ import pytest
 from tests.support.equivalence import RTOL, assert_same_training, run_cases, worst_errors
 from tests.support.oracle import reference
 from tests.support.run_directories import attempt, last_checkpoint, read_tensors
-from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, few_microbatches, tiny_run
 
 from meshwright.spec import GroupSpec, ParallelSpec
 
@@ -21,7 +21,8 @@ LAYOUTS = {
 
 def prove_all(ranks, model, parallel):
     """One job for all rules: they share the mesh."""
-    runs = [tiny_run(model, parallel=parallel, optim=optim) for optim in MORE_OPTIMIZERS.values()]
+    run = tiny_run(model, parallel=parallel, microbatch_sequences=few_microbatches(parallel))
+    runs = [run.with_(optim=optim) for optim in MORE_OPTIMIZERS.values()]
     for run, results in zip(runs, run_cases(ranks, runs), strict=True):
         assert_same_training(results, reference(run))
 
@@ -59,9 +60,9 @@ GROUPS = (
 def test_groups_by_pattern(ranks, layout):
     """The norms of block 0 match twice: the later group takes them, and leaves them without decay."""
     kinds = {**OPTIMIZERS, "lamb": MORE_OPTIMIZERS["lamb"]}
-    runs = [
-        tiny_run("gqa", parallel=LAYOUTS[layout], optim=one.with_(groups=GROUPS)) for one in kinds.values()
-    ]
+    parallel = LAYOUTS[layout]
+    run = tiny_run("gqa", parallel=parallel, microbatch_sequences=few_microbatches(parallel))
+    runs = [run.with_(optim=one.with_(groups=GROUPS)) for one in kinds.values()]
     for run, results in zip(runs, run_cases(ranks, runs), strict=True):
         assert_same_training(results, reference(run))
         plain = reference(run.with_(optim=run.optim.with_(groups=())))
@@ -83,7 +84,7 @@ def test_groups_by_pattern(ranks, layout):
 )
 def test_resumes_on_another_mesh(ranks, tmp_path, kind, before, after):
     """Rows, columns, codes and scales are sharded differently there; the result is that of one device."""
-    run = tiny_run("gqa", optim=kind)
+    run = tiny_run("gqa", optim=kind, microbatch_sequences=2)
     attempt(ranks, run.with_(parallel=before), tmp_path, stop_after=2)
     attempt(ranks, run.with_(parallel=after), tmp_path)
     expected = reference(run, num_steps=run.schedule.num_steps)

@@ -177,7 +177,7 @@ BUGS = [
         "positions of zig-zag shards as if they were contiguous",
         "parallel/cp/zigzag.py",
         "return microbatch._replace(num_targets=None).each(\n"
-        "        lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() == 2 else x\n    )",
+        "        lambda x: shard_sequence(x, 1, cp_rank, cp, stripes) if x.dim() == 2 else x\n    )",
         "shards = microbatch.each(lambda x: shard_sequence(x, 1, cp_rank, cp) if x.dim() == 2 else x)\n"
         "    return shards._replace(positions_BS=microbatch.positions_BS.chunk(cp, 1)[cp_rank])",
         AXIS + "[cp2-gqa]",
@@ -217,8 +217,8 @@ BUGS = [
     Bug(
         "keys joined in rank order instead of the true one",
         "parallel/cp/zigzag.py",
-        "return torch.cat([*heads, *reversed(tails)], dim)",
-        "return torch.cat([*heads, *tails], dim)",
+        "return torch.cat([parts[place] for place in places], dim)",
+        "return torch.cat(parts, dim)",
         AXIS + "[cp2-gqa]",
     ),
     Bug(

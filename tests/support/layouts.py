@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import NamedTuple
 
-from tests.support.runs import BATCH_SEQUENCES, MODELS, tiny_run
+from tests.support.runs import MODELS, few_microbatches, tiny_run
 
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.check import check
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     parallel: ParallelSpec
     model: str
     microbatch_sequences: int | None = None
-    """None takes 2 where that leaves enough micro-batches, else 1: fewer micro-batches take less time."""
+    """None: as many as leave enough micro-batches."""
 
     @property
     def name(self) -> str:
@@ -61,13 +61,8 @@ class Layout(NamedTuple):
         stages = self.parallel.num_stages
         rows = -(-model.vocab_size // self.parallel.tp) * self.parallel.tp
         model = model.with_(num_layers=max(model.num_layers, stages + (stages > 1)), vocab_size=rows)
-        return tiny_run(model, parallel=self.parallel, microbatch_sequences=self._microbatch_sequences())
-
-    def _microbatch_sequences(self) -> int:
-        """Two sequences, unless too few micro-batches would be left to accumulate or to fill a pipeline."""
-        if self.microbatch_sequences is not None:
-            return self.microbatch_sequences
-        return 2 if BATCH_SEQUENCES // (2 * self.parallel.dp) >= 2 * self.parallel.pp else 1
+        sequences = self.microbatch_sequences or few_microbatches(self.parallel)
+        return tiny_run(model, parallel=self.parallel, microbatch_sequences=sequences)
 
 
 def _merged(parts: tuple[dict[str, object], ...]) -> ParallelSpec:
@@ -103,6 +98,8 @@ def all_singles() -> list[Layout]:
         Layout(ParallelSpec(tp=4), "gpt"),
         Layout(ParallelSpec(tp=4), "mla"),
         Layout(ParallelSpec(tp=2, etp=2), "moe"),
+        Layout(ParallelSpec(cp=2, cp_stripes=2), "gqa"),
+        Layout(ParallelSpec(cp=2, cp_stripes=2), "moe_capacity"),
         Layout(ParallelSpec(cp=4, cp_kind="ring"), "gqa"),
         Layout(ParallelSpec(cp=4, cp_kind="hierarchical", cp_inner=2), "gqa"),
         Layout(ParallelSpec(pp=4), "tied"),
@@ -118,14 +115,21 @@ def all_singles() -> list[Layout]:
 
 
 def quick_singles() -> list[Layout]:
-    """The single axes for `make test`: dp alone holds full models, so two kinds of model stand for all."""
+    """The single axes for `make test`.
+
+    dp alone holds full models, and a pipeline of two stages only distributes layers: of the kinds of models,
+    those stand for all whose stages differ (tied, with a shared weight at both ends, and a dense layer before
+    routed ones). tp, cp and ep change the layers, so every kind is tried with each of them.
+    """
     return [
         layout
         for layout in all_singles()
-        if layout.parallel.dp < layout.parallel.num_ranks
-        or layout.parallel.ep > 1
-        or layout.model in ("tied", "moe_shared")
+        if _is_inside_layers(layout.parallel) or layout.model in ("tied", "moe_shared")
     ]
+
+
+def _is_inside_layers(parallel: ParallelSpec) -> bool:
+    return parallel.tp > 1 or parallel.cp > 1 or parallel.ep > 1
 
 
 def all_pairs() -> list[Layout]:
@@ -140,12 +144,19 @@ def all_pairs() -> list[Layout]:
 
 
 def quick_pairs() -> list[Layout]:
-    """The pairs for `make test`: every two axes and every variant of each, not every combination."""
-    ways = [
-        {tuple(sorted(part.items())) for part in _zip_cycled(AXES[one], AXES[other])}
-        for one, other in _combined(2)
-    ]
-    wanted = {_merged((dict(pair),)) for pairs in ways for pair in pairs}
+    """The pairs for `make test`: every two axes, every variant of each axis, not every combination.
+
+    Every schedule is paired with two other axes at least.
+    """
+    wanted: set[ParallelSpec] = set()
+    num_pipelines = 0
+    for one, other in _combined(2):
+        ones, others = AXES[one], AXES[other]
+        if "pp" in (one, other):
+            schedules = [AXES["pp"][(3 * num_pipelines + index) % len(SCHEDULES)] for index in range(3)]
+            ones, others = (schedules, others) if one == "pp" else (ones, schedules)
+            num_pipelines += 1
+        wanted |= {_merged((part,)) for part in _zip_cycled(ones, others)}
     return [layout for layout in all_pairs() if layout.parallel in wanted or layout.parallel.etp > 1]
 
 
@@ -176,6 +187,15 @@ def named_mixes() -> list[Layout]:
         Layout(ParallelSpec(dp_shard=2, zero=1, ep=2, pp=2), "moe_shared"),
         Layout(ParallelSpec(dp_shard=2, dp_replicate=2, zero=2, ep=2, pp=2), "moe"),
         Layout(ParallelSpec(dp_shard=2, zero=3, ep=2, pp=2), "moe_capacity"),
+    ]
+
+
+def quick_mixes() -> list[Layout]:
+    """The mixes for `make test`: ZeRO 1 with 1F1B, ZeRO 3 with a split backward, ring attention, experts."""
+    return [
+        layout
+        for layout in named_mixes()
+        if layout.model in ("gpt", "mla", "moe") or layout.parallel.schedule == "zbv"
     ]
 
 

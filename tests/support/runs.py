@@ -117,6 +117,15 @@ MORE_OPTIMIZERS: dict[str, OptimSpec] = {
 }
 
 
+def few_microbatches(parallel: ParallelSpec) -> int:
+    """Sequences in a micro-batch such that two micro-batches are left to accumulate, and two for each stage.
+
+    Time goes by micro-batches, not by sequences, and the oracle takes the batch at once however it is split.
+    """
+    sizes = (4, 2)
+    return next((n for n in sizes if BATCH_SEQUENCES // (n * parallel.dp) >= 2 * parallel.pp), 1)
+
+
 def tiny_run(
     model: str | ModelSpec = "gqa",
     *,

@@ -5,11 +5,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from meshwright.api.external import external_of
 from meshwright.api.results import CheckResult, PlanResult, PredictionResult
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.hardware import cluster_of
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.explain.microbatch import advise_microbatch
+from meshwright.plan.external import fill_external, predict_external
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.predict import predict_run
 from meshwright.plan.search.pins import parse_pins
@@ -42,14 +44,19 @@ def plan(model: str | PathLike[str], *, on: str | Cluster, **settings: Unpack[Pl
 
     `model` and `on` are those of the command line. `pins` fixes settings: `pins={"tp": 8, "zero": [1, 2]}`.
     The other keywords are `seq`, `batch_tokens`, `tokens` (numbers, or text such as "300B"), `precision`,
-    `allow`, `objective` and `top`. Raises PlanError where nothing fits, with what would.
+    `allow`, `objective` and `top`. Raises PlanError where nothing fits, with what would. The config of a
+    Hugging Face model outside of our families is traced; its plan has `call`, the call of `meshwright.fit`.
     """
     _reject_unknown(settings)
-    allow = settings.get("allow")
+    allow, external = settings.get("allow"), external_of(str(model))
+    pins = [f"{key}={_pin_text(value)}" for key, value in settings.get("pins", {}).items()]
+    if external is not None and allow is not None:
+        fact = "allow has no effect for a model that is trained as a module"
+        raise SpecError(fact, where="allow", hint="leave it out")
     request = Request(
         model=str(model),
         cluster=_cluster(on),
-        pins=parse_pins([f"{key}={_pin_text(value)}" for key, value in settings.get("pins", {}).items()]),
+        pins=parse_pins(pins if external is None else external.with_pins(pins)),
         sequence_length=_count("seq", settings.get("seq")),
         batch_tokens=_count("batch_tokens", settings.get("batch_tokens")),
         tokens=_count("tokens", settings.get("tokens")),
@@ -57,15 +64,22 @@ def plan(model: str | PathLike[str], *, on: str | Cluster, **settings: Unpack[Pl
         allow=allow if allow is None or isinstance(allow, str) else ",".join(allow),
         objective=settings.get("objective", "speed"),
     )
-    filled = fill_request(request)
+    filled = fill_request(request) if external is None else fill_external(external, request)
     found = make_plan(filled.question, top=settings.get("top", 5))
-    return PlanResult(found, filled.tokens, filled.assumed)
+    return PlanResult(found, filled.tokens, filled.assumed, external)
 
 
 def predict(run: RunLike, *, on: str | Cluster, overrides: Sequence[str] = ()) -> PredictionResult:
-    """Predict memory, step time and MFU of a run on a cluster; it need not fit."""
-    spec = load(run, overrides).require_valid()
+    """Predict memory, step time and MFU of a run on a cluster; it need not fit.
+
+    `run` may also be the config of a Hugging Face model outside of our families; overrides set its layout.
+    """
     cluster = _cluster(on)
+    external = external_of(str(run)) if isinstance(run, str | PathLike) else None
+    if external is not None:
+        spec, found = predict_external(external, overrides, cluster)
+        return PredictionResult(spec, cluster, found, external)
+    spec = load(run, overrides).require_valid()
     return PredictionResult(spec, cluster, predict_run(spec, cluster))
 
 
@@ -84,6 +98,7 @@ def check(run: RunLike, *, on: str | Cluster | None = None, overrides: Sequence[
 def load(run: RunLike, overrides: Sequence[str] = ()) -> LoadedRun:
     """The run of a file, a recipe, a spec or a plan, with overrides such as `parallel.tp=2`."""
     if isinstance(run, PlanResult):
+        run.require_run_file()
         run = run.run
     if isinstance(run, RunSpec):
         return parse_run(dump_run(run), overrides, place="RunSpec")

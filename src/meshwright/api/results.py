@@ -17,9 +17,11 @@ from meshwright.plan.explain.gains import Gain, gains
 from meshwright.plan.explain.neighbours import ITEM_NAMES, Neighbour, neighbours
 from meshwright.plan.explain.reasons import explain
 from meshwright.plan.explain.storage import checkpoint_sentences
+from meshwright.plan.external import ExternalModel, module_runtime
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.candidate import Candidate, candidate_of, layout_text
 from meshwright.plan.search.decision import Plan
+from meshwright.plan.workload.formats import state_bytes
 from meshwright.spec.advice import Advice
 from meshwright.spec.run import RunSpec
 from meshwright.units import show_bytes, show_count, show_range, show_seconds
@@ -36,6 +38,13 @@ class PlanResult:
     """Tokens of the whole run."""
     assumed: tuple[str, ...]
     """Values that were filled in, each with the setting that changes it."""
+    external: ExternalModel | None = None
+    """The traced model, where it is none of our families and is trained as a module."""
+
+    @property
+    def call(self) -> str | None:
+        """The call of `meshwright.fit` that trains an external model; None for a model of ours."""
+        return None if self.external is None else self.external.fit_text(self.run)
 
     @property
     def run(self) -> RunSpec:
@@ -75,12 +84,19 @@ class PlanResult:
     @cached_property
     def gains(self) -> list[Gain]:
         """What changes of number formats would gain, if they were allowed."""
-        return list(gains(self.plan))
+        return list(gains(self.plan)) if self.external is None else []
 
     def save(self, path: str | Path) -> Path:
         """Write the run file that `meshwright train` takes, with the reasons as comments."""
+        self.require_run_file()
         Path(path).write_text(run_file(self.plan, self.why), encoding="utf-8")
         return Path(path)
+
+    def require_run_file(self) -> None:
+        """SpecError for an external model, which no run file can name."""
+        if self.external is not None:
+            fact = f"{self.external.name} is trained as a module: there is no run file of it"
+            raise SpecError(fact, where="plan", hint=f"train it with {self.call}")
 
     def report(self, path: str | Path, *, price: float | None = None) -> Path:
         """Write the HTML report of `plan --report`; `price` is money per device-hour."""
@@ -154,6 +170,8 @@ class PredictionResult:
     run: RunSpec
     cluster: Cluster
     prediction: Prediction
+    external: ExternalModel | None = None
+    """The traced model, where it is none of our families."""
 
     @property
     def fits(self) -> bool:
@@ -201,9 +219,14 @@ class PredictionResult:
         return html.fragment(
             html.heading(self.title),
             html.table(("", ""), list(self._facts().items()), text_columns=(0, 1)),
-            memory_chart(candidate_of(self.run, self.cluster)).inline(),
+            memory_chart(self._candidate()).inline(),
             _step_bar(self.prediction.seconds_by_item, self.step_seconds),
         )
+
+    def _candidate(self) -> Candidate:
+        external = self.external
+        runtime = None if external is None else module_runtime(external, state_bytes(self.run.precision))
+        return candidate_of(self.run, self.cluster, runtime)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ VERBS = {
     "evaluate": "Compute the loss of a trained model on a dataset.",
     "sample": "Print text that a trained model writes after a prompt.",
     "compare": "Compare two runs' losses, gradient norms and weights.",
+    "watch": "Show runs in the browser while they go on.",
     "report": "Write one HTML file about a run.",
     "import": "Read a config file of Accelerate, DeepSpeed, torchtitan or Megatron-LM into a run file.",
     "export": "Write a run file as an Accelerate or DeepSpeed config file.",

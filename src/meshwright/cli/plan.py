@@ -92,7 +92,7 @@ def plan(
     Prices every layout of data, tensor, context, pipeline and expert parallelism that the rules allow,
     and writes the best as a run file. Exit code 3: nothing fits, with what would.
     """
-    from meshwright.cli.plan_external import external_of, priced_as_module, show_decoder, with_decoder_pins
+    from meshwright.api.external import external_of
     from meshwright.errors import PlanError
     from meshwright.plan.make_plan import make_plan
 
@@ -111,16 +111,14 @@ def plan(
     if price is not None and report is None:
         raise _error("--price has no effect without --report", "--price", "add --report plan.html")
     _require_new(output, report, force=force)
-    decoder = external_of(model)
-    if decoder is not None:
+    external = external_of(model)
+    if external is not None:
         _reject_for_module({"-o": output, "--report": report, "--verify": verify, "--allow": allow})
-        pins = with_decoder_pins(decoder, pins or [])
     filled = _filled_request(
-        decoder.model if decoder else model, pins or [], on=on, seq=seq, batch_tokens=batch_tokens,
+        model, external, pins or [], on=on, seq=seq, batch_tokens=batch_tokens,
         tokens=tokens, precision=precision,
         allow=allow, objective=objective,
     )  # fmt: skip
-    filled = filled if decoder is None else priced_as_module(filled, decoder)
     try:
         question = filled.question if deadline is None else _sized(filled, on, deadline)
         found = make_plan(question, top=max(top, verify or 1))
@@ -131,8 +129,8 @@ def plan(
         raise
     files = {"output": output, "report": report}
     _deliver(found, filled, verified, **files, price=price, as_json=as_json)
-    if decoder is not None and not as_json:
-        show_decoder(decoder, found.best.run)
+    if external is not None and not as_json:
+        typer.echo(f"\n{external.text}\ntrain it as a module: {external.fit_text(found.best.run)}")
 
 
 def _reject_for_module(given: dict[str, Any]) -> None:
@@ -203,9 +201,10 @@ def _error(fact: str, where: str, hint: str) -> Exception:
     return SpecError(fact, where=where, hint=hint)
 
 
-def _filled_request(model: Any, pins: list[str], **options: Any) -> Any:
+def _filled_request(model: str, external: Any | None, pins: list[str], **options: Any) -> Any:
     """The question in numbers, with defaults for everything that was not given."""
     from meshwright.hardware import cluster_of
+    from meshwright.plan.external import fill_external
     from meshwright.plan.search.pins import parse_pins
     from meshwright.plan.search.request import Request, fill_request
     from meshwright.spec.violations import nearest
@@ -220,7 +219,7 @@ def _filled_request(model: Any, pins: list[str], **options: Any) -> Any:
     request = Request(
         model=model,
         cluster=cluster_of(on),
-        pins=parse_pins(pins),
+        pins=parse_pins(pins if external is None else external.with_pins(pins)),
         sequence_length=_number("--seq", options["seq"], parse_count),
         batch_tokens=_number("--batch-tokens", options["batch_tokens"], parse_count),
         tokens=_number("--tokens", options["tokens"], parse_count),
@@ -228,7 +227,7 @@ def _filled_request(model: Any, pins: list[str], **options: Any) -> Any:
         allow=options["allow"],
         objective=objective,
     )
-    return fill_request(request)
+    return fill_request(request) if external is None else fill_external(external, request)
 
 
 def _number(option: str, text: str | None, parse: Callable[[object], object]) -> Any:

@@ -12,7 +12,12 @@ from meshwright.cli.check import AsJson, On, Overrides
 
 def predict(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run file, the name of a recipe, or the config of a Hugging Face model outside of our "
+            "families.",
+        ),
     ] = None,
     overrides: Overrides = None,
     on: On = "",
@@ -78,24 +83,38 @@ def _predict_run(name: str, overrides: list[str], on: str, profile: Path | None,
     from meshwright.hardware import cluster_of, read_profile
     from meshwright.hardware.prediction_log import observed_line, read_pairs
     from meshwright.plan.explain.fixes import fixes_text, run_fixes
-    from meshwright.plan.predict import predict_run
-    from meshwright.spec.text import read_run
 
-    loaded = read_run(name, overrides)
-    loaded.require_valid()
     cluster = cluster_of(on)
     if profile is not None:
         cluster = read_profile(profile).applied_to(cluster)
-    found = predict_run(loaded.run, cluster)
+    run, external, found = _prediction(name, overrides, cluster)
     typer.echo(json.dumps(_document(found)) if as_json else _text(found, cluster.device.title))
     for value in found.assumed:
         typer.echo(f"assumed: {value}", err=True)
     observed = observed_line(read_pairs(cluster.device.name), cluster.device.title)
     if observed is not None:
         typer.echo(observed, err=True)
+    if external is not None and not as_json:
+        typer.echo(f"\n{external.text}\ntrain it as a module: {external.fit_text(run)}")
     if not found.fits:
-        typer.echo(fixes_text(run_fixes(loaded.run, cluster), cluster), err=True)
+        fixes = fixes_text(run_fixes(run, cluster), cluster) if external is None else ""
+        typer.echo(fixes or f"`meshwright plan {name} --on {on}` finds a layout that fits", err=True)
         raise typer.Exit(EXIT_NO_FIT)
+
+
+def _prediction(name: str, overrides: list[str], cluster: Any) -> tuple[Any, Any | None, Any]:
+    """The run, the traced model where it is none of our families, and what is predicted."""
+    from meshwright.api.external import external_of
+    from meshwright.plan.external import predict_external
+    from meshwright.plan.predict import predict_run
+    from meshwright.spec.text import read_run
+
+    external = external_of(name)
+    if external is not None:
+        run, found = predict_external(external, overrides, cluster)
+        return run, external, found
+    run = read_run(name, overrides).require_valid()
+    return run, None, predict_run(run, cluster)
 
 
 def _document(found: Any) -> dict[str, Any]:

@@ -117,6 +117,7 @@ ACCELERATE_FILE = Target(
         "parallel.cp": unless(1, _degree("cp")),
         "parallel.cp_kind": _cp_kind,
         "parallel.cp_inner": cannot(1, "Accelerate has no hierarchical cp"),
+        "parallel.cp_stripes": cannot(1, "Accelerate shards a sequence in one zig-zag"),
         "parallel.pp": cannot(1, "Accelerate has no pipeline of torch"),
         "parallel.ep": cannot(1, "Accelerate has no expert parallelism"),
         "parallel.etp": cannot(1, "Accelerate has no expert parallelism"),

@@ -1,6 +1,7 @@
 """The sbatch file of a job: one task per GPU, saved and requeued before the time limit."""
 
 import shlex
+import signal
 from collections.abc import Iterator
 
 from meshwright.launch.container import inside_container, srun_container
@@ -8,6 +9,8 @@ from meshwright.launch.job import Job, clock
 
 REQUEUED_CODE = 130
 """Exit code of a run that was asked to stop and has saved."""
+_STARTING_CODE = 128 + signal.SIGUSR1
+"""Exit code of srun where USR1 ended ranks that had not reached their first step."""
 _LAST_RANK_SECONDS = 60
 """Ranks that are still there so long after the first one has ended are killed."""
 _ANSWER_SECONDS = 120
@@ -15,9 +18,11 @@ _ANSWER_SECONDS = 120
 _REQUEUE = """\
 # A run that is asked to stop (USR1 before the time limit, TERM on preemption) saves and exits {code}.
 # The job then goes back into the queue and continues where it was, unless it was cancelled: scancel
-# signals this shell too. The same holds for a run that failed because a node no longer answers.
+# signals this shell too. The same holds for a run that was not yet at its first step when USR1 came
+# (USR1 ends its ranks: {starting}), and for one that failed because a node no longer answers.
 nodes_answer() {{ timeout {seconds} srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 true; }}
-if [ -z "$cancelled" ] && {{ [ "$code" -eq {code} ] || {{ [ "$code" -ne 0 ] && ! nodes_answer; }}; }}; then
+asked_to_stop() {{ [ "$code" -eq {code} ] || [ "$code" -eq {starting} ]; }}
+if [ -z "$cancelled" ] && {{ asked_to_stop || {{ [ "$code" -ne 0 ] && ! nodes_answer; }}; }}; then
     scontrol requeue "$SLURM_JOB_ID"
 fi"""
 
@@ -38,7 +43,7 @@ def sbatch_text(job: Job) -> str:
         "trap 'cancelled=1' TERM",
         srun_line(job),
         "code=$?",
-        _REQUEUE.format(code=REQUEUED_CODE, seconds=_ANSWER_SECONDS),
+        _REQUEUE.format(code=REQUEUED_CODE, starting=_STARTING_CODE, seconds=_ANSWER_SECONDS),
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

@@ -152,13 +152,13 @@ def _chunks(path: Path, names: Sequence[str]) -> Iterator[tuple[list[dict[str, A
             while block := file.read(_BLOCK_BYTES):
                 complete, newline, rest = (rest + block).rpartition(b"\n")
                 rest = rest[:_BLOCK_BYTES]  # no line of ours is so long: the file is damaged
-                if newline and (rows := _rows(complete)):
+                if newline and (rows := json_rows(complete)):
                     yield rows, [name for name in names if name.encode() in complete]
     except OSError:
         return
 
 
-def _rows(lines: bytes) -> list[dict[str, Any]]:
+def json_rows(lines: bytes) -> list[dict[str, Any]]:
     """The rows of complete lines that have a step; the usual case makes no object per line."""
     try:
         rows = from_json(b"[" + lines.replace(b"\n", b",") + b"]")

@@ -47,6 +47,9 @@ class StepMetrics:
     """Peak memory, the largest over ranks; None where it cannot be measured."""
     data_wait_seconds: float | None = None
     """Part of step_seconds in which the rank that waited longest waited for its batch."""
+    reduce_wait_seconds: float | None = None
+    """Part of step_seconds in which even the slowest rank waited for reduced gradients: exposed communication
+    of ZeRO stages 0 to 2; None for ZeRO-3, where FSDP2 waits inside of forward and backward."""
     tokens_per_second: float | None = None
     """Tokens per second of all ranks together."""
     tflops_per_gpu: float | None = None

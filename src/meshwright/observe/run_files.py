@@ -53,8 +53,8 @@ class RunFiles:
 def read_run(run_dir: Path | str, *, columns: Sequence[str] = READ_COLUMNS) -> RunFiles:
     """The readable content of a run directory, with these columns; raises DataError when it is not one."""
     run_dir = Path(run_dir)
-    _require_run(run_dir)
-    run_text, run = _read_yaml(run_dir / RUN_NAME)
+    require_run(run_dir)
+    run_text, run = read_yaml(run_dir / RUN_NAME)
     files = RunFiles(
         run_dir=run_dir,
         run_text=run_text,
@@ -69,7 +69,8 @@ def read_run(run_dir: Path | str, *, columns: Sequence[str] = READ_COLUMNS) -> R
     return files
 
 
-def _require_run(run_dir: Path) -> None:
+def require_run(run_dir: Path) -> None:
+    """DataError where a path is no run directory, with the runs that may have been meant."""
     if not run_dir.exists():
         raise DataError("there is no such directory", where=str(run_dir), hint=_runs_in(run_dir.parent))
     if not run_dir.is_dir():
@@ -106,7 +107,8 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+def read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a YAML file, and its mapping; both empty where it is absent or damaged."""
     text = _read_text(path)
     try:
         values = parse_yaml(text, str(path)).value

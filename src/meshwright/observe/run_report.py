@@ -280,14 +280,15 @@ def _facts(files: RunFiles) -> list[tuple[str, str]]:
 
 def _event_lines(events: list[Event]) -> list[tuple[str, str, str]]:
     """(time, kind, sentence) of each event; of a long history, its beginning and end."""
-    shown = [_event_line(event) for event in events]
+    shown = [event_line(event) for event in events]
     if len(shown) <= _MAX_EVENTS:
         return shown
     half = _MAX_EVENTS // 2
     return [*shown[:half], ("", "gap", f"{len(shown) - 2 * half} more"), *shown[-half:]]
 
 
-def _event_line(event: Event) -> tuple[str, str, str]:
+def event_line(event: Event) -> tuple[str, str, str]:
+    """(time, kind, sentence) of one event."""
     try:
         at = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):

@@ -1,7 +1,9 @@
 """Several weight matrices on one input as one matmul (fused QKV, fused gate-up).
 
-    W[N, K]  = the rows of all matrices, concatenated y[T, N]  = x[T, K] W^T dgrad    dx[T, K] = dy[T, N] W
-    one matmul; with separate matrices each has a dx, and they are added wgrad    dW[N, K] = dy^T x
+    W[N, K]           = the rows of all matrices, concatenated
+    y[T, N]           = x[T, K] W^T
+    dgrad    dx[T, K] = dy[T, N] W       one matmul; separate matrices each have a dx, and these are added
+    wgrad    dW[N, K] = dy^T x
 
 W costs nothing where the matrices are packed: adjacent in memory (`pack_weights`). Where the weights are cast
 to the compute dtype, it costs no more than the casts that separate matrices need. The matmuls are custom ops,

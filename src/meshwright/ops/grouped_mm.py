@@ -34,10 +34,22 @@ def grouped_weight_gradient(
 ) -> Tensor:
     """dW_EFD: dy^T x over the rows of each group; zero for an empty one."""
     if _has_kernel(x_ND, (dy_NF.shape[1], x_ND.shape[1]), simulated):
-        return functional.grouped_mm(dy_NF.t(), x_ND, offs=group_ends(counts_E))
+        return _summed_over_rows(dy_NF, x_ND, group_ends(counts_E))
     counts = counts_E.tolist()  # host sync: split needs the sizes
     parts = zip(dy_NF.split(counts), x_ND.split(counts), strict=True)
     return torch.stack([dy.t() @ x for dy, x in parts])
+
+
+@torch.library.custom_op("meshwright::grouped_weight_gradient", mutates_args=())
+def _summed_over_rows(dy_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+    """A custom op, so that the compiler keeps the layout of dy: groups of a row-major dy^T would have to
+    begin at multiples of 16 bytes."""
+    return functional.grouped_mm(dy_NF.contiguous().t(), x_ND.contiguous(), offs=ends_E)
+
+
+@_summed_over_rows.register_fake
+def _(dy_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+    return x_ND.new_empty((len(ends_E), dy_NF.shape[1], x_ND.shape[1]))
 
 
 def group_ends(counts_E: Tensor) -> Tensor:

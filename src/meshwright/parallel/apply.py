@@ -30,6 +30,7 @@ from meshwright.models.initialise import initialise
 from meshwright.models.layers.moe import Experts
 from meshwright.ops.pair_loss import PairSettings
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
+from meshwright.parallel.cuda_graphs import GraphedProgram
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
@@ -87,7 +88,8 @@ def build_program(
     fp8_weights.cast()
     if run.parallel.num_stages == 1:
         model = stages[0].module
-        return SingleProgram(
+        is_graphed = run.cuda_graphs and mesh.device.type == "cuda"  # a rehearsal runs on the CPU
+        return (GraphedProgram if is_graphed else SingleProgram)(
             model,
             shards=shards,
             reducer=reducer,
@@ -119,7 +121,8 @@ def transform(
         apply_tp(model, mesh, regather=run.memory.regather_tp_inputs)
     apply_moe(model, mesh)
     if parallel.cp > 1:
-        apply_cp(model, cp_groups(mesh.group("cp"), parallel.cp_inner), parallel.cp_kind)
+        groups = cp_groups(mesh.group("cp"), parallel.cp_inner)
+        apply_cp(model, groups, parallel.cp_kind, parallel.cp_stripes)
     if run.preference is not None and model.head is not None:
         cp_group = mesh.group("cp") if parallel.cp > 1 else None
         model.head.pair_settings = PairSettings(run.preference, cp_group)
@@ -210,10 +213,10 @@ def stage_io(run: RunSpec) -> StageIO:
 
 def build_localise(mesh: Mesh) -> Localise:
     """The function that takes this rank's part of a micro-batch; with cp its zig-zag shard."""
-    cp, cp_rank = mesh.parallel.cp, mesh.coordinate("cp")
+    cp, cp_rank, stripes = mesh.parallel.cp, mesh.coordinate("cp"), mesh.parallel.cp_stripes
 
     def localise(microbatch: Microbatch, scale: float) -> Microbatch:
         weighted = scaled(microbatch, scale)
-        return shard_microbatch(weighted, cp_rank, cp) if cp > 1 else weighted
+        return shard_microbatch(weighted, cp_rank, cp, stripes) if cp > 1 else weighted
 
     return localise

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.mesh import Mesh
 from meshwright.parallel.gradient_bucket import Bucket, is_partial_over_tp, local_gradient
 from meshwright.parallel.shards import ParameterShard
+from meshwright.parallel.wait_clock import WaitClock
 from meshwright.plan.memory.buckets import BUCKET_ELEMENTS
 from meshwright.spec.placement import is_routed_expert
 
@@ -70,6 +71,7 @@ class GradientReducer:
         """Buckets of the current backward: launched in this order, each as soon as it is full."""
         self._next = 0
         self._is_last = True
+        self.wait = WaitClock(mesh.device)
         self._unfinished: list[Bucket] = []
         """Buckets whose last reduction of this step is still to come."""
         # A parameter must not keep its reducer alive: Python does not see autograd's half of that cycle.
@@ -116,8 +118,9 @@ class GradientReducer:
         """Launch the buckets that never became full, and wait for all."""
         for bucket in self._due[self._next :]:
             bucket.launch()
-        for bucket in self._due:
-            bucket.finish(is_last=self._is_last)
+        with self.wait.measured():
+            for bucket in self._due:
+                bucket.finish(is_last=self._is_last)
         if self._is_last:
             self._unfinished = [bucket for bucket in self._unfinished if bucket not in self._due]
         self._due = []
@@ -173,6 +176,8 @@ def _bucketed(
 
 class FullyShardedReducer:
     """ZeRO-3: FSDP2 reduces by itself; this sets the gradient of each shard from what FSDP2 leaves."""
+
+    wait = None  # FSDP2 waits inside of forward and backward
 
     def __init__(
         self, shards: list[ParameterShard], roots: Sequence[nn.Module], *, every_microbatch: bool

@@ -114,13 +114,13 @@ class ShardedCapacity(nn.Module):
     def __init__(self, inner: nn.Module, mesh: Mesh) -> None:
         super().__init__()
         self.inner = inner
-        self.tp, self.cp = mesh.group("tp"), mesh.group("cp")
+        self.tp, self.cp, self.stripes = mesh.group("tp"), mesh.group("cp"), mesh.parallel.cp_stripes
 
     def forward(self, experts_BSC: Tensor) -> Tensor:
         """The inner capacity's decisions for this rank's tokens. Communicates over tp and cp."""
         over_cp = all_gather_no_grad(all_gather_no_grad(experts_BSC, 1, self.tp), 1, self.cp)
-        kept_BSC = self.inner(unshard_sequence(over_cp, 1, self.cp.size()))
-        local_BSC = shard_sequence(kept_BSC, 1, self.cp.rank(), self.cp.size())
+        kept_BSC = self.inner(unshard_sequence(over_cp, 1, self.cp.size(), self.stripes))
+        local_BSC = shard_sequence(kept_BSC, 1, self.cp.rank(), self.cp.size(), self.stripes)
         return local_BSC.chunk(self.tp.size(), 1)[self.tp.rank()]
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from meshwright.errors import SpecError
 from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.mesh import Mesh
 from meshwright.models.layers.experts_fp8 import Fp8GroupedLinears
@@ -76,22 +75,11 @@ def apply_fp8_experts(
 ) -> None:
     """Replace the grouped matmuls of the experts that `spec/fp8.py` selects."""
     chosen = {weight.name for layer in fp8_layers(run) for weight in fp8_experts(run, layer)}
-    if chosen and mesh.device.type == "cuda":
-        _refuse_cuda()
     for name, module in model.named_modules():
         if isinstance(module, Experts) and f"{name}.gate" in chosen:
             for attribute in _WEIGHTS:
                 matmul = _grouped_linears(run, mesh, ExpertSite(name, module, attribute), simulated)
                 setattr(module, attribute, matmul)
-
-
-def _refuse_cuda() -> None:
-    """A step on an H200 (torch 2.11, compiled, `current`) ended with a device-side assertion; not mended."""
-    raise SpecError(
-        "routed experts in fp8 do not run on CUDA yet: a step on an H200 ended with a device-side assertion",
-        where="precision.fp8.experts",
-        hint="leave it out: linears then compute in fp8 and routed experts in bf16",
-    )
 
 
 def _grouped_linears(

@@ -10,6 +10,7 @@ from meshwright.data.microbatch import Microbatch
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.fp8_weights import Fp8Weights
 from meshwright.parallel.shards import ParameterShard
+from meshwright.parallel.wait_clock import WaitClock
 from meshwright.parallel.wgrad_fusion import WgradFusion
 
 Localise = Callable[[Microbatch, float], Microbatch]
@@ -26,6 +27,8 @@ class Program(Protocol):
     """The pipeline stages of this rank; without a pipeline one module, the model."""
     shards: list[ParameterShard]
     """The parameter shards that this rank updates."""
+    reduction_wait: WaitClock | None
+    """Time that this rank has waited for the gradients of other ranks; None where it is not measured."""
 
     def accumulate(self, microbatches: Sequence[Any], *, scale: float = 1.0) -> Tensor:
         """Run forward and backward of all micro-batches, and reduce the gradients of the scaled loss into
@@ -76,6 +79,7 @@ class SingleProgram:
         self.stages, self.shards = [model], shards
         self._model, self._reducer, self._localise = model, reducer, localise
         self._wgrad_fusion, self._fp8_weights = wgrad_fusion, fp8_weights
+        self.reduction_wait = reducer.wait
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """Implements `Program.accumulate`."""

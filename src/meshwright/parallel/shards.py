@@ -10,11 +10,13 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshwright.mesh import Mesh
+from meshwright.ops.collectives import all_gather_no_grad
 from meshwright.optim.full_parameter import FullParameter
 from meshwright.parallel.torch_strided_shard import is_strided, moved_to_dim, row_shard, sharded_dim
 from meshwright.spec.placement import is_routed_expert
@@ -90,15 +92,44 @@ def _local_slices(
     """The box of this rank. Axes shard in the order of the mesh, except that a strided placement (ZeRO over
     rows that tp or ep have sharded already) comes after the others."""
     bounds = [(0, size) for size in shape]
-    for axis in sorted(range(mesh.ndim), key=lambda axis: is_strided(placements[axis])):
-        placement = placements[axis]
-        if placement.is_replicate():
-            continue
-        dim = sharded_dim(placement)
+    for axis in _sharding_axes(placements):
+        dim = sharded_dim(placements[axis])
         begin, end = bounds[dim]
         first, last = chunk_rows(end - begin, mesh.size(axis), mesh.get_local_rank(axis))
         bounds[dim] = (begin + first, begin + last)
     return tuple(slice(begin, end) for begin, end in bounds)
+
+
+def _sharding_axes(placements: Sequence[Placement]) -> list[int]:
+    """The mesh axes that shard a tensor, in the order in which they shard it."""
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    return sorted(axes, key=lambda axis: is_strided(placements[axis]))
+
+
+def unshard(tensor: DTensor) -> Tensor:
+    """The full tensor on every rank: one all-gather for each axis that shards it. Communicates.
+
+    `DTensor.full_tensor` searches for the cheapest sequence of redistributions where a dim is sharded twice,
+    which takes seconds for each new combination of shape and placements on a mesh of four axes.
+    """
+    mesh, placements, local = tensor.device_mesh, tensor.placements, tensor.to_local()
+    axes = [axis for axis in _sharding_axes(placements) if mesh.size(axis) > 1]
+    for index in reversed(range(len(axes))):
+        axis = axes[index]
+        outer = [one if number in axes[:index] else Replicate() for number, one in enumerate(placements)]
+        dim = sharded_dim(placements[axis])
+        rows = _local_slices(mesh, outer, tensor.shape)[dim]
+        local = _gather_rows(local, dim, rows.stop - rows.start, mesh.get_group(axis))
+    return local
+
+
+def _gather_rows(local: Tensor, dim: int, num_rows: int, group: dist.ProcessGroup) -> Tensor:
+    """The chunks of all ranks of a group along `dim`; the last chunks may be short or empty."""
+    size = -(-num_rows // group.size())
+    missing = list(local.shape)
+    missing[dim] = size - local.shape[dim]
+    padded = torch.cat([local, local.new_zeros(missing)], dim) if missing[dim] else local
+    return all_gather_no_grad(padded, dim, group).narrow(dim, 0, num_rows).contiguous()
 
 
 def full_parameter_of(one: ParameterShard) -> FullParameter:
@@ -109,7 +140,7 @@ def full_parameter_of(one: ParameterShard) -> FullParameter:
         if not placement.is_replicate() and one.mesh.size(axis) > 1
     )
     return FullParameter(
-        one.name, one.shape, global_slices(one), sharded, lambda tensor: one.as_global(tensor).full_tensor()
+        one.name, one.shape, global_slices(one), sharded, lambda tensor: unshard(one.as_global(tensor))
     )
 
 
@@ -133,11 +164,7 @@ def parameter_shard(
 
     `is_counted` is False for a second copy of a tied weight, which must not count in the gradient norm.
     """
-    axes, shard_axis = state_axes(name, mesh)
-    if mesh.parallel.zero == 3:
-        found = _fsdp_shard(name, parameter)
-    else:
-        found = _row_chunk(name, parameter, axes, shard_axis, is_sharded=mesh.parallel.zero in (1, 2))
+    found = _fsdp_shard(name, parameter) if mesh.parallel.zero == 3 else _row_chunk(name, parameter, mesh)
     ranks_per_stage = mesh.parallel.num_ranks // mesh.parallel.pp
     distinct = math.prod(
         size
@@ -156,14 +183,13 @@ def _fsdp_shard(name: str, parameter: nn.Parameter) -> ParameterShard:
     )
 
 
-def _row_chunk(
-    name: str, parameter: nn.Parameter, axes: DeviceMesh, shard_axis: str, *, is_sharded: bool
-) -> ParameterShard:
+def _row_chunk(name: str, parameter: nn.Parameter, mesh: Mesh) -> ParameterShard:
     """ZeRO-0..2: the model holds the full (tp-local) parameter; the shard is a chunk of its rows."""
+    axes, shard_axis = state_axes(name, mesh)
     inner_names, inner = _inner_placements(parameter)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    state_mesh = axes[("dp_replicate", shard_axis, *inner_names)]
-    if not is_sharded or local.ndim == 0:  # a scalar has no rows to shard
+    state_mesh = mesh.state_mesh(("dp_replicate", shard_axis, *inner_names))
+    if mesh.parallel.zero == 0 or local.ndim == 0:  # a scalar has no rows to shard
         shard = _share_storage(local.detach(), parameter)
         return ParameterShard(
             name, parameter, shard, state_mesh, (Replicate(), Replicate(), *inner), parameter.shape, 1.0

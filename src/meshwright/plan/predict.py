@@ -138,6 +138,12 @@ def predict_layout(
 
 def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
     """Price a run on a cluster with as many devices as the run has ranks."""
+    require_all_devices(run, cluster)
+    return predict_layout(workload_of(run), layout_of(run), cluster, runtime_of(run), run=run)
+
+
+def require_all_devices(run: RunSpec, cluster: Cluster) -> None:
+    """SpecError unless the cluster has as many devices as the run has ranks."""
     ranks = run.parallel.num_ranks
     if ranks != cluster.num_devices:
         raise SpecError(
@@ -145,7 +151,6 @@ def predict_run(run: RunSpec, cluster: Cluster) -> Prediction:
             where="--on",
             hint=f"name {ranks} devices, such as {cluster.device.name}:{ranks}, or plan for this cluster",
         )
-    return predict_layout(workload_of(run), layout_of(run), cluster, runtime_of(run), run=run)
 
 
 def layout_of(run: RunSpec) -> Layouts:

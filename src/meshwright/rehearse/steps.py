@@ -12,7 +12,7 @@ from meshwright.mesh import Mesh
 from meshwright.optim.build import state_dims, state_tensors
 from meshwright.optim.combined import optimizer_of
 from meshwright.optim.schedule import learning_rate
-from meshwright.parallel.shards import ParameterShard
+from meshwright.parallel.shards import ParameterShard, unshard
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate, sum_over_world
@@ -130,14 +130,14 @@ def gather(
         found[one.name] = dict(zip(kinds, gather_full(one, list(kinds.values())), strict=True))
         for key in sorted(held.keys() - kinds.keys()):
             part = one.as_global(held[key], state_dims(key, len(one.shape)))
-            found[one.name][key] = part.full_tensor()
+            found[one.name][key] = unshard(part)
     return found
 
 
 def gather_full(one: ParameterShard, parts: list[Tensor]) -> list[Tensor]:
     """Unshard tensors of the shard's shape; they are stacked in a last dim, so one gather serves all."""
     stacked = dataclasses.replace(one, shape=torch.Size([*one.shape, len(parts)]))
-    return list(stacked.as_global(torch.stack(parts, dim=-1)).full_tensor().unbind(-1))
+    return list(unshard(stacked.as_global(torch.stack(parts, dim=-1))).unbind(-1))
 
 
 def _buffers(training: Training) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ class ParallelSettings(TypedDict, total=False):
     cp: int
     cp_kind: CpKind
     cp_inner: int
+    cp_stripes: int
     tp: int
     pp: int
     schedule: Schedule
@@ -260,6 +261,7 @@ class ModuleSettings(TypedDict, total=False):
     cp: int
     cp_kind: CpKind
     cp_inner: int
+    cp_stripes: int
     tp: int
     pp: int
     virtual_stages: int

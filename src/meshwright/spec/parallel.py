@@ -37,6 +37,9 @@ class ParallelSpec(Spec):
     (ulysses); hierarchical is ulysses inside a ring."""
     cp_inner: Positive = 1
     """hierarchical only: cp ranks that exchange heads; the ring runs across cp / cp_inner."""
+    cp_stripes: Positive = 1
+    """gather with separate documents: parts of the sequence that are each sharded over cp. More of them
+    balance the work of ranks where documents differ in length, with shorter kernel calls."""
     tp: Positive = 1
     """Tensor parallel, with sequence parallel between the blocks."""
     pp: Positive = 1

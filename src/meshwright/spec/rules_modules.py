@@ -92,7 +92,10 @@ def parameters_are_not_offloaded(spec: ModuleSpec) -> Violations:
 
 
 def tp_and_cp_are_plain(spec: ModuleSpec) -> Violations:
-    """For user modules tp has no regather, and neither tp nor cp can be compiled."""
+    """For user modules tp has no regather, cp has one stripe, and neither can be compiled."""
+    if spec.parallel.cp_stripes > 1:
+        fact = f"cp_stripes={spec.parallel.cp_stripes} for a user module, whose documents are joined"
+        yield SpecError(fact, where="parallel.cp_stripes", hint="leave it out")
     if spec.parallel.tp > 1 and spec.memory.regather_tp_inputs:
         fact = "memory.regather_tp_inputs for a user module: its activations are unsharded on every tp rank"
         yield SpecError(fact, where="memory.regather_tp_inputs", hint="leave it out")

@@ -55,12 +55,13 @@ def tp_divides_vocabulary(run: RunSpec) -> Violations:
 
 
 def sequence_is_sharded_evenly(run: RunSpec) -> Violations:
-    """tp divides the sequence; with cp, whose zig-zag layout has two chunks per rank, 2 x cp x tp does."""
+    """tp divides the sequence; with cp, whose ranks have two chunks of each stripe, 2 x cp x stripes x tp."""
     parallel, length = run.parallel, run.data.sequence_length
     zigzag = parallel.cp > 1
-    num_chunks = parallel.tp * (2 * parallel.cp if zigzag else 1)
+    num_chunks = parallel.tp * (2 * parallel.cp * parallel.cp_stripes if zigzag else 1)
     if length % num_chunks:
-        formula = "2 x cp x tp" if zigzag else "tp"
+        stripes = " x cp_stripes" if parallel.cp_stripes > 1 else ""
+        formula = f"2 x cp{stripes} x tp" if zigzag else "tp"
         fact = f"sequence_length={length} is not a multiple of {formula} = {num_chunks}"
         multiple = max(num_chunks, length // num_chunks * num_chunks)
         yield SpecError(fact, where="data.sequence_length", hint=f"use data.sequence_length={multiple}")

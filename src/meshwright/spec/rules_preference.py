@@ -37,11 +37,16 @@ def preference_settings_have_effect(run: RunSpec) -> Violations:
         yield SpecError(fact, where="preference.margin", hint="set it to 0, or loss=simpo")
 
 
-def pairs_have_no_noise_scale(run: RunSpec) -> Violations:
-    """The noise scale compares tokens, and a preference loss compares pairs."""
-    if run.preference is not None and run.observe.noise_scale is not None:
+def settings_work_with_pairs(run: RunSpec) -> Violations:
+    """The noise scale compares tokens, and CUDA graphs need micro-batches with equal numbers of pairs."""
+    if run.preference is None:
+        return
+    if run.observe.noise_scale is not None:
         fact = "observe.noise_scale with preference: the noise of a token is not known from pairs"
         yield SpecError(fact, where="observe.noise_scale", hint="set observe.noise_scale=null")
+    if run.cuda_graphs:
+        fact = "cuda_graphs=true with preference: the number of pairs differs between micro-batches"
+        yield SpecError(fact, where="cuda_graphs", hint="leave cuda_graphs out")
 
 
-PREFERENCE_RULES = [pairs_are_packed_whole, preference_settings_have_effect, pairs_have_no_noise_scale]
+PREFERENCE_RULES = [pairs_are_packed_whole, preference_settings_have_effect, settings_work_with_pairs]

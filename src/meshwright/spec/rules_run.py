@@ -135,6 +135,27 @@ def cached_fp8_weights_are_unsharded(run: RunSpec) -> Violations:
         yield SpecError(fact, where="precision.fp8.cast_weights", hint=hint)
 
 
+def cuda_graphs_hold_a_microbatch(run: RunSpec) -> Violations:
+    """A CUDA graph holds kernels at fixed addresses: no collectives, host decisions or copies to the host."""
+    if not run.cuda_graphs:
+        return
+    parallel, memory = run.parallel, run.memory
+    degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep")}
+    reasons = {
+        "device=cpu": run.device == "cpu",
+        **{f"{axis}={degree}": degree > 1 for axis, degree in degrees.items()},
+        f"zero={parallel.zero}": parallel.zero > 1,
+        f"recompute={memory.recompute}": memory.recompute != "none",
+        "memory.offload": bool(memory.offload),
+        "routed experts": run.model.moe is not None,
+        "dropout": run.model.dropout > 0 or run.model.attention.dropout > 0,
+        "precision.fp8": run.precision.fp8 is not None,
+    }
+    for fact in (text for text, holds in reasons.items() if holds):
+        hint = "leave cuda_graphs out, or use dp with zero 0 or 1 on CUDA: nothing else has been proved"
+        yield SpecError(f"cuda_graphs=true with {fact}", where="cuda_graphs", hint=hint)
+
+
 def noise_scale_compares_parts(run: RunSpec) -> Violations:
     """The noise scale compares a batch with half of it, so every batch has two micro-batches or ranks."""
     counts = [count * run.parallel.dp for _, _, count in run.each_accumulation()]
@@ -227,6 +248,11 @@ def _accumulates_shards(run: RunSpec) -> bool:
     return run.parallel.zero >= 2 and run.accumulation > 1
 
 
+def _has_striped_rows(run: RunSpec) -> bool:
+    is_gathered = run.parallel.cp > 1 and run.parallel.cp_kind == "gather"
+    return is_gathered and run.data.documents == "separate"
+
+
 def _has_watched_ranks(run: RunSpec) -> bool:
     """Ranks are watched by the process that started them; one rank alone has none, unless it is restarted."""
     return run.parallel.num_ranks > 1 or run.memory.on_oom == "halve_microbatch"
@@ -237,6 +263,7 @@ CONDITIONS: list[Condition] = [
     Condition(
         "parallel.cp_inner", lambda run: run.parallel.cp_kind == "hierarchical", "cp_kind=hierarchical"
     ),
+    Condition("parallel.cp_stripes", _has_striped_rows, "cp_kind=gather, cp > 1 and documents=separate"),
     Condition("parallel.schedule", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition("parallel.virtual_stages", lambda run: run.parallel.pp > 1, "pp > 1"),
     Condition(
@@ -337,6 +364,7 @@ RUN_RULES = [
     fp8_divides_tokens,
     delayed_scaling_needs_weights_on_device,
     cached_fp8_weights_are_unsharded,
+    cuda_graphs_hold_a_microbatch,
     noise_scale_compares_parts,
     schedule_fits_steps,
     wsd_has_a_decay,

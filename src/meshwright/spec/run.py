@@ -36,6 +36,9 @@ class RunSpec(Spec):
     """auto: CUDA where there is a device, otherwise the CPU."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    cuda_graphs: bool = False
+    """Record forward and backward of a micro-batch once and replay it: for small models and micro-batches,
+    where the host launches kernels more slowly than the device runs them."""
     model: ModelSpec
     parallel: ParallelSpec = ParallelSpec()
     precision: PrecisionSpec = PrecisionSpec()
@@ -83,6 +86,7 @@ class RunSpec(Spec):
             name="run",
             device="auto",
             compile=False,
+            cuda_graphs=False,
             parallel=ParallelSpec(),
             memory=MemorySpec(),
             precision=self.precision.with_(weights="fp32", gradients="fp32", fp8=None),

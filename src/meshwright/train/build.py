@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.initial import load_initial_weights
 from meshwright.data.batches import Batches, build_batches
+from meshwright.errors import SpecError
 from meshwright.memory.offload.budget import host_budget
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import build_streamed_optimizer
@@ -36,6 +37,9 @@ from meshwright.train.workload import token_workload
 def build_job(run: RunSpec, world: World) -> Job:
     """Mesh, model, optimizer and data of a run on this rank; all ranks call it."""
     mesh = build_mesh(run.parallel, world)
+    if run.cuda_graphs and mesh.device.type != "cuda":
+        fact = f"cuda_graphs=true on {mesh.device.type}"
+        raise SpecError(fact, where="cuda_graphs", hint="leave cuda_graphs out, or train on a CUDA device")
     training, batches = build_training(run, mesh), build_data(run, mesh)
     reference = Reference(run, training.program, mesh, batches)
     return Job(

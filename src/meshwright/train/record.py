@@ -12,8 +12,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics
-from meshwright.observe.prediction_check import PredictionCheck
+from meshwright.observe.prediction_check import PredictionCheck, device_title
 from meshwright.observe.progress import ProgressView, open_progress
+from meshwright.observe.rank_times import RankTimesWriter
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
@@ -60,7 +61,8 @@ class Recorder:
         if state.step:
             self._record_resume(state, resumed_from)
         else:
-            self._events.write("start", num_ranks=job.mesh.parallel.num_ranks)
+            device = device_title(job.mesh.device)
+            self._events.write("start", num_ranks=job.mesh.parallel.num_ranks, device=device)
         self._num_graphs = num_compiled_graphs() if job.run.compile else None
         if job.run.compile:
             self.print(messages.COMPILING)
@@ -100,6 +102,8 @@ class Recorder:
         rate = work_rate(job.workload, job.mesh, run.precision)
         metrics = MetricsWriter(self._run_dir, rate, restored_step=state.step)
         self._metrics = opening.enter_context(metrics)
+        ranks = RankTimesWriter(self._run_dir, restored_step=state.step)
+        self._rank_times = opening.enter_context(ranks)
         counted, num_steps = job.workload.counted, run.schedule.num_steps
         progress = open_progress(run.name, total_steps=num_steps, counted=counted, quiet=quiet)
         self._progress = opening.enter_context(progress)
@@ -186,6 +190,8 @@ class Recorder:
         if self._metrics is None or self._progress is None:
             return
         complete = self._metrics.write(metrics)
+        if self._meter.ranks is not None:
+            self._rank_times.write(metrics.step, self._meter.ranks)
         self._progress.update(complete)
         if self._mirror is not None:
             self._mirror.write(complete)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.observe.metrics import StepMetrics
+from meshwright.observe.rank_times import RankFigures
 from meshwright.train.evaluate import sum_over_world
 from meshwright.train.noise_scale import HalfBatchGradient, NoiseEstimate
 from meshwright.train.state import TrainState
@@ -28,6 +30,8 @@ class StepMeter:
         """`wait_seconds` returns how long this rank has waited for batches so far."""
         self._training, self._mesh, self._wait_seconds = training, mesh, wait_seconds
         self._num_skipped = state.num_skipped
+        self.ranks: RankFigures | None = None
+        """Figures of each rank at the step that was read last."""
         self.restart_clock(state)
 
     def restart_clock(self, state: TrainState) -> None:
@@ -37,7 +41,7 @@ class StepMeter:
             state.step,
             state.tokens,
         )
-        self._first_wait = self._wait_seconds()
+        self._first_wait, self._first_reduce = self._wait_seconds(), self._reduce_seconds()
 
     def read(
         self,
@@ -55,8 +59,7 @@ class StepMeter:
         grad_norm = float(outcome.grad_norm)
         seconds = time.perf_counter() - self._started_at
         num_steps = state.step - self._first_step
-        waited = self._wait_seconds() - self._first_wait
-        peak_bytes, wait_seconds = _largest_over_ranks(_local_peak_bytes(self._mesh.device), waited)
+        self.ranks = self._figures_of_ranks(seconds, num_steps)
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         estimate = half_batch.estimate(grad_norm) if half_batch is not None and is_finite else None
         if estimate is not None:
@@ -69,14 +72,32 @@ class StepMeter:
             tokens=state.tokens,
             step_tokens=(state.tokens - self._first_tokens) // num_steps,
             step_seconds=seconds / num_steps,
-            peak_bytes=peak_bytes,
-            data_wait_seconds=wait_seconds / num_steps,
+            peak_bytes=int(self.ranks.peak_bytes.max()),
+            data_wait_seconds=float(self.ranks.data_wait_seconds.max()),
+            reduce_wait_seconds=self._exposed_seconds(seconds / num_steps),
             **self._loss_scale(state),
             **_expert_metrics(self._training),
             **_pair_metrics(self._training),
             **_noise_metrics(state, estimate),
         )
         return metrics, state.after_observation(loss=loss, seconds=seconds)
+
+    def _reduce_seconds(self) -> float:
+        clock = self._training.program.reduction_wait
+        return math.nan if clock is None else clock.read_seconds()
+
+    def _figures_of_ranks(self, seconds: float, num_steps: int) -> RankFigures:
+        """Own time, data wait and peak memory of every rank. Communicates."""
+        own = seconds - (self._reduce_seconds() - self._first_reduce)
+        waited = self._wait_seconds() - self._first_wait
+        mine = [own / num_steps, waited / num_steps, float(_local_peak_bytes(self._mesh.device))]
+        return RankFigures(*_gathered(mine))
+
+    def _exposed_seconds(self, step_seconds: float) -> float | None:
+        """Wait of the rank that waited least; None where it is not measured."""
+        assert self.ranks is not None
+        slowest = float(self.ranks.own_seconds.max())
+        return None if math.isnan(slowest) else max(0.0, step_seconds - slowest)
 
     def _loss_scale(self, state: TrainState) -> dict[str, Any]:
         """fp16: the scale after this step, and whether batches were skipped since the last reading."""
@@ -123,12 +144,11 @@ def _noise_metrics(state: TrainState, estimate: NoiseEstimate | None) -> dict[st
     }
 
 
-def _largest_over_ranks(peak_bytes: int, wait_seconds: float) -> tuple[int, float]:
-    """The largest peak of memory and the longest wait of any rank. Communicates."""
-    figures = torch.tensor([peak_bytes, int(wait_seconds * 1e9)], dtype=torch.int64)
-    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    most_bytes, nanoseconds = figures.tolist()
-    return most_bytes, nanoseconds / 1e9
+def _gathered(mine: list[float]) -> np.ndarray:
+    """These figures of all ranks, as [figure, rank]. Communicates."""
+    of_ranks = torch.empty(dist.get_world_size(), len(mine), dtype=torch.float64)
+    dist.all_gather(list(of_ranks.unbind()), torch.tensor(mine, dtype=torch.float64))
+    return of_ranks.T.numpy()
 
 
 def _local_peak_bytes(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from meshwright.mesh import build_mesh
 from meshwright.models.decoder import build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.parallel.apply import build_program
-from meshwright.parallel.shards import chunk_rows
+from meshwright.parallel.shards import chunk_rows, unshard
 from meshwright.spec import ParallelSpec
 
 
@@ -55,3 +55,16 @@ def test_initial_weights_do_not_depend_on_the_layout(ranks, parallel, model):
     # Every element counts once in the norm, however many ranks hold it.
     num_elements = sum(parameter.numel() for parameter in named.values())
     assert sum(share for _, share in results) == pytest.approx(num_elements)
+
+
+def _unsharded_twice(parallel: ParallelSpec) -> list[str]:
+    """The parameters whose full tensor differs from torch's own."""
+    program = build_program(tiny_run("moe", parallel=parallel), build_mesh(parallel, this_world()))
+    sharded = {one.name: one.as_global(one.shard) for one in program.shards}
+    return [name for name, one in sharded.items() if not torch.equal(unshard(one), one.full_tensor())]
+
+
+@pytest.mark.parametrize("zero", (1, 3))
+def test_unsharded_tensors_are_those_of_torch(ranks, zero):
+    """tp and ZeRO shard the same rows, and no axis divides the 35 rows of a tp rank's embedding."""
+    assert ranks.run(_unsharded_twice, 4, ParallelSpec(dp_shard=2, zero=zero, tp=2)) == [[]] * 4

@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 from bench import accuracy, calibrate, mission
-from bench.our_runtime import our_runtime_table
+from bench.our_runtime import measured_run, our_runtime_table
 from bench.vtrain import vtrain_groups
 
 from meshwright.hardware import parse_cluster
 from meshwright.plan.framework import our_runtime
+from meshwright.plan.predict import predict_run
 from meshwright.plan.time.interval import KINDS, interval_source
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.families import family
@@ -164,3 +165,23 @@ def test_separate_documents_gain_what_was_measured() -> None:
     assert len(pairs) == 3
     for separate, joined in pairs:
         assert separate.time_ratio == pytest.approx(joined.time_ratio, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "microbatches", "measured_teraflops"),
+    [
+        ({}, 1, 466),
+        ({}, 4, 500),
+        ({"experts": True, "cast_weights": "per_step"}, 1, 421),
+        ({"experts": True, "cast_weights": "per_step"}, 4, 465),
+    ],
+)
+def test_experts_in_fp8_cost_what_was_measured(
+    fp8: dict[str, object], microbatches: int, measured_teraflops: float
+) -> None:
+    """Four layers of Qwen3-30B-A3B on one H200: docs/decisions/2026-11-16-fp8-experts.md."""
+    row = {"family": "qwen3-30b-a3b", "num_layers": 4, "microbatch_sequences": 4, "sequence_length": 4096}
+    row |= {"accumulation": microbatches, "recompute": "none", "compile": True, "weights": "bf16_exact"}
+    row |= {"gradients": "bf16", "moments": "bf16", "fp8": {"bf16_layers_each_end": 0, **fp8}}
+    found = predict_run(measured_run(row), parse_cluster("h200:1"))
+    assert found.tflops_per_device == pytest.approx(measured_teraflops, rel=0.03)

@@ -8,6 +8,7 @@ from meshwright.spec.text import load_run, parse_run, recipe_names
 
 GPU = ["device=cuda", "precision.compute=bf16"]
 EP2 = ["parallel.ep=2", "parallel.dp_shard=2", "parallel.zero=1"]
+FP8_EXPERTS = [*GPU, "compile=true", "precision.fp8.experts=true", "model.moe.width=128"]
 # advisor -> (base run, overrides it leaves alone, overrides it speaks about, words of the hint)
 CASES = {
     "family_keeps_its_proportions": (
@@ -42,6 +43,12 @@ CASES = {
         [*GPU, "precision.fp8=current", "compile=true"],
         [*GPU, "precision.fp8=current"],
         "compile=true",
+    ),
+    "fp8_experts_have_many_rows": (
+        "moe",
+        [*FP8_EXPERTS, "data.microbatch_sequences=64", "data.batch_sequences=64"],
+        FP8_EXPERTS,
+        "leave experts out",
     ),
     "fp8_weights_are_cast_once": (
         "dense",

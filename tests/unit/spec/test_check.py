@@ -284,7 +284,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [*PAIRS, "preference.label_smoothing=0.1"],
         [[*PAIRS, "preference.loss=ipo", "preference.label_smoothing=0.1"], [*PAIRS, "preference.margin=1"]],
     ),
-    "pairs_have_no_noise_scale": ("dense", [*PAIRS], [[*PAIRS, "observe.noise_scale.every_steps=5"]]),
+    "settings_work_with_pairs": (
+        "dense",
+        [*PAIRS],
+        [[*PAIRS, "observe.noise_scale.every_steps=5"], [*PAIRS, "cuda_graphs=true"]],
+    ),
     "evaluation_has_data": (
         "dense",
         ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],
@@ -353,6 +357,16 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["precision.compute=bf16", "precision.fp8.cast_weights=per_step", "memory.offload=[parameters]"],
         ],
     ),
+    "cuda_graphs_hold_a_microbatch": (
+        "dense",
+        ["device=cuda", "cuda_graphs=true", "parallel.dp_shard=2", "parallel.zero=1"],
+        [
+            ["device=cuda", "cuda_graphs=true", "parallel.tp=2"],
+            ["device=cuda", "cuda_graphs=true", "parallel.dp_shard=2", "parallel.zero=2"],
+            ["device=cpu", "cuda_graphs=true"],
+            ["device=cuda", "cuda_graphs=true", "model.dropout=0.1"],
+        ],
+    ),
     "noise_scale_compares_parts": (
         "dense",
         ["observe.noise_scale.every_steps=5"],
@@ -398,6 +412,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["parallel.cp_kind=ring"],
             ["parallel.cp=4", "parallel.cp_inner=2"],
+            ["parallel.cp=4", "parallel.cp_kind=ring", "parallel.cp_stripes=2"],
             ["parallel.schedule=gpipe"],
             ["parallel.virtual_stages=2"],
             ["parallel.etp=2", "parallel.tp=2"],

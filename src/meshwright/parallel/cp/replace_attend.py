@@ -50,8 +50,11 @@ def _new_group(ranks: list[int]) -> ProcessGroup:
     return group
 
 
-def apply_cp(model: nn.Module, groups: CpGroups, kind: CpKind) -> int:
-    """Replace every `Attend` of the model and return how many there are. Does not communicate."""
+def apply_cp(model: nn.Module, groups: CpGroups, kind: CpKind, stripes: int = 1) -> int:
+    """Replace every `Attend` of the model and return how many there are. Does not communicate.
+
+    `stripes` are those of the micro-batches (zigzag.py); only `gather` has more than one.
+    """
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -59,11 +62,11 @@ def apply_cp(model: nn.Module, groups: CpGroups, kind: CpKind) -> int:
         if isinstance(child, Attend)
     ]
     for parent, name, attend in found:
-        setattr(parent, name, build_attend(groups, kind, attend))
+        setattr(parent, name, build_attend(groups, kind, attend, stripes))
     return len(found)
 
 
-def build_attend(groups: CpGroups, kind: CpKind, attend: Attend) -> nn.Module:
+def build_attend(groups: CpGroups, kind: CpKind, attend: Attend, stripes: int = 1) -> nn.Module:
     """The attention of one cp kind; `attend` is that of a single device."""
     if attend.dropout and kind != "ulysses":
         raise MeshError(
@@ -72,7 +75,7 @@ def build_attend(groups: CpGroups, kind: CpKind, attend: Attend) -> nn.Module:
             hint="set model.attention.dropout=0, or use cp_kind=ulysses",
         )
     if kind == "gather":
-        return GatherAttend(groups.full, attend.simulated)
+        return GatherAttend(groups.full, attend.simulated, stripes)
     if kind == "ring":
         return RingAttend(groups.full, attend.simulated)
     if kind == "ulysses":

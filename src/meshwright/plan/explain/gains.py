@@ -48,5 +48,17 @@ def _gains(plan: Plan) -> Iterator[Gain]:
 
 def _meshes_of(plan: Plan) -> Table:
     """The meshes of the best layouts of a plan."""
-    names = ("tp", "cp", "cp_kind", "cp_inner", "ep", "etp", "ep_overlap", "pp", "dp", "num_ranks")
+    names = (
+        "tp",
+        "cp",
+        "cp_kind",
+        "cp_inner",
+        "cp_stripes",
+        "ep",
+        "etp",
+        "ep_overlap",
+        "pp",
+        "dp",
+        "num_ranks",
+    )
     return {name: np.concatenate([getattr(one.layout, name) for one in plan.top]) for name in names}

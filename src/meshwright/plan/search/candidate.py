@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.framework import Framework
 from meshwright.plan.memory.margins import Margin, memory_margin
 from meshwright.plan.memory.rank_bytes import FIT_SHARE, STAGES, Memory
 from meshwright.plan.predict import layout_of
@@ -233,6 +234,7 @@ def with_layout(run: RunSpec, layout: Layouts) -> RunSpec:
     return run.with_(parallel=layout.parallel(0), memory=memory, data=data)
 
 
-def candidate_of(run: RunSpec, cluster: Cluster) -> Candidate:
+def candidate_of(run: RunSpec, cluster: Cluster, module_runtime: Framework | None = None) -> Candidate:
     """The layout of this run on this cluster, judged like `predict`: by all usable memory of the device."""
-    return Candidate(Question(run, cluster, memory_share=FIT_SHARE), layout_of(run))
+    question = Question(run, cluster, memory_share=FIT_SHARE, module_runtime=module_runtime)
+    return Candidate(question, layout_of(run))

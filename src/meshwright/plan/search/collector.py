@@ -35,7 +35,7 @@ KEPT_WITHIN = 1.5
 FIRST_ROWS = 1024
 """How many of the fastest layouts of a block are asked first whether they fit."""
 MAX_KEPT = 20_000
-MESH_COLUMNS = ("tp", "cp", "cp_kind", "cp_inner", "ep", "etp", "ep_overlap", "pp", "dp")
+MESH_COLUMNS = ("tp", "cp", "cp_kind", "cp_inner", "cp_stripes", "ep", "etp", "ep_overlap", "pp", "dp")
 GROUP_COLUMNS = (
     "dp_replicate",
     "dp_shard",

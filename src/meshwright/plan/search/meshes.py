@@ -18,6 +18,7 @@ from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.run import RunSpec
 
 MAX_CP, MAX_PP, MAX_EP = 64, 64, 64
+CP_STRIPES, LEAST_CHUNK = 4, 256  # stripes of separate documents over cp; rows of a chunk
 Table = dict[str, Ints]
 """Columns of equal length by name; a row is a mesh or a layout."""
 
@@ -30,6 +31,7 @@ class ModelSharding:
     cp: int
     cp_kind: int
     cp_inner: int
+    cp_stripes: int
     ep: int
     etp: int
     ep_overlap: int
@@ -77,9 +79,10 @@ def _proposed_shardings(question: Question) -> list[ModelSharding]:
     cps = pins.restrict("cp", [2**k for k in range(max_cp.bit_length())])
     eps = pins.restrict("ep", _ep_degrees(moe.num_experts) if moe else [1])
     return [
-        ModelSharding(tp, cp, kind, inner, ep, etp, overlap)
+        ModelSharding(tp, cp, kind, inner, stripes, ep, etp, overlap)
         for tp, cp, ep in product(tps, cps, eps)
         for kind, inner in _cp_kinds(cp, pins)
+        for stripes in pins.restrict("cp_stripes", [_cp_stripes(run, kind, cp, tp)])
         for etp in pins.restrict("etp", [1])
         for overlap in _ep_overlaps(ep, question)
     ]
@@ -102,6 +105,18 @@ def _cp_kinds(cp: int, pins: Pins) -> list[tuple[int, int]]:
     return [(kind, size) for kind in kinds for size in (inner if kind == hierarchical else [1])]
 
 
+def _cp_stripes(run: RunSpec, kind: int, cp: int, tp: int) -> int:
+    """As many stripes as leave chunks long enough for full kernels, up to CP_STRIPES."""
+    if cp == 1 or CP_KINDS[kind] != "gather" or run.data.documents != "separate":
+        return 1
+    chunks, stripes = run.data.sequence_length // (2 * cp), CP_STRIPES
+    while stripes > 1 and (
+        chunks // stripes < LEAST_CHUNK or run.data.sequence_length % (2 * cp * tp * stripes)
+    ):
+        stripes //= 2
+    return stripes
+
+
 def _ep_overlaps(ep: int, question: Question) -> list[int]:
     """Positions in EP_OVERLAPS for this degree; the search tries others than the run's where pins name them.
 
@@ -121,6 +136,7 @@ def _smallest_run(run: RunSpec, sharding: ModelSharding) -> RunSpec:
         cp=sharding.cp,
         cp_kind=CP_KINDS[sharding.cp_kind],
         cp_inner=sharding.cp_inner,
+        cp_stripes=sharding.cp_stripes,
         tp=sharding.tp,
         ep=sharding.ep,
         etp=sharding.etp,

@@ -18,7 +18,7 @@ SEARCHED_KEYS = {
     **{
         f"parallel.{name}": name
         for name in (
-            *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "tp", "pp"),
+            *("dp_replicate", "dp_shard", "zero", "cp", "cp_kind", "cp_inner", "cp_stripes", "tp", "pp"),
             *("schedule", "virtual_stages", "ep", "etp", "ep_overlap"),
         )
     },

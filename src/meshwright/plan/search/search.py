@@ -28,7 +28,7 @@ from meshwright.plan.workload.layouts import Floats, Ints, Layouts
 TIE_FRACTION = 0.05
 """Plans this close are equally fast, because the prediction is less exact. The simplest of them is chosen."""
 BLOCK_MESHES = 128
-SHARDING_COLUMNS = ("tp", "cp", "ep", "etp", "ep_overlap", "cp_kind", "cp_inner")
+SHARDING_COLUMNS = ("tp", "cp", "ep", "etp", "ep_overlap", "cp_kind", "cp_inner", "cp_stripes")
 KERNEL_ITEMS = ("matmul", "attention", "elementwise", "head")
 LEAST_SHARE = 0.9
 """Partial waves of tiles make some smaller micro-batches a little more efficient than the largest."""

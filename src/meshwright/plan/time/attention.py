@@ -103,6 +103,6 @@ def _segments_seconds(
     # Values are padded to the width of queries and keys (MLA).
     padded = 2.0 * attention.head_width / (attention.head_width + attention.value_width)
     is_by_heads = at.cp_kind == CP_KINDS.index("ulysses")
-    slowest = np.where(is_by_heads, 1.0, documents.slowest_rank(at.cp))
+    slowest = np.where(is_by_heads, 1.0, documents.slowest_rank(at.cp, at.cp_stripes))
     length = min(documents.mean_of_tokens, workload.window or documents.mean_of_tokens)
     return kernel_seconds(padded * slowest * flops, workload, device, _segments(device), length=length)

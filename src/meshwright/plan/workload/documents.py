@@ -26,6 +26,7 @@ MOST_DOCUMENTS, NUM_BLOCKS = 1 << 21, 64
 # Sequences whose work over cp is computed position by position.
 BALANCED_TOKENS, MOST_BALANCED = 1 << 21, 64
 LARGEST_CP = 256
+STRIPES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class DocumentLengths:
     """Length of each class: that of the document of a mean token of the class."""
     shares: tuple[float, ...]
     """Share of all tokens that each class has."""
-    slowest_cp: tuple[float, ...]
-    """Pairs of the cp rank with the most of them over those of the mean rank, for cp = 1, 2, 4 ..."""
+    slowest_cp: tuple[tuple[float, ...], ...]
+    """Pairs of the cp rank with the most of them over those of the mean rank, for cp = 1, 2, 4 ..., each with
+    1, 2, 4 ... stripes."""
     source: str = ""
     """The dataset that was read; empty for an assumed distribution."""
 
@@ -53,10 +55,14 @@ class DocumentLengths:
         """Mean length of the document that a token is in: long documents have most of the tokens."""
         return sum(share * length for share, length in zip(self.shares, self.lengths, strict=True))
 
-    def slowest_rank(self, cp: NDArray[np.int64]) -> NDArray[np.float64]:
+    def slowest_rank(
+        self, cp: NDArray[np.int64], stripes: NDArray[np.int64] | int = 1
+    ) -> NDArray[np.float64]:
         """Pairs of the slowest cp rank over those of the mean rank, for each of these degrees."""
-        power = np.ceil(np.log2(np.maximum(cp, 1))).astype(np.int64)
-        return np.asarray(self.slowest_cp)[np.minimum(power, len(self.slowest_cp) - 1)]
+        table = np.asarray(self.slowest_cp)
+        row = np.minimum(np.ceil(np.log2(np.maximum(cp, 1))).astype(np.int64), table.shape[0] - 1)
+        column = np.minimum(np.log2(np.maximum(stripes, 1)).astype(np.int64), table.shape[1] - 1)
+        return table[row, column]
 
     def __str__(self) -> str:
         mean = f"separate documents of {self.mean_tokens:,.0f} tokens on average"
@@ -90,7 +96,11 @@ def _blended(parts: list[tuple[float, DocumentLengths]]) -> DocumentLengths:
         lengths=tuple(length for _, each in parts for length in each.lengths),
         shares=tuple(weight * share for weight, each in parts for share in each.shares),
         slowest_cp=tuple(
-            sum(weight * each.slowest_cp[power] for weight, each in parts) for power in range(degrees)
+            tuple(
+                sum(weight * each.slowest_cp[power][column] for weight, each in parts)
+                for column in range(len(STRIPES))
+            )
+            for power in range(degrees)
         ),
         source=", ".join(sources) if all(sources) else "",
     )
@@ -125,7 +135,7 @@ def _read_documents(file: Path, modified_at: int, sequence_length: int, *, is_cu
 
 def _lengths(
     blocks: list[Ends], begin: int, sequence_length: int, *, is_cut: bool
-) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[tuple[float, ...], ...]]:
     """Classes of lengths, their shares of the tokens, and the balance over cp, from blocks of ends.
 
     The first document of every block but the first is left out: where it begins is not in the block.
@@ -157,8 +167,8 @@ def _split(ends: Ends, start: int, sequence_length: int) -> Ends:
     return np.concatenate([np.full(int(full.sum()), sequence_length), rest[rest > 0]])
 
 
-def _cp_balance(ends: Ends, begin: int, sequence_length: int) -> tuple[float, ...]:
-    """Pairs of the slowest rank over the mean, for each power of two of cp, in the zig-zag layout.
+def _cp_balance(ends: Ends, begin: int, sequence_length: int) -> tuple[tuple[float, ...], ...]:
+    """Pairs of the slowest rank over the mean in the zig-zag layout, for powers of two of cp and stripes.
 
     Ranks wait for each other in every layer, so the mean over sequences is that of their slowest ranks.
     """
@@ -166,16 +176,24 @@ def _cp_balance(ends: Ends, begin: int, sequence_length: int) -> tuple[float, ..
     count = int(ends[-1]) // sequence_length - first
     count = min(count, max(2, BALANCED_TOKENS // sequence_length), MOST_BALANCED)
     if count < 1:
-        return (1.0,)
+        return ((1.0,) * len(STRIPES),)
     rows = first * sequence_length + np.arange(count * sequence_length)
     starts = np.append(begin, ends)[np.searchsorted(ends, rows, side="right")]
     begins = np.maximum(starts, rows // sequence_length * sequence_length)
     seen = (rows - begins + 0.5).reshape(count, sequence_length)
-    found = [1.0]
+    found = [(1.0,) * len(STRIPES)]
     cp = 2
     while cp <= LARGEST_CP and sequence_length % (2 * cp) == 0:
-        chunks = seen.reshape(count, 2 * cp, -1).sum(axis=2)
-        ranks = chunks[:, :cp] + chunks[:, : cp - 1 : -1]
-        found.append(float(ranks.max(axis=1).mean() / ranks.mean()))
+        found.append(tuple(_slowest_over_mean(seen, cp, stripes) for stripes in STRIPES))
         cp *= 2
     return tuple(found)
+
+
+def _slowest_over_mean(seen_NS: NDArray[np.floating], cp: int, stripes: int) -> float:
+    """Work of the slowest rank over the mean; with one stripe where so many do not divide the sequence."""
+    num_chunks = 2 * cp * stripes
+    if seen_NS.shape[1] % num_chunks:
+        stripes, num_chunks = 1, 2 * cp
+    chunks = seen_NS.reshape(len(seen_NS), stripes, 2 * cp, -1).sum(axis=3)
+    ranks = (chunks[..., :cp] + chunks[..., : cp - 1 : -1]).sum(axis=1)
+    return float(ranks.max(axis=1).mean() / ranks.mean())

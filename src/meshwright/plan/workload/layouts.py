@@ -18,7 +18,10 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 # Fields of ParallelSpec that are columns of the same name.
-DEGREES = ("dp_replicate", "dp_shard", "zero", "cp", "cp_inner", "tp", "pp", "virtual_stages", "ep", "etp")
+DEGREES = (
+    *("dp_replicate", "dp_shard", "zero", "cp", "cp_inner", "cp_stripes", "tp", "pp", "virtual_stages", "ep"),
+    "etp",
+)
 CP_KINDS: tuple[CpKind, ...] = ("gather", "ring", "ulysses", "hierarchical")
 EP_OVERLAPS: tuple[EpOverlap, ...] = ("none", "shared", "halves")
 
@@ -59,6 +62,7 @@ class Layouts:
     cp_kind: Ints
     """Position in CP_KINDS."""
     cp_inner: Ints
+    cp_stripes: Ints
     ep_overlap: Ints
     """Position in EP_OVERLAPS."""
     offload: Ints

@@ -1,7 +1,6 @@
 """Cast of stacked matrices (routed experts) to fp8, as they are and transposed, tile by tile in one pass.
 
-The kernel is that of `cast_triton` with a matrix index and a scale for each tile. It has run in Triton's
-interpreter only, so dense linears keep their own kernel, which is proved on the GPU.
+The kernel is that of `cast_triton` with a matrix index and a scale for each tile, and without the amax.
 """
 
 import torch

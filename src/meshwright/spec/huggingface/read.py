@@ -41,7 +41,8 @@ _ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _OTHER_DOOR = (
     "Any other model of transformers is trained as a module of yours: meshwright.fit(model, dataset, loss, "
     "...), with ZeRO, recompute and, for decoders, the tp, cp and pp plans that it publishes "
-    "(docs/guides/own_model.md). `meshwright plan` prices such a decoder"
+    "(docs/guides/own_model.md). `meshwright plan` and `predict` trace and price decoders, encoders, "
+    "encoder-decoders and vision transformers"
 )
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 

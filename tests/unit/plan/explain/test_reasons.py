@@ -60,3 +60,9 @@ def test_a_routed_model_without_ep_says_why() -> None:
     assert plan.with_ep.step_seconds <= min(with_ep)
     assert "ep=1:" not in " ".join(explain(planned("qwen3-30b-a3b", "h100:32", "ep=1")))
     assert "ep=1:" not in " ".join(explain(small_plan()))
+
+
+def test_a_routed_model_in_fp8_says_why_its_experts_are_not() -> None:
+    pin = "precision.fp8=current"
+    assert "Routed experts stay in bf16" in " ".join(explain(planned("mixtral-8x7b", "h100:16", pin)))
+    assert "Routed experts" not in " ".join(explain(planned("llama-3.1-8b", "h100:8", pin)))

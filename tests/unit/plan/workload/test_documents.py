@@ -96,6 +96,7 @@ def test_the_slowest_rank_of_cp_has_more_pairs_the_more_ranks_there_are() -> Non
     assert slowest[0] == 1.0
     assert (np.diff(slowest) > 0).all()
     assert slowest[-1] < 16
+    assert (found.slowest_rank(np.array([2, 4, 8]), 4) < slowest[1:4]).all()
 
 
 def test_equal_documents_are_balanced(tmp_path: Path) -> None:

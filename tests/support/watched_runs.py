@@ -1,0 +1,73 @@
+"""Run directories for `watch`, and the verb itself as a process."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.observe.events import EventWriter
+from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
+from meshwright.observe.rank_times import RankFigures, RankTimesWriter
+from meshwright.spec.text import dump_run, load_run
+
+NUM_RANKS = 8
+
+
+def write_run(run_dir: Path, *, num_steps: int = 60, slow_rank: int = 5) -> Path:
+    """A run of 8 ranks on H100s that was left at `num_steps` of 100 steps, with one slow rank."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "run.yaml").write_text(
+        dump_run(load_run("llama-3.1-8b-8gpu", ["schedule.num_steps=100", "schedule.warmup_steps=10"]))
+    )
+    with EventWriter(run_dir, 0) as events:
+        events.write("start", num_ranks=NUM_RANKS, device="NVIDIA H100 80GB HBM3")
+        events.write("checkpoint", step=20, folder="step-20")
+        events.write("warning", step=30, text="<img src=x onerror=alert(1)>")
+    write_steps(run_dir, 1, num_steps)
+    clock = iter(range(0, 10**6, 60))
+    own = np.full(NUM_RANKS, 4.0)
+    own[slow_rank] = 6.0
+    with RankTimesWriter(run_dir, clock=lambda: next(clock)) as ranks:
+        for step in range(1, num_steps + 1):
+            figures = RankFigures(own, np.full(NUM_RANKS, 0.02), 7e10 + 1e9 * np.arange(NUM_RANKS))
+            ranks.write(step, figures)
+    return run_dir
+
+
+def write_steps(run_dir: Path, first: int, last: int) -> None:
+    """Append steps to metrics.jsonl; a loss of 10 / step."""
+    with MetricsWriter(run_dir, WorkRate(4.8e10, NUM_RANKS, 989e12), restored_step=first - 1) as metrics:
+        for step in range(first, last + 1):
+            line = StepMetrics(
+                step=step,
+                loss=10.0 / step,
+                grad_norm=1.0 + 0.1 * math.sin(step),
+                lr=1e-4,
+                tokens=524288 * step,
+                step_tokens=524288,
+                step_seconds=6.25,
+                peak_bytes=77 * 10**9,
+                data_wait_seconds=0.02,
+                reduce_wait_seconds=0.25,
+                eval_loss=11.0 / step if step % 20 == 0 else None,
+            )
+            metrics.write(line)
+
+
+@contextmanager
+def watching(*words: str) -> Iterator[str]:
+    """`meshwright watch <words>` as a process; its address."""
+    command = [sys.executable, "-m", "meshwright", "watch", *words, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            address = process.stdout.readline().strip()
+            assert address, process.stderr.read()
+            yield address
+        finally:
+            process.terminate()
+            process.wait(timeout=20)
