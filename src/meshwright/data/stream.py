@@ -144,6 +144,9 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
 def _open_samples(spec: DataSpec, part: BlendPartSpec, vocab_size: int) -> tuple[TokenSource, TokenSamples]:
     source = open_source(part, vocab_size=vocab_size)
     require_chats_fit(spec, source)
+    if is_pairs(source) and spec.blend:
+        hint = "train on them alone: data.path and preference"
+        raise DataError("preference pairs cannot be blended", where=source.name, hint=hint)
     if is_pairs(source):
         return source, PairSamples.open(source, spec.sequence_length)
     if spec.packing == "whole":
