@@ -73,7 +73,7 @@ def expected_training(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= RATE * parameter.grad
-        losses.append(float(loss))
+        losses.append(loss.item())
     held_out = tuple(range(len(samples) - 2, len(samples)))
     with torch.no_grad():
         last = mean_loss(model, source, _pairs(samples, held_out), before, run.preference)

@@ -270,6 +270,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["data.batch_ramp=[{before_step: 1, batch_sequences: 16}]"],
         ],
     ),
+    "evaluation_has_data": (
+        "dense",
+        ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],
+        [["observe.evaluate.every_steps=5"]],
+    ),
     "pairs_are_packed_whole": (
         "dense",
         [*PAIRS],
@@ -288,11 +293,6 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         "dense",
         [*PAIRS],
         [[*PAIRS, "observe.noise_scale.every_steps=5"], [*PAIRS, "cuda_graphs=true"]],
-    ),
-    "evaluation_has_data": (
-        "dense",
-        ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],
-        [["observe.evaluate.every_steps=5"]],
     ),
     "loss_scale_needs_fp16": (
         "dense",
