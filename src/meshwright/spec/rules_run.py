@@ -6,10 +6,11 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from meshwright.errors import SpecError
+from meshwright.spec.adapter import is_trained
 from meshwright.spec.base import Spec
 from meshwright.spec.fp8 import EXPERT_RECIPES, FP8_MULTIPLE, fp8_experts, fp8_layers, fp8_weights
 from meshwright.spec.optim import group_of
-from meshwright.spec.parameters import parameters
+from meshwright.spec.rules_adapter import parameter_names
 from meshwright.spec.run import RunSpec
 
 Violations = Iterator[SpecError]
@@ -202,14 +203,17 @@ def groups_have_parameters(run: RunSpec) -> Violations:
     """Every group of `optim.groups` changes a setting of parameters that no later group matches."""
     if not run.optim.groups:
         return
-    names = [parameter.name for parameter in parameters(run.model)]
+    names = [name for name in parameter_names(run) if is_trained(name, run.adapter, run.train_only)]
     group_by_name = {name: group_of(name, run.optim.groups) for name in names}
     for index, group in enumerate(run.optim.groups):
         where = f"optim.groups.{index}"
         matched = [name for name in names if fnmatchcase(name, group.pattern)]
         later = sorted({group_by_name[name] for name in matched} - {index, None}, key=str)
         if not matched:
-            fact, hint = f"pattern {group.pattern!r} matches no parameter", f"names are like {names[1]!r}"
+            fact, hint = (
+                f"pattern {group.pattern!r} matches no parameter",
+                f"names are like {''.join(map(repr, names[1:2]))}",
+            )
             yield SpecError(fact, where=f"{where}.pattern", hint=hint)
         elif all(group_by_name[name] != index for name in matched):
             fact = f"every parameter of pattern {group.pattern!r} is matched by the later groups {later}"

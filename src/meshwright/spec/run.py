@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from meshwright.spec.adapter import AdapterSpec
 from meshwright.spec.base import NonNegative, Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
@@ -40,6 +41,13 @@ class RunSpec(Spec):
     """Record forward and backward of a micro-batch once and replay it: for small models and micro-batches,
     where the host launches kernels more slowly than the device runs them."""
     model: ModelSpec
+    adapter: AdapterSpec | None = None
+    """Low-rank adapters (LoRA) on frozen weights, which `checkpoint.start_from` names; null trains the model
+    itself."""
+    train_only: tuple[str, ...] = ()
+    """Shell patterns over parameter names, such as `blocks.3?.*` or `*norm*`: only these are trained, and all
+    others are frozen. With adapters: parameters that are trained in full beside them. Empty: without
+    adapters everything is trained."""
     parallel: ParallelSpec = ParallelSpec()
     precision: PrecisionSpec = PrecisionSpec()
     memory: MemorySpec = MemorySpec()

@@ -76,6 +76,68 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["model.moe.balance_bias_rate=1e-3", "model.moe.has_balance_bias=true"],
         [["model.moe.balance_bias_rate=1e-3"], ["model.moe.aux_loss=-1"]],
     ),
+    "adapter_targets_exist": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, targets: [q_proj, 'blocks.[0-3].mlp.*']}"],
+        [
+            ["adapter={rank: 4, alpha: 8, targets: [qproj]}"],
+            ["adapter={rank: 4, alpha: 8, targets: [head]}"],
+            ["adapter={rank: 4, alpha: 8, targets: []}"],
+        ],
+    ),
+    "adapter_ranks_exist": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, ranks: [{pattern: down_proj, rank: 8}]}"],
+        [["adapter={rank: 4, alpha: 8, targets: [query], ranks: [{pattern: down_proj, rank: 8}]}"]],
+    ),
+    "adapter_ranks_are_low": (
+        "dense",
+        ["adapter={rank: 31, alpha: 8}"],
+        [["adapter={rank: 32, alpha: 8}"]],
+    ),
+    "adapter_kind_fits_targets": (
+        "moe",
+        ["adapter={rank: 4, alpha: 8, kind: dora, targets: [query, 'blocks.*.mlp.shared.*']}"],
+        [
+            ["adapter={rank: 4, alpha: 8, kind: dora}"],
+            ["adapter={rank: 4, alpha: 8, dropout: 0.1}"],
+            ["adapter={rank: 4, alpha: 8, kind: dora, dropout: 0.1, targets: [query]}"],
+        ],
+    ),
+    "adapter_dropout_is_unsharded": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, dropout: 0.1}", "parallel.dp_replicate=2"],
+        [["adapter={rank: 4, alpha: 8, dropout: 0.1}", "parallel.tp=2"]],
+    ),
+    "bf16_base_computes_in_bf16": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: bf16}", "precision.compute=bf16"],
+        [["adapter={rank: 4, alpha: 8, base: bf16}"]],
+    ),
+    "nf4_divides_widths": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: nf4}"],
+        [
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "model.mlp.width=96"],
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
+        ],
+    ),
+    "nf4_fits_other_settings": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
+        [
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "model.moe={num_experts: 4, top_k: 1, width: 64}",
+            ],
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
+        ],
+    ),
+    "trained_patterns_exist": (
+        "dense",
+        ["train_only=['*norm*', head.weight]"],
+        [["train_only=[heads.weight]"], ["adapter={rank: 4, alpha: 8}", "train_only=['*.lora_A']"]],
+    ),
     "tp_divides_heads": ("dense", ["parallel.tp=4"], [["parallel.tp=8"], ["parallel.tp=16"]]),
     "tp_divides_mlp": (
         "moe",
