@@ -1,11 +1,13 @@
 """Training on preference pairs equals a hand-written training, one answer at a time, on every axis."""
 
+import math
+
 import pytest
 import torch
 from tests.support.equivalence import assert_ranks_agree, run_case
 from tests.support.pairs import expected_training, pair_run
 
-from meshwright.spec import ParallelSpec, PreferenceSpec
+from meshwright.spec import AdapterSpec, ParallelSpec, PreferenceSpec
 
 DPO = PreferenceSpec(beta=0.5, label_smoothing=0.1, nll_weight=0.2)
 LOSSES = {
@@ -45,3 +47,17 @@ def test_every_axis_equals_pairs_by_hand(ranks, layout):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_equals_pairs_by_hand(ranks, loss):
     prove(ranks, LOSSES[loss], *LAYOUTS["tp_2"])
+
+
+def test_adapters_train_on_pairs(ranks):
+    """An adapter starts at zero, so the reference is the base: the first loss is log 2."""
+    adapter = AdapterSpec(rank=3, alpha=8)
+    runs = {
+        name: pair_run(PreferenceSpec(beta=0.5), LAYOUTS[name][0]).with_(adapter=adapter)
+        for name in ("one", "tp_2", "pp_2")
+    }
+    losses = {name: run_case(ranks, run)[0].losses for name, run in runs.items()}
+    assert losses["one"][0] == pytest.approx(math.log(2), rel=1e-9)
+    assert losses["one"][-1] != losses["one"][0]
+    assert losses["tp_2"] == pytest.approx(losses["one"], rel=1e-9)
+    assert losses["pp_2"] == pytest.approx(losses["one"], rel=1e-9)
