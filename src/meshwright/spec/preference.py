@@ -1,10 +1,8 @@
 """Training on pairs of answers, of which one is preferred (DPO and its relatives)."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from meshwright.spec.base import NonNegativeNumber, PositiveNumber, Spec
+from meshwright.spec.base import Fraction, NonNegativeNumber, PositiveNumber, Spec
 
 
 class PreferenceSpec(Spec):
@@ -18,8 +16,8 @@ class PreferenceSpec(Spec):
     without a reference."""
     beta: PositiveNumber = 0.1
     """How strongly the reference binds; usual are 0.1 for sigmoid, ipo and orpo, and 2 for simpo."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """sigmoid: the probability that a label is wrong (conservative DPO)."""
+    label_smoothing: Fraction = 0.0
+    """sigmoid: the probability that a label is wrong (conservative DPO); below 0.5."""
     margin: NonNegativeNumber = 0.0
     """simpo: the reward margin (gamma) that a pair should reach."""
     nll_weight: NonNegativeNumber = 0.0

@@ -25,13 +25,18 @@ def pairs_are_packed_whole(run: RunSpec) -> Violations:
 
 
 def preference_settings_have_effect(run: RunSpec) -> Violations:
-    """Label smoothing is for the sigmoid loss, a margin for SimPO."""
+    """Label smoothing is for the sigmoid loss and below 0.5, a margin for SimPO."""
     preference = run.preference
     if preference is None:
         return
     if preference.label_smoothing and preference.loss != "sigmoid":
         fact = f"label_smoothing={preference.label_smoothing:g} has no effect on loss={preference.loss}"
         yield SpecError(fact, where="preference.label_smoothing", hint="set it to 0, or loss=sigmoid")
+    elif preference.label_smoothing >= 0.5:
+        fact = (
+            f"label_smoothing={preference.label_smoothing:g} takes the rejected answers for the better ones"
+        )
+        yield SpecError(fact, where="preference.label_smoothing", hint="use less than 0.5")
     if preference.margin and preference.loss != "simpo":
         fact = f"margin={preference.margin:g} has no effect on loss={preference.loss}"
         yield SpecError(fact, where="preference.margin", hint="set it to 0, or loss=simpo")

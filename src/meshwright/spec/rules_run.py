@@ -305,7 +305,28 @@ CONDITIONS: list[Condition] = [
     Condition("optim.weight_decay_on", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
     *(
         Condition(f"resilience.{name}", _has_watched_ranks, "there are several ranks")
-        for name in ("step_timeout_seconds", "start_timeout_seconds")
+        for name in ("step_timeout_seconds", "start_timeout_seconds", "hang_factor", "restart.max_restarts")
+    ),
+    *(
+        Condition(
+            f"resilience.restart.{name}",
+            lambda run: _has_watched_ranks(run) and run.resilience.restart.max_restarts > 0,
+            "there are several ranks and max_restarts > 0",
+        )
+        for name in ("max_cycles_without_progress", "backoff_seconds", "max_backoff_seconds")
+    ),
+    Condition(
+        "resilience.compare_replicas_every_steps",
+        lambda run: run.parallel.dp_replicate > 1,
+        "dp_replicate > 1",
+    ),
+    *(
+        Condition(
+            f"resilience.bad_steps.{name}",
+            lambda run: run.resilience.bad_steps.action != "stop",
+            "bad_steps.action is skip or rollback",
+        )
+        for name in ("spike_factor", "max_in_a_row")
     ),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(
@@ -329,6 +350,14 @@ CONDITIONS: list[Condition] = [
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dims")
     ),
 ]
+
+
+def rollback_has_checkpoints(run: RunSpec) -> Violations:
+    """A rollback needs checkpoints on the way."""
+    if run.resilience.bad_steps.action == "rollback" and run.checkpoint.every_steps is None:
+        fact = "bad_steps.action=rollback without checkpoints to go back to"
+        hint = "set checkpoint.every_steps, or bad_steps.action=skip"
+        yield SpecError(fact, where="resilience.bad_steps.action", hint=hint)
 
 
 def settings_have_effect(run: RunSpec) -> Violations:
@@ -374,5 +403,6 @@ RUN_RULES = [
     wsd_has_a_decay,
     decays_are_valid,
     groups_have_parameters,
+    rollback_has_checkpoints,
     settings_have_effect,
 ]

@@ -103,7 +103,7 @@ class RunSpec(Spec):
             schedule=self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
             checkpoint=CheckpointSpec(start_from=self.checkpoint.start_from),
             observe=ObserveSpec(),
-            resilience=ResilienceSpec(),
+            resilience=ResilienceSpec(bad_steps=self.resilience.bad_steps),
             launch=LaunchSpec(),
         )
         return same_trajectory.fingerprint()

@@ -349,7 +349,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     "preference_settings_have_effect": (
         "dense",
         [*PAIRS, "preference.label_smoothing=0.1"],
-        [[*PAIRS, "preference.loss=ipo", "preference.label_smoothing=0.1"], [*PAIRS, "preference.margin=1"]],
+        [
+            [*PAIRS, "preference.loss=ipo", "preference.label_smoothing=0.1"],
+            [*PAIRS, "preference.label_smoothing=0.5"],
+            [*PAIRS, "preference.margin=1"],
+        ],
     ),
     "settings_work_with_pairs": (
         "dense",
@@ -468,6 +472,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.groups=[{pattern: '*norm*', weight_decay: -1}]"],
         ],
     ),
+    "rollback_has_checkpoints": (
+        "dense",
+        ["resilience.bad_steps.action=rollback", "checkpoint.every_steps=2"],
+        [["resilience.bad_steps.action=rollback"]],
+    ),
     "settings_have_effect": (
         "dense",
         ["optim.kind=sgd"],
@@ -496,6 +505,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.weight_decay=0", "optim.weight_decay_on=all"],
             ["resilience.step_timeout_seconds=60"],
             ["resilience.start_timeout_seconds=60"],
+            ["resilience.hang_factor=5"],
+            ["resilience.compare_replicas_every_steps=5"],
+            ["resilience.restart.max_restarts=0"],
+            ["resilience.restart.max_cycles_without_progress=5"],
+            ["resilience.restart.backoff_seconds=5"],
+            ["resilience.restart.max_backoff_seconds=5"],
+            ["resilience.bad_steps.spike_factor=5"],
+            ["resilience.bad_steps.max_in_a_row=2"],
             ["schedule.decay_steps=5"],
             ["schedule.kind=constant", "schedule.min_lr_ratio=0.2"],
             ["model.moe={num_experts: 4, top_k: 1, width: 8, top_groups: 2}"],
