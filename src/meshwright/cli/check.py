@@ -47,9 +47,13 @@ def check(
     cluster too: micro-batch, tp across nodes, recompute, ZeRO stage, tiles and waves. Nothing is started and
     nothing is written.
     """
+    from meshwright.cli.data_records import check_records
     from meshwright.errors import EXIT_INPUT, SpecError
+    from meshwright.spec.records_file import has_sources
     from meshwright.spec.text import read_run
 
+    if has_sources(run):
+        return check_records(run, as_json=as_json)
     try:
         loaded = read_run(run, overrides or [])
         loaded.require_valid()
@@ -65,6 +69,7 @@ def check(
         typer.echo(_origin_table(loaded))
     else:
         typer.echo("\n".join([_summary(loaded.run), *_notes(notes)]))
+    return None
 
 
 def _violations(error: Any) -> list[dict[str, str]]:

@@ -163,6 +163,7 @@ class SamplesSettings(TypedDict, total=False):
     shuffle: bool
     max_epochs: int | None
     num_workers: int | Literal["auto"]
+    on_device: bool
     sample_tokens: int
 
 
@@ -352,6 +353,7 @@ class FitSettings(ModuleSettings, total=False):
     shuffle: bool
     max_epochs: int | None
     num_workers: int | Literal["auto"]
+    on_device: bool
     sample_tokens: int
     tensorboard: bool
     evaluate: EvaluateSpec | EvaluateSettings | None

@@ -131,7 +131,12 @@ def _evaluated_data(
 
 
 def _require_same_tokenizer(saved: DataSpec, path: str) -> None:
-    """Refuse a dataset that another tokenizer packed; nothing is compared where the run's data is gone."""
+    """Refuse a dataset that another tokenizer packed.
+
+    Nothing is compared where the run's data is gone, or with a Megatron pair, which names no tokenizer.
+    """
+    if Path(f"{path}.idx").is_file():
+        return
     try:
         ours = tokenizer_for(saved)
     except (MeshwrightError, OSError):
