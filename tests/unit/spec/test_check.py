@@ -536,6 +536,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["checkpoint.every_steps=10", "checkpoint.keep_every_steps=30"],
         [["checkpoint.every_steps=10", "checkpoint.keep_every_steps=25"]],
     ),
+    "uploaded_steps_are_saved": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.upload={destination: s3://a/b, interval_steps: 30}"],
+        [
+            ["checkpoint.every_steps=10", "checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
+            ["checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
+        ],
+    ),
     "best_checkpoints_are_evaluated": (
         "dense",
         [
