@@ -18,6 +18,7 @@ from meshwright.api.questions import check, plan, predict
 from meshwright.api.training import train
 from meshwright.checkpoint.load_weights import load_weights
 from meshwright.cli.main import VERBS, run
+from meshwright.data.loader import open_loader
 from meshwright.modules.chain import Chain
 from meshwright.modules.fit import fit
 from meshwright.modules.own_loop import prepare
@@ -25,6 +26,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.base import Spec
 from meshwright.spec.check import RULES
 from meshwright.spec.modules import FitSpec, LoopSpec, SamplesSpec
+from meshwright.spec.records import HashPartSpec, RecordSourceSpec, RecordsSpec
 from meshwright.spec.rules_modules import FIT_RULES, LOOP_RULES, MODULE_RULES, SHARED_FIT_RULES, SHARED_RULES
 from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.violations import spec_of
@@ -84,6 +86,19 @@ def python_page() -> str:
         parts += [""]
     parts += ["### data\n", "| setting | kind | default | meaning |\n|---|---|---|---|"]
     parts += [_row("data.", name, found) for name, found in SamplesSpec.model_fields.items()]
+    parts += [
+        "",
+        "## meshwright.open_loader\n",
+        _block(_call(open_loader)),
+        f"{inspect.getdoc(open_loader)}\n",
+    ]
+    parts += ["### Records file\n", "| setting | kind | default | meaning |\n|---|---|---|---|"]
+    for start, spec in (
+        ("", RecordsSpec),
+        ("sources[].", RecordSourceSpec),
+        ("sources[].part.", HashPartSpec),
+    ):
+        parts += [_row(start, name, found) for name, found in spec.model_fields.items()]
     parts += ["", "## meshwright.load_weights\n", _block(_call(load_weights))]
     parts += [f"{inspect.getdoc(load_weights)}\n"]
     parts += ["## meshwright.Chain\n", f"{inspect.getdoc(Chain)}\n"]
@@ -209,6 +224,8 @@ def _word(option: Any) -> str:
     if isinstance(option, type) and issubclass(option, Spec):
         return "mapping"
     plain = get_args(option)[0] if get_origin(option) is Annotated else option
+    if get_origin(plain) is dict:
+        return "mapping"
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[plain]
 
 

@@ -8,7 +8,8 @@ MeshwrightError            exit
 |- LaunchError             2   the launcher or its environment is wrong
 |- PlanError               3   it does not fit, or no layout is feasible
 `- RunError                4   a run that had started failed
-   `- OutOfMemory          4   a rank ran out of memory (5 from one rank to the process that started it)
+   |- OutOfMemory          4   a rank ran out of memory (5 from one rank to the process that started it)
+   `- LostRank             4   another rank has ended or hangs (6 from one rank to its supervisor)
 
 A message is a fact with its values, then where, then what to do. Anything that is not a
 MeshwrightError is a fault of ours and exits 70.
@@ -22,7 +23,11 @@ EXIT_NO_FIT = 3
 EXIT_RUN_FAILED = 4
 EXIT_RANK_OUT_OF_MEMORY = 5
 """Exit status of one rank, for the process that started it; `meshwright train` itself then ends with 4."""
+EXIT_RANK_LOST = 6
+"""Exit status of a rank that lost another one, for the process that started it and may restart all."""
 EXIT_FAULT = 70
+EXIT_NO_PROGRESS = 93
+"""Restarts brought no newer checkpoint: do not requeue. NVIDIA's ft_launcher uses the same code for it."""
 EXIT_INTERRUPTED = 130
 
 
@@ -109,3 +114,7 @@ class RunError(MeshwrightError):
 
 class OutOfMemory(RunError):
     """A rank ran out of memory, on its device or on the host."""
+
+
+class LostRank(RunError):
+    """Another rank has ended, or a collective with it took too long; a restart of all ranks may help."""

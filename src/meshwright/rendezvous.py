@@ -32,7 +32,7 @@ SECRET_FILE = ".secret"
 _NOTICE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _CONNECT_SECONDS = 3.0
-_MOST_SHOWN = 16
+_MOST_SHOWN, _MOST_TRIES = 16, 5
 # Files that rank 0 opens beside the connections of the other ranks: data, logs, sockets of collectives.
 _OTHER_FILES = 1024
 
@@ -47,11 +47,57 @@ def meet(
         hint = f"do they run, and do all hosts see the same {run_dir}?" if run_dir else hint
         if not _is_host(launched, meeting):
             _wait_for_listener(launched, meeting, deadline)
-    opened = _open_store(launched, meeting)
-    store = dist.PrefixStore(f"{prefix}/{next(opened.joins)}", opened.store)
-    store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
-    _wait_for_all(store, launched, deadline, hint)
-    return store
+    while True:
+        opened = _open_living_store(launched, meeting, deadline)
+        store = dist.PrefixStore(f"{prefix}/{next(opened.joins)}", opened.store)
+        store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
+        if _arrive(store, launched, meeting):
+            _wait_for_all(store, launched, deadline, hint)
+            return store
+        _await_new_store(launched, meeting, deadline)
+
+
+def _arrive(store: dist.Store, launched: LaunchedRank, meeting: Meeting) -> bool:
+    """Enter this rank; False in the store of an earlier start, where a process of this rank has arrived.
+
+    After a failure, the ranks of one node may be back before rank 0 of another node has noticed it.
+    """
+    key, token = f"arrived/{launched.rank}", f"{socket.gethostname()} {os.getpid()} {time.time()}"
+    if not isinstance(meeting, StoreAddress) or meeting.is_hosted_by_agent or launched.rank == 0:
+        store.set(key, token)
+        return True
+    try:
+        return store.compare_set(key, "", token).decode() == token
+    except RuntimeError:  # rank 0 ended just now, and its store with it
+        return False
+
+
+def _open_living_store(launched: LaunchedRank, meeting: Meeting, deadline: float) -> "_OpenStore":
+    """Open the store; another time where rank 0 of an earlier start ended while this rank connected."""
+    for _ in range(_MOST_TRIES):
+        tried_at = time.monotonic()
+        try:
+            return _open_store(launched, meeting)
+        except LaunchError:
+            is_host = not isinstance(meeting, StoreAddress) or _is_host(launched, meeting)
+            if is_host or time.monotonic() - tried_at > _CONNECT_SECONDS:  # another program listens there
+                raise
+            _await_new_store(launched, meeting, deadline)
+    return _open_store(launched, meeting)
+
+
+def _await_new_store(launched: LaunchedRank, meeting: Meeting, deadline: float) -> None:
+    """Forget the store of an earlier world, and wait a moment for the one that rank 0 opens next."""
+    _open_store.cache_clear()
+    if time.monotonic() > deadline:
+        raise RunError(
+            f"rank {launched.rank} has arrived already, in the store of an earlier start",
+            where="start of the ranks",
+            hint="does rank 0 still run, from before a failure? End it, or wait for its timeout",
+        )
+    time.sleep(_POLL_SECONDS)
+    if isinstance(meeting, StoreAddress):
+        _wait_for_listener(launched, meeting, deadline)
 
 
 def run_secret(run_dir: Path | None) -> str:
@@ -209,7 +255,6 @@ def _wait_for_all(store: dist.Store, launched: LaunchedRank, deadline: float, hi
 
     Each rank writes one key, adds one to a counter and waits for one key: the store sees few messages.
     """
-    store.set(f"arrived/{launched.rank}", socket.gethostname())
     if store.add("num_arrived", 1) == launched.num_ranks:
         store.set("all", "")
     while not _is_set(store, "all", min(_NOTICE_SECONDS, max(0.1, deadline - time.monotonic()))):

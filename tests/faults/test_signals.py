@@ -36,7 +36,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path):
 
 
 def test_a_killed_rank_is_named_and_the_run_fails(tmp_path):
-    with training(tmp_path) as launcher:
+    with training(tmp_path, "resilience.restart.max_restarts=0") as launcher:
         ranks_of(launcher)[1].kill()
         _, printed = launcher.communicate(timeout=LONGEST_SECONDS)
     assert launcher.returncode == 4, printed

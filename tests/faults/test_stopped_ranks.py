@@ -10,7 +10,8 @@ TIMEOUT = 4
 
 
 def test_a_stopped_rank_is_reported_with_its_stack_and_the_run_fails(tmp_path):
-    with training(tmp_path, f"resilience.step_timeout_seconds={TIMEOUT}") as launcher:
+    words = (f"resilience.step_timeout_seconds={TIMEOUT}", "resilience.restart.max_restarts=0")
+    with training(tmp_path, *words) as launcher:
         stopped = ranks_of(launcher)[1]
         stopped.suspend()
         stopped_at = time.monotonic()

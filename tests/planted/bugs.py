@@ -5,6 +5,7 @@ from tests.planted.plant import Bug
 DP = "tests/equivalence/test_dp.py::"
 AXIS = "tests/equivalence/test_layouts.py::test_each_axis"
 RESUME = "tests/resume/test_resume.py::"
+ADAPTERS = "tests/equivalence/test_adapters.py::test_adapters_equal_merged_weights"
 JOINT = "tests/unit/parallel/test_fused_projections.py::"
 
 BUGS = [
@@ -468,6 +469,34 @@ BUGS = [
         "g = g * scalars.gradient_scale",
         "g = g * 1.0",
         "tests/unit/optim/test_clip.py::test_a_rule_that_clips_as_it_reads_takes_the_same_step[adamw]",
+    ),
+    Bug(
+        "A of an adapter initialised by the width of its shard",
+        "models/initialise.py",
+        "bound = parameter.shape[-1] ** -0.5",
+        "bound = target.shape[-1] ** -0.5",
+        ADAPTERS + "[tp2-gpt-dora]",
+    ),
+    Bug(
+        "the replicated factor of an adapter not summed over tp",
+        "parallel/gradient_bucket.py",
+        'return one.placements[names.index("tp")].is_replicate()',
+        'return one.placements[names.index("tp")].is_replicate() and ".adapter." not in one.name',
+        ADAPTERS + "[tp2-mla]",
+    ),
+    Bug(
+        "alpha in the place of alpha / rank",
+        "spec/adapter.py",
+        "return self.alpha / (math.sqrt(self.rank)",
+        "return self.alpha / (1.0",
+        ADAPTERS + "[gqa]",
+    ),
+    Bug(
+        "dropout on the output of an adapter",
+        "models/layers/adapter.py",
+        "self.matmul(x, local(self.lora_A))",
+        "(self.dropout or nn.Identity())(self.matmul(x, local(self.lora_A)))",
+        "tests/unit/adapters/test_attach.py::test_dropout_is_on_the_input_of_a",
     ),
     Bug(
         "a Function that is compiled ends in a cast",

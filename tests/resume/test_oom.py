@@ -15,7 +15,7 @@ from tests.support.runs import tiny_run
 
 from meshwright.cli.main import run as run_command
 from meshwright.errors import EXIT_INPUT, EXIT_RUN_FAILED
-from meshwright.launch import local
+from meshwright.launch import rank_process
 from meshwright.observe.events import events_path, read_events
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import read_summary
@@ -50,7 +50,7 @@ def oom(monkeypatch: pytest.MonkeyPatch):
             program = [sys.executable, "-m", "tests.support.oom_rank", place, str(rank), str(step)]
             return GENUINE([*program, *command[3:]], cwd=ROOT, **options)
 
-        monkeypatch.setattr(local.subprocess, "Popen", start)
+        monkeypatch.setattr(rank_process.subprocess, "Popen", start)
 
     return plant
 

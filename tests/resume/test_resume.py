@@ -1,13 +1,15 @@
 """A run that was stopped and resumed is the run that was not."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support.equivalence import RTOL, worst_errors
 from tests.support.oracle import Sequences, reference
-from tests.support.run_directories import assert_same_state, attempt, last_checkpoint, read_tensors
-from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.run_directories import Attempt, assert_same_state, attempt, last_checkpoint, read_tensors
+from tests.support.runs import MODELS, OPTIMIZERS, few_microbatches, tiny_run
 
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec import CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec
@@ -23,7 +25,7 @@ LAYOUTS = {
 
 def bitwise_run(parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
     """Everything that has state: dropout, momenta, averages, the loss scale of fp16."""
-    precision = {"compute": compute, "loss_scale": {"initial": 2.0**40, "growth_steps": 2}}
+    precision = {"compute": compute, "loss_scale": {"initial": 2.0**24, "growth_steps": 2}}
     if compute != "fp16":
         precision = {"compute": compute}
     return tiny_run(
@@ -33,7 +35,20 @@ def bitwise_run(parallel: ParallelSpec, compute: str = "fp32") -> RunSpec:
         deterministic=True,
         precision=PrecisionSpec.model_validate(precision),
         checkpoint=CheckpointSpec(every_steps=2),
+        microbatch_sequences=few_microbatches(parallel),
     )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Attempt]]:
+    """Layout -> the directory and the attempt of the run that is not stopped, trained once."""
+
+    @functools.cache
+    def train(layout: str) -> tuple[Path, Attempt]:
+        run_dir = tmp_path_factory.mktemp(layout)
+        return run_dir, attempt(ranks, bitwise_run(LAYOUTS[layout]), run_dir)
+
+    return train
 
 
 def history(run_dir: Path) -> list[tuple[object, ...]]:
@@ -49,16 +64,16 @@ def named(parallel: ParallelSpec) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stop_after", (1, 3))
-def test_stopped_and_resumed_equals_uninterrupted(ranks, tmp_path, layout, stop_after):
+def test_stopped_and_resumed_equals_uninterrupted(ranks, tmp_path, uninterrupted, layout, stop_after):
     run = bitwise_run(LAYOUTS[layout])
-    whole = attempt(ranks, run, tmp_path / "whole")
+    whole_dir, whole = uninterrupted(layout)
     first = attempt(ranks, run, tmp_path / "parts", stop_after=stop_after)
     assert (first.kind, first.step) == ("interrupted", stop_after)
     second = attempt(ranks, run, tmp_path / "parts")
     assert (second.kind, second.step) == ("finished", NUM_STEPS)
     assert first.sample_ids + second.sample_ids == whole.sample_ids
-    assert history(tmp_path / "parts") == history(tmp_path / "whole")
-    assert_same_state(tmp_path / "parts", tmp_path / "whole")
+    assert history(tmp_path / "parts") == history(whole_dir)
+    assert_same_state(tmp_path / "parts", whole_dir)
     kinds = {name.split(".")[0] for name in read_tensors(last_checkpoint(tmp_path / "parts"))}
     assert kinds == {"model", "optim", "ema"}
 
@@ -96,7 +111,7 @@ def test_the_loss_scale_resumes(ranks, tmp_path, layout):
 def test_resumes_on_another_mesh(ranks, tmp_path, before, after):
     """Sample for sample, and weights as if nothing had happened."""
     model = MODELS["moe"].with_(num_layers=4, tied_head=True)
-    run = tiny_run(model, optim=OPTIMIZERS["adamw"].with_(ema_decay=0.5))
+    run = tiny_run(model, optim=OPTIMIZERS["adamw"].with_(ema_decay=0.5), microbatch_sequences=2)
     first = attempt(ranks, run.with_(parallel=before), tmp_path, stop_after=2)
     second = attempt(ranks, run.with_(parallel=after), tmp_path)
     assert (first.step, second.step) == (2, NUM_STEPS)

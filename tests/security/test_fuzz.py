@@ -20,6 +20,7 @@ from tests.support.malformed import TOKENS, malformed
 from tests.support.run_files import TRAINABLE, train_run_file
 
 from meshwright.cli.main import run
+from meshwright.launch.attempt import AttemptEnd
 
 KNOWN_CODES = {0, 2, 3, 4, 130}
 SECONDS = 5
@@ -251,8 +252,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     here = tmp_path / "work"
     here.mkdir()
     monkeypatch.chdir(here)
-    for module in ("meshwright.train.oom_restart", "meshwright.launch.local"):
-        monkeypatch.setattr(f"{module}.run_local", lambda *_, **__: 0)
+    for module in ("meshwright.train.supervise", "meshwright.launch.local"):
+        monkeypatch.setattr(f"{module}.run_attempt", lambda *_, **__: AttemptEnd("done", 0))
     return here
 
 

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
+from tests.support.merged_decoder import MergedDecoder
 from tests.support.oracle_optimizers import PlainOptimizer
 from tests.support.reference_attention import set_documents, use_reference_attention
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from meshwright.data.stream import open_source
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.routing import Router
+from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
 from meshwright.spec import OptimSpec, RunSpec
+from meshwright.spec.adapter import adaptable
 
 IGNORED = -100
 
@@ -170,15 +173,23 @@ def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
     model = build_decoder(run.model, dtype=torch.float64)
     initialise(model, run.seed)
     use_reference_attention(model)
+    if run.adapter is not None and run.adapter.base == "nf4":
+        named = dict(model.named_parameters())
+        for one in adaptable(run.model):
+            packed = quantise_nf4(named[one.name].detach())
+            named[one.name].data = dequantise_nf4(*packed, torch.float64)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in frozen))
+        is_frozen = any(part in name for part in frozen)
+        if run.adapter is not None or run.train_only:
+            is_frozen = not any(fnmatchcase(name, pattern) for pattern in run.train_only)
+        parameter.requires_grad_(not is_frozen)
     return model
 
 
 def reference(run: RunSpec, *, num_steps: int = 3, frozen: tuple[str, ...] = ()) -> Reference:
     """Train `num_steps` steps; cached for later runs with the same model, optimizer, schedule and data."""
-    parts = (run.model, run.optim, run.schedule, run.data.with_(microbatch_sequences=1))
-    key = "/".join(part.model_dump_json() for part in parts)
+    parts = (run.model, run.optim, run.schedule, run.data.with_(microbatch_sequences=1), run.adapter)
+    key = "/".join(part.model_dump_json() if part else "" for part in parts) + "/".join(run.train_only)
     return _cached(_Ignored(run), key, run.seed, num_steps, frozen)
 
 
@@ -203,7 +214,11 @@ def _cached(run: _Ignored, key: str, seed: int, num_steps: int, frozen: tuple[st
 def _train(run: RunSpec, num_steps: int, frozen: tuple[str, ...]) -> Reference:
     model, sequences = reference_model(run, frozen), Sequences(run)
     routers = Routers(model)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    every = dict(model.named_parameters())
+    if run.adapter is not None:
+        model = MergedDecoder(model, run)
+        every |= model.adapters
+    named = {name: p for name, p in every.items() if p.requires_grad}
     optimizer = _optimizer(run, named)
     ema = {name: p.detach().clone() for name, p in named.items()}
     losses, norms, rates, gradients = [], [], [], []
@@ -217,7 +232,8 @@ def _train(run: RunSpec, num_steps: int, frozen: tuple[str, ...]) -> Reference:
         gradients.append({name: _gradient(p) for name, p in named.items()})
         optimizer.step()
         optimizer.zero_grad()
-        routers.step_biases()
+        if run.adapter is None:
+            routers.step_biases()
         losses.append(loss.item())
         norms.append(norm.item())
         for name, p in named.items():
@@ -228,9 +244,13 @@ def _train(run: RunSpec, num_steps: int, frozen: tuple[str, ...]) -> Reference:
         grad_norms=norms,
         learning_rates=rates,
         gradients=gradients,
-        weights={name: p.detach().clone() for name, p in model.named_parameters()},
+        weights={name: p.detach().clone() for name, p in every.items()},
         optimizer=_states(optimizer, named),
-        buffers={name: value.clone() for name, value in model.state_dict().items() if "balance_bias" in name},
+        buffers={
+            name.removeprefix("base."): value.clone()
+            for name, value in model.named_buffers()
+            if "balance_bias" in name
+        },
         ema=ema,
         eval_loss=_evaluation_loss(model, sequences),
     )

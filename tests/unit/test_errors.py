@@ -39,4 +39,5 @@ def test_exit_codes_are_those_of_the_contract():
         "PlanError": 3,
         "RunError": 4,
         "OutOfMemory": 4,
+        "LostRank": 4,
     }

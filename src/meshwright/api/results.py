@@ -13,6 +13,7 @@ from meshwright.plan.draw.charts import Bar, stacked_bars
 from meshwright.plan.draw.document import format_text, plan_document, run_file
 from meshwright.plan.draw.memory import memory_chart
 from meshwright.plan.draw.plan_report import report_html
+from meshwright.plan.explain.failures import failure_sentences
 from meshwright.plan.explain.gains import Gain, gains
 from meshwright.plan.explain.neighbours import ITEM_NAMES, Neighbour, neighbours
 from meshwright.plan.explain.reasons import explain
@@ -74,7 +75,7 @@ class PlanResult:
     @cached_property
     def why(self) -> list[str]:
         """The reasons for the choice, one sentence for each technique."""
-        return [*explain(self.plan), *checkpoint_sentences(self.plan.question)]
+        return [*explain(self.plan), *checkpoint_sentences(self.plan.question), *failure_sentences(self.plan)]
 
     @cached_property
     def neighbours(self) -> list[Neighbour]:

@@ -15,10 +15,12 @@ from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step_clock import StepClock
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialise import fill, initial_std, seed_of
+from meshwright.models.initialise import fill, initial_std, packed_weights, seed_of
+from meshwright.ops.nf4 import quantise_nf4
 from meshwright.optim.schedule import learning_rate
 from meshwright.plan.workload.flops import flops_per_token
 from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.adapter import adapter_parameters
 from meshwright.spec.parameters import Parameter, parameters
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.gc_control import gc_paused
@@ -105,17 +107,28 @@ def fill_on_device(model: Decoder, seed: int, *, device: torch.device) -> None:
     Drawing billions of numbers on one CPU core takes minutes. The numbers differ from those of `initialise`.
     """
     model.to_empty(device=device)
-    described = {parameter.name: parameter for parameter in parameters(model.spec)}
+    listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
+    described = {parameter.name: parameter for parameter in listed}
+    packed = packed_weights(model)
     for name, tensor in model.named_parameters():
-        fill(tensor, random_value(model.spec, described[name], seed, device))
+        if name not in described:  # the absmax of packed weights is filled with them
+            continue
+        value = random_value(model.spec, described[name], seed, device)
+        if name in packed:
+            value, absmax = quantise_nf4(value)
+            fill(packed[name], absmax)
+        fill(tensor, value)
     for buffer in model.buffers():
         buffer.zero_()
 
 
 def random_value(spec: ModelSpec, parameter: Parameter, seed: int, device: torch.device) -> Tensor:
     """One initial tensor: ones for norms, zeros for biases, else normal numbers from the name's own seed."""
-    if parameter.kind in ("norm", "bias"):
-        return torch.full(parameter.shape, float(parameter.kind == "norm"), device=device)
+    if parameter.kind in ("norm", "bias", "lora_B", "magnitude"):
+        return torch.full(parameter.shape, float(parameter.kind in ("norm", "magnitude")), device=device)
     generator = torch.Generator(device).manual_seed(seed_of(seed, parameter.name))
     value = torch.empty(parameter.shape, device=device)
+    if parameter.kind == "lora_A":
+        bound = parameter.shape[-1] ** -0.5
+        return value.uniform_(-bound, bound, generator=generator)
     return value.normal_(0.0, initial_std(spec, parameter), generator=generator)

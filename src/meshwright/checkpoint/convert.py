@@ -14,7 +14,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshwright import __version__
+from meshwright.adapters.merge import MergedTensors
+from meshwright.adapters.peft_write import write_peft
 from meshwright.checkpoint.export import exported_files, source_dtype
+from meshwright.checkpoint.load import read_manifest
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.checkpoint.source_files import keep_source_files
 from meshwright.checkpoint.weights import TORCH_SUFFIXES, Weights
@@ -23,7 +26,7 @@ from meshwright.files import new_folder_beside
 from meshwright.mesh import join_world, leave_world
 from meshwright.models.hf_weights import DEFAULT_SHARD_BYTES, save_folder
 
-Form = Literal["huggingface", "checkpoint", "torch"]
+Form = Literal["huggingface", "checkpoint", "torch", "peft"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,6 +52,8 @@ def convert_weights(
         target.parent.mkdir(parents=True, exist_ok=True)
         if form == "huggingface":
             _write_folder(weights, target, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        elif form == "peft":
+            _write_peft(weights, target)
         elif form == "torch":
             _write_file(weights, target, dtype=dtype)
         else:
@@ -60,6 +65,16 @@ def convert_weights(
         raise CheckpointError(
             f"cannot be written: {why}", where=str(target), hint="free disk space, or name another place"
         ) from None
+
+
+def merge_note(weights: Weights, dtype: torch.dtype | None) -> str | None:
+    """What merging adapters changed, to print: the share of weights that differ after rounding."""
+    if not isinstance(weights.tensors, MergedTensors):
+        return None
+    dtype = dtype or source_dtype(weights) or torch.float32
+    share = weights.tensors.changed_share(dtype)
+    name = str(dtype).removeprefix("torch.")
+    return f"adapters are merged: {share:.1%} of the adapted weights differ from the base in {name}"
 
 
 def _disk_error_text(error: Exception) -> str | None:
@@ -75,6 +90,22 @@ def _write_folder(weights: Weights, target: Path, *, dtype: torch.dtype | None, 
     files = exported_files(weights, dtype)
     save_folder(
         weights.tensors, weights.model, target, max_shard_bytes=max_shard_bytes, dtype=dtype, files=files
+    )
+
+
+def _write_peft(weights: Weights, target: Path) -> None:
+    """Write the adapters of a checkpoint as a peft folder."""
+    if not isinstance(weights.tensors, MergedTensors) or weights.run is None or weights.run.adapter is None:
+        hint = "name the run directory of a run with `adapter`"
+        raise CheckpointError("these weights have no adapters", where=str(weights.origin), hint=hint)
+    base = read_manifest(weights.origin).get("base") or {}
+    write_peft(
+        target,
+        weights.model,
+        weights.run.adapter,
+        weights.tensors.adapters,
+        base=base.get("path"),
+        base_digest=base.get("digest"),
     )
 
 

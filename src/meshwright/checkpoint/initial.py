@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.adapters.attach import set_magnitudes
+from meshwright.checkpoint.adapters import has_adapters, load_adapters
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
@@ -21,12 +23,16 @@ from meshwright.checkpoint.save import on_all_ranks
 from meshwright.errors import CheckpointError
 from meshwright.models.hf_names import state_shapes
 from meshwright.models.hf_weights import HuggingFaceReader
+from meshwright.models.initialise import unpacked_slices
+from meshwright.ops.nf4 import quantise_nf4
 from meshwright.optim.build import set_master_weights
-from meshwright.parallel.shards import global_slices
+from meshwright.parallel.shards import ParameterShard, global_slices
 from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.adapter import adapted_weight
 from meshwright.spec.huggingface import load_model
 
 _WHERE = "checkpoint.start_from"
+ABSMAX = "_absmax"
 # Settings that a run may change without a note: they do not change what the weights compute.
 _TRAINING_SETTINGS = ("family", "dropout", "init_std", "scaled_residual_init")
 
@@ -38,6 +44,7 @@ def load_initial_weights(run: RunSpec, training: LiveTraining, *, averaged: bool
     the weights begins at the loaded ones. `averaged` loads the moving average of a checkpoint's weights.
     """
     if run.checkpoint.start_from is None:
+        _refuse_random_base(run)
         return
     folder = locate_weights(run.checkpoint.start_from, where=_WHERE)
     with training.weights.all_on_device(changing=True):
@@ -45,9 +52,18 @@ def load_initial_weights(run: RunSpec, training: LiveTraining, *, averaged: bool
             _load_checkpoint(run, training, folder, averaged=averaged)
         else:
             on_all_ranks(lambda: _load_hugging_face(run, training, folder))
+        for stage in training.program.stages:
+            set_magnitudes(stage)
+        on_all_ranks(lambda: load_adapters(run, training, averaged=averaged))
         training.program.gather_parameters()
     if training.ema is not None:
         training.ema.restart()
+
+
+def _refuse_random_base(run: RunSpec) -> None:
+    if run.adapter is not None:
+        hint = "name the base: a Hugging Face folder, a checkpoint or a run directory"
+        raise CheckpointError("adapters need a trained base", where=_WHERE, hint=hint)
 
 
 def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> None:
@@ -55,7 +71,13 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
     require_same_tensors(run.model, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
     reader = HuggingFaceReader(folder, run.model)
     with torch.no_grad():
-        for one in training.program.shards:
+        shards = {one.name: one for one in _base_shards(training)}
+        for one in shards.values():
+            if one.name.endswith(ABSMAX):
+                continue  # follows from the weight
+            if f"{one.name}{ABSMAX}" in shards:
+                _quantise(reader, one, shards[f"{one.name}{ABSMAX}"])
+                continue
             value = reader.read_slice(one.name, global_slices(one))
             if one.name in training.named_shards:
                 set_master_weights(training.optimizer, training.named_shards, {one.name: value})
@@ -71,15 +93,37 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
 def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool) -> None:
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
+    if has_adapters(manifest):
+        hint = "name their base here, and the adapters in adapter.start_from"
+        raise CheckpointError("this checkpoint has adapters without their base", where=_WHERE, hint=hint)
+    if run.adapter is not None and run.adapter.base == "nf4":
+        hint = "convert it to a Hugging Face folder first: `meshwright convert`"
+        raise CheckpointError("adapter.base=nf4 reads Hugging Face folders", where=_WHERE, hint=hint)
     theirs = saved_model(manifest)
     kinds = ("model.", "buffers.")
     saved = saved_shapes(folder)
     shapes = {name.split(".", 1)[1]: shape for name, shape in saved.items() if name.startswith(kinds)}
     require_same_tensors(run.model, shapes, folder, theirs=theirs)
+    adapters = {f"model.{one.name}" for one in training.program.shards} - {
+        f"model.{one.name}" for one in _base_shards(training)
+    }
     tensors = weight_tensors(training)
-    load_tensors(folder, _averages(tensors, saved, folder) if averaged else tensors)
+    base = {name: tensor for name, tensor in tensors.items() if name not in adapters}
+    load_tensors(folder, _averages(base, saved, folder) if averaged and run.adapter is None else base)
     set_loaded_masters(training, tensors)
     _print_differences(run.model, theirs, folder)
+
+
+def _quantise(reader: HuggingFaceReader, packed: ParameterShard, absmax: ParameterShard) -> None:
+    """Read this rank's part of a weight and store it in NF4; the 16-bit weight is freed at once."""
+    value = reader.read_slice(packed.name, unpacked_slices(global_slices(packed)))
+    for one, part in zip((packed, absmax), quantise_nf4(value.to(packed.shard.device)), strict=True):
+        one.shard.copy_(part)
+
+
+def _base_shards(training: LiveTraining) -> list[ParameterShard]:
+    """The parameters of the model itself, without those of adapters."""
+    return [one for one in training.program.shards if adapted_weight(one.name) is None]
 
 
 def _averages(

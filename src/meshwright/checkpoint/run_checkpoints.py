@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
+from meshwright.checkpoint.adapters import adapter_of, base_record, require_same_base, saved_shards
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.live import DataPosition, Fp8Fallback, LiveTraining, Progress, UserState
 from meshwright.checkpoint.load import (
@@ -70,10 +71,16 @@ def set_loaded_masters(training: LiveTraining, tensors: Mapping[str, Tensor]) ->
 
 
 def all_tensors(run: SavedSpec, training: LiveTraining) -> dict[str, Tensor]:
-    """Weights, optimizer states and averages as shards of full tensors, in the storage of the training."""
+    """Weights, optimizer states and averages as shards of full tensors, in the storage of the training.
+
+    With adapters the frozen base is left out: a checkpoint records where it is (`checkpoint/adapters.py`).
+    """
     synchronize(training.device)  # what offload is still sending to the host
     shards = {one.name: one for one in training.program.shards}
     tensors = weight_tensors(training)
+    if adapter_of(run) is not None:
+        saved = {f"model.{one.name}" for one in saved_shards(run, training)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in saved}
     for name, states in _optimizer_tensors(run, training).items():
         one = shards[name]
         tensors |= {
@@ -136,6 +143,7 @@ class Checkpoints:
         """Settings that differ from those of the restored checkpoint."""
         self.restarts_data = False
         """Whether the data begins anew after `restore`, because the run has other samples."""
+        self._base = on_all_ranks(lambda: base_record(run)) if isinstance(run, RunSpec) else None
 
     def __enter__(self) -> Self:
         return self
@@ -204,6 +212,7 @@ class Checkpoints:
             print(f"note: {folder} is damaged and skipped: {error.fact}", file=sys.stderr)
 
     def _load(self, folder: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        require_same_base(manifest.get("base"), self._base, folder)
         if self.user_state is not None:
             self.user_state.allocate()
         with self.training.weights.all_on_device(changing=True):
@@ -229,6 +238,7 @@ class Checkpoints:
             "user_state": self.user_state.state() if self.user_state else None,
             "loss_scale": scale.state() if scale else None,
             "fp8_fallback_layers": self.fp8_fallback.fallback_layers if self.fp8_fallback else [],
+            "base": self._base,
             "trajectory": self.run.trajectory_fingerprint(),
             "run": self.run.model_dump(mode="json"),
             "versions": {"meshwright": __version__, "torch": torch.__version__},

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.adapters.merge import MergedTensors, QuantisedTensors
+from meshwright.checkpoint.adapters import base_record, has_adapters, read_adapters, require_same_base
 from meshwright.checkpoint.initial import (
     no_average,
     require_built_in,
@@ -41,6 +43,8 @@ class Weights:
     run: RunSpec | None = None
     """The run of a checkpoint; None for other sources."""
     step: int | None = None
+    adapters: Path | None = None
+    """The checkpoint of adapters that are merged into the tensors."""
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -95,9 +99,19 @@ class FolderTensors(Mapping[str, Tensor]):
 
 
 def open_weights(
-    path: str | Path, *, step: int | None = None, averaged: bool = False, model: ModelSpec | None = None
+    path: str | Path,
+    *,
+    step: int | None = None,
+    averaged: bool = False,
+    model: ModelSpec | None = None,
+    merges_adapters: bool = True,
+    onto_original: bool = False,
 ) -> Weights:
-    """The weights at a path; `averaged` takes the moving average, `model` is for files without a model."""
+    """The weights at a path; `averaged` takes the moving average, `model` is for files without a model.
+
+    A checkpoint of adapters gives its base, with `merges_adapters` with the adapters merged in. A base in
+    NF4 is the dequantised one that they were trained on, or with `onto_original` the one on disk.
+    """
     path = Path(path).expanduser()
     if path.is_file():
         return _from_file(path, model)
@@ -105,13 +119,45 @@ def open_weights(
         raise _model_without_effect(path)
     folder = locate_weights(path, where=str(path), step=step)
     if is_checkpoint(folder):
+        if has_adapters(read_manifest(folder)):
+            return _with_adapters(
+                folder, averaged=averaged, merges_adapters=merges_adapters, onto_original=onto_original
+            )
+        _require_adapters_wanted(folder, merges_adapters=merges_adapters)
         return _from_checkpoint(folder, averaged=averaged)
+    _require_adapters_wanted(folder, merges_adapters=merges_adapters)
     if averaged:
         raise CheckpointError(
             "a Hugging Face folder has no average of the weights", where=str(folder), hint="leave --ema out"
         )
     there = load_model(str(folder))
     return Weights(there, FolderTensors(HuggingFaceReader(folder, there)), folder)
+
+
+def _with_adapters(folder: Path, *, averaged: bool, merges_adapters: bool, onto_original: bool) -> Weights:
+    """The base of a checkpoint of adapters, with the adapters merged in on access."""
+    manifest = read_manifest(folder)
+    verify_files(folder, manifest)
+    run = RunSpec.model_validate(manifest["run"])
+    assert run.adapter is not None
+    if run.checkpoint.start_from is None:
+        raise CheckpointError("the adapters' base is not recorded", where=str(folder))
+    require_same_base(manifest.get("base"), base_record(run), folder)
+    base = open_weights(run.checkpoint.start_from)
+    tensors = base.tensors
+    if run.adapter.base == "nf4" and not onto_original:
+        tensors = QuantisedTensors(tensors, run.model)
+    if merges_adapters:
+        adapters = read_adapters(folder, run.model, run.adapter, averaged=averaged)
+        tensors = MergedTensors(tensors, adapters, run.model, run.adapter)
+    merged = folder if merges_adapters else None
+    return Weights(run.model, tensors, folder, run=run, step=manifest["step"], adapters=merged)
+
+
+def _require_adapters_wanted(folder: Path, *, merges_adapters: bool) -> None:
+    if not merges_adapters:
+        hint = "leave --no-adapter out"
+        raise CheckpointError("these weights have no adapters", where=str(folder), hint=hint)
 
 
 def _from_checkpoint(folder: Path, *, averaged: bool) -> Weights:

@@ -42,12 +42,18 @@ def check(
     """List everything that is wrong with a run file, and what in it wastes the hardware.
 
     Unknown keys, wrong values and broken rules between fields are listed all at once, each with the fact,
-    where it is and what to do. Shapes that use the hardware badly are notes: the run is valid. With --on,
-    a larger micro-batch that fits and is faster is a note too. Nothing is started and nothing is written.
+    where it is and what to do. What wastes the hardware is a note: the run is valid. A note that a change of
+    settings removes says which share of the step it costs. With --on the layout is checked against the
+    cluster too: micro-batch, tp across nodes, recompute, ZeRO stage, tiles and waves. Nothing is started and
+    nothing is written.
     """
+    from meshwright.cli.data_records import check_records
     from meshwright.errors import EXIT_INPUT, SpecError
+    from meshwright.spec.records_file import has_sources
     from meshwright.spec.text import read_run
 
+    if has_sources(run):
+        return check_records(run, as_json=as_json)
     try:
         loaded = read_run(run, overrides or [])
         loaded.require_valid()
@@ -63,6 +69,7 @@ def check(
         typer.echo(_origin_table(loaded))
     else:
         typer.echo("\n".join([_summary(loaded.run), *_notes(notes)]))
+    return None
 
 
 def _violations(error: Any) -> list[dict[str, str]]:
@@ -74,8 +81,9 @@ def _advice(run: Any, on: str) -> list[Any]:
     """Every note on a run, priced on the cluster of --on; a CPU run is priced on this machine."""
     from meshwright.hardware import cluster_of, parse_cluster
     from meshwright.hardware.machine import this_machine
+    from meshwright.plan.explain.checklist import advise_cluster
     from meshwright.plan.explain.microbatch import advise_local_microbatch, advise_microbatch
-    from meshwright.plan.explain.padding import with_prices
+    from meshwright.plan.explain.prices import with_prices
     from meshwright.spec.advice import advise
 
     found: list[Any] = advise(run)
@@ -83,14 +91,16 @@ def _advice(run: Any, on: str) -> list[Any]:
         return found + advise_local_microbatch(run, this_machine())
     cluster = cluster_of(on) if on else parse_cluster(f"{PRICED_DEVICE}:{run.parallel.num_ranks}")
     found = with_prices(found, run, cluster)
-    return found + (advise_microbatch(run, cluster) if on else [])
+    return found + (advise_microbatch(run, cluster) + advise_cluster(run, cluster) if on else [])
 
 
 def _document(loaded: Any, notes: list[Any]) -> dict[str, Any]:
     return {
         "valid": True,
         "violations": [],
-        "notes": [{"fact": note.fact, "where": note.where, "hint": note.hint} for note in notes],
+        "notes": [
+            {"fact": note.fact, "where": note.where, "hint": note.hint, "cost": note.cost} for note in notes
+        ],
         "fingerprint": loaded.run.fingerprint(),
         "run": loaded.run.model_dump(mode="json"),
         "origins": {key: str(origin) for key, origin in loaded.origins().items()},

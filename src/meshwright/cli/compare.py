@@ -70,7 +70,7 @@ def _as_directory(run: Path, steps: int | None) -> Generator[Path]:
         return
     from meshwright.errors import RunError
     from meshwright.spec.text import load_run
-    from meshwright.train.oom_restart import run_ranks
+    from meshwright.train.supervise import run_ranks
 
     with TemporaryDirectory(prefix="meshwright-compare-") as folder:
         directory = Path(folder) / "run"

@@ -20,7 +20,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="FORM",
-            help="huggingface, checkpoint or torch.",
+            help="huggingface, checkpoint, torch or peft.",
             show_default="torch for a .pt file; else huggingface, or checkpoint from a Hugging Face folder",
         ),
     ] = None,
@@ -32,6 +32,13 @@ def convert(
         int | None,
         typer.Option(metavar="STEP", min=0, help="The checkpoint of this step.", show_default="the last"),
     ] = None,
+    onto_original: Annotated[
+        bool,
+        typer.Option(
+            "--onto-original",
+            help="Merge adapters that were trained on NF4 weights (QLoRA) into the original base.",
+        ),
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(help="For a .pt file without a model in it: a family or a config.json."),
@@ -41,19 +48,26 @@ def convert(
 
     A Hugging Face folder (config.json, safetensors, the dataset's tokenizer) is what transformers and
     inference servers read. A checkpoint made from one is what `checkpoint.start_from` reads; a run can
-    also start from the Hugging Face folder itself. Nothing that exists is overwritten, and the target
-    appears only when it is complete.
+    also start from the Hugging Face folder itself. Adapters are merged into their base, in fp32 and rounded
+    once; --to peft writes them alone, as a folder that peft and inference servers read. Nothing that exists
+    is overwritten, and the target appears only when it is complete.
     """
-    from meshwright.checkpoint.convert import DTYPES, convert_weights, form_of_target
+    from meshwright.checkpoint.convert import DTYPES, convert_weights, form_of_target, merge_note
     from meshwright.checkpoint.weights import named_model, open_weights
 
-    if form not in (None, "huggingface", "checkpoint", "torch"):
-        raise typer.BadParameter(f"{form!r} is none of huggingface, checkpoint and torch", param_hint="--to")
+    if form not in (None, "huggingface", "checkpoint", "torch", "peft"):
+        fact = f"{form!r} is none of huggingface, checkpoint, torch and peft"
+        raise typer.BadParameter(fact, param_hint="--to")
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
     named = named_model(model) if model is not None else None
-    weights = open_weights(source, step=checkpoint, averaged=ema, model=named)
+    weights = open_weights(source, step=checkpoint, averaged=ema, model=named, onto_original=onto_original)
     chosen = form or form_of_target(weights, target)
+    if chosen == "peft" and dtype is not None:
+        raise typer.BadParameter("adapters are written in fp32", param_hint="--dtype")
     convert_weights(weights, target, chosen, dtype=DTYPES[dtype] if dtype else None)
+    note = merge_note(weights, DTYPES[dtype] if dtype else None) if chosen != "peft" else None
+    if note is not None:
+        print(note, file=sys.stderr)
     print(f"from {weights.origin}, written as {chosen}", file=sys.stderr)
     typer.echo(str(target))

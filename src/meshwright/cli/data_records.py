@@ -139,3 +139,17 @@ def _require_lines(files: list[Path], path: Path) -> None:
         raise DataError(
             "the file is neither .tar nor .jsonl", where=str(path), hint="name a folder of shards"
         )
+
+
+def check_records(path: str, *, as_json: bool) -> None:
+    """Print what the sources of a records file resolve to: share, records, groups."""
+    from dataclasses import asdict
+
+    from meshwright.cli.data_text import print_json
+    from meshwright.data.record_file import report_records
+    from meshwright.spec.records_file import read_records
+
+    reports = report_records(read_records(path))
+    if as_json:
+        return print_json({"valid": True, "sources": [asdict(report) for report in reports]})
+    return typer.echo("\n".join([f"{path}: valid", *(f"  {report.line}" for report in reports)]))

@@ -142,7 +142,7 @@ def _train(arguments: list[str], run: "RunSpec", directory: Path) -> None:
 
 
 def _start(arguments: list[str], run: "RunSpec", directory: Path) -> None:
-    from meshwright.train.oom_restart import run_ranks
+    from meshwright.train.supervise import run_ranks
 
     code = run_ranks(run, arguments, directory)
     if code in (EXIT_INTERRUPTED, EXIT_INPUT, EXIT_NO_FIT):  # the ranks have printed why

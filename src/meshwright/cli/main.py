@@ -146,7 +146,8 @@ def meshwright_(
     """Decides how to train your model on the GPUs you have, proves it, and then trains.
 
     Data goes to stdout, messages to stderr. Exit codes: 0 done, 2 the input is wrong, 3 it does not fit,
-    4 a run failed, 70 a fault of ours, 130 interrupted. `meshwright VERB --help` explains a verb.
+    4 a run failed, 70 a fault of ours, 93 restarts without progress, 130 interrupted. `meshwright VERB
+    --help` explains a verb.
     """
 
 

@@ -161,13 +161,14 @@ def _deliver(
 ) -> None:
     """Write the files that were asked for, and print the plan."""
     from meshwright.plan.draw.document import plan_document, run_file
+    from meshwright.plan.explain.failures import failure_sentences
     from meshwright.plan.explain.gains import gains
     from meshwright.plan.explain.neighbours import neighbours
     from meshwright.plan.explain.reasons import explain
     from meshwright.plan.explain.storage import checkpoint_sentences
 
     views: dict[str, Any] = {
-        "why": [*explain(found), *checkpoint_sentences(found.question)],
+        "why": [*explain(found), *checkpoint_sentences(found.question), *failure_sentences(found)],
         "neighbours": neighbours(found),
         "gains": gains(found) if found.question.module_runtime is None else [],
     }

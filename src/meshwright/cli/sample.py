@@ -28,6 +28,9 @@ def sample(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     ema: Annotated[bool, typer.Option("--ema", help="Use the moving average of the weights.")] = False,
+    no_adapter: Annotated[
+        bool, typer.Option("--no-adapter", help="Of a run with adapters: the base without them.")
+    ] = False,
     checkpoint: Annotated[
         int | None,
         typer.Option(metavar="STEP", min=0, help="The checkpoint of this step.", show_default="the last"),
@@ -62,7 +65,7 @@ def sample(
         sample_text,
     )
 
-    weights = open_weights(run_dir, step=checkpoint, averaged=ema)
+    weights = open_weights(run_dir, step=checkpoint, averaged=ema, merges_adapters=not no_adapter)
     limit_threads(weights)
     chosen = choose_tokenizer(weights, tokenizer)
     sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)

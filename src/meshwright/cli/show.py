@@ -30,12 +30,23 @@ def schedule(
     virtual_stages: Annotated[
         int | None, typer.Option(help="Stages per rank; by default what the schedule needs.")
     ] = None,
+    forward: Annotated[
+        str, typer.Option(help="Time of a stage's forward; 1,1,1,1.5 gives each stage its own.")
+    ] = "1",
+    backward: Annotated[
+        str, typer.Option(help="Time of a stage's full backward, one value or one per stage.")
+    ] = "2",
+    weight: Annotated[
+        str, typer.Option(help="The weight gradient's part of --backward, which some schedules delay.")
+    ] = "1",
+    hop: Annotated[float, typer.Option(min=0, help="Time of a message to another rank.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the order in which pipeline ranks run forwards and backwards.
+    """Draw the order in which pipeline ranks run forwards and backwards, and what each rank keeps.
 
-    One unit of time is the forward of one stage; a full backward takes two.
+    Stages are equal, and a full backward takes two forwards, unless --forward, --backward and --weight say
+    otherwise.
     """
     from rich.console import Console
 
@@ -48,7 +59,8 @@ def schedule(
         "--microbatches": microbatches,
     }
     chosen, shape = _from_run(run, overrides or [], options) if run else _from_options(options)
-    drawn = picture(_possible(chosen, shape), shape)
+    costs = _costs(forward, backward, weight, hop, shape.num_stages)
+    drawn = picture(_possible(chosen, shape), shape, costs)
     if svg is not None:
         _write(svg, draw_svg(drawn))
     if as_json:
@@ -160,6 +172,36 @@ def _from_run(run: str, overrides: list[str], options: dict[str, Any]) -> tuple[
             f"{run} has no pipeline: pp is 1", where="parallel.pp", hint="name a schedule with --schedule"
         )
     return parallel.schedule, PipelineShape(parallel.pp, parallel.virtual_stages, spec.accumulation)
+
+
+def _costs(forward: str, backward: str, weight: str, hop: float, num_stages: int) -> Any:
+    """The times of the options; SpecError where one is no time, or --weight is not below --backward."""
+    from meshwright.errors import SpecError
+    from meshwright.plan.draw.schedule import Costs
+
+    given = {"--forward": forward, "--backward": backward, "--weight": weight}
+    costs = Costs(*(_times(option, text, num_stages) for option, text in given.items()), hop=hop)
+    stages = costs.of_stages(num_stages)
+    if (stages.backward_input <= 0).any():
+        raise SpecError(
+            f"--weight={weight} leaves no time for the input gradient of --backward={backward}",
+            where="--weight",
+            hint="it is a part of --backward: use a smaller one",
+        )
+    return costs
+
+
+def _times(option: str, text: str, num_stages: int) -> tuple[float, ...]:
+    from meshwright.errors import SpecError
+
+    hint = f"one number above 0, or {num_stages} with commas between, one for each stage"
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise SpecError(f"{option}={text} has something that is no number", where=option, hint=hint) from None
+    if len(found) not in (1, num_stages) or not all(0 < one < 1e6 for one in found):
+        raise SpecError(f"{option}={text} does not fit {num_stages} stages", where=option, hint=hint)
+    return found
 
 
 def _possible(name: Any, shape: Any) -> Any:

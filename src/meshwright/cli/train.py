@@ -1,5 +1,6 @@
 """`meshwright train`: run a run file here, with as many ranks as it asks for."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from meshwright.cli.check import Overrides, Quiet, Run, run_directory
-from meshwright.errors import EXIT_RANK_OUT_OF_MEMORY, OutOfMemory, SpecError
+from meshwright.errors import EXIT_RANK_LOST, EXIT_RANK_OUT_OF_MEMORY, LostRank, OutOfMemory, SpecError
 
 if TYPE_CHECKING:
+    from meshwright.launch.rank_process import Program
     from meshwright.spec import RunSpec
 
 
@@ -33,7 +35,8 @@ def train(
 
     The run directory gets run.yaml, metrics.jsonl, events, and checkpoints. Started again with the same
     directory, a run resumes from its newest checkpoint; other settings hold from there on, and what its
-    checkpoints fix is refused. Ctrl-C saves and stops (exit 130).
+    checkpoints fix is refused. Ctrl-C saves and stops (exit 130). Several ranks are restarted after a crash,
+    a kill or a hang; exit 93 when restarts bring no newer checkpoint.
     """
     from meshwright.launch.launched import launched_rank
     from meshwright.launch.launched_node import launched_node
@@ -49,15 +52,34 @@ def train(
     if is_rank:
         _run_one_rank(spec, run_dir, stop_after, quiet=quiet)
     if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch" or launched_node():
-        from meshwright.train.oom_restart import run_ranks
+        from meshwright.train.supervise import run_ranks
 
         arguments = ["train", run, *(overrides or []), "--dir", str(run_dir)]
         arguments += ["--stop-after", str(stop_after)] if stop_after else []
         arguments += ["--quiet"] if quiet else []
-        sys.exit(run_ranks(spec, arguments, run_dir))
+        program = _forkable_program(spec)
+        sys.exit(run_ranks(spec, arguments, run_dir, program=program))
     from meshwright.train.session import run_rank
 
     sys.exit(run_rank(spec, run_dir, stop_after=stop_after, quiet=quiet))
+
+
+def _forkable_program(run: "RunSpec") -> "Program | None":
+    """What ranks run that are forked from this process, once it has imported torch for all of them.
+
+    A restart then takes no import. None where torch was imported before: something may have used it.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules:
+        return None
+    from meshwright.cli.main import run as run_command
+    from meshwright.launch.launched_node import launched_node
+    from meshwright.launch.local import THREADS, default_threads
+
+    node = launched_node()
+    num_here = node.num_local_ranks(run.parallel.num_ranks) if node else run.parallel.num_ranks
+    os.environ.setdefault(THREADS, default_threads(num_here))  # read by torch when it is imported
+    importlib.import_module("meshwright.train.session")
+    return run_command
 
 
 def _print_notes(run: "RunSpec") -> None:
@@ -89,10 +111,13 @@ def _run_one_rank(run: "RunSpec", run_dir: Path, stop_after: int | None, *, quie
 def ended_with_error(error: BaseException) -> NoReturn:
     """Print the error of a rank and end its process at once."""
     from meshwright.cli.main import report_error
+    from meshwright.launch.launched import is_supervised
 
     code = report_error(error)
     if isinstance(error, OutOfMemory):
         code = EXIT_RANK_OUT_OF_MEMORY
+    elif isinstance(error, LostRank) and is_supervised():
+        code = EXIT_RANK_LOST
     sys.stdout.flush()
     sys.stderr.flush()
     # A usual exit frees the process groups, and that waits for collectives which will never complete.

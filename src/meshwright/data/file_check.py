@@ -7,6 +7,7 @@ each batch first compares size, time and inode: a file that is truncated or repl
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,14 +69,20 @@ def sampled_hash(path: Path) -> str:
     """A hash of the size and of evenly spaced pieces of a file, its first and last bytes included."""
     try:
         with path.open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            digest = hashlib.sha256(str(num_bytes).encode())
-            last_start = max(0, num_bytes - _SAMPLE_BYTES)
-            for number in range(_NUM_SAMPLES):
-                file.seek(last_start * number // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+            descriptor = file.fileno()
+            num_bytes = os.fstat(descriptor).st_size
+            return sampled_content(num_bytes, lambda at, count: os.pread(descriptor, count, at))
     except OSError as error:
         raise damaged(path, f"the file cannot be read: {error.strerror}") from error
+
+
+def sampled_content(num_bytes: int, read_at: Callable[[int, int], bytes]) -> str:
+    """`sampled_hash` of anything that is read at an offset, such as an object in a store."""
+    digest = hashlib.sha256(str(num_bytes).encode())
+    last_start = max(0, num_bytes - _SAMPLE_BYTES)
+    for number in range(_NUM_SAMPLES):
+        at = last_start * number // (_NUM_SAMPLES - 1)
+        digest.update(read_at(at, min(_SAMPLE_BYTES, num_bytes - at)))
     return digest.hexdigest()[:32]
 
 

@@ -21,11 +21,14 @@ from meshwright.data.feed import Feed, Feeding, measured_feeding, open_feed
 from meshwright.data.fetch import Fetcher, Transform
 from meshwright.data.order import Blocks
 from meshwright.data.readers.door import open_source
+from meshwright.data.record_file import open_records, shuffle_of, weights_of
 from meshwright.data.record_plan import OrderSettings, RecordPlan, Unit
 from meshwright.data.records import Record, RecordSource
 from meshwright.data.stream_position import require_same_stream
 from meshwright.errors import DataError
 from meshwright.ops.trees import map_tensors
+from meshwright.spec.records import RecordsSpec
+from meshwright.spec.records_file import is_records_file, read_records
 
 Sources = str | Path | RecordSource | Sequence[str | Path | RecordSource]
 
@@ -166,10 +169,14 @@ class Loader:
 def open_loader(sources: Sources, *, batch_samples: int, **keywords: Unpack[LoaderKeywords]) -> Loader:
     """A loader of the records of a path, an address or a source, or of several with weights.
 
+    A path that ends with .yaml is a records file, whose settings keywords override.
     `batch_samples` is the global batch: samples over all ranks, or groups of them with `max_tokens`.
     Every data-parallel rank builds one with its `dp_rank`; nothing is communicated. `num_workers="auto"`
     reads a few samples, chooses, and prints the choice.
     """
+    if is_records_file(sources):
+        spec = read_records(str(sources))
+        sources, keywords = open_records(spec), {**_keywords_of(spec), **keywords}
     settings = OrderSettings(
         seed=keywords.get("seed", 0),
         shuffle=keywords.get("shuffle", True),
@@ -189,6 +196,22 @@ def open_loader(sources: Sources, *, batch_samples: int, **keywords: Unpack[Load
         feeding=_feeding(fetcher, keywords),
         max_bad_samples=max_bad,
     )
+
+
+def _keywords_of(spec: RecordsSpec) -> LoaderKeywords:
+    """The settings of a records file."""
+    keywords: LoaderKeywords = {
+        "seed": spec.seed,
+        "shuffle": shuffle_of(spec),
+        "max_epochs": spec.max_epochs,
+        "max_tokens": spec.max_tokens,
+        "num_workers": spec.num_workers,
+        "workers": spec.workers,
+        "prefetch": spec.prefetch,
+        "max_bad_samples": spec.max_bad_samples,
+    }
+    weights = weights_of(spec)
+    return keywords if weights is None else {**keywords, "weights": weights}
 
 
 class RecordDataset(Dataset[Any]):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.sources import TOKENIZER_FILE, TokenizerFacts, read_manifest
+from meshwright.data.sources import MANIFEST_FILE, TOKENIZER_FILE, TokenizerFacts, read_manifest
 from meshwright.errors import DataError
 from meshwright.files import MIB, read_bounded, read_json_file
 from meshwright.spec import DataSpec
@@ -155,8 +155,16 @@ def tokenizer_for(spec: DataSpec) -> Tokenizer:
     paths = [source.path for source in spec.sources if source.path is not None]
     if not paths:
         return ByteTokenizer()
-    # The datasets of a blend have one tokenizer.
-    return tokenizer_of(Path(paths[0]), read_manifest(Path(paths[0])).tokenizer)
+    # The datasets of a blend have one tokenizer, and a Megatron pair does not name its own.
+    packed = [Path(path) for path in paths if (Path(path) / MANIFEST_FILE).is_file()]
+    if not packed and Path(f"{paths[0]}.idx").is_file():
+        raise DataError(
+            "a Megatron .bin/.idx pair does not name its tokenizer",
+            where=paths[0],
+            hint="name it with --tokenizer: a tokenizer.json, a folder with one, or `bytes`",
+        )
+    folder = packed[0] if packed else Path(paths[0])
+    return tokenizer_of(folder, read_manifest(folder).tokenizer)
 
 
 def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:

@@ -13,7 +13,9 @@ from meshwright.errors import LaunchError
 from meshwright.launch.launched_node import Environment, launched_node, number
 
 STARTED_HERE = "MESHWRIGHT_LOCAL_RANKS"
-"""Set by `run_local` for the ranks that it starts."""
+"""Set by `run_attempt` for the ranks of one machine."""
+RANK_FOLDER = "MESHWRIGHT_RANK_FOLDER"
+"""Names the folder of the process that started this rank; set by `run_attempt`, for ranks of a node too."""
 # Steps of SLURM that are no tasks of srun: the batch script, the shell of salloc, and the container of a job.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
@@ -83,8 +85,13 @@ def launched_rank(environment: Environment = os.environ) -> LaunchedRank | None:
 
 
 def is_local_rank(environment: Environment = os.environ) -> bool:
-    """Whether `run_local` started this process as a rank, so that its exit status is read there."""
+    """Whether `meshwright` started this process as a rank of one machine."""
     return "RANK" in environment and STARTED_HERE in environment
+
+
+def is_supervised(environment: Environment = os.environ) -> bool:
+    """Whether `meshwright` started this process as a rank, of a machine or of a node."""
+    return "RANK" in environment and RANK_FOLDER in environment
 
 
 def _outer_rank(environment: Environment) -> LaunchedRank | None:

@@ -3,28 +3,30 @@
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from meshwright.errors import (
     EXIT_FAULT,
     EXIT_INPUT,
     EXIT_INTERRUPTED,
     EXIT_NO_FIT,
+    EXIT_RANK_LOST,
     EXIT_RANK_OUT_OF_MEMORY,
     EXIT_RUN_FAILED,
 )
 from meshwright.hardware.machine import this_machine
-from meshwright.launch.launched import STARTED_HERE
+from meshwright.launch.attempt import AttemptEnd, cause_of
+from meshwright.launch.launched import RANK_FOLDER, STARTED_HERE
 from meshwright.launch.launched_node import LaunchedNode
 from meshwright.launch.meeting import STORE_FILE
-from meshwright.launch.watch import Process, RankWatcher, Watched, is_stopped
+from meshwright.launch.node_ends import NodeEnds
+from meshwright.launch.rank_process import STOP_SIGNALS, Program, RankProcess, start_rank
+from meshwright.launch.watch import RankWatcher, Watched, is_stopped
 
 _POLL_SECONDS = 0.1
 # After one rank has failed the others wait in a collective; this is how long they get to notice.
@@ -35,68 +37,90 @@ _TOGETHER_SECONDS = 1.0
 _STOP_SECONDS = 10.0
 # Ranks without progress get this long to end by themselves: they hang, so they hardly can.
 _HANG_GRACE_SECONDS = 0.5
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# The same where all ranks are restarted: after a kill the cause is known, after an error not always.
+_RESTART_GRACE_SECONDS, _KILLED_GRACE_SECONDS = 2.0, 0.2
+THREADS = "OMP_NUM_THREADS"
 
 
-def run_local(
+def run_local(arguments: Sequence[str], *, num_ranks: int) -> int:
+    """Start `python -m meshwright <arguments>` once per rank and wait; returns the first failing exit code.
+
+    Rank 0 prints to this terminal. Output of the other ranks is kept in files and printed when one of them
+    fails first.
+    """
+    return run_attempt(arguments, num_ranks=num_ranks).code
+
+
+def run_attempt(
     arguments: Sequence[str],
     *,
     num_ranks: int,
     watched: Watched | None = None,
     node: LaunchedNode | None = None,
-) -> int:
-    """Start `python -m meshwright <arguments>` once per rank and wait; returns the first failing exit code.
+    program: Program | None = None,
+    is_restarted: bool = False,
+    ends: NodeEnds | None = None,
+) -> AttemptEnd:
+    """Start the ranks once and wait until all have ended.
 
-    Rank 0 prints to this terminal. Output of the other ranks is kept in files and printed when one of them
-    fails first. EXIT_RANK_OUT_OF_MEMORY is returned where any rank ran out of memory. With `watched`, ranks
-    that make no progress are reported and ended. With `node` they join those of other nodes.
+    With `watched`, ranks that make no progress are reported and ended. With `node` they join those of other
+    nodes. With `program` they are forked from this process. Where all ranks are restarted after a failure,
+    those that have not failed are killed soon. With `ends` the ranks end when another node has given up.
     """
     first = node.node * num_ranks if node else 0
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as folder, ExitStack() as files:
-        processes: list[Process] = []
+        processes: list[RankProcess] = []
         stopping = _Stopping(processes)
         with stopping.signals_passed_on():
             for rank in range(num_ranks):
                 output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
-                processes.append(_start(arguments, _environment(rank, num_ranks, Path(folder), node), output))
-            watcher = RankWatcher(watched, processes, Path(folder)) if watched else None
+                environment = _environment(rank, num_ranks, Path(folder), node)
+                processes.append(start_rank(arguments, environment, output, program))
+            watcher = RankWatcher(watched, processes, Path(folder), first_rank=first) if watched else None
             if watcher:
                 files.callback(watcher.close)
-            failed, is_reported = _wait(processes, stopping, watcher)
+            failed, hang = _wait(processes, stopping, watcher, is_restarted=is_restarted, ends=ends)
+        step = watcher.reached_step if watcher else None
+        other = ends.other() if ends else None
+        if other is not None and failed is not None:
+            text = f"node {other.node} has ended with exit code {other.code}: {other.reason}"
+            print(f"error: {text}", file=sys.stderr)
+            return AttemptEnd("failed", other.code, text, step)
         if failed is None:
-            return 0
-        if is_reported:
-            return EXIT_RUN_FAILED
+            return AttemptEnd("done", 0, reached_step=step)
+        if hang:
+            return AttemptEnd("hang", EXIT_RUN_FAILED, hang, step)
+        output = Path(folder) / f"rank-{failed}" if failed else None
+        text = _failure(processes[failed], first + failed, stopping)
         if not _is_refused_by_all(processes, failed):
-            output = Path(folder) / f"rank-{failed}" if failed else None
-            _print_failure(processes[failed], first + failed, output, stopping)
-        return _exit_code(processes[failed].returncode, stopping)
+            _print_failure(text, first + failed, output)
+        returncode = processes[failed].returncode or 0
+        cause = cause_of(returncode, is_stopping=stopping.number is not None)
+        return AttemptEnd(cause, _exit_code(returncode, stopping), text, step)
 
 
-def _start(arguments: Sequence[str], environment: dict[str, str], output: IO[bytes] | None) -> Process:
-    """One rank, in a session of its own: a signal to our process group reaches it once, from here."""
-    command = [sys.executable, "-m", "meshwright", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-
-
-def _print_failure(process: Process, rank: int, output: Path | None, stopping: "_Stopping") -> None:
-    """Name the rank whose failure ended the run; the first one here has printed its own error."""
-    code = process.returncode
+def _failure(process: RankProcess, rank: int, stopping: "_Stopping") -> str:
+    """One line about the rank whose failure ended the run."""
+    code = process.returncode or 0
     if code < 0 and stopping.number is not None:
         name = signal.Signals(stopping.number).name
-        print(
-            f"stopped by {name} before the first step: nothing was trained since the start", file=sys.stderr
-        )
-    elif code < 0:
-        name = signal.Signals(-code).name
+        return f"stopped by {name} before the first step: nothing was trained since the start"
+    if code < 0:
         guess = "; was host memory full?" if -code == signal.SIGKILL else ""
-        print(f"rank {rank} was killed by signal {-code} ({name}){guess}", file=sys.stderr)
+        return f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){guess}"
+    return f"rank {rank} ended with exit code {code}"
+
+
+def _print_failure(failure: str, rank: int, output: Path | None) -> None:
+    """Name the rank whose failure ended the run; the first one here has printed its own error."""
+    if "exit code" not in failure:
+        print(failure, file=sys.stderr)
     text = output.read_text(errors="replace").strip() if output else ""
     if text:
         print(f"rank {rank} failed first:\n{text[-4000:]}", file=sys.stderr)
 
 
-def _is_refused_by_all(processes: list[Process], failed: int) -> bool:
+def _is_refused_by_all(processes: list[RankProcess], failed: int) -> bool:
     """Wrong input is refused by every rank with the same text, and rank 0 has printed it."""
     code = processes[failed].returncode
     return code in (EXIT_INPUT, EXIT_NO_FIT) and processes[0].returncode == code
@@ -104,8 +128,8 @@ def _is_refused_by_all(processes: list[Process], failed: int) -> bool:
 
 def _environment(rank: int, num_ranks: int, folder: Path, node: LaunchedNode | None) -> dict[str, str]:
     environment = dict(os.environ)
-    # Each rank its share of the cores: the default would give every rank all of them.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, this_machine().cores // num_ranks)))
+    environment.setdefault(THREADS, default_threads(num_ranks))
+    environment[RANK_FOLDER] = str(folder)
     if node is not None:
         if node.interface:
             environment.setdefault("GLOO_SOCKET_IFNAME", node.interface)
@@ -124,10 +148,15 @@ def _environment(rank: int, num_ranks: int, folder: Path, node: LaunchedNode | N
     return environment
 
 
+def default_threads(num_ranks: int) -> str:
+    """Each rank its share of the cores: the default would give every rank all of them."""
+    return str(max(1, this_machine().cores // num_ranks))
+
+
 class _Stopping:
     """Stop signals go to the ranks, which save and end; this process only waits for them."""
 
-    def __init__(self, processes: list[Process]) -> None:
+    def __init__(self, processes: list[RankProcess]) -> None:
         self._processes = processes
         self.number: int | None = None
         """The first stop signal."""
@@ -157,9 +186,15 @@ class _Stopping:
 
 
 def _wait(
-    processes: list[Process], stopping: _Stopping, watcher: RankWatcher | None
-) -> tuple[int | None, bool]:
-    """Wait until all have ended: the rank whose failure is the reason or None, and whether it is reported."""
+    processes: list[RankProcess],
+    stopping: _Stopping,
+    watcher: RankWatcher | None,
+    *,
+    is_restarted: bool,
+    ends: NodeEnds | None,
+) -> tuple[int | None, str]:
+    """Wait until all have ended: the rank whose failure is the reason or None, and the text of a hang, which
+    is reported already."""
     failed_at, failed = None, None
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
@@ -167,7 +202,9 @@ def _wait(
             failed_at = now
         if failed_at is not None and failed is None and now - failed_at > _TOGETHER_SECONDS:
             failed = _first_failure(processes)
-        if (failed_at is not None and now - failed_at > _GRACE_SECONDS) or now > stopping.kill_at:
+        grace = _grace(processes, is_restarted=is_restarted and stopping.number is None)
+        if (failed_at is not None and now - failed_at > grace) or now > stopping.kill_at:
+            failed = _first_failure(processes) if failed is None else failed  # before others are killed
             for process in processes:
                 process.kill()
         if stopping.number is not None:
@@ -175,19 +212,30 @@ def _wait(
         hanging = watcher.tick() if watcher and failed_at is None else None
         if hanging is not None:
             _end(processes)
-            return hanging, True
+            return 0, hanging
+        if ends is not None and ends.other() is not None:
+            _end(processes)
+            return 0, ""
         time.sleep(_POLL_SECONDS)
-    return failed if failed is not None else _first_failure(processes), False
+    return failed if failed is not None else _first_failure(processes), ""
 
 
-def _continue_stopped(processes: list[Process]) -> None:
+def _grace(processes: list[RankProcess], *, is_restarted: bool) -> float:
+    """Time from the first failure until ranks that still run are killed."""
+    if not is_restarted:
+        return _GRACE_SECONDS
+    is_killed = any((process.poll() or 0) < 0 for process in processes)
+    return _KILLED_GRACE_SECONDS if is_killed else _RESTART_GRACE_SECONDS
+
+
+def _continue_stopped(processes: list[RankProcess]) -> None:
     """Let stopped ranks run on, so that they get the stop signal and the run can save."""
     for process in processes:
         if process.poll() is None and is_stopped(process):
             process.send_signal(signal.SIGCONT)
 
 
-def _end(processes: list[Process]) -> None:
+def _end(processes: list[RankProcess]) -> None:
     """SIGTERM to all ranks, and SIGKILL to those that live on after a short time."""
     for process in processes:
         process.terminate()
@@ -199,7 +247,7 @@ def _end(processes: list[Process]) -> None:
         process.wait()
 
 
-def _first_failure(processes: list[Process]) -> int | None:
+def _first_failure(processes: list[RankProcess]) -> int | None:
     """Of the ranks that have failed so far the one that explains the others; None for none.
 
     When a rank runs out of memory, is killed or refuses something, the others fail as well: they lose the
@@ -213,6 +261,8 @@ def _consequence(code: int) -> int:
     """How likely a failure is only the consequence of another rank's."""
     if code == EXIT_RANK_OUT_OF_MEMORY:
         return 0
+    if code == EXIT_RANK_LOST:
+        return 4
     return 1 if code < 0 else 3 if code in (EXIT_RUN_FAILED, EXIT_FAULT) else 2
 
 

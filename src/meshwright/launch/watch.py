@@ -6,7 +6,6 @@ closed laptop), the pause does not count as time without progress.
 
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,17 +16,19 @@ from pathlib import Path
 import psutil
 
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatReader, heartbeat_path
+from meshwright.launch.rank_process import RankProcess
+from meshwright.launch.stack_report import threads_of, where_is
 from meshwright.spec.resilience import Phase, ResilienceSpec
-
-Process = subprocess.Popen[bytes]
 
 STACK_SIGNAL = signal.SIGUSR2
 """Asks a rank to write the stacks of its threads to `stack_path`."""
 _TICK_SECONDS = 0.5
 # A longer time between two ticks: this process was suspended.
 _LONGEST_TICK_SECONDS = 5.0
-_STACK_SECONDS, _STACK_PAUSE_SECONDS = 1.0, 0.1
-_MOST_STACKS, _MOST_STACK_LINES = 4, 60
+_STACK_SECONDS, _STACK_PAUSE_SECONDS = 2.0, 0.1
+_MOST_STACKS, _MOST_RANKS, _MOST_STACK_LINES = 4, 16, 60
+# A run is known well enough for a bound of its own after so many heartbeats; that bound is at least so long.
+_KNOWN_AFTER, _SHORTEST_BOUND_SECONDS = 30, 60.0
 
 
 def stack_path(folder: Path, rank: int) -> Path:
@@ -35,7 +36,7 @@ def stack_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.stack"
 
 
-def is_stopped(process: Process) -> bool:
+def is_stopped(process: RankProcess) -> bool:
     """Whether a process is stopped (SIGSTOP)."""
     try:
         return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
@@ -49,15 +50,19 @@ class Watched:
 
     run_dir: Path
     resilience: ResilienceSpec
+    is_adaptive: bool = True
+    """Whether the bound of a step follows from the steps before; not where a step may compile blocks anew."""
 
 
 class _RankWatch:
     """One rank: its last heartbeat, and for how long it has not changed."""
 
-    def __init__(self, rank: int, process: Process, run_dir: Path) -> None:
+    def __init__(self, rank: int, process: RankProcess, run_dir: Path) -> None:
         self.rank, self.process = rank, process
         self.heartbeat: Heartbeat | None = None
         self.idle_seconds = 0.0
+        self.num_steps_seen, self.longest_step_seconds = 0, 0.0
+        """Changes of the heartbeat in the phase `step`, and the longest time between two of them."""
         self.stopped_seconds: float | None = None
         """For how long the rank has been stopped; None while it is not."""
         self.reader = HeartbeatReader(heartbeat_path(run_dir, rank), process.pid)
@@ -68,6 +73,9 @@ class _RankWatch:
         self.stopped_seconds = stopped_before if is_stopped(self.process) else None
         found = self.reader.read()
         if found is not None and found != self.heartbeat:
+            if found.phase == "step" and self.phase == "step":
+                self.num_steps_seen += 1
+                self.longest_step_seconds = max(self.longest_step_seconds, self.idle_seconds + seconds)
             self.heartbeat, self.idle_seconds = found, 0.0
         else:
             self.idle_seconds += seconds
@@ -95,14 +103,24 @@ class _RankWatch:
 class RankWatcher:
     """Watches the ranks of one run; `tick` is called often by the process that started them."""
 
-    def __init__(self, watched: Watched, processes: Sequence[Process], folder: Path) -> None:
+    def __init__(
+        self, watched: Watched, processes: Sequence[RankProcess], folder: Path, *, first_rank: int = 0
+    ) -> None:
+        """`first_rank` is the rank of the first process, on nodes after the first one."""
         self._resilience, self._folder = watched.resilience, folder
-        self._ranks = [_RankWatch(rank, process, watched.run_dir) for rank, process in enumerate(processes)]
+        self._is_adaptive = watched.is_adaptive
+        numbered = enumerate(processes, first_rank)
+        self._ranks = [_RankWatch(rank, process, watched.run_dir) for rank, process in numbered]
         self._ticked_at = time.monotonic()
         self._announced: set[int] = set()
 
-    def tick(self) -> int | None:
-        """Look at all ranks; the rank that ended the run by exceeding its timeout, already reported."""
+    @property
+    def reached_step(self) -> int | None:
+        """Steps that any rank has done, by the heartbeats seen; None where none is past its first step."""
+        return max((one.step for one in self._ranks if one.heartbeat and one.phase != "start"), default=None)
+
+    def tick(self) -> str | None:
+        """Look at all ranks; where one exceeds its timeout, all are reported, and its line is returned."""
         now = time.monotonic()
         seconds = now - self._ticked_at
         if seconds < _TICK_SECONDS:
@@ -115,8 +133,9 @@ class RankWatcher:
         if not any(self._is_late(one) for one in living):
             return None
         culprits = _culprits(living)
+        text = culprits[0].describe()
         self._report(living, culprits)
-        return culprits[0].rank
+        return text
 
     def close(self) -> None:
         """Close the heartbeat files."""
@@ -127,7 +146,15 @@ class RankWatcher:
         """A stopped rank does nothing, whatever its last phase was: it has the time of a step."""
         if one.stopped_seconds is not None:
             return one.stopped_seconds > self._resilience.step_timeout_seconds
-        return one.idle_seconds > self._resilience.timeout_seconds(one.phase)
+        return one.idle_seconds > self._bound(one)
+
+    def _bound(self, one: _RankWatch) -> float:
+        """Longest time without progress: the timeout of the phase, or less where steps were short so far."""
+        bound, factor = self._resilience.timeout_seconds(one.phase), self._resilience.hang_factor
+        is_known = self._is_adaptive and one.num_steps_seen >= _KNOWN_AFTER
+        if one.phase != "step" or factor is None or not is_known:
+            return bound
+        return min(bound, max(_SHORTEST_BOUND_SECONDS, factor * one.longest_step_seconds))
 
     def _announce_stopped(self, living: list[_RankWatch]) -> None:
         """Say once that a rank was stopped: it may be continued before the timeout."""
@@ -145,33 +172,35 @@ class RankWatcher:
         """Print where every rank is, and the stacks of those that hold the others up."""
         late = culprits[0]
         is_start = late.phase == "start" and late.stopped_seconds is None
-        key = "start_timeout_seconds" if is_start else "step_timeout_seconds"
+        is_early = late.stopped_seconds is None and late.idle_seconds < self._resilience.step_timeout_seconds
+        key = "start_timeout_seconds" if is_start else "hang_factor" if is_early else "step_timeout_seconds"
         lines = [one.describe() for one in culprits[:_MOST_STACKS]]
-        stacks = self._stacks(culprits[:_MOST_STACKS])
         others = [one for one in living if one not in culprits]
+        stacks = self._stacks([*culprits, *others][:_MOST_RANKS])
         waiting = [f"rank {one.rank} waits: last step {one.step}, phase {one.phase}" for one in others]
         print(
             f"error: {lines[0]}",
             *(f"       {line}" for line in [*lines[1:], *waiting[:_MOST_STACKS]]),
             f"  where: resilience.{key}={getattr(self._resilience, key):g}",
-            "  hint:  look at the stack below; started again, the run resumes from its newest checkpoint; a "
+            "  hint:  look at the stacks below; started again, the run resumes from its newest checkpoint; a "
             "longer timeout is set with this key",
-            *stacks,
+            *(f"rank {rank} is {where_is(text)}" for rank, text in sorted(stacks.items())),
+            *(line for rank, text in stacks.items() for line in _stack_lines(rank, text)),
             sep="\n",
             file=sys.stderr,
             flush=True,
         )
 
-    def _stacks(self, culprits: list[_RankWatch]) -> list[str]:
-        """The stacks that these ranks write when they are asked. A stopped rank must run for that: it is
-        continued, and ended right afterwards."""
+    def _stacks(self, culprits: list[_RankWatch]) -> dict[int, str]:
+        """The stacks that these ranks write when they are asked, by rank. A stopped rank must run for that:
+        it is continued, and ended right afterwards."""
         for one in culprits:
             with suppress(OSError):
                 one.process.send_signal(STACK_SIGNAL)
                 if one.stopped_seconds is not None:
                     one.process.send_signal(signal.SIGCONT)
         self._await_stacks(culprits)
-        return [text for one in culprits for text in self._stack(one)]
+        return {one.rank: self._stack(one) for one in culprits}
 
     def _await_stacks(self, culprits: list[_RankWatch]) -> None:
         """Wait until all have written and none has written more for a moment: threads come one by one."""
@@ -188,11 +217,15 @@ class RankWatcher:
     def _stack_path(self, one: _RankWatch) -> Path:
         return stack_path(self._folder, one.rank)
 
-    def _stack(self, one: _RankWatch) -> list[str]:
+    def _stack(self, one: _RankWatch) -> str:
         path = self._stack_path(one)
-        text = path.read_text(errors="replace").strip() if _has_text(path) else ""
-        lines = _main_thread_first(text) or ["  (it wrote none: it is not running Python code)"]
-        return [f"stack of rank {one.rank}:", *lines[:_MOST_STACK_LINES]]
+        return path.read_text(errors="replace").strip() if _has_text(path) else ""
+
+
+def _stack_lines(rank: int, text: str) -> list[str]:
+    lines = "\n\n".join(threads_of(text)).splitlines()
+    lines = lines or ["  (it wrote none: it is not running Python code)"]
+    return [f"stack of rank {rank}:", *lines[:_MOST_STACK_LINES]]
 
 
 def _culprits(living: list[_RankWatch]) -> list[_RankWatch]:
@@ -202,12 +235,6 @@ def _culprits(living: list[_RankWatch]) -> list[_RankWatch]:
         return stopped
     least = min(one.step for one in living)
     return [one for one in living if one.step == least]
-
-
-def _main_thread_first(stacks: str) -> list[str]:
-    """The lines of all stacks; Python writes the main thread last, after those that wait for work."""
-    threads = [one.strip() for one in stacks.split("\n\n") if one.strip()]
-    return "\n\n".join(reversed(threads)).splitlines()
 
 
 def _has_text(path: Path) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.memory.saved_tensors import SavedTensorStore, storing_contexts
 from meshwright.memory.torch_checkpoint import ignore_profiler_ranges
+from meshwright.ops.adapted_linear import ADAPTED_OPERATORS
 from meshwright.ops.batch_norm import batch_norms
 from meshwright.ops.fused_linear import FUSED_OPERATORS
 from meshwright.ops.varlen_attention import VARLEN_OPERATORS
@@ -35,6 +36,7 @@ _SAVED = {
     *FP8_OPERATORS,
     *FP8_GROUPED_OPERATORS,
     *FUSED_OPERATORS,
+    *ADAPTED_OPERATORS,
     *VARLEN_OPERATORS,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

@@ -17,7 +17,7 @@ from meshwright.ops.documents import Documents, host_number
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.ops.loss_rows import RowKernels
 from meshwright.ops.sharded import local
-from meshwright.spec import ModelSpec
+from meshwright.spec import AdapterSpec, ModelSpec
 
 
 class Block(nn.Module):
@@ -107,6 +107,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        # Set where adapters are attached.
+        self.adapter: AdapterSpec | None = None
         self.has_embedding = has_embedding
         needs_table = has_embedding or (has_head and spec.tied_head)
         has_positions = has_embedding and spec.positions == "learned"

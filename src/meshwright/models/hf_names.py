@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.spec import ModelSpec
+from meshwright.spec.huggingface import projections
 from meshwright.spec.huggingface.write import model_type_of
 from meshwright.spec.parameters import parameters
 
@@ -49,26 +50,8 @@ _ROTARY_TOP = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-_ATTENTION = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "output": "o_proj",
-    "query_norm": "q_norm",
-    "key_norm": "k_norm",
-}
-_LATENT = {
-    "query": "q_proj",
-    "query_down": "q_a_proj",
-    "query_norm": "q_a_layernorm",
-    "query_up": "q_b_proj",
-    "kv_down": "kv_a_proj_with_mqa",
-    "kv_norm": "kv_a_layernorm",
-    "kv_up": "kv_b_proj",
-    "output": "o_proj",
-}
-_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
+_ATTENTION = {**projections.ATTENTION, "query_norm": "q_norm", "key_norm": "k_norm"}
+_LATENT = {**projections.LATENT_ATTENTION, "query_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
 
 
 def _rotary(model: ModelSpec, name: str) -> Source:
@@ -93,13 +76,13 @@ def _rotary_mlp(model: ModelSpec, prefix: str, rest: list[str]) -> Source:
         leaf = "e_score_correction_bias" if rest[1] == "balance_bias" else "weight"
         return Source((f"{prefix}.{inner}.gate.{leaf}",))
     if rest[0] == "experts":
-        projection = (_MIXTRAL if is_mixtral else _MLP)[rest[1]]
+        projection = (projections.MIXTRAL_EXPERTS if is_mixtral else projections.MLP)[rest[1]]
         num_experts = model.moe.num_experts if model.moe else 0
         names = (f"{prefix}.{inner}.experts.{e}.{projection}.weight" for e in range(num_experts))
         return Source(tuple(names), stacked=True)
     if rest[0] == "shared":
-        return Source((f"{prefix}.mlp.shared_experts.{_MLP[rest[1]]}.{rest[2]}",))
-    return Source((f"{prefix}.mlp.{_MLP[rest[0]]}.{rest[1]}",))
+        return Source((f"{prefix}.mlp.shared_experts.{projections.MLP[rest[1]]}.{rest[2]}",))
+    return Source((f"{prefix}.mlp.{projections.MLP[rest[0]]}.{rest[1]}",))
 
 
 _GPT2_TOP = {

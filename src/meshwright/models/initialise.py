@@ -12,12 +12,15 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.linear import Linear
+from meshwright.ops.nf4 import quantise_nf4
 from meshwright.ops.sharded import local_slices
 from meshwright.spec import ModelSpec
+from meshwright.spec.adapter import adapter_parameters
 from meshwright.spec.parameters import Parameter, parameters
 
 TILE = 1024
@@ -34,25 +37,63 @@ def initialise(model: Decoder, seed: int, *, device: torch.device | str = "cpu")
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
-    described = {parameter.name: parameter for parameter in parameters(model.spec)}
+    listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
+    described = {parameter.name: parameter for parameter in listed}
+    packed = packed_weights(model)
     for name, tensor in model.named_parameters():
-        fill_shard(tensor, model.spec, described[name], seed)
+        if name in packed:
+            fill_packed(tensor, packed[name], model.spec, described[name], seed)
+        elif name in described:  # the absmax of packed weights is filled with them
+            fill_shard(tensor, model.spec, described[name], seed)
     for buffer in model.buffers():
         buffer.zero_()  # balance bias, load and loss records
 
 
 def fill_shard(tensor: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
-    """Fill this rank's shard of a parameter: ones for norms, zeros for biases, else a normal distribution."""
+    """Fill this rank's shard of a parameter: ones for norms and magnitudes, zeros for biases and lora_B, a
+    uniform distribution for lora_A (as peft), else a normal one."""
     target = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if parameter.kind in ("norm", "bias"):
-        target.fill_(float(parameter.kind == "norm"))
+    if parameter.kind in ("norm", "bias", "lora_B", "magnitude"):
+        target.fill_(float(parameter.kind in ("norm", "magnitude")))
         return
-    held, std = local_slices(tensor), initial_std(spec, parameter)
+    draw_into(target, local_slices(tensor), spec, parameter, seed)
+
+
+def packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The absmax of each weight in NF4, by the name of the weight."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {
+        f"{name}.weight": one.weight_absmax for name, one in linears.items() if one.weight_absmax is not None
+    }
+
+
+def fill_packed(packed: Tensor, absmax: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
+    """Fill this rank's shard of a weight in NF4: drawn as any other, then quantised."""
+    held = unpacked_slices(local_slices(packed))
+    value = torch.empty([part.stop - part.start for part in held])
+    draw_into(value, held, spec, parameter, seed)
+    for target, part in zip((packed, absmax), quantise_nf4(value), strict=True):
+        (target.to_local() if isinstance(target, DTensor) else target).copy_(part)
+
+
+def unpacked_slices(held: Sequence[slice]) -> tuple[slice, ...]:
+    """The slices of a weight of which a packed shard holds these: two weights are one byte."""
+    *rows, columns = held
+    return (*rows, slice(2 * columns.start, 2 * columns.stop))
+
+
+def draw_into(
+    target: Tensor, held: Sequence[slice], spec: ModelSpec, parameter: Parameter, seed: int
+) -> None:
+    """Draw the box of a random parameter that a shard holds."""
     for tile in tiles(parameter.shape, held):
         value = torch.empty([part.stop - part.start for part in tile], dtype=torch.float32, device="cpu")
-        value.normal_(
-            0.0, std, generator=torch.Generator().manual_seed(tile_seed(seed, parameter.name, tile))
-        )
+        generator = torch.Generator().manual_seed(tile_seed(seed, parameter.name, tile))
+        if parameter.kind == "lora_A":
+            bound = parameter.shape[-1] ** -0.5  # of the full input width, however it is sharded
+            value.uniform_(-bound, bound, generator=generator)
+        else:
+            value.normal_(0.0, initial_std(spec, parameter), generator=generator)
         inside = [_overlap(part, kept) for part, kept in zip(tile, held, strict=True)]
         source = tuple(_shifted(part, each.start) for part, each in zip(inside, tile, strict=True))
         place = tuple(_shifted(part, kept.start) for part, kept in zip(inside, held, strict=True))

@@ -28,6 +28,14 @@ class SampleSet(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class Resident(Protocol):
+    """A dataset whose samples are all in the memory of the device."""
+
+    def take(self, sample_ids: list[int], /) -> Any:
+        """The collated batch of these samples."""
+        ...
+
+
 class DatasetMicrobatch(NamedTuple):
     """One micro-batch of one rank, as the loader's collate function made it."""
 
@@ -76,6 +84,8 @@ class LoaderOptions:
     pin_memory: bool = False
     others: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of torch's DataLoader, as the user has set them."""
+    resident: Resident | None = None
+    """All samples in the memory of the device: nothing is read in a step."""
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> "LoaderOptions":
@@ -118,8 +128,7 @@ class DatasetBatches:
         if len(ids) == 0:
             raise StopIteration
         if self._loader is None:
-            ids_of_microbatches = self._ids_from(self.position)
-            self._loader = iter(load_microbatches(self._dataset, ids_of_microbatches, self._options))
+            self._loader = self._contents_from(self.position)
         asked_at = time.perf_counter()
         microbatches = tuple(
             DatasetMicrobatch(on_device(next(self._loader), self._device), is_counted)
@@ -173,6 +182,13 @@ class DatasetBatches:
         stop = position + self._batch_samples
         stop = stop if self._num_samples is None else min(stop, self._num_samples)
         return self._order.sample_ids(position, max(0, stop - position))
+
+    def _contents_from(self, position: int) -> Iterator[Any]:
+        """Contents of this rank's micro-batches, from a position on."""
+        ids = self._ids_from(position)
+        if self._options.resident is not None:
+            return map(self._options.resident.take, ids)
+        return iter(load_microbatches(self._dataset, ids, self._options))
 
     def _ids_from(self, position: int) -> Iterator[list[int]]:
         """Sample ids of this rank's micro-batches, from a position on."""

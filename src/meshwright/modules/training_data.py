@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from meshwright.modules.dataset import (
     load_microbatches,
     require_samples,
 )
+from meshwright.modules.device_samples import DeviceSamples
 from meshwright.modules.loop_loader import is_map_style
 from meshwright.modules.record_batches import RecordBatches, require_unsharded
 from meshwright.spec.modules import FitSpec, SamplesSpec
 from meshwright.spec.settings import read_settings
+from meshwright.units import show_bytes
 
 TrainingInput = SampleSet | DataLoader[Any] | Loader
 _MEASURED_SAMPLES = 16
@@ -55,7 +58,7 @@ def _as_stream(data: SamplesSpec, loader: Loader) -> SamplesSpec:
     """The settings of a run that reads a loader of ours; those that the loader has itself must be unset."""
     require_unsharded(loader)
     _require_equal("batch_samples", data.batch_samples, loader.batch_units)
-    for name in ("shuffle", "max_epochs", "num_workers"):
+    for name in ("shuffle", "max_epochs", "num_workers", "on_device"):
         if getattr(data, name) != SamplesSpec.model_fields[name].default:
             fact = f"{name}={getattr(data, name)} has no effect: the order and workers are the loader's"
             raise SpecError(fact, where=f"data.{name}", hint=f"open_loader(..., {name}=...)")
@@ -146,8 +149,18 @@ class FitData:
             num_samples=self._num_samples(spec),
             sample_tokens=data.sample_tokens,
             device=mesh.device,
-            options=self.options(spec, mesh),
+            options=replace(self.options(spec, mesh), resident=self._resident(spec, mesh)),
         )
+
+    def _resident(self, spec: FitSpec, mesh: Mesh) -> DeviceSamples | None:
+        """All samples on the device, where the spec asks for it; rank 0 prints what they take."""
+        if not spec.data.on_device:
+            return None
+        samples = DeviceSamples(self.training, self.options(spec, mesh), mesh.device)
+        if mesh.rank == 0:
+            taken = show_bytes(samples.num_bytes)
+            print(f"data: {len(self.training):,} samples on {mesh.device.type}, {taken}", file=sys.stderr)
+        return samples
 
     def assignment(self, spec: FitSpec, mesh: Mesh) -> SampleAssignment:
         """Which samples of a batch this rank gets."""

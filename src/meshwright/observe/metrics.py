@@ -19,6 +19,8 @@ from meshwright.errors import RunError
 METRICS_NAME = "metrics.jsonl"
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
+_TAIL_BYTES = 2**14
+
 Row = dict[str, float | int | bool | None]
 """One line of metrics.jsonl as it was read; keys that the writer omitted are missing."""
 
@@ -141,6 +143,12 @@ class MetricsWriter:
         self._file.write(format_line(complete).encode())
         return complete
 
+    def rewind(self, step: int) -> None:
+        """Remove the lines after `step`: the run has gone back to it."""
+        self._file.close()
+        truncate_after(self._path, step)
+        self._file = self._path.open("ab", buffering=0)
+
     def _require_in_place(self, step: int) -> None:
         try:
             is_in_place = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
@@ -201,6 +209,17 @@ def read_metrics(path: Path | str) -> list[Row]:
         return []
     by_step = {int(row["step"] or 0): row for row in _rows(lines)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def last_step(run_dir: Path | str) -> int:
+    """The step of the last complete line of metrics.jsonl, read from its end; 0 where there is none."""
+    try:
+        with (Path(run_dir) / METRICS_NAME).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            rows = list(_rows(file.read().splitlines(keepends=True)))
+    except OSError:
+        return 0
+    return int(rows[-1]["step"] or 0) if rows else 0
 
 
 def truncate_after(path: Path, last_step: int) -> None:

@@ -17,6 +17,7 @@ from meshwright.errors import DataError
 from meshwright.observe.chart import Chart, Drawing, Points, Series, draw, smooth
 from meshwright.observe.events import Event
 from meshwright.observe.figures import RunFigures, run_figures
+from meshwright.observe.goodput import read_goodput
 from meshwright.observe.history import History
 from meshwright.observe.metrics import json_value
 from meshwright.observe.run_files import RunFiles, read_run
@@ -35,7 +36,9 @@ _EVENT_SENTENCE = {
     "evaluate": "evaluated",
     "overflow": "skipped an update: gradients overflowed",
     "warning": "warning",
-    "restart": "restarted after running out of memory",
+    "restart": "restarted all ranks",
+    "skip": "skipped an update: the gradients were not finite, or their norm was a spike",
+    "rollback": "went back to a checkpoint and skipped the data since",
     "interrupt": "was interrupted",
     "failure": "failed",
     "finish": "finished",
@@ -271,16 +274,19 @@ def _subtitle(files: RunFiles) -> str:
 
 
 def _facts(files: RunFiles) -> list[tuple[str, str]]:
-    """Versions of packages, device and fingerprint."""
+    """Versions of packages, device, fingerprint and goodput."""
     versions = files.summary.get("versions")
     facts = dict(versions) if isinstance(versions, dict) else {}
     facts |= {name: files.summary[name] for name in ("device", "fingerprint") if files.summary.get(name)}
+    goodput = read_goodput(files.run_dir)
+    if goodput is not None:
+        facts["time"] = goodput.line()
     return [(str(name), str(value)) for name, value in facts.items()]
 
 
 def _event_lines(events: list[Event]) -> list[tuple[str, str, str]]:
     """(time, kind, sentence) of each event; of a long history, its beginning and end."""
-    shown = [event_line(event) for event in events]
+    shown = [event_line(event) for event in events if event["kind"] != "time"]
     if len(shown) <= _MAX_EVENTS:
         return shown
     half = _MAX_EVENTS // 2

@@ -30,6 +30,14 @@ class RunSummary:
     """Nats per token of the corpus without context: a loss below it means that context was learned."""
     num_skipped: int = 0
     """fp16: updates that were skipped because gradients overflowed."""
+    goodput: float | None = None
+    """Time of steps that count / wall time, over all starts of the run; None where it is not known."""
+    goodput_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by cause: step, start, compile, data, checkpoint, evaluate, restart, lost, other."""
+    num_restarts: int = 0
+    """Restarts by the supervisor."""
+    lost_steps: int = 0
+    """Steps that were repeated after restarts."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of packages, such as {"meshwright": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}."""
 

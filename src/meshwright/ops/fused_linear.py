@@ -30,7 +30,10 @@ def fused_linear(
     gradient.
     """
     x_TK = x.flatten(0, -2).to(dtype)
-    y_TN: Tensor = _FusedLinear.apply(x_TK, len(weights), *weights, *grad_buffers)  # pyright: ignore[reportAssignmentType]
+    if not any(weight.requires_grad for weight in weights):
+        y_TN: Tensor = _FrozenLinear.apply(x_TK, *weights)  # pyright: ignore[reportAssignmentType]
+    else:
+        y_TN = _FusedLinear.apply(x_TK, len(weights), *weights, *grad_buffers)  # pyright: ignore[reportAssignmentType]
     return y_TN.unflatten(0, x.shape[:-1])
 
 
@@ -52,6 +55,20 @@ class _FusedLinear(torch.autograd.Function):
         # Slices of one tensor, so that the next micro-batch can add to all of them in one matmul.
         dw_NK = (dy_TN.mT @ x_TK).to(weights[0].dtype)
         return dx_TK, None, *dw_NK.split([len(weight) for weight in weights])
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """Frozen matrices: dgrad only, and x is not saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return fused_matmul(x_TK, weights)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights = ctx.saved_tensors  # recompute lets them be read once
+        return fused_dgrad(dy_TN, weights), *(None for _ in weights)
 
 
 @torch.library.custom_op("meshwright::fused_matmul", mutates_args=())

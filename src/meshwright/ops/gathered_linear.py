@@ -84,12 +84,16 @@ class _GatheredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(shard, weight)
         ctx.backward_gather = backward_gather
-        backward_gather.add_consumer()
+        if ctx.needs_input_grad[2]:  # a frozen weight needs no input in backward
+            backward_gather.add_consumer()
         return functional.linear(full, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         shard, weight = ctx.saved_tensors
+        dx = (grad @ weight.to(grad.dtype)).to(shard.dtype)
+        if not ctx.needs_input_grad[2]:
+            return dx, None, None, None
         full = ctx.backward_gather.gather(shard)
         dw = grad.flatten(0, -2).mT @ full.flatten(0, -2).to(grad.dtype)
-        return (grad @ weight.to(grad.dtype)).to(shard.dtype), None, dw.to(weight.dtype), None
+        return dx, None, dw.to(weight.dtype), None

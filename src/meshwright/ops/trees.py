@@ -1,19 +1,24 @@
 """Tensors inside nested containers that a loader or a module returns: tuples, dicts, Hugging Face outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 # Private: torch has no public pytree, and libraries register their own containers there (transformers does).
-# Other files import these two names from here.
-from torch.utils._pytree import tree_leaves, tree_map_only
+# Other files import these names from here.
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with `change` applied to every tensor."""
     return tree_map_only(Tensor, change, tree)
+
+
+def map_together(change: Callable[..., Any], trees: Sequence[Any]) -> Any:
+    """One structure: `change` of the leaves of several at each place; ValueError where structures differ."""
+    return tree_map(change, trees[0], *trees[1:])
 
 
 def on_device(tree: Any, device: torch.device) -> Any:

@@ -72,7 +72,9 @@ def build_optimizer(
     `full_parameters` describes the full parameter of each shard; without it the shards are full parameters.
     `weights` is the format of the shards. A rehearsal passes the device that it simulates.
     """
-    groups = [group for group in parameter_groups(shards, optim) if group["params"]]
+    groups = parameter_groups(shards, optim)
+    # A pipeline stage may train nothing; torch wants one group all the same.
+    groups = [group for group in groups if group["params"]] or groups[:1]
     if weights == "fp32" and _has_torch_optimizer(shards, optim, simulated):
         optimizer = _build_elementwise(groups, optim)
     else:

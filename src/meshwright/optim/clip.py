@@ -48,8 +48,9 @@ def clip_gradients(
     Optimizers that can scale gradients as they read them do so in the next step, so that clipped gradients
     are never written.
     """
-    if scale != 1.0:
-        foreach.mul_([shard.grad for shard, _ in shards if shard.grad is not None], 1.0 / scale)
+    grads = [shard.grad for shard, _ in shards if shard.grad is not None]
+    if scale != 1.0 and grads:
+        foreach.mul_(grads, 1.0 / scale)
     norm = global_norm(shards, device)
     if max_norm is not None:
         factor = (max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)

@@ -1,6 +1,7 @@
 """From a RunSpec to the program of this rank: the order of transforms, written once.
 
-1. meta       the stages of this rank are built on the meta device, so no rank ever holds the full model
+1. meta       the stages of this rank are built on the meta device, so no rank ever holds the full model;
+              adapters are attached there, and what is not trained is frozen
 2. tp, ep     parameters are sharded first: every later transform sees the local layer
 3. cp         replaces the attention core; touches no parameter
 4. fp8        replaces the matmuls of linears; after tp, whose sharding decides where an amax is all-reduced
@@ -18,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from meshwright.adapters.attach import prepare_trained, set_magnitudes
 from meshwright.data.microbatch import Microbatch
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
@@ -75,8 +77,10 @@ def build_program(
         left_out_layers=simulation.left_out_layers,
     )
     for stage in stages:
+        prepare_trained(stage.module, run)
         transform(stage.module, run, mesh, weights, simulation)
         allocate(stage.module, run, mesh, fill)
+        set_magnitudes(stage.module)
         pack_fused_weights(stage.module)
     shards = parameter_shards(stages, run, mesh)
     set_gradient_dtype(shards, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)

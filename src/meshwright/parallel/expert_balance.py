@@ -24,12 +24,15 @@ class ExpertFigures:
 class ExpertBalance:
     """The routers of this rank's stages; every method is called by all ranks of a model with experts."""
 
-    def __init__(self, model: ModelSpec, stages: list[nn.Module], mesh: Mesh) -> None:
+    def __init__(
+        self, model: ModelSpec, stages: list[nn.Module], mesh: Mesh, *, is_frozen: bool = False
+    ) -> None:
+        """With `is_frozen` the load is recorded, and the balance bias stays as it is."""
         assert model.moe is not None
         self._moe, self._stages = model.moe, stages
         self._num_layers = model.num_layers - model.moe.first_dense_layers
         self._groups = [mesh.data.get_group("data"), mesh.dense.get_group("tp")]
-        self._has_bias = bool(model.moe.has_balance_bias and model.moe.balance_bias_rate)
+        self._has_bias = bool(model.moe.has_balance_bias and model.moe.balance_bias_rate) and not is_frozen
         self._loads: dict[str, Tensor] = {}
         self._aux_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._num_steps = 0

@@ -27,7 +27,8 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
 from meshwright.models.layers.fused import linears_sharing_input
 from meshwright.models.layers.fused_fp8 import Fp8GateUp, Fp8QkvProjections
-from meshwright.models.layers.linear import Linear, Matmul, QkvProjections
+from meshwright.models.layers.linear import Linear, QkvProjections
+from meshwright.models.layers.matmul import Matmul
 from meshwright.models.layers.mlp import GateUp, SwiGlu
 from meshwright.ops.sharded import local
 from meshwright.parallel.fp8_experts import ExpertSite, apply_fp8_experts, expert_sites

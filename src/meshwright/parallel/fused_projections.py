@@ -5,7 +5,7 @@
 On one H200 a step of Llama-3.2-1B takes 1.5% less. It communicates nothing. Without rope the QKV projections
 stay separate: their gradients come from the attention kernel as three tensors, and to concatenate them costs
 as much as fusion gains. Sharded weights stay separate too: ZeRO-3 gathers each into its own memory, and tp
-shards each.
+shards each. Adapters (LoRA) of unsharded frozen linears are added in the linears' own operator.
 """
 
 import torch
@@ -13,6 +13,8 @@ import torch
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
 from meshwright.models.layers.fused import fuse_linears, fused_projection_of, linears_sharing_input
+from meshwright.models.layers.linear import Linear
+from meshwright.models.layers.matmul import Matmul
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.ops.fused_linear import pack_weights
 from meshwright.spec import RunSpec
@@ -24,8 +26,16 @@ def fuse_projections(model: Decoder, run: RunSpec) -> None:
     if is_sharded or not run.compile:
         return
     for module in model.modules():
+        if isinstance(module, Linear):
+            _fuse_adapter(module)
         if isinstance(module, SwiGlu) or (isinstance(module, Attention) and run.model.rope is not None):
             fuse_linears(module)
+
+
+def _fuse_adapter(linear: Linear) -> None:
+    is_plain = type(linear.matmul) is Matmul and not linear.weight.requires_grad
+    if linear.adapter is not None and is_plain:
+        linear.adapter.is_fused = linear.adapter.can_be_fused
 
 
 def pack_fused_weights(model: Decoder) -> None:

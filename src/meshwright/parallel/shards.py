@@ -189,7 +189,8 @@ def _row_chunk(name: str, parameter: nn.Parameter, mesh: Mesh) -> ParameterShard
     inner_names, inner = _inner_placements(parameter)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     state_mesh = mesh.state_mesh(("dp_replicate", shard_axis, *inner_names))
-    if mesh.parallel.zero == 0 or local.ndim == 0:  # a scalar has no rows to shard
+    # A scalar has no rows to shard. A frozen parameter has no state, and no bucket would gather its rows.
+    if mesh.parallel.zero == 0 or local.ndim == 0 or not parameter.requires_grad:
         shard = _share_storage(local.detach(), parameter)
         return ParameterShard(
             name, parameter, shard, state_mesh, (Replicate(), Replicate(), *inner), parameter.shape, 1.0

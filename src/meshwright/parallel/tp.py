@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
+from meshwright.models.layers.adapter import Adapter
 from meshwright.models.layers.embedding import Embedding, Lookup
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.moe import Moe
@@ -75,6 +76,8 @@ def apply_tp(model: Decoder, mesh: Mesh, *, regather: bool = False) -> None:
             _gather_input(module, group)
         elif kind == "scatter" and isinstance(module, Linear):
             module.reduce_output = ReduceScatterOutput(group)
+            if module.adapter is not None:
+                module.adapter.input_group = group
     if isinstance(model.embedding, Embedding):
         _shard_embedding(model.embedding, group)
     if model.head is not None:
@@ -97,7 +100,7 @@ def _regather_input(module: nn.Module, group: ProcessGroup) -> None:
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(lambda *_: linears.leave())
     for layer in module.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, Linear | Adapter):
             layer.matmul = GatheredMatmul(linears)
 
 

@@ -18,7 +18,8 @@ from meshwright.models.layers.fused import (
     fused_projection_of,
     linears_sharing_input,
 )
-from meshwright.models.layers.linear import Linear, Matmul
+from meshwright.models.layers.linear import Linear
+from meshwright.models.layers.matmul import Matmul
 from meshwright.ops.fused_linear import is_packed, packed_view
 from meshwright.parallel.dp import GradientReducer, Reducer
 from meshwright.spec import RunSpec

@@ -6,11 +6,14 @@ that float64 can tell a mistake from rounding, and is listed in `Shrunken.change
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from meshwright.rehearse.small_worlds import MAX_RANKS, covering_worlds, degree_changes
 from meshwright.spec import (
+    AdapterSpec,
     AttentionSpec,
     CheckpointSpec,
     DataSpec,
@@ -28,6 +31,13 @@ from meshwright.spec import (
     ScheduleSpec,
     SyntheticSpec,
 )
+from meshwright.spec.adapter import (
+    adaptable,
+    adapted_matrices,
+    adapter_parameters,
+    is_trained,
+    matches,
+)
 from meshwright.spec.optim import group_of
 from meshwright.spec.parameters import parameters
 from meshwright.spec.rules_run import ADAM_KINDS, settings_have_effect
@@ -37,6 +47,7 @@ HEAD_WIDTH = 4
 INNER_WIDTH = 12
 """Width of an MLP or expert per tp rank."""
 LEAST_LENGTH = 16
+ADAPTER_RANK = 2
 WINDOW = 5
 """An attention window that is shorter than a sequence and no multiple of a tile."""
 BYTE_VOCABULARY = 257
@@ -73,14 +84,19 @@ def shrink_to(run: RunSpec, parallel: ParallelSpec) -> Shrunken:
     """The run on a small world; it is valid whenever the large one is."""
     data = _small_data(run, parallel)
     model = _small_model(run, parallel, data.sequence_length)
+    adapter = _small_adapter(run.adapter, model)
+    names = [parameter.name for parameter in parameters(model)]
+    trained = [each for each in run.train_only if any(fnmatchcase(name, each) for name in names)]
     small = run.with_(
         name=f"{run.name}-proof",
         compile=False,
         model=model,
+        adapter=adapter,
+        train_only=trained,
         parallel=parallel,
         precision=PrecisionSpec(compute="fp64"),
         memory=_small_memory(run.memory),
-        optim=_small_optim(run.optim, model),
+        optim=_small_optim(run.optim, model, adapter, trained),
         schedule=ScheduleSpec(num_steps=NUM_STEPS, kind="linear", warmup_steps=2),
         data=data,
         checkpoint=CheckpointSpec(),
@@ -115,6 +131,8 @@ def _left_out(run: RunSpec) -> list[str]:
         changes.append("no batch-size ramp")
     if run.precision.fp8 is not None:
         changes.append("no fp8: matmuls in float64")
+    if run.adapter is not None:
+        changes.append(f"adapters of rank {ADAPTER_RANK}, without dropout, on a base in float64")
     return changes
 
 
@@ -224,9 +242,35 @@ def _num_microbatches(run: RunSpec, parallel: ParallelSpec) -> int:
     return parallel.num_stages + (parallel.pp if more else 0)
 
 
-def _small_optim(optim: OptimSpec, model: ModelSpec) -> OptimSpec:
+def _small_adapter(adapter: AdapterSpec | None, model: ModelSpec) -> AdapterSpec | None:
+    """The adapter at a low rank, on a full-precision base, without targets that match nothing."""
+    if adapter is None:
+        return None
+    targets = [each for each in adapter.targets if any(matches(model, one, each) for one in adaptable(model))]
+    small = adapter.with_(
+        rank=ADAPTER_RANK,
+        ranks=[],
+        base="weights",
+        dropout=0.0,
+        start_from=None,
+        targets=targets or AdapterSpec.model_fields["targets"].default,
+    )
+    adapted = [one.weight for one in adapted_matrices(model, small)]
+    ranks = [
+        own.with_(rank=ADAPTER_RANK - 1).model_dump()
+        for own in adapter.ranks
+        if any(matches(model, weight, own.pattern) for weight in adapted)
+    ]
+    return small.with_(ranks=ranks)
+
+
+def _small_optim(
+    optim: OptimSpec, model: ModelSpec, adapter: AdapterSpec | None, trained: Sequence[str]
+) -> OptimSpec:
     """The optimizer with learning rates that change weights, without groups that match no parameter."""
-    taken = {group_of(parameter.name, optim.groups) for parameter in parameters(model)}
+    listed = [*parameters(model), *adapter_parameters(model, adapter)]
+    names = [parameter.name for parameter in listed if is_trained(parameter.name, adapter, trained)]
+    taken = {group_of(name, optim.groups) for name in names}
     changes: dict[str, Any] = {"eps": max(optim.eps, LEAST_EPS)} if optim.kind in ADAM_KINDS else {}
     if optim.kind == "lars":
         changes["trust_coefficient"] = _TRUST

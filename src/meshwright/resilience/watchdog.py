@@ -17,8 +17,10 @@ from typing import Self
 
 import psutil
 
-from meshwright.errors import EXIT_RUN_FAILED
+from meshwright.errors import EXIT_RANK_LOST, EXIT_RUN_FAILED
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatFile, heartbeat_path, read_heartbeats
+from meshwright.launch.launched import is_supervised
+from meshwright.resilience.phase_clock import PhaseClock
 from meshwright.spec.resilience import Phase, ResilienceSpec
 
 _TICK_SECONDS = 0.5
@@ -32,8 +34,18 @@ _MOST_SHOWN = 8
 class HeartbeatWriter:
     """The step and phase of this rank. Use as a context; the file is best effort and never ends a run."""
 
-    def __init__(self, run_dir: Path, *, rank: int, num_ranks: int, step: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rank: int,
+        num_ranks: int,
+        step: int,
+        after_save: Callable[[int], None] | None = None,
+    ) -> None:
+        """`after_save` is called with the step when the phase `save` ends."""
         self._rank, self._host, self._pid = rank, socket.gethostname(), os.getpid()
+        self.clock, self._after_save = PhaseClock(), after_save
         self.now = self._at_this_time("start", step)
         """The last sign of progress."""
         self._path = heartbeat_path(run_dir, rank)
@@ -43,14 +55,18 @@ class HeartbeatWriter:
 
     def enter(self, phase: Phase, step: int) -> None:
         """Set what this rank does next, after `step` steps. Costs no more than a look at the clock."""
+        is_saved = self.now.phase == "save" and phase != "save"
+        self.clock.enter(phase)
         self.now = self._at_this_time(phase, step)
+        if is_saved and self._after_save is not None:
+            self._after_save(step)
 
     def _at_this_time(self, phase: Phase, step: int) -> Heartbeat:
         return Heartbeat(self._rank, self._host, self._pid, step, phase, time.time())
 
     def write_sign_of_life(self) -> None:
         """Write a heartbeat of this time, though there was no progress."""
-        self.enter(self.now.phase, self.now.step)
+        self.now = self._at_this_time(self.now.phase, self.now.step)
         self._write()
 
     def _write(self) -> None:
@@ -111,7 +127,7 @@ class Watchdog:
         recently = min(5.0, self._resilience.step_timeout_seconds / 2)
         print(self._report(since=tripped_at - recently), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-        os._exit(EXIT_RUN_FAILED)
+        os._exit(EXIT_RANK_LOST if is_supervised() else EXIT_RUN_FAILED)
 
     def _report(self, since: float) -> str:
         now = self._heartbeat.now

@@ -1,5 +1,6 @@
 """What was asked for: frozen, typed, complete descriptions of a run. Imports no torch."""
 
+from meshwright.spec.adapter import AdapterRankSpec, AdapterSpec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import (
     BatchRampSpec,
@@ -30,6 +31,8 @@ from meshwright.spec.schedule import ScheduleSpec
 
 __all__ = [
     "MESH_ORDER",
+    "AdapterRankSpec",
+    "AdapterSpec",
     "AttentionSpec",
     "BatchRampSpec",
     "BlendPartSpec",

@@ -5,6 +5,7 @@ Tensor cores compute tiles: dims that are multiples of 64 (128 bytes in half pre
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_layers, unaligned_weights
@@ -25,8 +26,10 @@ class Advice:
     fact: str
     where: str
     hint: str
-    padding: tuple[str, int] | None = None
-    """The key and the padded width that remove the waste, where that is all it takes."""
+    change: tuple[tuple[str, Any], ...] = ()
+    """The dotted keys and the values that remove the waste, where these are all it takes."""
+    cost: float | None = None
+    """Expected share of the step that it costs, where it is priced."""
 
 
 Advisor = Callable[[RunSpec], Iterator[Advice]]
@@ -64,7 +67,8 @@ def tensor_cores_are_used(run: RunSpec) -> Iterator[Advice]:
     """On a GPU, fp32 leaves the tensor cores idle."""
     if run.device == "cuda" and run.precision.compute == "fp32":
         hint = "precision.compute=tf32 keeps the range at several times the speed; bf16 doubles that again"
-        yield Advice("compute=fp32 leaves the tensor cores idle", "precision.compute", hint)
+        change = (("precision.compute", "tf32"),)
+        yield Advice("compute=fp32 leaves the tensor cores idle", "precision.compute", hint, change)
 
 
 def vocabulary_fills_tiles(run: RunSpec) -> Iterator[Advice]:
@@ -75,7 +79,7 @@ def vocabulary_fills_tiles(run: RunSpec) -> Iterator[Advice]:
         each = f", {vocabulary // tp} on a rank," if tp > 1 else ""
         fact = f"vocab_size={vocabulary}{each} is not a multiple of {ALIGNED}"
         key = "model.vocab_size"
-        yield Advice(fact, key, f"{key}={padded} pads the embedding with unused rows", (key, padded))
+        yield Advice(fact, key, f"{key}={padded} pads the embedding with unused rows", ((key, padded),))
 
 
 def widths_fill_tiles(run: RunSpec) -> Iterator[Advice]:
@@ -87,7 +91,7 @@ def widths_fill_tiles(run: RunSpec) -> Iterator[Advice]:
             local = f" is {width // degree} on a rank, which" if degree > 1 else ""
             fact = f"{key.rsplit('.', 1)[-1]}={width}{local} is not a multiple of {TILE}"
             padded = -(-width // (TILE * degree)) * TILE * degree
-            yield Advice(fact, key, f"{key}={padded} fills the tiles", (key, padded))
+            yield Advice(fact, key, f"{key}={padded} fills the tiles", ((key, padded),))
 
 
 def _sharded_widths(run: RunSpec) -> Iterator[tuple[str, int, int]]:

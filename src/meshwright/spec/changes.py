@@ -14,8 +14,11 @@ from meshwright.spec.violations import show_value
 _UNRECORDED = ("name", "version")
 _MODEL = "the saved weights are of the old model"
 _INITIAL = "it is used before the first step only"
-_FIXED = {
+_FIXED: dict[str, str | None] = {
     "model": _MODEL,
+    "adapter": "the saved adapters are of the old kind, rank or targets",
+    "adapter.dropout": None,
+    "train_only": "the saved state is of the parameters that were trained",
     "model.init_std": _INITIAL,
     "model.scaled_residual_init": _INITIAL,
     "seed": "the order of samples and the initial weights follow from it",
@@ -85,6 +88,8 @@ def _reason(change: Change, run: Spec, known: set[str]) -> str | None:
         return "this version has no such setting"
     if key in _MODEL_TRAINING or (key == "checkpoint.start_from" and change.new is None):
         return None
+    if key == "checkpoint.start_from" and getattr(run, "adapter", None) is not None:
+        return None  # the base of adapters may have moved; its digest is compared
     if key == "optim.beta1" and 0 in (change.old, change.new):
         kind = getattr(getattr(run, "optim", None), "kind", None)
         return f"{kind} keeps no momentum at 0" if kind in _MOMENTUM_KINDS else None

@@ -7,6 +7,7 @@ The rules are independent: all are checked, and all violations are reported at o
 from collections.abc import Callable, Iterator
 
 from meshwright.errors import SpecError, SpecErrors
+from meshwright.spec.rules_adapter import ADAPTER_RULES
 from meshwright.spec.rules_checkpoint import CHECKPOINT_RULES
 from meshwright.spec.rules_data import DATA_RULES
 from meshwright.spec.rules_launch import LAUNCH_RULES
@@ -19,6 +20,7 @@ from meshwright.spec.run import RunSpec
 Rule = Callable[[RunSpec], Iterator[SpecError]]
 RULES: list[Rule] = [
     *MODEL_RULES,
+    *ADAPTER_RULES,
     *PARALLEL_RULES,
     *MEMORY_RULES,
     *DATA_RULES,

@@ -32,7 +32,7 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
-from meshwright.spec.resilience import ResilienceSpec
+from meshwright.spec.resilience import BadStepAction, BadStepSpec, ResilienceSpec, RestartSpec
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -163,6 +163,7 @@ class SamplesSettings(TypedDict, total=False):
     shuffle: bool
     max_epochs: int | None
     num_workers: int | Literal["auto"]
+    on_device: bool
     sample_tokens: int
 
 
@@ -187,11 +188,32 @@ class ObserveSettings(TypedDict, total=False):
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
 
 
+class RestartSettings(TypedDict, total=False):
+    """Fields of `RestartSpec`."""
+
+    max_restarts: int
+    max_cycles_without_progress: int
+    backoff_seconds: float
+    max_backoff_seconds: float
+
+
+class BadStepSettings(TypedDict, total=False):
+    """Fields of `BadStepSpec`."""
+
+    action: BadStepAction
+    spike_factor: float | None
+    max_in_a_row: int
+
+
 class ResilienceSettings(TypedDict, total=False):
     """Fields of `ResilienceSpec`."""
 
     step_timeout_seconds: float
     start_timeout_seconds: float
+    hang_factor: float | None
+    compare_replicas_every_steps: int | None
+    restart: RestartSpec | RestartSettings
+    bad_steps: BadStepSpec | BadStepSettings
 
 
 class NcclSettings(TypedDict, total=False):
@@ -331,12 +353,24 @@ class FitSettings(ModuleSettings, total=False):
     shuffle: bool
     max_epochs: int | None
     num_workers: int | Literal["auto"]
+    on_device: bool
     sample_tokens: int
     tensorboard: bool
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float
+    hang_factor: float | None
+    compare_replicas_every_steps: int | None
+    restart: RestartSpec | RestartSettings
+    max_restarts: int
+    max_cycles_without_progress: int
+    backoff_seconds: float
+    max_backoff_seconds: float
+    bad_steps: BadStepSpec | BadStepSettings
+    action: BadStepAction
+    spike_factor: float | None
+    max_in_a_row: int
 
 
 class LoopSettings(ModuleSettings, total=False):

@@ -91,6 +91,9 @@ class SamplesSpec(Spec):
     num_workers: NonNegative | Literal["auto"] = 0
     """Worker processes of each rank that prefetch batches; 0 loads them in the training process; auto reads a
     few samples at the start, chooses, and prints the choice."""
+    on_device: bool = False
+    """Read every sample once at the start and keep all of them on the device (on a CPU: in memory); for small
+    datasets without random transforms."""
     sample_tokens: Positive = 1
     """Tokens of one sample, for the `tokens` metric (1: it counts samples)."""
 
@@ -128,7 +131,7 @@ class FitSpec(ModuleSpec):
         can_extend = self.schedule.kind in ("constant", "inverse_sqrt")
         return {
             **super()._neutral_fields(),
-            "data": self.data.with_(microbatch_samples=None, num_workers=0),
+            "data": self.data.with_(microbatch_samples=None, num_workers=0, on_device=False),
             "schedule": self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
             "observe": ObserveSpec(),
             "resilience": ResilienceSpec(),

@@ -12,7 +12,19 @@ from typing import Literal
 
 from meshwright.spec.model import AttentionSpec, LatentSpec, ModelSpec
 
-ParameterKind = Literal["embedding", "position", "matrix", "expert", "router", "head", "norm", "bias"]
+ParameterKind = Literal[
+    "embedding",
+    "position",
+    "matrix",
+    "expert",
+    "router",
+    "head",
+    "norm",
+    "bias",
+    "lora_A",
+    "lora_B",
+    "magnitude",
+]
 # The kinds that are matmul weights: each element does one multiply-add per token.
 MATMUL_KINDS = frozenset({"matrix", "expert", "router", "head"})
 

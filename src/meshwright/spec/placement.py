@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from meshwright.spec.adapter import LORA_A, LORA_B, MAGNITUDE, adapted_weight
 from meshwright.spec.parallel import ParallelSpec
 
 
@@ -72,6 +73,10 @@ TP_BOUNDARIES = (
 
 def tp_dim(name: str, parallel: ParallelSpec) -> int | None:
     """The dim of a parameter that tp shards, or None when tp replicates it."""
+    name = name.removesuffix("_absmax")  # of a weight in NF4, with which it is sharded
+    adapted = adapted_weight(name)
+    if adapted is not None:
+        return _adapter_dim(adapted[1], tp_dim(adapted[0], parallel), is_expert=is_routed_expert(name))
     if is_routed_expert(name):
         return _dim(name, ETP_SHARDED_DIMS) if parallel.etp > 1 else None
     return _dim(name, TP_SHARDED_DIMS)
@@ -79,6 +84,9 @@ def tp_dim(name: str, parallel: ParallelSpec) -> int | None:
 
 def ep_dim(name: str) -> int | None:
     """The dim of a parameter that ep shards: the expert dim."""
+    adapted = adapted_weight(name)
+    if adapted is not None:
+        return ep_dim(adapted[0])
     return _dim(name, EP_SHARDED_DIMS)
 
 
@@ -94,6 +102,17 @@ def tp_boundary(module_name: str, *, is_routed: bool) -> Literal["gather", "scat
         if row.pattern.count(".") == depth and fnmatchcase(module_name, row.pattern):
             return None if is_routed and row.pattern == "blocks.*.mlp" else row.kind
     return None
+
+
+def _adapter_dim(own: str, dim: int | None, *, is_expert: bool) -> int | None:
+    """The dim of an adapter's parameter that tp shards, from that of its frozen matrix.
+
+    A has the matrix's input dim, B and the magnitude have its output dim; the factor that lacks the sharded
+    dim is replicated. So the adapter's output is sharded or partial exactly as that of the matrix.
+    """
+    has_input, has_output = own == LORA_A, own in (LORA_B, MAGNITUDE)
+    is_column_wise = dim == (1 if is_expert else 0)
+    return dim if dim is not None and (has_output if is_column_wise else has_input) else None
 
 
 def _dim(name: str, table: tuple[ShardedDim, ...]) -> int | None:

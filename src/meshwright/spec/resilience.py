@@ -1,24 +1,64 @@
-"""Timeouts: how long a run may go without progress before it is ended."""
+"""Timeouts and restarts: when a run without progress is ended, and how often its ranks are started again."""
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from meshwright.spec.base import Spec
+from meshwright.spec.base import NonNegative, Positive, Spec
 from meshwright.units import parse_number
 
 Phase = Literal["start", "step", "evaluate", "save", "end"]
 """What a rank is doing: building and the first step, a later step, an evaluation, a save, or leaving."""
 Seconds = Annotated[float, Field(ge=1, le=10_000_000, allow_inf_nan=False), BeforeValidator(parse_number)]
+BadStepAction = Literal["stop", "skip", "rollback"]
+SpikeFactor = Annotated[float, Field(gt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
+HangFactor = Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)]
+Delay = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False), BeforeValidator(parse_number)]
+
+
+class RestartSpec(Spec):
+    """How the process that started the ranks restarts them after a crash, a kill or a hang."""
+
+    max_restarts: NonNegative = 100
+    """Restarts of all ranks by one `meshwright train`; 0 ends the run at the first failure."""
+    max_cycles_without_progress: Positive = 3
+    """Starts in a row that end without a newer checkpoint; the run then ends with exit code 93."""
+    backoff_seconds: Delay = 1.0
+    """Wait before a restart after a cycle without progress; doubles with each further one. A restart after
+    progress comes at once."""
+    max_backoff_seconds: Delay = 60.0
+    """Longest wait before a restart."""
+
+
+class BadStepSpec(Spec):
+    """What happens at a step whose gradients are not finite, or whose gradient norm is a spike."""
+
+    action: BadStepAction = "stop"
+    """stop: the run ends before the next save. skip: no update is made with this batch. rollback: the run
+    goes back to its newest checkpoint and skips the data since, that batch included. skip and rollback read
+    the gradient norm on the host in every step."""
+    spike_factor: SpikeFactor | None = None
+    """A gradient norm above this factor times its running average is a spike; null: only norms that are not
+    finite are bad."""
+    max_in_a_row: Positive = 5
+    """Bad steps without a good one in between, or rollbacks to the same checkpoint, before the run ends."""
 
 
 class ResilienceSpec(Spec):
-    """When a run whose ranks make no progress is ended (exit code 4)."""
+    """When ranks that make no progress are ended, and how often all ranks are restarted."""
 
     step_timeout_seconds: Seconds = 600.0
-    """Longest time of one step; a run with a stopped or hanging rank ends after it."""
+    """Longest time of one step; a stopped or hanging rank is ended after it."""
     start_timeout_seconds: Seconds = 1800.0
     """Longest time from the start of the ranks to the end of the first step, compilation included."""
+    hang_factor: HangFactor | None = 20.0
+    """A rank that `meshwright train` started hangs when it makes no progress for this many times its longest
+    step so far, at least 60 seconds. null, and with compile=true: only after step_timeout_seconds."""
+    compare_replicas_every_steps: Positive | None = None
+    """Steps between comparisons of the weights of replicas (dp_replicate), bit for bit: a difference is
+    silent corruption, and all ranks are restarted from the newest checkpoint. null: never."""
+    restart: RestartSpec = RestartSpec()
+    bad_steps: BadStepSpec = BadStepSpec()
 
     @property
     def longest_seconds(self) -> float:

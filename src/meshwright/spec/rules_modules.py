@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec.modules import FitSpec, LoopSpec, ModuleSpec
+from meshwright.spec.resilience import RestartSpec
 from meshwright.spec.rules_checkpoint import (
     best_checkpoints_are_evaluated,
     checkpoints_have_an_interval,
@@ -57,7 +58,6 @@ SHARED_FIT_RULES = [
 # the timeouts, they are kept when the same script is run on one rank.
 _RUN_ONLY = (
     *("parallel.etp", "precision.fp8.experts", "precision.gradients", "memory.on_oom", "data.curriculum"),
-    *("resilience.step_timeout_seconds", "resilience.start_timeout_seconds"),
 )
 
 
@@ -73,11 +73,19 @@ def axes_are_supported(spec: ModuleSpec) -> Violations:
         yield SpecError(fact, where="parallel.cp", hint="use cp=1, or cp with tp and zero=3")
 
 
+def _is_run_only(key: str) -> bool:
+    return key in _RUN_ONLY or (key.startswith("resilience.") and "bad_steps" not in key)
+
+
 def module_settings_have_effect(spec: ModuleSpec) -> Violations:
     """A setting that has no effect, given the others, is refused rather than ignored."""
     fields = type(spec).model_fields
-    known = [one for one in CONDITIONS if one.key.split(".")[0] in fields and one.key not in _RUN_ONLY]
+    known = [one for one in CONDITIONS if one.key.split(".")[0] in fields and not _is_run_only(one.key)]
     yield from without_effect(cast(RunSpec, spec), known)
+    if isinstance(spec, FitSpec) and spec.resilience.restart != RestartSpec():
+        fact = "resilience.restart is set, and only `meshwright train` restarts ranks"
+        hint = "remove it; torchrun --max-restarts restarts a script, which resumes by itself"
+        yield SpecError(fact, where="resilience.restart", hint=hint)
     if spec.checkpoint.start_from is not None:
         fact = "checkpoint.start_from reads weights of built-in families only"
         hint = "load the weights into the module before you pass it"

@@ -6,10 +6,11 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from meshwright.errors import SpecError
+from meshwright.spec.adapter import is_trained
 from meshwright.spec.base import Spec
 from meshwright.spec.fp8 import EXPERT_RECIPES, FP8_MULTIPLE, fp8_experts, fp8_layers, fp8_weights
 from meshwright.spec.optim import group_of
-from meshwright.spec.parameters import parameters
+from meshwright.spec.rules_adapter import parameter_names
 from meshwright.spec.run import RunSpec
 
 Violations = Iterator[SpecError]
@@ -202,14 +203,17 @@ def groups_have_parameters(run: RunSpec) -> Violations:
     """Every group of `optim.groups` changes a setting of parameters that no later group matches."""
     if not run.optim.groups:
         return
-    names = [parameter.name for parameter in parameters(run.model)]
+    names = [name for name in parameter_names(run) if is_trained(name, run.adapter, run.train_only)]
     group_by_name = {name: group_of(name, run.optim.groups) for name in names}
     for index, group in enumerate(run.optim.groups):
         where = f"optim.groups.{index}"
         matched = [name for name in names if fnmatchcase(name, group.pattern)]
         later = sorted({group_by_name[name] for name in matched} - {index, None}, key=str)
         if not matched:
-            fact, hint = f"pattern {group.pattern!r} matches no parameter", f"names are like {names[1]!r}"
+            fact, hint = (
+                f"pattern {group.pattern!r} matches no parameter",
+                f"names are like {''.join(map(repr, names[1:2]))}",
+            )
             yield SpecError(fact, where=f"{where}.pattern", hint=hint)
         elif all(group_by_name[name] != index for name in matched):
             fact = f"every parameter of pattern {group.pattern!r} is matched by the later groups {later}"
@@ -301,7 +305,28 @@ CONDITIONS: list[Condition] = [
     Condition("optim.weight_decay_on", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
     *(
         Condition(f"resilience.{name}", _has_watched_ranks, "there are several ranks")
-        for name in ("step_timeout_seconds", "start_timeout_seconds")
+        for name in ("step_timeout_seconds", "start_timeout_seconds", "hang_factor", "restart.max_restarts")
+    ),
+    *(
+        Condition(
+            f"resilience.restart.{name}",
+            lambda run: _has_watched_ranks(run) and run.resilience.restart.max_restarts > 0,
+            "there are several ranks and max_restarts > 0",
+        )
+        for name in ("max_cycles_without_progress", "backoff_seconds", "max_backoff_seconds")
+    ),
+    Condition(
+        "resilience.compare_replicas_every_steps",
+        lambda run: run.parallel.dp_replicate > 1,
+        "dp_replicate > 1",
+    ),
+    *(
+        Condition(
+            f"resilience.bad_steps.{name}",
+            lambda run: run.resilience.bad_steps.action != "stop",
+            "bad_steps.action is skip or rollback",
+        )
+        for name in ("spike_factor", "max_in_a_row")
     ),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(
@@ -325,6 +350,14 @@ CONDITIONS: list[Condition] = [
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dims")
     ),
 ]
+
+
+def rollback_has_checkpoints(run: RunSpec) -> Violations:
+    """A rollback needs checkpoints on the way."""
+    if run.resilience.bad_steps.action == "rollback" and run.checkpoint.every_steps is None:
+        fact = "bad_steps.action=rollback without checkpoints to go back to"
+        hint = "set checkpoint.every_steps, or bad_steps.action=skip"
+        yield SpecError(fact, where="resilience.bad_steps.action", hint=hint)
 
 
 def settings_have_effect(run: RunSpec) -> Violations:
@@ -370,5 +403,6 @@ RUN_RULES = [
     wsd_has_a_decay,
     decays_are_valid,
     groups_have_parameters,
+    rollback_has_checkpoints,
     settings_have_effect,
 ]

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from meshwright.spec.adapter import AdapterSpec
 from meshwright.spec.base import NonNegative, Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
@@ -39,6 +40,13 @@ class RunSpec(Spec):
     """Record forward and backward of a micro-batch once and replay it: for small models and micro-batches,
     where the host launches kernels more slowly than the device runs them."""
     model: ModelSpec
+    adapter: AdapterSpec | None = None
+    """Low-rank adapters (LoRA) on frozen weights, which `checkpoint.start_from` names; null trains the model
+    itself."""
+    train_only: tuple[str, ...] = ()
+    """Shell patterns over parameter names, such as `blocks.3?.*` or `*norm*`: only these are trained, and all
+    others are frozen. With adapters: parameters that are trained in full beside them. Empty: without
+    adapters everything is trained."""
     parallel: ParallelSpec = ParallelSpec()
     precision: PrecisionSpec = PrecisionSpec()
     memory: MemorySpec = MemorySpec()
@@ -92,7 +100,7 @@ class RunSpec(Spec):
             schedule=self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
             checkpoint=CheckpointSpec(start_from=self.checkpoint.start_from),
             observe=ObserveSpec(),
-            resilience=ResilienceSpec(),
+            resilience=ResilienceSpec(bad_steps=self.resilience.bad_steps),
             launch=LaunchSpec(),
         )
         return same_trajectory.fingerprint()

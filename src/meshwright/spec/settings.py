@@ -23,6 +23,7 @@ from meshwright.spec.violations import all_keys, nearest, spec_of, violations_of
 from meshwright.spec.yaml_text import parse_yaml
 
 AnySpec = TypeVar("AnySpec", bound=ModuleSpec)
+FileSpec = TypeVar("FileSpec", bound=Spec)
 
 
 def read_settings(kind: type[AnySpec], run: str | Path | None, settings: Mapping[str, Any]) -> AnySpec:
@@ -44,6 +45,15 @@ def read_settings(kind: type[AnySpec], run: str | Path | None, settings: Mapping
     if violations:
         raise SpecErrors(violations)
     return spec
+
+
+def read_spec_file(kind: type[FileSpec], file: Path) -> FileSpec:
+    """The spec of a YAML file; everything that is wrong with the file is reported at once."""
+    layer = _file_layer(file)
+    try:
+        return kind.model_validate(layer.tree)
+    except ValidationError as error:
+        raise SpecErrors(violations_of(error, kind, layer)) from None
 
 
 def with_data_parallel(spec: AnySpec, num_ranks: int) -> AnySpec:

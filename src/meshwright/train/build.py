@@ -50,6 +50,7 @@ def build_job(run: RunSpec, world: World) -> Job:
         evaluate=lambda: evaluate(run, training.program, mesh),
         measure_half_batch=lambda batch: measure_half_batch(training, batch, mesh),
         fp8_comparison=Fp8Comparison(run, training, mesh) if run.precision.fp8 else None,
+        loads_base=run.adapter is not None,
     )
 
 
@@ -92,7 +93,9 @@ def build_training(
         max_grad_norm=run.optim.max_grad_norm,
         loss_scale=LossScale.start(run.precision.loss_scale) if run.precision.loss_scale else None,
         ema=Ema(shards, run.optim.ema_decay) if run.optim.ema_decay is not None else None,
-        experts=ExpertBalance(run.model, program.stages, mesh) if run.model.moe else None,
+        experts=ExpertBalance(run.model, program.stages, mesh, is_frozen=run.adapter is not None)
+        if run.model.moe
+        else None,
         fp8_scales=_delayed_scales(run, mesh, program),
     )
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint.initial import load_initial_weights, require_built_in
 from meshwright.checkpoint.load import read_manifest
@@ -81,10 +82,18 @@ def evaluation_run(
         observe=ObserveSpec(),
         resilience=ResilienceSpec(),
         launch=saved.launch if parallel.num_ranks > 1 else LaunchSpec(),
-        checkpoint=CheckpointSpec(start_from=str(folder)),
+        **_weights_of(saved, folder),
         data=_evaluated_data(saved.data, data, parallel, keeps_batch=num_ranks is None),
     )
     return parse_run(dump_run(run), overrides, place=str(folder)).require_valid()
+
+
+def _weights_of(saved: RunSpec, folder: Path) -> dict[str, Any]:
+    """The settings that load a checkpoint's weights; adapters are loaded onto their base."""
+    if saved.adapter is None:
+        return {"checkpoint": CheckpointSpec(start_from=str(folder))}
+    base = CheckpointSpec(start_from=saved.checkpoint.start_from)
+    return {"checkpoint": base, "adapter": saved.adapter.with_(start_from=str(folder))}
 
 
 def _saved_run(folder: Path, data: str | None) -> RunSpec:
@@ -122,7 +131,12 @@ def _evaluated_data(
 
 
 def _require_same_tokenizer(saved: DataSpec, path: str) -> None:
-    """Refuse a dataset that another tokenizer packed; nothing is compared where the run's data is gone."""
+    """Refuse a dataset that another tokenizer packed.
+
+    Nothing is compared where the run's data is gone, or with a Megatron pair, which names no tokenizer.
+    """
+    if Path(f"{path}.idx").is_file():
+        return
     try:
         ours = tokenizer_for(saved)
     except (MeshwrightError, OSError):
@@ -148,7 +162,8 @@ def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
     load_initial_weights(run, training, averaged=averaged)
     loss = evaluate(run, training.program, mesh, every_sample=every_sample)
     evaluated = evaluation_ids(stream, every_sample=every_sample)
-    folder = Path(run.checkpoint.start_from or "")
+    adapters = run.adapter.start_from if run.adapter is not None else None
+    folder = Path(adapters or run.checkpoint.start_from or "")
     return Evaluation(
         loss=loss,
         tokens=stream.samples.targets(evaluated).count,

@@ -62,3 +62,5 @@ class Job:
     """The gradient of half of a batch, for the noise scale; all ranks call it. None for users' modules."""
     fp8_comparison: Fp8Comparison | None = None
     """Compares fp8 gradients with bf16 ones, where the run is in fp8."""
+    loads_base: bool = False
+    """Whether checkpoints have adapters alone, so that the base is loaded before they are restored."""

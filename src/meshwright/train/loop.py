@@ -11,13 +11,14 @@ from meshwright.mesh import World
 from meshwright.optim.schedule import learning_rate
 from meshwright.resilience.interrupt import stop_signals
 from meshwright.spec import RunSpec
-from meshwright.train import messages
+from meshwright.train import bad_steps, messages
 from meshwright.train.build import build_job, seed_step
 from meshwright.train.gc_control import collect_garbage, gc_paused
 from meshwright.train.job import Job
 from meshwright.train.oom_report import oom_explained
 from meshwright.train.probes import probe_batch
 from meshwright.train.record import Recorder
+from meshwright.train.replica_check import compare_replicas
 from meshwright.train.state import TrainState
 from meshwright.train.step import train_step
 
@@ -64,12 +65,16 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
             half_batch = probe_batch(job, recorder, batch, state)
 
             seed_step(run.seed, state.num_batches)
-            outcome = train_step(training, batch, learning_rate=lr)
+            norm_limit = bad_steps.norm_limit(run.resilience.bad_steps, state)
+            outcome = train_step(training, batch, learning_rate=lr, norm_limit=norm_limit)
             state = state.after_skip() if outcome.is_skipped else state.after_step(batch.num_positions)
 
-            if outcome.is_skipped:  # fp16: the gradients overflowed
-                recorder.record_skip(state)
+            if outcome.is_skipped:  # the weights are as before
+                state = bad_steps.after_skip(job, checkpoints, recorder, state, outcome)
                 continue
+            if norm_limit is not None:
+                state = state.after_norm(float(outcome.grad_norm))  # known on the host already
+            compare_replicas(job, state)
             is_last, is_due = state.step == last_step, checkpoints.is_due(state.step)
             state = recorder.record(state, outcome, lr=lr, is_saved=is_last or is_due, half_batch=half_batch)
             if is_due and not is_last:
@@ -89,10 +94,13 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
 
 
 def _restore_or_start(job: Job, checkpoints: Checkpoints, run_dir: Path) -> TrainState:
+    if job.loads_base:
+        job.load_initial_weights()
     saved = checkpoints.restore()
     if saved is not None:
         return TrainState.from_facts(saved)
-    job.load_initial_weights()
+    if not job.loads_base:
+        job.load_initial_weights()
     if job.mesh.rank == 0:
         keep_start_files(job.run.checkpoint.start_from, run_dir)
     return TrainState()

@@ -1,5 +1,6 @@
 """The texts that a run prints and the errors that it ends with."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,6 +92,31 @@ def fallen_back(state: TrainState, report: Fp8Report) -> str:
     return (
         f"step {state.step}: block {blocks} back to bf16; gradients in fp8 and bf16 have a cosine of "
         f"{report.cosines[worst]:.3f} in block {worst}"
+    )
+
+
+def skipped(state: TrainState, grad_norm: float) -> str:
+    """A step without an update."""
+    average = state.grad_norm_average
+    usual = f", {grad_norm / average:.1f} times its average" if average and math.isfinite(grad_norm) else ""
+    return f"step {state.step}: no update with batch {state.num_batches}: gradient norm {grad_norm:g}{usual}"
+
+
+def rolled_back(state: TrainState, from_step: int) -> str:
+    """The run went back to a checkpoint."""
+    return (
+        f"went back from step {from_step} to the checkpoint of step {state.step}; the data up to batch "
+        f"{state.num_batches} is skipped"
+    )
+
+
+def too_many_bad_steps(state: TrainState, grad_norm: float, limit: int) -> RunError:
+    """Bad steps one after the other: skipping does not help."""
+    return RunError(
+        f"{limit} bad steps in a row at step {state.step}; the last gradient norm is {grad_norm:g}",
+        where=f"resilience.bad_steps.max_in_a_row={limit}",
+        hint="lower optim.lr, lengthen schedule.warmup_steps or set optim.max_grad_norm; "
+        "earlier checkpoints are unchanged",
     )
 
 

@@ -11,6 +11,7 @@ from meshwright.checkpoint.saver import SaveOutcome
 from meshwright.errors import MeshwrightError
 from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.observe.events import EventWriter
+from meshwright.observe.goodput import read_goodput
 from meshwright.observe.metrics import MetricsWriter, StepMetrics
 from meshwright.observe.prediction_check import PredictionCheck, device_title
 from meshwright.observe.progress import ProgressView, open_progress
@@ -18,6 +19,7 @@ from meshwright.observe.rank_times import RankTimesWriter
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
+from meshwright.resilience.memory_creep import MemoryCreep
 from meshwright.resilience.watchdog import HeartbeatWriter, Watchdog
 from meshwright.spec.violations import show_value
 from meshwright.train import messages
@@ -61,8 +63,9 @@ class Recorder:
         if state.step:
             self._record_resume(state, resumed_from)
         else:
-            device = device_title(job.mesh.device)
-            self._events.write("start", num_ranks=job.mesh.parallel.num_ranks, device=device)
+            began_at, device = self._heartbeat.clock.began_at, device_title(job.mesh.device)
+            num_ranks = job.mesh.parallel.num_ranks
+            self._events.write("start", num_ranks=num_ranks, device=device, began_at=began_at)
         self._num_graphs = num_compiled_graphs() if job.run.compile else None
         if job.run.compile:
             self.print(messages.COMPILING)
@@ -70,7 +73,7 @@ class Recorder:
 
     def _record_resume(self, state: TrainState, resumed_from: Checkpoints | None) -> None:
         """Write and print the step, and the settings that differ from those of the checkpoint."""
-        self._events.write("resume", step=state.step)
+        self._events.write("resume", step=state.step, began_at=self._heartbeat.clock.began_at)
         self.print(f"resumed at step {state.step}")
         if resumed_from is None:
             return
@@ -92,7 +95,7 @@ class Recorder:
     def _open(self, state: TrainState, opening: ExitStack, *, quiet: bool) -> None:
         job, run = self._job, self._run
         self._events = opening.enter_context(EventWriter(self._run_dir, job.mesh.rank))
-        self._heartbeat = self._open_heartbeat(state, opening)
+        self._heartbeat, self._memory_creep = self._open_heartbeat(state, opening), MemoryCreep()
         self._metrics: MetricsWriter | None = None
         self._progress: ProgressView | None = None
         self._mirror: TensorBoardMirror | None = None
@@ -115,11 +118,31 @@ class Recorder:
         """Heartbeats of this rank, and a watchdog where another launcher has started several ranks."""
         mesh, run_dir = self._job.mesh, self._run_dir
         num_ranks = mesh.parallel.num_ranks
-        writer = HeartbeatWriter(run_dir, rank=mesh.rank, num_ranks=num_ranks, step=state.step)
+        writer = HeartbeatWriter(
+            run_dir, rank=mesh.rank, num_ranks=num_ranks, step=state.step, after_save=self._write_times
+        )
         opening.enter_context(writer)
         if num_ranks > 1 and launched_rank() is not None and not is_local_rank():
             opening.enter_context(Watchdog(writer, run_dir, self._run.resilience, num_ranks))
         return writer
+
+    def _write_times(self, step: int) -> None:
+        """Write where the time of this rank went since it was started."""
+        clock = self._heartbeat.clock
+        self._events.write(
+            "time",
+            step=step,
+            build_seconds=clock.build_seconds,
+            first_step_seconds=clock.seconds("start"),
+            step_seconds=clock.seconds("step"),
+            data_seconds=self._job.batches.wait_seconds,
+            save_seconds=clock.seconds("save"),
+            evaluate_seconds=clock.seconds("evaluate"),
+        )
+        growth = self._memory_creep.look()
+        if growth is not None:
+            self._events.write("warning", step=step, text=growth)
+            self.print(f"warning: {growth}")
 
     def __enter__(self) -> Self:
         return self
@@ -219,6 +242,21 @@ class Recorder:
         if scale < messages.SMALLEST_LOSS_SCALE:
             raise messages.overflow(state, scale)
 
+    def record_bad_step(self, state: TrainState, *, grad_norm: float) -> None:
+        """A step without an update, because its gradients were not finite or their norm was a spike."""
+        self._heartbeat.enter("step", state.step)
+        self._events.write("skip", step=state.step, batch=state.num_batches, grad_norm=grad_norm)
+        self.print(messages.skipped(state, grad_norm))
+
+    def record_rollback(self, state: TrainState, *, from_step: int) -> None:
+        """The run is back at the step of a checkpoint, after the data that it skips."""
+        self._events.write("rollback", step=state.step, from_step=from_step, batch=state.num_batches)
+        self.print(messages.rolled_back(state, from_step))
+        self._recorded, self.recorded_step, self.step = state, state.step, state.step
+        if self._metrics is not None:
+            self._metrics.rewind(state.step)
+        self._meter.restart_clock(state)
+
     def record_fp8(self, state: TrainState, report: Fp8Report) -> None:
         """Write how fp8 compares with bf16, and print it where a block falls back."""
         self._events.write(
@@ -249,6 +287,11 @@ class Recorder:
         for outcome in checkpoints.poll():
             self._record_save(outcome)
 
+    def wait_for_save(self, checkpoints: Checkpoints) -> None:
+        """Wait for the save that is being written, if there is one, and write that it has ended."""
+        for outcome in checkpoints.wait():
+            self._record_save(outcome)
+
     def _record_save(self, outcome: SaveOutcome) -> None:
         if outcome.error is not None:
             self._events.write("warning", step=outcome.step, text=str(outcome.error))
@@ -277,8 +320,7 @@ class Recorder:
     def save_last(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Save the result of the run, unless it is saved; when that fails, the run has failed."""
         self._heartbeat.enter("save", state.step)
-        for outcome in checkpoints.wait():
-            self._record_save(outcome)
+        self.wait_for_save(checkpoints)
         if checkpoints.saved_step == state.step:
             return
         self._heartbeat.enter("save", state.step)
@@ -290,11 +332,14 @@ class Recorder:
     def end(self, ending: Literal["finished", "interrupted"], state: TrainState) -> None:
         """Write the last event and the summary."""
         self._heartbeat.enter("end", state.step)
+        self._write_times(state.step)
         self._report_prediction(self._prediction.report())
         self._events.write("finish" if ending == "finished" else "interrupt", step=state.step)
         if ending == "interrupted":
             self.print(messages.interrupted(state, self._run.schedule.num_steps))
         summarise(self._job, self._run_dir, ending, state)
+        if self._progress is not None and (goodput := read_goodput(self._run_dir)) is not None:
+            self.print(goodput.line())
 
     def _record_failure(self, error: BaseException) -> None:
         """Up to the last step whose metrics were read: after an error nothing may wait for other ranks."""

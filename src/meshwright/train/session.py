@@ -17,6 +17,7 @@ from meshwright.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     CheckpointError,
+    LostRank,
     MeshwrightError,
     RunError,
     SpecError,
@@ -66,13 +67,13 @@ def _clear_error(error: BaseException, run_dir: Path, world: World) -> RunError 
     """The error of a full disk, of full memory or of a lost rank; None for anything else."""
     found = capacity_error(error, run_dir, rank=world.rank)
     if found is None and world.num_ranks > 1 and _is_timeout(error):
-        found = RunError(
+        found = LostRank(
             f"rank {world.rank} waited for another rank in vain: {one_line(error)}",
             where="resilience",
             hint=silent_ranks(run_dir, world.num_ranks, since=time.time() - _ALIVE_SECONDS),
         )
     elif found is None and world.num_ranks > 1 and _is_lost_connection(error):
-        found = RunError(
+        found = LostRank(
             f"rank {world.rank} lost the connection to another rank, which has ended",
             where=str(run_dir),
             hint="the rank that ended first says why",

@@ -14,7 +14,7 @@ class TrainState:
     step: int = 0
     """Optimizer updates done; the learning rate is a function of this alone."""
     num_skipped: int = 0
-    """fp16: batches whose gradients overflowed; they used up data but made no step."""
+    """Batches that used up data but made no step: fp16 overflows, and bad steps that were skipped."""
     tokens: int = 0
     """Positions trained on."""
     train_seconds: float = 0.0
@@ -24,6 +24,9 @@ class TrainState:
     last_eval_step: int | None = None
     """The step at which `last_eval_loss` was measured."""
     best_eval_loss: float | None = None
+    grad_norm_average: float | None = None
+    """Average over steps of the gradient norm, where `resilience.bad_steps` looks for spikes."""
+    bad_steps_in_a_row: int = 0
     gradient_signal: float | None = None
     """Average over steps of the signal that `train/noise_scale.py` estimates."""
     gradient_noise: float | None = None
@@ -41,6 +44,21 @@ class TrainState:
     def after_skip(self) -> Self:
         """The state after a batch whose update was skipped."""
         return dataclasses.replace(self, num_skipped=self.num_skipped + 1)
+
+    def after_norm(self, grad_norm: float) -> Self:
+        """The same state with the gradient norm of a good step in its average."""
+        average = _moving_average(self.grad_norm_average, grad_norm)
+        return dataclasses.replace(self, grad_norm_average=average, bad_steps_in_a_row=0)
+
+    def after_bad_step(self) -> Self:
+        """The same state after one more bad step."""
+        return dataclasses.replace(self, bad_steps_in_a_row=self.bad_steps_in_a_row + 1)
+
+    def with_skipped_data(self, bad: Self) -> Self:
+        """This state, restored from a checkpoint, after the data that `bad` had taken is skipped."""
+        num_skipped = bad.num_batches - self.step
+        bad_steps = bad.bad_steps_in_a_row
+        return dataclasses.replace(self, num_skipped=num_skipped, bad_steps_in_a_row=bad_steps)
 
     def after_observation(self, *, loss: float, seconds: float) -> Self:
         """The same state with the loss and wall time that were measured."""

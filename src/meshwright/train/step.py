@@ -51,7 +51,7 @@ class StepOutcome:
     """This rank's part of the loss; the sum over ranks is the loss."""
     grad_norm: Tensor
     is_skipped: bool = False
-    """fp16: the gradients overflowed, and the weights are as before."""
+    """The gradients overflowed in fp16, or were above the limit of the norm: the weights are as before."""
 
 
 class StepBatch(Protocol):
@@ -63,17 +63,23 @@ class StepBatch(Protocol):
         ...
 
 
-def train_step(training: Training, batch: StepBatch, *, learning_rate: float) -> StepOutcome:
-    """Accumulate gradients over all micro-batches, clip, update. Host sync only for fp16's overflow check."""
+def train_step(
+    training: Training, batch: StepBatch, *, learning_rate: float, norm_limit: float | None = None
+) -> StepOutcome:
+    """Accumulate gradients over all micro-batches, clip, update. Host sync only for fp16's overflow check and
+    with `norm_limit`, above which there is no update."""
     loss = training.program.accumulate(batch.microbatches, scale=training.scale)
-    grad_norm, is_updated = update(training, learning_rate=learning_rate)
+    grad_norm, is_updated = update(training, learning_rate=learning_rate, norm_limit=norm_limit)
     return StepOutcome(loss, grad_norm, is_skipped=not is_updated)
 
 
-def update(training: Training, *, learning_rate: float | None) -> tuple[Tensor, bool]:
+def update(
+    training: Training, *, learning_rate: float | None, norm_limit: float | None = None
+) -> tuple[Tensor, bool]:
     """Clip the accumulated gradients and update the weights: the norm, and whether there was an update.
 
-    Without a learning rate the optimizer keeps its own.
+    Without a learning rate the optimizer keeps its own. A norm that is not finite or above `norm_limit` makes
+    no update.
     """
     scale, optimizer = training.scale, training.optimizer
     grad_norm = clip_gradients(
@@ -81,6 +87,8 @@ def update(training: Training, *, learning_rate: float | None) -> tuple[Tensor, 
     )
     loss_scale = training.loss_scale
     is_updated = loss_scale is None or loss_scale.update(float(grad_norm))  # host sync: fp16 only
+    if norm_limit is not None:
+        is_updated = is_updated and float(grad_norm) <= norm_limit  # host sync: resilience.bad_steps
     if is_updated:
         if learning_rate is not None:
             set_learning_rate(optimizer, learning_rate)

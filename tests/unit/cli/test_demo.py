@@ -8,6 +8,7 @@ import pytest
 from meshwright.cli import demo
 from meshwright.cli.main import run
 from meshwright.data.corpus import generated_tokens, unigram_entropy
+from meshwright.launch.attempt import AttemptEnd
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec import SyntheticSpec
 
@@ -84,6 +85,6 @@ def test_a_machine_without_memory_is_refused(here: Path, capsys: Captured, monke
 def test_an_error_that_the_ranks_have_printed_is_not_printed_again(
     here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("meshwright.train.oom_restart.run_local", lambda *_, **__: 2)
+    monkeypatch.setattr("meshwright.train.supervise.run_attempt", lambda *_, **__: AttemptEnd("refused", 2))
     assert run(["demo"]) == 2
     assert "exit code" not in capsys.readouterr().err

@@ -3,13 +3,16 @@
 import io
 import struct
 import wave
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from meshwright.data import decode
 from meshwright.data.decode import decode_image, decode_record, decode_text, decode_wav
-from meshwright.data.records import RecordError
+from meshwright.data.loader import open_loader
+from meshwright.data.records import Record, RecordError, RecordsInMemory
 from meshwright.errors import DataError
 
 Image = pytest.importorskip("PIL.Image")
@@ -99,3 +102,42 @@ def test_what_is_not_installed_is_said() -> None:
     with pytest.raises(DataError, match="no decoder 'dali'"):
         decode.video_decoder(8, backend="dali")
     assert decode.missing_decoder("jpg") is None
+
+
+def frames_of(content: bytes) -> np.ndarray:
+    """A decoder of the user's own: raw frames of 4 x 6 pixels."""
+    return np.frombuffer(content, dtype=np.uint8).reshape(-1, 4, 6, 3).copy()
+
+
+def decoded_clip(record: Record, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    decoded = decode_record(record, {"mp4": frames_of})
+    first = int(rng.integers(len(decoded["mp4"]) - 1))
+    return decoded["mp4"][first : first + 2], decoded["wav"]
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "workers": "threads"}, {"num_workers": 1}])
+def test_clips_go_through_a_decoder_of_the_user(workers: dict[str, Any]) -> None:
+    """Video as raw bytes and sound as wav, in a loader; the random frames do not depend on workers."""
+    stream = io.BytesIO()
+    with wave.open(stream, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+        file.writeframes(np.arange(100, dtype="<i2").tobytes())
+    clips = [
+        np.full((5, 4, 6, 3), number, np.uint8) + np.arange(5, dtype=np.uint8)[:, None, None, None]
+        for number in range(12)
+    ]
+    records = [
+        {"__key__": str(n), "mp4": clip.tobytes(), "wav": stream.getvalue()} for n, clip in enumerate(clips)
+    ]
+    source = RecordsInMemory("clips", records)
+    plain = next(open_loader(source, batch_samples=6, transform=decoded_clip))
+    loader = open_loader(source, batch_samples=6, transform=decoded_clip, **workers)
+    video, sound = next(loader)
+    loader.close()
+    assert video.shape == (6, 2, 4, 6, 3) and sound.shape == (6, 100, 1)
+    assert torch.equal(video, plain[0])
+    broken = RecordsInMemory("clips", [{"__key__": "0", "mp4": b"abc"}])
+    with pytest.raises(RecordError, match="the field mp4 cannot be decoded"):
+        next(open_loader(broken, batch_samples=1, transform=decoded_clip))

@@ -12,15 +12,20 @@ import numpy as np
 import pytest
 import torch
 from tests.support.ledger import Ranks, digest, ledger, words
+from typer.testing import CliRunner
 
+from meshwright.cli.main import app
 from meshwright.data.grouping import group_by_length
 from meshwright.data.loader import RecordDataset, open_loader
 from meshwright.data.order import Blocks
+from meshwright.data.readers.door import open_source
+from meshwright.data.record_file import report_records
 from meshwright.data.record_sets import JoinedRecords, split_by_hash
 from meshwright.data.records import KEY, RecordError, RecordsInMemory
 from meshwright.data.token_loader import TokenLoader
-from meshwright.errors import DataError, RunError
+from meshwright.errors import DataError, RunError, SpecError
 from meshwright.spec import DataSpec, SyntheticSpec
+from meshwright.spec.records_file import read_records
 
 STEPS = 14
 # 24 samples per step of 110 + 70 samples: an epoch ends in step 7, a block of 16 and a window in most.
@@ -295,3 +300,78 @@ def test_token_sequences_in_any_loop() -> None:
         assert torch.equal(torch.cat([next(rank) for rank in ranks]), batches[step])
     with pytest.raises(DataError, match="seed was 3, is 4"):
         TokenLoader(spec, seed=4).restore(full.state())
+
+
+RECORDS_FILE = """
+sources:
+  - path: {folder}/images
+    join: [{folder}/captions.jsonl]
+    missing: skip
+    part: {{name: train, shares: {{train: 0.8, test: 0.2}}}}
+    weight: 0.7
+  - {{path: {folder}/more, weight: 0.3}}
+seed: 3
+shuffle: {{block_samples: 4, window_blocks: 2}}
+"""
+
+
+def write_records(folder: Path) -> Path:
+    """Two folders of files, captions of most of the first one, and a records file of them."""
+    for name, count in (("images", 40), ("more", 10)):
+        (folder / name).mkdir()
+        for number in range(count):
+            (folder / name / f"{number:02d}.bin").write_bytes(bytes([number]) * (number + 1))
+    keys = [str(record[KEY]) for record in map(RecordDataset(folder / "images").source.record, range(36))]
+    lines = [json.dumps({KEY: key, "caption": f"picture {key}"}) for key in keys]
+    (folder / "captions.jsonl").write_text("\n".join(lines) + "\n")
+    file = folder / "records.yaml"
+    file.write_text(RECORDS_FILE.format(folder=folder))
+    return file
+
+
+def test_a_records_file_joins_splits_and_blends(tmp_path: Path) -> None:
+    file = write_records(tmp_path)
+    by_hand = JoinedRecords(
+        [open_source(tmp_path / "images"), open_source(tmp_path / "captions.jsonl")], missing="skip"
+    )
+    train = split_by_hash(by_hand, {"train": 0.8, "test": 0.2})["train"]
+    expected = open_loader(
+        [train, open_source(tmp_path / "more")],
+        batch_samples=8,
+        weights=(0.7, 0.3),
+        seed=3,
+        shuffle=Blocks(4, 2),
+    )
+    loader = open_loader(file, batch_samples=8)
+    assert loader.state() == expected.state()
+    assert [next(loader) for _ in range(9)] == [next(expected) for _ in range(9)]
+    assert open_loader(file, batch_samples=8, seed=4).state() != loader.state()  # keywords override
+    reports = report_records(read_records(file))
+    assert [report.num_records for report in reports] == [len(train), 10]
+    assert reports[0].line.endswith(f": 70%, {len(train)} records")
+
+
+def test_check_shows_what_a_records_file_resolves_to(tmp_path: Path) -> None:
+    file = write_records(tmp_path)
+    file.write_text(f"sources: [{{path: {tmp_path}/more}}]\nmax_tokens: 24\n")
+    shown = CliRunner().invoke(app, ["check", str(file)])
+    assert shown.exit_code == 0, shown.output
+    assert "100%, 10 records" in shown.output and "groups" in shown.output
+    facts = json.loads(CliRunner().invoke(app, ["check", str(file), "--json"]).output)
+    assert facts["sources"][0]["num_records"] == 10
+
+
+BAD_FILES = {
+    "sources: []": "there is no source",
+    "sources: [{path: a, weight: 1}, {path: b}]": "some sources have a weight",
+    "sources: [{pathh: a}]": "pathh",
+    "sources: [{path: a}]\nnum_workers: some": "num_workers",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_wrong_records_file_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(SpecError) as caught:
+        open_loader(tmp_path / "r.yaml", batch_samples=4)
+    assert BAD_FILES[text] in str(caught.value)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from meshwright.data.pack import pack
+from meshwright.data.readers.megatron import write_megatron
 from meshwright.data.sources import TokenFile
 from meshwright.data.tokenize import ByteTokenizer, open_tokenizer, tokenizer_for, tokenizer_of
 from meshwright.errors import DataError
@@ -134,3 +136,16 @@ def test_an_empty_vocabulary_is_refused(tmp_path: Path) -> None:
     LibraryTokenizer(WordLevel({}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="vocabulary is empty"):
         open_tokenizer(str(tmp_path))
+
+
+def test_a_megatron_pair_names_no_tokenizer(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "corpus", iter([np.arange(9)]), vocab_size=100)
+    spec = DataSpec(path=str(tmp_path / "corpus"), sequence_length=4, batch_sequences=1)
+    with pytest.raises(DataError, match="does not name its tokenizer") as caught:
+        tokenizer_for(spec)
+    assert "--tokenizer" in caught.value.hint
+    (tmp_path / "a.txt").write_text("red kite")
+    pack([tmp_path / "a.txt"], tmp_path / "data", tokenizer=ByteTokenizer())
+    parts = [{"path": str(tmp_path / name), "weight": 1} for name in ("corpus", "data")]
+    blend = {"blend": parts, "sequence_length": 4, "batch_sequences": 1}
+    assert tokenizer_for(DataSpec.model_validate(blend)).name == "bytes"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch import local
+from meshwright.launch import local, rank_process
 from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.launch.watch import Watched
 from meshwright.spec import ResilienceSpec
@@ -22,7 +22,7 @@ def _ranks(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
             [sys.executable, "-c", f"import os, sys, time; rank = os.environ['RANK']; {program}"], **options
         )
 
-    monkeypatch.setattr(local.subprocess, "Popen", start)
+    monkeypatch.setattr(rank_process.subprocess, "Popen", start)
 
 
 def test_the_output_of_a_rank_that_fails_alone_is_printed(monkeypatch, capfd):
@@ -101,7 +101,7 @@ def _watched(monkeypatch, tmp_path, then: str, phase: str = "step") -> int:
     program = WATCHED.format(run_dir=str(tmp_path), phase=phase, then=then)
     _ranks(monkeypatch, f"exec({program!r})")
     timeouts = ResilienceSpec(step_timeout_seconds=1, start_timeout_seconds=30)
-    return local.run_local([], num_ranks=2, watched=Watched(tmp_path, timeouts))
+    return local.run_attempt([], num_ranks=2, watched=Watched(tmp_path, timeouts)).code
 
 
 def test_a_stopped_rank_is_named_with_its_stack_and_the_run_fails(monkeypatch, capfd, tmp_path):
@@ -116,7 +116,8 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_run_fails(monkeypatch, c
     assert "rank 0 waits: last step 7, phase step" in printed
     assert "resilience.step_timeout_seconds=1" in printed
     assert "stack of rank 1:\n" in printed and "most recent call first" in printed
-    assert "stack of rank 0" not in printed and "failed first" not in printed and "killed by" not in printed
+    assert "stack of rank 0:\n" in printed and "failed first" not in printed and "killed by" not in printed
+    assert "rank 0 is in no collective: " in printed
 
 
 def test_ranks_that_hang_are_ended_though_they_ignore_sigterm(monkeypatch, capfd, tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tests.support.ledger import words
@@ -15,7 +16,8 @@ import meshwright
 from meshwright.data.loader import Loader, open_loader
 from meshwright.data.records import Record
 from meshwright.errors import DataError, MeshwrightError
-from meshwright.modules.dataset import SampleAssignment
+from meshwright.modules.dataset import LoaderOptions, SampleAssignment
+from meshwright.modules.device_samples import DeviceSamples
 from meshwright.modules.record_batches import RecordBatches, RecordLoop
 from meshwright.modules.training_data import FitData, read_fit_settings
 from meshwright.observe.metrics import read_metrics
@@ -210,3 +212,39 @@ def test_workers_of_fit_are_chosen_from_a_measurement(
     settings = SETTINGS | {"batch_samples": 4, "num_workers": "auto"}
     meshwright.fit(nn.Linear(2, 1).double(), points(), loss, directory=tmp_path, **settings)
     assert "ms per sample" in capfd.readouterr().err
+
+
+def on_device_losses(directory: str, *, on_device: bool) -> list[Any]:
+    torch.manual_seed(0)
+    settings = SETTINGS | {"batch_samples": 4, "on_device": on_device}
+    meshwright.fit(nn.Linear(2, 1).double(), points(), loss, directory=directory, **settings)
+    return [row["loss"] for row in read_metrics(Path(directory))]
+
+
+def test_a_dataset_on_the_device_gives_the_same_batches(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = on_device_losses(str(tmp_path / "read"), on_device=False)
+    assert on_device_losses(str(tmp_path / "kept"), on_device=True) == expected
+    assert "data: 7 samples on cpu, 168 B" in capfd.readouterr().err
+
+
+class Ragged:
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(1 + index // 256)
+
+
+def test_what_cannot_stay_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="samples cannot be stacked"):
+        DeviceSamples(Ragged(), LoaderOptions(), CPU)
+    with pytest.raises(DataError, match=r"contain a (list|str)"):
+        DeviceSamples(["a", "b"], LoaderOptions(), CPU)
+    with pytest.raises(DataError, match="a collate function"):
+        DeviceSamples(points(), LoaderOptions(doubled), CPU)
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=300))
+    with pytest.raises(DataError, match="all samples take 168 B, and 300 B are free"):
+        DeviceSamples(points(), LoaderOptions(), CPU)

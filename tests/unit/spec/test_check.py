@@ -75,6 +75,68 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["model.moe.balance_bias_rate=1e-3", "model.moe.has_balance_bias=true"],
         [["model.moe.balance_bias_rate=1e-3"], ["model.moe.aux_loss=-1"]],
     ),
+    "adapter_targets_exist": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, targets: [q_proj, 'blocks.[0-3].mlp.*']}"],
+        [
+            ["adapter={rank: 4, alpha: 8, targets: [qproj]}"],
+            ["adapter={rank: 4, alpha: 8, targets: [head]}"],
+            ["adapter={rank: 4, alpha: 8, targets: []}"],
+        ],
+    ),
+    "adapter_ranks_exist": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, ranks: [{pattern: down_proj, rank: 8}]}"],
+        [["adapter={rank: 4, alpha: 8, targets: [query], ranks: [{pattern: down_proj, rank: 8}]}"]],
+    ),
+    "adapter_ranks_are_low": (
+        "dense",
+        ["adapter={rank: 31, alpha: 8}"],
+        [["adapter={rank: 32, alpha: 8}"]],
+    ),
+    "adapter_kind_fits_targets": (
+        "moe",
+        ["adapter={rank: 4, alpha: 8, kind: dora, targets: [query, 'blocks.*.mlp.shared.*']}"],
+        [
+            ["adapter={rank: 4, alpha: 8, kind: dora}"],
+            ["adapter={rank: 4, alpha: 8, dropout: 0.1}"],
+            ["adapter={rank: 4, alpha: 8, kind: dora, dropout: 0.1, targets: [query]}"],
+        ],
+    ),
+    "adapter_dropout_is_unsharded": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, dropout: 0.1}", "parallel.dp_replicate=2"],
+        [["adapter={rank: 4, alpha: 8, dropout: 0.1}", "parallel.tp=2"]],
+    ),
+    "bf16_base_computes_in_bf16": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: bf16}", "precision.compute=bf16"],
+        [["adapter={rank: 4, alpha: 8, base: bf16}"]],
+    ),
+    "nf4_divides_widths": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: nf4}"],
+        [
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "model.mlp.width=96"],
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
+        ],
+    ),
+    "nf4_fits_other_settings": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
+        [
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "model.moe={num_experts: 4, top_k: 1, width: 64}",
+            ],
+            ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
+        ],
+    ),
+    "trained_patterns_exist": (
+        "dense",
+        ["train_only=['*norm*', head.weight]"],
+        [["train_only=[heads.weight]"], ["adapter={rank: 4, alpha: 8}", "train_only=['*.lora_A']"]],
+    ),
     "tp_divides_heads": ("dense", ["parallel.tp=4"], [["parallel.tp=8"], ["parallel.tp=16"]]),
     "tp_divides_mlp": (
         "moe",
@@ -386,6 +448,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.groups=[{pattern: '*norm*', weight_decay: -1}]"],
         ],
     ),
+    "rollback_has_checkpoints": (
+        "dense",
+        ["resilience.bad_steps.action=rollback", "checkpoint.every_steps=2"],
+        [["resilience.bad_steps.action=rollback"]],
+    ),
     "settings_have_effect": (
         "dense",
         ["optim.kind=sgd"],
@@ -414,6 +481,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.weight_decay=0", "optim.weight_decay_on=all"],
             ["resilience.step_timeout_seconds=60"],
             ["resilience.start_timeout_seconds=60"],
+            ["resilience.hang_factor=5"],
+            ["resilience.compare_replicas_every_steps=5"],
+            ["resilience.restart.max_restarts=0"],
+            ["resilience.restart.max_cycles_without_progress=5"],
+            ["resilience.restart.backoff_seconds=5"],
+            ["resilience.restart.max_backoff_seconds=5"],
+            ["resilience.bad_steps.spike_factor=5"],
+            ["resilience.bad_steps.max_in_a_row=2"],
             ["schedule.decay_steps=5"],
             ["schedule.kind=constant", "schedule.min_lr_ratio=0.2"],
             ["model.moe={num_experts: 4, top_k: 1, width: 8, top_groups: 2}"],

@@ -23,6 +23,7 @@ BROKEN = {
     "regather": ({"regather_tp_inputs": True}, "memory.regather_tp_inputs"),
     "reduce": ({"parallel": {"grad_reduce": "last_microbatch"}}, "parallel.grad_reduce"),
     "start_from": ({"start_from": "x"}, "checkpoint.start_from"),
+    "restart": ({"resilience": {"restart": {"max_restarts": 1}}}, "resilience.restart"),
     "uneven": ({"microbatch_samples": 3}, "data.batch_samples"),
     "few micro-batches": ({"pp": 2}, "data.batch_samples"),
     "noise scale": ({"observe": {"noise_scale": {"every_steps": 2}}}, "observe.noise_scale"),

@@ -58,6 +58,8 @@ def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
         item = get_args(found.annotation)[0]
         if get_origin(item) is Annotated:  # numbers, or texts with a pattern
             return st.lists(PARTS if get_args(item)[0] is float else NAMES, max_size=2)
+        if item is str:
+            return st.lists(WORDS, max_size=2)
         words = get_args(item)
         return st.lists(st.sampled_from(words), unique=True)
     limit = min([bound.le for bound in found.metadata if isinstance(bound, Le)], default=LARGEST)

@@ -1,9 +1,10 @@
 """Files that are read at any offset: on a local disk (mapped or read), or in an object store."""
 
+import io
 import mmap
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from meshwright.data.file_check import FileState, damaged, require_unchanged
 from meshwright.data.records import RecordError
@@ -72,6 +73,46 @@ class LocalFile:
     def __reduce__(self) -> tuple[object, ...]:
         """Worker processes open the file themselves."""
         return LocalFile, (self.name,)
+
+
+class ByteStream(io.RawIOBase):
+    """A ByteFile as a stream that seeks, for libraries that read from one: only what they read is fetched."""
+
+    def __init__(self, file: ByteFile) -> None:
+        super().__init__()
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The offset of the next read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset from the start, from here or from the end."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.num_bytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes, all that are left where it is negative; fewer only at the end of the file."""
+        left = max(0, self._file.num_bytes - self._at)
+        count = left if size < 0 else min(size, left)
+        content = self._file.read_at(self._at, count) if count else b""
+        self._at += len(content)
+        return content
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer; returns the bytes read."""
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
 
 class _Descriptor:

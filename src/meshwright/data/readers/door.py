@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from meshwright.data.readers import arrow, energon, folder, hdf5, json_lines, lmdb, megatron, parquet, tar
 from meshwright.data.readers.documents import TokenDocuments
+from meshwright.data.readers.megatron_objects import MegatronObjects
 from meshwright.data.readers.object_store import StoreOptions, is_address
 from meshwright.data.readers.places import RemotePlace, fetch_all
 from meshwright.data.readers.tar_index import TAR_SUFFIX
@@ -64,8 +65,10 @@ def format_of(path: Path) -> str | None:
 
 
 def _open_remote(address: str, split: str | None, options: StoreOptions | None) -> Opened:
-    """Indexed tar shards are read in blocks; files of other formats are copied to the local cache first."""
+    """Indexed tar shards, parquet and Megatron pairs are read in ranges; other files are copied first."""
     place = RemotePlace(address, options)
+    if (pair := _remote_pair(address, options)) is not None:
+        return Opened(pair, "Megatron tokens")
     if place.exists(f"{energon.META_FOLDER}/{energon.INFO_FILE}"):
         return Opened(tar.TarShards(place, split=split), "tar shards")
     names = place.store.below(address)
@@ -74,7 +77,20 @@ def _open_remote(address: str, split: str | None, options: StoreOptions | None) 
     if any(name.endswith(TAR_SUFFIX) for name in names):
         hint = "index the shards where they are on a disk, and copy `.nv-meta` and the .idx files with them"
         raise DataError("the tar shards have no index", where=address, hint=hint)
+    if split is None and all(name.endswith(parquet.SUFFIX) for name in names):
+        return Opened(parquet.ParquetRows(place), "parquet rows")
     return open_and_name(fetch_all(place, names), split=split)
+
+
+def _remote_pair(address: str, options: StoreOptions | None) -> RecordSource | None:
+    """The Megatron pair with this prefix; None where there is none."""
+    folder, _, prefix = address.rstrip("/").rpartition("/")
+    if folder.endswith("/") or "://" not in folder:
+        return None  # the address of a bucket
+    place = RemotePlace(folder, options)
+    if not all(place.exists(prefix + ending) for ending in (megatron.BIN_SUFFIX, megatron.IDX_SUFFIX)):
+        return None
+    return MegatronObjects(place, prefix)
 
 
 def _names_in(path: Path) -> list[str]:

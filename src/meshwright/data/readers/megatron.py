@@ -30,6 +30,42 @@ _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"
 _MAX_UINT16_VOCABULARY = 65500
 
 
+class MegatronIndex:
+    """The `.idx` file of a pair, memory-mapped."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        """`num_bytes` is the size of the `.bin` file, with which the index must agree."""
+        self.path = path
+        self.dtype, num_sequences, num_borders = _read_header(path)
+        at, sections = _HEADER.size, []
+        for kind, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_borders)):
+            sections.append(_section(path, np.dtype(kind), count, at))
+            at += count * np.dtype(kind).itemsize
+        self.sequence_lengths, self.pointers, self.borders = sections
+        self._num_bytes = num_bytes
+        self._require_consistent()
+
+    @cached_property
+    def document_ends(self) -> NDArray[np.int64]:
+        """The end of each document that has tokens, in tokens."""
+        ends = np.append(self.pointers[1:], self._num_bytes) // self.dtype.itemsize
+        ends = ends[self.borders[1:] - 1] if len(self.borders) != len(ends) + 1 else ends
+        return ends[np.diff(ends, prepend=0) > 0]
+
+    def fingerprint(self, hash_of_tokens: str) -> str:
+        """A hash of samples of both files."""
+        return hashlib.sha256((hash_of_tokens + sampled_hash(self.path)).encode()).hexdigest()[:16]
+
+    def _require_consistent(self) -> None:
+        last = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        if self.pointers[0] != 0 or last != self._num_bytes:
+            fact = f"the index ends at byte {last}, the {BIN_SUFFIX} file has {self._num_bytes} bytes"
+            raise damaged(self.path, fact)
+        if self.borders[-1] != len(self.sequence_lengths):
+            fact = f"documents end at sequence {self.borders[-1]} of {len(self.sequence_lengths)}"
+            raise damaged(self.path, fact)
+
+
 class MegatronTokens:
     """The documents of a `.bin`/`.idx` pair: a record source, and a token source for training."""
 
@@ -39,37 +75,25 @@ class MegatronTokens:
         self.name = str(prefix)
         bin_path, idx_path = pair_of(self.prefix)
         self._states = tuple((path, FileState.of(path)) for path in (bin_path, idx_path))
-        dtype, num_sequences, num_borders = _read_header(idx_path)
+        dtype, _, _ = _read_header(idx_path)
         self.tokens: NDArray[Any] = _mapped_tokens(bin_path, dtype)
+        self.index = MegatronIndex(idx_path, self.tokens.nbytes)
         self.vocab_size = vocab_size or int(np.iinfo(dtype).max) + 1
-        at, sections = _HEADER.size, []
-        for kind, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_borders)):
-            sections.append(_section(idx_path, np.dtype(kind), count, at))
-            at += count * np.dtype(kind).itemsize
-        self.sequence_lengths, self._pointers, self._borders = sections
-        self._require_consistent(idx_path, dtype)
 
     @property
     def fingerprint(self) -> str:
         """A hash of samples of both files."""
-        content = "".join(sampled_hash(path) for path, _ in self._states)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return self.index.fingerprint(sampled_hash(self._states[0][0]))
 
     @property
     def document_ends(self) -> NDArray[np.int64]:
         """The end of each document that has tokens, in tokens."""
-        return self._document_ends
+        return self.index.document_ends
 
     @property
     def loss_weights(self) -> None:
         """None: the files have no weights, so every target counts alike."""
         return
-
-    @cached_property
-    def _document_ends(self) -> NDArray[np.int64]:
-        ends = np.append(self._pointers[1:] // self.tokens.itemsize, len(self.tokens))
-        ends = ends[self._borders[1:] - 1] if len(self._borders) != len(ends) + 1 else ends
-        return ends[np.diff(ends, prepend=0) > 0]
 
     def __len__(self) -> int:
         """Number of documents with tokens."""
@@ -93,10 +117,11 @@ class MegatronTokens:
     def damage(self) -> list[str]:
         """Everything wrong with the pair, as facts; reads the index and every token."""
         facts = []
-        expected = np.cumsum(self.sequence_lengths, dtype=np.int64) * self.tokens.itemsize
-        if not np.array_equal(self._pointers[1:], expected[:-1]) or (self.sequence_lengths < 0).any():
+        lengths, borders = self.index.sequence_lengths, self.index.borders
+        expected = np.cumsum(lengths, dtype=np.int64) * self.tokens.itemsize
+        if not np.array_equal(self.index.pointers[1:], expected[:-1]) or (lengths < 0).any():
             facts.append(f"{self.name}{IDX_SUFFIX}: sequences do not follow each other")
-        if (np.diff(self._borders) < 0).any() or self._borders[0] != 0:
+        if (np.diff(borders) < 0).any() or borders[0] != 0:
             facts.append(f"{self.name}{IDX_SUFFIX}: document borders do not increase")
         for start in range(0, len(self.tokens), 1 << 22):
             part = self.tokens[start : start + (1 << 22)]
@@ -107,15 +132,6 @@ class MegatronTokens:
                 fact = f"token {token} at position {at} is outside the vocabulary of {size} tokens"
                 return [*facts, f"{self.name}{BIN_SUFFIX}: {fact}"]
         return facts
-
-    def _require_consistent(self, idx_path: Path, dtype: np.dtype[Any]) -> None:
-        last = int(self._pointers[-1]) + int(self.sequence_lengths[-1]) * dtype.itemsize
-        if self._pointers[0] != 0 or last != self.tokens.nbytes:
-            fact = f"the index ends at byte {last}, the {BIN_SUFFIX} file has {self.tokens.nbytes} bytes"
-            raise damaged(idx_path, fact)
-        if self._borders[-1] != len(self.sequence_lengths):
-            fact = f"documents end at sequence {self._borders[-1]} of {len(self.sequence_lengths)}"
-            raise damaged(idx_path, fact)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _reopened, (self.name, self.vocab_size)

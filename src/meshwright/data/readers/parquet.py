@@ -1,4 +1,7 @@
-"""Parquet files: a record is a row, and a row group is read and kept as a block."""
+"""Parquet files: a record is a row, and a row group is read and kept as a block.
+
+Of files in an object store, the footer and the row groups that are asked for are read, and nothing else.
+"""
 
 import threading
 from bisect import bisect_right
@@ -11,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.readers.arrow_rows import row_of
+from meshwright.data.readers.byte_files import ByteStream
 from meshwright.data.readers.extras import package
 from meshwright.data.readers.file_list import FileList, files_with
+from meshwright.data.readers.object_store import StoreOptions
+from meshwright.data.readers.places import RemotePlace
 from meshwright.data.records import KEY, Record, RecordError
 from meshwright.errors import DataError
 
@@ -24,12 +30,13 @@ _MAX_KEPT_BYTES = 256 << 20
 class ParquetRows:
     """The rows of parquet files. A row group is decoded at once, so neighbours are cheap."""
 
-    def __init__(self, path: Path | str, *, columns: tuple[str, ...] | None = None) -> None:
-        self.name, self._columns = str(path), columns
-        paths = files_with(Path(path), SUFFIX)
-        groups = [_group_rows(each) for each in paths]
+    def __init__(self, path: Path | str | RemotePlace, *, columns: tuple[str, ...] | None = None) -> None:
+        self._place = path if isinstance(path, RemotePlace) else None
+        self.name, self._columns = path.name if isinstance(path, RemotePlace) else str(path), columns
+        paths = _objects(path) if isinstance(path, RemotePlace) else files_with(Path(path), SUFFIX)
+        groups = [_group_rows(self._stream(each), each) for each in paths]
         self._group_starts = [[0, *accumulate(rows)] for rows in groups]
-        self._list = FileList(paths, [sum(rows) for rows in groups])
+        self._list = FileList(paths, [sum(rows) for rows in groups], place=self._place)
         self._kept: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -83,25 +90,34 @@ class ParquetRows:
         parquet = package("pyarrow.parquet", extra="parquet", needed_for="parquet files")
         path = self._list.paths[file]
         try:
-            with parquet.ParquetFile(path) as opened:
+            with parquet.ParquetFile(self._stream(path)) as opened:
                 return opened.read_row_group(group, columns=self._columns, use_threads=False).combine_chunks()
         except (OSError, ValueError) as error:
             fact = f"row group {group} cannot be read: {str(error).splitlines()[0]}"
             raise RecordError(fact, file=str(path), hint="write the file again") from None
 
+    def _stream(self, path: Path) -> Any:
+        """What pyarrow reads: the path of a file, or an object as a stream."""
+        return path if self._place is None else ByteStream(self._place.open(str(path)))
+
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopened, (self.name, self._columns)
+        options = None if self._place is None else self._place.store.options
+        return _reopened, (self.name, self._columns, options)
 
 
-def _group_rows(path: Path) -> list[int]:
+def _objects(place: RemotePlace) -> list[Path]:
+    return [Path(name) for name in place.store.below(place.name) if name.endswith(SUFFIX)]
+
+
+def _group_rows(stream: Any, path: Path) -> list[int]:
     parquet = package("pyarrow.parquet", extra="parquet", needed_for="parquet files")
     try:
-        metadata = parquet.ParquetFile(path).metadata
+        metadata = parquet.ParquetFile(stream).metadata
     except (OSError, ValueError) as error:
         fact = f"the file is no complete parquet file: {str(error).splitlines()[0]}"
         raise DataError(fact, where=str(path), hint="write the file again") from None
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
-def _reopened(name: str, columns: tuple[str, ...] | None) -> ParquetRows:
-    return ParquetRows(name, columns=columns)
+def _reopened(name: str, columns: tuple[str, ...] | None, options: StoreOptions | None) -> ParquetRows:
+    return ParquetRows(name if options is None else RemotePlace(name, options), columns=columns)

@@ -178,12 +178,11 @@ class _MappedShard:
         self._row_bytes = 8 * table.shape[1]
 
     def record(self, index: int) -> Record:
-        content = self._content
-        begin, end, *ranges = self._row(self._rows, index * self._row_bytes)
-        record: dict[str, bytes | str] = {KEY: content[begin:end].decode(errors="surrogateescape")}
-        at = iter(ranges)
+        content, row, at = self._content, self._row(self._rows, index * self._row_bytes), 2
+        record: dict[str, bytes | str] = {KEY: str(content[row[0] : row[1]], "utf-8", "surrogateescape")}
         for field in self._fields:
-            record[field] = content[next(at) : next(at)]
+            record[field] = content[row[at] : row[at + 1]]
+            at += 2
         return record
 
 
@@ -194,12 +193,13 @@ class _ReadShard(_MappedShard):
         super().__init__(file, b"", table, fields)
 
     def record(self, index: int) -> Record:
-        begin, end, *ranges = self._row(self._rows, index * self._row_bytes)
-        content = self.file.read_at(begin, ranges[-1] - begin)
-        record: dict[str, bytes | str] = {KEY: content[: end - begin].decode(errors="surrogateescape")}
-        at = iter(ranges)
+        row, at = self._row(self._rows, index * self._row_bytes), 2
+        begin = row[0]
+        content = self.file.read_at(begin, row[-1] - begin)
+        record: dict[str, bytes | str] = {KEY: str(content[: row[1] - begin], "utf-8", "surrogateescape")}
         for field in self._fields:
-            record[field] = content[next(at) - begin : next(at) - begin]
+            record[field] = content[row[at] - begin : row[at + 1] - begin]
+            at += 2
         return record
 
 

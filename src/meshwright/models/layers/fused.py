@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.linear import Linear, Matmul, QkvProjections
+from meshwright.models.layers.linear import Linear, QkvProjections, adapted_linears
+from meshwright.models.layers.matmul import Matmul
 from meshwright.models.layers.mlp import GateUp, SwiGlu
 from meshwright.ops.cast import compute_dtype
 from meshwright.ops.fused_linear import fused_linear
@@ -40,9 +41,29 @@ class FusedGateUp(GateUp):
 
 
 def _fused(x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor]) -> Tensor:
-    y = fused_linear(x, [linear.weight for linear in linears], compute_dtype(x), grad_buffers)
+    """The outputs of all linears, concatenated, with their adapters and biases."""
+    has_fused, is_packed = _has_fused_adapters(linears), linears[0].weight_absmax is not None
+    if has_fused or is_packed:
+        y = adapted_linears(x, linears, None if has_fused else [None] * len(linears))
+    else:
+        y = fused_linear(x, [linear.weight for linear in linears], compute_dtype(x), grad_buffers)
+    if not has_fused and any(linear.adapter is not None for linear in linears):
+        parts = zip(y.split([len(linear.weight) for linear in linears], dim=-1), linears, strict=True)
+        y = torch.cat([_adapted(x, part, one) for part, one in parts], dim=-1)
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return y + torch.cat(biases).to(y.dtype) if biases else y
+
+
+def _adapted(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+    """A part of the fused output, with what its linear's adapter adds."""
+    return y if linear.adapter is None else linear.adapter(x, y, linear.frozen_weight(compute_dtype(x)))
+
+
+def _has_fused_adapters(linears: Sequence[Linear]) -> bool:
+    """Whether the operator of the frozen linears adds all their adapters."""
+    adapters = [linear.adapter for linear in linears if linear.adapter is not None]
+    is_frozen = not any(linear.weight.requires_grad for linear in linears)
+    return is_frozen and bool(adapters) and all(adapter.is_fused for adapter in adapters)
 
 
 def linears_sharing_input(module: nn.Module) -> tuple[Linear, ...]:

@@ -37,7 +37,11 @@ class Fp8GateUp(nn.Module):
 
 def _fused(matmul: Fp8Matmul, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
     outputs = matmul.fused(x, [local(linear.weight) for linear in linears])
-    return [
-        y if linear.bias is None else y + local(linear.bias).to(y.dtype)
-        for y, linear in zip(outputs, linears, strict=True)
-    ]
+    return [_finished(x, y, linear) for y, linear in zip(outputs, linears, strict=True)]
+
+
+def _finished(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+    """The output of one linear with its adapter and its bias."""
+    if linear.adapter is not None:
+        y = linear.adapter(x, y, linear.frozen_weight(y.dtype))
+    return y if linear.bias is None else y + local(linear.bias).to(y.dtype)

@@ -4,19 +4,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from meshwright.models.layers.adapter import Adapter
+from meshwright.models.layers.matmul import Matmul
+from meshwright.ops.adapted_linear import adapted_linear
 from meshwright.ops.cast import compute_dtype
 from meshwright.ops.fused_linear import fused_linear
+from meshwright.ops.nf4 import dequantise_nf4
 from meshwright.ops.sharded import local
-
-
-class Matmul(nn.Module):
-    """x W^T + b; replaced where the matmul runs in fp8 or gathers its input again in backward."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + b, over the last dim of x."""
-        return functional.linear(x, weight, bias)
 
 
 class Linear(nn.Module):
@@ -29,6 +24,10 @@ class Linear(nn.Module):
         self.matmul: nn.Module = Matmul()
         # Set where tp shards the input dim: reduces the partial outputs; the bias is added after it, once.
         self.reduce_output: nn.Module | None = None
+        # Set where the frozen weight is NF4: `weight` is then packed, and this has the bits of its absmax.
+        self.weight_absmax: nn.Parameter | None = None
+        # Set where the weight is frozen and an adapter beside it is trained.
+        self.adapter: Adapter | None = None
         # Weight-gradient accumulation fusion: when set, backward adds dW to this one tensor.
         self.grad_buffers: Sequence[Tensor] = ()
 
@@ -37,10 +36,47 @@ class Linear(nn.Module):
         if self.grad_buffers:
             return fused_linear(x, [self.weight], compute_dtype(x), self.grad_buffers)
         bias = None if self.bias is None else local(self.bias)
-        if self.reduce_output is None:
+        if self.reduce_output is None and self.is_plain:
             return self.matmul(x, local(self.weight), bias)
-        y = self.reduce_output(self.matmul(x, local(self.weight)))
-        return y if bias is None else y + bias
+        y = self.matmul(x, local(self.weight)) if self.is_plain else self._frozen_output(x)
+        if self.reduce_output is not None:
+            y = self.reduce_output(y)
+        if bias is None:
+            return y
+        return y + (bias if self.is_plain else bias.to(y.dtype))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the output is x W^T + b alone: no adapter, and a weight that is not packed."""
+        return self.adapter is None and self.weight_absmax is None
+
+    def _frozen_output(self, x: Tensor) -> Tensor:
+        """x W^T with the adapter, where W is frozen."""
+        if self.adapter is not None and self.adapter.is_fused:
+            return adapted_linears(x, (self,))
+        is_packed = self.weight_absmax is not None
+        y = adapted_linears(x, (self,), adapters=(None,)) if is_packed else self.matmul(x, local(self.weight))
+        return y if self.adapter is None else self.adapter(x, y, self.frozen_weight(compute_dtype(x)))
+
+    def frozen_weight(self, dtype: torch.dtype) -> Tensor:
+        """This rank's part of the weight; NF4 is dequantised to `dtype`."""
+        if self.weight_absmax is None:
+            return local(self.weight)
+        return dequantise_nf4(local(self.weight), local(self.weight_absmax), dtype)
+
+
+def adapted_linears(
+    x: Tensor, linears: Sequence[Linear], adapters: Sequence[Adapter | None] | None = None
+) -> Tensor:
+    """The outputs of frozen linears with their adapters (or those given), concatenated, without biases."""
+    chosen = [linear.adapter for linear in linears] if adapters is None else adapters
+    return adapted_linear(
+        x,
+        [local(linear.weight) for linear in linears],
+        [None if one is None else (local(one.lora_A), one.scale * local(one.lora_B)) for one in chosen],
+        compute_dtype(x),
+        absmax=[local(one.weight_absmax) for one in linears if one.weight_absmax is not None],
+    )
 
 
 class QkvProjections(nn.Module):

@@ -44,7 +44,8 @@ class Gelu(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """The output of the MLP, before the residual add."""
-        if self.up.bias is None or self.approximate != "tanh" or not torch.compiler.is_compiling():
+        is_fused = self.approximate == "tanh" and torch.compiler.is_compiling()
+        if self.up.bias is None or not self.up.is_plain or not is_fused:
             return self.down(gelu(self.up(x_BSD), approximate=self.approximate))
         bias = local(self.up.bias)
         y_BSF = self.up.matmul(x_BSD, local(self.up.weight), bias.detach())

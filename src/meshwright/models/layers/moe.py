@@ -56,6 +56,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.num_experts, width, moe.width))
         self.gate_up_matmul: nn.Module = GroupedLinears()
         self.down_matmul: nn.Module = GroupedLinears()
+        # Set where the experts are frozen: ExpertAdapters by projection.
+        self.adapters: nn.ModuleDict | None = None
         # Set in a rehearsal: the device whose kernels are chosen.
         self.simulated: SimulatedDevice | None = None
 
@@ -64,9 +66,17 @@ class Experts(nn.Module):
         weights_EFD = (local(self.gate), local(self.up))
         xs_ND = rows_of_tokens_twice(x_TD, rows)
         gate_NF, up_NF = self.gate_up_matmul(xs_ND, weights_EFD, counts_E, self.simulated)
+        gate_NF = self._adapted("gate", xs_ND[0], gate_NF, counts_E)
+        up_NF = self._adapted("up", xs_ND[1], up_NF, counts_E)
         h_NF = (functional.silu(gate_NF) * up_NF * weights_N[:, None]).to(gate_NF.dtype)
         (y_ND,) = self.down_matmul((h_NF,), (local(self.down),), counts_E, self.simulated)
-        return y_ND
+        return self._adapted("down", h_NF, y_ND, counts_E)
+
+    def _adapted(self, projection: str, x: Tensor, y: Tensor, counts_E: Tensor) -> Tensor:
+        """The output of a projection, with what the experts' adapters add."""
+        if self.adapters is None or projection not in self.adapters:
+            return y
+        return self.adapters[projection](x, y, counts_E, self.simulated)
 
 
 class Dispatch(nn.Module):

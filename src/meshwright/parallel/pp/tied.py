@@ -32,7 +32,7 @@ class TiedEmbedding:
 
     def sum_gradients(self) -> None:
         """Sum the gradients of all copies, after the reduction over data; all pipeline ranks call it."""
-        if not self._copies:
+        if not self._copies or not self._copies[0].parameter.requires_grad:
             return
         total = self._copies[0].shard.grad
         assert total is not None

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from rich.text import Text
 
 from meshwright import svg
@@ -39,6 +40,8 @@ class Picture:
     timeline: Timeline
     in_flight: tuple[float, ...]
     """Most micro-batches whose activations each rank keeps at the same time, counted per stage."""
+    unit: float = 1.0
+    """Time of one column of the text: every action takes a whole number of them, or nearly."""
 
     def chunk(self, stage: int) -> int:
         """The index of a stage among the stages of its rank."""
@@ -62,26 +65,51 @@ class Picture:
             f"activations of at most {peak:.3g} micro-batches per rank"
         )
 
+    @property
+    def peaks(self) -> str:
+        """Peak activations of every rank in one line, in micro-batches of all its stages."""
+        counts = [f"{peak / self.shape.virtual_stages:.3g}" for peak in self.in_flight]
+        return f"peak activations by rank, in micro-batches: {', '.join(counts)}"
 
-def picture(
-    schedule: Schedule,
-    shape: PipelineShape,
-    *,
-    forward: float = 1.0,
-    backward_input: float = 1.0,
-    backward_weight: float = 1.0,
-    hop: float = 0.0,
-) -> Picture:
-    """The picture of a schedule with equal stages; by default a full backward takes two forwards."""
-    seconds = StageSeconds.uniform(
-        shape.num_stages,
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
-        hop=hop,
-    )
+
+@dataclass(frozen=True)
+class Costs:
+    """Time of one micro-batch in each stage, in model order; one value stands for all stages."""
+
+    forward: tuple[float, ...] = (1.0,)
+    backward: tuple[float, ...] = (2.0,)
+    """The full backward: input gradient and weight gradient."""
+    weight: tuple[float, ...] = (1.0,)
+    """The weight gradient's part of the backward."""
+    hop: float = 0.0
+    """Time from the end of an action until another rank has its result."""
+
+    def of_stages(self, num_stages: int) -> StageSeconds:
+        """The time of every stage."""
+        forward, backward, weight = (
+            np.array(values * num_stages if len(values) == 1 else values, np.float64)
+            for values in (self.forward, self.backward, self.weight)
+        )
+        return StageSeconds(forward, backward - weight, weight, self.hop)
+
+
+def picture(schedule: Schedule, shape: PipelineShape, costs: Costs | None = None) -> Picture:
+    """The picture of a schedule; by default stages are equal and a full backward takes two forwards."""
+    seconds = (costs or Costs()).of_stages(shape.num_stages)
     in_flight = tuple(peak_in_flight(rank) for rank in actions(schedule, shape))
-    return Picture(schedule, shape, simulate(schedule, shape, seconds), in_flight)
+    durations = np.concatenate([seconds.forward, seconds.backward_input, seconds.backward_weight])
+    timeline = simulate(schedule, shape, seconds)
+    return Picture(schedule, shape, timeline, in_flight, _unit(durations.tolist()))
+
+
+def _unit(durations: list[float]) -> float:
+    """The largest of some parts of the shortest duration of which all are multiples, or half of it."""
+    positive = sorted({one for one in durations if one > 0})
+    for parts in range(1, 5):
+        unit = positive[0] / parts
+        if all(abs(one / unit - round(one / unit)) < 0.01 for one in positive):
+            return unit
+    return positive[0] / 2
 
 
 # Terminal --------------------------------------------------------------------------------------------
@@ -93,10 +121,10 @@ def draw_text(drawn: Picture, *, width: int = 100) -> Text:
     Where it fits, `F3` is the forward of micro-batch 3. Otherwise there is one column per unit of time, with
     the kind of action above and the micro-batch (and stage) below, wrapped into several lines.
     """
-    units = round(drawn.timeline.finish_seconds)
+    units = round(drawn.timeline.finish_seconds / drawn.unit)
     label_width = len(f"rank {drawn.shape.pp - 1}  ")
     cell = len(str(drawn.shape.num_microbatches - 1)) + 2
-    text = Text(f"{drawn.title}\n{drawn.summary}\n\n")
+    text = Text(f"{drawn.title}\n{drawn.summary}\n{drawn.peaks}\n\n")
     if drawn.shape.virtual_stages == 1 and label_width + units * cell <= width:
         text.append_text(_labelled_rows(drawn, units, cell))
     else:
@@ -121,7 +149,7 @@ def _labelled_rows(drawn: Picture, units: int, cell: int) -> Text:
         text.append(f"rank {rank}  ")
         at = 0
         for timed in row:
-            start, end = round(timed.start), round(timed.end)
+            start, end = round(timed.start / drawn.unit), round(timed.end / drawn.unit)
             text.append("·".ljust(cell) * (start - at))
             label = f"{timed.action.kind}{timed.action.microbatch}"
             text.append(label.ljust((end - start) * cell - 1), style=KIND_STYLES[timed.action.kind])
@@ -139,7 +167,7 @@ def _column_rows(drawn: Picture, units: int, columns: int) -> Text:
         if units > columns:
             text.append(f"time {first} to {last} of {units}\n", style="dim")
         for rank, row in enumerate(drawn.timeline.ranks):
-            cells = list(_unit_cells(row, units))[first:last]
+            cells = list(_unit_cells(row, units, drawn.unit))[first:last]
             for name, line in _column_lines(drawn, rank, cells):
                 text.append(name)
                 text.append_text(line)
@@ -149,11 +177,11 @@ def _column_rows(drawn: Picture, units: int, columns: int) -> Text:
     return text
 
 
-def _unit_cells(row: tuple[TimedAction, ...], units: int) -> Iterator[TimedAction | None]:
+def _unit_cells(row: tuple[TimedAction, ...], units: int, size: float) -> Iterator[TimedAction | None]:
     """The action of a rank in each unit of time; None is idle."""
     cells: list[TimedAction | None] = [None] * units
     for timed in row:
-        for unit in range(round(timed.start), round(timed.end)):
+        for unit in range(round(timed.start / size), min(units, round(timed.end / size))):
             cells[unit] = timed
     return iter(cells)
 

@@ -101,7 +101,9 @@ def fp8_linears(
     cached = (None,) * 4 if cached_weight is None else cached_weight.tensors()
     if not torch.is_grad_enabled():
         return _without_gradient(x_TK, weights, delayed, cached[:2], options)
-    *ys_TN, amax = _Fp8Linears.apply(  # pyright: ignore[reportGeneralTypeIssues]
+    is_frozen = not any(weight.requires_grad for weight in weights) and not RECIPES[options.recipe].is_delayed
+    linears = _FrozenFp8Linears if is_frozen else _Fp8Linears
+    *ys_TN, amax = linears.apply(  # pyright: ignore[reportGeneralTypeIssues]
         x_TK, options, *delayed, amax_gradient, *cached, *weights
     )
     return tuple(ys_TN), amax
@@ -169,6 +171,45 @@ class _Fp8Linears(torch.autograd.Function):
             grad_transposed, Quantised(x_values_KT, x_scale), to=weights[0].dtype, native=native
         )
         return grad_x_TK, *(None,) * 9, *grad_weight_NK.split([len(each) for each in weights])
+
+
+class _FrozenFp8Linears(torch.autograd.Function):
+    """Frozen weights: forward and dgrad only, so x and dy are not cast transposed, and x is not saved.
+
+    Not for delayed scaling, which reads the amax of both casts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, options: Fp8Options, *tensors: Tensor) -> tuple[Tensor, ...]:
+        values_NK, cached_scale, transposed_KN, transposed_scale, *weights = tensors[4:]
+        recipe = RECIPES[options.recipe]
+        x = quantise(x_TK, recipe.operand, recipe.token_block, options.amax_groups.x)
+        weight = _weight(weights, None, (values_NK, cached_scale), options)
+        cached = (transposed_KN, transposed_scale) if transposed_KN is not None else (None, weight.scale)
+        ctx.save_for_backward(*cached, *weights)
+        ctx.options = options
+        amax = x.scale.new_empty(0)
+        ctx.mark_non_differentiable(amax)
+        y_TN = matmul(x, weight, to=x_TK.dtype, native=options.native, fast_accumulation=True)
+        return *y_TN.split([len(each) for each in weights], dim=1), amax
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        recipe, groups = RECIPES[ctx.options.recipe], ctx.options.amax_groups
+        transposed_KN, transposed_scale, *weights = ctx.saved_tensors
+        dy_TN = _concatenated_columns(grads[:-1])  # the last one belongs to the amax
+        grad = quantise(dy_TN, recipe.gradient, recipe.token_block, groups.gradient)
+        weight_transposed = (
+            Quantised(transposed_KN, transposed_scale)
+            if transposed_KN is not None
+            else _weight_transposed(weights, transposed_scale, recipe, after=grad.values_MK)
+        )
+        dx_TK = matmul(grad, weight_transposed, to=dy_TN.dtype, native=ctx.options.native)
+        return dx_TK, *(None,) * (9 + len(weights))
+
+
+def _concatenated_columns(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
 
 def _quantised(

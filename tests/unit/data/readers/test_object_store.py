@@ -1,16 +1,20 @@
 """Object stores: a real S3-compatible server, with slow, failing and truncated answers."""
 
+import os
 import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, Faults, faulty_proxy, s3_server, server_program
 from tests.support.tar_shards import write_shards
 
 from meshwright.data.readers.door import open_and_name, open_source
+from meshwright.data.readers.megatron import MegatronTokens, write_megatron
 from meshwright.data.readers.object_store import BlockCache, StoreOptions, is_address
+from meshwright.data.readers.parquet import ParquetRows
 from meshwright.data.readers.places import RemotePlace
 from meshwright.data.readers.tar import TarShards
 from meshwright.data.readers.tar_index import build_index
@@ -30,7 +34,22 @@ pytestmark = [
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_shards(tmp_path_factory.mktemp("local"), num_shards=3, num_samples=30)
     build_index(folder)
+    _write_tables(folder.parent / "tables")
+    (folder.parent / "pairs").mkdir()
+    documents = [np.arange(start, start + 700, dtype=np.uint16) for start in range(60)]
+    write_megatron(folder.parent / "pairs" / "corpus", iter(documents), vocab_size=1000)
     return folder
+
+
+def _write_tables(folder: Path) -> None:
+    """Two parquet files of four row groups, each larger than a block of the cache."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder.mkdir()
+    for number in range(2):
+        noise = [os.urandom(2000) for _ in range(80)]
+        table = pyarrow.table({"id": list(range(80 * number, 80 * (number + 1))), "noise": noise})
+        parquet.write_table(table, folder / f"{number}.parquet", row_group_size=20, compression="none")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +65,8 @@ def port(local: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]
         )
         system.mkdir("bucket")
         system.put(str(local) + "/", "bucket/shards/", recursive=True)
+        for name in ("tables", "pairs"):
+            system.put(str(local.parent / name) + "/", f"bucket/{name}/", recursive=True)
         system.pipe("bucket/lines/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
         yield port
 
@@ -83,6 +104,34 @@ def test_shards_in_a_bucket_are_the_local_ones(local: Path, options: StoreOption
     copy = pickle.loads(pickle.dumps(source))
     assert copy.record(45) == here.record(45)
     source.require_unchanged()
+
+
+def test_row_groups_of_parquet_are_read_by_range(local: Path, options: StoreOptions, faults: Faults) -> None:
+    """One row of the second file costs its footer and a row group, not the file."""
+    here = ParquetRows(local.parent / "tables")
+    source, kind = open_and_name("s3://bucket/tables", store=options)
+    assert (kind, len(source)) == ("parquet rows", 160)
+    opened = faults.count("/bucket/tables/1.parquet")
+    assert source.record(125)["id"] == 125
+    assert source.record(125)["noise"] == here.record(125)["noise"]
+    assert faults.count("/bucket/tables/1.parquet") - opened <= 4  # blocks of 20,000 of 160,000 bytes
+    assert source.fingerprint == here.fingerprint
+    assert pickle.loads(pickle.dumps(source)).record(7)["id"] == 7
+    source.require_unchanged()
+
+
+def test_documents_of_a_megatron_pair_are_read_by_range(
+    local: Path, options: StoreOptions, faults: Faults
+) -> None:
+    here = MegatronTokens(local.parent / "pairs" / "corpus")
+    source, kind = open_and_name("s3://bucket/pairs/corpus", store=options)
+    assert (kind, len(source)) == ("Megatron tokens", 60)
+    assert np.array_equal(np.asarray(source.record(41)["tokens"]), np.asarray(here.record(41)["tokens"]))
+    assert faults.count("/bucket/pairs/corpus.bin") <= 3  # its size, and one or two blocks
+    assert source.fingerprint == here.fingerprint
+    lengths = source.lengths()
+    assert lengths is not None and lengths.tolist() == here.lengths().tolist()
+    assert len(pickle.loads(pickle.dumps(source))) == 60
 
 
 def test_without_a_cache_only_what_is_asked_for_is_read(local: Path, options: StoreOptions) -> None:

@@ -1,9 +1,9 @@
-"""Wasteful widths with their price."""
+"""Notes with their price."""
 
 from tests.support.run_files import VALID
 
 from meshwright.hardware import parse_cluster
-from meshwright.plan.explain.padding import with_prices
+from meshwright.plan.explain.prices import with_prices
 from meshwright.spec.advice import Advice, advise
 from meshwright.spec.text import parse_run
 
@@ -28,6 +28,6 @@ def test_an_odd_vocabulary_costs_little_since_the_head_pads_it() -> None:
 
 
 def test_other_notes_are_left_as_they_are() -> None:
-    notes = [note for note in _notes("parallel.pp=8") if note.padding is None]
+    notes = [note for note in _notes("parallel.pp=8") if not note.change]
     run = parse_run(VALID["dense"], [*GPU, "parallel.pp=8"]).run
-    assert notes == [note for note in advise(run) if note.padding is None]
+    assert notes == [note for note in advise(run) if not note.change]

@@ -1,0 +1,108 @@
+"""Adapters beside the linears of a stage, and frozen weights.
+
+Frozen weights have no gradient, no weight-gradient matmul, no optimizer state and no master copy; only the
+gradient of their input is computed.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.models.decoder import Decoder
+from meshwright.models.layers.adapter import Adapter, ExpertAdapter
+from meshwright.models.layers.linear import Linear
+from meshwright.models.layers.moe import Experts
+from meshwright.ops.nf4 import BLOCK, dequantise_nf4
+from meshwright.precision.policy import weight_dtype
+from meshwright.spec import AdapterSpec, RunSpec
+from meshwright.spec.adapter import AdaptedMatrix, adapted_matrices, is_trained
+
+
+def prepare_trained(model: Decoder, run: RunSpec) -> None:
+    """Attach the run's adapters to a stage on the meta device, and freeze what the run does not train."""
+    if run.adapter is not None:
+        attach_adapters(model, run.adapter, weight_dtype(run.precision))
+    for name, parameter in model.named_parameters():
+        if is_trained(name, run.adapter, run.train_only):
+            continue
+        parameter.requires_grad_(False)
+        if run.adapter is not None:
+            parameter.data = parameter.data.to(_base_dtype(run, parameter.dtype))
+    if run.adapter is not None and run.adapter.base == "nf4":
+        for module in model.blocks.modules():
+            if isinstance(module, Linear):
+                _pack(module)
+
+
+def _base_dtype(run: RunSpec, usual: torch.dtype) -> torch.dtype:
+    """The dtype of frozen parameters; with NF4 that of parameters which are not packed."""
+    is_bf16 = run.adapter is not None and run.adapter.base != "weights" and run.precision.compute == "bf16"
+    return torch.bfloat16 if is_bf16 else usual
+
+
+def _pack(linear: Linear) -> None:
+    """Give a frozen linear on the meta device the parameters of an NF4 weight."""
+    out_width, in_width = linear.weight.shape
+    with torch.device("meta"):
+        packed = torch.empty(out_width, in_width // 2, dtype=torch.uint8)
+        absmax = torch.empty(out_width, in_width // BLOCK, dtype=torch.int32)
+    linear.weight = nn.Parameter(packed, requires_grad=False)
+    linear.weight_absmax = nn.Parameter(absmax, requires_grad=False)
+    if linear.adapter is not None:
+        linear.adapter.is_fused = linear.adapter.can_be_fused
+
+
+def attach_adapters(model: Decoder, adapter: AdapterSpec, dtype: torch.dtype) -> None:
+    """Attach adapters to the linears and experts that a stage has, on the meta device."""
+    modules = dict(model.named_modules())
+    for matrix in adapted_matrices(model.spec, adapter):
+        module = modules.get(matrix.weight.name.rpartition(".")[0])
+        with torch.device("meta"):
+            if isinstance(module, Linear):
+                module.adapter = _linear_adapter(matrix, adapter).to(dtype)
+            elif isinstance(module, Experts):
+                adapters = module.adapters or torch.nn.ModuleDict()
+                adapters[matrix.weight.name.rpartition(".")[2]] = _expert_adapter(matrix).to(dtype)
+                module.adapters = adapters
+    model.adapter = adapter
+
+
+def _linear_adapter(matrix: AdaptedMatrix, adapter: AdapterSpec) -> Adapter:
+    out_width, in_width = matrix.weight.shape
+    return Adapter(
+        in_width,
+        out_width,
+        rank=matrix.rank,
+        scale=matrix.scale,
+        dropout=adapter.dropout,
+        has_magnitude=adapter.kind == "dora",
+    )
+
+
+def _expert_adapter(matrix: AdaptedMatrix) -> ExpertAdapter:
+    num_experts, out_width, in_width = matrix.weight.shape
+    return ExpertAdapter(num_experts, in_width, out_width, rank=matrix.rank, scale=matrix.scale)
+
+
+@torch.no_grad()
+def set_magnitudes(model: Decoder) -> None:
+    """Set the magnitudes of DoRA to the row norms of the frozen weights, as B is zero at the start.
+
+    Called after the weights are initialised or loaded. A rank sets its own rows; communicates over tp.
+    """
+    for module in model.modules():
+        adapter = module.adapter if isinstance(module, Linear) else None
+        if adapter is None or adapter.magnitude is None:
+            continue
+        weight = _shard(module.weight)
+        if module.weight_absmax is not None:
+            weight = dequantise_nf4(weight, _shard(module.weight_absmax), adapter.magnitude.dtype)
+        squares = weight.to(adapter.magnitude.dtype).square().sum(1)
+        if adapter.input_group is not None:
+            dist.all_reduce(squares, group=adapter.input_group)
+        _shard(adapter.magnitude).copy_(squares.sqrt())
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,84 @@
+"""Merges adapters into their frozen weights: W + scale B A in fp32, rounded once by whoever writes it."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
+from meshwright.spec import AdapterSpec, ModelSpec
+from meshwright.spec.adapter import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    AdaptedMatrix,
+    adaptable,
+    adapted_matrices,
+)
+
+
+def merged_weight(weight: Tensor, matrix: AdaptedMatrix, adapters: Mapping[str, Tensor]) -> Tensor:
+    """The merged weight in fp32 (fp64 for fp64); with dora its rows have the trained magnitudes."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    a, b = (adapters[f"{matrix.name}.{own}"].to(dtype) for own in (LORA_A, LORA_B))
+    total = weight.to(dtype) + matrix.scale * (b @ a)
+    if matrix.kind != "dora":
+        return total
+    magnitude = adapters[f"{matrix.name}.{MAGNITUDE}"].to(dtype)
+    return total * (magnitude / torch.linalg.vector_norm(total, dim=-1))[..., None]
+
+
+class QuantisedTensors(Mapping[str, Tensor]):
+    """The tensors of a base model as a run in NF4 computes with them: its linears are rounded to NF4."""
+
+    def __init__(self, base: Mapping[str, Tensor], model: ModelSpec) -> None:
+        self._base = base
+        self._packed = {one.name for one in adaptable(model)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._base[name]
+        return dequantise_nf4(*quantise_nf4(weight), weight.dtype) if name in self._packed else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+class MergedTensors(Mapping[str, Tensor]):
+    """The tensors of a base model with its adapters merged in; a tensor is read and merged on access."""
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        adapters: Mapping[str, Tensor],
+        model: ModelSpec,
+        adapter: AdapterSpec,
+    ) -> None:
+        self.base, self.adapters = base, adapters
+        self.matrices = {one.weight.name: one for one in adapted_matrices(model, adapter)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        # Parameters that were trained in full beside the adapters are saved with them.
+        weight = self.adapters[name] if name in self.adapters else self.base[name]
+        matrix = self.matrices.get(name)
+        return weight if matrix is None else merged_weight(weight, matrix, self.adapters)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.base)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def changed_share(self, dtype: torch.dtype) -> float:
+        """The share of the adapted matrices' weights that differ from the base after rounding to `dtype`.
+
+        A change below half a unit in the last place of a 16-bit weight is lost.
+        """
+        changed = total = 0
+        for name in self.matrices:
+            base = self.base[name]
+            changed += int((self[name].to(dtype) != base.to(dtype)).sum())
+            total += base.numel()
+        return changed / max(1, total)

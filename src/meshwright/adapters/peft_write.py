@@ -1,0 +1,122 @@
+"""Writes adapters as a peft folder: `adapter_config.json` and `adapter_model.safetensors`.
+
+Ranks and scales are made uniform where they differ: A and B are padded with zeros to the largest rank, and
+the ratio of the scales is multiplied into B. peft would take a rank and an alpha per module, but inference
+servers (vLLM) use one rank and one alpha for all, and no rslora for routed experts.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pad
+
+from meshwright.adapters.peft_names import PeftMatrix, peft_matrices
+from meshwright.errors import CheckpointError
+from meshwright.files import new_folder_beside
+from meshwright.spec import AdapterSpec, ModelSpec
+from meshwright.spec.adapter import LORA_A, LORA_B, MAGNITUDE, adaptable
+from meshwright.spec.huggingface.projections import hf_projection
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+BASE_DIGEST = "meshwright_base"
+"""Key in the metadata of the weights' file: the digest of the base that the adapters were trained on."""
+
+
+def write_peft(
+    folder: Path,
+    model: ModelSpec,
+    adapter: AdapterSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    base: str | None,
+    base_digest: str | None = None,
+) -> None:
+    """Write the adapters of a model; `tensors` maps our names to full tensors, `base` names the base model.
+
+    Called by one process. The folder gets its name only when it is complete.
+    """
+    if folder.exists():
+        raise CheckpointError("this already exists", where=str(folder), hint="name a new folder")
+    matrices = peft_matrices(model, adapter, where=str(folder))
+    rank = max(one.matrix.rank for one in matrices)
+    is_rslora = adapter.kind == "rslora" and not _needs_fold(matrices)
+    scale = adapter.alpha / (rank**0.5 if is_rslora else rank)
+    content = {
+        key: value
+        for one in matrices
+        for key, value in _module_tensors(one, tensors, rank=rank, scale=scale).items()
+    }
+    config = peft_config(
+        adapter, rank=rank, is_rslora=is_rslora, targets=_targets(model, matrices), base=base
+    )
+    metadata = {"format": "pt", **({BASE_DIGEST: base_digest} if base_digest else {})}
+    partial = new_folder_beside(folder)
+    try:
+        save_file(content, partial / WEIGHTS_FILE, metadata=metadata)
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _needs_fold(matrices: Sequence[PeftMatrix]) -> bool:
+    """Whether servers would take another scale for some of the matrices: other ranks, or routed experts."""
+    scales = {one.matrix.scale for one in matrices}
+    return len(scales) > 1 or any(one.matrix.is_expert for one in matrices)
+
+
+def _module_tensors(
+    one: PeftMatrix, tensors: Mapping[str, Tensor], *, rank: int, scale: float
+) -> dict[str, Tensor]:
+    """The tensors of the modules of one matrix, in fp32, at a common rank and scale."""
+    name, missing = one.matrix.name, rank - one.matrix.rank
+    a = pad(tensors[f"{name}.{LORA_A}"].float(), (0, 0, 0, missing))
+    b = pad(tensors[f"{name}.{LORA_B}"].float() * (one.matrix.scale / scale), (0, missing))
+    parts = {LORA_A: a, LORA_B: b}
+    if one.matrix.kind == "dora":
+        parts[MAGNITUDE] = tensors[f"{name}.{MAGNITUDE}"].float()
+    return {
+        key: value.to("cpu", copy=True).contiguous()
+        for own, part in parts.items()
+        for key, value in zip(one.keys(own), part if one.matrix.is_expert else [part], strict=True)
+    }
+
+
+def _targets(model: ModelSpec, matrices: Sequence[PeftMatrix]) -> list[str]:
+    """The names of `target_modules`: the last parts of names where all such matrices have an adapter."""
+    adapted = {one.matrix.weight.name for one in matrices}
+    left_out = {hf_projection(model, one.name) for one in adaptable(model) if one.name not in adapted}
+    names = {module: module.rpartition(".")[2] for one in matrices for module in one.modules}
+    return sorted({module if short in left_out else short for module, short in names.items()})
+
+
+def peft_config(
+    adapter: AdapterSpec, *, rank: int, is_rslora: bool, targets: list[str], base: str | None
+) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": None,
+        "r": rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": targets,
+        "use_rslora": is_rslora,
+        "use_dora": adapter.kind == "dora",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

@@ -1,0 +1,161 @@
+"""Adapters in checkpoints: they are saved without the base, which is recorded by its path and a digest."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.adapters.peft_read import PeftReader, is_peft_folder
+from meshwright.checkpoint.index import read_index
+from meshwright.checkpoint.live import LiveTraining
+from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
+from meshwright.checkpoint.locate import CONFIG, is_checkpoint, locate_weights
+from meshwright.errors import CheckpointError
+from meshwright.optim.build import set_master_weights
+from meshwright.parallel.shards import ParameterShard, global_slices
+from meshwright.spec import AdapterSpec, ModelSpec, RunSpec
+from meshwright.spec.adapter import adapted_weight, adapter_parameters
+
+_START = "adapter.start_from"
+_SAMPLE_BYTES = 2**16
+_NUM_SAMPLES = 16
+
+
+def adapter_of(run: object) -> AdapterSpec | None:
+    """The adapter of a spec; the specs of user modules have none."""
+    return run.adapter if isinstance(run, RunSpec) else None
+
+
+def saved_shards(run: object, training: LiveTraining) -> list[ParameterShard]:
+    """The parameters that a checkpoint saves: all, or with adapters only those that are trained."""
+    shards = training.program.shards
+    return shards if adapter_of(run) is None else [one for one in shards if one.parameter.requires_grad]
+
+
+def base_record(run: RunSpec) -> dict[str, str] | None:
+    """Path and digest of the base of a run's adapters; None where the base is not read from files."""
+    if run.adapter is None or run.checkpoint.start_from is None:
+        return None
+    folder = locate_weights(run.checkpoint.start_from, where="checkpoint.start_from")
+    return {"path": str(folder.resolve()), "digest": base_digest(folder)}
+
+
+def base_digest(folder: Path) -> str:
+    """A digest of the weights in a folder: of a checkpoint's hashes, or of samples of a Hugging Face folder.
+
+    Of each safetensors file it has size, header and 16 samples of 64 KiB, so that a base of hundreds of GB
+    takes a moment; a change of a few weights alone may be missed.
+    """
+    digest = hashlib.sha256()
+    if is_checkpoint(folder):
+        files = read_manifest(folder)["files"]
+        digest.update("".join(sorted(entry["sha256"] for entry in files.values())).encode())
+        return digest.hexdigest()[:32]
+    digest.update((folder / CONFIG).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as stream:
+            for sample in range(_NUM_SAMPLES):
+                stream.seek(sample * max(0, size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def require_same_base(saved: Mapping[str, str] | None, found: Mapping[str, str] | None, where: Path) -> None:
+    """Refuse adapters that were trained on other weights."""
+    if saved and found and saved["digest"] != found["digest"]:
+        raise CheckpointError(
+            f"the adapters were trained on other weights: {saved['path']} had digest {saved['digest'][:12]}, "
+            f"and {found['path']} has {found['digest'][:12]}",
+            where=str(where),
+            hint="name the base that they were trained on in checkpoint.start_from",
+        )
+
+
+@torch.no_grad()
+def load_adapters(run: RunSpec, training: LiveTraining, *, averaged: bool = False) -> None:
+    """Load adapters from `adapter.start_from`, where it is set; all ranks call it."""
+    adapter = run.adapter
+    if adapter is None or adapter.start_from is None:
+        return
+    shards = [one for one in training.program.shards if adapted_weight(one.name) is not None]
+    folder = Path(adapter.start_from).expanduser()
+    if is_peft_folder(folder):
+        reader = PeftReader(folder, run.model, adapter)
+        if reader.base_digest is not None:
+            saved = {"path": "their base", "digest": reader.base_digest}
+            require_same_base(saved, base_record(run), folder)
+        values = {one.name: reader.read_slice(one.name, global_slices(one)) for one in shards}
+    else:
+        values = _checkpoint_values(run, training, folder, averaged=averaged)
+    set_master_weights(training.optimizer, training.named_shards, values)
+
+
+def _checkpoint_values(
+    run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool
+) -> dict[str, Tensor]:
+    """This rank's shards of what a checkpoint of adapters has: adapters, and what was trained beside them."""
+    folder = locate_weights(folder, where=_START)
+    manifest = read_manifest(folder)
+    verify_files(folder, manifest)
+    require_adapters(manifest, folder)
+    require_same_base(manifest.get("base"), base_record(run), folder)
+    there = RunSpec.model_validate(manifest["run"]).adapter
+    require_same_adapter(there, run.adapter, folder)
+    prefix = "ema" if averaged else "model"
+    saved = saved_shapes(folder)
+    if averaged and not any(name.startswith("ema.") for name in saved):
+        hint = "leave --ema out; optim.ema_decay keeps one"
+        raise CheckpointError("the run has no average of its weights", where=str(folder), hint=hint)
+    tensors = {
+        one.name: one.as_global(torch.empty_like(one.shard))
+        for one in training.program.shards
+        if f"{prefix}.{one.name}" in saved and one.parameter.requires_grad
+    }
+    load_tensors(folder, {f"{prefix}.{name}": tensor for name, tensor in tensors.items()})
+    return {name: tensor.to_local() for name, tensor in tensors.items()}
+
+
+def require_adapters(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint without adapters."""
+    if not has_adapters(manifest):
+        hint = "name a run with `adapter`, or a peft folder; a full model is named in checkpoint.start_from"
+        raise CheckpointError("this checkpoint has no adapters", where=str(folder), hint=hint)
+
+
+def has_adapters(manifest: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has adapters in the place of a full model."""
+    run = manifest.get("run")
+    return isinstance(run, dict) and run.get("adapter") is not None
+
+
+def require_same_adapter(there: AdapterSpec | None, here: AdapterSpec | None, folder: Path) -> None:
+    """Refuse adapters of another kind, rank or scale."""
+    for key in ("kind", "rank", "alpha", "targets", "ranks"):
+        if getattr(there, key) != getattr(here, key):
+            raise CheckpointError(
+                f"adapter.{key} is {getattr(there, key)} there and {getattr(here, key)} in this run",
+                where=str(folder),
+                hint=f"set adapter.{key} to the value there",
+            )
+
+
+def read_adapters(
+    folder: Path, model: ModelSpec, adapter: AdapterSpec, *, averaged: bool
+) -> dict[str, Tensor]:
+    """The full tensors of a checkpoint of adapters, and what was trained in full beside them, in fp32."""
+    prefix = "ema." if averaged else "model."
+    index = read_index(folder)
+    names = [name for name in index if name.startswith(prefix)]
+    tensors = {name: torch.empty(index[name].shape, dtype=torch.float32) for name in names}
+    load_tensors(folder, tensors)
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    missing = [one.name for one in adapter_parameters(model, adapter) if one.name not in found]
+    if missing:
+        hint = "leave --ema out; optim.ema_decay keeps one" if averaged else "use an older checkpoint"
+        raise CheckpointError(f"the checkpoint has no {missing[0]}", where=str(folder), hint=hint)
+    return found

@@ -1,0 +1,92 @@
+"""Low-rank adapters (LoRA) beside a frozen linear or the stacked matrices of routed experts.
+
+    y = x W^T + scale (dropout(x) A^T) B^T                                  lora
+    y = (x W^T + scale (x A^T) B^T) m / |W + scale B A|                     dora; the norm is over inputs
+
+The output has the state of the linear's own output: with tp sharded over outputs, or a partial sum that the
+linear reduces afterwards. Dropout is on the input of A alone, and every adapter draws its own mask.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from meshwright.hardware.simulated_device import SimulatedDevice
+from meshwright.models.layers.matmul import Matmul
+from meshwright.ops.cast import accumulation_dtype
+from meshwright.ops.collectives import all_reduce_forward
+from meshwright.ops.grouped_mm import grouped_linear
+from meshwright.ops.sharded import local
+
+
+class Adapter(nn.Module):
+    """The adapter of one linear; with a magnitude it is DoRA."""
+
+    def __init__(
+        self,
+        in_width: int,
+        out_width: int,
+        *,
+        rank: int,
+        scale: float,
+        dropout: float = 0.0,
+        has_magnitude: bool = False,
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.lora_A = nn.Parameter(torch.empty(rank, in_width))
+        self.lora_B = nn.Parameter(torch.empty(out_width, rank))
+        self.magnitude = nn.Parameter(torch.empty(out_width)) if has_magnitude else None
+        self.dropout = nn.Dropout(dropout) if dropout else None
+        # Replaced where the input is gathered again in backward.
+        self.matmul: nn.Module = Matmul()
+        # Set in compiled blocks: added in the matmul of its frozen linear (`ops/adapted_linear.py`).
+        self.is_fused = False
+        # Set where tp shards the input dim: the ranks that hold the other columns of W and A.
+        self.input_group: ProcessGroup | None = None
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """The adapted output, where y = x W^T and W is this rank's part of the frozen weight."""
+        y = self.added(x, y)
+        if self.magnitude is None:
+            return y
+        return y * (local(self.magnitude) / self.row_norms(weight)).to(y.dtype)
+
+    @property
+    def can_be_fused(self) -> bool:
+        """Whether the frozen linear's operator can add this adapter: without dropout and magnitude."""
+        return self.dropout is None and self.magnitude is None
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + scale (dropout(x) A^T) B^T, added in the matmul; the scale is applied to B, which is small."""
+        x = x if self.dropout is None else self.dropout(x)
+        u = self.matmul(x, local(self.lora_A))
+        b = self.scale * local(self.lora_B)
+        return torch.addmm(y.flatten(0, -2), u.flatten(0, -2), b.mT).view(y.shape)
+
+    @torch.no_grad()
+    def row_norms(self, weight: Tensor) -> Tensor:
+        """|W + scale B A| of each output, in fp32 (fp64 for fp64). Communicates over `input_group`."""
+        dtype = accumulation_dtype(weight)
+        change = local(self.lora_B).to(dtype) @ local(self.lora_A).to(dtype)
+        squares = (weight.to(dtype) + self.scale * change).square().sum(1)
+        if self.input_group is not None:
+            squares = all_reduce_forward(squares, self.input_group)
+        return squares.sqrt()
+
+
+class ExpertAdapter(nn.Module):
+    """The adapters of one projection of all routed experts, stacked; each expert has its own A and B."""
+
+    def __init__(self, num_experts: int, in_width: int, out_width: int, *, rank: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.lora_A = nn.Parameter(torch.empty(num_experts, rank, in_width))
+        self.lora_B = nn.Parameter(torch.empty(num_experts, out_width, rank))
+
+    def forward(
+        self, x_ND: Tensor, y_NF: Tensor, counts_E: Tensor, simulated: SimulatedDevice | None = None
+    ) -> Tensor:
+        """y_NF of rows sorted by expert, with what each row's adapter adds."""
+        x_NR = grouped_linear(x_ND, local(self.lora_A), counts_E, simulated)
+        return y_NF + grouped_linear(x_NR, self.scale * local(self.lora_B), counts_E, simulated)

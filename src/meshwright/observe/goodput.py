@@ -1,0 +1,149 @@
+"""Goodput: the part of a run's wall time that went into steps which count, and where the rest went.
+
+Computed from the events of rank 0, over all starts of the run. A rank writes an event `time` after every save
+and at its end, with its seconds by phase since it was started. What came after the step from which the next
+start resumed is lost. The time between a run that was stopped on purpose and its next start does not count.
+"""
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from meshwright.observe.events import Event, events_path, read_events
+from meshwright.units import show_seconds
+
+PHASES = ("build", "first_step", "step", "data", "save", "evaluate")
+"""Names of the seconds in an event `time`, each with the suffix `_seconds`."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of a run by what they went into."""
+
+    step: float = 0.0
+    """Steps that count, without waiting for data and without the first step of each start."""
+    start: float = 0.0
+    """The first start: imports, building, loading."""
+    compile: float = 0.0
+    """The first step of each start, in which blocks are compiled and kernels are chosen."""
+    data: float = 0.0
+    """Waiting for batches."""
+    checkpoint: float = 0.0
+    """Standing still for checkpoints."""
+    evaluate: float = 0.0
+    restart: float = 0.0
+    """From the end of an attempt to the first step of the next."""
+    lost: float = 0.0
+    """Steps after the newest checkpoint of an attempt that failed, and the time until it was ended."""
+    other: float = 0.0
+    """Everything else."""
+    num_restarts: int = 0
+    lost_steps: int = 0
+
+    @property
+    def wall_seconds(self) -> float:
+        """Wall time of the run, without the time in which it was stopped on purpose."""
+        return sum(getattr(self, one.name) for one in fields(self) if one.type in (float, "float"))
+
+    @property
+    def share(self) -> float:
+        """Goodput: time of steps that count / wall time."""
+        return self.step / self.wall_seconds if self.wall_seconds > 0 else 0.0
+
+    def line(self) -> str:
+        """One line for people: the goodput and every other cause of 0.1% or more."""
+        wall = self.wall_seconds or 1.0
+        causes = ("start", "compile", "data", "checkpoint", "evaluate", "restart", "lost", "other")
+        parts = [f"{name} {getattr(self, name) / wall:.1%}" for name in causes]
+        shown = [part for part in parts if not part.endswith(" 0.0%")]
+        restarts = f", {self.num_restarts} restarts" if self.num_restarts else ""
+        return f"goodput {self.share:.1%} of {show_seconds(wall)}{restarts}; " + (
+            ", ".join(shown) or "no loss"
+        )
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """An event `time`: seconds since the process began, by phase."""
+
+    at: float
+    step: int
+    seconds: dict[str, float]
+
+
+@dataclass
+class _Session:
+    """One start of the ranks."""
+
+    began_at: float
+    first_step: int
+    marks: list[_Mark]
+    ended_at: float
+    is_restarted: bool = False
+    """Whether the supervisor started the ranks again afterwards."""
+    lost_steps: int = 0
+
+
+def read_goodput(run_dir: Path | str) -> Goodput | None:
+    """The goodput of a run so far; None where its events say nothing about time."""
+    sessions = _sessions(read_events(events_path(run_dir, 0)))
+    return _account(sessions) if any(session.marks for session in sessions) else None
+
+
+def _sessions(events: list[Event]) -> list[_Session]:
+    sessions: list[_Session] = []
+    for event in events:
+        at, kind = float(event["time"]), event["kind"]
+        if kind in ("start", "resume"):
+            began = _number(event.get("began_at"), at)
+            sessions.append(_Session(began, int(_number(event.get("step"), 0)), [], at))
+        elif sessions and kind == "time":
+            seconds = {name: _number(event.get(f"{name}_seconds"), 0.0) for name in PHASES}
+            sessions[-1].marks.append(_Mark(at, int(_number(event.get("step"), 0)), seconds))
+        elif sessions and kind == "restart":
+            sessions[-1].is_restarted = True
+            sessions[-1].lost_steps = int(_number(event.get("lost_steps"), 0))
+            at = _number(event.get("failed_at"), at)
+        if sessions:
+            sessions[-1].ended_at = max(sessions[-1].ended_at, at)
+    return sessions
+
+
+def _number(value: Any, default: float) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+
+def _account(sessions: list[_Session]) -> Goodput:
+    sums = dict.fromkeys(
+        ("step", "start", "compile", "data", "checkpoint", "evaluate", "restart", "lost"), 0.0
+    )
+    wall = 0.0
+    for index, session in enumerate(sessions):
+        resumed = min((later.first_step for later in sessions[index + 1 :]), default=None)
+        kept = [mark for mark in session.marks if resumed is None or mark.step <= resumed]
+        seconds = kept[-1].seconds if kept else dict.fromkeys(PHASES, 0.0)
+        build = seconds["build"] or (session.marks[0].seconds["build"] if session.marks else 0.0)
+        sums["restart" if index and sessions[index - 1].is_restarted else "start"] += build
+        sums["compile"] += seconds["first_step"]
+        sums["step"] += max(0.0, seconds["step"] - seconds["data"])
+        sums["data"] += seconds["data"]
+        sums["checkpoint"] += seconds["save"]
+        sums["evaluate"] += seconds["evaluate"]
+        if resumed is not None:
+            sums["lost"] += max(0.0, session.ended_at - (kept[-1].at if kept else session.began_at + build))
+        wall += max(0.0, session.ended_at - session.began_at)
+    gaps = [
+        max(0.0, after.began_at - before.ended_at)
+        for before, after in pairwise(sessions)
+        if before.is_restarted
+    ]
+    sums["restart"] += sum(gaps)
+    other = max(0.0, wall + sum(gaps) - sum(sums.values()))
+    restarted = [session for session in sessions if session.is_restarted]
+    return Goodput(
+        **sums,
+        other=other,
+        num_restarts=len(restarted),
+        lost_steps=sum(session.lost_steps for session in restarted),
+    )

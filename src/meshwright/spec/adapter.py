@@ -1,0 +1,158 @@
+"""Adapters: low-rank updates of frozen matrices (LoRA), and which parameters of a run are trained.
+
+    y = x W^T + scale (dropout(x) A^T) B^T         W frozen; A[rank, in] and B[out, rank] trained
+
+scale is alpha / rank (lora, dora) or alpha / sqrt(rank) (rslora). It is plain data: `adapters/` builds the
+modules, `parallel/` shards them, and `plan/` prices them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from meshwright.spec.base import Fraction, Positive, PositiveNumber, Spec
+from meshwright.spec.huggingface.projections import hf_projection
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parameters import Parameter, parameters
+
+AdapterKind = Literal["lora", "rslora", "dora"]
+BaseFormat = Literal["weights", "bf16", "nf4"]
+NF4_BLOCK = 64
+ALL_LINEAR = "all-linear"
+LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
+
+
+class AdapterRankSpec(Spec):
+    """Matrices, by name, whose adapters have another rank or alpha."""
+
+    pattern: str
+    """A name or shell pattern, as in `adapter.targets`."""
+    rank: Positive
+    """Rank of their adapters."""
+    alpha: PositiveNumber | None = None
+    """Alpha of their adapters; absent: `adapter.alpha`."""
+
+
+class AdapterSpec(Spec):
+    """Low-rank adapters (LoRA) beside frozen linears: only the adapters are trained."""
+
+    kind: AdapterKind = "lora"
+    """lora: scale alpha / rank. rslora: alpha / sqrt(rank). dora: lora with a trained magnitude for each
+    output, for linears that are not routed experts."""
+    rank: Positive
+    """Rank of A and B; larger ranks can learn more and take more memory."""
+    alpha: PositiveNumber
+    """Numerator of the scale. Common values are once and twice the rank."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Linears with an adapter: `all-linear` (every linear and routed expert of the blocks; not router, head
+    and embedding), names such as `query` or `q_proj`, or shell patterns over full names such as
+    `blocks.[0-7].attention.*`."""
+    ranks: tuple[AdapterRankSpec, ...] = ()
+    """Other ranks by name; where several match a matrix, the last one applies."""
+    dropout: Fraction = 0.0
+    """Dropout on the input of A, in training."""
+    base: BaseFormat = "weights"
+    """Format of the frozen weights. weights: that of `precision.weights`. bf16: 2 bytes per weight, while
+    adapters keep the format of `precision.weights`. nf4 (QLoRA): half a byte per weight of the blocks'
+    linears and 4 bytes per 64 of them, as in bitsandbytes; the other frozen weights are in bf16."""
+    start_from: str | None = None
+    """Initial adapters: a peft folder, or a run directory or checkpoint with adapters; null starts with A
+    random and B zero."""
+
+
+@dataclass(frozen=True)
+class AdaptedMatrix:
+    """A frozen matrix, or the stacked matrices of routed experts, with an adapter."""
+
+    weight: Parameter
+    rank: int
+    alpha: float
+    kind: AdapterKind
+
+    @property
+    def scale(self) -> float:
+        """Factor on B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether these are the matrices of routed experts: A and B then have an expert dim first."""
+        return self.weight.kind == "expert"
+
+    @property
+    def name(self) -> str:
+        """Prefix of the names of the adapter's parameters."""
+        module, _, own = self.weight.name.rpartition(".")
+        return f"{module}.adapters.{own}" if self.is_expert else f"{module}.adapter"
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """A, B and with dora the magnitude, in the order of the built module."""
+        *stacked, out_width, in_width = self.weight.shape
+        shapes = {LORA_A: (*stacked, self.rank, in_width), LORA_B: (*stacked, out_width, self.rank)}
+        if self.kind == "dora":
+            shapes[MAGNITUDE] = (*stacked, out_width)
+        return [
+            Parameter(f"{self.name}.{own}", shape, own, self.weight.layer)  # pyright: ignore[reportArgumentType]
+            for own, shape in shapes.items()
+        ]
+
+
+def adaptable(model: ModelSpec) -> list[Parameter]:
+    """The matrices that can have an adapter: linears and routed experts of the blocks."""
+    return [one for one in parameters(model) if one.kind in ("matrix", "expert")]
+
+
+def adapted_matrices(model: ModelSpec, adapter: AdapterSpec) -> list[AdaptedMatrix]:
+    """The matrices with an adapter, in the order of the model."""
+    found = [one for one in adaptable(model) if any(matches(model, one, each) for each in adapter.targets)]
+    return [_adapted(model, adapter, one) for one in found]
+
+
+def _adapted(model: ModelSpec, adapter: AdapterSpec, weight: Parameter) -> AdaptedMatrix:
+    own = [each for each in adapter.ranks if matches(model, weight, each.pattern)]
+    rank = own[-1].rank if own else adapter.rank
+    alpha = own[-1].alpha if own else None
+    return AdaptedMatrix(weight, rank, adapter.alpha if alpha is None else alpha, adapter.kind)
+
+
+def adapter_parameters(model: ModelSpec, adapter: AdapterSpec | None) -> list[Parameter]:
+    """All parameters of all adapters, in the order of the model; none without an adapter."""
+    matrices = adapted_matrices(model, adapter) if adapter is not None else []
+    return [one for matrix in matrices for one in matrix.parameters]
+
+
+def matches(model: ModelSpec, weight: Parameter, target: str) -> bool:
+    """Whether a target names a matrix: by all-linear, its own name, its Hugging Face name, or a pattern."""
+    module = weight.name.removesuffix(".weight")
+    names = (module.rpartition(".")[2], hf_projection(model, weight.name))
+    return target in (ALL_LINEAR, *names) or fnmatchcase(module, target)
+
+
+def target_names(model: ModelSpec) -> list[str]:
+    """Every name that a target may have, without patterns."""
+    listed = adaptable(model)
+    own = [one.name.removesuffix(".weight").rpartition(".")[2] for one in listed]
+    return list(dict.fromkeys([ALL_LINEAR, *own, *(hf_projection(model, one.name) for one in listed)]))
+
+
+def adapted_weight(name: str) -> tuple[str, str] | None:
+    """(name of the frozen matrix, lora_A | lora_B | magnitude) of an adapter's parameter; None for others."""
+    module, _, own = name.rpartition(".")
+    if own not in (LORA_A, LORA_B, MAGNITUDE):
+        return None
+    if module.endswith(".adapter"):
+        return module.removesuffix("adapter") + "weight", own
+    experts, _, projection = module.rpartition(".")
+    return f"{experts.removesuffix('.adapters')}.{projection}", own
+
+
+def is_trained(name: str, adapter: AdapterSpec | None, train_only: Sequence[str]) -> bool:
+    """Whether a parameter gets a gradient and an update; all others are frozen."""
+    if adapter is not None and adapted_weight(name) is not None:
+        return True
+    if any(fnmatchcase(name, pattern) for pattern in train_only):
+        return True
+    return adapter is None and not train_only

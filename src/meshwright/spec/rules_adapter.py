@@ -1,0 +1,160 @@
+"""Rules about adapters and frozen parameters."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from meshwright.errors import SpecError
+from meshwright.spec.adapter import (
+    NF4_BLOCK,
+    adaptable,
+    adapted_matrices,
+    adapted_weight,
+    adapter_parameters,
+    matches,
+    target_names,
+)
+from meshwright.spec.parameters import parameters
+from meshwright.spec.placement import tp_dim
+from meshwright.spec.run import RunSpec
+from meshwright.spec.violations import nearest
+
+Violations = Iterator[SpecError]
+
+
+def parameter_names(run: RunSpec) -> list[str]:
+    """Names of all parameters of a run: the model's and those of its adapters."""
+    listed = [*parameters(run.model), *adapter_parameters(run.model, run.adapter)]
+    return [parameter.name for parameter in listed]
+
+
+def adapter_targets_exist(run: RunSpec) -> Violations:
+    """Every name in `adapter.targets` matches a linear or routed experts of the model."""
+    if run.adapter is None:
+        return
+    if not run.adapter.targets:
+        hint = "leave it out for all linears, or name some"
+        yield SpecError("adapter.targets is empty", where="adapter.targets", hint=hint)
+    known = target_names(run.model)
+    for target in run.adapter.targets:
+        if any(matches(run.model, weight, target) for weight in adaptable(run.model)):
+            continue
+        listed = f"the model has {', '.join(known)}; patterns match names such as {_example(run)!r}"
+        hint = f"{nearest(target, known)} {listed}".strip()
+        yield SpecError(f"target {target!r} matches no linear", where="adapter.targets", hint=hint)
+
+
+def _example(run: RunSpec) -> str:
+    return adaptable(run.model)[0].name.removesuffix(".weight")
+
+
+def adapter_ranks_exist(run: RunSpec) -> Violations:
+    """Every pattern in `adapter.ranks` matches a matrix with an adapter."""
+    if run.adapter is None:
+        return
+    adapted = [one.weight for one in adapted_matrices(run.model, run.adapter)]
+    for index, own in enumerate(run.adapter.ranks):
+        if not any(matches(run.model, weight, own.pattern) for weight in adapted):
+            fact = f"pattern {own.pattern!r} matches no matrix with an adapter"
+            hint = f"{nearest(own.pattern, target_names(run.model))} see adapter.targets".strip()
+            yield SpecError(fact, where=f"adapter.ranks.{index}.pattern", hint=hint)
+
+
+def adapter_ranks_are_low(run: RunSpec) -> Violations:
+    """The rank of an adapter is below both widths of its matrix."""
+    matrices = adapted_matrices(run.model, run.adapter) if run.adapter is not None else []
+    too_high = [one for one in matrices if one.rank >= min(one.weight.shape[-2:])]
+    if too_high:
+        one = too_high[0]
+        shape = " x ".join(map(str, one.weight.shape[-2:]))
+        fact = f"rank={one.rank} of {one.weight.name}, a matrix of {shape}"
+        yield SpecError(fact, where="adapter.rank", hint=f"use less than {min(one.weight.shape[-2:])}")
+
+
+def adapter_kind_fits_targets(run: RunSpec) -> Violations:
+    """DoRA and dropout have no form for routed experts, and DoRA has none with dropout."""
+    adapter = run.adapter
+    if adapter is None:
+        return
+    hint = "leave experts out with targets such as [query, key, value, output], or set it back"
+    if any(one.is_expert for one in adapted_matrices(run.model, adapter)):
+        if adapter.kind == "dora":
+            yield SpecError("kind=dora with routed experts as targets", where="adapter.kind", hint=hint)
+        if adapter.dropout:
+            fact = f"dropout={adapter.dropout:g} with routed experts as targets"
+            yield SpecError(fact, where="adapter.dropout", hint=hint)
+    if adapter.kind == "dora" and adapter.dropout:
+        fact = f"kind=dora with dropout={adapter.dropout:g}"
+        yield SpecError(fact, where="adapter.dropout", hint="use adapter.dropout=0, or kind=lora")
+
+
+def adapter_dropout_is_unsharded(run: RunSpec) -> Violations:
+    """With tp every rank would draw another dropout mask for the same input."""
+    if run.adapter is not None and run.adapter.dropout and run.parallel.tp > 1:
+        fact = f"adapter.dropout={run.adapter.dropout:g} with tp={run.parallel.tp}"
+        yield SpecError(fact, where="adapter.dropout", hint="use adapter.dropout=0, or parallel.tp=1")
+
+
+def bf16_base_computes_in_bf16(run: RunSpec) -> Violations:
+    """A frozen base in bf16 has matmuls in bf16."""
+    if run.adapter is not None and run.adapter.base == "bf16" and run.precision.compute != "bf16":
+        fact = f"adapter.base=bf16 with compute={run.precision.compute}"
+        hint = "use precision.compute=bf16, or adapter.base=weights"
+        yield SpecError(fact, where="adapter.base", hint=hint)
+
+
+def nf4_divides_widths(run: RunSpec) -> Violations:
+    """A frozen base in NF4 has input widths on a rank that are multiples of 64."""
+    if run.adapter is None or run.adapter.base != "nf4":
+        return
+    for weight in adaptable(run.model):
+        width = weight.shape[-1] // (run.parallel.tp if tp_dim(weight.name, run.parallel) == 1 else 1)
+        if width % NF4_BLOCK and weight.kind == "matrix":
+            fact = f"adapter.base=nf4, and {weight.name} has {width} inputs on a rank, no multiple of 64"
+            yield SpecError(
+                fact, where="adapter.base", hint="use adapter.base=bf16, or a smaller parallel.tp"
+            )
+            return
+
+
+def nf4_fits_other_settings(run: RunSpec) -> Violations:
+    """A frozen base in NF4 has no routed experts, fp8 matmuls, offloaded weights or fully trained linears."""
+    if run.adapter is None or run.adapter.base != "nf4":
+        return
+    others = {
+        "routed experts": run.model.moe is not None,
+        "precision.fp8": run.precision.fp8 is not None,
+        "memory.offload=parameters": "parameters" in run.memory.offload,
+        "linears in train_only": any(
+            fnmatchcase(weight.name, pattern) for weight in adaptable(run.model) for pattern in run.train_only
+        ),
+    }
+    for text, is_set in others.items():
+        if is_set:
+            hint = "use adapter.base=bf16"
+            yield SpecError(f"adapter.base=nf4 with {text}", where="adapter.base", hint=hint)
+
+
+def trained_patterns_exist(run: RunSpec) -> Violations:
+    """Every pattern of `train_only` matches a parameter of the model."""
+    names = [parameter.name for parameter in parameters(run.model)]
+    for index, pattern in enumerate(run.train_only):
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        fact = f"pattern {pattern!r} matches no parameter"
+        hint = f"names are like {names[1]!r}"
+        if adapted_weight(pattern) is not None:
+            hint = "adapters are always trained: leave it out"
+        yield SpecError(fact, where=f"train_only.{index}", hint=hint)
+
+
+ADAPTER_RULES = [
+    adapter_targets_exist,
+    adapter_ranks_exist,
+    adapter_ranks_are_low,
+    adapter_kind_fits_targets,
+    adapter_dropout_is_unsharded,
+    bf16_base_computes_in_bf16,
+    nf4_divides_widths,
+    nf4_fits_other_settings,
+    trained_patterns_exist,
+]

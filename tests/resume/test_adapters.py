@@ -1,0 +1,137 @@
+"""Runs with adapters: checkpoints have adapters alone, resume on other meshes, and refuse another base."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.run_directories import assert_same_state, attempt, last_checkpoint, read_tensors
+from tests.support.runs import OPTIMIZERS, tiny_run
+
+from meshwright.checkpoint.convert import convert_weights
+from meshwright.checkpoint.weights import build_model, open_weights
+from meshwright.errors import CheckpointError
+from meshwright.models.decoder import build_decoder
+from meshwright.models.hf_weights import save_folder
+from meshwright.models.initialise import initialise
+from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
+from meshwright.rehearse.rank_pool import RankFailure
+from meshwright.spec import AdapterSpec, CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec
+
+DORA = AdapterSpec(rank=3, alpha=8, kind="dora")
+NUM_STEPS = 6
+
+
+def base_folder(run: RunSpec, folder: Path, *, seed: int = 5) -> Path:
+    model = build_decoder(run.model)
+    initialise(model, seed)
+    save_folder({name: one.detach() for name, one in model.state_dict().items()}, run.model, folder)
+    return folder
+
+
+def adapted_run(folder: Path, parallel: ParallelSpec | None = None, **changes: object) -> RunSpec:
+    return tiny_run(
+        "gqa",
+        parallel=parallel,
+        optim=OPTIMIZERS["adamw"].with_(ema_decay=0.5),
+        precision=PrecisionSpec(),
+        adapter=DORA,
+        checkpoint=CheckpointSpec(every_steps=2, start_from=str(folder)),
+        **changes,
+    )
+
+
+def test_stopped_and_resumed_equals_uninterrupted(ranks, tmp_path):
+    run = adapted_run(base_folder(tiny_run("gqa"), tmp_path / "base"), ParallelSpec(dp_shard=2, zero=3))
+    attempt(ranks, run, tmp_path / "whole")
+    assert attempt(ranks, run, tmp_path / "parts", stop_after=3).step == 3
+    assert attempt(ranks, run, tmp_path / "parts").step == NUM_STEPS
+    assert_same_state(tmp_path / "parts", tmp_path / "whole")
+    names = read_tensors(last_checkpoint(tmp_path / "whole"))
+    assert {name.split(".")[0] for name in names} == {"model", "optim", "ema"}
+    assert all(".adapter." in name for name in names)
+
+
+def test_resumes_on_another_mesh(ranks, tmp_path):
+    folder = base_folder(tiny_run("gqa"), tmp_path / "base")
+    attempt(ranks, adapted_run(folder), tmp_path / "one")
+    attempt(ranks, adapted_run(folder, ParallelSpec(tp=2)), tmp_path / "parts", stop_after=3)
+    attempt(ranks, adapted_run(folder, ParallelSpec(dp_shard=2, zero=1)), tmp_path / "parts")
+    found, expected = (read_tensors(last_checkpoint(tmp_path / name)) for name in ("parts", "one"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_another_base_is_refused(ranks, tmp_path):
+    folder = base_folder(tiny_run("gqa"), tmp_path / "base")
+    run = adapted_run(folder)
+    attempt(ranks, run, tmp_path / "run", stop_after=2)
+    base_folder(run, tmp_path / "other", seed=6)
+    moved = run.with_(checkpoint=run.checkpoint.with_(start_from=str(tmp_path / "other")))
+    with pytest.raises(RankFailure, match="the adapters were trained on other weights"):
+        attempt(ranks, moved, tmp_path / "run")
+    folder.rename(tmp_path / "moved")
+    same = run.with_(checkpoint=run.checkpoint.with_(start_from=str(tmp_path / "moved")))
+    assert attempt(ranks, same, tmp_path / "run").step == NUM_STEPS
+
+
+def test_adapters_need_a_base(ranks, tmp_path):
+    run = adapted_run(tmp_path).with_(checkpoint=CheckpointSpec())
+    with pytest.raises(RankFailure, match="adapters need a trained base"):
+        attempt(ranks, run, tmp_path / "run")
+
+
+def test_weights_of_a_run_are_merged_or_the_base(ranks, tmp_path):
+    """What sample and convert open; a peft folder of the run starts another run at the same loss."""
+    folder = base_folder(tiny_run("gqa"), tmp_path / "base")
+    run = adapted_run(folder)
+    attempt(ranks, run, tmp_path / "run")
+    tokens, positions = torch.arange(12)[None], torch.arange(12)[None]
+
+    def logits(path: Path, **options: bool) -> torch.Tensor:
+        with torch.no_grad():
+            return build_model(open_weights(path, **options))(tokens, positions_BS=positions)
+
+    adapted, base = logits(tmp_path / "run"), logits(tmp_path / "run", merges_adapters=False)
+    torch.testing.assert_close(base, logits(folder), rtol=0, atol=0)
+    assert (adapted - base).abs().max() > 1e-3
+    convert_weights(open_weights(tmp_path / "run"), tmp_path / "merged", "huggingface")
+    torch.testing.assert_close(logits(tmp_path / "merged"), adapted)
+    convert_weights(open_weights(tmp_path / "run"), tmp_path / "peft", "peft")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["use_dora"]) == (3, True)
+    second = run.with_(adapter=DORA.with_(start_from=str(tmp_path / "peft")))
+    third = run.with_(adapter=DORA.with_(start_from=str(tmp_path / "run")))
+    for name, started in (("second", second), ("third", third)):
+        attempt(ranks, started.with_(optim=started.optim.with_(lr=1e-30)), tmp_path / name)
+        torch.testing.assert_close(logits(tmp_path / name), adapted)
+    with pytest.raises(CheckpointError, match="have no adapters"):
+        open_weights(folder, merges_adapters=False)
+
+
+WIDE = {
+    "width": 64,
+    "attention": {"num_heads": 8, "num_kv_heads": 4, "head_width": 16},
+    "mlp": {"width": 128},
+}
+
+
+def test_a_base_in_nf4_is_quantised_while_it_is_read(ranks, tmp_path):
+    """On two ranks as on one; merging takes the weights that were trained on, or those on disk."""
+    model = tiny_run("gqa").model.with_(**WIDE)
+    folder = base_folder(tiny_run(model), tmp_path / "base")
+    run = adapted_run(folder).with_(model=model, adapter=AdapterSpec(rank=3, alpha=8, base="nf4"))
+    attempt(ranks, run, tmp_path / "one")
+    sharded = run.with_(parallel=ParallelSpec(dp_shard=2, zero=3))
+    attempt(ranks, sharded, tmp_path / "two", stop_after=3)
+    attempt(ranks, run.with_(parallel=ParallelSpec(tp=2)), tmp_path / "two")
+    found, expected = (read_tensors(last_checkpoint(tmp_path / name)) for name in ("two", "one"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+    name = "blocks.1.mlp.up.weight"
+    trained, original = open_weights(tmp_path / "one"), open_weights(tmp_path / "one", onto_original=True)
+    weight = open_weights(folder).tensors[name]
+    change = original.tensors[name] - weight
+    quantised = dequantise_nf4(*quantise_nf4(weight), torch.float32)
+    torch.testing.assert_close(trained.tensors[name], quantised + change)
+    assert (quantised - weight).abs().max() > 1e-3

@@ -1,0 +1,86 @@
+"""Goodput from the events of a run: over restarts, lost steps and pauses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.observe.goodput import read_goodput
+from meshwright.resilience.phase_clock import PhaseClock
+
+
+def _write(run_dir: Path, *events: dict) -> None:
+    lines = [json.dumps({"rank": 0, "host": "h", **event}) for event in events]
+    (run_dir / "events-0.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _time(at: float, after_step: int, **seconds: float) -> dict:
+    return {"time": at, "kind": "time", "step": after_step, **{f"{k}_seconds": s for k, s in seconds.items()}}
+
+
+FIRST = (
+    {"time": 10.0, "kind": "start", "began_at": 0.0},
+    _time(25.0, 10, build=10.0, first_step=4.0, step=10.0, data=2.0, save=1.0),
+    _time(36.0, 20, build=10.0, first_step=4.0, step=20.0, data=4.0, save=2.0),
+)
+
+
+def test_a_run_without_failures(tmp_path):
+    _write(tmp_path, *FIRST, {"time": 36.0, "kind": "finish", "step": 20})
+    found = read_goodput(tmp_path)
+    assert found is not None and found.wall_seconds == 36.0
+    assert (found.step, found.start, found.compile, found.data, found.checkpoint) == (
+        16.0,
+        10.0,
+        4.0,
+        4.0,
+        2.0,
+    )
+    assert found.share == pytest.approx(16 / 36) and found.lost == found.restart == 0.0
+    assert found.line().startswith("goodput 44.4% of 36.0") and "checkpoint 5.6%" in found.line()
+
+
+def test_lost_steps_and_the_restart_are_counted(tmp_path):
+    """Killed after the second checkpoint, which was not complete: the next start resumes from the first."""
+    restart = {"time": 42.0, "kind": "restart", "failed_at": 41.0, "lost_steps": 14}
+    resumed = (
+        {"time": 46.0, "kind": "resume", "step": 10, "began_at": 43.0},
+        _time(60.0, 20, build=3.0, first_step=1.0, step=10.0),
+        {"time": 60.0, "kind": "finish", "step": 20},
+    )
+    _write(tmp_path, *FIRST, restart, *resumed)
+    found = read_goodput(tmp_path)
+    assert found is not None and found.wall_seconds == pytest.approx(60.0)
+    assert found.step == 8.0 + 10.0
+    assert found.lost == 41.0 - 25.0, "everything after the checkpoint that the next start resumed from"
+    assert found.restart == 2.0 + 3.0, "the time between the two, and the build of the second"
+    assert (found.num_restarts, found.lost_steps) == (1, 14)
+
+
+def test_a_pause_on_purpose_is_no_loss(tmp_path):
+    stopped = {"time": 36.0, "kind": "interrupt", "step": 20}
+    resumed = (
+        {"time": 10_003.0, "kind": "resume", "step": 20, "began_at": 10_000.0},
+        _time(10_010.0, 30, build=3.0, first_step=1.0, step=6.0),
+        {"time": 10_010.0, "kind": "finish", "step": 30},
+    )
+    _write(tmp_path, *FIRST, stopped, *resumed)
+    found = read_goodput(tmp_path)
+    assert found is not None and found.wall_seconds == pytest.approx(46.0)
+    assert found.start == 13.0 and found.restart == found.lost == 0.0
+
+
+def test_events_without_times_say_nothing(tmp_path):
+    assert read_goodput(tmp_path) is None
+    _write(tmp_path, {"time": 1.0, "kind": "start"}, {"time": 2.0, "kind": "finish", "step": 1})
+    assert read_goodput(tmp_path) is None
+
+
+def test_the_clock_of_phases():
+    now = [0.0]
+    clock = PhaseClock(lambda: now[0])
+    for phase, seconds in (("start", 3.0), ("step", 5.0), ("save", 1.0), ("step", 2.0)):
+        clock.enter(phase)
+        now[0] += seconds
+    assert (clock.seconds("start"), clock.seconds("step"), clock.seconds("save")) == (3.0, 7.0, 1.0)
+    assert clock.build_seconds > 0.0

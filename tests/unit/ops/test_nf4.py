@@ -1,0 +1,65 @@
+"""NF4 against bitsandbytes, byte for byte, and its kernel in Triton's interpreter."""
+
+import pytest
+import torch
+from tests.support.triton_interpreter import IS_INTERPRETED, needs_triton, printed_in_interpreter
+
+from meshwright.ops.nf4 import concatenated_nf4, dequantise_nf4, quantise_nf4
+
+
+def weights() -> torch.Tensor:
+    """Weights of several sizes, a block of zeros, and a block of one value."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(96, 256, generator=generator) * torch.logspace(-3, 1, 96)[:, None]
+    weight[5, 64:128] = 0.0
+    weight[7, :64] = 0.25
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_bytes_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = weights().to(dtype)
+    theirs, state = functional.quantize_4bit(
+        weight, blocksize=64, quant_type="nf4", quant_storage=torch.uint8
+    )
+    packed, absmax = quantise_nf4(weight)
+    is_zero = (weight.float().unflatten(-1, (-1, 64)).abs().amax(-1) == 0).flatten()
+    ours_blocks, theirs_blocks = packed.reshape(-1, 32), theirs.reshape(-1, 32)
+    assert torch.equal(ours_blocks[~is_zero], theirs_blocks[~is_zero])
+    assert torch.equal(absmax.view(torch.float32).flatten(), state.absmax)
+    back = functional.dequantize_4bit(theirs, state)
+    assert torch.equal(dequantise_nf4(packed, absmax, dtype), back)
+
+
+def test_a_shard_is_quantised_by_itself() -> None:
+    """Rows, and columns in multiples of a block: what ZeRO-3 and tp hold."""
+    weight = weights()
+    packed, absmax = quantise_nf4(weight)
+    rows, columns = slice(10, 37), slice(64, 192)
+    part, part_absmax = quantise_nf4(weight[rows, columns])
+    assert torch.equal(part, packed[rows, 32:96])
+    assert torch.equal(part_absmax, absmax[rows, 1:3])
+
+
+def test_several_matrices_share_one_buffer() -> None:
+    parts = weights().split((32, 64))
+    packed, absmax = zip(*map(quantise_nf4, parts), strict=True)
+    found = concatenated_nf4(packed, absmax, torch.float64)
+    assert torch.equal(found, dequantise_nf4(*quantise_nf4(weights()), torch.float64))
+
+
+@needs_triton
+def test_the_kernel_equals_the_definition() -> None:
+    """In fp32: the interpreter's casts to 16 bits are not those of a GPU."""
+    assert printed_in_interpreter("tests.unit.ops.test_nf4") == ["float32"]
+
+
+if IS_INTERPRETED and __name__ == "__main__":
+    from meshwright.ops.nf4_triton import dequantise_into
+
+    quantised, scales = quantise_nf4(weights())
+    out = torch.empty(96, 256)
+    dequantise_into(quantised, scales.view(torch.float32), out)
+    assert torch.equal(out, dequantise_nf4(quantised, scales, torch.float32))
+    print("float32")
