@@ -14,7 +14,9 @@ from dataclasses import replace
 
 from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.workload.documents import documents_of
-from meshwright.plan.workload.workload import WORKING_BYTES, Precision, Workload
+from meshwright.plan.workload.workload import WORKING_BYTES, Adapters, Precision, Workload
+from meshwright.spec.adapter import adapter_parameters
+from meshwright.spec.parameters import num_parameters
 from meshwright.spec.precision import Fp8Spec, PrecisionSpec
 from meshwright.spec.run import RunSpec
 
@@ -57,6 +59,7 @@ def workload_of(run: RunSpec) -> Workload:
         precision = RECIPE_PRECISION[fp8.recipe]
     return Workload(
         model=run.model,
+        adapters=_adapters(run),
         sequence_length=run.data.sequence_length,
         precision=precision,
         optimizer=_optimizer(run),
@@ -68,6 +71,16 @@ def workload_of(run: RunSpec) -> Workload:
         low_precision_layers=_fp8_layers(run.model.num_layers, fp8),
         keeps_low_precision_weights=fp8 is not None and fp8.cast_weights == "per_step",
     )
+
+
+def _adapters(run: RunSpec) -> Adapters | None:
+    """Adapters of a run, with the exact share of trained parameters."""
+    if run.adapter is None:
+        return None
+    trained = sum(one.num_elements for one in adapter_parameters(run.model, run.adapter))
+    is_fp32 = run.adapter.base == "weights" and run.precision.weights == "fp32"
+    bits = 32 if is_fp32 else 16
+    return Adapters(run.adapter.rank, bits, trained / num_parameters(run.model))
 
 
 def _fp8_layers(num_layers: int, fp8: Fp8Spec | None) -> float:
