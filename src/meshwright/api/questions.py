@@ -46,8 +46,9 @@ def plan(model: str | PathLike[str], *, on: str | Cluster, **settings: Unpack[Pl
 
     `model` and `on` are those of the command line. `pins` fixes settings: `pins={"tp": 8, "zero": [1, 2]}`.
     The other keywords are `seq`, `batch_tokens`, `tokens` (numbers, or text such as "300B"), `precision`,
-    `allow`, `objective`, `finetune` ("full", "lora" or "qlora") and `top`. Raises PlanError where nothing fits, with what would. The config of a
-    Hugging Face model outside of our families is traced; its plan has `call`, the call of `meshwright.fit`.
+    `allow`, `objective`, `finetune` ("full", "lora" or "qlora") and `top`. Raises PlanError where nothing
+    fits, with what would. The config of a Hugging Face model outside of our families is traced; its plan has
+    `call`, the call of `meshwright.fit`.
     """
     _reject_unknown(settings)
     allow, external = settings.get("allow"), external_of(str(model))
