@@ -8,7 +8,6 @@ from meshwright.errors import SpecError
 from meshwright.plan.search.meshes import meshes
 from meshwright.plan.search.question import MIN_CP_POSITIONS_TO_SAVE, Question, memory_use, price_memory
 from meshwright.plan.search.space import least_memory_layouts
-from meshwright.spec.adapter import BaseFormat
 
 FineTuning = Literal["full", "lora", "qlora"]
 BASES: dict[FineTuning, str] = {"lora": "bf16", "qlora": "nf4"}
@@ -20,16 +19,12 @@ SHORTEST_CONTEXT = 256
 
 
 def require_known(text: str | None) -> FineTuning | None:
-    """What `--finetune` names; SpecError for another word, and for a base that the runtime does not have."""
+    """What `--finetune` names; SpecError for another word."""
     if text is None:
         return None
     if text not in get_args(FineTuning):
         hint = "use full, lora, qlora, or auto"
         raise SpecError(f"--finetune is {text!r}", where="--finetune", hint=hint)
-    base = BASES.get(text)  # pyright: ignore[reportArgumentType]  (it is one of the words)
-    if base is not None and base not in get_args(BaseFormat):
-        fact = f"--finetune {text} needs frozen weights in {base}, which the runtime does not have yet"
-        raise SpecError(fact, where="--finetune", hint="use lora")
     return text  # pyright: ignore[reportReturnType]  (it is one of the words)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.workload.documents import documents_of
 from meshwright.plan.workload.workload import WORKING_BYTES, Adapters, Precision, Workload
-from meshwright.spec.adapter import adapter_parameters
+from meshwright.spec.adapter import NF4_BLOCK, AdapterSpec, adaptable, adapter_parameters
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.precision import Fp8Spec, PrecisionSpec
 from meshwright.spec.run import RunSpec
@@ -77,10 +77,17 @@ def _adapters(run: RunSpec) -> Adapters | None:
     """Adapters of a run, with the exact share of trained parameters."""
     if run.adapter is None:
         return None
+    total = num_parameters(run.model)
     trained = sum(one.num_elements for one in adapter_parameters(run.model, run.adapter))
-    is_fp32 = run.adapter.base == "weights" and run.precision.weights == "fp32"
-    bits = 32 if is_fp32 else 16
-    return Adapters(run.adapter.rank, bits, trained / num_parameters(run.model))
+    return Adapters(run.adapter.rank, _base_bits(run, run.adapter, total), trained / total)
+
+
+def _base_bits(run: RunSpec, adapter: AdapterSpec, total: int) -> float:
+    """Mean bits of a frozen weight: NF4 is for the linears of the blocks."""
+    if adapter.base == "nf4":
+        linears = sum(one.num_elements for one in adaptable(run.model)) / total
+        return linears * (4.0 + 32.0 / NF4_BLOCK) + (1.0 - linears) * 16.0
+    return 32.0 if adapter.base == "weights" and run.precision.weights == "fp32" else 16.0
 
 
 def _fp8_layers(num_layers: int, fp8: Fp8Spec | None) -> float:

@@ -9,6 +9,7 @@ from meshwright.errors import PlanError, SpecError
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.explain.reasons import explain
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.predict import predict_run
 from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.finetune import FineTuning, longest_context, require_known
 from meshwright.plan.search.pins import parse_pins
@@ -64,6 +65,24 @@ def test_frozen_weights_cost_no_weight_gradient_and_no_state() -> None:
     trained = sum(one.num_elements for one in adapter_parameters(run.model, run.adapter))
     assert adapters.share(run.model.width) * workload_of(run).counts.total == pytest.approx(trained)
     assert make_plan(lora).best.step_seconds < make_plan(full).best.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("base", "length", "recompute", "measured_gib"),
+    [("bf16", 4096, "none", 51.9), ("bf16", 2048, "full", 17.6), ("nf4", 2048, "full", 8.3)],
+)
+def test_memory_of_8b_is_what_was_measured_on_an_h200(
+    base: str, length: int, recompute: str, measured_gib: float
+) -> None:
+    """bench/results/finetune_h200_2026-11-16.md: rank 16 on all linears, two sequences, compiled."""
+    pins = (f"adapter.base={base}", "data.documents=joined", f"memory.recompute={recompute}")
+    asked = question("llama-3.1-8b", "h200:1", "lora", *pins, "data.batch_sequences=2", seq=length)
+    data = asked.run.data.with_(microbatch_sequences=2)
+    memory = asked.run.memory.with_(recompute=recompute)
+    found = predict_run(asked.run.with_(data=data, memory=memory), asked.cluster)
+    assert found.peak_stage.allocated_bytes / 2**30 == pytest.approx(measured_gib, rel=0.07)
+    if recompute == "none":
+        assert found.tokens_per_second_per_device == pytest.approx(15733, rel=0.05)
 
 
 def test_a_longer_context_needs_more_memory() -> None:
