@@ -148,8 +148,9 @@ def _fitting_finetune(model: str, pins: list[str], options: dict[str, Any]) -> s
     from meshwright.errors import PlanError
     from meshwright.plan.make_plan import make_plan
 
+    plain = [pin for pin in pins if not pin.startswith("adapter.")]
     try:
-        best = make_plan(_filled_request(model, None, pins, **options, finetune="full").question, top=1).best
+        best = make_plan(_filled_request(model, None, plain, **options, finetune="full").question, top=1).best
     except PlanError as error:
         typer.echo(f"finetune: lora, because full fine-tuning does not fit: {error.fact}", err=True)
         return "lora"
