@@ -31,6 +31,9 @@ def layout(kind: str, **parallel: object) -> Layout:
 CASES = {
     "gqa": adapted(layout("gqa"), RSLORA),
     "gpt-dora": adapted(layout("gpt"), DORA),
+    "gqa-offload": adapted(
+        layout("gqa"), memory=MemorySpec(offload=("optimizer", "activations", "parameters"))
+    ),
     "mla": adapted(layout("mla"), LORA.with_(ranks=[{"pattern": "kv_up", "rank": 2, "alpha": 5}])),
     "moe_shared": adapted(layout("moe_shared")),
     "tp2-gpt-dora": adapted(layout("gpt", tp=2), DORA),

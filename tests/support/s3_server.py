@@ -28,7 +28,7 @@ def s3_server(folder: Path) -> Iterator[int]:
     """The port of a server that keeps its objects in `folder`."""
     program = server_program()
     assert program is not None
-    ports = [_free_port() for _ in range(7)]
+    ports = [_free_port() for _ in range(8)]
     identity = {
         "name": "lab",
         "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
@@ -43,6 +43,7 @@ def s3_server(folder: Path) -> Iterator[int]:
         "master.port.grpc",
         "volume.port.grpc",
         "filer.port.grpc",
+        "s3.port.grpc",  # otherwise the port + 10,000, which may be none
     )
     settings = [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
     command = [program, "server", "-master.telemetry=false", f"-dir={folder}", "-ip=127.0.0.1"]

@@ -48,4 +48,6 @@ def _missing_weights(folder: Path) -> str:
         return "this is a file, not a folder with weights"
     if (folder / "checkpoints").is_dir() or (folder / "run.yaml").is_file():
         return "this run has no complete checkpoint yet"
+    if (folder / ".metadata").is_file():
+        return "this is a torch distributed checkpoint (DCP): `meshwright convert` makes a checkpoint of it"
     return f"this folder has neither a checkpoint nor a {CONFIG}"

@@ -11,15 +11,18 @@ from meshwright.errors import CheckpointError
 from meshwright.spec import CheckpointSpec
 
 
-def delete_old(root: Path, spec: CheckpointSpec, *, damaged: Iterable[Path] = ()) -> list[Path]:
+def delete_old(
+    root: Path, spec: CheckpointSpec, *, damaged: Iterable[Path] = (), needed: Iterable[Path] = ()
+) -> list[Path]:
     """Delete the checkpoints that `spec` does not keep; returns them. One rank calls it.
 
-    Damaged ones count for nothing: they do not push an intact one out, and are deleted.
+    Damaged ones count for nothing: they do not push an intact one out, and are deleted. `needed` ones stay:
+    they are being copied elsewhere.
     """
     bad = set(damaged)
     found = complete_checkpoints(root)
     intact = [folder for folder in found if folder not in bad]
-    kept = kept_checkpoints(intact, spec)
+    kept = kept_checkpoints(intact, spec) | set(needed)
     deleted = [folder for folder in found if folder not in kept]
     for folder in deleted:
         delete_checkpoint(folder)

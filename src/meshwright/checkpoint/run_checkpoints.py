@@ -1,8 +1,9 @@
 """The checkpoints of a run: which tensors and values are saved, and how they are restored."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,8 @@ from meshwright.checkpoint.load import (
 )
 from meshwright.checkpoint.save import MANIFEST, on_all_ranks
 from meshwright.checkpoint.saver import SaveOutcome, Saver
+from meshwright.checkpoint.transfer import complete_on_remote, download_checkpoint
+from meshwright.checkpoint.upload import Uploader, UploadOutcome
 from meshwright.errors import CheckpointError, DataError, MeshwrightError
 from meshwright.memory.offload.host import synchronize
 from meshwright.optim.build import (
@@ -186,13 +189,24 @@ class Checkpoints:
         """Wait for the save that is being written, if any; returns its outcome."""
         return self._saver.wait()
 
+    def poll_upload(self) -> UploadOutcome | None:
+        """The copy to `checkpoint.upload` that has ended on all ranks, if any; does not wait."""
+        return self._saver.poll_upload()
+
+    def finish_upload(self) -> UploadOutcome | None:
+        """Wait until the last checkpoint is copied to `checkpoint.upload`; None where nothing was to do."""
+        return self._saver.finish_upload()
+
     def restore(self) -> dict[str, Any] | None:
         """Load the newest intact checkpoint of this run; returns its progress, None where there is none.
 
-        A damaged one is skipped and named on stderr. Where all are damaged, the newest one's error is raised.
+        Of the same step, that of the run directory comes first, then the copy of `checkpoint.upload`, which
+        is fetched. A damaged one is skipped and named on stderr. Where all are damaged, the newest one's
+        error is raised.
         """
-        for folder in reversed(complete_checkpoints(self.root)):
+        for folder, fetch in self._candidates():
             try:
+                fetch()
                 manifest = on_all_ranks(lambda folder=folder: _read_usable(folder))
                 verify_files(folder, manifest)
             except CheckpointError as error:
@@ -200,10 +214,36 @@ class Checkpoints:
                 continue
             with damage_reported(folder / MANIFEST):
                 self.changes = allowed_changes(self.run, manifest["run"], folder)
+            self._saver.damaged = [one for one in self._saver.damaged if one != folder]
             return self._load(folder, manifest)
         if self.damaged:
             raise next(iter(self.damaged.values()))
         return None
+
+    def _candidates(self) -> Iterator[tuple[Path, Callable[[], object]]]:
+        """Checkpoints from newest to oldest, and what brings each of them into the run directory."""
+        local = {folder.name for folder in complete_checkpoints(self.root)}
+        uploader = self._saver.uploader
+        remote = set(self._names_on_remote(uploader, has_local=bool(local)))
+        for name in sorted(local | remote, reverse=True):
+            folder = self.root / name
+            if name in local:
+                yield folder, lambda: None
+            if name in remote and uploader is not None:
+                yield folder, partial(download_checkpoint, name, uploader.remote, self.root)
+
+    def _names_on_remote(self, uploader: Uploader | None, *, has_local: bool) -> list[str]:
+        """The copies that there are; where the store does not answer, none if the run directory has some."""
+        if uploader is None:
+            return []
+        try:
+            return complete_on_remote(uploader.remote)
+        except CheckpointError as error:
+            if not has_local:
+                raise
+            if dist.get_rank() == 0:
+                print(f"note: {uploader.spec.destination} is not read: {error.fact}", file=sys.stderr)
+            return []
 
     def _skip(self, folder: Path, error: CheckpointError) -> None:
         self.damaged[folder] = error

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint.agree import on_all_ranks_alike
 from meshwright.checkpoint.assign import BoxAssignment
 from meshwright.checkpoint.retain import delete_old
 from meshwright.checkpoint.save import write_checkpoint
 from meshwright.checkpoint.snapshot import HostSnapshot
+from meshwright.checkpoint.upload import Uploader, UploadOutcome
 from meshwright.checkpoint.writer import BackgroundWriter
 from meshwright.errors import CheckpointError
 from meshwright.spec import CheckpointSpec
@@ -63,10 +65,12 @@ class Saver:
         self._root, self._spec, self._timeout_seconds = root, spec, timeout_seconds
         self._assignment, self._snapshot = BoxAssignment(), HostSnapshot(device)
         self._writer: BackgroundWriter | None = None
+        self.uploader = Uploader(spec.upload, timeout_seconds=timeout_seconds) if spec.upload else None
         self._started: _Started | None = None
         self._num_failures, self._retry_at, self._is_retry_due = 0, 0.0, False
         self.saved_step: int | None = None
         """The last step that was published or restored."""
+        self._saved_folder: Path | None = None
         self.damaged: list[Path] = []
         """Checkpoints that a restore skipped; they are deleted once a newer one is complete."""
 
@@ -104,9 +108,9 @@ class Saver:
     def poll(self) -> list[SaveOutcome]:
         """The save that has ended on all ranks, if any; does not wait. Communicates while one is written."""
         if self._started is not None and self._writer is not None:
-            return self.wait() if _on_all_ranks(here=self._writer.is_done) else []
+            return self.wait() if on_all_ranks_alike(here=self._writer.is_done) else []
         if self._num_failures and not self._is_retry_due:
-            self._is_retry_due = not _on_all_ranks(here=time.monotonic() < self._retry_at)
+            self._is_retry_due = not on_all_ranks_alike(here=time.monotonic() < self._retry_at)
         return []
 
     def wait(self) -> list[SaveOutcome]:
@@ -131,14 +135,30 @@ class Saver:
         self._count(outcome)
         return [outcome]
 
+    def poll_upload(self) -> UploadOutcome | None:
+        """The copy to the second place that has ended on all ranks, if any; does not wait."""
+        return self.uploader.poll() if self.uploader else None
+
+    def finish_upload(self) -> UploadOutcome | None:
+        """Wait until the last checkpoint is in the second place; None where nothing was left to do."""
+        if self.uploader is None:
+            return None
+        return self.uploader.finish(self._saved_folder)
+
     def close(self) -> None:
-        """Destroy the process group of the background writer; after `wait`."""
+        """Destroy the process groups of the threads; after `wait` and `finish_upload`."""
+        if self.uploader is not None:
+            self.uploader.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
+    def _is_uploaded(self, step: int) -> bool:
+        upload = self._spec.upload
+        return upload is not None and (upload.interval_steps is None or step % upload.interval_steps == 0)
+
     def _has_room(self, mine: Mapping[str, Tensor]) -> bool:
-        return self._spec.asynchronous and _on_all_ranks(here=self._snapshot.reserve(mine))
+        return self._spec.asynchronous and on_all_ranks_alike(here=self._snapshot.reserve(mine))
 
     def _write_now(
         self, step: int, mine: Mapping[str, Tensor], facts: Mapping[str, Any], waited_seconds: float
@@ -173,7 +193,8 @@ class Saver:
         folder = write_checkpoint(self._root, step=step, tensors=mine, index=index, facts=facts, group=group)
         if dist.get_rank() == 0:
             with suppress(OSError):  # the checkpoint is complete; what is not deleted now is deleted later
-                delete_old(self._root, self._spec, damaged=self.damaged)
+                needed = self.uploader.needed if self.uploader else set()
+                delete_old(self._root, self._spec, damaged=self.damaged, needed=needed)
         return folder
 
     def _count(self, outcome: SaveOutcome) -> None:
@@ -181,16 +202,10 @@ class Saver:
         self._is_retry_due = False
         if outcome.error is None:
             self._num_failures, self.saved_step, self.damaged = 0, outcome.step, []
+            self._saved_folder = outcome.folder
+            if self.uploader is not None and outcome.folder is not None and self._is_uploaded(outcome.step):
+                self.uploader.offer(outcome.folder)
             return
         self._num_failures += 1
         pause = _FIRST_PAUSE_SECONDS * 2.0 ** (self._num_failures - 1)
         self._retry_at = time.monotonic() + min(pause, _LONGEST_PAUSE_SECONDS)
-
-
-def _on_all_ranks(*, here: bool) -> bool:
-    """Whether a condition that is true or false on this rank holds on all. Communicates (host)."""
-    if dist.get_world_size() == 1:
-        return here
-    flag = torch.tensor([int(here)])
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())

@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _HEADER_ALIGNMENT = 8
+_WRITE_BYTES = 64 << 20
 
 
 def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -43,18 +46,26 @@ def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any
     # Largest elements first, so that every tensor is aligned for a memory map.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest, num_bytes = hashlib.sha256(), 0
-    with path.open("xb") as stream:
+    with path.open("xb", buffering=0) as stream, ThreadPoolExecutor(1, "hash") as hashing:
         header = _header(ordered)
         digest.update(header)
-        num_bytes += stream.write(header)
+        num_bytes += _write(stream, memoryview(header))
         for tensor in ordered.values():
             on_host = tensor.detach().cpu().contiguous()  # a copy only where it is on a device or has gaps
             content = _bytes_of(on_host)
-            digest.update(content)
-            num_bytes += stream.write(content)
-        stream.flush()
+            hashed = hashing.submit(digest.update, content)  # beside the write: both release the GIL
+            num_bytes += _write(stream, content)
+            hashed.result()
         os.fsync(stream.fileno())
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+def _write(stream: RawIOBase, content: memoryview) -> int:
+    """Write all bytes: one call may write fewer."""
+    done = 0
+    while done < len(content):
+        done += stream.write(content[done : done + _WRITE_BYTES]) or 0
+    return done
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from meshwright.adapters.merge import MergedTensors, QuantisedTensors
 from meshwright.checkpoint.adapters import base_record, has_adapters, read_adapters, require_same_base
+from meshwright.checkpoint.dcp_folder import DcpTensors, is_dcp_folder
+from meshwright.checkpoint.external_names import under_our_names
 from meshwright.checkpoint.initial import (
     no_average,
     require_built_in,
@@ -115,6 +117,8 @@ def open_weights(
     path = Path(path).expanduser()
     if path.is_file():
         return _from_file(path, model)
+    if is_dcp_folder(path):
+        return _from_dcp(path, model)
     if model is not None:
         raise _model_without_effect(path)
     folder = locate_weights(path, where=str(path), step=step)
@@ -199,7 +203,7 @@ def _from_file(path: Path, model: ModelSpec | None) -> Weights:
         hint = "name a run directory, a checkpoint, a Hugging Face folder, or a .pt file"
         raise CheckpointError("this file is of no known kind of weights", where=str(path), hint=hint)
     content = _load_file(path)
-    tensors = content.get("model", content)
+    tensors = content.get("model", content.get("state_dict", content))
     saved_spec = content.get("spec") or {}
     if model is not None and saved_spec:
         raise _model_without_effect(path)
@@ -207,9 +211,47 @@ def _from_file(path: Path, model: ModelSpec | None) -> Weights:
         hint = "name it with --model: a family, or a config.json"
         raise CheckpointError("the file does not record its model", where=str(path), hint=hint)
     model = _spec(saved_spec, path) if model is None else model
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    ours = under_our_names(found, model)
+    shapes = {name: tuple(ours[name].shape) for name in ours}
     require_same_tensors(model, shapes, path, theirs=saved_spec)
-    return Weights(model, tensors, path, step=content.get("step"))
+    step = content.get("step")
+    return Weights(model, ours, path, step=step if isinstance(step, int) else None)
+
+
+def _from_dcp(folder: Path, model: ModelSpec | None) -> Weights:
+    """The weights of a folder of torch's distributed checkpoint; optimizer states are left out."""
+    if model is None:
+        hint = "name it with --model: a family, or a config.json"
+        raise CheckpointError("the folder does not record its model", where=str(folder), hint=hint)
+    ours = under_our_names(DcpTensors(folder), model)
+    wanted = state_shapes(model)
+    missing = [name for name in wanted if name not in ours]
+    if missing:
+        fact = f"{len(missing)} tensor(s) of the model are not in the folder, first {missing[0]}"
+        hint = (
+            "the names of torchtitan's Llama, of Hugging Face and of meshwright are known; is --model right?"
+        )
+        raise CheckpointError(fact, where=str(folder), hint=hint)
+    tensors = _OnlyNames(ours, tuple(wanted))
+    require_same_tensors(model, {name: tuple(tensors[name].shape) for name in tensors}, folder, theirs={})
+    return Weights(model, tensors, folder)
+
+
+class _OnlyNames(Mapping[str, Tensor]):
+    """Some of the tensors of a mapping, read when they are accessed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> None:
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _model_without_effect(path: Path) -> CheckpointError:

@@ -11,7 +11,8 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FROM", help="A run directory, a checkpoint, a Hugging Face folder, or a .pt file."
+            metavar="FROM",
+            help="A run directory, a checkpoint, a Hugging Face folder, a .pt file, or a DCP folder.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TO", help="A new folder, or a new .pt file.")],
@@ -41,7 +42,7 @@ def convert(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="For a .pt file without a model in it: a family or a config.json."),
+        typer.Option(help="For a .pt file or a DCP folder, which name no model: a family or a config.json."),
     ] = None,
 ) -> None:
     """Write the weights of a model in another form, and print where.

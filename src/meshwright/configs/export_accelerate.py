@@ -19,6 +19,7 @@ from meshwright.spec.run import RunSpec
 _SCRIPT = "your script says it: an Accelerate file has no such key"
 _REASONS = {
     **dict.fromkeys(("model", "data", "optim", "schedule", "checkpoint", "observe", "seed"), _SCRIPT),
+    **dict.fromkeys(("adapter", "train_only"), _SCRIPT),
     "resilience": "Accelerate leaves it to the launcher",
     "launch": "variables of the environment, which an Accelerate file does not have",
     "deterministic": _SCRIPT,

@@ -151,6 +151,7 @@ DEEPSPEED_FILE = Target(
     },
     reasons={
         **dict.fromkeys(("model", "data", "optim", "schedule", "checkpoint", "seed", "device"), _SCRIPT),
+        **dict.fromkeys(("adapter", "train_only"), _SCRIPT),
         **dict.fromkeys(("observe", "compile", "deterministic"), _SCRIPT),
         "resilience": "DeepSpeed leaves it to the launcher",
         "launch": "options of the deepspeed launcher and variables of the environment",

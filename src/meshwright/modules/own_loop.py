@@ -220,6 +220,9 @@ class OwnLoop:
         for outcome in ended:
             if outcome.error is not None and self.is_first:
                 print(messages.save_failed(outcome.step, outcome.error), file=sys.stderr)
+        uploaded = saver.poll_upload()
+        if uploaded is not None and uploaded.error is not None and self.is_first:
+            print(messages.upload_failed(uploaded.step_name, uploaded.error), file=sys.stderr)
 
     def end(self) -> None:
         """Save a last checkpoint if needed, and leave the process group; refuses a loop without a step."""
@@ -228,6 +231,9 @@ class OwnLoop:
             self._saver.wait()
             if self._saver.saved_step != self._state.step:
                 _published(self._saver.save(self._state)[-1])
+            uploaded = self._saver.finish_upload()
+            if uploaded is not None and uploaded.error is not None:
+                raise messages.last_upload_failed(uploaded.error, self._saver.root)
         self._at_end.close()
 
 

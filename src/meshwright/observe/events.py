@@ -21,6 +21,7 @@ EventKind = Literal[
     "resume",
     "change",
     "checkpoint",
+    "upload",
     "evaluate",
     "overflow",
     "skip",

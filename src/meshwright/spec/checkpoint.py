@@ -1,6 +1,22 @@
 """Checkpoints: when they are saved, how many are kept, and the initial weights of a run."""
 
+from pydantic import Field
+
 from meshwright.spec.base import Positive, Spec
+
+
+class UploadSpec(Spec):
+    """A second place for checkpoints, in case the run directory is lost; a run resumes from there too."""
+
+    destination: str = Field(min_length=1)
+    """A folder of a shared file system, or an address such as s3://bucket/run; one for each run."""
+    interval_steps: Positive | None = None
+    """Steps between copies, a multiple of `checkpoint.every_steps`; null copies every checkpoint. The last
+    one is always copied."""
+    keep_copies: Positive | None = None
+    """Newest copies that are kept there; null keeps all."""
+    delete_local: bool = False
+    """Delete a checkpoint from the run directory once its copy is complete."""
 
 
 class CheckpointSpec(Spec):
@@ -20,6 +36,8 @@ class CheckpointSpec(Spec):
     """The first checkpoint after every so many epochs is never deleted."""
     keep_best: Positive | None = None
     """So many checkpoints with the lowest evaluation loss are kept."""
+    upload: UploadSpec | None = None
+    """Where checkpoints are copied to, in the background; null: only the run directory has them."""
     start_from: str | None = None
     """Initial weights: a Hugging Face folder, a checkpoint, or a run directory. Optimizer, step and data
     start from zero."""

@@ -7,7 +7,7 @@ that have a unique name. A test compares them with the specs, field by field.
 from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
-from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
 from meshwright.spec.modules import DeviceKind, SamplesSpec
@@ -99,6 +99,15 @@ class MemorySettings(TypedDict, total=False):
     on_oom: OnOom
 
 
+class UploadSettings(TypedDict, total=False):
+    """Fields of `UploadSpec`."""
+
+    destination: str
+    interval_steps: int | None
+    keep_copies: int | None
+    delete_local: bool
+
+
 class CheckpointSettings(TypedDict, total=False):
     """Fields of `CheckpointSpec`."""
 
@@ -108,6 +117,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    upload: UploadSpec | UploadSettings | None
     start_from: str | None
 
 
@@ -318,6 +328,11 @@ class ModuleSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    upload: UploadSpec | UploadSettings | None
+    destination: str
+    interval_steps: int | None
+    keep_copies: int | None
+    delete_local: bool
     start_from: str | None
     lr: float
     beta1: float

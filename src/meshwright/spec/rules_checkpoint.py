@@ -30,6 +30,20 @@ def kept_steps_are_saved(run: RunSpec) -> Violations:
         yield SpecError(fact, where="checkpoint.keep_every_steps", hint=hint)
 
 
+def uploaded_steps_are_saved(run: RunSpec) -> Violations:
+    """`checkpoint.upload.interval_steps` is a multiple of `checkpoint.every_steps`."""
+    every, upload = run.checkpoint.every_steps, run.checkpoint.upload
+    if upload is None or upload.interval_steps is None:
+        return
+    where = "checkpoint.upload.interval_steps"
+    if every is None:
+        fact = f"{where}={upload.interval_steps} has no effect: only the final state is saved"
+        yield SpecError(fact, where=where, hint="set checkpoint.every_steps")
+    elif upload.interval_steps % every:
+        fact = f"upload.interval_steps={upload.interval_steps}, and checkpoints are saved every {every} steps"
+        yield SpecError(fact, where=where, hint=f"use a multiple of {every}")
+
+
 def best_checkpoints_are_evaluated(run: RunSpec) -> Violations:
     """`checkpoint.keep_best` needs an evaluation at every step that is saved."""
     every, evaluate = run.checkpoint.every_steps, run.observe.evaluate
@@ -55,6 +69,7 @@ def kept_epochs_are_of_one_dataset(run: RunSpec) -> Violations:
 CHECKPOINT_RULES = [
     checkpoints_have_an_interval,
     kept_steps_are_saved,
+    uploaded_steps_are_saved,
     best_checkpoints_are_evaluated,
     kept_epochs_are_of_one_dataset,
 ]

@@ -13,6 +13,7 @@ from meshwright.spec.rules_checkpoint import (
     best_checkpoints_are_evaluated,
     checkpoints_have_an_interval,
     kept_steps_are_saved,
+    uploaded_steps_are_saved,
 )
 from meshwright.spec.rules_memory import offloaded_states_exist, saved_tensors_are_used_once
 from meshwright.spec.rules_parallel import (
@@ -45,6 +46,7 @@ SHARED_RULES = [
     tf32_needs_cuda,
     checkpoints_have_an_interval,
     kept_steps_are_saved,
+    uploaded_steps_are_saved,
 ]
 SHARED_FIT_RULES = [
     split_backward_reduces_last,

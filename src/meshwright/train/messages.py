@@ -78,6 +78,20 @@ def save_failed(step: int, error: CheckpointError) -> str:
     return f"checkpoint at step {step} failed, training continues and tries again: {error.fact}"
 
 
+def upload_failed(step_name: str, error: CheckpointError) -> str:
+    """A copy of a checkpoint that failed."""
+    return f"the copy of {step_name} failed, training continues and tries again: {error.fact}"
+
+
+def last_upload_failed(error: CheckpointError, root: Path) -> RunError:
+    """The run ends without a copy of its last checkpoint in the second place."""
+    return RunError(
+        f"the last checkpoint was saved, and not copied to checkpoint.upload: {error.fact}",
+        where=str(root),
+        hint="start the same command again when the store answers, or copy the folder yourself",
+    )
+
+
 def save_waited(outcome: SaveOutcome) -> str:
     """A save that had to wait for the one before."""
     return (

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.checkpoint.saver import SaveOutcome
+from meshwright.checkpoint.upload import UploadOutcome
 from meshwright.errors import MeshwrightError
 from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.observe.events import EventWriter
@@ -286,6 +287,16 @@ class Recorder:
         """Write that a save has ended on all ranks since the last step, if one has; does not wait."""
         for outcome in checkpoints.poll():
             self._record_save(outcome)
+        uploaded = checkpoints.poll_upload()
+        if uploaded is not None:
+            self._record_upload(uploaded)
+
+    def _record_upload(self, outcome: UploadOutcome) -> None:
+        if outcome.error is None:
+            self._events.write("upload", folder=outcome.step_name, seconds=round(outcome.seconds, 3))
+            return
+        self._events.write("warning", text=str(outcome.error))
+        self.print(messages.upload_failed(outcome.step_name, outcome.error))
 
     def wait_for_save(self, checkpoints: Checkpoints) -> None:
         """Wait for the save that is being written, if there is one, and write that it has ended."""
@@ -321,13 +332,18 @@ class Recorder:
         """Save the result of the run, unless it is saved; when that fails, the run has failed."""
         self._heartbeat.enter("save", state.step)
         self.wait_for_save(checkpoints)
-        if checkpoints.saved_step == state.step:
-            return
+        if checkpoints.saved_step != state.step:
+            self._heartbeat.enter("save", state.step)
+            outcome = checkpoints.save(state)[-1]
+            if outcome.error is not None:
+                raise messages.last_save_failed(outcome.error, checkpoints.root) from None
+            self._record_save(outcome)
         self._heartbeat.enter("save", state.step)
-        outcome = checkpoints.save(state)[-1]
-        if outcome.error is not None:
-            raise messages.last_save_failed(outcome.error, checkpoints.root) from None
-        self._record_save(outcome)
+        uploaded = checkpoints.finish_upload()
+        if uploaded is not None and uploaded.error is not None:
+            raise messages.last_upload_failed(uploaded.error, checkpoints.root) from None
+        if uploaded is not None:
+            self._record_upload(uploaded)
 
     def end(self, ending: Literal["finished", "interrupted"], state: TrainState) -> None:
         """Write the last event and the summary."""

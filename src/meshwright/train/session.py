@@ -144,7 +144,8 @@ def _claim(run: RunSpec | FitSpec, run_dir: Path, held: ExitStack) -> None:
     run_file = run_dir / "run.yaml"
     if run_file.exists() and (run_dir / "metrics.jsonl").exists():
         _require_same_run(run, run_file)
-        _require_checkpoints(run_dir)
+        if run.checkpoint.upload is None:  # otherwise the checkpoints may be there
+            _require_checkpoints(run_dir)
         if _is_finished(run, run_dir):
             return
     draft = run_dir / ".run.yaml"

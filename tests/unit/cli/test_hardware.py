@@ -66,6 +66,7 @@ def test_new_writes_a_cluster_that_plan_reads(
     assert code == 0 and "6.25 GB/s of network per device" in out and "mine.toml:4" in err
     code, out, err = _run(["plan", "llama-3.2-1b", "--on", "mine.toml:2", "--seq", "2048"], capsys)
     assert code == 0 and "A checkpoint of 13.8 GiB takes 297 ms to write at 50 GB/s." in out
+    assert "Saves in the background copy it to host memory: " in out
     assert "of host memory per node" in err and "a network of" not in err
 
 

@@ -92,6 +92,14 @@ class Store:
 
         return self.attempt(address, once, offset=start)
 
+    def put(self, source: Path, address: str) -> None:
+        """Upload a local file; large ones in several parts, and the object appears when all have arrived."""
+        self.attempt(address, lambda: self._filesystem().put_file(str(source), address))
+
+    def remove(self, address: str) -> None:
+        """Delete one object."""
+        self.attempt(address, lambda: self._filesystem().rm_file(address))
+
     def attempt(self, address: str, call: Callable[[], Result], offset: int | None = None) -> Result:
         """The result of a call, repeated with growing pauses; RecordError after the last attempt."""
         pause = self.options.first_pause_seconds

@@ -154,7 +154,8 @@ class WatchedRun:
     def events(self) -> list[tuple[str, str, str]]:
         """(time, kind, sentence) of the newest events, the newest first."""
         with self._lock:
-            return [event_line(event) for event in self._events[-_MAX_EVENTS:]][::-1]
+            shown = [event for event in self._events if event["kind"] != "time"]
+            return [event_line(event) for event in shown[-_MAX_EVENTS:]][::-1]
 
     def heat_map(self) -> dict[str, Any]:
         """Own step time of each rank over time, the slowest rank first, and its newest memory."""

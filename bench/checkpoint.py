@@ -1,0 +1,203 @@
+"""Checkpoints: ours, torch.save and torch's distributed checkpoint (DCP), the same state on the same disk.
+
+    python -m bench.checkpoint --work DIR --megabytes 768 --rounds 5 --out bench/results/checkpoint_X.md
+
+One rank with fp32 weights and two moments on the CPU. All contenders take turns in every round; the best and
+the worst round are printed. The limits are measured in the same rounds: a bare copy to a host buffer that
+exists, and one sequential write (with fsync) and read of the same bytes. Reads begin with a cold page cache.
+"""
+
+import argparse
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from meshwright.bench.machine_facts import machine_facts, package_versions
+from meshwright.checkpoint.load import load_tensors, read_manifest, verify_files
+from meshwright.checkpoint.saver import Saver
+from meshwright.checkpoint.snapshot import HostSnapshot
+from meshwright.spec import CheckpointSpec
+
+_CHUNK_BYTES = 64 << 20
+_LAYERS = 12
+Times = dict[str, list[float]]
+
+
+def state_of(num_bytes: int) -> dict[str, Tensor]:
+    """Weights and two moments of a few layers, random: nothing compresses them."""
+    each = num_bytes // (4 * 3 * _LAYERS)
+    names = ("model.{}.weight", "optim.{}.weight.exp_avg", "optim.{}.weight.exp_avg_sq")
+    return {name.format(layer): torch.randn(each) for layer in range(_LAYERS) for name in names}
+
+
+def timed(times: Times, name: str, action: Callable[[], Any]) -> Any:
+    """The result of an action, whose seconds are noted."""
+    started_at = time.perf_counter()
+    result = action()
+    times.setdefault(name, []).append(time.perf_counter() - started_at)
+    return result
+
+
+def forget(folder: Path) -> None:
+    """Drop the files of a folder from the page cache."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def sequential(work: Path, state: dict[str, Tensor], times: Times) -> None:
+    """The limits of the disk: all bytes into one file, and back."""
+    path = work / "plain" / "bytes"
+    path.parent.mkdir()
+    views = [memoryview(tensor.numpy()).cast("B") for tensor in state.values()]
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as stream:
+            for view in views:
+                stream.write(view)
+            os.fsync(stream.fileno())
+
+    def read() -> None:
+        buffer = bytearray(_CHUNK_BYTES)
+        with path.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+    timed(times, "sequential write", write)
+    forget(path.parent)
+    timed(times, "sequential read", read)
+
+
+def ours(work: Path, state: dict[str, Tensor], times: Times, saver: Saver) -> None:
+    """A save in the background, the same with training waiting, and a verified load."""
+    started_at = time.perf_counter()
+    timed(times, "ours, background: stall", lambda: saver.start(1, state, {}))
+    outcome = saver.wait()[0]
+    times.setdefault("ours, background: total", []).append(time.perf_counter() - started_at)
+    assert outcome.folder is not None, outcome.error
+    target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    forget(outcome.folder)
+
+    def load() -> None:
+        verify_files(outcome.folder, read_manifest(outcome.folder))
+        load_tensors(outcome.folder, target)
+
+    timed(times, "ours: verify and load", load)
+    forget(outcome.folder)
+    timed(times, "ours: load without verification", lambda: load_tensors(outcome.folder, target))
+    timed(times, "ours, training waits: total", lambda: saver.save(2, state, {}))
+
+
+def torch_save(work: Path, state: dict[str, Tensor], times: Times) -> None:
+    """torch.save into one file, flushed to the disk."""
+    path = work / "torch" / "state.pt"
+    path.parent.mkdir()
+
+    def save() -> None:
+        with path.open("wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    timed(times, "torch.save: stall = total", save)
+    forget(path.parent)
+    timed(times, "torch.load", lambda: torch.load(path, weights_only=True))
+
+
+def distributed(work: Path, state: dict[str, Tensor], times: Times) -> None:
+    """DCP, synchronous and asynchronous (thread)."""
+    writer = dcp.FileSystemWriter(work / "dcp", sync_files=True)
+    timed(times, "DCP sync: stall = total", lambda: dcp.save(state, storage_writer=writer))
+    forget(work / "dcp")
+    target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    timed(times, "DCP load", lambda: dcp.load(target, checkpoint_id=work / "dcp"))
+    writer = dcp.FileSystemWriter(work / "dcp_async", sync_files=True)
+    started_at = time.perf_counter()
+    future: Any = timed(times, "DCP async: stall", lambda: dcp.async_save(state, storage_writer=writer))
+    future.result()
+    times.setdefault("DCP async: total", []).append(time.perf_counter() - started_at)
+
+
+def measure(work: Path, num_bytes: int, rounds: int) -> Times:
+    """Seconds of every contender in every round; the first round allocates buffers and does not count."""
+    state, times = state_of(num_bytes), Times()
+    copy = HostSnapshot(torch.device("cpu"))
+    assert copy.reserve(state), "too little host memory"
+    saver = Saver(work / "ours", CheckpointSpec(every_steps=1), torch.device("cpu"), timeout_seconds=600.0)
+    for number in range(rounds + 1):
+        found: Times = {}
+        timed(found, "bare copy to host memory", lambda: copy.copy(state))
+        sequential(work, state, found)
+        ours(work, state, found, saver)
+        torch_save(work, state, found)
+        distributed(work, state, found)
+        for folder in work.iterdir():
+            shutil.rmtree(folder)
+        if number:
+            for name, seconds in found.items():
+                times.setdefault(name, []).extend(seconds)
+    saver.close()
+    return times
+
+
+def limit_of(name: str) -> str:
+    """The limit that a contender is compared with."""
+    if name.endswith(": stall") or name.startswith("bare"):
+        return "bare copy to host memory"
+    return "sequential read" if "load" in name or name.endswith("read") else "sequential write"
+
+
+def table(times: Times, num_bytes: int) -> str:
+    """A line for each contender: best, worst, rate, and its limit's time / its time."""
+    lines = ["| | best s | worst s | MB/s | share of its limit |", "|---|---|---|---|---|"]
+    for name, seconds in times.items():
+        best, limit = min(seconds), min(times[limit_of(name)])
+        rate = num_bytes / best / 1e6
+        lines.append(f"| {name} | {best:.3f} | {max(seconds):.3f} | {rate:,.0f} | {limit / best:.0%} |")
+    return "\n".join(lines)
+
+
+def report(times: Times, num_bytes: int, rounds: int) -> str:
+    """The page of results."""
+    found, stall = machine_facts(torch.device("cpu")), min(times["ours, background: stall"])
+    facts = f"{found['device']}, {found['threads']} thread(s), shared with other work; {found['date']}"
+    ratio = stall / min(times["bare copy to host memory"])
+    versions = ", ".join(f"{name} {version}" for name, version in package_versions(("safetensors",)).items())
+    return (
+        f"# Checkpoints\n\n{facts}; torch {torch.__version__}, {versions}. {num_bytes / 1e6:,.0f} MB of fp32 "
+        f"state on one rank, {rounds} rounds, contenders take turns. `python -m bench.checkpoint`.\n\n"
+        f"{table(times, num_bytes)}\n\nStall of ours / bare copy: {ratio:.2f}.\n"
+    )
+
+
+def main() -> None:
+    """Measure and print; `--out` writes the page too."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--megabytes", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    num_bytes = options.megabytes * 10**6
+    text = report(measure(options.work, num_bytes, options.rounds), num_bytes, options.rounds)
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
