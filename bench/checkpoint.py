@@ -60,7 +60,7 @@ def sequential(work: Path, state: dict[str, Tensor], times: Times) -> None:
     """The limits of the disk: all bytes into one file, and back."""
     path = work / "plain" / "bytes"
     path.parent.mkdir()
-    views = [memoryview(tensor.numpy()).cast("B") for tensor in state.values()]
+    views = [tensor.numpy().data.cast("B") for tensor in state.values()]
 
     def write() -> None:
         with path.open("wb", buffering=0) as stream:
@@ -85,17 +85,18 @@ def ours(work: Path, state: dict[str, Tensor], times: Times, saver: Saver) -> No
     timed(times, "ours, background: stall", lambda: saver.start(1, state, {}))
     outcome = saver.wait()[0]
     times.setdefault("ours, background: total", []).append(time.perf_counter() - started_at)
-    assert outcome.folder is not None, outcome.error
+    folder = outcome.folder
+    assert folder is not None, outcome.error
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    forget(outcome.folder)
+    forget(folder)
 
     def load() -> None:
-        verify_files(outcome.folder, read_manifest(outcome.folder))
-        load_tensors(outcome.folder, target)
+        verify_files(folder, read_manifest(folder))
+        load_tensors(folder, target)
 
     timed(times, "ours: verify and load", load)
-    forget(outcome.folder)
-    timed(times, "ours: load without verification", lambda: load_tensors(outcome.folder, target))
+    forget(folder)
+    timed(times, "ours: load without verification", lambda: load_tensors(folder, target))
     timed(times, "ours, training waits: total", lambda: saver.save(2, state, {}))
 
 

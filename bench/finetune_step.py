@@ -92,9 +92,9 @@ def _peft_model(run: RunSpec, settings: dict[str, Any], device: torch.device) ->
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415
 
     assert run.adapter is not None
-    base = hf_model(Job(run, device, {"weights": "bf16"}))
+    base: Any = hf_model(Job(run, device, {"weights": "bf16"}))
     config = LoraConfig(
-        r=run.adapter.rank, lora_alpha=run.adapter.alpha, target_modules="all-linear", lora_dropout=0.0
+        r=run.adapter.rank, lora_alpha=int(run.adapter.alpha), target_modules="all-linear", lora_dropout=0.0
     )
     model = get_peft_model(base, config, autocast_adapter_dtype=settings.get("adapters") != "bf16")
     if settings["compile"]:

@@ -76,3 +76,23 @@ def test_added_lines(name, most):
     assert 0 < len(lines) <= most
     calls = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if "meshwright." in line]
     assert all("# +" in line or '"""' in line or line.startswith(("    python", "The run")) for line in calls)
+
+
+def test_chats_and_pairs(tmp_path):
+    """From a file of chats to a fine-tuned folder, and on to preferences; each of it learns."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "finetune_chats.py", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "<|im_start|>assistant\n  | ⟦It is 0.<|im_end|>⟧" in done.stdout
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run-chats")]
+    assert losses[-1] < losses[0] - 1
+    assert (tmp_path / "tuned" / "chat_template.jinja").is_file()
+    pairs = read_metrics(tmp_path / "run-pairs")
+    assert pairs[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # the reference is the model itself: log 2
+    assert pairs[0]["reward_margin"] == pytest.approx(0, abs=1e-3)
+    assert pairs[-1]["loss"] < pairs[0]["loss"]
+    assert pairs[-1]["reward_accuracy"] > 0.9

@@ -55,7 +55,7 @@ def _pack(linear: Linear) -> None:
 
 def attach_adapters(model: Decoder, adapter: AdapterSpec, dtype: torch.dtype) -> None:
     """Attach adapters to the linears and experts that a stage has, on the meta device."""
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     for matrix in adapted_matrices(model.spec, adapter):
         module = modules.get(matrix.weight.name.rpartition(".")[0])
         with torch.device("meta"):
@@ -91,13 +91,14 @@ def set_magnitudes(model: Decoder) -> None:
 
     Called after the weights are initialised or loaded. A rank sets its own rows; communicates over tp.
     """
-    for module in model.modules():
-        adapter = module.adapter if isinstance(module, Linear) else None
+    linears: list[Linear] = [module for module in model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        adapter = linear.adapter
         if adapter is None or adapter.magnitude is None:
             continue
-        weight = _shard(module.weight)
-        if module.weight_absmax is not None:
-            weight = dequantise_nf4(weight, _shard(module.weight_absmax), adapter.magnitude.dtype)
+        weight = _shard(linear.weight)
+        if linear.weight_absmax is not None:
+            weight = dequantise_nf4(weight, _shard(linear.weight_absmax), adapter.magnitude.dtype)
         squares = weight.to(adapter.magnitude.dtype).square().sum(1)
         if adapter.input_group is not None:
             dist.all_reduce(squares, group=adapter.input_group)

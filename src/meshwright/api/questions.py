@@ -14,6 +14,7 @@ from meshwright.plan.explain.microbatch import advise_microbatch
 from meshwright.plan.external import fill_external, predict_external
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.predict import predict_run
+from meshwright.plan.search.finetune import require_known
 from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import Objective
 from meshwright.plan.search.request import Request, fill_request
@@ -35,6 +36,7 @@ class PlanSettings(TypedDict, total=False):
     precision: str
     allow: str | Sequence[str]
     objective: Objective
+    finetune: str
     top: int
     pins: Mapping[str, object]
 
@@ -44,15 +46,17 @@ def plan(model: str | PathLike[str], *, on: str | Cluster, **settings: Unpack[Pl
 
     `model` and `on` are those of the command line. `pins` fixes settings: `pins={"tp": 8, "zero": [1, 2]}`.
     The other keywords are `seq`, `batch_tokens`, `tokens` (numbers, or text such as "300B"), `precision`,
-    `allow`, `objective` and `top`. Raises PlanError where nothing fits, with what would. The config of a
-    Hugging Face model outside of our families is traced; its plan has `call`, the call of `meshwright.fit`.
+    `allow`, `objective`, `finetune` ("full", "lora" or "qlora") and `top`. Raises PlanError where nothing
+    fits, with what would. The config of a Hugging Face model outside of our families is traced; its plan has
+    `call`, the call of `meshwright.fit`.
     """
     _reject_unknown(settings)
     allow, external = settings.get("allow"), external_of(str(model))
     pins = [f"{key}={_pin_text(value)}" for key, value in settings.get("pins", {}).items()]
-    if external is not None and allow is not None:
-        fact = "allow has no effect for a model that is trained as a module"
-        raise SpecError(fact, where="allow", hint="leave it out")
+    for name in ("allow", "finetune"):
+        if external is not None and settings.get(name) is not None:
+            fact = f"{name} has no effect for a model that is trained as a module"
+            raise SpecError(fact, where=name, hint="leave it out")
     request = Request(
         model=str(model),
         cluster=_cluster(on),
@@ -63,6 +67,7 @@ def plan(model: str | PathLike[str], *, on: str | Cluster, **settings: Unpack[Pl
         precision=settings.get("precision"),
         allow=allow if allow is None or isinstance(allow, str) else ",".join(allow),
         objective=settings.get("objective", "speed"),
+        finetune=require_known(settings.get("finetune")),
     )
     filled = fill_request(request) if external is None else fill_external(external, request)
     found = make_plan(filled.question, top=settings.get("top", 5))

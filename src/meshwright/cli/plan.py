@@ -39,6 +39,14 @@ Allow = Annotated[
         "bf16_moments, stochastic_weights, adamw_8bit, adafactor, sgd, or all (but the last two)."
     ),
 ]
+FineTune = Annotated[
+    str | None,
+    typer.Option(
+        "--finetune",
+        help="Train a pre-trained model further: full, lora (adapters on frozen bf16 weights), qlora (4-bit "
+        "weights), or auto: full where that fits without offload, else adapters.",
+    ),
+]
 Objective = Annotated[str, typer.Option(help="speed, cost (device-hours) or memory (headroom).")]
 Deadline = Annotated[
     str | None, typer.Option(help="Be done by then, such as 30d, on as few devices as possible.")
@@ -76,6 +84,7 @@ def plan(
     tokens: Tokens = None,
     precision: Precision = None,
     allow: Allow = None,
+    finetune: FineTune = None,
     objective: Objective = "speed",
     deadline: Deadline = None,
     top: Top = 5,
@@ -101,7 +110,7 @@ def plan(
 
         unused = {"--seq": seq, "--batch-tokens": batch_tokens, "--tokens": tokens, "--precision": precision}
         unused |= {"--allow": allow, "--deadline": deadline, "--report": report, "--price": price}
-        unused |= {"--verify": verify}
+        unused |= {"--verify": verify, "--finetune": finetune}
         for option, value in unused.items():
             if value is not None:
                 raise _error(f"{option} has no effect with --calibrate", option, "leave it out")
@@ -114,11 +123,12 @@ def plan(
     external = external_of(model)
     if external is not None:
         _reject_for_module({"-o": output, "--report": report, "--verify": verify, "--allow": allow})
-    filled = _filled_request(
-        model, external, pins or [], on=on, seq=seq, batch_tokens=batch_tokens,
-        tokens=tokens, precision=precision,
-        allow=allow, objective=objective,
-    )  # fmt: skip
+        _reject_for_module({"--finetune": finetune})
+    options = {"on": on, "seq": seq, "batch_tokens": batch_tokens, "tokens": tokens, "precision": precision}
+    options |= {"allow": allow, "objective": objective}
+    if finetune == "auto":
+        finetune = _fitting_finetune(model, pins or [], options)
+    filled = _filled_request(model, external, pins or [], **options, finetune=finetune)
     try:
         question = filled.question if deadline is None else _sized(filled, on, deadline)
         found = make_plan(question, top=max(top, verify or 1))
@@ -131,6 +141,25 @@ def plan(
     _deliver(found, filled, verified, **files, price=price, as_json=as_json)
     if external is not None and not as_json:
         typer.echo(f"\n{external.text}\ntrain it as a module: {external.fit_text(found.best.run)}")
+
+
+def _fitting_finetune(model: str, pins: list[str], options: dict[str, Any]) -> str:
+    """What `--finetune auto` becomes: full fine-tuning where a plan of it fits without offload, else lora."""
+    from meshwright.errors import PlanError
+    from meshwright.plan.make_plan import make_plan
+
+    plain = [pin for pin in pins if not pin.startswith("adapter.")]
+    try:
+        best = make_plan(_filled_request(model, None, plain, **options, finetune="full").question, top=1).best
+    except PlanError as error:
+        typer.echo(f"finetune: lora, because full fine-tuning does not fit: {error.fact}", err=True)
+        return "lora"
+    if best.run.memory.offload:
+        kept = " and ".join(best.run.memory.offload)
+        typer.echo(f"finetune: lora, because full fine-tuning needs {kept} in host memory", err=True)
+        return "lora"
+    typer.echo("finetune: full, which fits without offload", err=True)
+    return "full"
 
 
 def _reject_for_module(given: dict[str, Any]) -> None:
@@ -206,6 +235,7 @@ def _filled_request(model: str, external: Any | None, pins: list[str], **options
     """The question in numbers, with defaults for everything that was not given."""
     from meshwright.hardware import cluster_of
     from meshwright.plan.external import fill_external
+    from meshwright.plan.search.finetune import require_known
     from meshwright.plan.search.pins import parse_pins
     from meshwright.plan.search.request import Request, fill_request
     from meshwright.spec.violations import nearest
@@ -227,6 +257,7 @@ def _filled_request(model: str, external: Any | None, pins: list[str], **options
         precision=options["precision"],
         allow=options["allow"],
         objective=objective,
+        finetune=require_known(options.get("finetune")),
     )
     return fill_request(request) if external is None else fill_external(external, request)
 

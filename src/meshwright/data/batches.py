@@ -22,6 +22,7 @@ from meshwright.data.bad_samples import BadSamples
 from meshwright.data.local_batch import DeviceFeed, Sent, read_local_batch
 from meshwright.data.microbatch import Batch, BatchSharding, Microbatch
 from meshwright.data.order import OrderCache
+from meshwright.data.pair_samples import PairSamples
 from meshwright.data.stream import Stream, open_stream
 from meshwright.data.stream_position import require_same_stream
 from meshwright.spec import DataSpec
@@ -157,14 +158,18 @@ def evaluation_batches(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     every_sample: bool = False,
+    reference: NDArray[np.float64] | None = None,
 ) -> Iterator[Batch]:
     """One pass over the held-out samples, in order, split like training batches, with padding rows.
 
     `every_sample` takes all samples instead. Weights divide by the target tokens of all
     evaluated samples (and `sequence_weights_B` by their number): the evaluation loss is the plain sum of loss
-    x weight over all batches and ranks, however they are split.
+    x weight over all batches and ranks, however they are split. `reference` has the reference log-probs of
+    preference pairs.
     """
     stream = open_stream(spec, seed=0, vocab_size=vocab_size)
+    if isinstance(stream.samples, PairSamples):
+        stream.samples.reference = reference
     sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
     evaluated = evaluation_ids(stream, every_sample=every_sample)
     for start in range(0, len(evaluated), spec.batch_sequences):

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.data.bad_samples import BadSamples
 from meshwright.data.document_offsets import batch_documents
 from meshwright.data.microbatch import Batch, BatchSharding, Microbatch
+from meshwright.data.pair_samples import PairSamples
 from meshwright.data.samples import PADDING, Rows, TokenSamples
 
 
@@ -41,6 +42,10 @@ class HostBatch:
     num_tokens: int
     """Target tokens of the global batch that count."""
     sample_ids: tuple[int, ...]
+    answers_BS: Tensor | None = None
+    """Preference pairs: the answer of each target, int32."""
+    pairs_BPF: Tensor | None = None
+    """Preference pairs: weight and reference log-probs of each."""
 
     def pinned(self) -> "HostBatch":
         """The same batch in pinned memory, from which a copy to the device is asynchronous."""
@@ -66,6 +71,12 @@ class HostBatch:
             document_offsets_P=offsets,
             longest_document=None,
             sequence_weights_B=self.sequence_weights_B.to(device, non_blocking=True),
+            answers_BS=None
+            if self.answers_BS is None
+            else self.answers_BS.to(device, non_blocking=True).long(),
+            pairs_BPF=None
+            if self.pairs_BPF is None
+            else self.pairs_BPF.to(device, non_blocking=True).to(dtype),
         )
         return Batch(self._split(rows), self.num_tokens, len(self.sample_ids), self.sample_ids)
 
@@ -97,7 +108,8 @@ def read_local_batch(
     samples.require_unchanged()
     local_ids = sharding.local(ids)
     rows = samples.rows(local_ids) if bad is None else bad.rows(samples, local_ids)
-    # A batch in which no target counts has weight zero, not nan.
+    pairs = samples.row_pairs(rows, local_ids, total_ids) if isinstance(samples, PairSamples) else None
+    # A batch in which no target counts has weight zero, not nan. Pairs have weights of their own.
     token_weight = 1 / (samples.targets(total_ids).weight or 1)
     sequence_weights = torch.from_numpy((local_ids != PADDING) / max(1, len(total_ids))).to(sharding.dtype)
     size = sharding.microbatch_sequences
@@ -109,12 +121,14 @@ def read_local_batch(
         positions_BS=None if documents is None else torch.from_numpy(rows.positions_BS.astype(np.int32)),
         offsets_X=None if documents is None else torch.from_numpy(documents.offsets_MP.ravel()),
         sequence_weights_B=sequence_weights,
-        token_weight=token_weight,
+        token_weight=token_weight if pairs is None else 1.0,
         sharding=sharding,
         num_targets=tuple(num_targets),
         longest_documents=(None,) * len(num_targets) if documents is None else documents.longest_M,
         num_tokens=samples.targets(ids).count,
         sample_ids=tuple(ids.tolist()),
+        answers_BS=None if pairs is None else torch.from_numpy(pairs.answers_BS),
+        pairs_BPF=None if pairs is None else torch.from_numpy(pairs.pairs_BPF),
     )
     return host.pinned() if sharding.device.type == "cuda" else host
 

@@ -38,6 +38,12 @@ class Microbatch(NamedTuple):
     """Tokens of the longest document, or more; None for joined documents."""
     sequence_weights_B: Tensor
     """1 / sequences of the global batch, 0 for a padding row: for losses that average over sequences."""
+    answers_BS: Tensor | None = None
+    """Preference pairs: the answer of each target in its row, int64; 2 p is the chosen and 2 p + 1 the
+    rejected one of pair p. `weights_BS` are then not divided by anything."""
+    pairs_BPF: Tensor | None = None
+    """Preference pairs of each row: weight (1 / pairs of the global batch, 0 for padding), and the reference
+    log-probs of the chosen and the rejected answer."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
         """The micro-batch with `change` applied to every tensor."""
@@ -50,6 +56,8 @@ class Microbatch(NamedTuple):
             document_offsets_P=(None if self.document_offsets_P is None else change(self.document_offsets_P)),
             longest_document=self.longest_document,
             sequence_weights_B=change(self.sequence_weights_B),
+            answers_BS=None if self.answers_BS is None else change(self.answers_BS),
+            pairs_BPF=None if self.pairs_BPF is None else change(self.pairs_BPF),
         )
 
 

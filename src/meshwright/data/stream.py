@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend, phases_of, plan_period
 from meshwright.data.blended_samples import BlendedSamples, BlendOrder
-from meshwright.data.chat.fit import require_chats_fit
+from meshwright.data.chat.fit import is_pairs, require_chats_fit
 from meshwright.data.corpus import generated_tokens
 from meshwright.data.order import Blocks, Order, SampleOrder
 from meshwright.data.packed_samples import PackedSamples
 from meshwright.data.packing_cache import PLAN_VERSION, open_packing
+from meshwright.data.pair_samples import PairSamples
 from meshwright.data.readers.megatron import MegatronTokens, pair_of
 from meshwright.data.samples import Samples, TokenSamples
 from meshwright.data.sources import TokenFile, TokenSource
@@ -143,6 +144,11 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
 def _open_samples(spec: DataSpec, part: BlendPartSpec, vocab_size: int) -> tuple[TokenSource, TokenSamples]:
     source = open_source(part, vocab_size=vocab_size)
     require_chats_fit(spec, source)
+    if is_pairs(source) and spec.blend:
+        hint = "train on them alone: data.path and preference"
+        raise DataError("preference pairs cannot be blended", where=source.name, hint=hint)
+    if is_pairs(source):
+        return source, PairSamples.open(source, spec.sequence_length)
     if spec.packing == "whole":
         plan = open_packing(source, spec.sequence_length)
         return source, PackedSamples(source, spec.sequence_length, plan)

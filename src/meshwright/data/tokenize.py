@@ -93,9 +93,10 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[Any]:
-        """The `tokenizers.Encoding` of each text, which maps characters to tokens."""
-        return self._tokenizer.encode_batch(list(texts), add_special_tokens=False) if texts else []
+    def encodings(self, texts: Sequence[str], *, with_offsets: bool) -> list[Any]:
+        """The `tokenizers.Encoding` of each text; with offsets it maps characters to tokens."""
+        encode = self._tokenizer.encode_batch if with_offsets else self._tokenizer.encode_batch_fast
+        return encode(list(texts), add_special_tokens=False) if texts else []
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -16,6 +16,7 @@ from meshwright.ops.cast import accumulation_dtype
 from meshwright.ops.documents import Documents, host_number
 from meshwright.ops.loss import linear_cross_entropy
 from meshwright.ops.loss_rows import RowKernels
+from meshwright.ops.pair_loss import PairInputs, PairSettings, linear_pair_loss
 from meshwright.ops.sharded import local
 from meshwright.spec import AdapterSpec, ModelSpec
 
@@ -62,6 +63,11 @@ class Head(nn.Module):
         self.vocabulary_group: ProcessGroup | None = None
         # Set in a rehearsal; None: the kernels of the device that the logits are on.
         self.loss_kernels: RowKernels | None = None
+        # Set where a run trains on preference pairs.
+        self.pair_settings: PairSettings | None = None
+        # Figures of the pairs since they were last read, and sums of log-probs where they are recorded.
+        self.pair_figures: Tensor | None = None
+        self.recorded_sums: list[Tensor] | None = None
 
     def forward(
         self,
@@ -70,12 +76,15 @@ class Head(nn.Module):
         targets_BS: Tensor | None = None,
         weights_BS: Tensor | None = None,
         num_targets: int | None = None,
+        pairs: PairInputs | None = None,
     ) -> Tensor:
-        """logits_BSV, or with targets the sum of weight x cross-entropy over all tokens."""
+        """logits_BSV, or with targets the sum of weight x cross-entropy over all tokens, or of all pairs."""
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None
         if targets_BS is None:
             return functional.linear(x_BSD, local(weight_VD))
+        if pairs is not None:
+            return self._pair_loss(x_BSD, local(weight_VD), targets_BS, pairs, num_targets)
         if weights_BS is None:
             weights_BS = torch.ones_like(targets_BS, dtype=torch.float32)
         return linear_cross_entropy(
@@ -87,6 +96,27 @@ class Head(nn.Module):
             kernels=self.loss_kernels,
             num_counted=num_targets,
         )
+
+    def _pair_loss(
+        self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, pairs: PairInputs, num_targets: int | None
+    ) -> Tensor:
+        assert self.pair_settings is not None
+        found = linear_pair_loss(
+            x_BSD,
+            weight_VD,
+            targets_BS,
+            pairs,
+            self.pair_settings,
+            group=self.vocabulary_group,
+            kernels=self.loss_kernels,
+            num_counted=num_targets,
+        )
+        if self.recorded_sums is not None:
+            self.recorded_sums.append(found.sums_BA)
+        elif self.training:
+            before = self.pair_figures
+            self.pair_figures = found.figures_3 if before is None else before + found.figures_3
+        return found.loss
 
 
 class Decoder(nn.Module):
@@ -118,7 +148,7 @@ class Decoder(nn.Module):
         self.norm = build_norm(spec) if has_head else None
         self.head = Head(spec) if has_head else None
 
-    def forward(
+    def forward(  # noqa: PLR0913  a pipeline schedule passes tensors one by one
         self,
         x: Tensor,
         *,
@@ -129,6 +159,8 @@ class Decoder(nn.Module):
         weights_BS: Tensor | None = None,
         num_targets: int | None = None,
         sequence_weights_B: Tensor | None = None,
+        answers_BS: Tensor | None = None,
+        pairs_BPF: Tensor | None = None,
     ) -> Tensor:
         """x_BSD without a head, logits_BSV without targets, else the scalar sum of weighted losses.
 
@@ -137,7 +169,8 @@ class Decoder(nn.Module):
         `longest_document` counts the tokens of the longest one, or more.
         `weights_BS` hold mask and denominator of the loss (None: a plain sum over all targets); at most
         `num_targets` of them are not 0 (None: any number). `sequence_weights_B` hold those of the MoE
-        load-balancing loss (None: it is left out).
+        load-balancing loss (None: it is left out). `answers_BS` and `pairs_BPF` are those of `Microbatch`:
+        with them the result is the loss of preference pairs.
         """
         x_BSD = self.embedding(x, positions_BS) if self.has_embedding and self.embedding else x
         rope = self._rope_tables(x_BSD, positions_BS)
@@ -156,7 +189,10 @@ class Decoder(nn.Module):
             return x_BSD
         assert self.norm is not None
         tied_VD = self.embedding.tokens.weight if self.spec.tied_head and self.embedding else None
-        return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS, num_targets)
+        pairs = None
+        if answers_BS is not None and pairs_BPF is not None and weights_BS is not None:
+            pairs = PairInputs(weights_BS, answers_BS, pairs_BPF)
+        return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS, num_targets, pairs)
 
     def _rope_tables(self, x_BSD: Tensor, positions_BS: Tensor) -> RopeTables | None:
         """The RoPE tables, computed once for all blocks."""

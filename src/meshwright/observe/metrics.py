@@ -69,6 +69,10 @@ class StepMetrics:
     """Tokens of the expert with the most tokens of any layer / tokens under perfect balance."""
     expert_load_min: float | None = None
     """The same for the expert with the fewest tokens."""
+    reward_margin: float | None = None
+    """Preference pairs: mean reward of the chosen answers - mean reward of the rejected ones."""
+    reward_accuracy: float | None = None
+    """Preference pairs: share of pairs whose chosen answer has the higher reward."""
     gradient_signal: float | None = None
     """Squared norm of the gradient of all data, as one step estimates it; may be negative."""
     gradient_noise: float | None = None

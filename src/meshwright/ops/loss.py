@@ -79,6 +79,39 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(x_TD, weight_VD, targets_T, weights_T, settings)  # pyright: ignore[reportReturnType]
 
 
+@torch.no_grad()
+def linear_log_probs(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    targets_BS: Tensor,
+    weights_BS: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    kernels: RowKernels | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    num_counted: int | None = None,
+) -> Tensor:
+    """log softmax(x W^T)[target] of each token whose weight is not 0, else 0: fp32 or fp64, no gradient.
+
+    The arguments are those of `linear_cross_entropy`.
+    """
+    weights_T = torch.where(targets_BS < 0, 0.0, weights_BS.to(accumulation_dtype(x_BSD))).flatten()
+    rows_N = counted_rows(weights_T, num_counted)
+    rows_N = torch.arange(len(weights_T), device=weights_T.device) if rows_N is None else rows_N
+    dtype = compute_dtype(x_BSD)
+    weight, num_rows = _aligned(weight_VD.to(dtype)), weight_VD.shape[0]
+    first = 0 if group is None else group.rank() * num_rows
+    x_TD, targets_T = x_BSD.flatten(0, -2), targets_BS.flatten().clamp(min=0)
+    log_probs_T, passes = torch.zeros_like(weights_T), kernels or choose_row_kernels(x_BSD)
+    for part in _chunks(len(rows_N), weight.shape[0] * weight.element_size(), chunk_bytes):
+        here = rows_N[part]
+        logits_TV = (x_TD[here].to(dtype) @ weight.T)[:, :num_rows]
+        found = passes.statistics(logits_TV, targets_T[here] - first)
+        lse_T, target_logit_T = _reduce_statistics(found, group)
+        log_probs_T[here] = (target_logit_T - lse_T).to(log_probs_T.dtype)
+    return torch.where(weights_T == 0, 0.0, log_probs_T).view(targets_BS.shape)
+
+
 def counted_rows(weights_T: Tensor, num_counted: int | None) -> Tensor | None:
     """The rows whose weight is not 0, in order, and some others; None where leaving rows out does not pay."""
     if num_counted is None:

@@ -30,6 +30,7 @@ from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.moe import Experts
+from meshwright.ops.pair_loss import PairSettings
 from meshwright.parallel.cp import apply_cp, cp_groups, shard_microbatch
 from meshwright.parallel.cuda_graphs import GraphedProgram
 from meshwright.parallel.dp import build_reducer, shard_fully
@@ -126,6 +127,9 @@ def transform(
     if parallel.cp > 1:
         groups = cp_groups(mesh.group("cp"), parallel.cp_inner)
         apply_cp(model, groups, parallel.cp_kind, parallel.cp_stripes)
+    if run.preference is not None and model.head is not None:
+        cp_group = mesh.group("cp") if parallel.cp > 1 else None
+        model.head.pair_settings = PairSettings(run.preference, cp_group)
     apply_fp8(model, run, mesh, simulation.device)
     fuse_projections(model, run)
     apply_precision(model, run.precision, mesh.device)

@@ -55,9 +55,12 @@ def scaled(microbatch: Microbatch, scale: float) -> Microbatch:
     """The micro-batch with every loss weight times `scale`, which reaches auxiliary losses too."""
     if scale == 1.0:
         return microbatch
-    return microbatch._replace(
-        weights_BS=microbatch.weights_BS * scale, sequence_weights_B=microbatch.sequence_weights_B * scale
-    )
+    changed = microbatch._replace(sequence_weights_B=microbatch.sequence_weights_B * scale)
+    if microbatch.pairs_BPF is None:
+        return changed._replace(weights_BS=microbatch.weights_BS * scale)
+    pairs_BPF = microbatch.pairs_BPF.clone()
+    pairs_BPF[..., 0] *= scale  # the weight of a pair; those of tokens only sum log-probs
+    return changed._replace(pairs_BPF=pairs_BPF)
 
 
 class SingleProgram:

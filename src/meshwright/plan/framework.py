@@ -143,8 +143,10 @@ class Framework:
         """Logits and what the loss makes of them, at its peak: a chunk, and the gradient of the head."""
         vocabulary = workload.model.vocab_size / at.tp
         full = workload.working_bytes * at.microbatch_tokens(workload.sequence_length) * vocabulary
-        head = (HEAD_GRADIENT_BYTES + workload.working_bytes) * vocabulary * workload.model.width
-        return np.minimum(full, self.loss_chunk_bytes) + head
+        each = HEAD_GRADIENT_BYTES + workload.working_bytes
+        if workload.adapters is not None:  # a frozen head has no gradient, and in 16 bits no cast copy
+            each = workload.working_bytes if workload.adapters.base_bits > 16 else 0.0
+        return np.minimum(full, self.loss_chunk_bytes) + each * vocabulary * workload.model.width
 
     def gradients_at_the_peak(self, at: Layouts, items: activations.Items) -> Floats:
         """Gradients that exist beside the activations: all of them once a second micro-batch runs.

@@ -16,6 +16,7 @@ from meshwright.parallel.shards import ParameterShard, unshard
 from meshwright.spec import RunSpec
 from meshwright.train.build import build_data, build_training, seed_step
 from meshwright.train.evaluate import evaluate, sum_over_world
+from meshwright.train.reference import Reference
 from meshwright.train.step import StepOutcome, Training, train_step
 
 # States of the weights' shape and dtype, which are gathered together with them.
@@ -68,6 +69,8 @@ def train_steps(
 ) -> Trained:
     """Build, train and gather the results; all ranks of the mesh call it."""
     training, batches = build_training(run, mesh), build_data(run, mesh)
+    reference = Reference(run, training.program, mesh, batches)
+    reference.compute()
     gradients = _Gradients(training)
     losses, norms, sample_ids = [], [], []
     for index in range(num_steps):
@@ -92,7 +95,7 @@ def train_steps(
         optimizer=_states(full),
         buffers=_buffers(training),
         ema=_of_kind(full, "ema"),
-        eval_loss=evaluate(run, training.program, mesh),
+        eval_loss=evaluate(run, training.program, mesh, reference=reference.table),
         digests={name: _digest(kinds["weight"]) for name, kinds in full.items()},
         sample_ids=sample_ids,
     )

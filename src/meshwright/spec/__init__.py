@@ -25,6 +25,7 @@ from meshwright.spec.observe import EvaluateSpec, NoiseScaleSpec, ObserveSpec
 from meshwright.spec.optim import GroupSpec, LrScalingSpec, OptimSpec
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 from meshwright.spec.precision import Fp8Spec, LossScaleSpec, PrecisionSpec
+from meshwright.spec.preference import PreferenceSpec
 from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schedule import ScheduleSpec
@@ -58,6 +59,7 @@ __all__ = [
     "OptimSpec",
     "ParallelSpec",
     "PrecisionSpec",
+    "PreferenceSpec",
     "ResilienceSpec",
     "RopeScalingSpec",
     "RopeSpec",

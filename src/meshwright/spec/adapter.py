@@ -91,7 +91,10 @@ class AdaptedMatrix:
     def parameters(self) -> list[Parameter]:
         """A, B and with dora the magnitude, in the order of the built module."""
         *stacked, out_width, in_width = self.weight.shape
-        shapes = {LORA_A: (*stacked, self.rank, in_width), LORA_B: (*stacked, out_width, self.rank)}
+        shapes: dict[str, tuple[int, ...]] = {
+            LORA_A: (*stacked, self.rank, in_width),
+            LORA_B: (*stacked, out_width, self.rank),
+        }
         if self.kind == "dora":
             shapes[MAGNITUDE] = (*stacked, out_width)
         return [

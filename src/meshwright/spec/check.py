@@ -14,6 +14,7 @@ from meshwright.spec.rules_launch import LAUNCH_RULES
 from meshwright.spec.rules_memory import MEMORY_RULES
 from meshwright.spec.rules_model import MODEL_RULES
 from meshwright.spec.rules_parallel import PARALLEL_RULES
+from meshwright.spec.rules_preference import PREFERENCE_RULES
 from meshwright.spec.rules_run import RUN_RULES
 from meshwright.spec.run import RunSpec
 
@@ -24,6 +25,7 @@ RULES: list[Rule] = [
     *PARALLEL_RULES,
     *MEMORY_RULES,
     *DATA_RULES,
+    *PREFERENCE_RULES,
     *RUN_RULES,
     *CHECKPOINT_RULES,
     *LAUNCH_RULES,

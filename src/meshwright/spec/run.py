@@ -15,6 +15,7 @@ from meshwright.spec.observe import ObserveSpec
 from meshwright.spec.optim import OptimSpec
 from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.precision import PrecisionSpec
+from meshwright.spec.preference import PreferenceSpec
 from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.schedule import ScheduleSpec
 
@@ -53,6 +54,8 @@ class RunSpec(Spec):
     optim: OptimSpec = OptimSpec()
     schedule: ScheduleSpec
     data: DataSpec
+    preference: PreferenceSpec | None = None
+    """Train on pairs of answers (DPO); null trains on all targets of the data."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     observe: ObserveSpec = ObserveSpec()
     resilience: ResilienceSpec = ResilienceSpec()

@@ -29,6 +29,7 @@ from meshwright.train.evaluate import evaluate
 from meshwright.train.fp8_comparison import Fp8Comparison
 from meshwright.train.job import Job
 from meshwright.train.noise_scale import measure_half_batch
+from meshwright.train.reference import Reference
 from meshwright.train.step import Training
 from meshwright.train.workload import token_workload
 
@@ -39,15 +40,17 @@ def build_job(run: RunSpec, world: World) -> Job:
     if run.cuda_graphs and mesh.device.type != "cuda":
         fact = f"cuda_graphs=true on {mesh.device.type}"
         raise SpecError(fact, where="cuda_graphs", hint="leave cuda_graphs out, or train on a CUDA device")
-    training = build_training(run, mesh)
+    training, batches = build_training(run, mesh), build_data(run, mesh)
+    reference = Reference(run, training.program, mesh, batches)
     return Job(
         run=run,
         mesh=mesh,
         training=training,
-        batches=build_data(run, mesh),
+        batches=batches,
         workload=token_workload(run),
         load_initial_weights=lambda: load_initial_weights(run, training),
-        evaluate=lambda: evaluate(run, training.program, mesh),
+        prepare_data=reference.prepare,
+        evaluate=lambda: evaluate(run, training.program, mesh, reference=reference.table),
         measure_half_batch=lambda batch: measure_half_batch(training, batch, mesh),
         fp8_comparison=Fp8Comparison(run, training, mesh) if run.precision.fp8 else None,
         loads_base=run.adapter is not None,
@@ -97,6 +100,7 @@ def build_training(
         if run.model.moe
         else None,
         fp8_scales=_delayed_scales(run, mesh, program),
+        has_pairs=run.preference is not None,
     )
 
 

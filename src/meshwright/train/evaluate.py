@@ -1,20 +1,35 @@
 """The loss on held-out sequences."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from meshwright.data.batches import evaluation_batches
+from meshwright.errors import DataError
 from meshwright.mesh import Mesh
 from meshwright.parallel.program import Program
 from meshwright.precision.policy import full_precision_dtype
 from meshwright.spec import RunSpec
 
 
-def evaluate(run: RunSpec, program: Program, mesh: Mesh, *, every_sample: bool = False) -> float:
+def evaluate(
+    run: RunSpec,
+    program: Program,
+    mesh: Mesh,
+    *,
+    every_sample: bool = False,
+    reference: NDArray[np.float64] | None = None,
+) -> float:
     """Sum over held-out target tokens / their number, equal for any layout. All ranks call it; host sync.
 
-    `every_sample` evaluates all samples of the dataset instead of the held-out ones.
+    `every_sample` evaluates all samples of the dataset instead of the held-out ones. On preference pairs it
+    is the mean loss of a pair; `reference` has their reference log-probs.
     """
+    if run.preference is not None and run.preference.has_reference and reference is None:
+        hint = "the run itself evaluates on held-out pairs: data.holdout_sequences and observe.evaluate"
+        fact = "the reference log-probs of the pairs are known only inside the run that computed them"
+        raise DataError(fact, where="preference", hint=hint)
     batches = evaluation_batches(
         run.data,
         vocab_size=run.model.vocab_size,
@@ -23,6 +38,7 @@ def evaluate(run: RunSpec, program: Program, mesh: Mesh, *, every_sample: bool =
         device=mesh.device,
         dtype=full_precision_dtype(run.precision),
         every_sample=every_sample,
+        reference=reference,
     )
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:

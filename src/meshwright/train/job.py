@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.checkpoint.live import DataPosition
@@ -12,6 +13,14 @@ from meshwright.train.fp8_comparison import Fp8Comparison
 from meshwright.train.noise_scale import HalfBatchGradient
 from meshwright.train.step import StepBatch, Training
 from meshwright.train.workload import Workload
+
+
+class PrepareData(Protocol):
+    """Called once, before the first batch of a process."""
+
+    def __call__(self, run_dir: Path, *, is_resumed: bool) -> None:
+        """Prepare the data of a run in this directory."""
+        ...
 
 
 class CountedBatch(StepBatch, Protocol):
@@ -58,6 +67,8 @@ class Job:
     """Loads the weights to start from, where the run names some; called where there is no checkpoint."""
     evaluate: Callable[[], float]
     """Loss on held-out data; all ranks call it."""
+    prepare_data: PrepareData | None = None
+    """Computes or reads what batches need from the weights at the start of the run; all ranks call it."""
     measure_half_batch: Callable[[Any], HalfBatchGradient] | None = None
     """The gradient of half of a batch, for the noise scale; all ranks call it. None for users' modules."""
     fp8_comparison: Fp8Comparison | None = None

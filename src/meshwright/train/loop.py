@@ -98,12 +98,19 @@ def _restore_or_start(job: Job, checkpoints: Checkpoints, run_dir: Path) -> Trai
         job.load_initial_weights()
     saved = checkpoints.restore()
     if saved is not None:
+        _prepare_data(job, run_dir, is_resumed=True)
         return TrainState.from_facts(saved)
     if not job.loads_base:
         job.load_initial_weights()
     if job.mesh.rank == 0:
         keep_start_files(job.run.checkpoint.start_from, run_dir)
+    _prepare_data(job, run_dir, is_resumed=False)
     return TrainState()
+
+
+def _prepare_data(job: Job, run_dir: Path, *, is_resumed: bool) -> None:
+    if job.prepare_data is not None:
+        job.prepare_data(run_dir, is_resumed=is_resumed)
 
 
 def _already_finished(job: Job, state: TrainState, checkpoints: Checkpoints, *, quiet: bool) -> Outcome:

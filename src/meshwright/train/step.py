@@ -31,6 +31,8 @@ class Training:
     ema: Ema | None = None
     experts: ExpertBalance | None = None
     fp8_scales: DelayedScales | None = None
+    has_pairs: bool = False
+    """Whether the run trains on preference pairs."""
 
     def __post_init__(self) -> None:
         trainable = [one for one in self.program.shards if one.parameter.requires_grad]

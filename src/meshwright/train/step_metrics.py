@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.mesh import Mesh
+from meshwright.models.decoder import Decoder
 from meshwright.observe.metrics import StepMetrics
 from meshwright.observe.rank_times import RankFigures
 from meshwright.train.evaluate import sum_over_world
@@ -76,6 +77,7 @@ class StepMeter:
             reduce_wait_seconds=self._exposed_seconds(seconds / num_steps),
             **self._loss_scale(state),
             **_expert_metrics(self._training),
+            **_pair_metrics(self._training),
             **_noise_metrics(state, estimate),
         )
         return metrics, state.after_observation(loss=loss, seconds=seconds)
@@ -116,6 +118,20 @@ def _expert_metrics(training: Training) -> dict[str, Any]:
         "expert_load_max": figures.load_max,
         "expert_load_min": figures.load_min,
     }
+
+
+def _pair_metrics(training: Training) -> dict[str, Any]:
+    """Means over the pairs since the last reading. Communicates."""
+    heads = [stage.head for stage in training.program.stages if isinstance(stage, Decoder) and stage.head]
+    if not training.has_pairs:
+        return {}
+    sums = torch.zeros(3, dtype=torch.float64, device=training.device)
+    for head in heads:
+        sums += 0.0 if head.pair_figures is None else head.pair_figures
+        head.pair_figures = None
+    dist.all_reduce(sums)
+    margin, accuracy, weight = sums.tolist()
+    return {"reward_margin": margin / weight, "reward_accuracy": accuracy / weight} if weight else {}
 
 
 def _noise_metrics(state: TrainState, estimate: NoiseEstimate | None) -> dict[str, Any]:

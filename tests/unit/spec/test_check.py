@@ -14,6 +14,7 @@ from meshwright.spec.text import parse_run
 PP4 = ["parallel.pp=4"]
 EP2 = ["parallel.ep=2", "parallel.dp_shard=2", "parallel.zero=1"]
 AB = "data.blend=[{path: a, weight: 1}, {path: b, weight: 1}]"
+PAIRS = ["data.synthetic=null", "data.path=pairs", "data.packing=whole", "preference={}"]
 SHARDED = ["parallel.dp_shard=2", "parallel.zero=3"]
 # rule -> (base run, overrides that keep the rule, lists of overrides that each break it)
 CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
@@ -335,6 +336,29 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         "dense",
         ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],
         [["observe.evaluate.every_steps=5"]],
+    ),
+    "pairs_are_packed_whole": (
+        "dense",
+        [*PAIRS],
+        [
+            ["preference={}", "data.packing=whole"],
+            [*PAIRS, "data.packing=cut"],
+            [*PAIRS, "data.max_bad_samples=1"],
+        ],
+    ),
+    "preference_settings_have_effect": (
+        "dense",
+        [*PAIRS, "preference.label_smoothing=0.1"],
+        [
+            [*PAIRS, "preference.loss=ipo", "preference.label_smoothing=0.1"],
+            [*PAIRS, "preference.label_smoothing=0.5"],
+            [*PAIRS, "preference.margin=1"],
+        ],
+    ),
+    "settings_work_with_pairs": (
+        "dense",
+        [*PAIRS],
+        [[*PAIRS, "observe.noise_scale.every_steps=5"], [*PAIRS, "cuda_graphs=true"]],
     ),
     "loss_scale_needs_fp16": (
         "dense",

@@ -82,6 +82,8 @@ def _plain(name: str, option: Any, limit: int) -> st.SearchStrategy[Any]:
         return NAMES
     if name.endswith("_timeout_seconds"):
         return st.floats(1, 1e6, allow_nan=False)
+    if name in ("hang_factor", "spike_factor"):
+        return st.floats(2, 100, allow_nan=False)
     return {
         bool: st.booleans(),
         int: st.integers(1, 3) | st.integers(1, min(limit, LARGEST)),

@@ -7,6 +7,12 @@ from meshwright.errors import DataError
 from meshwright.spec import DataSpec
 
 
+def is_pairs(source: TokenSource) -> bool:
+    """Whether a dataset holds preference pairs."""
+    chat = source.manifest.chat if isinstance(source, TokenFile) else None
+    return chat is not None and chat.kind == "pairs"
+
+
 def require_chats_fit(spec: DataSpec, source: TokenSource) -> None:
     """DataError where a dataset of chats would be cut, joined or split; any other dataset fits."""
     chat = source.manifest.chat if isinstance(source, TokenFile) else None

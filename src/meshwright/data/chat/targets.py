@@ -59,6 +59,10 @@ class _Plan(NamedTuple):
     rendered: Rendered
     asked: list[_Asked]
 
+    @property
+    def is_tagged(self) -> bool:
+        return bool(self.rendered.spans)
+
     def texts(self) -> list[str]:
         enclosing = [text for one in self.asked for text in (one.before, one.upto)]
         return [self.rendered.text, *enclosing]
@@ -75,14 +79,23 @@ class ChatEncoder:
     def encode(self, samples: Sequence[tuple[Sample, str]]) -> list[Encoded | DataError]:
         """The tokens of samples, each with its place in the input; a bad sample is its error."""
         plans = [self._planned(sample, where) for sample, where in samples]
-        texts = [text for plan in plans if isinstance(plan, _Plan) for text in plan.texts()]
-        encodings = iter(self.tokenizer.encode_with_offsets(texts))
+        ready = [plan for plan in plans if isinstance(plan, _Plan)]
+        # Only blocks of a template need offsets into the text, which cost time.
+        encodings = {
+            is_tagged: iter(
+                self.tokenizer.encodings(
+                    [text for plan in ready if plan.is_tagged == is_tagged for text in plan.texts()],
+                    with_offsets=is_tagged,
+                )
+            )
+            for is_tagged in (False, True)
+        }
         found: list[Encoded | DataError] = []
         for plan in plans:
             if isinstance(plan, DataError):
                 found.append(plan)
                 continue
-            own = [next(encodings) for _ in plan.texts()]
+            own = [next(encodings[plan.is_tagged]) for _ in plan.texts()]
             try:
                 found.append(self._encoded(plan, own))
             except DataError as error:

@@ -80,5 +80,5 @@ def shard_microbatch(microbatch: Microbatch, cp_rank: int, cp: int, stripes: int
     ranks follows from the layout instead.
     """
     return microbatch._replace(num_targets=None).each(
-        lambda x: shard_sequence(x, 1, cp_rank, cp, stripes) if x.dim() > 1 else x
+        lambda x: shard_sequence(x, 1, cp_rank, cp, stripes) if x.dim() == 2 else x
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from meshwright.plan.search.candidate import Candidate, layout_text
 from meshwright.plan.search.decision import Plan
+from meshwright.plan.search.finetune import longest_context
 from meshwright.plan.search.question import Question, price_memory
 from meshwright.plan.search.search import TIE_FRACTION
 from meshwright.plan.search.what_if import Change, what_if, with_columns
@@ -30,7 +31,7 @@ def explain(plan: Plan) -> list[str]:
     best = plan.best
     return [
         *_choice(plan),
-        *_state(best),
+        *(_state(best) if best.run.adapter is None else _frozen_state(best)),
         *_data_parallel(best),
         *_technique(plan, "tp", _tp_text(best)),
         *_technique(plan, "pp", _pp_text(best)),
@@ -40,6 +41,7 @@ def explain(plan: Plan) -> list[str]:
         *_recompute(best),
         *_offload(best),
         *_numerics(plan),
+        *_context(plan),
         *_idle(plan),
     ]
 
@@ -83,6 +85,34 @@ def _state(best: Candidate) -> Iterator[str]:
         yield f"{state}, which {fits} one device ({memory})."
 
 
+def _frozen_state(best: Candidate) -> Iterator[str]:
+    """The frozen weights and the trained adapters, beside the state of full fine-tuning."""
+    question = best.question
+    found = price_memory(question, layouts(num_microbatches=2)).items
+    frozen, adapters = (float(found[name][0, 0]) for name in ("weights", "adapters"))
+    full = full_state_bytes(replace(question, run=question.run.with_(adapter=None)))
+    workload = question.workload
+    assert workload.adapters is not None
+    trained = workload.adapters.share(workload.model.width) * workload.counts.total
+    yield (
+        f"{question.run.model.family} has {show_count(workload.counts.total)} frozen parameters "
+        f"({workload.adapters.base_bits / 8:.3g} B each, {show_bytes(frozen)}) and {show_count(trained)} "
+        f"trained ones ({show_bytes(adapters)} with gradients and moments); full fine-tuning would have "
+        f"{show_bytes(full)} of state."
+    )
+    yield "Time and memory of adapters are by formula, held against 8B on one H200; `rehearse` traces memory."
+
+
+def _context(plan: Plan) -> Iterator[str]:
+    """The longest context of a run with adapters."""
+    if plan.best.run.adapter is None:
+        return
+    longest, positions = longest_context(plan.question), plan.question.run.model.max_positions
+    if longest is not None:
+        all_of_it = "all that the model has" if 2 * longest > positions else f"the model has {positions:,}"
+        yield f"Longest context that fits without offload: {longest:,} tokens per sequence ({all_of_it})."
+
+
 def _data_parallel(best: Candidate) -> Iterator[str]:
     parallel = best.run.parallel
     if best.num_ranks == 1 or parallel.dp * parallel.cp == 1:
@@ -92,7 +122,7 @@ def _data_parallel(best: Candidate) -> Iterator[str]:
         return
     across = f" in {parallel.dp_replicate} replicas" if parallel.dp_replicate > 1 else ""
     items = best.memory_items[best.peak_stage]
-    state = show_bytes(sum(items.get(name, 0.0) for name in STATE_ITEMS))
+    state = show_bytes(sum(items.get(name, 0.0) for name in (*STATE_ITEMS, "adapters")))
     yield (
         f"ZeRO-{parallel.zero}: {SHARDED_BY_ZERO[parallel.zero]} sharded over "
         f"{parallel.dp_shard * parallel.cp} ranks{across}, which leaves {state} of state per rank. "

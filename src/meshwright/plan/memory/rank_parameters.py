@@ -83,18 +83,22 @@ def state_items(work: Workload, at: Layouts, stack: Framework, rank: RankParamet
 
     state = stack.state
     if work.adapters is not None:
-        trained = work.adapters.rank * 2.0 / work.model.width * 1.2
-        base = held(work.adapters.base_bits / 8.0 * 1.03, 3)
-        return {
-            "weights": base,
-            "adapters": trained * held(state.weight + state.gradient + state.master + 8.0, 3),
-        }
+        trained = work.adapters.share(work.model.width)
+        # Peers keep statistics and norms beside the base; ours is counted exactly.
+        base = held(work.adapters.base_bits / 8.0 * (1.0 if stack.is_traced else 1.03), 3)
+        return {"weights": base, "adapters": trained * held(_adapter_state_bytes(work, stack), 3)}
     return {
         "weights": held(state.weight, 3),
         "gradients": held(state.gradient, 2),
         "master": held(state.master, 1),
         "optimizer": held(OPTIMIZER_BYTES[work.optimizer], 1),
     }
+
+
+def _adapter_state_bytes(work: Workload, stack: Framework) -> float:
+    """Bytes of a trained parameter: weight, gradient, master copy and moments."""
+    state = stack.state
+    return state.weight + state.gradient + state.master + OPTIMIZER_BYTES[work.optimizer]
 
 
 def is_v_shaped(at: Layouts) -> NDArray[np.bool_]:

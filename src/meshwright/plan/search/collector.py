@@ -32,6 +32,8 @@ from meshwright.plan.workload.layouts import RECOMPUTE_NONE, Floats, Ints, Layou
 
 KEPT_WITHIN = 1.5
 """Layouts that are slower than the best by this factor are not asked whether they fit."""
+SIMULATED_WITHIN = 1.1
+"""Simulated, a pipeline may be slower than in closed form by this factor: what could still win is kept."""
 FIRST_ROWS = 1024
 """How many of the fastest layouts of a block are asked first whether they fit."""
 MAX_KEPT = 20_000
@@ -59,6 +61,7 @@ class Collector:
         self.num_fitting = 0
         self.best_score = np.inf
         """The best score of a layout that fits."""
+        self._best_is_pipeline = False
         self._within, self._below = within, below
         self._parts: list[Priced] = []
         self._without_recompute: dict[tuple[int, ...], float] = {}
@@ -82,17 +85,23 @@ class Collector:
 
     def add_savers(self, block: Table) -> None:
         """Price the layouts of one block that could beat the best so far, also with host memory."""
-        block = self._meshes_that_may_win(block, within=1.0)
+        within = self.saver_limit / self.best_score if np.isfinite(self.best_score) else 1.0
+        block = self._meshes_that_may_win(block, within=within)
         may_offload = self.question.may_offload
         block = filter_rows(block, self._may_fit(block, offloads=may_offload))
         layouts = expand(self.question, block)
         self.num_considered += len(layouts)
-        too_large = self._keep_fitting(layouts, *self._priced_time(layouts), within=1.0)
+        too_large = self._keep_fitting(layouts, *self._priced_time(layouts), within=within)
         # What fits on the device is only slower with offload.
         if may_offload and len(too_large):
             with_host = offloaded(self.question, too_large)
             self.num_considered += len(with_host)
-            self._keep_fitting(with_host, *self._priced_time(with_host), within=1.0)
+            self._keep_fitting(with_host, *self._priced_time(with_host), within=within)
+
+    @property
+    def saver_limit(self) -> float:
+        """The score up to which a layout that saves memory may still win once the best is simulated."""
+        return (SIMULATED_WITHIN if self._best_is_pipeline else 1.0) * self.best_score
 
     def result(self) -> tuple[Priced, Priced | None]:
         """Everything that was kept, the best first; and the layout that comes closest where nothing fits."""
@@ -161,7 +170,7 @@ class Collector:
                 fits = self._keep(layouts.take(fast), seconds[fast])
                 too_large.append(fast[~fits])
         rows = np.concatenate(too_large) if too_large else np.zeros(0, np.intp)
-        return layouts.take(rows[score[rows] < self.best_score])
+        return layouts.take(rows[score[rows] < max(within, 1.0) * self.best_score])
 
     def _keep(self, layouts: Layouts, seconds: Floats) -> NDArray[np.bool_]:
         """Price the memory of these layouts, keep those that fit, and say which they are."""
@@ -171,11 +180,17 @@ class Collector:
         self.num_fitting += int(fits.sum())
         if fits.any():
             priced = Priced(layouts.take(fits), needed.peak_device_bytes[fits], seconds[fits])
-            self.best_score = min(self.best_score, float(priced.score(self.question.objective).min()))
+            self._note_best(priced)
             self._parts.append(best_of_groups(priced, self.question.objective))
         elif not np.isfinite(self.best_score):
             self._closest = self._closer(self._closest, layouts, distance(self.question, needed))
         return fits
+
+    def _note_best(self, priced: Priced) -> None:
+        score = priced.score(self.question.objective)
+        row = int(score.argmin())
+        if score[row] < self.best_score:
+            self.best_score, self._best_is_pipeline = float(score[row]), bool(priced.layouts.pp[row] > 1)
 
     def _closer(
         self, known: tuple[float, Priced] | None, layouts: Layouts, far: Floats

@@ -11,6 +11,13 @@ from meshwright.errors import SpecError, SpecErrors, read_trouble
 from meshwright.files import read_text
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.search.allow import parse_allow, reject_pinned
+from meshwright.plan.search.finetune import (
+    TUNING_BATCH_TOKENS,
+    TUNING_SEQUENCE,
+    TUNING_TOKENS,
+    FineTuning,
+    set_adapter,
+)
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import Objective, Question
 from meshwright.plan.workload.schedules import SCHEDULES, SPLIT_BACKWARD
@@ -51,6 +58,8 @@ class Request:
     precision: str | None = None
     allow: str | None = None
     objective: Objective = "speed"
+    finetune: FineTuning | None = None
+    """How a pre-trained model is trained further; None: training from random weights."""
 
     @property
     def place(self) -> str:
@@ -74,7 +83,7 @@ def fill_request(request: Request) -> FilledRequest:
     tree = _model_tree(request.model)
     model = _model_of(tree, request.place)
     request = _with_file(request, tree)
-    assumed: list[str] = []
+    assumed = list(set_adapter(tree, request.finetune))
     length = _sequence_length(request, model, assumed)
     batch_sequences = _batch_sequences(request, model, length, assumed)
     tokens = _tokens(request, model, assumed)
@@ -176,7 +185,7 @@ def _model_of(tree: dict[str, Any], text: str) -> ModelSpec:
 def _sequence_length(request: Request, model: ModelSpec, assumed: list[str]) -> int:
     if request.sequence_length is not None:
         return _within("--seq", request.sequence_length, MAX_SEQUENCE)
-    length = min(model.max_positions, DEFAULT_SEQUENCE)
+    length = min(model.max_positions, DEFAULT_SEQUENCE if request.finetune is None else TUNING_SEQUENCE)
     assumed.append(f"sequences of {length} tokens (--seq)")
     return length
 
@@ -191,9 +200,12 @@ def _batch_sequences(request: Request, model: ModelSpec, length: int, assumed: l
     if request.batch_tokens is None:
         size = num_parameters(model)
         tokens = next(batch for below, batch in DEFAULT_BATCH_TOKENS if size < below)
+        usual = "this size"
+        if request.finetune is not None:
+            tokens, usual = TUNING_BATCH_TOKENS, "fine-tuning"
         sequences = _divisible(max(1.0, tokens / length))
         batch = f"a batch of {sequences} sequences = {show_count(sequences * length)} tokens"
-        assumed.append(f"{batch}, usual for this size (--batch-tokens)")
+        assumed.append(f"{batch}, usual for {usual} (--batch-tokens)")
         return sequences
     tokens = _within("--batch-tokens", request.batch_tokens, MAX_TOKENS)
     if tokens < length:
@@ -221,6 +233,9 @@ def _divisible(wanted: float) -> int:
 def _tokens(request: Request, model: ModelSpec, assumed: list[str]) -> int:
     if request.tokens is not None:
         return _within("--tokens", request.tokens, MAX_TOKENS)
+    if request.finetune is not None:
+        assumed.append(f"{show_count(TUNING_TOKENS)} tokens (--tokens)")
+        return TUNING_TOKENS
     tokens = OPTIMAL_TOKENS_PER_PARAMETER * num_parameters(model)
     assumed.append(f"{show_count(tokens)} tokens, 20 per parameter: compute-optimal (--tokens)")
     return tokens

@@ -64,7 +64,7 @@ def search(question: Question, *, ranks: range | None = None, within: float = KE
         for block, least in _blocks(replace(question, min_cp_positions=_shortest_cp(question)), sizes):
             if _cannot_improve(collector, block):
                 break
-            collector.add_savers(filter_rows(block, least <= collector.best_score))
+            collector.add_savers(filter_rows(block, least <= collector.saver_limit))
     return _result(collector)
 
 
@@ -108,7 +108,7 @@ def least_memory_use(question: Question) -> float:
 def _cannot_improve(collector: Collector, block: Table) -> bool:
     """Whether no world of this size or smaller can be faster than the best so far."""
     bound = lower_bound_seconds(collector.question, int(block["num_ranks"].max()))
-    return collector.question.objective == "speed" and bound > collector.best_score
+    return collector.question.objective == "speed" and bound > collector.saver_limit
 
 
 def _blocks(question: Question, ranks: range) -> Iterator[tuple[Table, Floats]]:

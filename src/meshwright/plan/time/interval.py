@@ -42,18 +42,19 @@ def half_width(workload: Workload, at: Layouts, cluster: Cluster, framework: Fra
     """Relative half-width of the 90% interval of every layout."""
     interval, kind = framework.interval, kind_of(workload, cluster)
     published = np.full(len(at), getattr(interval, kind))
-    if interval.measured is None or not _has_measured_kind(kind):
+    if interval.measured is None or not _was_measured(workload, kind):
         return published
     return np.where(at.num_ranks == 1, interval.measured, published)
 
 
-def _has_measured_kind(kind: str) -> bool:
-    return kind in ("dense_one_node", "fp8")
+def _was_measured(workload: Workload, kind: str) -> bool:
+    """Whether steps of this kind were measured on one device; none with adapters was."""
+    return kind in ("dense_one_node", "fp8") and workload.adapters is None
 
 
 def interval_source(workload: Workload, cluster: Cluster, num_ranks: int) -> str:
     """Where the interval of our own runtime comes from, as a sentence."""
     kind = kind_of(workload, cluster)
-    if num_ranks == 1 and _has_measured_kind(kind):
+    if num_ranks == 1 and _was_measured(workload, kind):
         return "nine of ten steps measured on one H200 are inside"
     return f"nine of ten published runs of other frameworks ({KINDS[kind]}) are inside; ours was not measured"

@@ -77,6 +77,19 @@ def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
     return (adapters.base_bits / 8.0 + ctx.workload.working_bytes) * (dense + experts)
 
 
+def _adapter_bytes(ctx: Context, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
+    """Bytes that adapters beside these matmuls move, forward and backward: rank-wide matmuls read and write
+    the inputs and outputs of their linear once more."""
+    zero, adapters = np.zeros(len(ctx.at)), ctx.workload.adapters
+    if adapters is None or not ctx.framework.is_traced:
+        return zero, zero
+    linears = [one for one in matmuls if one.name != "router"]
+    forward = sum((one.groups * one.m * (one.k + 2.0 * one.n) for one in linears), zero)
+    backward = sum((one.groups * one.m * (3.0 * one.k + 2.0 * one.n) for one in linears), zero)
+    width = ctx.workload.working_bytes
+    return width * forward, width * backward
+
+
 def _weight_bytes(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
     """Bytes moved to cast a layer's weights (forward), and to cast and accumulate gradients (backward)."""
     if ctx.workload.adapters is not None:
@@ -99,8 +112,10 @@ def _elementwise_seconds(ctx: Context, matmuls: list[Matmul], *, moe: bool) -> t
     )
     cast = operators.quantise_bytes(workload, ctx.at, matmuls, weight_cast_bytes=framework.weight_cast_bytes)
     dequantised, weights = _dequantise_bytes(ctx, moe=moe), _weight_bytes(ctx, moe=moe)
+    adapters = _adapter_bytes(ctx, matmuls)
     forward, backward = (
-        ctx.copy_seconds(plain[side] + cast[side] + dequantised + weights[side]) for side in (0, 1)
+        ctx.copy_seconds(plain[side] + cast[side] + dequantised + weights[side] + adapters[side])
+        for side in (0, 1)
     )
     return forward, backward
 

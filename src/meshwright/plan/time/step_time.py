@@ -36,8 +36,6 @@ HOST_ONE_WAY, HOST_BOTH_WAYS = 0.9, 0.58
 HOST_LINKS_PER_NODE = 4
 # Share of the 1f1b bubble that split backwards leave.
 BUBBLE_LEFT = {"interleaved_zero_bubble": 0.5, "zbv": 0.35, "dualpipev": 0.35}
-# Adapters (LoRA) over the parameters of the base model.
-ADAPTER_SHARE = 0.01
 # What the time of a layer does not depend on: the schedule, its stages and offload come on top.
 BESIDE_LAYERS = ("pp", "schedule", "virtual_stages", "offload")
 COMMUNICATION = ("tp", "cp", "ep", "fsdp", "pp", "dp")
@@ -203,7 +201,8 @@ def _step_end(ctx: Context, one_microbatch: Floats) -> Items:
     """Items that occur once per step: exposed gradient reduction, the update, host transfers."""
     dense, experts = _rank_elements(ctx)
     if ctx.workload.adapters is not None:
-        dense, experts = ADAPTER_SHARE * dense, 0.0 * experts
+        share = ctx.workload.adapters.share(ctx.workload.model.width)
+        dense, experts = share * dense, share * experts
     communication = _once_per_step_seconds(ctx, dense, experts)
     # Gradients overlap with the last backward pass, gathered weights with the next forward pass.
     exposed = exposed_seconds(communication, one_microbatch, ctx.framework.dp_overlap)

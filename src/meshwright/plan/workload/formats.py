@@ -14,7 +14,9 @@ from dataclasses import replace
 
 from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.workload.documents import documents_of
-from meshwright.plan.workload.workload import WORKING_BYTES, Precision, Workload
+from meshwright.plan.workload.workload import WORKING_BYTES, Adapters, Precision, Workload
+from meshwright.spec.adapter import NF4_BLOCK, AdapterSpec, adaptable, adapter_parameters
+from meshwright.spec.parameters import num_parameters
 from meshwright.spec.precision import Fp8Spec, PrecisionSpec
 from meshwright.spec.run import RunSpec
 
@@ -57,6 +59,7 @@ def workload_of(run: RunSpec) -> Workload:
         precision = RECIPE_PRECISION[fp8.recipe]
     return Workload(
         model=run.model,
+        adapters=_adapters(run),
         sequence_length=run.data.sequence_length,
         precision=precision,
         optimizer=_optimizer(run),
@@ -68,6 +71,23 @@ def workload_of(run: RunSpec) -> Workload:
         low_precision_layers=_fp8_layers(run.model.num_layers, fp8),
         keeps_low_precision_weights=fp8 is not None and fp8.cast_weights == "per_step",
     )
+
+
+def _adapters(run: RunSpec) -> Adapters | None:
+    """Adapters of a run, with the exact share of trained parameters."""
+    if run.adapter is None:
+        return None
+    total = num_parameters(run.model)
+    trained = sum(one.num_elements for one in adapter_parameters(run.model, run.adapter))
+    return Adapters(run.adapter.rank, _base_bits(run, run.adapter, total), trained / total)
+
+
+def _base_bits(run: RunSpec, adapter: AdapterSpec, total: int) -> float:
+    """Mean bits of a frozen weight: NF4 is for the linears of the blocks."""
+    if adapter.base == "nf4":
+        linears = sum(one.num_elements for one in adaptable(run.model)) / total
+        return linears * (4.0 + 32.0 / NF4_BLOCK) + (1.0 - linears) * 16.0
+    return 32.0 if adapter.base == "weights" and run.precision.weights == "fp32" else 16.0
 
 
 def _fp8_layers(num_layers: int, fp8: Fp8Spec | None) -> float:

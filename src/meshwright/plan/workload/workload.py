@@ -38,8 +38,14 @@ class Adapters:
     """LoRA: the base model is frozen, in `base_bits` per weight; pairs of low-rank matrices are trained."""
 
     rank: int = 16
-    base_bits: int = 16
-    """16 (LoRA), 8 or 4 (QLoRA)."""
+    base_bits: float = 16
+    """Bits of a frozen weight: 16 (LoRA) or 32, 8 or 4 (QLoRA)."""
+    trained_share: float | None = None
+    """Trained parameters over those of the base; None: those of all linears at this rank."""
+
+    def share(self, width: int) -> float:
+        """Trained parameters over those of the base."""
+        return 2.4 * self.rank / width if self.trained_share is None else self.trained_share
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ def test_more_devices_are_never_slower() -> None:
         before = answer["best"]["days"]
 
 
+def test_a_pipeline_that_is_slower_simulated_does_not_hide_what_saves_memory() -> None:
+    """40 devices: the best in closed form is a pipeline, and 32 of them with offload turn out faster."""
+    fewer, most = (ask("qwen3-30b-a3b", f"a100-40gb:{count}") for count in (32, 40))
+    assert not isinstance(fewer, MeshwrightError) and not isinstance(most, MeshwrightError)
+    assert most["best"]["days"] <= fewer["best"]["days"] * (1.0 + 1e-9)
+
+
 def test_a_batch_that_does_not_divide_leaves_devices_idle_and_says_so() -> None:
     answer = ask("llama-3.1-8b", "h100:56", seq=8192, batch_tokens=8192 * 64)
     assert not isinstance(answer, MeshwrightError)
