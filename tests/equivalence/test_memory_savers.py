@@ -254,9 +254,9 @@ def _held_between_microbatches(runs: list[RunSpec]) -> list[int]:
 
         reducer.microbatch = measured
         microbatches = next(batches).microbatches[:2]
+        batches.close()  # no batch is prefetched between the two counts
         before = _bytes_with_gradients()
         training.program.accumulate(microbatches)
-        batches.close()
         found.append(held[0] - before)
     return found
 
