@@ -86,7 +86,7 @@ def _expert_adapter(matrix: AdaptedMatrix) -> ExpertAdapter:
 
 
 @torch.no_grad()
-def set_magnitudes(model: Decoder) -> None:
+def set_magnitudes(model: nn.Module) -> None:
     """Set the magnitudes of DoRA to the row norms of the frozen weights, as B is zero at the start.
 
     Called after the weights are initialised or loaded. A rank sets its own rows; communicates over tp.

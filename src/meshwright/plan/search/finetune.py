@@ -36,7 +36,7 @@ def set_adapter(tree: dict[str, Any], finetune: FineTuning | None) -> Iterator[s
         tree["adapter"] = {"rank": RANK, "alpha": ALPHA, "base": BASES[finetune]}
         yield f"adapters of rank {RANK} and alpha {ALPHA} on all linears (adapter.rank, adapter.targets)"
         yield f"frozen weights in {BASES[finetune]} (adapter.base)"
-    checkpoint = tree.get("checkpoint") or {}
+    checkpoint: dict[str, Any] = tree.get("checkpoint") or {}
     if not checkpoint.get("start_from"):
         yield "pre-trained weights, until checkpoint.start_from=FOLDER names them"
 
