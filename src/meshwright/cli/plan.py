@@ -72,7 +72,14 @@ Calibrate = Annotated[
         "(machine.json), which --on reads.",
     ),
 ]
-Price = Annotated[float | None, typer.Option(min=0, help="Money per device-hour, for --report.")]
+Price = Annotated[float | None, typer.Option(min=0, help="Money per device-hour, for --report and --budget.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of a plan, the sizes and tokens that this trains, with MODEL's proportions and the loss "
+        "expected of each: `10000 gpu-hours`, `30 days`, `50000 money` (with --price)."
+    ),
+]
 
 
 def plan(
@@ -94,6 +101,7 @@ def plan(
     price: Price = None,
     verify: Verify = None,
     calibrate: Calibrate = False,
+    budget: Budget = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide how to train a model on a cluster, and explain why.
@@ -116,6 +124,18 @@ def plan(
                 raise _error(f"{option} has no effect with --calibrate", option, "leave it out")
         folders = [model, *(pins or [])]
         run_calibration(folders, on=on, output=output, force=force, as_json=as_json)
+        return
+    if budget is not None:
+        from meshwright.cli.plan_budget import plan_budget
+
+        unused = {"--seq": seq, "--batch-tokens": batch_tokens, "--tokens": tokens, "--deadline": deadline}
+        unused |= {"--allow": allow, "-o": output, "--report": report, "--verify": verify}
+        unused |= {"KEY=VALUE": pins or None}
+        for option, value in unused.items():
+            if value is not None:
+                raise _error(f"{option} has no effect with --budget", option, "leave it out")
+        options = {"on": on, "precision": precision or "bf16", "price": price, "as_json": as_json}
+        plan_budget(model, budget, **options)
         return
     if price is not None and report is None:
         raise _error("--price has no effect without --report", "--price", "add --report plan.html")
