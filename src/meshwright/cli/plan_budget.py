@@ -28,7 +28,7 @@ def plan_budget(
     cluster, template = cluster_of(on), load_model(model)
     if template.moe is not None or template.attention.latent is not None:
         raise SpecError(
-            f"{template.family} has routed experts or latent attention: the law holds for plain dense decoders",
+            f"{template.family} has routed experts or latent attention; the law holds for dense decoders",
             where="MODEL",
             hint="name a dense family, such as llama-3.1-8b",
         )
@@ -76,8 +76,7 @@ def _text(found: list[Any], family: str, hours: float, cluster: Any) -> str:
         shape = f"{one.model.num_layers} x {one.model.width}"
         ratio, inference = one.tokens / one.num_parameters, one.num_parameters / best.num_parameters
         mark = "  <- lowest loss" if one is best else ""
-        lines.append(
-            f"{show_count(one.num_parameters):>10}  {shape:>14}  {show_count(one.tokens):>7}  {ratio:>13.3g}  "
-            f"{one.mfu:>5.0%}  {one.expected_loss:>13.3f}  {inference:>8.2g}x  {one.layout}{mark}"
-        )
+        sizes = f"{show_count(one.num_parameters):>10}  {shape:>14}  {show_count(one.tokens):>7}"
+        figures = f"{ratio:>13,.0f}  {one.mfu:>5.0%}  {one.expected_loss:>13.3f}  {inference:>8.2f}x"
+        lines.append(f"{sizes}  {figures}  {one.layout}{mark}")
     return "\n".join([*lines, "", *_EXPLAINED, f"law: {SOURCE}"])
