@@ -5,74 +5,35 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from meshwright.cli.check import AsJson, On
+from meshwright.cli.plan_options import (
+    Allow,
+    BatchTokens,
+    Budget,
+    Calibrate,
+    Deadline,
+    FineTune,
+    Force,
+    Model,
+    Objective,
+    Output,
+    Pins,
+    Precision,
+    Price,
+    Report,
+    SequenceLength,
+    Tokens,
+    Top,
+    Verify,
+)
 
 OBJECTIVES = ("speed", "cost", "memory")
 PIPED_WIDTH = 140
 MAX_GAINS, MAX_NEIGHBOURS = 3, 6
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A family (`meshwright models list`) or its hub id, a config.json or its folder, a YAML.",
-    ),
-]
-Pins = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="What is decided already: tp=8 recompute=none,full."),
-]
-SequenceLength = Annotated[str | None, typer.Option("--seq", help="Tokens per sequence, such as 8192.")]
-BatchTokens = Annotated[str | None, typer.Option(help="Tokens per optimizer step, such as 4M.")]
-Tokens = Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 300B.")]
-Precision = Annotated[
-    str | None, typer.Option(help="bf16, fp16, tf32 or fp32; fp8: bf16 with linear layers in fp8.")
-]
-Allow = Annotated[
-    str | None,
-    typer.Option(
-        help="Changes of formats and optimizer the plan may make: fp8, bf16_weights, bf16_gradients, "
-        "bf16_moments, stochastic_weights, adamw_8bit, adafactor, sgd, or all (but the last two)."
-    ),
-]
-FineTune = Annotated[
-    str | None,
-    typer.Option(
-        "--finetune",
-        help="Train a pre-trained model further: full, lora (adapters on frozen bf16 weights), qlora (4-bit "
-        "weights), or auto: full where that fits without offload, else adapters.",
-    ),
-]
-Objective = Annotated[str, typer.Option(help="speed, cost (device-hours) or memory (headroom).")]
-Deadline = Annotated[
-    str | None, typer.Option(help="Be done by then, such as 30d, on as few devices as possible.")
-]
-Top = Annotated[int, typer.Option(min=1, max=50, help="How many layouts to show.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the run file here.")]
-Report = Annotated[Path | None, typer.Option(help="Write an HTML report here.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite the files of -o and --report.")]
-Verify = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=20,
-        metavar="N",
-        help="Trace the N best layouts, and drop those that do not fit. Needs torch.",
-    ),
-]
-Calibrate = Annotated[
-    bool,
-    typer.Option(
-        "--calibrate",
-        help="Instead of a model, name run directories: refit this machine's rates to them and write -o "
-        "(machine.json), which --on reads.",
-    ),
-]
-Price = Annotated[float | None, typer.Option(min=0, help="Money per device-hour, for --report.")]
 
 
 def plan(
@@ -94,6 +55,7 @@ def plan(
     price: Price = None,
     verify: Verify = None,
     calibrate: Calibrate = False,
+    budget: Budget = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide how to train a model on a cluster, and explain why.
@@ -111,11 +73,17 @@ def plan(
         unused = {"--seq": seq, "--batch-tokens": batch_tokens, "--tokens": tokens, "--precision": precision}
         unused |= {"--allow": allow, "--deadline": deadline, "--report": report, "--price": price}
         unused |= {"--verify": verify, "--finetune": finetune}
-        for option, value in unused.items():
-            if value is not None:
-                raise _error(f"{option} has no effect with --calibrate", option, "leave it out")
+        _reject_with("--calibrate", unused | {"--budget": budget})
         folders = [model, *(pins or [])]
         run_calibration(folders, on=on, output=output, force=force, as_json=as_json)
+        return
+    if budget is not None:
+        from meshwright.cli.plan_budget import plan_budget
+
+        unused = {"--seq": seq, "--batch-tokens": batch_tokens, "--tokens": tokens, "--deadline": deadline}
+        unused |= {"--allow": allow, "-o": output, "--report": report, "--verify": verify}
+        _reject_with("--budget", unused | {"--finetune": finetune, "KEY=VALUE": pins or None})
+        plan_budget(model, budget, on=on, precision=precision or "bf16", price=price, as_json=as_json)
         return
     if price is not None and report is None:
         raise _error("--price has no effect without --report", "--price", "add --report plan.html")
@@ -141,6 +109,13 @@ def plan(
     _deliver(found, filled, verified, **files, price=price, as_json=as_json)
     if external is not None and not as_json:
         typer.echo(f"\n{external.text}\ntrain it as a module: {external.fit_text(found.best.run)}")
+
+
+def _reject_with(mode: str, unused: dict[str, Any]) -> None:
+    """Options that have no effect beside one that replaces the plan."""
+    for option, value in unused.items():
+        if value is not None:
+            raise _error(f"{option} has no effect with {mode}", option, "leave it out")
 
 
 def _fitting_finetune(model: str, pins: list[str], options: dict[str, Any]) -> str:
