@@ -57,7 +57,8 @@ class Goodput:
         causes = ("start", "compile", "data", "checkpoint", "evaluate", "restart", "lost", "other")
         parts = [f"{name} {getattr(self, name) / wall:.1%}" for name in causes]
         shown = [part for part in parts if not part.endswith(" 0.0%")]
-        restarts = f", {self.num_restarts} restarts" if self.num_restarts else ""
+        plural = "s" if self.num_restarts > 1 else ""
+        restarts = f", {self.num_restarts} restart{plural}" if self.num_restarts else ""
         return f"goodput {self.share:.1%} of {show_seconds(wall)}{restarts}; " + (
             ", ".join(shown) or "no loss"
         )

@@ -137,6 +137,7 @@ def test_a_broken_line_in_a_later_piece_has_its_number(
         ("a.parquet", b"no parquet", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 100)[:-20], "cannot be read"),
     ],
+    ids=["no gzip", "no zstd", "no parquet", "truncated gzip"],  # compressed bytes hold the time of day
 )
 def test_damaged_compressed_files_are_named(tmp_path: Path, name: str, content: bytes, fact: str) -> None:
     (tmp_path / name).write_bytes(content)
