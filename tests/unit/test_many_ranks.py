@@ -19,6 +19,9 @@ NUM_RANKS = 16_384
 MOMENT = datetime.timedelta(seconds=30)
 
 
+ADDRESS = StoreAddress("node0", 29500, is_hosted_by_agent=False, attempt="", origin="MASTER_ADDR")
+
+
 class KeyStore:
     """A store that counts messages and never blocks: ranks arrive one after the other."""
 
@@ -29,6 +32,12 @@ class KeyStore:
     def set(self, key: str, value: str) -> None:
         self.messages["set"] += 1
         self.keys[key] = len(value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        assert expected == "" and key not in self.keys
+        self.messages["compare_set"] += 1
+        self.keys[key] = len(desired)
+        return desired.encode()
 
     def add(self, key: str, amount: int) -> int:
         self.messages["add"] += 1
@@ -50,6 +59,7 @@ def rank_of(rank: int) -> LaunchedRank:
 def test_each_rank_sends_three_messages_when_it_arrives():
     store = KeyStore()
     for rank in range(NUM_RANKS):
+        assert rendezvous._arrive(store, rank_of(rank), ADDRESS)
         rendezvous._wait_for_all(store, rank_of(rank), time.monotonic() + 60, "")
     assert sum(store.messages.values()) == 3 * NUM_RANKS + 1  # the last one says that all are there
     assert "all" in store.keys and len(store.keys) == NUM_RANKS + 2

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,10 +93,13 @@ def split_input(files: Sequence[Path], piece_bytes: int = PIECE_BYTES) -> list[t
 
 
 def _begin(hidden: Path, files: Sequence[Path], tokenizer: Tokenizer, text_format: TextFormat) -> None:
-    """Make the folder of parts, or keep the one of an earlier call with the same input."""
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    job = json.dumps([states, tokenizer.hash, tokenizer.eos_id, asdict(text_format), PIECE_BYTES])
-    digest = hashlib.sha256(job.encode()).hexdigest()
+    begin_job(hidden, [states, tokenizer.hash, tokenizer.eos_id, asdict(text_format), PIECE_BYTES])
+
+
+def begin_job(hidden: Path, facts: Sequence[Any]) -> None:
+    """Make the folder of parts, or keep the one of an earlier call with the same input and settings."""
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     mark = hidden / "job"
     try:
         if mark.is_file() and mark.read_text() == digest:

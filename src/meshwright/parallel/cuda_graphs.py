@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.data.microbatch import Microbatch
+from meshwright.ops import torch_foreach as foreach
 from meshwright.parallel.program import SingleProgram, model_arguments
 
 _WARM_UP = 2  # runs before recording: kernels are compiled and tuned, and workspaces allocated
@@ -43,7 +44,7 @@ class GraphedProgram(SingleProgram):
         """Give every parameter its buffer, filled with zeros."""
         if not self._gradients:
             self._allocate_gradients(example)
-        torch._foreach_zero_(list(self._gradients))
+        foreach.zero_(list(self._gradients))
         for parameter, gradient in zip(self._trainable, self._gradients, strict=True):
             parameter.grad = gradient
 
@@ -78,7 +79,7 @@ class GraphedProgram(SingleProgram):
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
             loss = self._add_gradients(inputs)
-        torch._foreach_copy_(list(self._gradients), before)
+        foreach.copy_(list(self._gradients), before)
         return _Graph(graph, inputs, loss)
 
     def _add_gradients(self, microbatch: Microbatch) -> Tensor:
@@ -88,7 +89,7 @@ class GraphedProgram(SingleProgram):
             loss = self._forward(microbatch)
             found = torch.autograd.grad(loss, self._trainable, allow_unused=True)
         pairs = [(buffer, one) for buffer, one in zip(self._gradients, found, strict=True) if one is not None]
-        torch._foreach_add_([buffer for buffer, _ in pairs], [one for _, one in pairs])
+        foreach.add_([buffer for buffer, _ in pairs], [one for _, one in pairs])
         return loss.detach()
 
     def _forward(self, microbatch: Microbatch) -> Tensor:

@@ -78,7 +78,7 @@ def _plain(name: str, option: Any, limit: int) -> st.SearchStrategy[Any]:
     base = get_args(option)[0] if get_args(option) else option
     if name == "zero":
         return st.integers(0, 3)
-    if name == "name":
+    if name in ("name", "destination"):  # texts that are not empty
         return NAMES
     if name.endswith("_timeout_seconds"):
         return st.floats(1, 1e6, allow_nan=False)

@@ -5,7 +5,6 @@ they are joined in order. After a kill, the same command finds the finished unit
 The dataset appears under its name only when it is complete.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from meshwright.data.chat.job import ChatCounts, ChatJob
 from meshwright.data.chat.rows import ChatFiles, Row
 from meshwright.data.chat.targets import ChatEncoder, Encoded
 from meshwright.data.chat.template import TEMPLATE_FILE, ChatTemplate
-from meshwright.data.pack_parts import PIECE_BYTES
+from meshwright.data.pack_parts import PIECE_BYTES, begin_job
 from meshwright.data.sources import WEIGHTS_DTYPE, ChatFacts, Manifest, token_dtype
 from meshwright.data.text_input import Piece
 from meshwright.data.tokenize import HuggingFaceTokenizer
@@ -111,18 +110,7 @@ def _begin(
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(inside)]
     settings = asdict(job) | {"date": str(job.date)}
     facts = [states, chats.split, settings, tokenizer.hash, template.hash if template else None, PIECE_BYTES]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    mark = hidden / "job"
-    try:
-        if mark.is_file() and mark.read_text() == digest:
-            return
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
-        mark.write_text(digest)
-    except OSError as error:
-        fact = f"the dataset cannot be written: {error.strerror or error}"
-        hint = "free disk space, or name another folder with -o"
-        raise DataError(fact, where=str(hidden.parent), hint=hint) from error
+    begin_job(hidden, facts)
 
 
 def _encode_units(
