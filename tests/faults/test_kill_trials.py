@@ -29,38 +29,38 @@ NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
 Launcher = subprocess.Popen[str]
 
 
-def _rank_killed(launcher: Launcher, chance: random.Random) -> set[int]:
-    for rank in chance.sample(ranks_of(launcher), k=1):
+def _rank_killed(launcher: Launcher, rng: random.Random) -> set[int]:
+    for rank in rng.sample(ranks_of(launcher), k=1):
         rank.kill()
     return {4, -9}
 
 
-def _all_killed(launcher: Launcher, chance: random.Random) -> set[int]:
+def _all_killed(launcher: Launcher, rng: random.Random) -> set[int]:
     for rank in ranks_of(launcher):
         rank.kill()
     launcher.kill()
     return {-9}
 
 
-def _orphaned(launcher: Launcher, chance: random.Random) -> set[int]:
+def _orphaned(launcher: Launcher, rng: random.Random) -> set[int]:
     """Only the launcher dies; the next start comes at once."""
     launcher.kill()
     return {-9}
 
 
-def _signalled(launcher: Launcher, chance: random.Random) -> set[int]:
+def _signalled(launcher: Launcher, rng: random.Random) -> set[int]:
     """As a terminal, a scheduler or `timeout` does it: the group, and the launcher again."""
-    number = chance.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
+    number = rng.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
     os.killpg(launcher.pid, number)
     launcher.send_signal(number)
     return {130, -number}
 
 
-def _stopped(launcher: Launcher, chance: random.Random) -> set[int]:
+def _stopped(launcher: Launcher, rng: random.Random) -> set[int]:
     """A rank is stopped: until the timeout, until a signal to the launcher, or for a second."""
-    for rank in chance.sample(ranks_of(launcher), k=1):
+    for rank in rng.sample(ranks_of(launcher), k=1):
         rank.suspend()
-        what = chance.choice(("timeout", "signal", "continue"))
+        what = rng.choice(("timeout", "signal", "continue"))
         if what == "timeout":
             return {4}
         time.sleep(1.0)
@@ -76,13 +76,13 @@ FAULTS: tuple[Callable[[Launcher, random.Random], set[int]], ...] = (
 )
 
 
-def _disturbed(run_dir: Path, seconds: float, chance: random.Random) -> str:
+def _disturbed(run_dir: Path, seconds: float, rng: random.Random) -> str:
     """Start the run, and disturb it after a random time; returns what was done."""
     with start(RUN, run_dir) as launcher:
-        time.sleep(chance.uniform(0.5, seconds))
-        fault = chance.choice(FAULTS)
+        time.sleep(rng.uniform(0.5, seconds))
+        fault = rng.choice(FAULTS)
         try:
-            allowed = fault(launcher, chance)
+            allowed = fault(launcher, rng)
         except (psutil.NoSuchProcess, ProcessLookupError, IndexError, ValueError):
             allowed = set()  # it was done already, or had no ranks yet
         if fault is not _orphaned:
@@ -110,8 +110,8 @@ def undisturbed(tmp_path_factory) -> tuple[Path, float]:
 @pytest.mark.parametrize("trial", range(100))
 def test_a_disturbed_run_equals_the_undisturbed_one(tmp_path, undisturbed, trial):
     whole, seconds = undisturbed
-    chance = random.Random(1000 * SEED + trial)
-    faults = [_disturbed(tmp_path, seconds, chance) for _ in range(chance.randint(1, 3))]
+    rng = random.Random(1000 * SEED + trial)
+    faults = [_disturbed(tmp_path, seconds, rng) for _ in range(rng.randint(1, 3))]
     print(f"trial {trial}: {', '.join(faults)}")
     _finish(tmp_path)
     assert_same_state(tmp_path, whole)

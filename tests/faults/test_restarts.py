@@ -40,7 +40,7 @@ def _run(num_steps: int) -> tuple[str, ...]:
     return (*SMALL, *KILLED, f"schedule.num_steps={num_steps}")
 
 
-def _disturbed(tmp_path, num_steps: int, faults, chance: random.Random):
+def _disturbed(tmp_path, num_steps: int, faults, rng: random.Random):
     """A run with all of these faults, one after the other, at random times; returns the trials."""
     environment = gil_environment(tmp_path)
     run_dir = tmp_path / "disturbed"
@@ -49,8 +49,8 @@ def _disturbed(tmp_path, num_steps: int, faults, chance: random.Random):
             wait_for(lambda: list(run_dir.glob("checkpoints/step-*/manifest.json")), launcher)
             trials = []
             for fault in faults:
-                time.sleep(chance.uniform(0.0, 0.4))
-                trials.append(disturb(launcher, run_dir, fault, chance))
+                time.sleep(rng.uniform(0.0, 0.4))
+                trials.append(disturb(launcher, run_dir, fault, rng))
             printed = finish(launcher)
         finally:
             launcher.kill()
@@ -110,10 +110,10 @@ def test_no_process_is_left_and_a_stop_signal_after_a_restart_saves(tmp_path):
 
 @pytest.mark.soak
 def test_hundreds_of_faults(tmp_path, capfd):
-    chance = random.Random(SEED)
+    rng = random.Random(SEED)
     faults = [*[kill_one] * 400, *[kill_all] * 100, *[stop_one] * 20, *[hold_gil] * 20]
-    chance.shuffle(faults)
-    run_dir, trials = _disturbed(tmp_path, 12_000, faults, chance)
+    rng.shuffle(faults)
+    run_dir, trials = _disturbed(tmp_path, 12_000, faults, rng)
     with capfd.disabled():
         print(f"\n{table(trials)}")
     _assert_undisturbed(tmp_path, run_dir, 12_000)

@@ -28,22 +28,22 @@ def run_on(parallel: ParallelSpec) -> RunSpec:
     )
 
 
-def random_layout(chance: random.Random, max_ranks: int) -> ParallelSpec:
+def random_layout(rng: random.Random, max_ranks: int) -> ParallelSpec:
     """A layout that every rule of a run allows."""
     while True:
-        axes = {name: chance.choice((1, 1, 2, 3)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+        axes = {name: rng.choice((1, 1, 2, 3)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
         shards = axes["dp_shard"] * axes["cp"]
-        zero = chance.randint(1, 3) if shards > 1 else 0
-        ep = chance.choice((1, axes["dp_shard"]))
-        schedule = {"schedule": chance.choice(("1f1b", "gpipe"))} if axes["pp"] > 1 else {}
+        zero = rng.randint(1, 3) if shards > 1 else 0
+        ep = rng.choice((1, axes["dp_shard"]))
+        schedule = {"schedule": rng.choice(("1f1b", "gpipe"))} if axes["pp"] > 1 else {}
         parallel = ParallelSpec.model_validate({**axes, **schedule, "zero": zero, "ep": ep})
         if parallel.num_ranks <= max_ranks and not check(run_on(parallel)):
             return parallel
 
 
 def check_pair(ranks, folder, trial: int, max_ranks: int) -> None:
-    chance = random.Random(1000 * SEED + trial)
-    before, after = random_layout(chance, max_ranks), random_layout(chance, max_ranks)
+    rng = random.Random(1000 * SEED + trial)
+    before, after = random_layout(rng, max_ranks), random_layout(rng, max_ranks)
     print(f"trial {trial}: {before} -> {after}")
     attempt(ranks, run_on(before), folder / "whole")
     attempt(ranks, run_on(before), folder / "parts", stop_after=3)

@@ -48,35 +48,35 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["kind"] == kind]
 
 
-def kill_one(launcher: subprocess.Popen[str], chance: random.Random) -> None:
+def kill_one(launcher: subprocess.Popen[str], rng: random.Random) -> None:
     """kill -9 of a random rank."""
-    chance.choice(ranks_of(launcher)).kill()
+    rng.choice(ranks_of(launcher)).kill()
 
 
-def kill_all(launcher: subprocess.Popen[str], chance: random.Random) -> None:
+def kill_all(launcher: subprocess.Popen[str], rng: random.Random) -> None:
     """kill -9 of all ranks."""
     for rank in ranks_of(launcher):
         rank.kill()
 
 
-def stop_one(launcher: subprocess.Popen[str], chance: random.Random) -> None:
+def stop_one(launcher: subprocess.Popen[str], rng: random.Random) -> None:
     """SIGSTOP of a random rank."""
-    chance.choice(ranks_of(launcher)).suspend()
+    rng.choice(ranks_of(launcher)).suspend()
 
 
-def hold_gil(launcher: subprocess.Popen[str], chance: random.Random) -> None:
+def hold_gil(launcher: subprocess.Popen[str], rng: random.Random) -> None:
     """A random rank holds the GIL for ever."""
-    chance.choice(ranks_of(launcher)).send_signal(GIL_SIGNAL)
+    rng.choice(ranks_of(launcher)).send_signal(GIL_SIGNAL)
 
 
 Fault = Callable[[subprocess.Popen[str], random.Random], None]
 
 
-def disturb(launcher: subprocess.Popen[str], run_dir: Path, fault: Fault, chance: random.Random) -> Trial:
+def disturb(launcher: subprocess.Popen[str], run_dir: Path, fault: Fault, rng: random.Random) -> Trial:
     """Do something to a run that trains, and wait until it trains again."""
     restarts = len(events(run_dir, "restart"))
     disturbed_at = time.time()
-    fault(launcher, chance)
+    fault(launcher, rng)
     wait_for(lambda: len(events(run_dir, "restart")) > restarts, launcher)
     restart = events(run_dir, "restart")[-1]
     wait_for(lambda: _is_training_since(run_dir, restart["time"]), launcher)

@@ -66,9 +66,9 @@ class Account:
 
 def simulate(run: SimulatedRun, *, seed: int) -> Account:
     """Run to the last step, or to the supervisor's end; the same seed gives the same failures."""
-    chance, account, history = random.Random(seed), Account(), History()
+    rng, account, history = random.Random(seed), Account(), History()
     while True:
-        ended, published = _attempt(run, account, history.published_step, chance)
+        ended, published = _attempt(run, account, history.published_step, rng)
         history, action = decide(history, ended, run.policy, published_step=published)
         if isinstance(action, End):
             account.end, account.lost_steps = action, history.lost_steps
@@ -77,13 +77,13 @@ def simulate(run: SimulatedRun, *, seed: int) -> Account:
 
 
 def _attempt(
-    run: SimulatedRun, account: Account, first_step: int, chance: random.Random
+    run: SimulatedRun, account: Account, first_step: int, rng: random.Random
 ) -> tuple[AttemptEnd, int]:
     """One start of the ranks: how it ended, and the step of the newest checkpoint then."""
-    left = chance.expovariate(1.0 / run.mean_seconds_between_failures)
+    left = rng.expovariate(1.0 / run.mean_seconds_between_failures)
     if left < run.restart_seconds:
         account.restart += left
-        return _failure(run, account, None, chance), first_step
+        return _failure(run, account, None, rng), first_step
     account.restart += run.restart_seconds
     left -= run.restart_seconds
     per_step = run.step_seconds + run.checkpoint_stall_seconds / run.checkpoint_every_steps
@@ -96,11 +96,11 @@ def _attempt(
     if reached == run.num_steps:
         return AttemptEnd("done", 0, reached_step=reached), saved
     account.lost += (reached - saved) * per_step
-    return _failure(run, account, reached, chance), saved
+    return _failure(run, account, reached, rng), saved
 
 
-def _failure(run: SimulatedRun, account: Account, reached: int | None, chance: random.Random) -> AttemptEnd:
-    cause: Cause = "hang" if chance.random() < run.hang_share else "killed"
+def _failure(run: SimulatedRun, account: Account, reached: int | None, rng: random.Random) -> AttemptEnd:
+    cause: Cause = "hang" if rng.random() < run.hang_share else "killed"
     account.failures += 1
     account.detect += run.hang_seconds if cause == "hang" else run.detect_seconds
     return AttemptEnd(cause, EXIT_RUN_FAILED, f"simulated: {cause}", reached)

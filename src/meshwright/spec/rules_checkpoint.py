@@ -10,7 +10,7 @@ _OF_INTERVAL = ("asynchronous", "keep_every_steps", "keep_every_epochs", "keep_b
 
 
 def checkpoints_have_an_interval(run: RunSpec) -> Violations:
-    """Settings about checkpoints on the way need `checkpoint.every_steps`."""
+    """Settings about checkpoints during training need `checkpoint.every_steps`."""
     spec = run.checkpoint
     if spec.every_steps is not None:
         return

@@ -353,7 +353,7 @@ CONDITIONS: list[Condition] = [
 
 
 def rollback_has_checkpoints(run: RunSpec) -> Violations:
-    """A rollback needs checkpoints on the way."""
+    """A rollback needs checkpoints during training."""
     if run.resilience.bad_steps.action == "rollback" and run.checkpoint.every_steps is None:
         fact = "bad_steps.action=rollback without checkpoints to go back to"
         hint = "set checkpoint.every_steps, or bad_steps.action=skip"

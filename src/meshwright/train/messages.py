@@ -74,7 +74,7 @@ def interrupted(state: TrainState, num_steps: int) -> str:
 
 
 def save_failed(step: int, error: CheckpointError) -> str:
-    """A save on the way that failed."""
+    """A save during training that failed."""
     return f"checkpoint at step {step} failed, training continues and tries again: {error.fact}"
 
 

@@ -275,7 +275,7 @@ class Recorder:
         self._meter.restart_clock(state)
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Start a save on the way; a save that fails is printed and does not end training."""
+        """Start a save during training; a save that fails is printed and does not end training."""
         self._heartbeat.enter("save", state.step)
         for outcome in checkpoints.start_save(state):
             self._record_save(outcome)
