@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.live_runs import wait_for
 from tests.support.run_files import train_run_file, write_run_file
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -68,6 +69,8 @@ def test_a_directory_lost_under_a_run_is_a_failure(
     file, directory = write_run_file(tmp_path / "run.yaml", **SAVING), tmp_path / "run"
 
     def lose() -> None:
+        # The save of step 1 is written in the background: it may be in flight after step 2.
+        wait_for(lambda: complete_checkpoints(directory / "checkpoints"))
         if loss == "deleted":
             shutil.rmtree(directory)
         else:
