@@ -39,6 +39,8 @@ if find_spec("triton") is not None:  # comes with torch for CUDA
 # Bytes of logits at a time: large enough that accumulating dW is cheap beside the matmuls, small beside
 # activations.
 CHUNK_BYTES = 2**30
+# A frozen head accumulates no dW, so its chunks can be smaller: 1,024 tokens of a vocabulary of 128K.
+FROZEN_CHUNK_BYTES = 2**28
 # The vocabulary is padded with zeros to a multiple of this: unaligned rows make every matmul on the logits
 # slow.
 ALIGNED_VOCABULARY = 64
@@ -55,7 +57,7 @@ def linear_cross_entropy(
     *,
     group: ProcessGroup | None = None,
     kernels: RowKernels | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     num_counted: int | None = None,
 ) -> Tensor:
     """Sum over B and S of weight x (-log softmax(x W^T)[target]): a scalar, float32 or float64.
@@ -73,7 +75,7 @@ def linear_cross_entropy(
         compute_dtype(x_BSD),
         group,
         kernels or choose_row_kernels(x_BSD),
-        chunk_bytes,
+        chunk_bytes or (CHUNK_BYTES if weight_VD.requires_grad else FROZEN_CHUNK_BYTES),
         torch.is_grad_enabled(),
     )
     return _LinearCrossEntropy.apply(x_TD, weight_VD, targets_T, weights_T, settings)  # pyright: ignore[reportReturnType]
