@@ -68,7 +68,8 @@ def _images(folder: str) -> Callable[[int], Any]:
 
     def read(number: int) -> torch.Tensor:
         ids = order.sample_ids(64 * number, 64).tolist()
-        return torch.stack([torch.from_numpy(decode_image(source.record(one)["jpg"])) for one in ids])
+        contents: list[Any] = [source.record(one)["jpg"] for one in ids]
+        return torch.stack([torch.from_numpy(decode_image(one)) for one in contents])
 
     return read
 

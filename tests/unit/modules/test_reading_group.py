@@ -24,7 +24,7 @@ from meshwright.modules.sample_reads import few_records
 from meshwright.observe.metrics import read_metrics
 from meshwright.rehearse.rank_pool import this_world
 from meshwright.spec import ParallelSpec
-from meshwright.spec.modules import FitSpec, SamplesSpec
+from meshwright.spec.modules import FitSpec, Readers, SamplesSpec
 from meshwright.spec.rules_modules import require_valid_module
 
 LAYOUTS = {
@@ -182,7 +182,7 @@ def test_the_choice_is_measured_and_the_same_on_all_ranks(ranks: Any) -> None:
     assert ranks.run(chosen, 4, 0.0) == [(False, True)] * 4
 
 
-def fit_chain(directory: str, readers: str) -> list[float]:
+def fit_chain(directory: str, readers: Readers) -> list[Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     points = TensorDataset(torch.arange(64.0, dtype=torch.float64).reshape(32, 2) / 64, torch.arange(32.0))
