@@ -499,6 +499,13 @@ BUGS = [
         "tests/unit/adapters/test_attach.py::test_dropout_is_on_the_input_of_a",
     ),
     Bug(
+        "the scale of a base in fp8 from the amax of a rank's shard",
+        "checkpoint/fp8_base.py",
+        "dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=shard.mesh.get_group(axis))",
+        "amax = amax.clone()",
+        "tests/resume/test_adapters.py::test_a_base_in_fp8_is_cast_while_it_is_read",
+    ),
+    Bug(
         "a Function that is compiled ends in a cast",
         "ops/gelu.py",
         "return cast(x32 * twice_u.sigmoid(), x.dtype)",
