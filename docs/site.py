@@ -46,7 +46,9 @@ def build_site(folder: Path) -> Path:
 def copy_sources(source: Path) -> None:
     """Copy every page and every file that a page links to."""
     shutil.rmtree(source, ignore_errors=True)
-    waiting = [path for path in sorted(DOCS.rglob("*")) if path.suffix in (".md", ".svg", ".png", ".js")]
+    waiting = [
+        path for path in sorted(DOCS.rglob("*")) if path.suffix in (".md", ".svg", ".png", ".js", ".css")
+    ]
     copied: set[Path] = set()
     while waiting:
         path = waiting.pop()
@@ -81,15 +83,16 @@ def linked(page: Path) -> list[Path]:
 
 def navigation() -> list[object]:
     """Sections with their pages, in the order of docs/README.md; pages that it does not name come last."""
-    index = [link["path"] for link in LINK.finditer((DOCS / "README.md").read_text())]
+    all_pages = (DOCS / "README.md").read_text().split("## All pages")[1]
+    index = [link["path"] for link in LINK.finditer(all_pages)]
     sections: list[object] = ["README.md", "start.md"]
     for title, folder in SECTIONS.items():
         pages = [str(path.relative_to(DOCS)) for path in sorted((DOCS / folder).glob("*.md"))]
         pages.sort(
             key=lambda page: (index.index(page) if page in index else len(index), "README" not in page)
         )
-        sections.append({title: pages})
-    return [*sections, "notation.md", "policy.md"]
+        sections.append({title: [*pages, "notation.md", "policy.md"] if folder == "reference" else pages})
+    return sections
 
 
 if __name__ == "__main__":
