@@ -1,5 +1,6 @@
 """`meshwright data`: tokenize, index, inspect and verify datasets. Needs no torch."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,7 @@ from meshwright.cli.data_text import (
     print_histogram,
     print_json,
     print_table,
+    progress_bar,
     token_counts,
 )
 from meshwright.cli.main import new_app
