@@ -4,6 +4,7 @@ A row takes 2 bytes per token for most vocabularies, 1 for which targets count (
 separate documents, 4 for positions. The host keeps where documents begin.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -31,13 +32,18 @@ class RowTensors(NamedTuple):
     positions_BS: Tensor | None
     """Positions, int32; None where each row counts from 0 to S - 1."""
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> "RowTensors":
+        """The rows with `change` applied to every tensor."""
+        positions = None if self.positions_BS is None else change(self.positions_BS)
+        return RowTensors(change(self.window_BW), change(self.weights_BS), positions)
+
     def to(self, device: torch.device) -> "RowTensors":
         """The same rows on a device; copies from pinned memory are asynchronous."""
-        return RowTensors(*(None if one is None else one.to(device, non_blocking=True) for one in self))
+        return self.each(lambda one: one.to(device, non_blocking=True))
 
     def pinned(self) -> "RowTensors":
         """The same rows in pinned memory."""
-        return RowTensors(*(None if one is None else one.pin_memory() for one in self))
+        return self.each(Tensor.pin_memory)
 
 
 class HostRows(NamedTuple):
@@ -86,8 +92,12 @@ class DeviceRows:
         size = max(1, _CHUNK_TOKENS // samples.sequence_length)
         ids = np.append(np.arange(len(samples), dtype=np.int64), PADDING)
         chunks = [_read(stream, ids[start : start + size], device) for start in range(0, len(ids), size)]
-        parts = zip(*(tensors for tensors, _ in chunks), strict=True)
-        self._rows = RowTensors(*(None if part[0] is None else torch.cat(part) for part in parts))
+        positions = [one.positions_BS for one, _ in chunks if one.positions_BS is not None]
+        self._rows = RowTensors(
+            torch.cat([one.window_BW for one, _ in chunks]),
+            torch.cat([one.weights_BS for one, _ in chunks]),
+            torch.cat(positions) if positions else None,
+        )
         documents = [one.documents_BS for _, one in chunks if one.documents_BS is not None]
         self._documents = np.concatenate(documents) if documents else None
         self._num_targets = np.concatenate([one.num_targets_B for _, one in chunks])
@@ -102,7 +112,7 @@ class DeviceRows:
     def take(self, ids_B: Tensor) -> RowTensors:
         """These rows, gathered on the device; PADDING, -1, is the last one."""
         places = torch.where(ids_B < 0, len(self._num_targets) - 1, ids_B)
-        return RowTensors(*(None if one is None else one.index_select(0, places) for one in self._rows))
+        return self._rows.each(lambda one: one.index_select(0, places))
 
 
 def _read(stream: Stream, ids: NDArray[np.int64], device: torch.device) -> tuple[RowTensors, HostRows]:
