@@ -7,7 +7,7 @@ import re
 
 MATMUL, ATTENTION, NORM, ELEMENTWISE = "matmul", "attention", "normalisation", "element-wise"
 OPTIMIZER, COMMUNICATION, COPY, OTHER = "optimizer", "communication", "copy", "other"
-CLASSES = (MATMUL, ATTENTION, NORM, ELEMENTWISE, OPTIMIZER, COMMUNICATION, COPY, OTHER)
+CLASSES: tuple[str, ...] = (MATMUL, ATTENTION, NORM, ELEMENTWISE, OPTIMIZER, COMMUNICATION, COPY, OTHER)
 TITLES = {
     MATMUL: "matmul (tensor contraction)",
     ATTENTION: "attention",
