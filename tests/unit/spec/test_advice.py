@@ -66,7 +66,8 @@ def test_every_advisor_has_a_case():
 
 
 def test_fewer_microbatches_than_pipeline_ranks_are_one_note() -> None:
-    run = parse_run(VALID["dense"], ["parallel.pp=8", "data.batch_sequences=4"]).require_valid()
+    few = ["parallel.pp=8", "parallel.schedule=gpipe", "data.batch_sequences=4"]
+    run = parse_run(VALID["dense"], few).require_valid()
     (note,) = [one for one in advise(run) if one.where == "parallel.pp"]
     assert "175% of the work" in note.fact and "fewer than pipeline ranks" in note.fact
     assert note.hint.startswith("raise data.batch_sequences to 8 or more")

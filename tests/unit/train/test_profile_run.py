@@ -26,6 +26,7 @@ def test_a_pipeline_is_drawn_beside_its_schedule(
 ) -> None:
     parallel = ParallelSpec(pp=2, schedule=schedule, virtual_stages=virtual_stages)
     run = tiny_run(parallel=parallel)
+    run = run.with_(model=run.model.with_(num_layers=4))
     document, other = ranks.run(profile_here, 2, run, tmp_path)
     assert document is not None and other is None
     assert [row["rank"] for row in document["ranks"]] == [0, 1]

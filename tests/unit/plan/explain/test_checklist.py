@@ -22,7 +22,7 @@ CASES = {
     "matmuls_use_tensor_cores": (
         "llama-3.2-1b-1gpu",
         [],
-        ["device=auto", "precision.compute=fp32", "precision.weights=fp32", "precision.gradients=fp32"],
+        ["device=auto", *(f"precision.{key}=fp32" for key in ("compute", "weights", "gradients")), *SMALL],
         "h100:1",
         "precision.compute=tf32",
     ),
