@@ -74,7 +74,7 @@ def test_the_search_works_from_a_folder(first_page: Path):
         results = page.locator(".md-search-result__item")
         for _ in range(120):  # what is typed before the index is loaded finds nothing
             page.locator("input.md-search__input").fill("")
-            page.locator("input.md-search__input").fill("reduce-scatter")
+            page.locator("input.md-search__input").press_sequentially("reduce-scatter")  # it listens to keys
             page.wait_for_timeout(500)
             if results.count():
                 break
