@@ -1,7 +1,6 @@
 """Types of the keywords of `fit` and `prepare`, for type checkers.
 
-One TypedDict per nested spec, and one per function with the fields of its spec and the fields of nested specs
-that have a unique name. A test compares them with the specs, field by field.
+One TypedDict per nested spec, and one per function, with the fields of nested specs that have a unique name.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Literal, Required, TypedDict
 from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
-from meshwright.spec.modules import DeviceKind, SamplesSpec
+from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
 from meshwright.spec.observe import EvaluateSpec, NoiseScaleSpec, ObserveSpec
 from meshwright.spec.optim import (
     DecayedParameters,
@@ -32,7 +31,7 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
-from meshwright.spec.resilience import BadStepAction, BadStepSpec, ResilienceSpec, RestartSpec
+from meshwright.spec.resilience import BadStepAction, BadStepSpec, ElasticSpec, ResilienceSpec, RestartSpec
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -174,6 +173,7 @@ class SamplesSettings(TypedDict, total=False):
     max_epochs: int | None
     num_workers: int | Literal["auto"]
     on_device: bool
+    readers: Readers
     sample_tokens: int
 
 
@@ -205,6 +205,16 @@ class RestartSettings(TypedDict, total=False):
     max_cycles_without_progress: int
     backoff_seconds: float
     max_backoff_seconds: float
+    single_rank: bool
+
+
+class ElasticSettings(TypedDict, total=False):
+    """Fields of `ElasticSpec`."""
+
+    min_ranks: int
+    spare_ranks: int
+    failures_per_device: int
+    return_seconds: float
 
 
 class BadStepSettings(TypedDict, total=False):
@@ -220,9 +230,12 @@ class ResilienceSettings(TypedDict, total=False):
 
     step_timeout_seconds: float
     start_timeout_seconds: float
+    evaluate_timeout_seconds: float | None
+    save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
     restart: RestartSpec | RestartSettings
+    elastic: ElasticSpec | ElasticSettings | None
     bad_steps: BadStepSpec | BadStepSettings
 
 
@@ -369,19 +382,28 @@ class FitSettings(ModuleSettings, total=False):
     max_epochs: int | None
     num_workers: int | Literal["auto"]
     on_device: bool
+    readers: Readers
     sample_tokens: int
     tensorboard: bool
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float
+    evaluate_timeout_seconds: float | None
+    save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
     restart: RestartSpec | RestartSettings
+    elastic: ElasticSpec | ElasticSettings | None
     max_restarts: int
     max_cycles_without_progress: int
     backoff_seconds: float
     max_backoff_seconds: float
+    single_rank: bool
+    min_ranks: int
+    spare_ranks: int
+    failures_per_device: int
+    return_seconds: float
     bad_steps: BadStepSpec | BadStepSettings
     action: BadStepAction
     spike_factor: float | None
@@ -393,6 +415,7 @@ class LoopSettings(ModuleSettings, total=False):
 
     accumulation: int
     optim: OptimSpec | OptimSettings | None
+    readers: Readers
     schedule: Schedule
     every_steps: int | None
     kind: OptimizerKind

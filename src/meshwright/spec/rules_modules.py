@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec.modules import FitSpec, LoopSpec, ModuleSpec
-from meshwright.spec.resilience import RestartSpec
+from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.rules_checkpoint import (
     best_checkpoints_are_evaluated,
     checkpoints_have_an_interval,
@@ -84,10 +84,12 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
     fields = type(spec).model_fields
     known = [one for one in CONDITIONS if one.key.split(".")[0] in fields and not _is_run_only(one.key)]
     yield from without_effect(cast(RunSpec, spec), known)
-    if isinstance(spec, FitSpec) and spec.resilience.restart != RestartSpec():
-        fact = "resilience.restart is set, and only `meshwright train` restarts ranks"
-        hint = "remove it; torchrun --max-restarts restarts a script, which resumes by itself"
-        yield SpecError(fact, where="resilience.restart", hint=hint)
+    resilience = spec.resilience if isinstance(spec, FitSpec) else ResilienceSpec()
+    for name in ("restart", "elastic"):
+        if getattr(resilience, name) != getattr(ResilienceSpec(), name):
+            fact = f"resilience.{name} is set, and only `meshwright train` restarts ranks"
+            hint = "remove it; torchrun --max-restarts restarts a script, which resumes by itself"
+            yield SpecError(fact, where=f"resilience.{name}", hint=hint)
     if spec.checkpoint.start_from is not None:
         fact = "checkpoint.start_from reads weights of built-in families only"
         hint = "load the weights into the module before you pass it"
@@ -155,6 +157,13 @@ def samples_fill_schedule(spec: FitSpec) -> Violations:
         yield SpecError(fact, where="data.batch_samples", hint=f"use data.batch_samples={smallest} or more")
 
 
+def samples_on_device_are_read_by_all(spec: FitSpec) -> Violations:
+    """Samples that stay on the device are read once at the start, by each rank."""
+    if spec.data.on_device and spec.data.readers == "one":
+        fact = "readers=one with on_device: every rank reads all samples at the start"
+        yield SpecError(fact, where="data.readers", hint="leave readers out, or on_device")
+
+
 def noise_scale_needs_loss_weights(spec: FitSpec) -> Violations:
     """The noise scale masks a part of a batch by loss weights, which only built-in families have."""
     if spec.observe.noise_scale is not None:
@@ -203,7 +212,12 @@ MODULE_RULES = [
     tp_and_cp_are_plain,
     module_settings_have_effect,
 ]
-FIT_RULES = [samples_are_split_evenly, samples_fill_schedule, noise_scale_needs_loss_weights]
+FIT_RULES = [
+    samples_are_split_evenly,
+    samples_fill_schedule,
+    samples_on_device_are_read_by_all,
+    noise_scale_needs_loss_weights,
+]
 LOOP_RULES = [
     loop_calls_full_module,
     offloaded_optimizer_is_built_in,

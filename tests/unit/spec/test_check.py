@@ -122,7 +122,20 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
         ],
     ),
-    "nf4_fits_other_settings": (
+    "fp8_base_computes_in_bf16": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: fp8}", "precision.compute=bf16"],
+        [["adapter={rank: 4, alpha: 8, base: fp8}"]],
+    ),
+    "fp8_base_divides_widths": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: fp8}", "precision.compute=bf16"],
+        [
+            ["adapter={rank: 4, alpha: 8, base: fp8}", "model.mlp.width=72"],
+            ["adapter={rank: 4, alpha: 8, base: fp8}", "model.mlp.width=80", "parallel.tp=2"],
+        ],
+    ),
+    "packed_base_fits_other_settings": (
         "dense",
         ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
         [
@@ -131,6 +144,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
                 "model.moe={num_experts: 4, top_k: 1, width: 64}",
             ],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
+            ["adapter={rank: 4, alpha: 8, base: fp8}", "precision.fp8={recipe: current}"],
+            ["adapter={rank: 4, alpha: 8, base: fp8}", "memory.offload=[parameters]"],
         ],
     ),
     "trained_patterns_exist": (
@@ -478,6 +493,17 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["resilience.bad_steps.action=rollback", "checkpoint.every_steps=2"],
         [["resilience.bad_steps.action=rollback"]],
     ),
+    "elastic_ranks_can_change": (
+        "dense",
+        ["parallel.dp_replicate=4", "resilience.elastic.min_ranks=2"],
+        [
+            ["parallel.dp_replicate=4", "resilience.elastic.min_ranks=5"],
+            [
+                *("parallel.dp_replicate=4", "resilience.elastic.min_ranks=2"),
+                "resilience.restart.max_restarts=0",
+            ],
+        ],
+    ),
     "settings_have_effect": (
         "dense",
         ["optim.kind=sgd"],
@@ -506,12 +532,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.weight_decay=0", "optim.weight_decay_on=all"],
             ["resilience.step_timeout_seconds=60"],
             ["resilience.start_timeout_seconds=60"],
+            ["resilience.evaluate_timeout_seconds=60"],
+            ["resilience.save_timeout_seconds=60"],
             ["resilience.hang_factor=5"],
             ["resilience.compare_replicas_every_steps=5"],
             ["resilience.restart.max_restarts=0"],
             ["resilience.restart.max_cycles_without_progress=5"],
             ["resilience.restart.backoff_seconds=5"],
             ["resilience.restart.max_backoff_seconds=5"],
+            ["parallel.dp_replicate=2", "resilience.restart.single_rank=true"],
             ["resilience.bad_steps.spike_factor=5"],
             ["resilience.bad_steps.max_in_a_row=2"],
             ["schedule.decay_steps=5"],
