@@ -102,9 +102,7 @@ def read_stored(folder: Path, facts: Facts) -> Table:
     path = folder / STORED_FILE
     found = stored_difference(folder, facts)
     if found is not None:
-        hint = (
-            "compute them with `meshwright data logprobs RUN.yaml`, or set preference.reference=start"
-        )
+        hint = "compute them with `meshwright data logprobs RUN.yaml`, or set preference.reference=start"
         raise DataError(found, where=str(path), hint=hint)
     return np.load(path, allow_pickle=False)
 
