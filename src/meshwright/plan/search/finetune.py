@@ -73,7 +73,7 @@ def _longest(question: Question, *, offloads: bool) -> int:
         middle = (fits + too_long) // 2
         is_fitting = _fits(question, power * middle // CONTEXT_STEPS, offloads=offloads)
         fits, too_long = (middle, too_long) if is_fitting else (fits, middle)
-    return power * fits // CONTEXT_STEPS
+    return min(limit, power * fits // CONTEXT_STEPS)
 
 
 def _fits(question: Question, length: int, *, offloads: bool) -> bool:
