@@ -31,7 +31,7 @@ def mortal():
 
 
 def _run() -> RunSpec:
-    local = LocalSpec(every_steps=1, node_directory="$NODE_DISK", neighbour_copy=True)
+    local = LocalSpec(save_every_steps=1, node_directory="$NODE_DISK", neighbour_copy=True)
     return tiny_run(
         "gqa",
         parallel=ParallelSpec(dp_shard=2, zero=1),

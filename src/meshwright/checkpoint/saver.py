@@ -178,7 +178,7 @@ class Saver:
         return self._is_retry_due or (every is not None and step % every == 0)
 
     def _is_for_nodes(self, step: int) -> bool:
-        return self._spec.local is not None and step % self._spec.local.every_steps == 0
+        return self._spec.local is not None and step % self._spec.local.save_every_steps == 0
 
     def _has_room(self, mine: Mapping[str, Tensor]) -> bool:
         return self._spec.asynchronous and on_all_ranks_alike(here=self._snapshot.reserve(mine))

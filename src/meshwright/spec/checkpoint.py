@@ -24,7 +24,7 @@ class UploadSpec(Spec):
 class LocalSpec(Spec):
     """Checkpoints on the nodes themselves, for restarts; they are deleted when the run ends."""
 
-    every_steps: Positive
+    save_every_steps: Positive
     """Steps between local checkpoints; `checkpoint.every_steps` is a multiple of it."""
     node_directory: str = Field(default="/dev/shm", min_length=1)
     """A folder of each node: /dev/shm is host memory, others are local disks. Variables such as

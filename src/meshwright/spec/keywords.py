@@ -110,7 +110,7 @@ class UploadSettings(TypedDict, total=False):
 class LocalSettings(TypedDict, total=False):
     """Fields of `LocalSpec`."""
 
-    every_steps: int
+    save_every_steps: int
     node_directory: str
     neighbour_copy: bool
 
@@ -351,6 +351,7 @@ class ModuleSettings(TypedDict, total=False):
     keep_every_epochs: int | None
     keep_best: int | None
     local: LocalSpec | LocalSettings | None
+    save_every_steps: int
     node_directory: str
     neighbour_copy: bool
     upload: UploadSpec | UploadSettings | None

@@ -45,16 +45,16 @@ def uploaded_steps_are_saved(run: RunSpec) -> Violations:
 
 
 def local_checkpoints_are_more_frequent(run: RunSpec) -> Violations:
-    """`checkpoint.every_steps` is a multiple of `checkpoint.local.every_steps`, at least 2 times."""
+    """`checkpoint.every_steps` is a multiple of `checkpoint.local.save_every_steps`, at least 2 times."""
     every, local = run.checkpoint.every_steps, run.checkpoint.local
     if local is None:
         return
-    where = "checkpoint.local.every_steps"
+    where = "checkpoint.local.save_every_steps"
     if every is None:
         fact = "checkpoint.local alone: local checkpoints are lost with their machines"
         yield SpecError(fact, where=where, hint="set checkpoint.every_steps as well")
-    elif every % local.every_steps or every == local.every_steps:
-        fact = f"local.every_steps={local.every_steps}, and checkpoint.every_steps is {every}"
+    elif every % local.save_every_steps or every == local.save_every_steps:
+        fact = f"local.save_every_steps={local.save_every_steps}, and checkpoint.every_steps is {every}"
         hint = f"use a smaller number that divides {every}: local checkpoints fill the steps between"
         yield SpecError(fact, where=where, hint=hint)
 

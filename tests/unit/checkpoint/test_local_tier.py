@@ -32,7 +32,7 @@ def _tier(place: Path, *, replicate: bool = True) -> LocalTier:
     for folder in (disk, place / "run"):
         folder.mkdir(exist_ok=True, parents=True)
     return LocalTier(
-        LocalSpec(every_steps=1, node_directory=str(disk), neighbour_copy=replicate), place / "run"
+        LocalSpec(save_every_steps=1, node_directory=str(disk), neighbour_copy=replicate), place / "run"
     )
 
 
@@ -111,12 +111,16 @@ def _restore_on_one_node(place: Path) -> tuple[list[str], list[str], bool]:
 
 def test_without_copies_a_lost_disk_leaves_nothing_complete(ranks: Any, tmp_path: Path) -> None:
     ranks.run(_save, 4, tmp_path, 3, 1.0, False)
-    assert all(same for _, _, same in ranks.run(_restore_without_copies, 4, tmp_path))
     shutil.rmtree(_folder(tmp_path, 0))
     assert ranks.run(_restore_without_copies, 4, tmp_path)[0][0] == []
 
 
 _restore_without_copies = _restore_on_one_node
+
+
+def test_without_copies_nodes_get_the_files_that_they_lack(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(_save, 4, tmp_path, 3, 1.0, False)
+    assert all(same for _, _, same in ranks.run(_restore_without_copies, 4, tmp_path))
 
 
 def test_nodes_with_different_saves_of_a_step_are_not_mixed(ranks: Any, tmp_path: Path) -> None:
@@ -154,7 +158,8 @@ def test_a_new_run_directory_does_not_see_the_old_ones(ranks: Any, tmp_path: Pat
 def _refused(directory: str, replicate: bool) -> str:
     with pytest.raises(CheckpointError) as caught:
         LocalTier(
-            LocalSpec(every_steps=1, node_directory=directory, neighbour_copy=replicate), Path("/nowhere")
+            LocalSpec(save_every_steps=1, node_directory=directory, neighbour_copy=replicate),
+            Path("/nowhere"),
         )
     return caught.value.fact
 

@@ -575,11 +575,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     ),
     "local_checkpoints_are_more_frequent": (
         "dense",
-        ["checkpoint.every_steps=10", "checkpoint.local={every_steps: 5}"],
+        ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 5}"],
         [
-            ["checkpoint.every_steps=10", "checkpoint.local={every_steps: 4}"],
-            ["checkpoint.every_steps=10", "checkpoint.local={every_steps: 10}"],
-            ["checkpoint.local={every_steps: 5}"],
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 4}"],
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 10}"],
+            ["checkpoint.local={save_every_steps: 5}"],
         ],
     ),
     "best_checkpoints_are_evaluated": (
