@@ -156,11 +156,9 @@ def test_a_new_run_directory_does_not_see_the_old_ones(ranks: Any, tmp_path: Pat
 
 
 def _refused(directory: str, replicate: bool) -> str:
+    spec = LocalSpec(save_every_steps=1, node_directory=directory, neighbour_copy=replicate)
     with pytest.raises(CheckpointError) as caught:
-        LocalTier(
-            LocalSpec(save_every_steps=1, node_directory=directory, neighbour_copy=replicate),
-            Path("/nowhere"),
-        )
+        LocalTier(spec, Path("/nowhere"))
     return caught.value.fact
 
 
