@@ -12,7 +12,8 @@ that was deleted are never used.
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ class LocalTier:
         if self._nodes.is_leader:
             for older in complete_checkpoints(self.root):
                 if older != folder:
-                    delete_checkpoint(older)
+                    with suppress(OSError):  # what is not deleted now is deleted later
+                        delete_checkpoint(older)
         if dist.get_rank() == 0:
             write_marker(self._run_root, {"id": self._id, "step": step})
         return folder
@@ -109,20 +111,26 @@ class LocalTier:
         """Give manifest and index of a complete checkpoint to the nodes without them; returns the folder."""
         having = self._with_manifest[name]
         source = self._nodes.leader(having[0])
-        texts: list[Any] = [None]
+        texts: list[Any] = [{}]
         if dist.get_rank() == source:
-            texts = [{file: (self.root / name / file).read_bytes() for file in (INDEX, MANIFEST)}]
+            with suppress(OSError):
+                texts = [{file: (self.root / name / file).read_bytes() for file in (INDEX, MANIFEST)}]
         dist.broadcast_object_list(texts, src=source)
-        if self._nodes.is_leader and self._nodes.node not in having:
-            self.root.mkdir(mode=0o700, exist_ok=True)
-            partial = self.root / f"{PARTIAL}{name}"
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            for file, content in texts[0].items():
-                (partial / file).write_bytes(content)
-            publish_folder(partial, self.root / name)
-        dist.barrier()
+        if not texts[0]:
+            raise CheckpointError(f"{name} cannot be read on node {having[0]}", where=_WHERE)
+        lacks = self._nodes.is_leader and self._nodes.node not in having
+        on_all_ranks(lambda: _as_our_error(lambda: self._write_index(name, texts[0])) if lacks else None)
         return self.root / name
+
+    def _write_index(self, name: str, texts: Mapping[str, bytes]) -> None:
+        """Publish a folder with manifest and index, without shard files."""
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        partial = self.root / f"{PARTIAL}{name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        for file, content in texts.items():
+            (partial / file).write_bytes(content)
+        publish_folder(partial, self.root / name)
 
     def fetch_files(self, name: str, needed: set[str]) -> None:
         """Copy the files that this rank needs, and its node does not have, from a node that has them."""
@@ -195,7 +203,7 @@ def _has_size(path: Path, num_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == num_bytes
 
 
-def _as_our_error(action: Any) -> None:
+def _as_our_error(action: Callable[[], None]) -> None:
     try:
         action()
     except OSError as error:
