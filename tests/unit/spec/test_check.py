@@ -120,6 +120,10 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["adapter={rank: 4, alpha: 8, base: nf4}", "model.mlp.width=96"],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "model.moe={num_experts: 4, top_k: 1, width: 96}",
+            ],
         ],
     ),
     "fp8_base_computes_in_bf16": (
@@ -140,7 +144,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
         [
             [
-                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "adapter={rank: 4, alpha: 8, base: fp8}",
                 "model.moe={num_experts: 4, top_k: 1, width: 64}",
             ],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
