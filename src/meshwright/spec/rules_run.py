@@ -321,6 +321,9 @@ CONDITIONS: list[Condition] = [
         for name in ("max_cycles_without_progress", "backoff_seconds", "max_backoff_seconds")
     ),
     Condition(
+        "resilience.straggler_factor", lambda run: run.parallel.num_ranks > 1, "there are several ranks"
+    ),
+    Condition(
         "resilience.restart.single_rank", lambda run: run.parallel.num_ranks == 1, "the run has one rank"
     ),
     Condition(

@@ -519,6 +519,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["resilience.evaluate_timeout_seconds=60"],
             ["resilience.save_timeout_seconds=60"],
             ["resilience.hang_factor=5"],
+            ["resilience.straggler_factor=2"],
             ["resilience.compare_replicas_every_steps=5"],
             ["resilience.restart.max_restarts=0"],
             ["resilience.restart.max_cycles_without_progress=5"],
