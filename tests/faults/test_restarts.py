@@ -30,7 +30,7 @@ from meshwright.observe.metrics import read_metrics
 
 SEED = int(os.environ.get("MESHWRIGHT_TEST_SEED", "1"))
 TIMEOUT = 3
-NUM_STEPS = 600
+NUM_STEPS = 1000
 # Starts without progress are no fault of a run that is killed every second.
 KILLED = (
     *(f"resilience.step_timeout_seconds={TIMEOUT}", "resilience.restart.max_cycles_without_progress=1000"),
@@ -136,7 +136,7 @@ def test_hundreds_of_faults(tmp_path, capfd):
     counts = {kill_one: 0.4, kill_all: 0.1, stop_one: 0.04, hold_gil: 0.04}
     faults = [fault for fault, share in counts.items() for _ in range(round(share * num_trials))]
     rng.shuffle(faults)
-    num_steps, num_kills = 24 * num_trials, num_trials - len(faults)
+    num_steps, num_kills = 40 * num_trials, num_trials - len(faults)
     run_dir, trials = _disturbed(tmp_path, num_steps, faults, rng, num_kills=num_kills)
     with capfd.disabled():
         print(f"\n{table(trials)}")

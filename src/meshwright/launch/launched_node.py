@@ -61,7 +61,7 @@ class LaunchedNode:
             "LOCAL_WORLD_SIZE": str(num_here),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            WORLD_NUMBER: str(self.world),
+            **({WORLD_NUMBER: str(self.world)} if self.world else {}),
         }
 
 

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Member:
     hostname: str
     address: str
     """Where rank 0 listens if this node has it."""
+    ready_for: int = 0
+    """The world that this node may start, or has started: it has no ranks of an earlier one."""
     ended_in: int | None = None
     """The world in which this node has ended the run; None while it goes on."""
     code: int = 0
@@ -83,7 +85,7 @@ class NodeMembers:
     def _look(self) -> None:
         self._looked_at = self._clock()
         with suppress(OSError):  # a file system that is gone ends the run elsewhere
-            self._own = Member(**asdict(self._own) | {"beat": self._own.beat + 1})
+            self._own = replace(self._own, beat=self._own.beat + 1)
             self._write(f"member-{self._own.node}.json", self._own)
         for node in range(self._num_nodes):
             self._look_at(node)
@@ -131,6 +133,19 @@ class NodeMembers:
         """Where rank 0 listens if it is on this node."""
         return self._own.address if node == self._own.node else self._seen[node][0].address
 
+    def get_ready(self) -> bool:
+        """Say that this node has no ranks of an earlier world; whether all nodes of the newest one say so.
+
+        Rank 0 may move to another node, where it needs the lock of the run directory.
+        """
+        assert self.world is not None
+        if self._own.ready_for != self.world.number:
+            self._own = replace(self._own, ready_for=self.world.number)
+            self._look()
+        members = [self._seen[node][0] for node in self.world.nodes if node in self._seen]
+        ready = [one for one in members if one.ready_for == self.world.number]
+        return len(ready) == len(self.world.nodes)
+
     def ended(self) -> int | None:
         """The exit code of a node that has ended the run in the newest world; None while it goes on."""
         if self.world is None:
@@ -163,7 +178,7 @@ class NodeMembers:
         """This node has ended the run: spare nodes end too, and no other world is published."""
         number = self.world.number if self.world else None
         with suppress(OSError):
-            self._own = Member(**asdict(self._own) | {"ended_in": number, "code": code})
+            self._own = replace(self._own, ended_in=number, code=code)
             self._write(f"member-{self._own.node}.json", self._own)
 
     def _write(self, name: str, member: Member) -> None:

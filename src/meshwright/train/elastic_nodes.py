@@ -31,7 +31,9 @@ class ElasticNodes:
         )
         self.run, self.node = run, node
         """The run that the next start has, and this node among those that take part."""
-        self._number = 0
+        self._number = self._said = 0
+        """Numbers of the world that the ranks are in, and of the one that was printed last."""
+        self._considered: tuple[list[int], NodeWorld | None] | None = None
 
     @property
     def devices(self) -> None:
@@ -48,7 +50,8 @@ class ElasticNodes:
         while not self._takes_part():
             if (code := self._members.ended()) is not None:
                 return code
-            if self._members.world is not None and not has_said:
+            world = self._members.world
+            if world is not None and self._launched.node not in world.nodes and not has_said:
                 has_said = True
                 print(f"node {self._launched.node} waits: the run goes on without it", file=sys.stderr)
             time.sleep(_POLL_SECONDS)
@@ -59,12 +62,14 @@ class ElasticNodes:
         self._members.look()
         self._lead()
         world = self._members.world
-        return world is not None and self._launched.node in world.nodes
+        return world is not None and self._launched.node in world.nodes and self._members.get_ready()
 
     def _join(self) -> None:
         """Take the mesh and the place of the newest world."""
         world = self._members.world
         assert world is not None
+        if self._number and world.number != self._said:
+            print(self._text(world), file=sys.stderr, flush=True)
         release_lost_lock(self._run_dir, self._members.lost_hosts())
         num_ranks = len(world.nodes) * self._per_node
         self.run = run_on(self._full, num_ranks, multiple_of=self._per_node) or self._full
@@ -84,6 +89,9 @@ class ElasticNodes:
         if not (members.has_waited and members.is_leader) or members.ended() is not None:
             return
         living = members.living
+        if (living, current) == self._considered:
+            return
+        self._considered = (living, current)
         before = [node for node in (current.nodes if current else ()) if node in living]
         mesh = run_on(self._full, len(living) * self._per_node, multiple_of=self._per_node)
         if mesh is None:  # too few: wait for the others
@@ -102,6 +110,7 @@ class ElasticNodes:
         world = self._members.world
         if world is None or world.number == self._number:
             return None
+        self._said = world.number
         return Interruption("resized", self._text(world), saves=world.saves)
 
     def _text(self, world: NodeWorld) -> str:

@@ -54,6 +54,19 @@ def test_of_two_leaders_one_publishes_and_all_follow(tmp_path):
     assert list(tmp_path.glob("supervisors/*.draft")) == []
 
 
+def test_a_world_starts_when_all_its_nodes_have_left_the_one_before(tmp_path):
+    lab = Lab(tmp_path)
+    zero, one = lab.start(0, 2), lab.start(1, 2)
+    lab.pass_seconds(2, zero, one)
+    zero.publish([0, 1], saves=True)
+    lab.pass_seconds(1, zero, one)
+    assert not zero.get_ready(), "node 1 may have ranks of an earlier world"
+    lab.pass_seconds(1, zero, one)
+    assert one.get_ready()
+    lab.pass_seconds(1, zero, one)
+    assert zero.get_ready()
+
+
 def test_a_spare_learns_that_the_run_has_ended_and_an_earlier_end_does_not_count(tmp_path):
     lab = Lab(tmp_path)
     zero, spare = lab.start(0, 2), lab.start(1, 2)
