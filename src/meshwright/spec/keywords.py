@@ -223,6 +223,7 @@ class BadStepSettings(TypedDict, total=False):
 
     action: BadStepAction
     spike_factor: float | None
+    loss_spike_factor: float | None
     max_in_a_row: int
 
 
@@ -411,6 +412,7 @@ class FitSettings(ModuleSettings, total=False):
     bad_steps: BadStepSpec | BadStepSettings
     action: BadStepAction
     spike_factor: float | None
+    loss_spike_factor: float | None
     max_in_a_row: int
 
 

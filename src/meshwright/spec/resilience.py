@@ -49,7 +49,7 @@ class ElasticSpec(Spec):
 
 
 class BadStepSpec(Spec):
-    """What happens at a step whose gradients are not finite, or whose gradient norm is a spike."""
+    """What happens at a step whose gradients are not finite, or whose gradient norm or loss is a spike."""
 
     action: BadStepAction = "stop"
     """stop: the run ends before the next save. skip: no update is made with this batch. rollback: the run
@@ -58,6 +58,8 @@ class BadStepSpec(Spec):
     spike_factor: SpikeFactor | None = None
     """A gradient norm above this factor times its running average is a spike; null: only norms that are not
     finite are bad."""
+    loss_spike_factor: SpikeFactor | None = None
+    """A loss above this factor times its running average is a spike, too; null: the loss is not looked at."""
     max_in_a_row: Positive = 5
     """Bad steps without a good one in between, or rollbacks to the same checkpoint, before the run ends."""
 

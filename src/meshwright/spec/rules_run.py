@@ -337,7 +337,7 @@ CONDITIONS: list[Condition] = [
             lambda run: run.resilience.bad_steps.action != "stop",
             "bad_steps.action is skip or rollback",
         )
-        for name in ("spike_factor", "max_in_a_row")
+        for name in ("spike_factor", "loss_spike_factor", "max_in_a_row")
     ),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(

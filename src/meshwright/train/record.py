@@ -258,11 +258,11 @@ class Recorder:
         if scale < messages.SMALLEST_LOSS_SCALE:
             raise messages.overflow(state, scale)
 
-    def record_bad_step(self, state: TrainState, *, grad_norm: float) -> None:
-        """A step without an update, because its gradients were not finite or their norm was a spike."""
+    def record_bad_step(self, state: TrainState, *, grad_norm: float, loss: float | None) -> None:
+        """A step without an update: its gradients were not finite, or their norm or the loss was a spike."""
         self._heartbeat.enter("step", state.step)
-        self._events.write("skip", step=state.step, batch=state.num_batches, grad_norm=grad_norm)
-        self.print(messages.skipped(state, grad_norm))
+        self._events.write("skip", step=state.step, batch=state.num_batches, grad_norm=grad_norm, loss=loss)
+        self.print(messages.skipped(state, grad_norm, loss))
 
     def record_rollback(self, state: TrainState, *, from_step: int) -> None:
         """The run is back at the step of a checkpoint, after the data that it skips."""

@@ -542,6 +542,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["resilience.restart.max_backoff_seconds=5"],
             ["parallel.dp_replicate=2", "resilience.restart.single_rank=true"],
             ["resilience.bad_steps.spike_factor=5"],
+            ["resilience.bad_steps.loss_spike_factor=5"],
             ["resilience.bad_steps.max_in_a_row=2"],
             ["schedule.decay_steps=5"],
             ["schedule.kind=constant", "schedule.min_lr_ratio=0.2"],
