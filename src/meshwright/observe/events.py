@@ -28,6 +28,7 @@ EventKind = Literal[
     "rollback",
     "prediction",
     "fp8_comparison",
+    "straggler",
     "warning",
     "restart",
     "time",

@@ -35,6 +35,7 @@ _EVENT_SENTENCE = {
     "checkpoint": "saved a checkpoint",
     "evaluate": "evaluated",
     "overflow": "skipped an update: gradients overflowed",
+    "straggler": "found a rank that is slower than the others",
     "warning": "warning",
     "restart": "restarted all ranks",
     "skip": "skipped an update: the gradients were not finite, or their norm was a spike",
