@@ -33,6 +33,7 @@ _EVENT_SENTENCE = {
     "resume": "resumed",
     "change": "changed a setting",
     "checkpoint": "saved a checkpoint",
+    "local_checkpoint": "saved a local checkpoint",
     "evaluate": "evaluated",
     "overflow": "skipped an update: gradients overflowed",
     "straggler": "found a rank that is slower than the others",

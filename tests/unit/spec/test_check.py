@@ -599,6 +599,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
         ],
     ),
+    "local_checkpoints_are_more_frequent": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 5}"],
+        [
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 4}"],
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 10}"],
+            ["checkpoint.local={save_every_steps: 5}"],
+        ],
+    ),
     "best_checkpoints_are_evaluated": (
         "dense",
         [
