@@ -20,6 +20,7 @@ from meshwright.data.stream import open_stream
 from meshwright.data.tokenize import tokenizer_for
 from meshwright.errors import CheckpointError, DataError, MeshwrightError
 from meshwright.mesh import Mesh, build_mesh, join_world
+from meshwright.models.decoder import Decoder
 from meshwright.spec import (
     CheckpointSpec,
     DataSpec,
@@ -185,6 +186,9 @@ def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
     folder = Path(adapters or run.checkpoint.start_from or "")
     reference = _reference(run, training, mesh, folder)
     load_initial_weights(run, training, averaged=averaged)
+    for stage in training.program.stages:
+        if isinstance(stage, Decoder) and stage.head is not None:
+            stage.head.records_evaluation = True
     loss = evaluate(run, training.program, mesh, every_sample=every_sample, reference=reference)
     evaluated = evaluation_ids(stream, every_sample=every_sample)
     return Evaluation(

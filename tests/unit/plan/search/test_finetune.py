@@ -118,11 +118,13 @@ def test_auto_takes_qlora_where_lora_does_not_fit(capsys: pytest.CaptureFixture[
 
 
 def test_auto_says_what_the_rules_do_not_allow() -> None:
-    """NF4 has no routed experts."""
-    found = choose_finetune(lambda kind: question("qwen3-30b-a3b", "h100:1", kind))
-    assert found.kind == "lora" and found.reasons[0].startswith(
-        "qlora (frozen weights in 4 bits) is not possible"
-    )
+    def ask(kind: FineTuning) -> Question:
+        if kind == "qlora":
+            raise SpecError("adapter.base=nf4 with something else", where="adapter.base")
+        return question("llama-3.1-8b", "rtx4090:1", kind)
+
+    found = choose_finetune(ask)
+    assert found.kind == "lora" and "is not possible: adapter.base=nf4 with" in found.reasons[0]
 
 
 def test_offload_is_for_what_does_not_fit_without() -> None:
