@@ -6,7 +6,7 @@ One TypedDict per nested spec, and one per function, with the fields of nested s
 from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
-from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
+from meshwright.spec.checkpoint import CheckpointSpec, LocalSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
 from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
@@ -107,6 +107,14 @@ class UploadSettings(TypedDict, total=False):
     delete_local: bool
 
 
+class LocalSettings(TypedDict, total=False):
+    """Fields of `LocalSpec`."""
+
+    save_every_steps: int
+    node_directory: str
+    neighbour_copy: bool
+
+
 class CheckpointSettings(TypedDict, total=False):
     """Fields of `CheckpointSpec`."""
 
@@ -116,6 +124,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    local: LocalSpec | LocalSettings | None
     upload: UploadSpec | UploadSettings | None
     start_from: str | None
 
@@ -215,6 +224,7 @@ class ElasticSettings(TypedDict, total=False):
     spare_ranks: int
     failures_per_device: int
     return_seconds: float
+    node_grace_seconds: float
 
 
 class BadStepSettings(TypedDict, total=False):
@@ -222,6 +232,7 @@ class BadStepSettings(TypedDict, total=False):
 
     action: BadStepAction
     spike_factor: float | None
+    loss_spike_factor: float | None
     max_in_a_row: int
 
 
@@ -234,6 +245,7 @@ class ResilienceSettings(TypedDict, total=False):
     save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
+    straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None
     bad_steps: BadStepSpec | BadStepSettings
@@ -341,6 +353,10 @@ class ModuleSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    local: LocalSpec | LocalSettings | None
+    save_every_steps: int
+    node_directory: str
+    neighbour_copy: bool
     upload: UploadSpec | UploadSettings | None
     destination: str
     interval_steps: int | None
@@ -393,6 +409,7 @@ class FitSettings(ModuleSettings, total=False):
     save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
+    straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None
     max_restarts: int
@@ -404,9 +421,11 @@ class FitSettings(ModuleSettings, total=False):
     spare_ranks: int
     failures_per_device: int
     return_seconds: float
+    node_grace_seconds: float
     bad_steps: BadStepSpec | BadStepSettings
     action: BadStepAction
     spike_factor: float | None
+    loss_spike_factor: float | None
     max_in_a_row: int
 
 
