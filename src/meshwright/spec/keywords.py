@@ -11,7 +11,7 @@ from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
 from meshwright.spec.modules import DeviceKind, SamplesSpec
-from meshwright.spec.observe import EvaluateSpec, NoiseScaleSpec, ObserveSpec
+from meshwright.spec.observe import EvaluateSpec, MlflowSpec, NoiseScaleSpec, ObserveSpec, WandbSpec
 from meshwright.spec.optim import (
     DecayedParameters,
     GroupSpec,
@@ -189,11 +189,27 @@ class NoiseScaleSettings(TypedDict, total=False):
     every_steps: int
 
 
+class WandbSettings(TypedDict, total=False):
+    """Fields of `WandbSpec`."""
+
+    project: str
+    entity: str | None
+
+
+class MlflowSettings(TypedDict, total=False):
+    """Fields of `MlflowSpec`."""
+
+    experiment: str
+    tracking_uri: str | None
+
+
 class ObserveSettings(TypedDict, total=False):
     """Fields of `ObserveSpec`."""
 
     every_steps: int
     tensorboard: bool
+    wandb: WandbSpec | WandbSettings | None
+    mlflow: MlflowSpec | MlflowSettings | None
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
 
@@ -371,6 +387,12 @@ class FitSettings(ModuleSettings, total=False):
     on_device: bool
     sample_tokens: int
     tensorboard: bool
+    wandb: WandbSpec | WandbSettings | None
+    project: str
+    entity: str | None
+    mlflow: MlflowSpec | MlflowSettings | None
+    experiment: str
+    tracking_uri: str | None
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
     step_timeout_seconds: float

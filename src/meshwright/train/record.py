@@ -18,6 +18,7 @@ from meshwright.observe.prediction_check import PredictionCheck, device_title
 from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.rank_times import RankTimesWriter
 from meshwright.observe.tensorboard import TensorBoardMirror
+from meshwright.observe.trackers.trackers import Trackers
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
 from meshwright.resilience.memory_creep import MemoryCreep
@@ -27,10 +28,11 @@ from meshwright.train import messages
 from meshwright.train.fp8_comparison import Fp8Report
 from meshwright.train.job import Job
 from meshwright.train.noise_scale import HalfBatchGradient
-from meshwright.train.run_summary import summarise
+from meshwright.train.run_summary import Ending, summarise
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
 from meshwright.train.step_metrics import StepMeter
+from meshwright.train.tracked_run import tracked_run
 from meshwright.train.workload import work_rate
 
 _NOTABLE_WAIT_SECONDS = 1.0
@@ -100,6 +102,7 @@ class Recorder:
         self._metrics: MetricsWriter | None = None
         self._progress: ProgressView | None = None
         self._mirror: TensorBoardMirror | None = None
+        self._trackers: Trackers | None = None
         self._prediction = PredictionCheck(run, job.mesh.device)
         if job.mesh.rank != 0:
             return
@@ -114,6 +117,13 @@ class Recorder:
         if run.observe.tensorboard:
             mirror = TensorBoardMirror(self._run_dir, restored_step=state.step)
             self._mirror = opening.enter_context(mirror)
+        trackers = Trackers(run.observe, tracked_run(job, self._run_dir), warn=self._warn)
+        self._trackers = opening.enter_context(trackers)
+
+    def _warn(self, text: str) -> None:
+        """Write and print a warning."""
+        self._events.write("warning", step=self.step, text=text)
+        self.print(f"warning: {text}")
 
     def _open_heartbeat(self, state: TrainState, opening: ExitStack) -> HeartbeatWriter:
         """Heartbeats of this rank, and a watchdog where another launcher has started several ranks."""
@@ -142,8 +152,7 @@ class Recorder:
         )
         growth = self._memory_creep.look()
         if growth is not None:
-            self._events.write("warning", step=step, text=growth)
-            self.print(f"warning: {growth}")
+            self._warn(growth)
 
     def __enter__(self) -> Self:
         return self
@@ -219,6 +228,8 @@ class Recorder:
         self._progress.update(complete)
         if self._mirror is not None:
             self._mirror.write(complete)
+        if self._trackers is not None:
+            self._trackers.write(complete)
         self._report_prediction(self._prediction.after_step(metrics))
 
     def _report_prediction(self, line: str | None) -> None:
@@ -353,7 +364,7 @@ class Recorder:
         self._events.write("finish" if ending == "finished" else "interrupt", step=state.step)
         if ending == "interrupted":
             self.print(messages.interrupted(state, self._run.schedule.num_steps))
-        summarise(self._job, self._run_dir, ending, state)
+        self._summarise(ending, state)
         if self._progress is not None and (goodput := read_goodput(self._run_dir)) is not None:
             self.print(goodput.line())
 
@@ -362,8 +373,14 @@ class Recorder:
         step = self._recorded.step
         if isinstance(error, KeyboardInterrupt):
             self._events.write("interrupt", step=step)
-            summarise(self._job, self._run_dir, "interrupted", self._recorded)
+            self._summarise("interrupted", self._recorded)
             return
         fact = error.fact if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
         self._events.write("failure", step=step, text=fact)
-        summarise(self._job, self._run_dir, "failed", self._recorded)
+        self._summarise("failed", self._recorded)
+
+    def _summarise(self, ending: Ending, state: TrainState) -> None:
+        """Write summary.json, and let trackers know how the run ended."""
+        summarise(self._job, self._run_dir, ending, state)
+        if self._trackers is not None:
+            self._trackers.end(ending)
