@@ -1,7 +1,7 @@
 """Data loading: ours and the installed peers on the same data, as a share of the raw limit of the same run.
 
     python -m bench.data --work DIR --out bench/results/data_<machine>_<date>.md
-    python -m bench.data --work DIR --only bytes,tokens      parts: bytes images tokens start packing text
+    python -m bench.data --work DIR --only bytes,tokens   (bytes images tokens start packing text readers)
 
 The work folder keeps the generated data (about 1 GB) for the next run. Rates in one process are per CPU
 second, because wall time means little on a machine with other work; those with workers are per second of
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from bench import data_corpora, data_peers
+from bench.data_readers import readers_part
 from tokenizers import Tokenizer
 
 from meshwright.bench.machine_facts import machine_facts, package_versions
@@ -184,6 +185,7 @@ PARTS: dict[str, Callable[[Path, int], str]] = {
     "start": start_part,
     "packing": packing_part,
     "text": text_part,
+    "readers": readers_part,
 }
 
 

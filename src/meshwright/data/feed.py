@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -43,6 +43,14 @@ class Feed(Protocol):
 
     def close(self) -> None:
         """Stop reading ahead."""
+        ...
+
+
+class FeedSharing(Protocol):
+    """Ranks that compute on the same samples, of which one may read for all."""
+
+    def feed(self, open_feed: Callable[[], Feed], /) -> Feed:
+        """The feed of this rank; `open_feed` is called on ranks that read."""
         ...
 
 

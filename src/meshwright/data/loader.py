@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack
 
-from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from meshwright.data.feed import Feed, Feeding, measured_feeding, open_feed
+from meshwright.data.feed import Feed, Feeding, FeedSharing, measured_feeding, open_feed
 from meshwright.data.fetch import Fetcher, Transform
 from meshwright.data.order import Blocks
 from meshwright.data.readers.door import open_source
@@ -26,7 +25,7 @@ from meshwright.data.record_plan import OrderSettings, RecordPlan, Unit
 from meshwright.data.records import Record, RecordSource
 from meshwright.data.stream_position import require_same_stream
 from meshwright.errors import DataError
-from meshwright.ops.trees import map_tensors
+from meshwright.ops.trees import pinned
 from meshwright.spec.records import RecordsSpec
 from meshwright.spec.records_file import is_records_file, read_records
 
@@ -70,6 +69,7 @@ class Loader:
         dp_size: int = 1,
         feeding: Feeding | None = None,
         max_bad_samples: int = 0,
+        sharing: FeedSharing | None = None,
     ) -> None:
         if batch_units % dp_size:
             raise DataError(
@@ -89,6 +89,7 @@ class Loader:
         self.is_counted = True
         """False for a filler: the last batch has fewer samples than ranks, and none for this one."""
         self._fetched: Feed | None = None
+        self._sharing = sharing
 
     def __iter__(self) -> Self:
         return self
@@ -99,7 +100,7 @@ class Loader:
         if size == 0:
             raise StopIteration
         if self._fetched is None:
-            self._fetched = open_feed(self.fetcher, self._local_units(self.position), self.feeding)
+            self._fetched = self._open()
         asked_at = time.perf_counter()
         fetched = self._fetched.next()
         self.wait_seconds += time.perf_counter() - asked_at
@@ -108,7 +109,7 @@ class Loader:
         share = self._share(size)
         self.is_counted = share.stop > share.start
         content = fetched.content
-        return map_tensors(content, Tensor.pin_memory) if self.feeding.pin_memory else content
+        return pinned(content) if self.feeding.pin_memory else content
 
     def state(self) -> dict[str, Any]:
         """The position and the stream that it counts in, as JSON; prefetched batches do not count."""
@@ -127,8 +128,8 @@ class Loader:
             self._fetched.close()
         self._fetched = None
 
-    def for_rank(self, dp_rank: int, dp_size: int) -> "Loader":
-        """One rank's part of the same stream, from its beginning."""
+    def for_rank(self, dp_rank: int, dp_size: int, *, sharing: FeedSharing | None = None) -> "Loader":
+        """One rank's part of the same stream, from its beginning; `sharing` may read it on another rank."""
         return Loader(
             self.fetcher,
             batch_units=self.batch_units,
@@ -136,7 +137,14 @@ class Loader:
             dp_size=dp_size,
             feeding=self.feeding,
             max_bad_samples=self._max_bad_samples,
+            sharing=sharing,
         )
+
+    def _open(self) -> Feed:
+        def read() -> Feed:
+            return open_feed(self.fetcher, self._local_units(self.position), self.feeding)
+
+        return read() if self._sharing is None else self._sharing.feed(read)
 
     def _size(self, position: int) -> int:
         """Units of the global batch at a position: the last batch of the stream may be short."""

@@ -9,6 +9,8 @@ module_program  a step whose loss is (sum, count), divided by the count over all
 chain           the parts of a module in the order in which they run: what a pipeline splits into stages
 chain_program   a step of such a chain under a pipeline schedule
 hf_layers       the layers of a Hugging Face decoder as parts of a chain
+reading_group   one rank reads for the tp, cp and pp ranks that compute on the same samples
+sample_reads    a few samples, read to choose which ranks read
 tp_plan         reads the tp plan that a Hugging Face decoder publishes
 tp              shards the decoder by that plan
 cp              shards its attention over ranks through the library's attention interface

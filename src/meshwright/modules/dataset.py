@@ -6,7 +6,7 @@ Where fewer samples are left than ranks, a rank without one computes a filler sa
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -33,6 +33,14 @@ class Resident(Protocol):
 
     def take(self, sample_ids: list[int], /) -> Any:
         """The collated batch of these samples."""
+        ...
+
+
+class Sharing(Protocol):
+    """Ranks that compute on the same samples, of which one may read for all."""
+
+    def each(self, read: Callable[[], Iterator[Any]], /) -> Iterator[Any]:
+        """Every item of the reader's iterator, on all ranks."""
         ...
 
 
@@ -86,6 +94,8 @@ class LoaderOptions:
     """Further arguments of torch's DataLoader, as the user has set them."""
     resident: Resident | None = None
     """All samples in the memory of the device: nothing is read in a step."""
+    sharing: Sharing | None = None
+    """Ranks that compute on the same samples, of which one may read for all; None: this rank reads."""
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> "LoaderOptions":
@@ -111,6 +121,7 @@ class DatasetBatches:
         device: torch.device,
         options: LoaderOptions,
     ) -> None:
+        """`options.sharing` may read the samples of this rank on another one."""
         self._dataset, self._order, self._assignment, self._options = dataset, order, assignment, options
         self._batch_samples, self._num_samples = batch_samples, num_samples
         self._sample_tokens, self._device = sample_tokens, device
@@ -188,7 +199,7 @@ class DatasetBatches:
         ids = self._ids_from(position)
         if self._options.resident is not None:
             return map(self._options.resident.take, ids)
-        return iter(load_microbatches(self._dataset, ids, self._options))
+        return read_microbatches(self._dataset, ids, self._options)
 
     def _ids_from(self, position: int) -> Iterator[list[int]]:
         """Sample ids of this rank's micro-batches, from a position on."""
@@ -202,9 +213,18 @@ def one_pass(
 ) -> Iterator[DatasetMicrobatch]:
     """This rank's micro-batches of one pass over a dataset, in order."""
     microbatches = assignment.microbatches(np.arange(len(dataset), dtype=np.int64))
-    contents = load_microbatches(dataset, [sample_ids for sample_ids, _ in microbatches], options)
+    contents = read_microbatches(dataset, [sample_ids for sample_ids, _ in microbatches], options)
     for content, (_, is_counted) in zip(contents, microbatches, strict=True):
         yield DatasetMicrobatch(on_device(content, device), is_counted)
+
+
+def read_microbatches(dataset: SampleSet, sample_ids: Any, options: LoaderOptions) -> Iterator[Any]:
+    """The collated samples of each list of ids, read here or on another rank."""
+
+    def read() -> Iterator[Any]:
+        return iter(load_microbatches(dataset, sample_ids, options))
+
+    return read() if options.sharing is None else options.sharing.each(read)
 
 
 def load_microbatches(dataset: SampleSet, sample_ids: Any, options: LoaderOptions) -> DataLoader[Any]:

@@ -19,6 +19,7 @@ from meshwright.modules.dataset import (
     LoaderOptions,
     MicrobatchIds,
     SampleAssignment,
+    Sharing,
     load_microbatches,
 )
 from meshwright.modules.loop_guard import LoopGuard
@@ -29,10 +30,18 @@ class LoopLoader:
     """The loader of one rank, iterated once per epoch. It saves its position, so a loop resumes mid-epoch."""
 
     def __init__(
-        self, loader: Iterable[Any], *, seed: int, dp_rank: int, dp_size: int, device: torch.device
+        self,
+        loader: Iterable[Any],
+        *,
+        seed: int,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+        sharing: Sharing | None = None,
     ) -> None:
+        """`sharing` may read the batches of this rank on another one."""
         self._loader, self._seed, self._device = loader, seed, device
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._dp_rank, self._dp_size, self._sharing = dp_rank, dp_size, sharing
         self._is_map_style = is_map_style(loader)
         self._ids = MicrobatchIds()
         self._contents: DataLoader[Any] | None = None
@@ -47,7 +56,8 @@ class LoopLoader:
         self.guard: LoopGuard | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        microbatches = self._by_sample() if self._is_map_style else self._by_batch()
+        read = self._by_sample if self._is_map_style else self._by_batch
+        microbatches = read() if self._sharing is None else self._sharing.each(read)
         for microbatch, position, is_last in _with_last(microbatches):
             self.position, self.is_last, self.is_counted = position, is_last, microbatch.is_counted
             if self.guard is not None:

@@ -33,6 +33,7 @@ from meshwright.modules.loop_guard import LoopGuard
 from meshwright.modules.loop_loader import LoopLoader
 from meshwright.modules.module_program import ModuleProgram, require_pair
 from meshwright.modules.record_batches import RecordLoop, require_unsharded
+from meshwright.modules.sample_reads import loop_readers
 from meshwright.optim.user_optimizer import (
     allocate,
     require_optimizer,
@@ -98,12 +99,13 @@ def prepare(
 
 def _distributed(loader: Iterable[Any], spec: LoopSpec, mesh: Mesh) -> LoopLoader | RecordLoop:
     """This rank's part of a loader; one of `open_loader` is divided within each global batch."""
+    sharing = loop_readers(loader, spec, mesh)
     if isinstance(loader, Loader):
         require_unsharded(loader)
-        return RecordLoop(loader.for_rank(mesh.dp_rank, spec.parallel.dp), device=mesh.device)
-    return LoopLoader(
-        loader, seed=spec.seed, dp_rank=mesh.dp_rank, dp_size=spec.parallel.dp, device=mesh.device
-    )
+        share = loader.for_rank(mesh.dp_rank, spec.parallel.dp, sharing=sharing)
+        return RecordLoop(share, device=mesh.device)
+    dp = {"dp_rank": mesh.dp_rank, "dp_size": spec.parallel.dp}
+    return LoopLoader(loader, seed=spec.seed, **dp, device=mesh.device, sharing=sharing)
 
 
 def _require_one_optimizer(optimizer: torch.optim.Optimizer | None, spec: LoopSpec) -> None:

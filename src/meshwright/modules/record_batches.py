@@ -10,15 +10,14 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from meshwright.data.feed import Feed, open_feed
+from meshwright.data.feed import Feed, FeedSharing, open_feed
 from meshwright.data.loader import Loader
 from meshwright.data.record_plan import Unit
 from meshwright.errors import DataError
 from meshwright.modules.dataset import DatasetBatch, DatasetMicrobatch, SampleAssignment
 from meshwright.modules.loop_guard import LoopGuard
-from meshwright.ops.trees import map_tensors, on_device
+from meshwright.ops.trees import on_device, pinned
 
 
 def require_unsharded(loader: Loader) -> None:
@@ -31,38 +30,11 @@ def require_unsharded(loader: Loader) -> None:
         )
 
 
-class RecordBatches:
-    """Batches of a loader for `fit`, divided into micro-batches; `position` is the full state."""
+class _RecordPosition:
+    """The position of a loader in its stream, which is its full state."""
 
-    def __init__(
-        self, loader: Loader, assignment: SampleAssignment, *, sample_tokens: int, device: torch.device
-    ) -> None:
-        self._loader, self._assignment = loader, assignment
-        self._sample_tokens, self._device = sample_tokens, device
-        self.wait_seconds = 0.0
-        """Time that the caller has waited for samples."""
-        self._fetched: Feed | None = None
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> DatasetBatch:
-        """The batch at `position`; StopIteration at the end of the stream."""
-        units = self._units(self._loader.position)
-        if not units:
-            raise StopIteration
-        if self._fetched is None:
-            loader = self._loader
-            self._fetched = open_feed(loader.fetcher, self._units_from(loader.position), loader.feeding)
-        asked_at = time.perf_counter()
-        microbatches = tuple(
-            DatasetMicrobatch(self._next_content(self._fetched), is_counted)
-            for _, is_counted in self._assigned(units)
-        )
-        self.wait_seconds += time.perf_counter() - asked_at
-        self._loader.position += len(units)
-        ids = tuple(self._loader.plan.unit_id(unit) for unit in units)
-        return DatasetBatch(microbatches, len(units) * self._sample_tokens, ids)
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
 
     @property
     def num_epochs(self) -> int:
@@ -85,6 +57,51 @@ class RecordBatches:
         self.close()
         self._loader.position = 0
 
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._loader.close()
+
+
+class RecordBatches(_RecordPosition):
+    """Batches of a loader for `fit`, divided into micro-batches; `position` is the full state."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        assignment: SampleAssignment,
+        *,
+        sample_tokens: int,
+        device: torch.device,
+        sharing: FeedSharing | None = None,
+    ) -> None:
+        """`sharing` may read the samples of this rank on another one."""
+        super().__init__(loader)
+        self._assignment, self._sharing = assignment, sharing
+        self._sample_tokens, self._device = sample_tokens, device
+        self.wait_seconds = 0.0
+        """Time that the caller has waited for samples."""
+        self._fetched: Feed | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> DatasetBatch:
+        """The batch at `position`; StopIteration at the end of the stream."""
+        units = self._units(self._loader.position)
+        if not units:
+            raise StopIteration
+        if self._fetched is None:
+            self._fetched = self._open()
+        asked_at = time.perf_counter()
+        microbatches = tuple(
+            DatasetMicrobatch(self._next_content(self._fetched), is_counted)
+            for _, is_counted in self._assigned(units)
+        )
+        self.wait_seconds += time.perf_counter() - asked_at
+        self._loader.position += len(units)
+        ids = tuple(self._loader.plan.unit_id(unit) for unit in units)
+        return DatasetBatch(microbatches, len(units) * self._sample_tokens, ids)
+
     @property
     def is_exhausted(self) -> bool:
         """Whether the stream has no sample left."""
@@ -101,9 +118,14 @@ class RecordBatches:
         self._loader.count_bad(fetched.bad)
         # A group of similar lengths is a micro-batch of its own.
         content = fetched.content if self._loader.plan.groups is None else fetched.content[0]
-        if self._device.type == "cuda":
-            content = map_tensors(content, Tensor.pin_memory)
-        return on_device(content, self._device)
+        return on_device(pinned(content) if self._device.type == "cuda" else content, self._device)
+
+    def _open(self) -> Feed:
+        def read() -> Feed:
+            loader = self._loader
+            return open_feed(loader.fetcher, self._units_from(loader.position), loader.feeding)
+
+        return read() if self._sharing is None else self._sharing.feed(read)
 
     def _units(self, position: int) -> list[Unit]:
         return self._loader.plan.units(position, self._loader.batch_units)
@@ -120,7 +142,7 @@ class RecordBatches:
             position += len(units)
 
 
-class RecordLoop:
+class RecordLoop(_RecordPosition):
     """A loader in a user's own loop (`prepare`): iterating it is the rest of the stream, on this rank.
 
     The end of the stream is the loader's `max_epochs`; without it the stream has no end.
@@ -128,7 +150,8 @@ class RecordLoop:
 
     def __init__(self, loader: Loader, *, device: torch.device) -> None:
         """`loader` is this rank's: `Loader.for_rank`."""
-        self._loader, self._device = loader, device
+        super().__init__(loader)
+        self._device = device
         self.epoch = 0
         """Always 0: epochs are part of the stream."""
         self.is_last = False
@@ -157,30 +180,6 @@ class RecordLoop:
         if self._loader.plan.num_units is None:
             raise TypeError("the loader has no end: max_epochs is not set")
         return -(-self._loader.plan.num_units // self._loader.batch_units)
-
-    @property
-    def num_epochs(self) -> int:
-        """Complete passes over the records."""
-        return self._loader.plan.num_epochs(self._loader.position)
-
-    def state(self) -> dict[str, Any]:
-        """The position and the stream that it counts in."""
-        return self._loader.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position; DataError with the reason where it counts in another stream."""
-        require_record_state(state)
-        self._loader.restore(state)
-
-    def restart(self, state: dict[str, Any]) -> None:
-        """Begin this stream, whatever the position in another one was."""
-        del state
-        self._loader.close()
-        self._loader.position = 0
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._loader.close()
 
 
 def require_record_state(state: dict[str, Any]) -> None:

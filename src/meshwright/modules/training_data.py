@@ -30,7 +30,9 @@ from meshwright.modules.dataset import (
 )
 from meshwright.modules.device_samples import DeviceSamples
 from meshwright.modules.loop_loader import is_map_style
+from meshwright.modules.reading_group import ReadingGroup, open_reading_group
 from meshwright.modules.record_batches import RecordBatches, require_unsharded
+from meshwright.modules.sample_reads import few_records, few_samples
 from meshwright.spec.modules import FitSpec, SamplesSpec
 from meshwright.spec.settings import read_settings
 from meshwright.units import show_bytes
@@ -101,6 +103,7 @@ class FitData:
         self._options = LoaderOptions.of(training) if isinstance(training, DataLoader) else None
         self._drop_last = isinstance(training, DataLoader) and training.drop_last
         self._collate = collate
+        self._group: ReadingGroup | None = None
         self.training: Any = training.dataset if isinstance(training, DataLoader) else training
         if collate is not None and (self._options is not None or self.loader is not None):
             fact, hint = "the loader has a collate function already", "set it in the loader"
@@ -139,7 +142,11 @@ class FitData:
         data, assignment = spec.data, self.assignment(spec, mesh)
         if self.loader is not None:
             return RecordBatches(
-                self.loader, assignment, sample_tokens=data.sample_tokens, device=mesh.device
+                self.loader,
+                assignment,
+                sample_tokens=data.sample_tokens,
+                device=mesh.device,
+                sharing=self._readers(spec, mesh),
             )
         return DatasetBatches(
             self.training,
@@ -149,8 +156,12 @@ class FitData:
             num_samples=self._num_samples(spec),
             sample_tokens=data.sample_tokens,
             device=mesh.device,
-            options=replace(self.options(spec, mesh), resident=self._resident(spec, mesh)),
+            options=self._shared_options(spec, mesh),
         )
+
+    def _shared_options(self, spec: FitSpec, mesh: Mesh) -> LoaderOptions:
+        options, resident = self.options(spec, mesh), self._resident(spec, mesh)
+        return replace(options, resident=resident, sharing=self._readers(spec, mesh))
 
     def _resident(self, spec: FitSpec, mesh: Mesh) -> DeviceSamples | None:
         """All samples on the device, where the spec asks for it; rank 0 prints what they take."""
@@ -177,8 +188,21 @@ class FitData:
     def evaluation_options(self, spec: FitSpec, mesh: Mesh) -> LoaderOptions:
         """How evaluation samples are loaded: as those of training, with a dataset of their own."""
         if self.loader is None:
-            return self.options(spec, mesh)
-        return LoaderOptions(None, 0, mesh.device.type == "cuda")
+            return replace(self.options(spec, mesh), sharing=self._readers(spec, mesh))
+        return LoaderOptions(None, 0, mesh.device.type == "cuda", sharing=self._readers(spec, mesh))
+
+    def _readers(self, spec: FitSpec, mesh: Mesh) -> ReadingGroup | None:
+        """Who reads the samples of ranks that compute on the same ones; chosen once."""
+        if self._group is None and not spec.data.on_device:
+            self._group = open_reading_group(mesh, spec.data.readers, self._few)
+        return self._group
+
+    def _few(self, part: int) -> Any:
+        """A few samples, as a batch on the CPU."""
+        if self.loader is not None:
+            return few_records(self.loader, part)
+        collate = self._options.collate if self._options else self._collate
+        return few_samples(self.training, part, collate)
 
     def _num_samples(self, spec: FitSpec) -> int | None:
         """Samples until the data ends; None where it repeats without end."""

@@ -5,6 +5,7 @@ and at its end, with its seconds by phase since it was started. What came after 
 start resumed is lost. The time between a run that was stopped on purpose and its next start does not count.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -78,6 +79,8 @@ class _Session:
     """One start of the ranks."""
 
     began_at: float
+    built_at: float
+    """When it was ready for its first step."""
     first_step: int
     marks: list[_Mark]
     ended_at: float
@@ -88,17 +91,39 @@ class _Session:
 
 def read_goodput(run_dir: Path | str) -> Goodput | None:
     """The goodput of a run so far; None where its events say nothing about time."""
-    sessions = _sessions(read_events(events_path(run_dir, 0)))
+    return goodput_of(read_events(events_path(run_dir, 0)))
+
+
+def goodput_of(events: Sequence[Event], *, until: float | None = None) -> Goodput | None:
+    """The goodput by the events of rank 0; None where they say nothing about time.
+
+    `until` is when the newest step of a run that goes on was recorded, in seconds since 1970: what came after
+    the last event `time` counts as steps. Without it the last event `time` ends the account.
+    """
+    sessions = _sessions(events)
+    if sessions and until is not None:
+        _extend(sessions[-1], until)
     return _account(sessions) if any(session.marks for session in sessions) else None
 
 
-def _sessions(events: list[Event]) -> list[_Session]:
+def _extend(session: "_Session", until: float) -> None:
+    """Count the time from the last event `time` of a start to `until` as steps."""
+    nothing = dict.fromkeys(PHASES, 0.0) | {"build": session.built_at - session.began_at}
+    last = session.marks[-1] if session.marks else _Mark(session.built_at, session.first_step, nothing)
+    if session.is_restarted or until <= last.at:
+        return
+    seconds = {**last.seconds, "step": last.seconds["step"] + until - last.at}
+    session.marks.append(_Mark(until, last.step, seconds))
+    session.ended_at = max(session.ended_at, until)
+
+
+def _sessions(events: Sequence[Event]) -> list[_Session]:
     sessions: list[_Session] = []
     for event in events:
         at, kind = float(event["time"]), event["kind"]
         if kind in ("start", "resume"):
             began = _number(event.get("began_at"), at)
-            sessions.append(_Session(began, int(_number(event.get("step"), 0)), [], at))
+            sessions.append(_Session(began, at, int(_number(event.get("step"), 0)), [], at))
         elif sessions and kind == "time":
             seconds = {name: _number(event.get(f"{name}_seconds"), 0.0) for name in PHASES}
             sessions[-1].marks.append(_Mark(at, int(_number(event.get("step"), 0)), seconds))

@@ -26,6 +26,11 @@ def on_device(tree: Any, device: torch.device) -> Any:
     return map_tensors(tree, lambda one: one.to(device, non_blocking=True))
 
 
+def pinned(tree: Any) -> Any:
+    """The same structure with host tensors in pinned memory, so that copies to a device overlap."""
+    return map_tensors(tree, lambda one: one.pin_memory() if one.device.type == "cpu" else one)
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors of the structure."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

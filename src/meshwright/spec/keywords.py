@@ -1,7 +1,6 @@
 """Types of the keywords of `fit` and `prepare`, for type checkers.
 
-One TypedDict per nested spec, and one per function with the fields of its spec and the fields of nested specs
-that have a unique name. A test compares them with the specs, field by field.
+One TypedDict per nested spec, and one per function, with the fields of nested specs that have a unique name.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Literal, Required, TypedDict
 from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
-from meshwright.spec.modules import DeviceKind, SamplesSpec
+from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
 from meshwright.spec.observe import EvaluateSpec, MlflowSpec, NoiseScaleSpec, ObserveSpec, WandbSpec
 from meshwright.spec.optim import (
     DecayedParameters,
@@ -174,6 +173,7 @@ class SamplesSettings(TypedDict, total=False):
     max_epochs: int | None
     num_workers: int | Literal["auto"]
     on_device: bool
+    readers: Readers
     sample_tokens: int
 
 
@@ -385,6 +385,7 @@ class FitSettings(ModuleSettings, total=False):
     max_epochs: int | None
     num_workers: int | Literal["auto"]
     on_device: bool
+    readers: Readers
     sample_tokens: int
     tensorboard: bool
     wandb: WandbSpec | WandbSettings | None
@@ -415,6 +416,7 @@ class LoopSettings(ModuleSettings, total=False):
 
     accumulation: int
     optim: OptimSpec | OptimSettings | None
+    readers: Readers
     schedule: Schedule
     every_steps: int | None
     kind: OptimizerKind

@@ -16,6 +16,8 @@ from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.schedule import ScheduleSpec
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
+Readers = Literal["auto", "one", "all"]
+"""Which of the ranks that compute on the same samples read them: see `SamplesSpec.readers`."""
 
 
 class ModuleSpec(Spec):
@@ -71,10 +73,14 @@ class LoopSpec(ModuleSpec):
     """Exponential moving average of the weights, updated after each step that was not skipped."""
     optim: OptimSpec | None = None
     """A built-in optimizer; absent: the loop has its own torch optimizer."""
+    readers: Readers = "auto"
+    """Which of the tp ranks, which compute on the same batches, read them. one: the first reads each batch
+    once and broadcasts it; all: each reads for itself; auto: measures both on a few samples at the start,
+    chooses, and prints the choice (of an iterable that is not a DataLoader: all)."""
 
     def _neutral_fields(self) -> dict[str, object]:
         # More ranks with fewer batches each have the same global batch.
-        return {**super()._neutral_fields(), "accumulation": 1}
+        return {**super()._neutral_fields(), "accumulation": 1, "readers": "auto"}
 
 
 class SamplesSpec(Spec):
@@ -94,6 +100,10 @@ class SamplesSpec(Spec):
     on_device: bool = False
     """Read every sample once at the start and keep all of them on the device (on a CPU: in memory); for small
     datasets without random transforms."""
+    readers: Readers = "auto"
+    """Which of the ranks that compute on the same samples (tp, cp and pp ranks of one dp rank) read and
+    decode them. one: the first reads each sample once and broadcasts it; all: each reads for itself;
+    auto: measures both on a few samples at the start, chooses, and prints the choice."""
     sample_tokens: Positive = 1
     """Tokens of one sample, for the `tokens` metric (1: it counts samples)."""
 
@@ -131,7 +141,7 @@ class FitSpec(ModuleSpec):
         can_extend = self.schedule.kind in ("constant", "inverse_sqrt")
         return {
             **super()._neutral_fields(),
-            "data": self.data.with_(microbatch_samples=None, num_workers=0, on_device=False),
+            "data": self.data.with_(microbatch_samples=None, num_workers=0, on_device=False, readers="auto"),
             "schedule": self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
             "observe": ObserveSpec(),
             "resilience": ResilienceSpec(),

@@ -155,6 +155,13 @@ def samples_fill_schedule(spec: FitSpec) -> Violations:
         yield SpecError(fact, where="data.batch_samples", hint=f"use data.batch_samples={smallest} or more")
 
 
+def samples_on_device_are_read_by_all(spec: FitSpec) -> Violations:
+    """Samples that stay on the device are read once at the start, by each rank."""
+    if spec.data.on_device and spec.data.readers == "one":
+        fact = "readers=one with on_device: every rank reads all samples at the start"
+        yield SpecError(fact, where="data.readers", hint="leave readers out, or on_device")
+
+
 def noise_scale_needs_loss_weights(spec: FitSpec) -> Violations:
     """The noise scale masks a part of a batch by loss weights, which only built-in families have."""
     if spec.observe.noise_scale is not None:
@@ -203,7 +210,12 @@ MODULE_RULES = [
     tp_and_cp_are_plain,
     module_settings_have_effect,
 ]
-FIT_RULES = [samples_are_split_evenly, samples_fill_schedule, noise_scale_needs_loss_weights]
+FIT_RULES = [
+    samples_are_split_evenly,
+    samples_fill_schedule,
+    samples_on_device_are_read_by_all,
+    noise_scale_needs_loss_weights,
+]
 LOOP_RULES = [
     loop_calls_full_module,
     offloaded_optimizer_is_built_in,

@@ -1,11 +1,13 @@
 """Goodput from the events of a run: over restarts, lost steps and pauses."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from meshwright.observe.goodput import read_goodput
+from meshwright.observe.goodput import goodput_of, read_goodput
+from meshwright.observe.watch.watched_run import WatchedRun
 from meshwright.resilience.phase_clock import PhaseClock
 
 
@@ -74,6 +76,24 @@ def test_events_without_times_say_nothing(tmp_path):
     assert read_goodput(tmp_path) is None
     _write(tmp_path, {"time": 1.0, "kind": "start"}, {"time": 2.0, "kind": "finish", "step": 1})
     assert read_goodput(tmp_path) is None
+
+
+def test_steps_since_the_last_save_of_a_run_that_goes_on_count():
+    found = goodput_of(FIRST, until=46.0)
+    assert found is not None and (found.step, found.wall_seconds) == (16.0 + 10.0, 46.0)
+    new = goodput_of(FIRST[:1], until=30.0)
+    assert new is not None and (new.start, new.step) == (10.0, 20.0), "no checkpoint yet"
+    failed = (*FIRST, {"time": 41.0, "kind": "restart", "failed_at": 41.0, "lost_steps": 14})
+    assert goodput_of(failed, until=40.0) == goodput_of(failed), "steps before a failure may be lost"
+
+
+def test_the_live_page_shows_the_same_goodput(tmp_path):
+    _write(tmp_path, *FIRST)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
+    os.utime(tmp_path / "metrics.jsonl", (46.0, 46.0))
+    watched = WatchedRun(tmp_path, "run")
+    watched.poll()
+    assert watched.snapshot()["goodput"] == pytest.approx(26.0 / 46.0)
 
 
 def test_the_clock_of_phases():

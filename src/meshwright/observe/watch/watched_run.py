@@ -1,7 +1,6 @@
 """One run directory that is watched: its files as they grow, and what the page shows of them."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshwright.observe.events import Event, events_path, read_events
+from meshwright.observe.goodput import goodput_of
+from meshwright.observe.metrics import METRICS_NAME
 from meshwright.observe.rank_times import RECENT_LINES, RankHistory, read_rank_times
 from meshwright.observe.run_files import RUN_NAME, read_yaml
 from meshwright.observe.run_report import event_line
 from meshwright.observe.summary import read_summary
 from meshwright.observe.watch.columns import down_sample
-from meshwright.observe.watch.goodput import goodput
 from meshwright.observe.watch.liveness import Liveness, heartbeats_of, liveness
 from meshwright.observe.watch.metrics_tail import MetricsTail
 from meshwright.observe.watch.predicted import Predicted, predicted
@@ -125,7 +125,7 @@ class WatchedRun:
                 "num_steps": self._num_steps(),
                 "latest": latest,
                 "eta_seconds": self._eta_seconds(step),
-                "goodput": goodput(self._events, columns, until=self._until()),
+                "goodput": self._goodput(),
                 "predicted": asdict(self._predicted or Predicted()),
                 "progress": self.tail.progress,
                 "generation": self.tail.generation,
@@ -178,12 +178,15 @@ class WatchedRun:
             "peak_bytes": ranks.peak_bytes[-1].tolist() if ranks.steps else [],
         }
 
-    def _until(self) -> float:
-        """The end of the run: now where it goes on, else its newest file or event."""
-        if self._liveness.state == "running":
-            return time.time()
-        written = [seen[2] / 1e9 for path, seen in self._seen.items() if path.suffix == ".jsonl"]
-        return max([*written, *(event["time"] for event in self._events[-1:])], default=0.0)
+    def _goodput(self) -> float | None:
+        """Time of steps that count / wall time, up to the newest step in the metrics."""
+        own = [event for event in self._events if event.get("rank", 0) == 0]
+        try:
+            until = (self.run_dir / METRICS_NAME).stat().st_mtime
+        except OSError:
+            until = None
+        found = goodput_of(own, until=until)
+        return None if found is None else found.share
 
     def _steps_of(self, kind: str) -> list[int]:
         steps = {event.get("step") for event in self._events if event["kind"] == kind}
