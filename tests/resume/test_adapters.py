@@ -15,6 +15,7 @@ from meshwright.models.decoder import build_decoder
 from meshwright.models.hf_weights import save_folder
 from meshwright.models.initialise import initialise
 from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
+from meshwright.precision.fp8.stored import decode_stored, encode_stored, stored_scale
 from meshwright.rehearse.rank_pool import RankFailure
 from meshwright.spec import AdapterSpec, CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec
 
@@ -22,9 +23,13 @@ DORA = AdapterSpec(rank=3, alpha=8, kind="dora")
 NUM_STEPS = 6
 
 
-def base_folder(run: RunSpec, folder: Path, *, seed: int = 5) -> Path:
+def base_folder(run: RunSpec, folder: Path, *, seed: int = 5, slope: float = 1.0) -> Path:
+    """Random weights of a model; with a slope the last rows of each matrix are that much larger."""
     model = build_decoder(run.model)
     initialise(model, seed)
+    with torch.no_grad():
+        for weight in (one for one in model.parameters() if one.ndim == 2):
+            weight.mul_(torch.linspace(1.0, slope, len(weight))[:, None])
     save_folder({name: one.detach() for name, one in model.state_dict().items()}, run.model, folder)
     return folder
 
@@ -135,3 +140,29 @@ def test_a_base_in_nf4_is_quantised_while_it_is_read(ranks, tmp_path):
     quantised = dequantise_nf4(*quantise_nf4(weight), torch.float32)
     torch.testing.assert_close(trained.tensors[name], quantised + change)
     assert (quantised - weight).abs().max() > 1e-3
+
+
+def test_a_base_in_fp8_is_cast_while_it_is_read(ranks, tmp_path):
+    """Every mesh has the same bytes, so a run goes on elsewhere; merging takes the weights trained on."""
+    model = tiny_run("gqa").model.with_(**WIDE)
+    folder = base_folder(tiny_run(model), tmp_path / "base", slope=6.0)
+    adapter = AdapterSpec(rank=3, alpha=8, base="fp8")
+    run = adapted_run(folder).with_(model=model, adapter=adapter, precision=PrecisionSpec(compute="fp64"))
+    attempt(ranks, run, tmp_path / "one")
+    sharded = run.with_(parallel=ParallelSpec(dp_shard=2, zero=3))
+    attempt(ranks, sharded, tmp_path / "two", stop_after=3)
+    attempt(ranks, run.with_(parallel=ParallelSpec(tp=2)), tmp_path / "two")
+    found, expected = (read_tensors(last_checkpoint(tmp_path / name)) for name in ("two", "one"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+    name = "blocks.1.attention.key.weight"
+    trained, original = open_weights(tmp_path / "one"), open_weights(tmp_path / "one", onto_original=True)
+    weight = open_weights(folder).tensors[name]
+    change = original.tensors[name] - weight
+    group = [
+        open_weights(folder).tensors[f"blocks.1.attention.{own}.weight"] for own in ("query", "key", "value")
+    ]
+    scale = stored_scale(torch.stack([one.abs().amax() for one in group]).amax().float())
+    rounded = decode_stored(encode_stored(weight, scale), scale, weight.dtype)
+    torch.testing.assert_close(trained.tensors[name], rounded + change)
+    assert 1e-3 < (rounded - weight).abs().max() / weight.abs().max() < 2**-4

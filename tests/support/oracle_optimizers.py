@@ -36,7 +36,8 @@ class PlainOptimizer:
         ratio = 1.0
         if w.ndim >= 2:
             w_norm, g_norm = math.sqrt((w**2).sum()), math.sqrt((g**2).sum())
-            ratio = self.optim.trust_coefficient * w_norm / (g_norm + decay * w_norm)
+            if w_norm and g_norm:
+                ratio = self.optim.trust_coefficient * w_norm / (g_norm + decay * w_norm)
         before = state.get("momentum_buffer", torch.zeros_like(w))
         state["momentum_buffer"] = self.optim.beta1 * before + ratio * (g + decay * w)
         return w - lr * state["momentum_buffer"]
@@ -57,7 +58,8 @@ class PlainOptimizer:
 
     def _lamb(self, name, w, g, state, lr, decay) -> Tensor:
         along = self._exact_adam(g, state) + decay * w
-        ratio = math.sqrt((w**2).sum()) / math.sqrt((along**2).sum()) if w.ndim >= 2 else 1.0
+        w_norm, length = math.sqrt((w**2).sum()), math.sqrt((along**2).sum())
+        ratio = w_norm / length if w.ndim >= 2 and w_norm and length else 1.0
         return w - lr * ratio * along
 
     def _adafactor(self, name, w, g, state, lr, decay) -> Tensor:
@@ -103,6 +105,8 @@ class PlainOptimizer:
 
 def _newton_schulz(matrix: Tensor) -> Tensor:
     """Through the singular values: the polynomial acts on each of them alone."""
+    if not matrix.any():  # of A at the first step: B is zero
+        return matrix
     u, values, vh = torch.linalg.svd(matrix / math.sqrt((matrix**2).sum()), full_matrices=False)
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5

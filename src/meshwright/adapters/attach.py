@@ -14,9 +14,11 @@ from meshwright.models.layers.adapter import Adapter, ExpertAdapter
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.moe import Experts
 from meshwright.ops.nf4 import BLOCK, dequantise_nf4
+from meshwright.precision.fp8.stored import Fp8Scale, decode_stored
 from meshwright.precision.policy import weight_dtype
 from meshwright.spec import AdapterSpec, RunSpec
 from meshwright.spec.adapter import AdaptedMatrix, adapted_matrices, is_trained
+from meshwright.spec.fp8 import fp8_base_groups
 
 
 def prepare_trained(model: Decoder, run: RunSpec) -> None:
@@ -33,6 +35,8 @@ def prepare_trained(model: Decoder, run: RunSpec) -> None:
         for module in model.blocks.modules():
             if isinstance(module, Linear):
                 _pack(module)
+    if run.adapter is not None and run.adapter.base == "fp8":
+        _store_in_fp8(model)
 
 
 def _base_dtype(run: RunSpec, usual: torch.dtype) -> torch.dtype:
@@ -51,6 +55,19 @@ def _pack(linear: Linear) -> None:
     linear.weight_absmax = nn.Parameter(absmax, requires_grad=False)
     if linear.adapter is not None:
         linear.adapter.is_fused = linear.adapter.can_be_fused
+
+
+def _store_in_fp8(model: Decoder) -> None:
+    """Give frozen linears on the meta device parameters of one byte per weight, and their scales."""
+    linears: dict[str, nn.Module] = dict(model.named_modules())
+    for group in fp8_base_groups(model.spec):
+        scale = Fp8Scale()
+        for weight in group:
+            linear = linears.get(weight.name.removesuffix(".weight"))
+            if isinstance(linear, Linear):  # else it is in another stage
+                stored = torch.empty_like(linear.weight, dtype=torch.uint8)
+                linear.weight = nn.Parameter(stored, requires_grad=False)
+                linear.weight_scale = scale
 
 
 def attach_adapters(model: Decoder, adapter: AdapterSpec, dtype: torch.dtype) -> None:
@@ -96,13 +113,21 @@ def set_magnitudes(model: nn.Module) -> None:
         adapter = linear.adapter
         if adapter is None or adapter.magnitude is None:
             continue
-        weight = _shard(linear.weight)
-        if linear.weight_absmax is not None:
-            weight = dequantise_nf4(weight, _shard(linear.weight_absmax), adapter.magnitude.dtype)
+        weight = frozen_shard(linear, adapter.magnitude.dtype)
         squares = weight.to(adapter.magnitude.dtype).square().sum(1)
         if adapter.input_group is not None:
             dist.all_reduce(squares, group=adapter.input_group)
         _shard(adapter.magnitude).copy_(squares.sqrt())
+
+
+def frozen_shard(linear: Linear, dtype: torch.dtype) -> Tensor:
+    """This rank's shard of a frozen weight; NF4 and stored fp8 are dequantised to `dtype`."""
+    weight = _shard(linear.weight)
+    if linear.weight_scale is not None:
+        return decode_stored(weight, linear.weight_scale.value, dtype)
+    if linear.weight_absmax is not None:
+        return dequantise_nf4(weight, _shard(linear.weight_absmax), dtype)
+    return weight
 
 
 def _shard(parameter: Tensor) -> Tensor:

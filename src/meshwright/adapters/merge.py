@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
+from meshwright.precision.fp8.stored import decode_stored, encode_stored, stored_scale
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
     AdaptedMatrix,
+    BaseFormat,
     adaptable,
     adapted_matrices,
 )
+from meshwright.spec.fp8 import fp8_base_groups
 
 
 def merged_weight(weight: Tensor, matrix: AdaptedMatrix, adapters: Mapping[str, Tensor]) -> Tensor:
@@ -29,15 +32,22 @@ def merged_weight(weight: Tensor, matrix: AdaptedMatrix, adapters: Mapping[str, 
 
 
 class QuantisedTensors(Mapping[str, Tensor]):
-    """The tensors of a base model as a run in NF4 computes with them: its linears are rounded to NF4."""
+    """The tensors of a base model as a run in NF4 or fp8 computes with them: its linears are rounded."""
 
-    def __init__(self, base: Mapping[str, Tensor], model: ModelSpec) -> None:
-        self._base = base
-        self._packed = {one.name for one in adaptable(model)}
+    def __init__(self, base: Mapping[str, Tensor], model: ModelSpec, base_format: BaseFormat) -> None:
+        self._base, self._is_nf4 = base, base_format == "nf4"
+        groups = fp8_base_groups(model) if base_format == "fp8" else []
+        self._group = {one.name: [each.name for each in group] for group in groups for one in group}
+        self._packed = {one.name for one in adaptable(model)} if self._is_nf4 else set(self._group)
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._base[name]
-        return dequantise_nf4(*quantise_nf4(weight), weight.dtype) if name in self._packed else weight
+        if name not in self._packed:
+            return weight
+        if self._is_nf4:
+            return dequantise_nf4(*quantise_nf4(weight), weight.dtype)
+        amax = torch.stack([self._base[each].abs().amax().float() for each in self._group[name]]).amax()
+        return decode_stored(encode_stored(weight, stored_scale(amax)), stored_scale(amax), weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)

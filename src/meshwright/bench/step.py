@@ -1,7 +1,7 @@
 """The training step of `train` on random tokens: time, memory, loss and kernels."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step_clock import StepClock
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialise import fill, initial_std, packed_weights, seed_of
+from meshwright.models.initialise import fill, initial_std, packed_weights, seed_of, stored_weights
 from meshwright.ops.nf4 import quantise_nf4
 from meshwright.optim.schedule import learning_rate
 from meshwright.plan.workload.flops import flops_per_token
+from meshwright.precision.fp8.stored import encode_stored, stored_scale
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.adapter import adapter_parameters
 from meshwright.spec.parameters import Parameter, parameters
@@ -110,16 +111,30 @@ def fill_on_device(model: Decoder, seed: int, *, device: torch.device) -> None:
     listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
     described = {parameter.name: parameter for parameter in listed}
     packed = packed_weights(model)
+    for buffer in model.buffers():
+        buffer.zero_()
+    stored = _fill_stored(model, described, seed, device)
     for name, tensor in model.named_parameters():
-        if name not in described:  # the absmax of packed weights is filled with them
+        if name not in described or name in stored:  # the absmax of packed weights is filled with them
             continue
         value = random_value(model.spec, described[name], seed, device)
         if name in packed:
             value, absmax = quantise_nf4(value)
             fill(packed[name], absmax)
         fill(tensor, value)
-    for buffer in model.buffers():
-        buffer.zero_()
+
+
+def _fill_stored(
+    model: Decoder, described: Mapping[str, Parameter], seed: int, device: torch.device
+) -> set[str]:
+    """Fill the weights that are stored in fp8, and return their names."""
+    named, groups = dict(model.named_parameters()), stored_weights(model)
+    for scale, names in groups:
+        values = [random_value(model.spec, described[name], seed, device) for name in names]
+        scale.value.copy_(stored_scale(torch.stack([value.abs().amax() for value in values]).amax()))
+        for name, value in zip(names, values, strict=True):
+            fill(named[name], encode_stored(value, scale.value))
+    return {name for _, names in groups for name in names}
 
 
 def random_value(spec: ModelSpec, parameter: Parameter, seed: int, device: torch.device) -> Tensor:

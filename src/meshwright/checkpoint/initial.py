@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from meshwright.adapters.attach import set_magnitudes
 from meshwright.checkpoint.adapters import has_adapters, load_adapters
+from meshwright.checkpoint.fp8_base import load_fp8
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
@@ -72,9 +73,10 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
     reader = HuggingFaceReader(folder, run.model)
     with torch.no_grad():
         shards = {one.name: one for one in _base_shards(training)}
+        stored = load_fp8(reader, training.program.stages, shards)
         for one in shards.values():
-            if one.name.endswith(ABSMAX):
-                continue  # follows from the weight
+            if one.name.endswith(ABSMAX) or one.name in stored:
+                continue  # the absmax follows from the weight
             if f"{one.name}{ABSMAX}" in shards:
                 _quantise(reader, one, shards[f"{one.name}{ABSMAX}"])
                 continue
@@ -96,9 +98,10 @@ def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, aver
     if has_adapters(manifest):
         hint = "name their base here, and the adapters in adapter.start_from"
         raise CheckpointError("this checkpoint has adapters without their base", where=_WHERE, hint=hint)
-    if run.adapter is not None and run.adapter.base == "nf4":
+    if run.adapter is not None and run.adapter.base in ("fp8", "nf4"):
+        fact = f"adapter.base={run.adapter.base} reads Hugging Face folders"
         hint = "convert it to a Hugging Face folder first: `meshwright convert`"
-        raise CheckpointError("adapter.base=nf4 reads Hugging Face folders", where=_WHERE, hint=hint)
+        raise CheckpointError(fact, where=_WHERE, hint=hint)
     theirs = saved_model(manifest)
     kinds = ("model.", "buffers.")
     saved = saved_shapes(folder)

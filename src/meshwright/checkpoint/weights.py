@@ -149,8 +149,8 @@ def _with_adapters(folder: Path, *, averaged: bool, merges_adapters: bool, onto_
     require_same_base(manifest.get("base"), base_record(run), folder)
     base = open_weights(run.checkpoint.start_from)
     tensors = base.tensors
-    if run.adapter.base == "nf4" and not onto_original:
-        tensors = QuantisedTensors(tensors, run.model)
+    if run.adapter.base in ("fp8", "nf4") and not onto_original:
+        tensors = QuantisedTensors(tensors, run.model, run.adapter.base)
     if merges_adapters:
         adapters = read_adapters(folder, run.model, run.adapter, averaged=averaged)
         tensors = MergedTensors(tensors, adapters, run.model, run.adapter)

@@ -9,7 +9,7 @@ weights, and no rank draws or holds a full tensor of which it keeps a shard.
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.layers.linear import Linear
 from meshwright.ops.nf4 import quantise_nf4
 from meshwright.ops.sharded import local_slices
+from meshwright.precision.fp8.stored import Fp8Scale, encode_stored, stored_scale
 from meshwright.spec import ModelSpec
 from meshwright.spec.adapter import adapter_parameters
 from meshwright.spec.parameters import Parameter, parameters
@@ -30,23 +31,34 @@ _INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.experts.dow
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int, *, device: torch.device | str = "cpu") -> None:
+def initialise(
+    model: Decoder, seed: int, *, device: torch.device | str = "cpu", leaves_frozen: bool = False
+) -> None:
     """Allocate a model that is on the meta device on `device`, and initialise every parameter and buffer.
 
-    A model that has memory already is filled in place. Does not communicate.
+    A model that has memory already is filled in place. With `leaves_frozen` frozen parameters get memory but
+    no values: they are loaded afterwards. Does not communicate.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
     listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
     described = {parameter.name: parameter for parameter in listed}
-    packed = packed_weights(model)
-    for name, tensor in model.named_parameters():
-        if name in packed:
-            fill_packed(tensor, packed[name], model.spec, described[name], seed)
-        elif name in described:  # the absmax of packed weights is filled with them
-            fill_shard(tensor, model.spec, described[name], seed)
+    packed, stored = packed_weights(model), [] if leaves_frozen else stored_weights(model)
+    scales = {scale: stored_scale(_amax(names, model.spec, described, seed)) for scale, names in stored}
     for buffer in model.buffers():
         buffer.zero_()  # balance bias, load and loss records
+    for scale, value in scales.items():
+        scale.value.copy_(value)
+    in_fp8 = {name: scale for scale, names in stored for name in names}
+    for name, tensor in model.named_parameters():
+        if leaves_frozen and not tensor.requires_grad:
+            continue
+        if name in packed:
+            fill_packed(tensor, packed[name], model.spec, described[name], seed)
+        elif name in in_fp8:
+            fill_stored(tensor, scales[in_fp8[name]], model.spec, described[name], seed)
+        elif name in described:  # the absmax of packed weights is filled with them
+            fill_shard(tensor, model.spec, described[name], seed)
 
 
 def fill_shard(tensor: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
@@ -74,6 +86,33 @@ def fill_packed(packed: Tensor, absmax: Tensor, spec: ModelSpec, parameter: Para
     draw_into(value, held, spec, parameter, seed)
     for target, part in zip((packed, absmax), quantise_nf4(value), strict=True):
         (target.to_local() if isinstance(target, DTensor) else target).copy_(part)
+
+
+def stored_weights(model: nn.Module) -> list[tuple[Fp8Scale, list[str]]]:
+    """The scales of weights stored in fp8, each with the names of its weights."""
+    found: dict[Fp8Scale, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.weight_scale is not None:
+            found.setdefault(module.weight_scale, []).append(f"{name}.weight")
+    return list(found.items())
+
+
+def _amax(names: Sequence[str], spec: ModelSpec, described: Mapping[str, Parameter], seed: int) -> Tensor:
+    """The largest magnitude of full weights; they are drawn for it, and freed."""
+    largest = torch.zeros(())
+    for parameter in (described[name] for name in names):
+        value = torch.empty(parameter.shape)
+        draw_into(value, [slice(0, size) for size in parameter.shape], spec, parameter, seed)
+        largest = torch.maximum(largest, value.abs().amax())
+    return largest
+
+
+def fill_stored(stored: Tensor, scale: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
+    """Fill this rank's shard of a weight in fp8: drawn as any other, then cast."""
+    held = local_slices(stored)
+    value = torch.empty([part.stop - part.start for part in held])
+    draw_into(value, held, spec, parameter, seed)
+    (stored.to_local() if isinstance(stored, DTensor) else stored).copy_(encode_stored(value, scale))
 
 
 def unpacked_slices(held: Sequence[slice]) -> tuple[slice, ...]:

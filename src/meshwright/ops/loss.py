@@ -39,6 +39,8 @@ if find_spec("triton") is not None:  # comes with torch for CUDA
 # Bytes of logits at a time: large enough that accumulating dW is cheap beside the matmuls, small beside
 # activations.
 CHUNK_BYTES = 2**30
+# A frozen head accumulates no dW, so its chunks can be smaller: 1,024 tokens of a vocabulary of 128K.
+FROZEN_CHUNK_BYTES = 2**28
 # The vocabulary is padded with zeros to a multiple of this: unaligned rows make every matmul on the logits
 # slow.
 ALIGNED_VOCABULARY = 64
@@ -55,7 +57,7 @@ def linear_cross_entropy(
     *,
     group: ProcessGroup | None = None,
     kernels: RowKernels | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     num_counted: int | None = None,
 ) -> Tensor:
     """Sum over B and S of weight x (-log softmax(x W^T)[target]): a scalar, float32 or float64.
@@ -73,7 +75,7 @@ def linear_cross_entropy(
         compute_dtype(x_BSD),
         group,
         kernels or choose_row_kernels(x_BSD),
-        chunk_bytes,
+        chunk_bytes or (CHUNK_BYTES if weight_VD.requires_grad else FROZEN_CHUNK_BYTES),
         torch.is_grad_enabled(),
     )
     return _LinearCrossEntropy.apply(x_TD, weight_VD, targets_T, weights_T, settings)  # pyright: ignore[reportReturnType]
@@ -107,6 +109,7 @@ def linear_log_probs(
         here = rows_N[part]
         logits_TV = (x_TD[here].to(dtype) @ weight.T)[:, :num_rows]
         found = passes.statistics(logits_TV, targets_T[here] - first)
+        del logits_TV  # before those of the next chunk are allocated
         lse_T, target_logit_T = _reduce_statistics(found, group)
         log_probs_T[here] = (target_logit_T - lse_T).to(log_probs_T.dtype)
     return torch.where(weights_T == 0, 0.0, log_probs_T).view(targets_BS.shape)
@@ -135,6 +138,17 @@ class _Settings(NamedTuple):
     wants_gradient: bool
 
 
+class _Chunk(NamedTuple):
+    """The tensors that a chunk of tokens reads, and those that it writes its gradients to."""
+
+    x_TD: Tensor
+    weight_VD: Tensor
+    targets_T: Tensor
+    weights_T: Tensor
+    dx_TD: Tensor
+    dw_VD: Tensor | None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Forward computes dx and dW and saves them; backward only scales them."""
 
@@ -154,21 +168,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw_VD = weight.new_empty(weight.shape, dtype=weights_T.dtype)
         loss = weights_T.new_zeros(())
+        chunk = _Chunk(x_TD, weight, local_T, weights_T, dx_TD, dw_VD)
         for part in _chunks(x_TD.shape[0], weight.shape[0] * weight.element_size(), settings.chunk_bytes):
-            padded_TV = x_TD[part] @ weight.T
-            logits_TV = padded_TV[:, :num_rows]
-            losses_T, scales_T1 = _losses_and_gradient(logits_TV, local_T[part], weights_T[part], settings)
-            loss += (losses_T * weights_T[part]).sum()
-            if settings.wants_gradient:
-                if dw_VD is not None:
-                    # The scaled x is written to the memory of dx, which is not computed yet.
-                    scaled_TD = x_TD[part]
-                    if scales_T1 is not None:
-                        scaled_TD = torch.mul(scaled_TD, scales_T1, out=dx_TD[part])
-                    settings.kernels.accumulate(dw_VD, padded_TV.T, scaled_TD, part.start == 0)
-                torch.mm(padded_TV, weight, out=dx_TD[part])
-                if scales_T1 is not None:
-                    dx_TD[part].mul_(scales_T1)
+            loss += _chunk_loss(chunk, part, num_rows, settings)
         if settings.wants_gradient:
             ctx.save_for_backward(dx_TD, None if dw_VD is None else dw_VD[:num_rows])
             ctx.dtypes = rows_TD.dtype, weight_VD.dtype
@@ -181,6 +183,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Not in place: a schedule that splits the backward pass runs this node twice.
         dw_VD = None if dw_VD is None else _scaled(dw_VD, grad, weight_dtype)
         return _scaled(dx_TD, grad, x_dtype), dw_VD, None, None, None
+
+
+def _chunk_loss(tensors: _Chunk, part: slice, num_rows: int, settings: _Settings) -> Tensor:
+    """The loss of a chunk of tokens; writes dx and accumulates dW.
+
+    A function of its own, so that its logits are freed before those of the next chunk are allocated.
+    """
+    x_TD, weight, targets_T, weights_T, dx_TD, dw_VD = tensors
+    padded_TV = x_TD[part] @ weight.T
+    logits_TV = padded_TV[:, :num_rows]
+    losses_T, scales_T1 = _losses_and_gradient(logits_TV, targets_T[part], weights_T[part], settings)
+    if settings.wants_gradient:
+        if dw_VD is not None:
+            # The scaled x is written to the memory of dx, which is not computed yet.
+            scaled_TD = x_TD[part] if scales_T1 is None else torch.mul(x_TD[part], scales_T1, out=dx_TD[part])
+            settings.kernels.accumulate(dw_VD, padded_TV.T, scaled_TD, part.start == 0)
+        torch.mm(padded_TV, weight, out=dx_TD[part])
+        if scales_T1 is not None:
+            dx_TD[part].mul_(scales_T1)
+    return (losses_T * weights_T[part]).sum()
 
 
 def _aligned(weight_VD: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from meshwright.parallel.cuda_graphs import GraphedProgram
 from meshwright.parallel.dp import build_reducer, shard_fully
 from meshwright.parallel.ep import apply_moe
 from meshwright.parallel.fp8 import apply_fp8
+from meshwright.parallel.fp8_base import apply_fp8_base
 from meshwright.parallel.fp8_weights import Fp8Weights
 from meshwright.parallel.fused_projections import fuse_projections, pack_fused_weights
 from meshwright.parallel.pp import PipelineProgram, StageIO, StageModule, build_stages
@@ -131,6 +132,7 @@ def transform(
         cp_group = mesh.group("cp") if parallel.cp > 1 else None
         model.head.pair_settings = PairSettings(run.preference, cp_group)
     apply_fp8(model, run, mesh, simulation.device)
+    apply_fp8_base(model, run, mesh, simulation.device)
     fuse_projections(model, run)
     apply_precision(model, run.precision, mesh.device)
     offload = ActivationOffload(weights.link) if "activations" in run.memory.offload else None

@@ -79,7 +79,7 @@ def _fp8_matmul(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear], 
         fp8.recipe,
         dtype=autocast_dtype(run.precision) or weight_dtype(run.precision),
         native=native and autocast_dtype(run.precision) is not None,
-        amax_groups=_amax_groups(f"{name}.weight", mesh) if recipe.token_block is None else NO_AMAX_GROUPS,
+        amax_groups=amax_groups(f"{name}.weight", mesh) if recipe.token_block is None else NO_AMAX_GROUPS,
         cached_weight=CachedFp8Weight(fp8.recipe, sum(rows for rows, _ in shapes), shapes[0][1])
         if is_cached
         else None,
@@ -87,8 +87,8 @@ def _fp8_matmul(run: RunSpec, mesh: Mesh, name: str, linears: Sequence[Linear], 
     )
 
 
-def _amax_groups(weight: str, mesh: Mesh) -> AmaxGroups:
-    """The groups over which the operands of one linear are sharded."""
+def amax_groups(weight: str, mesh: Mesh) -> AmaxGroups:
+    """The groups over which the operands of one linear, and so their per-tensor amax, are sharded."""
     tp, cp = _group(mesh, "tp"), _group(mesh, "cp")
     is_column_wise = tp_dim(weight, mesh.parallel) == 0
     return AmaxGroups(
@@ -133,12 +133,13 @@ class Fp8Site(NamedTuple):
 
 
 def fp8_sites(stages: Iterable[nn.Module]) -> list[Fp8Site]:
-    """All fp8 matmuls of linears, in the order of the model."""
+    """All fp8 matmuls of linears, in the order of the model; not those of weights stored in fp8."""
     found = [named for stage in stages for named in stage.named_modules()]
     return [
         Fp8Site(f"{name}.{attribute}", module, attribute, linears)
         for name, module in found
         for attribute, linears in _fp8_attributes(module)
+        if linears[0].weight_scale is None
     ]
 
 

@@ -120,6 +120,8 @@ class Framework:
     # Memory
     loss_chunk_bytes: float = 2.0**30
     """Most bytes of logits alive at once (ops/loss.py), beside the gradient of the head in fp32."""
+    frozen_loss_chunk_bytes: float = 2.0**28
+    """The same where the head is frozen and has no gradient."""
 
     @property
     def is_traced(self) -> bool:
@@ -143,10 +145,11 @@ class Framework:
         """Logits and what the loss makes of them, at its peak: a chunk, and the gradient of the head."""
         vocabulary = workload.model.vocab_size / at.tp
         full = workload.working_bytes * at.microbatch_tokens(workload.sequence_length) * vocabulary
-        each = HEAD_GRADIENT_BYTES + workload.working_bytes
+        each, chunk = HEAD_GRADIENT_BYTES + workload.working_bytes, self.loss_chunk_bytes
         if workload.adapters is not None:  # a frozen head has no gradient, and in 16 bits no cast copy
             each = workload.working_bytes if workload.adapters.base_bits > 16 else 0.0
-        return np.minimum(full, self.loss_chunk_bytes) + each * vocabulary * workload.model.width
+            chunk = self.frozen_loss_chunk_bytes
+        return np.minimum(full, chunk) + each * vocabulary * workload.model.width
 
     def gradients_at_the_peak(self, at: Layouts, items: activations.Items) -> Floats:
         """Gradients that exist beside the activations: all of them once a second micro-batch runs.

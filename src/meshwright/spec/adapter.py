@@ -18,7 +18,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
 
 AdapterKind = Literal["lora", "rslora", "dora"]
-BaseFormat = Literal["weights", "bf16", "nf4"]
+BaseFormat = Literal["weights", "bf16", "fp8", "nf4"]
 NF4_BLOCK = 64
 ALL_LINEAR = "all-linear"
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
@@ -55,8 +55,9 @@ class AdapterSpec(Spec):
     """Dropout on the input of A, in training."""
     base: BaseFormat = "weights"
     """Format of the frozen weights. weights: that of `precision.weights`. bf16: 2 bytes per weight, while
-    adapters keep the format of `precision.weights`. nf4 (QLoRA): half a byte per weight of the blocks'
-    linears and 4 bytes per 64 of them, as in bitsandbytes; the other frozen weights are in bf16."""
+    adapters keep the format of `precision.weights`. fp8: 1 byte per weight of the blocks' linears, which
+    also compute in fp8. nf4 (QLoRA): half a byte per weight of the blocks' linears and 4 bytes per 64 of
+    them, as in bitsandbytes. With fp8 and nf4 the other frozen weights are in bf16."""
     start_from: str | None = None
     """Initial adapters: a peft folder, or a run directory or checkpoint with adapters; null starts with A
     random and B zero."""

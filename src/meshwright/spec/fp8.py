@@ -8,7 +8,9 @@ partial sums over tp that fp8 would round one by one.
 
 from collections.abc import Iterator
 
-from meshwright.spec.parameters import Parameter, layer_parameters
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.parallel import ParallelSpec
+from meshwright.spec.parameters import Parameter, layer_parameters, parameters
 from meshwright.spec.placement import tp_dim
 from meshwright.spec.run import RunSpec
 
@@ -68,3 +70,20 @@ def _candidates(run: RunSpec, layer: int) -> Iterator[tuple[Parameter, tuple[int
 def _is_aligned(run: RunSpec, shape: tuple[int, ...]) -> bool:
     assert run.precision.fp8 is not None
     return all(size % FP8_MULTIPLE[run.precision.fp8.recipe] == 0 for size in shape)
+
+
+# The linears of a module that multiply the same input.
+_SHARED_INPUT = {"query": "qkv", "key": "qkv", "value": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+def fp8_base_groups(model: ModelSpec) -> list[list[Parameter]]:
+    """The linears that `adapter.base=fp8` stores in fp8; those of one group share their input and a scale.
+
+    These are the linears that tp can shard, as with `precision.fp8`.
+    """
+    groups: dict[str, list[Parameter]] = {}
+    for one in parameters(model):
+        if one.kind == "matrix" and tp_dim(one.name, ParallelSpec()) is not None:
+            module, _, own = one.name.removesuffix(".weight").rpartition(".")
+            groups.setdefault(f"{module}.{_SHARED_INPUT.get(own, own)}", []).append(one)
+    return list(groups.values())

@@ -13,6 +13,7 @@ from meshwright.spec.adapter import (
     matches,
     target_names,
 )
+from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_base_groups
 from meshwright.spec.parameters import parameters
 from meshwright.spec.placement import tp_dim
 from meshwright.spec.run import RunSpec
@@ -116,9 +117,33 @@ def nf4_divides_widths(run: RunSpec) -> Violations:
             return
 
 
-def nf4_fits_other_settings(run: RunSpec) -> Violations:
-    """A frozen base in NF4 has no routed experts, fp8 matmuls, offloaded weights or fully trained linears."""
-    if run.adapter is None or run.adapter.base != "nf4":
+def fp8_base_computes_in_bf16(run: RunSpec) -> Violations:
+    """A frozen base in fp8 needs compute=bf16 for the other layers; fp64 is for proofs."""
+    if run.adapter is None or run.adapter.base != "fp8" or run.precision.compute in ("bf16", "fp64"):
+        return
+    fact = f"adapter.base=fp8 with compute={run.precision.compute}"
+    yield SpecError(fact, where="adapter.base", hint="use precision.compute=bf16, or adapter.base=weights")
+
+
+def fp8_base_divides_widths(run: RunSpec) -> Violations:
+    """A frozen base in fp8 has linears whose dims on a rank are multiples of 16."""
+    if run.adapter is None or run.adapter.base != "fp8":
+        return
+    multiple = FP8_MULTIPLE["current"]
+    for weight in (one for group in fp8_base_groups(run.model) for one in group):
+        dim, shape = tp_dim(weight.name, run.parallel), list(weight.shape)
+        shape[dim or 0] //= run.parallel.tp
+        if any(each % multiple for each in shape):
+            size = " x ".join(map(str, shape))
+            fact = f"adapter.base=fp8, and {weight.name} is {size} on a rank, no multiples of {multiple}"
+            hint = "use adapter.base=bf16, or a smaller parallel.tp"
+            yield SpecError(fact, where="adapter.base", hint=hint)
+            return
+
+
+def packed_base_fits_other_settings(run: RunSpec) -> Violations:
+    """A base in NF4 or fp8 has no routed experts, `precision.fp8`, offloaded or fully trained linears."""
+    if run.adapter is None or run.adapter.base not in ("fp8", "nf4"):
         return
     others = {
         "routed experts": run.model.moe is not None,
@@ -130,8 +155,8 @@ def nf4_fits_other_settings(run: RunSpec) -> Violations:
     }
     for text, is_set in others.items():
         if is_set:
-            hint = "use adapter.base=bf16"
-            yield SpecError(f"adapter.base=nf4 with {text}", where="adapter.base", hint=hint)
+            fact = f"adapter.base={run.adapter.base} with {text}"
+            yield SpecError(fact, where="adapter.base", hint="use adapter.base=bf16")
 
 
 def trained_patterns_exist(run: RunSpec) -> Violations:
@@ -155,6 +180,8 @@ ADAPTER_RULES = [
     adapter_dropout_is_unsharded,
     bf16_base_computes_in_bf16,
     nf4_divides_widths,
-    nf4_fits_other_settings,
+    fp8_base_computes_in_bf16,
+    fp8_base_divides_widths,
+    packed_base_fits_other_settings,
     trained_patterns_exist,
 ]

@@ -1,6 +1,7 @@
 """Builds from a RunSpec what the loop and a step work on."""
 
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,9 @@ def build_job(run: RunSpec, world: World) -> Job:
     if run.cuda_graphs and mesh.device.type != "cuda":
         fact = f"cuda_graphs=true on {mesh.device.type}"
         raise SpecError(fact, where="cuda_graphs", hint="leave cuda_graphs out, or train on a CUDA device")
-    training, batches = build_training(run, mesh), build_data(run, mesh)
+    # The base of adapters is always loaded: to draw it at random first would take minutes.
+    fill = partial(initialise, leaves_frozen=True) if run.adapter is not None else initialise
+    training, batches = build_training(run, mesh, fill=fill), build_data(run, mesh)
     reference = Reference(run, training.program, mesh, batches)
     return Job(
         run=run,

@@ -122,7 +122,20 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
         ],
     ),
-    "nf4_fits_other_settings": (
+    "fp8_base_computes_in_bf16": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: fp8}", "precision.compute=bf16"],
+        [["adapter={rank: 4, alpha: 8, base: fp8}"]],
+    ),
+    "fp8_base_divides_widths": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, base: fp8}", "precision.compute=bf16"],
+        [
+            ["adapter={rank: 4, alpha: 8, base: fp8}", "model.mlp.width=72"],
+            ["adapter={rank: 4, alpha: 8, base: fp8}", "model.mlp.width=80", "parallel.tp=2"],
+        ],
+    ),
+    "packed_base_fits_other_settings": (
         "dense",
         ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
         [
@@ -131,6 +144,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
                 "model.moe={num_experts: 4, top_k: 1, width: 64}",
             ],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
+            ["adapter={rank: 4, alpha: 8, base: fp8}", "precision.fp8={recipe: current}"],
+            ["adapter={rank: 4, alpha: 8, base: fp8}", "memory.offload=[parameters]"],
         ],
     ),
     "trained_patterns_exist": (

@@ -45,11 +45,12 @@ class Adapter(nn.Module):
         # Set where tp shards the input dim: the ranks that hold the other columns of W and A.
         self.input_group: ProcessGroup | None = None
 
-    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """The adapted output, where y = x W^T and W is this rank's part of the frozen weight."""
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The adapted output, where y = x W^T; dora reads W, this rank's part of the frozen weight."""
         y = self.added(x, y)
         if self.magnitude is None:
             return y
+        assert weight is not None
         return y * (local(self.magnitude) / self.row_norms(weight)).to(y.dtype)
 
     @property

@@ -49,14 +49,9 @@ def _fused(x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor])
         y = fused_linear(x, [linear.weight for linear in linears], compute_dtype(x), grad_buffers)
     if not has_fused and any(linear.adapter is not None for linear in linears):
         parts = zip(y.split([len(linear.weight) for linear in linears], dim=-1), linears, strict=True)
-        y = torch.cat([_adapted(x, part, one) for part, one in parts], dim=-1)
+        y = torch.cat([one.with_adapter(x, part) for part, one in parts], dim=-1)
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return y + torch.cat(biases).to(y.dtype) if biases else y
-
-
-def _adapted(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-    """A part of the fused output, with what its linear's adapter adds."""
-    return y if linear.adapter is None else linear.adapter(x, y, linear.frozen_weight(compute_dtype(x)))
 
 
 def _has_fused_adapters(linears: Sequence[Linear]) -> bool:

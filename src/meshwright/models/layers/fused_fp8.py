@@ -8,12 +8,13 @@ from torch.nn import functional
 from meshwright.models.layers.linear import Linear
 from meshwright.ops.sharded import local
 from meshwright.precision.fp8.linear import Fp8Matmul
+from meshwright.precision.fp8.stored import StoredFp8Matmul
 
 
 class Fp8QkvProjections(nn.Module):
     """Replaces `QkvProjections`."""
 
-    def __init__(self, matmul: Fp8Matmul) -> None:
+    def __init__(self, matmul: Fp8Matmul | StoredFp8Matmul) -> None:
         super().__init__()
         self.matmul = matmul
 
@@ -25,7 +26,7 @@ class Fp8QkvProjections(nn.Module):
 class Fp8GateUp(nn.Module):
     """Replaces `GateUp`."""
 
-    def __init__(self, matmul: Fp8Matmul) -> None:
+    def __init__(self, matmul: Fp8Matmul | StoredFp8Matmul) -> None:
         super().__init__()
         self.matmul = matmul
 
@@ -35,13 +36,12 @@ class Fp8GateUp(nn.Module):
         return functional.silu(gate_BSF) * up_BSF
 
 
-def _fused(matmul: Fp8Matmul, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+def _fused(matmul: Fp8Matmul | StoredFp8Matmul, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
     outputs = matmul.fused(x, [local(linear.weight) for linear in linears])
     return [_finished(x, y, linear) for y, linear in zip(outputs, linears, strict=True)]
 
 
 def _finished(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
     """The output of one linear with its adapter and its bias."""
-    if linear.adapter is not None:
-        y = linear.adapter(x, y, linear.frozen_weight(y.dtype))
+    y = linear.with_adapter(x, y)
     return y if linear.bias is None else y + local(linear.bias).to(y.dtype)

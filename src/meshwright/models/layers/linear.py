@@ -12,6 +12,7 @@ from meshwright.ops.cast import compute_dtype
 from meshwright.ops.fused_linear import fused_linear
 from meshwright.ops.nf4 import dequantise_nf4
 from meshwright.ops.sharded import local
+from meshwright.precision.fp8.stored import Fp8Scale, decode_stored
 
 
 class Linear(nn.Module):
@@ -26,6 +27,8 @@ class Linear(nn.Module):
         self.reduce_output: nn.Module | None = None
         # Set where the frozen weight is NF4: `weight` is then packed, and this has the bits of its absmax.
         self.weight_absmax: nn.Parameter | None = None
+        # Set where the frozen weight is stored in fp8: `weight` then has its bytes.
+        self.weight_scale: Fp8Scale | None = None
         # Set where the weight is frozen and an adapter beside it is trained.
         self.adapter: Adapter | None = None
         # Weight-gradient accumulation fusion: when set, backward adds dW to this one tensor.
@@ -56,13 +59,22 @@ class Linear(nn.Module):
             return adapted_linears(x, (self,))
         is_packed = self.weight_absmax is not None
         y = adapted_linears(x, (self,), adapters=(None,)) if is_packed else self.matmul(x, local(self.weight))
-        return y if self.adapter is None else self.adapter(x, y, self.frozen_weight(compute_dtype(x)))
+        return self.with_adapter(x, y)
+
+    def with_adapter(self, x: Tensor, y: Tensor) -> Tensor:
+        """The output y = x W^T with what the adapter adds, where there is one."""
+        if self.adapter is None:
+            return y
+        has_magnitude = self.adapter.magnitude is not None
+        return self.adapter(x, y, self.frozen_weight(compute_dtype(x)) if has_magnitude else None)
 
     def frozen_weight(self, dtype: torch.dtype) -> Tensor:
-        """This rank's part of the weight; NF4 is dequantised to `dtype`."""
-        if self.weight_absmax is None:
-            return local(self.weight)
-        return dequantise_nf4(local(self.weight), local(self.weight_absmax), dtype)
+        """This rank's part of the weight; NF4 and stored fp8 are dequantised to `dtype`."""
+        if self.weight_scale is not None:
+            return decode_stored(local(self.weight), self.weight_scale.value, dtype)
+        if self.weight_absmax is not None:
+            return dequantise_nf4(local(self.weight), local(self.weight_absmax), dtype)
+        return local(self.weight)
 
 
 def adapted_linears(

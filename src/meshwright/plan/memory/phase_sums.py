@@ -18,8 +18,6 @@ class ForwardSums(Rows):
         here = self.count["kept_last"] + 1.0
         full = 2.0 * self.tokens * self.work.model.vocab_size / self.tp
         count = np.ceil(full / self.stack.loss_chunk_bytes).clip(1.0)
-        # The logits of one chunk are freed when those of the next are there.
-        chunks = full / count * np.minimum(count, 2.0)
         # Of leaves autocast remembers its casts until the forward ends; of parts of DTensors it does not.
         remembered = self.layers * self.block(self._blocks.remembered)
         table = 2.0 * self.table
@@ -34,7 +32,7 @@ class ForwardSums(Rows):
             "gathered": self.gathered(table + flat) + first,
             "activations": self.activations(self.layers) + ends,
             "cast weights": self.cast_weights(self.layers) + remembered + self.weight_casts * self.table,
-            "logits": here * self.head_gradients + chunks + self.gathered_stream,
+            "logits": here * self.head_gradients + full / count + self.gathered_stream,
             "exchange": self.exchange(1.0),
         }
 

@@ -16,6 +16,7 @@ from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.workload.documents import documents_of
 from meshwright.plan.workload.workload import WORKING_BYTES, Adapters, Precision, Workload
 from meshwright.spec.adapter import NF4_BLOCK, AdapterSpec, adaptable, adapter_parameters
+from meshwright.spec.fp8 import fp8_base_groups
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.precision import Fp8Spec, PrecisionSpec
 from meshwright.spec.run import RunSpec
@@ -57,6 +58,8 @@ def workload_of(run: RunSpec) -> Workload:
     precision: Precision = run.precision.compute
     if fp8 is not None and precision == "bf16":
         precision = RECIPE_PRECISION[fp8.recipe]
+    if run.adapter is not None and run.adapter.base == "fp8" and precision == "bf16":
+        precision = RECIPE_PRECISION["current"]
     return Workload(
         model=run.model,
         adapters=_adapters(run),
@@ -83,10 +86,13 @@ def _adapters(run: RunSpec) -> Adapters | None:
 
 
 def _base_bits(run: RunSpec, adapter: AdapterSpec, total: int) -> float:
-    """Mean bits of a frozen weight: NF4 is for the linears of the blocks."""
+    """Mean bits of a frozen weight: NF4 and fp8 are for the linears of the blocks."""
     if adapter.base == "nf4":
         linears = sum(one.num_elements for one in adaptable(run.model)) / total
         return linears * (4.0 + 32.0 / NF4_BLOCK) + (1.0 - linears) * 16.0
+    if adapter.base == "fp8":
+        stored = sum(one.num_elements for group in fp8_base_groups(run.model) for one in group) / total
+        return stored * 8.0 + (1.0 - stored) * 16.0
     return 32.0 if adapter.base == "weights" and run.precision.weights == "fp32" else 16.0
 
 

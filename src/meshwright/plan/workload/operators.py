@@ -26,6 +26,8 @@ CAST_BYTES = 6.0
 ROW_CAST_BYTES = 18.0
 # The same per weight that is cast once per update.
 KEPT_CAST_BYTES = 6.0
+# The same per weight that is stored in fp8 and transposed for one pass.
+TRANSPOSE_BYTES = 2.0
 # Permuting routed tokens to their experts and back, in units of an inner activation's traffic.
 DISPATCH_COPIES = 0.8
 MOST_VIRTUAL_STAGES = 1 << 16
@@ -206,7 +208,8 @@ def quantise_bytes(
     """Bytes moved to cast the operands of fp8 and fp4 matmuls, forward and backward.
 
     The forward pass casts inputs, the backward pass output gradients. Weights are cast for both in every
-    micro-batch (`weight_cast_bytes` each), or once for all micro-batches of a step.
+    micro-batch (`weight_cast_bytes` each), or once for all micro-batches of a step; a frozen base that is
+    stored in fp8 is only transposed in backward.
     """
     zero = np.zeros_like(matmuls[0].m)
     cast = [matmul for matmul in matmuls if runs_in_low_precision(matmul, workload)]
@@ -215,6 +218,8 @@ def quantise_bytes(
     weights = sum((matmul.groups * matmul.k * matmul.n for matmul in cast), zero)
     per_step = KEPT_CAST_BYTES / at.num_microbatches
     each = 0.5 * weights * (per_step if workload.keeps_low_precision_weights else weight_cast_bytes)
+    if workload.adapters is not None and workload.adapters.base_bits < 16:
+        each = 0.5 * weights * TRANSPOSE_BYTES
     share = workload.low_precision_layers
     return share * (inputs + each), share * (outputs + each)
 
