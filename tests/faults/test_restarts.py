@@ -108,6 +108,12 @@ def test_no_process_is_left_and_a_stop_signal_after_a_restart_saves(tmp_path):
     assert not psutil.wait_procs(after, timeout=5)[1]
 
 
+def test_one_rank_alone_is_restarted_where_the_run_asks_for_it(tmp_path):
+    with training(tmp_path, "parallel.dp_replicate=1", "resilience.restart.single_rank=true") as launcher:
+        disturb(launcher, tmp_path, kill_one, random.Random(SEED))
+        assert len(ranks_of(launcher)) == 1
+
+
 @pytest.mark.soak
 def test_hundreds_of_faults(tmp_path, capfd):
     rng = random.Random(SEED)

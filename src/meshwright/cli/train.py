@@ -40,6 +40,7 @@ def train(
     """
     from meshwright.launch.launched import launched_rank
     from meshwright.launch.launched_node import launched_node
+    from meshwright.spec.rules_run import has_watched_ranks
     from meshwright.spec.text import read_run
 
     loaded = read_run(run, overrides or [])
@@ -51,7 +52,7 @@ def train(
         _print_notes(spec)
     if is_rank:
         _run_one_rank(spec, run_dir, stop_after, quiet=quiet)
-    if spec.parallel.num_ranks > 1 or spec.memory.on_oom == "halve_microbatch" or launched_node():
+    if has_watched_ranks(spec) or launched_node():
         from meshwright.train.supervise import run_ranks
 
         arguments = ["train", run, *(overrides or []), "--dir", str(run_dir)]

@@ -15,10 +15,20 @@ from meshwright.errors import (
 )
 
 Cause = Literal[
-    "done", "stopped", "refused", "out_of_memory", "failed", "error", "killed", "lost_rank", "hang"
+    "done",
+    "stopped",
+    "resized",
+    "refused",
+    "out_of_memory",
+    "failed",
+    "error",
+    "killed",
+    "lost_rank",
+    "hang",
 ]
-"""Why the ranks have ended: complete, asked to stop, wrong input, OOM, an error that the run itself names (a
-loss that is not finite, a full disk), an exception, a signal, a lost rank on another host, or no progress."""
+"""Why the ranks have ended: complete, asked to stop, another number of ranks, wrong input, OOM, an error that
+the run itself names (a loss that is not finite, a full disk), an exception, a signal, a lost rank on another
+host, or no progress."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,20 @@ class AttemptEnd:
     """One line about the rank whose failure ended the attempt."""
     reached_step: int | None = None
     """Steps that were done, by the last heartbeats; None where no rank got past its first step."""
+    failed_rank: int | None = None
+    """The rank on this machine, counted from 0, that is to blame; None where several failed alike."""
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """Why the ranks of an attempt are to end, though none of them has failed."""
+
+    cause: Cause
+    text: str
+    code: int = 0
+    """Exit code of `meshwright train`, if this is the end of the run."""
+    saves: bool = False
+    """Whether the ranks save before they end."""
 
 
 def cause_of(returncode: int, *, is_stopping: bool) -> Cause:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -105,3 +106,12 @@ def read_heartbeats(run_dir: Path, num_ranks: int) -> list[Heartbeat]:
     """The heartbeats of all ranks that have one, in the order of ranks."""
     found = (read_heartbeat(heartbeat_path(run_dir, rank)) for rank in range(num_ranks))
     return [heartbeat for heartbeat in found if heartbeat is not None]
+
+
+def remove_heartbeats(run_dir: Path, *, first_rank: int) -> None:
+    """Remove the heartbeats of this rank and all after it, which a run with fewer ranks has no more."""
+    for path in (run_dir / "heartbeats").glob("rank-*.json"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal() and int(number) >= first_rank:
+            with suppress(OSError):
+                path.unlink()

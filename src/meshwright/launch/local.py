@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,11 +20,10 @@ from meshwright.errors import (
     EXIT_RUN_FAILED,
 )
 from meshwright.hardware.machine import this_machine
-from meshwright.launch.attempt import AttemptEnd, cause_of
+from meshwright.launch.attempt import AttemptEnd, Interruption, cause_of
 from meshwright.launch.launched import RANK_FOLDER, STARTED_HERE
 from meshwright.launch.launched_node import LaunchedNode
 from meshwright.launch.meeting import STORE_FILE
-from meshwright.launch.node_ends import NodeEnds
 from meshwright.launch.rank_process import STOP_SIGNALS, Program, RankProcess, start_rank
 from meshwright.launch.watch import RankWatcher, Watched, is_stopped
 
@@ -40,6 +39,9 @@ _HANG_GRACE_SECONDS = 0.5
 # The same where all ranks are restarted: after a kill the cause is known, after an error not always.
 _RESTART_GRACE_SECONDS, _KILLED_GRACE_SECONDS = 2.0, 0.2
 THREADS = "OMP_NUM_THREADS"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+Interrupted = Callable[[], Interruption | None]
+"""Returns why the ranks are to end; None while they are not."""
 
 
 def run_local(arguments: Sequence[str], *, num_ranks: int) -> int:
@@ -58,16 +60,17 @@ def run_attempt(
     watched: Watched | None = None,
     node: LaunchedNode | None = None,
     program: Program | None = None,
-    is_restarted: bool = False,
-    ends: NodeEnds | None = None,
+    interrupted: Interrupted | None = None,
+    devices: Sequence[int] | None = None,
 ) -> AttemptEnd:
     """Start the ranks once and wait until all have ended.
 
     With `watched`, ranks that make no progress are reported and ended. With `node` they join those of other
-    nodes. With `program` they are forked from this process. Where all ranks are restarted after a failure,
-    those that have not failed are killed soon. With `ends` the ranks end when another node has given up.
+    nodes. With `program` they are forked from this process. `interrupted` is called often; the ranks end when
+    it returns a reason. `devices` are the GPUs of this machine that the ranks use, by default the first ones.
     """
     first = node.node * num_ranks if node else 0
+    is_restarted = watched is not None and watched.is_restarted
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-") as folder, ExitStack() as files:
         processes: list[RankProcess] = []
         stopping = _Stopping(processes)
@@ -75,28 +78,39 @@ def run_attempt(
             for rank in range(num_ranks):
                 output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
                 environment = _environment(rank, num_ranks, Path(folder), node)
+                environment |= _visible_devices(devices)
                 processes.append(start_rank(arguments, environment, output, program))
             watcher = RankWatcher(watched, processes, Path(folder), first_rank=first) if watched else None
             if watcher:
                 files.callback(watcher.close)
-            failed, hang = _wait(processes, stopping, watcher, is_restarted=is_restarted, ends=ends)
-        step = watcher.reached_step if watcher else None
-        other = ends.other() if ends else None
-        if other is not None and failed is not None:
-            text = f"node {other.node} has ended with exit code {other.code}: {other.reason}"
-            print(f"error: {text}", file=sys.stderr)
-            return AttemptEnd("failed", other.code, text, step)
+            waited = _Wait(processes, stopping, watcher, interrupted, is_restarted=is_restarted)
+            waited.until_all_have_ended()
+        step, failed = watcher.reached_step if watcher else None, waited.failed
+        if waited.interruption is not None and waited.is_interrupted:
+            found = waited.interruption
+            return AttemptEnd(found.cause, found.code, found.text, step)
         if failed is None:
             return AttemptEnd("done", 0, reached_step=step)
-        if hang:
-            return AttemptEnd("hang", EXIT_RUN_FAILED, hang, step)
+        if waited.hang:
+            late = watcher.hanging if watcher else None
+            return AttemptEnd("hang", EXIT_RUN_FAILED, waited.hang, step, late)
         output = Path(folder) / f"rank-{failed}" if failed else None
         text = _failure(processes[failed], first + failed, stopping)
         if not _is_refused_by_all(processes, failed):
             _print_failure(text, first + failed, output)
         returncode = processes[failed].returncode or 0
         cause = cause_of(returncode, is_stopping=stopping.number is not None)
-        return AttemptEnd(cause, _exit_code(returncode, stopping), text, step)
+        return AttemptEnd(cause, _exit_code(returncode, stopping), text, step, waited.only_culprit)
+
+
+def _visible_devices(devices: Sequence[int] | None) -> dict[str, str]:
+    """The variable that shows a rank only these GPUs, of those that this process sees."""
+    if devices is None:
+        return {}
+    seen = [name.strip() for name in os.environ.get(VISIBLE_DEVICES, "").split(",") if name.strip()]
+    if seen and len(seen) <= max(devices):  # several ranks share a GPU
+        return {}
+    return {VISIBLE_DEVICES: ",".join(seen[index] if seen else str(index) for index in devices)}
 
 
 def _failure(process: RankProcess, rank: int, stopping: "_Stopping") -> str:
@@ -185,39 +199,89 @@ class _Stopping:
                 signal.signal(number, handler)
 
 
-def _wait(
-    processes: list[RankProcess],
-    stopping: _Stopping,
-    watcher: RankWatcher | None,
-    *,
-    is_restarted: bool,
-    ends: NodeEnds | None,
-) -> tuple[int | None, str]:
-    """Wait until all have ended: the rank whose failure is the reason or None, and the text of a hang, which
-    is reported already."""
-    failed_at, failed = None, None
-    while any(process.poll() is None for process in processes):
-        now = time.monotonic()
-        if failed_at is None and _first_failure(processes) is not None:
-            failed_at = now
-        if failed_at is not None and failed is None and now - failed_at > _TOGETHER_SECONDS:
-            failed = _first_failure(processes)
-        grace = _grace(processes, is_restarted=is_restarted and stopping.number is None)
-        if (failed_at is not None and now - failed_at > grace) or now > stopping.kill_at:
-            failed = _first_failure(processes) if failed is None else failed  # before others are killed
-            for process in processes:
+class _Wait:
+    """The wait until all ranks of an attempt have ended."""
+
+    def __init__(
+        self,
+        processes: list[RankProcess],
+        stopping: _Stopping,
+        watcher: RankWatcher | None,
+        interrupted: Interrupted | None,
+        *,
+        is_restarted: bool,
+    ) -> None:
+        self._processes, self._stopping, self._watcher = processes, stopping, watcher
+        self._ask, self._is_restarted = interrupted or (lambda: None), is_restarted
+        self._failed_at: float | None = None
+        self.failed: int | None = None
+        """The rank whose failure is the reason; None where none has failed."""
+        self.only_culprit: int | None = None
+        """The same rank, unless others failed in the same way."""
+        self.hang = ""
+        """The text of a hang, which is reported already."""
+        self.interruption: Interruption | None = None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the ranks ended because they were asked to, and for no other reason."""
+        found = self.interruption
+        if found is None or not found.saves:
+            return found is not None
+        is_asked_by_user = self._stopping.number is not None
+        codes = {process.returncode for process in self._processes}
+        return not is_asked_by_user and codes <= {EXIT_INTERRUPTED, -signal.SIGTERM}
+
+    def until_all_have_ended(self) -> None:
+        """Wait, and end all ranks after a failure, a hang or an interruption."""
+        while any(process.poll() is None for process in self._processes):
+            self._look_for_failure(time.monotonic())
+            if self._stopping.number is not None:
+                _continue_stopped(self._processes)
+            if self._is_hanging() or self._is_interrupted_at_once():
+                _end(self._processes)
+                self.failed = 0
+                return
+            time.sleep(_POLL_SECONDS)
+        if self.failed is None:
+            self._name_culprit()
+
+    def _look_for_failure(self, now: float) -> None:
+        """Note the first failure, and kill the others when their grace is over."""
+        if self._failed_at is None and _first_failure(self._processes) is not None:
+            self._failed_at = now
+        since = math.inf if self._failed_at is None else now - self._failed_at
+        if self._failed_at is not None and self.failed is None and since > _TOGETHER_SECONDS:
+            self._name_culprit()
+        is_asked = self._stopping.number is not None or self.interruption is not None
+        grace = _grace(self._processes, is_restarted=self._is_restarted and not is_asked)
+        if (self._failed_at is not None and since > grace) or now > self._stopping.kill_at:
+            if self.failed is None:  # before others are killed
+                self._name_culprit()
+            for process in self._processes:
                 process.kill()
-        if stopping.number is not None:
-            _continue_stopped(processes)
-        hanging = watcher.tick() if watcher and failed_at is None else None
-        if hanging is not None:
-            _end(processes)
-            return 0, hanging
-        if ends is not None and ends.other() is not None:
-            _end(processes)
-            return 0, ""
-        time.sleep(_POLL_SECONDS)
-    return failed if failed is not None else _first_failure(processes), ""
+
+    def _name_culprit(self) -> None:
+        self.failed = _first_failure(self._processes)
+        if self.failed is None:
+            return
+        kind = _consequence(self._processes[self.failed].returncode or 0)
+        alike = [one for one in self._processes if one.poll() and _consequence(one.poll() or 0) == kind]
+        self.only_culprit = self.failed if len(alike) == 1 else None
+
+    def _is_hanging(self) -> bool:
+        if self._watcher is not None and self._failed_at is None:
+            self.hang = self._watcher.tick() or ""
+        return bool(self.hang)
+
+    def _is_interrupted_at_once(self) -> bool:
+        """Ask whether the ranks are to end; those that save first are only told."""
+        if self.interruption is None and self._failed_at is None and self._stopping.number is None:
+            self.interruption = self._ask()
+            if self.interruption is not None and self.interruption.saves:
+                for process in self._processes:
+                    process.send_signal(signal.SIGTERM)
+        return self.interruption is not None and not self.interruption.saves
 
 
 def _grace(processes: list[RankProcess], *, is_restarted: bool) -> float:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.launch.attempt import Interruption
+
 FOLDER = "supervisors"
 
 
@@ -56,6 +58,14 @@ class NodeEnds:
                     node = int(path.stem.removeprefix("node-"))
                     return NodeEnd(node, int(found["code"]), str(found["reason"]))
         return None
+
+    def interruption(self) -> Interruption | None:
+        """A reason to end the ranks of this node: another node has given up."""
+        other = self.other()
+        if other is None:
+            return None
+        text = f"node {other.node} has ended with exit code {other.code}: {other.reason}"
+        return Interruption("failed", text, other.code)
 
     def _write(self, facts: dict[str, Any]) -> None:
         draft = self._own.with_suffix(".draft")

@@ -53,6 +53,11 @@ class Watched:
     is_adaptive: bool = True
     """Whether the bound of a step follows from the steps before; not where a step may compile blocks anew."""
 
+    @property
+    def is_restarted(self) -> bool:
+        """Whether the ranks are restarted after a failure: those that have not failed are killed soon."""
+        return self.resilience.restart.max_restarts > 0
+
 
 class _RankWatch:
     """One rank: its last heartbeat, and for how long it has not changed."""
@@ -113,6 +118,8 @@ class RankWatcher:
         self._ranks = [_RankWatch(rank, process, watched.run_dir) for rank, process in numbered]
         self._ticked_at = time.monotonic()
         self._announced: set[int] = set()
+        self.hanging: int | None = None
+        """The rank that `tick` found to hang, counted from 0 on this machine; None where several do."""
 
     @property
     def reached_step(self) -> int | None:
@@ -133,6 +140,7 @@ class RankWatcher:
         if not any(self._is_late(one) for one in living):
             return None
         culprits = _culprits(living)
+        self.hanging = self._ranks.index(culprits[0]) if len(culprits) == 1 else None
         text = culprits[0].describe()
         self._report(living, culprits)
         return text
@@ -171,9 +179,9 @@ class RankWatcher:
     def _report(self, living: list[_RankWatch], culprits: list[_RankWatch]) -> None:
         """Print where every rank is, and the stacks of those that hold the others up."""
         late = culprits[0]
-        is_start = late.phase == "start" and late.stopped_seconds is None
-        is_early = late.stopped_seconds is None and late.idle_seconds < self._resilience.step_timeout_seconds
-        key = "start_timeout_seconds" if is_start else "hang_factor" if is_early else "step_timeout_seconds"
+        key = self._resilience.timeout_key("step" if late.stopped_seconds is not None else late.phase)
+        if late.stopped_seconds is None and late.idle_seconds < getattr(self._resilience, key):
+            key = "hang_factor"
         lines = [one.describe() for one in culprits[:_MOST_STACKS]]
         others = [one for one in living if one not in culprits]
         stacks = self._stacks([*culprits, *others][:_MOST_RANKS])

@@ -33,7 +33,7 @@ class Restart:
     """Start all ranks again, after a delay."""
 
     number: int
-    """1 for the first restart."""
+    """1 for the first restart after a failure; a change of the number of ranks does not count."""
     delay_seconds: float
     lost_steps: int
     """Steps that are trained once more."""
@@ -60,18 +60,24 @@ def decide(
     *,
     published_step: int,
     can_shrink_microbatch: bool = False,
+    has_new_mesh: bool = False,
 ) -> tuple[History, Action]:
     """The history after an attempt, and what to do next.
 
     `published_step` is the step of the newest complete checkpoint now; `can_shrink_microbatch` whether a run
-    that is out of memory may be restarted with a smaller micro-batch.
+    that is out of memory may be restarted with a smaller micro-batch; `has_new_mesh` whether a restart has
+    other devices or another number of ranks, so that earlier starts say nothing about it.
     """
     code = EXIT_RUN_FAILED if ended.code in (EXIT_RANK_OUT_OF_MEMORY, EXIT_RANK_LOST) else ended.code
     lost = max(0, (ended.reached_step or 0) - published_step)
     now = _after(history, published_step, lost)
+    if has_new_mesh:
+        now = replace(now, cycles_without_progress=0)
     if ended.cause == "out_of_memory" and can_shrink_microbatch:
         restart = Restart(now.num_restarts + 1, 0.0, lost, has_smaller_microbatch=True)
         return replace(now, num_restarts=restart.number, cycles_without_progress=0), restart
+    if ended.cause == "resized":
+        return now, Restart(now.num_restarts, 0.0, lost)
     if policy.max_restarts == 0 or ended.cause in (*_FINAL, "out_of_memory"):
         return now, End(code)
     if ended.cause == "error" and ended.reached_step is None:

@@ -131,7 +131,7 @@ class Watchdog:
 
     def _report(self, since: float) -> str:
         now = self._heartbeat.now
-        key = "start_timeout_seconds" if now.phase == "start" else "step_timeout_seconds"
+        key = self._resilience.timeout_key(now.phase)
         return "\n".join(
             [
                 f"error: rank {now.rank} on {now.host} (process {now.pid}) makes no progress for "

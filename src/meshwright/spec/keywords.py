@@ -31,7 +31,7 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
-from meshwright.spec.resilience import BadStepAction, BadStepSpec, ResilienceSpec, RestartSpec
+from meshwright.spec.resilience import BadStepAction, BadStepSpec, ElasticSpec, ResilienceSpec, RestartSpec
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -221,6 +221,16 @@ class RestartSettings(TypedDict, total=False):
     max_cycles_without_progress: int
     backoff_seconds: float
     max_backoff_seconds: float
+    single_rank: bool
+
+
+class ElasticSettings(TypedDict, total=False):
+    """Fields of `ElasticSpec`."""
+
+    min_ranks: int
+    spare_ranks: int
+    failures_per_device: int
+    return_seconds: float
 
 
 class BadStepSettings(TypedDict, total=False):
@@ -236,9 +246,12 @@ class ResilienceSettings(TypedDict, total=False):
 
     step_timeout_seconds: float
     start_timeout_seconds: float
+    evaluate_timeout_seconds: float | None
+    save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
     restart: RestartSpec | RestartSettings
+    elastic: ElasticSpec | ElasticSettings | None
     bad_steps: BadStepSpec | BadStepSettings
 
 
@@ -398,13 +411,21 @@ class FitSettings(ModuleSettings, total=False):
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float
+    evaluate_timeout_seconds: float | None
+    save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
     restart: RestartSpec | RestartSettings
+    elastic: ElasticSpec | ElasticSettings | None
     max_restarts: int
     max_cycles_without_progress: int
     backoff_seconds: float
     max_backoff_seconds: float
+    single_rank: bool
+    min_ranks: int
+    spare_ranks: int
+    failures_per_device: int
+    return_seconds: float
     bad_steps: BadStepSpec | BadStepSettings
     action: BadStepAction
     spike_factor: float | None

@@ -1,8 +1,8 @@
 """Timeouts and restarts: when a run without progress is ended, and how often its ranks are started again."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, StrictBool
 
 from meshwright.spec.base import NonNegative, Positive, Spec
 from meshwright.units import parse_number
@@ -28,6 +28,21 @@ class RestartSpec(Spec):
     progress comes at once."""
     max_backoff_seconds: Delay = 60.0
     """Longest wait before a restart."""
+    single_rank: StrictBool = False
+    """Watch and restart a run of one rank too: it then trains in a process of its own."""
+
+
+class ElasticSpec(Spec):
+    """How a run goes on with fewer ranks, and with all of them again. The global batch stays the same."""
+
+    min_ranks: Positive = 1
+    """Fewest ranks that the run goes on with; the mesh in `parallel` is the largest."""
+    spare_ranks: NonNegative = 0
+    """Devices beyond those of the mesh (hot spares), which replace devices that are left out."""
+    failures_per_device: Positive = 2
+    """Failures in a row of ranks on the same device before that device is left out."""
+    return_seconds: Delay = 600.0
+    """A device that was left out is used again after this time; doubles each time it is left out."""
 
 
 class BadStepSpec(Spec):
@@ -51,6 +66,10 @@ class ResilienceSpec(Spec):
     """Longest time of one step; a stopped or hanging rank is ended after it."""
     start_timeout_seconds: Seconds = 1800.0
     """Longest time from the start of the ranks to the end of the first step, compilation included."""
+    evaluate_timeout_seconds: Seconds | None = None
+    """Longest time of an evaluation; null: the longer of the two timeouts above."""
+    save_timeout_seconds: Seconds | None = None
+    """Longest time in which training stands still for a save; null: the longer of the two timeouts above."""
     hang_factor: HangFactor | None = 20.0
     """A rank that `meshwright train` started hangs when it makes no progress for this many times its longest
     step so far, at least 60 seconds. null, and with compile=true: only after step_timeout_seconds."""
@@ -58,15 +77,23 @@ class ResilienceSpec(Spec):
     """Steps between comparisons of the weights of replicas (dp_replicate), bit for bit: a difference is
     silent corruption, and all ranks are restarted from the newest checkpoint. null: never."""
     restart: RestartSpec = RestartSpec()
+    elastic: ElasticSpec | None = None
+    """Go on with fewer ranks where a device keeps failing; null: the number of ranks is fixed."""
     bad_steps: BadStepSpec = BadStepSpec()
 
     @property
     def longest_seconds(self) -> float:
-        """The longer timeout: the limit of an evaluation, of a save and of a single collective."""
-        return max(self.step_timeout_seconds, self.start_timeout_seconds)
+        """The longest timeout: the limit of a single collective."""
+        return max(self.timeout_seconds(phase) for phase in get_args(Phase))
 
     def timeout_seconds(self, phase: Phase) -> float:
         """Longest time without progress in a phase."""
-        if phase == "step":
-            return self.step_timeout_seconds
-        return self.start_timeout_seconds if phase == "start" else self.longest_seconds
+        return getattr(self, self.timeout_key(phase))
+
+    def timeout_key(self, phase: Phase) -> str:
+        """The field that sets the timeout of a phase."""
+        own = f"{phase}_timeout_seconds"
+        if phase != "end" and getattr(self, own) is not None:
+            return own
+        is_start = self.start_timeout_seconds >= self.step_timeout_seconds
+        return "start_timeout_seconds" if is_start else "step_timeout_seconds"

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.spec.modules import FitSpec, LoopSpec, ModuleSpec
-from meshwright.spec.resilience import RestartSpec
+from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.rules_checkpoint import (
     best_checkpoints_are_evaluated,
     checkpoints_have_an_interval,
@@ -84,10 +84,12 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
     fields = type(spec).model_fields
     known = [one for one in CONDITIONS if one.key.split(".")[0] in fields and not _is_run_only(one.key)]
     yield from without_effect(cast(RunSpec, spec), known)
-    if isinstance(spec, FitSpec) and spec.resilience.restart != RestartSpec():
-        fact = "resilience.restart is set, and only `meshwright train` restarts ranks"
-        hint = "remove it; torchrun --max-restarts restarts a script, which resumes by itself"
-        yield SpecError(fact, where="resilience.restart", hint=hint)
+    resilience = spec.resilience if isinstance(spec, FitSpec) else ResilienceSpec()
+    for name in ("restart", "elastic"):
+        if getattr(resilience, name) != getattr(ResilienceSpec(), name):
+            fact = f"resilience.{name} is set, and only `meshwright train` restarts ranks"
+            hint = "remove it; torchrun --max-restarts restarts a script, which resumes by itself"
+            yield SpecError(fact, where=f"resilience.{name}", hint=hint)
     if spec.checkpoint.start_from is not None:
         fact = "checkpoint.start_from reads weights of built-in families only"
         hint = "load the weights into the module before you pass it"

@@ -257,9 +257,11 @@ def _has_striped_rows(run: RunSpec) -> bool:
     return is_gathered and run.data.documents == "separate"
 
 
-def _has_watched_ranks(run: RunSpec) -> bool:
+def has_watched_ranks(run: RunSpec) -> bool:
     """Ranks are watched by the process that started them; one rank alone has none, unless it is restarted."""
-    return run.parallel.num_ranks > 1 or run.memory.on_oom == "halve_microbatch"
+    resilience = run.resilience
+    is_restarted = resilience.restart.single_rank or resilience.elastic is not None
+    return run.parallel.num_ranks > 1 or is_restarted or run.memory.on_oom == "halve_microbatch"
 
 
 CONDITIONS: list[Condition] = [
@@ -304,16 +306,22 @@ CONDITIONS: list[Condition] = [
     Condition("optim.trust_coefficient", lambda run: run.optim.kind == "lars", "optim.kind=lars"),
     Condition("optim.weight_decay_on", lambda run: run.optim.weight_decay != 0, "weight_decay is not 0"),
     *(
-        Condition(f"resilience.{name}", _has_watched_ranks, "there are several ranks")
-        for name in ("step_timeout_seconds", "start_timeout_seconds", "hang_factor", "restart.max_restarts")
+        Condition(f"resilience.{name}", has_watched_ranks, "there are several ranks")
+        for name in (
+            *("step_timeout_seconds", "start_timeout_seconds", "save_timeout_seconds"),
+            *("evaluate_timeout_seconds", "hang_factor", "restart.max_restarts"),
+        )
     ),
     *(
         Condition(
             f"resilience.restart.{name}",
-            lambda run: _has_watched_ranks(run) and run.resilience.restart.max_restarts > 0,
+            lambda run: has_watched_ranks(run) and run.resilience.restart.max_restarts > 0,
             "there are several ranks and max_restarts > 0",
         )
         for name in ("max_cycles_without_progress", "backoff_seconds", "max_backoff_seconds")
+    ),
+    Condition(
+        "resilience.restart.single_rank", lambda run: run.parallel.num_ranks == 1, "the run has one rank"
     ),
     Condition(
         "resilience.compare_replicas_every_steps",
@@ -360,6 +368,21 @@ def rollback_has_checkpoints(run: RunSpec) -> Violations:
         yield SpecError(fact, where="resilience.bad_steps.action", hint=hint)
 
 
+def elastic_ranks_can_change(run: RunSpec) -> Violations:
+    """`resilience.elastic` lets the number of ranks change: fewer than the mesh has, or spares."""
+    elastic, num_ranks = run.resilience.elastic, run.parallel.num_ranks
+    if elastic is None:
+        return
+    if run.resilience.restart.max_restarts == 0:
+        fact = "elastic with restart.max_restarts=0: ranks that are never restarted stay as many as they are"
+        hint = "set resilience.restart.max_restarts above 0, or resilience.elastic=null"
+        yield SpecError(fact, where="resilience.elastic", hint=hint)
+    if elastic.min_ranks > num_ranks:
+        fact = f"elastic.min_ranks={elastic.min_ranks} with a mesh of {num_ranks} ranks"
+        hint = f"use 1 to {num_ranks}; the mesh in `parallel` is the largest"
+        yield SpecError(fact, where="resilience.elastic.min_ranks", hint=hint)
+
+
 def settings_have_effect(run: RunSpec) -> Violations:
     """A setting that has no effect, given the others, is refused rather than ignored."""
     yield from without_effect(run, CONDITIONS)
@@ -404,5 +427,6 @@ RUN_RULES = [
     decays_are_valid,
     groups_have_parameters,
     rollback_has_checkpoints,
+    elastic_ranks_can_change,
     settings_have_effect,
 ]

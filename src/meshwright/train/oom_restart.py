@@ -24,11 +24,3 @@ def smaller_microbatch(run: RunSpec) -> RunSpec | None:
     if smaller == 1:
         changed = changed.with_(memory=run.memory.with_(on_oom="stop"))
     return None if check(changed) else changed
-
-
-def microbatch_overrides(run: RunSpec) -> list[str]:
-    """What `smaller_microbatch` changed, as overrides on the command line; the last of several counts."""
-    return [
-        f"data.microbatch_sequences={run.data.microbatch_sequences}",
-        f"memory.on_oom={run.memory.on_oom}",
-    ]

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED
+from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED, SpecError
 from meshwright.launch.attempt import AttemptEnd
+from meshwright.launch.heartbeat import remove_heartbeats
 from meshwright.launch.launched_node import LaunchedNode, launched_node
 from meshwright.launch.local import run_attempt
 from meshwright.launch.node_ends import NodeEnds
@@ -21,7 +22,8 @@ from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import last_step
 from meshwright.resilience.supervisor import End, History, Restart, decide
 from meshwright.spec import RunSpec
-from meshwright.train.oom_restart import microbatch_overrides, smaller_microbatch
+from meshwright.train.elastic_ranks import ElasticRanks
+from meshwright.train.oom_restart import smaller_microbatch
 
 
 def run_ranks(
@@ -35,31 +37,23 @@ def run_ranks(
     micro-batch, where the run allows it. With `program`, ranks are forked from this process, which has
     imported what they need.
     """
-    node, overrides = launched_node(), list[str]()
-    policy, ends = run.resilience.restart, NodeEnds(run_dir, node.node) if node else None
+    node, ranks = launched_node(), ElasticRanks(run)
+    ends = NodeEnds(run_dir, node.node) if node else None
     if ends is not None:
+        _require_fixed_nodes(run)
         ends.begin()
     history = History(published_step=published_step(run_dir))
     while True:
-        ended = run_attempt(
-            [*arguments, *overrides],
-            num_ranks=node.num_local_ranks(run.parallel.num_ranks) if node else run.parallel.num_ranks,
-            watched=Watched(run_dir, run.resilience, is_adaptive=not run.compile),
-            node=node,
-            program=program if can_fork() else None,
-            is_restarted=policy.max_restarts > 0,
-            ends=ends,
-        )
-        failed_at = time.time()
-        if ended.reached_step is not None:  # metrics are written at once, heartbeats every second
-            ended = replace(ended, reached_step=max(ended.reached_step, last_step(run_dir)))
-        smaller = None if node else smaller_microbatch(run)
+        ended = _attempt(ranks, arguments, run_dir, node=node, program=program, ends=ends)
+        failed_at, mesh_change = time.time(), ranks.after(ended)
+        smaller = None if node else smaller_microbatch(ranks.run)
         history, action = decide(
             history,
             ended,
-            policy,
+            run.resilience.restart,
             published_step=published_step(run_dir),
             can_shrink_microbatch=smaller is not None,
+            has_new_mesh=bool(mesh_change),
         )
         if isinstance(action, End):
             _report_end(action, run_dir, node, history)
@@ -67,9 +61,51 @@ def run_ranks(
                 ends.end(action.code, action.reason or ended.text)
             return action.code
         if action.has_smaller_microbatch and smaller is not None:
-            run, overrides = smaller, microbatch_overrides(smaller)
-        _report_restart(action, ended, run, run_dir, node, history, failed_at)
+            ranks.shrink_microbatch(smaller)
+        text = _restart_text(action, ended, ranks.run, history, mesh_change)
+        _report_restart(text, action, ended, ranks.run, run_dir, node, failed_at)
         time.sleep(action.delay_seconds)
+
+
+def _attempt(
+    ranks: ElasticRanks,
+    arguments: Sequence[str],
+    run_dir: Path,
+    *,
+    node: LaunchedNode | None,
+    program: Program | None,
+    ends: NodeEnds | None,
+) -> AttemptEnd:
+    """Start the ranks once, and wait until they have ended."""
+    run = ranks.run
+    if run.resilience.elastic is not None:
+        remove_heartbeats(run_dir, first_rank=run.parallel.num_ranks)
+    ended = run_attempt(
+        [*arguments, *ranks.overrides],
+        num_ranks=node.num_local_ranks(run.parallel.num_ranks) if node else run.parallel.num_ranks,
+        watched=Watched(run_dir, run.resilience, is_adaptive=not run.compile),
+        node=node,
+        program=program if can_fork() else None,
+        interrupted=ends.interruption if ends else ranks.change,
+        devices=ranks.devices,
+    )
+    other = ends.interruption() if ends and ended.cause != "done" else None
+    if other is not None:
+        print(f"error: {other.text}", file=sys.stderr)
+        return AttemptEnd(other.cause, other.code, other.text, ended.reached_step)
+    if ended.reached_step is None:
+        return ended
+    # Metrics are written at once, heartbeats every second.
+    return replace(ended, reached_step=max(ended.reached_step, last_step(run_dir)))
+
+
+def _require_fixed_nodes(run: RunSpec) -> None:
+    if run.resilience.elastic is not None:
+        raise SpecError(
+            "resilience.elastic on several nodes: only the ranks of one machine can become fewer",
+            where="resilience.elastic",
+            hint="set resilience.elastic=null",
+        )
 
 
 def published_step(run_dir: Path) -> int:
@@ -79,24 +115,33 @@ def published_step(run_dir: Path) -> int:
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
+def _restart_text(
+    restart: Restart, ended: AttemptEnd, run: RunSpec, history: History, mesh_change: str
+) -> str:
+    """One line about a restart: why, from where, and what is different."""
+    step = history.published_step
+    start = f"step {step}" if step else "step 0: there is no checkpoint"
+    mesh = f"; {mesh_change}" if mesh_change else ""
+    if restart.has_smaller_microbatch:
+        what = f"data.microbatch_sequences={run.data.microbatch_sequences}"
+        return f"out of memory: restarting with {what} from the newest checkpoint{mesh}"
+    if ended.cause == "resized":
+        return f"{ended.text}, from {start}"
+    why = ended.text.partition(";")[0]
+    wait = f" in {restart.delay_seconds:g} s" if restart.delay_seconds else ""
+    return f"restart {restart.number}{wait} from {start} ({why}; {restart.lost_steps} steps to repeat){mesh}"
+
+
 def _report_restart(
+    text: str,
     restart: Restart,
     ended: AttemptEnd,
     run: RunSpec,
     run_dir: Path,
     node: LaunchedNode | None,
-    history: History,
     failed_at: float,
 ) -> None:
     """Print the restart, and write it to the events of the first rank here, which has ended."""
-    start = f"step {history.published_step}" if history.published_step else "step 0: there is no checkpoint"
-    size = run.data.microbatch_sequences
-    if restart.has_smaller_microbatch:
-        text = f"out of memory: restarting with data.microbatch_sequences={size} from the newest checkpoint"
-    else:
-        why = ended.text.partition(";")[0]
-        wait = f" in {restart.delay_seconds:g} s" if restart.delay_seconds else ""
-        text = f"restart {restart.number}{wait} from {start} ({why}; {restart.lost_steps} steps to repeat)"
     print(text, file=sys.stderr, flush=True)
     with EventWriter(run_dir, rank=_first_rank(run, node)) as events:
         events.write(
@@ -104,10 +149,11 @@ def _report_restart(
             text=text,
             cause=ended.cause,
             attempt=restart.number,
-            step=history.published_step,
+            step=published_step(run_dir),
             lost_steps=restart.lost_steps,
             failed_at=failed_at,
-            microbatch_sequences=size,
+            microbatch_sequences=run.data.microbatch_sequences,
+            num_ranks=run.parallel.num_ranks,
         )
 
 

@@ -57,6 +57,20 @@ def test_an_exception_before_the_first_step_ends_the_run_and_a_later_one_restart
     assert isinstance(decide(History(), later, POLICY, published_step=0)[1], Restart)
 
 
+def test_another_number_of_ranks_is_no_failure():
+    resized = AttemptEnd("resized", 0, "devices are used again", reached_step=15)
+    history, action = decide(History(num_restarts=10), resized, POLICY, published_step=15)
+    assert action == Restart(number=10, delay_seconds=0.0, lost_steps=0)
+    assert history.num_restarts == 10, "it does not count against max_restarts"
+
+
+def test_starts_on_other_devices_begin_a_new_count_without_progress():
+    history = History(cycles_without_progress=2)
+    after, action = decide(history, KILLED, POLICY, published_step=0, has_new_mesh=True)
+    assert isinstance(action, Restart) and action.delay_seconds == 0.0
+    assert after.cycles_without_progress == 0
+
+
 def test_an_oom_restarts_with_a_smaller_microbatch_where_there_is_one():
     ended = AttemptEnd("out_of_memory", 5)
     policy = POLICY.with_(max_restarts=0)  # it is a setting of its own

@@ -492,6 +492,17 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["resilience.bad_steps.action=rollback", "checkpoint.every_steps=2"],
         [["resilience.bad_steps.action=rollback"]],
     ),
+    "elastic_ranks_can_change": (
+        "dense",
+        ["parallel.dp_replicate=4", "resilience.elastic.min_ranks=2"],
+        [
+            ["parallel.dp_replicate=4", "resilience.elastic.min_ranks=5"],
+            [
+                *("parallel.dp_replicate=4", "resilience.elastic.min_ranks=2"),
+                "resilience.restart.max_restarts=0",
+            ],
+        ],
+    ),
     "settings_have_effect": (
         "dense",
         ["optim.kind=sgd"],
@@ -520,12 +531,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["optim.weight_decay=0", "optim.weight_decay_on=all"],
             ["resilience.step_timeout_seconds=60"],
             ["resilience.start_timeout_seconds=60"],
+            ["resilience.evaluate_timeout_seconds=60"],
+            ["resilience.save_timeout_seconds=60"],
             ["resilience.hang_factor=5"],
             ["resilience.compare_replicas_every_steps=5"],
             ["resilience.restart.max_restarts=0"],
             ["resilience.restart.max_cycles_without_progress=5"],
             ["resilience.restart.backoff_seconds=5"],
             ["resilience.restart.max_backoff_seconds=5"],
+            ["parallel.dp_replicate=2", "resilience.restart.single_rank=true"],
             ["resilience.bad_steps.spike_factor=5"],
             ["resilience.bad_steps.max_in_a_row=2"],
             ["schedule.decay_steps=5"],
