@@ -23,6 +23,7 @@ EventKind = Literal[
     "checkpoint",
     "upload",
     "evaluate",
+    "early_stop",
     "overflow",
     "skip",
     "rollback",

@@ -34,6 +34,7 @@ _EVENT_SENTENCE = {
     "change": "changed a setting",
     "checkpoint": "saved a checkpoint",
     "evaluate": "evaluated",
+    "early_stop": "stopped early: the evaluation loss no longer fell",
     "overflow": "skipped an update: gradients overflowed",
     "warning": "warning",
     "restart": "restarted all ranks",

@@ -10,7 +10,14 @@ from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
 from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
-from meshwright.spec.observe import EvaluateSpec, MlflowSpec, NoiseScaleSpec, ObserveSpec, WandbSpec
+from meshwright.spec.observe import (
+    EarlyStoppingSpec,
+    EvaluateSpec,
+    MlflowSpec,
+    NoiseScaleSpec,
+    ObserveSpec,
+    WandbSpec,
+)
 from meshwright.spec.optim import (
     DecayedParameters,
     GroupSpec,
@@ -177,10 +184,18 @@ class SamplesSettings(TypedDict, total=False):
     sample_tokens: int
 
 
+class EarlyStoppingSettings(TypedDict, total=False):
+    """Fields of `EarlyStoppingSpec`."""
+
+    patience: int
+    min_delta: float
+
+
 class EvaluateSettings(TypedDict, total=False):
     """Fields of `EvaluateSpec`."""
 
     every_steps: int
+    early_stopping: EarlyStoppingSpec | EarlyStoppingSettings | None
 
 
 class NoiseScaleSettings(TypedDict, total=False):
@@ -408,6 +423,9 @@ class FitSettings(ModuleSettings, total=False):
     experiment: str
     tracking_uri: str | None
     evaluate: EvaluateSpec | EvaluateSettings | None
+    early_stopping: EarlyStoppingSpec | EarlyStoppingSettings | None
+    patience: int
+    min_delta: float
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float

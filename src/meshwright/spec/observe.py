@@ -2,7 +2,16 @@
 
 from pydantic import Field
 
-from meshwright.spec.base import Positive, Spec
+from meshwright.spec.base import NonNegativeNumber, Positive, Spec
+
+
+class EarlyStoppingSpec(Spec):
+    """The run ends, and has finished, when its evaluation loss no longer falls."""
+
+    patience: Positive
+    """Evaluations in a row without a lower loss after which the run ends."""
+    min_delta: NonNegativeNumber = 0.0
+    """A loss counts as lower when it is below the lowest one by more than this."""
 
 
 class EvaluateSpec(Spec):
@@ -10,6 +19,7 @@ class EvaluateSpec(Spec):
 
     every_steps: Positive
     """Steps between evaluations."""
+    early_stopping: EarlyStoppingSpec | None = None
 
 
 class NoiseScaleSpec(Spec):

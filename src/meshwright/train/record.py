@@ -25,6 +25,7 @@ from meshwright.resilience.memory_creep import MemoryCreep
 from meshwright.resilience.watchdog import HeartbeatWriter, Watchdog
 from meshwright.spec.violations import show_value
 from meshwright.train import messages
+from meshwright.train.early_stopping import min_delta
 from meshwright.train.fp8_comparison import Fp8Report
 from meshwright.train.job import Job
 from meshwright.train.noise_scale import HalfBatchGradient
@@ -206,7 +207,7 @@ class Recorder:
         metrics, state = self._meter.read(state, outcome, lr=lr, half_batch=half_batch)
         if is_evaluated and metrics.is_finite:
             self._heartbeat.enter("evaluate", state.step)
-            state = state.after_evaluation(self._job.evaluate())
+            state = state.after_evaluation(self._job.evaluate(), min_delta=min_delta(self._run.observe))
             self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
             metrics = replace(metrics, eval_loss=state.last_eval_loss)
         self._write(metrics)
@@ -259,6 +260,12 @@ class Recorder:
         self._heartbeat.enter("step", state.step)
         self._events.write("skip", step=state.step, batch=state.num_batches, grad_norm=grad_norm)
         self.print(messages.skipped(state, grad_norm))
+
+    def record_early_stop(self, state: TrainState) -> None:
+        """The evaluation loss no longer falls, so this is the last step."""
+        loss, count = state.stopping_eval_loss, state.evaluations_without_gain
+        self._events.write("early_stop", step=state.step, eval_loss=loss, evaluations=count)
+        self.print(messages.stopped_early(state))
 
     def record_rollback(self, state: TrainState, *, from_step: int) -> None:
         """The run is back at the step of a checkpoint, after the data that it skips."""
