@@ -77,7 +77,7 @@ def test_a_run_stops_once_and_goes_on_with_more_patience(ranks, tmp_path: Path):
     assert ranks.run(trained, 2, run_of(2), tmp_path) == [("finished", 6)] * 2
     assert events(tmp_path, "early_stop") == [{"step": 6, "evaluations": 2}]
     assert read_summary(tmp_path)["outcome"] == "finished"
-    assert (tmp_path / "checkpoints" / "step-6" / "manifest.json").exists()
+    assert (tmp_path / "checkpoints" / "step-00000006" / "manifest.json").exists()
     # Its directory has no step left, unless the patience is larger.
     assert ranks.run(trained, 2, run_of(2), tmp_path) == [("finished", 6)] * 2
     assert len(events(tmp_path, "early_stop")) == 1
