@@ -1,4 +1,4 @@
-# The only commands: `make demo`, `make test`, `make check`, `make soak`. Each sets up what it needs.
+# The only commands: `make demo`, `make test`, `make check`, `make soak`, `make docs`. Each sets up what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 LAUNCHERS := accelerate deepspeed hjson einops msgpack py-cpuinfo \
 	kubernetes-validate jsonschema jsonschema-specifications referencing rpds-py attrs importlib_resources
 
-.PHONY: demo test check soak env clean
+.PHONY: demo test check soak docs env clean
 
 demo: $(STAMP)
 	$(BIN)/meshwright demo
@@ -27,6 +27,10 @@ check: $(STAMP)
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 	$(BIN)/codespell src docs tests bench examples recipes .github README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md
+
+# build/site/index.html: opens without a server and without a network.
+docs: $(STAMP)
+	$(BIN)/python docs/site.py
 
 env: $(STAMP)
 

@@ -82,7 +82,7 @@ def _tokens(folder: str) -> Callable[[int], Any]:
     def read(number: int) -> Any:
         ids = stream.order.sample_ids(8 * number, 8)
         host = read_local_batch(stream.samples, ids, sharding, total_ids=ids)
-        return [host.window_BW, host.weights_BS, host.positions_BS, host.offsets_X]
+        return [host.rows, host.offsets_X]
 
     return read
 

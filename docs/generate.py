@@ -195,7 +195,8 @@ def _sections(prefix: str, spec: type[Spec]) -> list[str]:
 
 def _row(prefix: str, name: str, found: FieldInfo) -> str:
     default = "required" if found.is_required() else _default(found.default)
-    return f"| `{prefix}{name}` | {_kind(found)} | {default} | {_line(found.description)} |"
+    meaning = _line(found.description).replace("<", "&lt;")  # not a tag of HTML
+    return f"| `{prefix}{name}` | {_kind(found)} | {default} | {meaning} |"
 
 
 def _default(value: Any) -> str:

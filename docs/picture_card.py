@@ -1,4 +1,4 @@
-"""The card that the pictures of docs/concepts are drawn on: a frame, a title, boxes, arrows and brackets."""
+"""The card that the pages' pictures are drawn on: a frame, a title, boxes, arrows and brackets."""
 
 from collections.abc import Iterable
 from math import hypot
@@ -97,6 +97,10 @@ class Card:
         self.line(x, y1, x + 6, y1)
         self.line(x, y2, x + 6, y2)
         self.text(x - 8, (y1 + y2) / 2 + 4, label, anchor="end", fill="soft")
+
+    def add(self, parts: Iterable[str]) -> None:
+        """Shapes of meshwright.svg."""
+        self._parts.extend(parts)
 
     def svg(self) -> str:
         """The file."""

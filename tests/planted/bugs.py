@@ -291,7 +291,7 @@ BUGS = [
     Bug(
         "lower bits of weights not loaded",
         "checkpoint/run_checkpoints.py",
-        "            set_loaded_masters(self.training, tensors)\n",
+        "        set_loaded_masters(self.training, tensors)\n",
         "",
         "tests/resume/test_formats.py::test_stopped_and_resumed_equals_uninterrupted[zero_1-exact]",
     ),

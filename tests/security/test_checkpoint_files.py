@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import hashlib
 import json
 import os
 import pickle
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.checkpoint.digest import entry_of_bytes
 from meshwright.checkpoint.index import INDEX, read_index
 from meshwright.checkpoint.load import load_tensors, read_manifest, verify_files
 from meshwright.checkpoint.save import MANIFEST, save_checkpoint
@@ -52,7 +52,7 @@ def _rehash(folder: Path, name: str) -> None:
     """A damage that the manifest vouches for."""
     manifest = json.loads((folder / MANIFEST).read_text())
     content = (folder / name).read_bytes()
-    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"][name] = entry_of_bytes(content)
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -123,8 +123,11 @@ MANIFESTS: dict[str, Callable[[Any], Any]] = {
     "files as a list": _set("files", to=[SHARD]),
     "a file without a size": _set("files", SHARD, to={"sha256": "0"}),
     "a size of another type": _set("files", SHARD, "bytes", to="12"),
-    "a hash of another type": _set("files", SHARD, "sha256", to=12),
-    "another hash": _set("files", SHARD, "sha256", to="0" * 64),
+    "a digest of another type": _set("files", SHARD, "xxh3_128", to=12),
+    "a digest in a list of another type": _set("files", SHARD, "xxh3_128", to=[12]),
+    "another digest": _set("files", SHARD, "xxh3_128", to=["0" * 32]),
+    "too many digests": _set("files", SHARD, "xxh3_128", to=["0" * 32] * 2),
+    "no size of chunks": _set("files", SHARD, "chunk_bytes", to=0),
     "a file outside of the folder": _set("files", "../other", to={"bytes": 1, "sha256": ""}),
     "an absolute file": _set("files", "/etc/passwd", to={"bytes": 1, "sha256": ""}),
     "a negative step": _set("step", to=-1),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.adapters.peft_read import PeftReader, is_peft_folder
+from meshwright.checkpoint.digest import content_id
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
@@ -52,7 +53,7 @@ def base_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     if is_checkpoint(folder):
         files = read_manifest(folder)["files"]
-        digest.update("".join(sorted(entry["sha256"] for entry in files.values())).encode())
+        digest.update("".join(sorted(map(content_id, files.values()))).encode())
         return digest.hexdigest()[:32]
     digest.update((folder / CONFIG).read_bytes())
     for path in sorted(folder.glob("*.safetensors")):

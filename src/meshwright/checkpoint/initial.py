@@ -17,7 +17,7 @@ from meshwright.adapters.attach import set_magnitudes
 from meshwright.checkpoint.adapters import has_adapters, load_adapters
 from meshwright.checkpoint.fp8_base import load_fp8
 from meshwright.checkpoint.live import LiveTraining
-from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
+from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_tensors
 from meshwright.checkpoint.save import on_all_ranks
@@ -93,8 +93,7 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
 
 
 def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool) -> None:
-    manifest = read_manifest(folder)
-    verify_files(folder, manifest)
+    manifest = on_all_ranks(lambda: read_manifest(folder))
     if has_adapters(manifest):
         hint = "name their base here, and the adapters in adapter.start_from"
         raise CheckpointError("this checkpoint has adapters without their base", where=_WHERE, hint=hint)
@@ -112,7 +111,8 @@ def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, aver
     }
     tensors = weight_tensors(training)
     base = {name: tensor for name, tensor in tensors.items() if name not in adapters}
-    load_tensors(folder, _averages(base, saved, folder) if averaged and run.adapter is None else base)
+    wanted = _averages(base, saved, folder) if averaged and run.adapter is None else base
+    on_all_ranks(lambda: load_tensors(folder, wanted, files=manifest["files"]))
     set_loaded_masters(training, tensors)
     _print_differences(run.model, theirs, folder)
 

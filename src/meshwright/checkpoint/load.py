@@ -1,8 +1,7 @@
 """Load: find the newest complete checkpoint, verify it, read it into the shards of this mesh."""
 
-import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from meshwright import __version__
 from meshwright.checkpoint.assign import local_box
+from meshwright.checkpoint.digest import DamagedCheckpoint, is_entry, is_intact, require_size
 from meshwright.checkpoint.index import INDEX, IndexEntry, read_index
 from meshwright.checkpoint.json_file import read_json
-from meshwright.checkpoint.save import FORMAT_VERSION, MANIFEST
-from meshwright.checkpoint.shard_file import ShardFiles
+from meshwright.checkpoint.save import FORMAT_VERSION, MANIFEST, OLDEST_FORMAT_VERSION
+from meshwright.checkpoint.shard_read import BoxPart, ShardFiles, VerifiedShardFiles
 from meshwright.errors import CheckpointError
 
 _OLDER = "use an older checkpoint"
@@ -35,7 +35,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError("there is no complete checkpoint here", where=str(folder), hint=hint)
     manifest = read_json(path, max_bytes=_MAX_MANIFEST_BYTES)
-    if manifest.get("version") != FORMAT_VERSION:
+    version = manifest.get("version")
+    if type(version) is not int or not OLDEST_FORMAT_VERSION <= version <= FORMAT_VERSION:
         raise _other_version(manifest, path)
     _require_form(manifest, path)
     return manifest
@@ -57,23 +58,18 @@ def _require_form(manifest: Mapping[str, Any], path: Path) -> None:
 
 def _is_file_entry(item: tuple[str, Any]) -> bool:
     name, entry = item
-    return (
-        Path(name).name == name
-        and isinstance(entry, dict)
-        and type(entry.get("bytes")) is int
-        and isinstance(entry.get("sha256"), str)
-    )
+    return Path(name).name == name and is_entry(entry)
 
 
 def _other_version(manifest: Mapping[str, Any], path: Path) -> CheckpointError:
     found = manifest.get("version")
-    is_older = isinstance(found, int) and found < FORMAT_VERSION
+    is_older = isinstance(found, int) and found < OLDEST_FORMAT_VERSION
     versions = manifest.get("versions")
     writer = versions.get("meshwright") if isinstance(versions, dict) else "(unknown version)"
     older = "convert it with that version (`meshwright convert`) to a Hugging Face folder, which "
     return CheckpointError(
         f"this checkpoint has format version {found}, written by meshwright {writer}; "
-        f"meshwright {__version__} reads format version {FORMAT_VERSION}",
+        f"meshwright {__version__} reads format versions {OLDEST_FORMAT_VERSION} to {FORMAT_VERSION}",
         where=str(path),
         hint=older + "checkpoint.start_from reads here, or finish the run with that version"
         if is_older
@@ -87,25 +83,26 @@ def verify_files(folder: Path, manifest: Mapping[str, Any], *, is_shared: bool =
     has_ranks = is_shared and dist.is_initialized()
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
     names = sorted(manifest["files"])[rank::num_ranks]
-    damaged = [name for name in names if not _is_intact(folder / name, manifest["files"][name])]
+    damaged = [name for name in names if not is_intact(folder / name, manifest["files"][name])]
     found: list[Any] = [damaged]
     if num_ranks > 1:
         found = [None] * num_ranks
         dist.all_gather_object(found, damaged)
     all_damaged = [name for part in found for name in part]
     if all_damaged:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{len(all_damaged)} file(s) differ from the manifest, first {all_damaged[0]}",
             where=str(folder),
             hint="use an older checkpoint: this one is damaged",
         )
 
 
-def _is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
-    if not path.is_file() or path.stat().st_size != entry["bytes"]:
-        return False
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() == entry["sha256"]
+def require_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose files are missing or of another size; reads none of them but the index."""
+    for name, entry in manifest["files"].items():
+        require_size(folder / name, entry)
+    if not is_intact(folder / INDEX, manifest["files"][INDEX]):
+        raise DamagedCheckpoint(f"{INDEX} differs from the manifest", where=str(folder), hint=_OLDER)
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -113,12 +110,24 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: entry.shape for name, entry in read_index(folder).items()}
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], *, files: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
     """Read into the given tensors, in place; each rank reads only what its shards need.
 
-    Also works in one process without process groups, such as one that samples.
+    With the files of its manifest, all that is read is verified on the way, in one pass. Also works in one
+    process without process groups, such as one that samples.
     """
     index = read_index(folder)
+    _require_tensors(index, tensors, folder)
+    parts = [part for name, tensor in tensors.items() for part in _parts(name, tensor, index[name])]
+    shard_files = ShardFiles(folder) if files is None else VerifiedShardFiles(folder, files)
+    with shard_files, torch.no_grad():
+        for part in shard_files.in_order(parts):
+            part.target.copy_(shard_files.read(part))
+
+
+def _require_tensors(index: Mapping[str, IndexEntry], tensors: Mapping[str, Tensor], folder: Path) -> None:
     missing = sorted(set(tensors) - set(index))
     if missing:
         raise CheckpointError(
@@ -133,17 +142,11 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 where=str(folder),
                 hint="the checkpoint is of another model",
             )
-    files = ShardFiles(folder)
-    try:
-        for name, tensor in tensors.items():
-            _read_into(tensor, name, index[name], files)
-    finally:
-        files.close()
 
 
 @torch.no_grad()
-def _read_into(tensor: Tensor, name: str, entry: IndexEntry, files: ShardFiles) -> None:
-    """Fill this rank's box of one tensor from all saved boxes that overlap it."""
+def _parts(name: str, tensor: Tensor, entry: IndexEntry) -> Iterator[BoxPart]:
+    """The parts of saved boxes that this rank's box of a tensor consists of."""
     local, wanted = local_box(tensor)
     if not local.numel():
         return
@@ -151,5 +154,4 @@ def _read_into(tensor: Tensor, name: str, entry: IndexEntry, files: ShardFiles) 
         overlap = box.overlap(wanted)
         if overlap is not None:
             source, target = overlap
-            part = local[target] if target else local
-            part.copy_(files.read(box.file, name, source))
+            yield BoxPart(box.file, name, source, local[target] if target else local)

@@ -15,14 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import __version__
 from meshwright.checkpoint.adapters import adapter_of, base_record, require_same_base, saved_shards
+from meshwright.checkpoint.digest import DamagedCheckpoint
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.live import DataPosition, Fp8Fallback, LiveTraining, Progress, UserState
 from meshwright.checkpoint.load import (
     complete_checkpoints,
     load_tensors,
     read_manifest,
+    require_sizes,
     saved_shapes,
-    verify_files,
 )
 from meshwright.checkpoint.save import MANIFEST, on_all_ranks
 from meshwright.checkpoint.saver import SaveOutcome, Saver
@@ -208,14 +209,18 @@ class Checkpoints:
             try:
                 fetch()
                 manifest = on_all_ranks(lambda folder=folder: _read_usable(folder))
-                verify_files(folder, manifest)
             except CheckpointError as error:
                 self._skip(folder, error)
                 continue
             with damage_reported(folder / MANIFEST):
                 self.changes = allowed_changes(self.run, manifest["run"], folder)
+            try:
+                progress = self._load(folder, manifest)
+            except DamagedCheckpoint as error:  # found while it was read: the next one overwrites it
+                self._skip(folder, error)
+                continue
             self._saver.damaged = [one for one in self._saver.damaged if one != folder]
-            return self._load(folder, manifest)
+            return progress
         if self.damaged:
             raise next(iter(self.damaged.values()))
         return None
@@ -255,18 +260,29 @@ class Checkpoints:
         require_same_base(manifest.get("base"), self._base, folder)
         if self.user_state is not None:
             self.user_state.allocate()
-        with self.training.weights.all_on_device(changing=True):
-            tensors = all_tensors(self.run, self.training)
-            saved = set(saved_shapes(folder))
-            load_tensors(folder, without_new_averages(without_unsaved_fp8_histories(tensors, folder), saved))
-            set_loaded_masters(self.training, tensors)
-            if self.training.ema is not None and not any(name.startswith("ema.") for name in saved):
-                self.training.ema.restart()
-            self.training.program.gather_parameters()
-            if self.training.fp8_scales is not None:
-                self.training.fp8_scales.set_scales()
+        damage: DamagedCheckpoint | None = None
+        with self.training.weights.all_on_device(changing=True):  # left in order, also after damage
+            try:
+                self._load_tensors(folder, manifest)
+            except DamagedCheckpoint as error:
+                damage = error
+        if damage is not None:
+            raise damage
         with damage_reported(folder / MANIFEST):
             return self._restore_facts(manifest)
+
+    def _load_tensors(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Read all tensors, verified on the way; DamagedCheckpoint on all ranks where one finds damage."""
+        tensors = all_tensors(self.run, self.training)
+        saved = set(saved_shapes(folder))
+        wanted = without_new_averages(without_unsaved_fp8_histories(tensors, folder), saved)
+        on_all_ranks(lambda: load_tensors(folder, wanted, files=manifest["files"]))
+        set_loaded_masters(self.training, tensors)
+        if self.training.ema is not None and not any(name.startswith("ema.") for name in saved):
+            self.training.ema.restart()
+        self.training.program.gather_parameters()
+        if self.training.fp8_scales is not None:
+            self.training.fp8_scales.set_scales()
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         scale = self.training.loss_scale
@@ -329,6 +345,7 @@ def damage_reported(path: Path) -> Iterator[None]:
 def _read_usable(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose index and training state can be used; nothing is loaded."""
     manifest = read_manifest(folder)
+    require_sizes(folder, manifest)
     read_index(folder)
     with damage_reported(folder / MANIFEST):
         _require_progress(manifest)

@@ -3,13 +3,12 @@
     checkpoints/step-00000120/
         shard-00000.safetensors ...   what one rank writes: each element of the state once, over all ranks
         index.json                    which box of which tensor is in which file
-        manifest.json                 sizes and hashes of the files, the training state, the resolved run
+        manifest.json                 sizes and digests of the files, the training state, the resolved run
 
 A reader ignores a folder without a manifest, so a kill at any time leaves the last complete checkpoint
 in place. All files are JSON and safetensors: opening a checkpoint executes nothing.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.assign import BoxAssignment
+from meshwright.checkpoint.digest import entry_of_bytes
 from meshwright.checkpoint.index import INDEX, IndexEntry, dump_index, shard_file_name
 from meshwright.checkpoint.shard_file import write_shard_file
 from meshwright.errors import CheckpointError, MeshwrightError
 
-FORMAT_VERSION = 2
-"""Version 1 kept its list of tensors as a pickle, which runs code when it is opened."""
+FORMAT_VERSION, OLDEST_FORMAT_VERSION = 3, 2
+"""What is written, and the oldest that is read. Version 1 kept its list of tensors as a pickle, which runs
+code when it is opened; version 2 has one SHA-256 of each file rather than digests of its chunks."""
 MANIFEST = "manifest.json"
 PARTIAL, REPLACED = ".partial-", ".replaced-"
 """Beginnings of the names of folders that are being written, or that a new save replaces."""
@@ -132,13 +133,13 @@ def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict
 
 
 def _write_text(path: Path, text: str) -> dict[str, Any]:
-    """Write and flush to the disk; returns size and hash."""
+    """Write and flush to the disk; returns the file's entry in the manifest."""
     content = text.encode()
     with path.open("xb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return entry_of_bytes(content)
 
 
 def _publish(partial: Path, target: Path, index: Mapping[str, IndexEntry], manifest: dict[str, Any]) -> None:

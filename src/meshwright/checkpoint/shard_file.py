@@ -1,26 +1,25 @@
-"""One file of tensors in the safetensors format: written in one pass together with its hash, read by slices.
+"""One file of tensors in the safetensors format, written in one pass together with its digests.
 
 A file is 8 bytes with the length of its header, the header (JSON: name -> dtype, shape, byte range), then the
 bytes of all tensors. The format is written here rather than by the safetensors package, because that needs
-all tensors in host memory at once and a second pass over the file for the hash. Reading uses the package,
-which checks the header. Nothing in such a file is ever executed.
+all tensors in host memory at once and a second pass over the file for the digests. Nothing in such a file is
+ever executed.
 """
 
-import ctypes
-import hashlib
 import json
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from io import RawIOBase
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.errors import CheckpointError
+from meshwright.checkpoint.chunked_write import write_chunks
+from meshwright.checkpoint.digest import file_entry
+from meshwright.memory.offload.host import synchronize
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -38,34 +37,39 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _HEADER_ALIGNMENT = 8
-_WRITE_BYTES = 64 << 20
 
 
 def write_shard_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write local tensors, one at a time, and flush them to the disk; returns the file's size and hash."""
+    """Write local tensors and flush them to the disk; returns the file's entry in the manifest."""
+    for device in {tensor.device for tensor in tensors.values()}:
+        synchronize(device)  # the threads that write do not know the stream that computes
     # Largest elements first, so that every tensor is aligned for a memory map.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    digest, num_bytes = hashlib.sha256(), 0
-    with path.open("xb", buffering=0) as stream, ThreadPoolExecutor(1, "hash") as hashing:
-        header = _header(ordered)
-        digest.update(header)
-        num_bytes += _write(stream, memoryview(header))
-        for tensor in ordered.values():
-            on_host = tensor.detach().cpu().contiguous()  # a copy only where it is on a device or has gaps
-            content = _bytes_of(on_host)
-            hashed = hashing.submit(digest.update, content)  # beside the write: both release the GIL
-            num_bytes += _write(stream, content)
-            hashed.result()
-        os.fsync(stream.fileno())
-    return {"bytes": num_bytes, "sha256": digest.hexdigest()}
+    parts = _FileParts(_header(ordered), list(ordered.values()))
+    return file_entry(parts.num_bytes, write_chunks(path, parts.num_bytes, parts.fill))
 
 
-def _write(stream: RawIOBase, content: memoryview) -> int:
-    """Write all bytes: one call may write fewer."""
-    done = 0
-    while done < len(content):
-        done += stream.write(content[done : done + _WRITE_BYTES]) or 0
-    return done
+class _FileParts:
+    """The bytes of a shard file: its header, then its tensors, which are copied chunk by chunk."""
+
+    def __init__(self, header: bytes, tensors: Sequence[Tensor]) -> None:
+        self._parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors]
+        self._starts = list(accumulate((part.nbytes for part in self._parts), initial=0))
+        self.num_bytes = self._starts.pop()
+        # Two threads fill neighbouring chunks. A tensor with gaps is made contiguous once for both of them.
+        self._flat = lru_cache(maxsize=2)(self._flat_bytes)
+
+    def fill(self, target: Tensor, begin: int) -> None:
+        """Copy the bytes of the file from an offset on."""
+        done, number = 0, bisect_right(self._starts, begin) - 1
+        while done < target.nbytes:
+            source, inside = self._flat(number), begin + done - self._starts[number]
+            size = min(target.nbytes - done, source.nbytes - inside)
+            target[done : done + size].copy_(source[inside : inside + size])
+            done, number = done + size, number + 1
+
+    def _flat_bytes(self, number: int) -> Tensor:
+        return self._parts[number].detach().reshape(-1).view(torch.uint8)
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -81,39 +85,3 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied; valid while the tensor lives.
-
-    Not by `numpy()`: torch refuses to resize a storage that numpy has seen, and offload resizes storages.
-    """
-    num_bytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
-class ShardFiles:
-    """Open shard files of one checkpoint, by name; close it after reading."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[str, Any] = {}
-
-    def read(self, file: str, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """A box of one tensor of one file; only its rows are read from the disk."""
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(self._folder / file, framework="pt")
-            if not slices:
-                return self._open[file].get_tensor(name)
-            return self._open[file].get_slice(name)[slices]
-        except (SafetensorError, OSError, IndexError, ValueError) as error:
-            raise CheckpointError(
-                f"tensor {name} cannot be read: {error}",
-                where=str(self._folder / file),
-                hint="use an older checkpoint: this one is damaged",
-            ) from None
-
-    def close(self) -> None:
-        """Let go of all memory maps."""
-        self._open.clear()

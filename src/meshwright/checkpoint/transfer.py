@@ -1,6 +1,5 @@
 """Copies complete checkpoints between the run directory and its second place; all ranks take a share."""
 
-import hashlib
 import shutil
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright.checkpoint.digest import is_intact
 from meshwright.checkpoint.load import read_manifest
 from meshwright.checkpoint.remote import Remote
 from meshwright.checkpoint.save import MANIFEST, PARTIAL, on_all_ranks, publish_folder
@@ -37,7 +37,7 @@ def upload_checkpoint(
 def download_checkpoint(name: str, remote: Remote, root: Path) -> Path:
     """Copy a checkpoint into the run directory and publish it there; all ranks call it. Communicates.
 
-    Every file is compared with its hash, and fetched again where it differs. CheckpointError on all ranks
+    Every file is compared with its digests, and fetched again where it differs. CheckpointError on all ranks
     where one cannot be fetched.
     """
     partial = root / f"{PARTIAL}{name.removeprefix('step-')}"
@@ -109,9 +109,8 @@ def _download_share(name: str, manifest: dict[str, Any], remote: Remote, partial
 def _download(name: str, entry: dict[str, Any], remote: Remote, target: Path) -> None:
     for attempt in range(_NUM_DOWNLOADS):
         remote.fetch(name, target, entry["bytes"])
-        with target.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() == entry["sha256"]:
-                return
+        if is_intact(target, entry):
+            return
         time.sleep(0.1 * 2**attempt)
     raise CheckpointError(
         f"{name} differs from its manifest in {_NUM_DOWNLOADS} downloads",

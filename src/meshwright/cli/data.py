@@ -1,14 +1,22 @@
 """`meshwright data`: tokenize, index, inspect and verify datasets. Needs no torch."""
 
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from meshwright.cli import data_chat
 from meshwright.cli.check import AsJson, Overrides, Quiet, Run
+from meshwright.cli.data_pack import (
+    OutputFormat,
+    SplitAt,
+    packed_files,
+    require_chat_output,
+    require_effect,
+    require_no_output,
+    write_megatron_pair,
+)
 from meshwright.cli.data_text import (
     dataset_rows,
     first_documents,
@@ -27,34 +35,13 @@ from meshwright.cli.data_text import (
 )
 from meshwright.cli.main import new_app
 
-if TYPE_CHECKING:
-    from meshwright.data.text_input import TextFormat
-    from meshwright.data.tokenize import Tokenizer
-
 app = new_app(help="Tokenize, index, inspect and verify datasets.")
-
-# Below this, starting worker processes takes longer than it saves.
-_MIN_BYTES_FOR_PROCESSES = 64 << 20
 
 Dataset = Annotated[
     str, typer.Argument(metavar="PATH", help="A dataset of any format: file, folder or address (s3://...).")
 ]
 Split = Annotated[str | None, typer.Option(help="A split of tar shards or of a Hugging Face dataset.")]
 Processes = Annotated[int | None, typer.Option(min=1, help="Worker processes. [default: one per core]")]
-
-
-class OutputFormat(StrEnum):
-    """The files that `data pack` writes."""
-
-    TOKENS = "tokens"
-    MEGATRON = "megatron"
-
-
-class SplitAt(StrEnum):
-    """Where a .txt file is split into documents."""
-
-    FILE = "file"
-    BLANK_LINE = "blank-line"
 
 
 @app.command()
@@ -108,13 +95,13 @@ def pack(
     from meshwright.data.text_input import TextFormat, find_files
     from meshwright.data.tokenize import open_tokenizer
 
-    _require_no_output(output, output_format)
+    require_no_output(output, output_format)
     chat_options = data_chat.ChatOptions(
         chat, train, template, template_var, date, seq, longer, max_bad, texts_as_turns, dataset_split
     )
     chat_options.require_no_effect_without_chat()
     if chat is not None:
-        _require_chat_output(output_format, split=split, field=field)
+        require_chat_output(output_format, split=split, field=field)
         return data_chat.pack_chats(
             paths,
             output,
@@ -126,71 +113,17 @@ def pack(
             as_json=as_json,
         )
     files = find_files(paths)
-    _require_effect(files, split=split, field=field)
+    require_effect(files, split=split, field=field)
     text_format = TextFormat(split=(split or SplitAt.FILE).value, text_field=field or "text")
     chosen = open_tokenizer(tokenizer, eos=eos)
     target = output if output_format is OutputFormat.TOKENS else output.with_name(f".{output.name}.tokens")
-    facts = _packed(files, target, chosen, text_format, processes=processes, quiet=quiet)
+    facts = packed_files(files, target, chosen, text_format, processes=processes, quiet=quiet)
     if output_format is OutputFormat.MEGATRON:
-        _write_megatron(target, output)
+        write_megatron_pair(target, output)
     facts["path"] = str(output)
     if as_json:
         return print_json(facts)
     return print_table(packed_rows(facts))
-
-
-def _packed(
-    files: list[Path],
-    target: Path,
-    tokenizer: "Tokenizer",
-    text_format: "TextFormat",
-    *,
-    processes: int | None,
-    quiet: bool,
-) -> "dict[str, Any]":
-    from meshwright.data.pack import pack as pack_files
-    from meshwright.data.pack_parts import pack_in_parts
-
-    total = sum(file.stat().st_size for file in files)
-    count = processes or (os.cpu_count() or 1 if total >= _MIN_BYTES_FOR_PROCESSES else 1)
-    options: dict[str, Any] = {"tokenizer": tokenizer, "text_format": text_format}
-    with progress_bar("packing", total, quiet=quiet) as advance:
-        if count > 1:
-            packed = pack_in_parts(files, target, num_processes=count, progress=advance, **options)
-        else:
-            packed = pack_files(files, target, progress=advance, **options)
-    return {**packed.manifest.model_dump(), "empty_documents": packed.num_empty}
-
-
-def _require_chat_output(output_format: OutputFormat, *, split: SplitAt | None, field: str | None) -> None:
-    from meshwright.errors import DataError
-
-    if output_format is not OutputFormat.TOKENS:
-        fact = "Megatron's files have no loss weights, which chats need"
-        raise DataError(fact, where="--format", hint="leave out --format")
-    for name, value in (("--split", split), ("--field", field)):
-        if value is not None:
-            raise DataError("chats are records with known fields; this has no effect", where=name)
-
-
-def _require_no_output(output: Path, output_format: OutputFormat) -> None:
-    from meshwright.data.readers.megatron import pair_of
-    from meshwright.data.write import require_absent
-
-    for path in pair_of(output) if output_format is OutputFormat.MEGATRON else (output,):
-        require_absent(path)
-
-
-def _write_megatron(folder: Path, prefix: Path) -> None:
-    import shutil
-
-    from meshwright.data.readers.megatron import write_megatron
-    from meshwright.data.sources import TokenFile
-
-    dataset = TokenFile.open(folder)
-    documents = (dataset.document(index) for index in range(dataset.manifest.num_documents))
-    write_megatron(prefix, documents, vocab_size=dataset.vocab_size)
-    shutil.rmtree(folder)
 
 
 @app.command()
@@ -408,14 +341,3 @@ def blend(
         return print_json(facts)
     print_columns(blend_rows(facts))
     return typer.echo(blend_summary(facts))
-
-
-def _require_effect(files: list[Path], *, split: SplitAt | None, field: str | None) -> None:
-    from meshwright.data.text_input import TEXT, kind_of
-    from meshwright.errors import DataError
-
-    kinds = {kind_of(file) for file in files}
-    if split is not None and TEXT not in kinds:
-        raise DataError("no .txt file is packed, so --split has no effect", where="--split")
-    if field is not None and kinds == {TEXT}:
-        raise DataError("no .jsonl file is packed, so --field has no effect", where="--field")

@@ -37,6 +37,7 @@ VERBS = {
     "check": "List everything that is wrong with a run file, and what wastes the hardware.",
     "rehearse": "Trace a rank of the full run on this machine, then prove the run on local ranks.",
     "train": "Run a run file: starts local ranks, or joins those that a launcher started.",
+    "profile": "Profile the step of a run file, and say what would make it faster.",
     "launch": "Write, and submit, what SLURM, MPI, torchrun, Kubernetes and others need to start a run.",
     "demo": "Train a small model on generated text, here and now.",
     "evaluate": "Compute the loss of a trained model on a dataset.",

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.data.bad_samples import BadSamples
+from meshwright.data.device_rows import DeviceRows
 from meshwright.data.local_batch import DeviceFeed, Sent, read_local_batch
 from meshwright.data.microbatch import Batch, BatchSharding, Microbatch
 from meshwright.data.order import OrderCache
@@ -46,7 +47,10 @@ class Batches:
         *,
         size_of: Callable[[int], int],
         max_bad_samples: int = 0,
+        resident: DeviceRows | None = None,
     ) -> None:
+        """`resident` has all samples on the device; None: they are read from the stream."""
+        self._resident = resident
         self.stream, self.samples, self.order = stream, stream.samples, stream.order
         self.sharding, self._size_of = sharding, size_of
         self.position, self.num_batches = 0, 0
@@ -124,7 +128,9 @@ class Batches:
     def _batch(self, index: int, position: int, count: int) -> Sent:
         ids = self._ids.sample_ids(position, count)
         sharding = replace(self.sharding, batch_sequences=self._size_of(index))
-        host = read_local_batch(self.samples, ids, sharding, total_ids=ids, bad=self.bad_samples)
+        host = read_local_batch(
+            self.samples, ids, sharding, total_ids=ids, bad=self.bad_samples, resident=self._resident
+        )
         return self._feed.send(host)
 
     def _discard(self) -> None:
@@ -146,7 +152,16 @@ def build_batches(
     """The training batches of one data-parallel rank; `vocab_size` is the model's. No communication."""
     stream = open_stream(spec, seed=seed, vocab_size=vocab_size)
     sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
-    return Batches(stream, sharding, size_of=spec.batch_sequences_of, max_bad_samples=spec.max_bad_samples)
+    resident = None
+    if spec.on_device_bytes:
+        resident = DeviceRows(stream, sharding.device, max_bytes=spec.on_device_bytes)
+    return Batches(
+        stream,
+        sharding,
+        size_of=spec.batch_sequences_of,
+        max_bad_samples=spec.max_bad_samples,
+        resident=resident,
+    )
 
 
 def evaluation_batches(

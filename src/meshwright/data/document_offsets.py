@@ -18,7 +18,7 @@ class BatchDocuments(NamedTuple):
     """Tokens of the longest document of each micro-batch."""
 
 
-def batch_documents(documents_BS: NDArray[np.int64], microbatch_sequences: int) -> BatchDocuments:
+def batch_documents(documents_BS: NDArray[np.integer], microbatch_sequences: int) -> BatchDocuments:
     """The documents of a batch that is split into micro-batches of this many sequences."""
     parts = np.split(documents_BS, len(documents_BS) // microbatch_sequences)
     offsets = [document_offsets(part) for part in parts]
@@ -28,7 +28,7 @@ def batch_documents(documents_BS: NDArray[np.int64], microbatch_sequences: int) 
     return BatchDocuments(np.stack(padded), tuple(int(np.diff(each).max()) for each in offsets))
 
 
-def document_offsets(documents_BS: NDArray[np.int64]) -> NDArray[np.int32]:
+def document_offsets(documents_BS: NDArray[np.integer]) -> NDArray[np.int32]:
     """The first token of each document, counted over all sequences, and the number of tokens at the end.
 
     A document begins at the start of a sequence and wherever the id changes.

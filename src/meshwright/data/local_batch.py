@@ -14,22 +14,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data.bad_samples import BadSamples
+from meshwright.data.device_rows import DeviceRows, HostRows, RowTensors, row_tensors
 from meshwright.data.document_offsets import batch_documents
 from meshwright.data.microbatch import Batch, BatchSharding, Microbatch
 from meshwright.data.pair_samples import PairSamples
-from meshwright.data.samples import PADDING, Rows, TokenSamples
+from meshwright.data.samples import PADDING, TokenSamples
+
+
+class TakenRows(NamedTuple):
+    """Rows that are on the device already."""
+
+    resident: DeviceRows
+    ids_B: Tensor
+
+    def to(self, device: torch.device) -> RowTensors:
+        """The rows, gathered on the device."""
+        return self.resident.take(self.ids_B.to(device, non_blocking=True))
+
+    def pinned(self) -> "TakenRows":
+        """The same rows, with their numbers in pinned memory."""
+        return TakenRows(self.resident, self.ids_B.pin_memory())
 
 
 @dataclass(frozen=True)
 class HostBatch:
     """One rank's part of a global batch, in host memory."""
 
-    window_BW: Tensor
-    """S + 1 tokens of each row: uint8, uint16 stored as int16, or int32."""
-    weights_BS: Tensor
-    """True where the target counts, or the loss weight of each target, float32."""
-    positions_BS: Tensor | None
-    """Positions, int32; None where each row counts from 0 to S - 1."""
+    rows: RowTensors | TakenRows
+    """The rows themselves, or which of the rows on the device."""
     offsets_X: Tensor | None
     """Offsets of documents of all micro-batches, one after the other."""
     sequence_weights_B: Tensor
@@ -50,13 +62,13 @@ class HostBatch:
     def pinned(self) -> "HostBatch":
         """The same batch in pinned memory, from which a copy to the device is asynchronous."""
         changed = {name: part.pin_memory() for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return HostBatch(**{**vars(self), **changed})
+        return HostBatch(**{**vars(self), **changed, "rows": self.rows.pinned()})
 
     def on_device(self) -> Batch:
         """The batch as the model reads it, on its device; copies may still be in flight."""
         device, dtype = self.sharding.device, self.sharding.dtype
-        window = _widened(self.window_BW.to(device, non_blocking=True))
-        weights = self.weights_BS.to(device, non_blocking=True)
+        narrow = self.rows.to(device)
+        window, weights = _widened(narrow.window_BW), narrow.weights_BS
         if weights.dtype == torch.bool:
             weights = weights.to(dtype) * self.token_weight
         else:
@@ -67,7 +79,7 @@ class HostBatch:
             targets_BS=window[:, 1:].contiguous(),
             weights_BS=weights,
             num_targets=None,
-            positions_BS=self._positions(device),
+            positions_BS=_positions(narrow),
             document_offsets_P=offsets,
             longest_document=None,
             sequence_weights_B=self.sequence_weights_B.to(device, non_blocking=True),
@@ -80,12 +92,6 @@ class HostBatch:
         )
         return Batch(self._split(rows), self.num_tokens, len(self.sample_ids), self.sample_ids)
 
-    def _positions(self, device: torch.device) -> Tensor:
-        if self.positions_BS is not None:
-            return self.positions_BS.to(device, non_blocking=True).long()
-        num_rows, length = self.weights_BS.shape
-        return torch.arange(length, device=device).repeat(num_rows, 1)
-
     def _split(self, rows: Microbatch) -> tuple[Microbatch, ...]:
         count = len(self.num_targets)
         parts = (rows.each(lambda part: part.chunk(count)[index]) for index in range(count))  # noqa: B023
@@ -96,6 +102,13 @@ class HostBatch:
         )
 
 
+def _positions(rows: RowTensors) -> Tensor:
+    if rows.positions_BS is not None:
+        return rows.positions_BS.long()
+    num_rows, length = rows.weights_BS.shape
+    return torch.arange(length, device=rows.weights_BS.device).repeat(num_rows, 1)
+
+
 def read_local_batch(
     samples: TokenSamples,
     ids: NDArray[np.int64],
@@ -103,22 +116,29 @@ def read_local_batch(
     *,
     total_ids: NDArray[np.int64],
     bad: BadSamples | None = None,
+    resident: DeviceRows | None = None,
 ) -> HostBatch:
-    """One rank's part of the global batch `ids`; weights divide by the totals of `total_ids`."""
+    """One rank's part of the global batch `ids`; weights divide by the totals of `total_ids`.
+
+    `resident` has all samples on the device already.
+    """
     samples.require_unchanged()
     local_ids = sharding.local(ids)
-    rows = samples.rows(local_ids) if bad is None else bad.rows(samples, local_ids)
-    pairs = samples.row_pairs(rows, local_ids, total_ids) if isinstance(samples, PairSamples) else None
+    if resident is not None:
+        tensors, known = TakenRows(resident, torch.from_numpy(local_ids)), resident.host(local_ids)
+        pairs = None
+    else:
+        rows = samples.rows(local_ids) if bad is None else bad.rows(samples, local_ids)
+        pairs = samples.row_pairs(rows, local_ids, total_ids) if isinstance(samples, PairSamples) else None
+        tensors, known = row_tensors(rows), HostRows(rows.documents_BS, rows.counts_BS.sum(axis=1))
     # A batch in which no target counts has weight zero, not nan. Pairs have weights of their own.
     token_weight = 1 / (samples.targets(total_ids).weight or 1)
     sequence_weights = torch.from_numpy((local_ids != PADDING) / max(1, len(total_ids))).to(sharding.dtype)
     size = sharding.microbatch_sequences
-    documents = None if rows.documents_BS is None else batch_documents(rows.documents_BS, size)
-    num_targets = rows.counts_BS.reshape(-1, size * samples.sequence_length).sum(axis=1).tolist()
+    documents = None if known.documents_BS is None else batch_documents(known.documents_BS, size)
+    num_targets = known.num_targets_B.reshape(-1, size).sum(axis=1).tolist()
     host = HostBatch(
-        window_BW=torch.from_numpy(_as_signed(rows.window_BW)),
-        weights_BS=torch.from_numpy(_weights(rows)),
-        positions_BS=None if documents is None else torch.from_numpy(rows.positions_BS.astype(np.int32)),
+        rows=tensors,
         offsets_X=None if documents is None else torch.from_numpy(documents.offsets_MP.ravel()),
         sequence_weights_B=sequence_weights,
         token_weight=token_weight if pairs is None else 1.0,
@@ -131,18 +151,6 @@ def read_local_batch(
         pairs_BPF=None if pairs is None else torch.from_numpy(pairs.pairs_BPF),
     )
     return host.pinned() if sharding.device.type == "cuda" else host
-
-
-def _weights(rows: Rows) -> NDArray[np.bool_ | np.float32]:
-    return np.ascontiguousarray(rows.counts_BS if rows.loss_weights_BS is None else rows.loss_weights_BS)
-
-
-_SIGNED = {"uint16": np.dtype(np.int16), "uint32": np.dtype(np.int32)}
-
-
-def _as_signed(window: NDArray[np.unsignedinteger]) -> NDArray[np.integer]:
-    """The same bytes in a type that every torch kernel reads."""
-    return np.ascontiguousarray(window).view(_SIGNED.get(window.dtype.name, window.dtype))
 
 
 def _widened(window: Tensor) -> Tensor:

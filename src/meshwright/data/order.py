@@ -98,10 +98,12 @@ def permute_blocks(
     size = blocks.block_samples
     window, num_blocks = size * blocks.window_blocks, num_items // size
     which, within = np.divmod(index, window)
-    for one in np.unique(which).tolist():  # a batch lies in one or two windows
-        here, num_here = which == one, min(window, num_items - one * window)
-        keys = [*epoch, _WINDOW_KEY + one]
-        within[here] = permute(within[here], num_items=num_here, seed=seed, epoch=keys)
+    windows, number = np.unique(which, return_inverse=True)
+    keys = np.stack([_round_keys([seed, *epoch, _WINDOW_KEY + one]) for one in windows.tolist()], axis=1)
+    sizes = np.minimum(window, num_items - windows * window)[number]
+    for size_here in np.unique(sizes).tolist():  # only the last window may be smaller
+        here = sizes == size_here
+        within[here] = _permuted(within[here], size_here, keys[:, number[here]])
     slot, offset = np.divmod(which * window + within, size)
     is_full = slot < num_blocks
     if is_full.any():
@@ -118,12 +120,22 @@ def permute(
     until it is inside: that follows its cycle, so the result is a bijection on the range. Less than half of
     the values are outside, so two passes are the expected worst.
     """
+    keys = _round_keys([seed, epoch] if isinstance(epoch, int) else [seed, *epoch])
+    return _permuted(index, num_items, keys)
+
+
+def _round_keys(entropy: Sequence[int]) -> NDArray[np.uint64]:
+    """The key of each round."""
+    return np.random.SeedSequence(entropy).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)
+
+
+def _permuted(index: NDArray[np.int64], num_items: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The image of each index; `keys` are those of all of them, or have a column for each."""
     width = max(2, (num_items - 1).bit_length())
-    entropy = [seed, epoch] if isinstance(epoch, int) else [seed, *epoch]
-    keys = np.random.SeedSequence(entropy).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)
     values = _feistel(index.astype(np.uint64), width=width, keys=keys)
     while (outside := values >= num_items).any():
-        values[outside] = _feistel(values[outside], width=width, keys=keys)
+        chosen = keys if keys.ndim == 1 else keys[:, outside]
+        values[outside] = _feistel(values[outside], width=width, keys=chosen)
     return values.astype(np.int64)
 
 
@@ -131,7 +143,7 @@ def _feistel(values: NDArray[np.uint64], *, width: int, keys: NDArray[np.uint64]
     low, high = np.uint64(width // 2), np.uint64(width - width // 2)
     for key in keys:
         left, right = values >> low, values & _ones(low)
-        values = (right << high) | (left ^ (_scramble(right ^ key) & _ones(high)))
+        values = (right << high) | (left ^ (scramble(right ^ key) & _ones(high)))
         low, high = high, low
     return values
 
@@ -140,7 +152,7 @@ def _ones(width: np.uint64) -> np.uint64:
     return np.uint64((1 << int(width)) - 1)
 
 
-def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A 64-bit mixing function (the finaliser of splitmix64): every input bit reaches every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

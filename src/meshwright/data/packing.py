@@ -5,6 +5,7 @@ that still has room for it. A document longer than S is split: its full rows sta
 packed like a document. A row is a list of pieces. No token is read: the plan is a pure function of lengths.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,17 +36,29 @@ class PackingPlan:
         return float(self.lengths.sum()) / max(1, len(self) * sequence_length)
 
 
-def plan_packing(document_ends: NDArray[np.int64], sequence_length: int) -> PackingPlan:
-    """The packing of documents that end at these tokens into rows of `sequence_length` tokens."""
+def plan_packing(
+    document_ends: NDArray[np.int64], sequence_length: int, *, chosen: NDArray[np.bool_] | None = None
+) -> PackingPlan:
+    """The packing of documents that end at these tokens into rows of `sequence_length` tokens.
+
+    `chosen` is True for the documents to pack; None packs all.
+    """
     starts = np.concatenate([[0], document_ends[:-1]]).astype(np.int64)
     lengths = np.diff(document_ends, prepend=0)
     if len(lengths) == 0 or lengths.min() < 1:
         raise DataError("document ends do not increase", where="packing")
+    if chosen is not None:
+        starts, lengths = starts[chosen], lengths[chosen]
     parts = [
         _plan_window(starts[first:last], lengths[first:last], sequence_length)
         for first in range(0, len(lengths), WINDOW_DOCUMENTS)
         if (last := first + WINDOW_DOCUMENTS)
     ]
+    return joined_plans(parts)
+
+
+def joined_plans(parts: Sequence[PackingPlan]) -> PackingPlan:
+    """The rows of several plans, one plan after the other."""
     counts = np.concatenate([np.diff(part.row_offsets) for part in parts])
     return PackingPlan(
         starts=np.concatenate([part.starts for part in parts]),

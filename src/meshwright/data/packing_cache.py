@@ -4,8 +4,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwright.data.packing import PackingPlan, plan_packing
+from meshwright.data.packing import PackingPlan, joined_plans, plan_packing
 from meshwright.data.sources import TokenSource
 from meshwright.files import new_folder_beside
 from meshwright.hardware.prediction_log import machine_folder
@@ -16,8 +17,27 @@ MIN_CACHED_DOCUMENTS = 1 << 20
 """Planning fewer documents takes about a second."""
 
 
-def open_packing(source: TokenSource, sequence_length: int, *, folder: Path | None = None) -> PackingPlan:
-    """The packing plan of a source: of a large one from the cache, where the first start has written it."""
+def open_packing(
+    source: TokenSource,
+    sequence_length: int,
+    *,
+    held_out: NDArray[np.bool_] | None = None,
+    folder: Path | None = None,
+) -> tuple[PackingPlan, int]:
+    """The packing plan of a source, and its training rows; a large plan is read from the cache.
+
+    `held_out` documents are packed by themselves, in the rows after the training rows.
+    """
+    if held_out is None:
+        plan = _cached(source, sequence_length, folder)
+        return plan, len(plan)
+    training, evaluation = (
+        plan_packing(source.document_ends, sequence_length, chosen=chosen) for chosen in (~held_out, held_out)
+    )
+    return joined_plans([training, evaluation]), len(training)
+
+
+def _cached(source: TokenSource, sequence_length: int, folder: Path | None) -> PackingPlan:
     if len(source.document_ends) < MIN_CACHED_DOCUMENTS:
         return plan_packing(source.document_ends, sequence_length)
     name = f"{source.fingerprint}-{sequence_length}-v{PLAN_VERSION}"

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from meshwright.data.blend import Blend, phases_of, plan_period
 from meshwright.data.blended_samples import BlendedSamples, BlendOrder
 from meshwright.data.chat.fit import is_pairs, require_chats_fit
 from meshwright.data.corpus import generated_tokens
+from meshwright.data.holdout import ReorderedSamples, held_out_documents, held_out_sequences
 from meshwright.data.order import Blocks, Order, SampleOrder
 from meshwright.data.packed_samples import PackedSamples
 from meshwright.data.packing_cache import PLAN_VERSION, open_packing
@@ -70,9 +72,9 @@ class Stream:
 def open_stream(spec: DataSpec, *, seed: int, vocab_size: int) -> Stream:
     """The stream of a spec; DataError when the datasets do not fit the spec or the model."""
     opened = [_open_samples(spec, source, vocab_size) for source in spec.sources]
-    for source, _ in opened:
-        _require_vocabulary(source, vocab_size)
-    _require_one_tokenizer([source for source, _ in opened])
+    for one in opened:
+        _require_vocabulary(one.source, vocab_size)
+    _require_one_tokenizer([one.source for one in opened])
     parts = _held_out(spec, opened)
     return _blended(spec, parts, seed) if spec.blend else _single(spec, parts[0], seed)
 
@@ -104,7 +106,7 @@ def tokenizer_hash(source: TokenSource) -> str:
 def _single(spec: DataSpec, part: StreamPart, seed: int) -> Stream:
     order = _order(spec, part, seed, 0)
     facts = _facts(spec, (part,), seed)
-    is_plain = spec.packing == "cut" and isinstance(spec.shuffle, bool)
+    is_plain = spec.packing == "cut" and isinstance(spec.shuffle, bool) and spec.holdout is None
     return Stream(
         samples=part.samples,
         order=order,
@@ -141,17 +143,28 @@ def _blended(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> Stream
     )
 
 
-def _open_samples(spec: DataSpec, part: BlendPartSpec, vocab_size: int) -> tuple[TokenSource, TokenSamples]:
+class _Opened(NamedTuple):
+    """The samples of one dataset."""
+
+    source: TokenSource
+    samples: TokenSamples
+    num_training: int | None = None
+    """Samples before those that a hash holds out; None without such a holdout."""
+
+
+def _open_samples(spec: DataSpec, part: BlendPartSpec, vocab_size: int) -> _Opened:
     source = open_source(part, vocab_size=vocab_size)
     require_chats_fit(spec, source)
     if is_pairs(source) and spec.blend:
         hint = "train on them alone: data.path and preference"
         raise DataError("preference pairs cannot be blended", where=source.name, hint=hint)
     if is_pairs(source):
-        return source, PairSamples.open(source, spec.sequence_length)
+        return _Opened(source, PairSamples.open(source, spec.sequence_length))
     if spec.packing == "whole":
-        plan = open_packing(source, spec.sequence_length)
-        return source, PackedSamples(source, spec.sequence_length, plan)
+        held_out = None if spec.holdout is None else held_out_documents(source, spec.holdout)
+        plan, num_training = open_packing(source, spec.sequence_length, held_out=held_out)
+        packed = PackedSamples(source, spec.sequence_length, plan)
+        return _Opened(source, packed, None if held_out is None else num_training)
     samples = Samples(source, spec.sequence_length, spec.documents == "separate")
     if len(samples) == 0:
         num_tokens = len(source.tokens)
@@ -160,15 +173,21 @@ def _open_samples(spec: DataSpec, part: BlendPartSpec, vocab_size: int) -> tuple
             where=source.name,
             hint=f"use data.sequence_length={max(1, num_tokens - 1)} or less, or more data",
         )
-    return source, samples
+    if spec.holdout is None:
+        return _Opened(source, samples)
+    reordered = ReorderedSamples(samples, held_out_sequences(samples, spec.holdout))
+    return _Opened(source, reordered, reordered.num_training)
 
 
-def _held_out(spec: DataSpec, opened: list[tuple[TokenSource, TokenSamples]]) -> tuple[StreamPart, ...]:
+def _held_out(spec: DataSpec, opened: list[_Opened]) -> tuple[StreamPart, ...]:
     """The parts of the stream: of a blend, samples are held out of each in proportion to the weights."""
     weights = [part.weight for part in spec.sources]
     counts = plan_period(weights).drawn(spec.holdout_sequences).tolist()
     parts: list[StreamPart] = []
-    for (source, samples), count in zip(opened, counts, strict=True):
+    for (source, samples, num_training), count in zip(opened, counts, strict=True):
+        if num_training is not None:
+            parts.append(StreamPart(samples, source, num_training))
+            continue
         if len(samples) <= count:
             raise DataError(
                 f"holdout_sequences={spec.holdout_sequences} leaves nothing to train on: "
@@ -189,7 +208,8 @@ def _order(spec: DataSpec, part: StreamPart, seed: int, source: int) -> SampleOr
 
 def _facts(spec: DataSpec, parts: tuple[StreamPart, ...], seed: int) -> dict[str, str]:
     packing = spec.packing if spec.packing == "cut" else f"{spec.packing} v{PLAN_VERSION}"
-    return {
+    holdout = {} if spec.holdout is None else {"holdout": fact_text(spec.holdout)}
+    return holdout | {
         "dataset fingerprint": fact_text([part.source.fingerprint for part in parts]),
         "tokenizer": fact_text([tokenizer_hash(part.source) for part in parts]),
         "seed": str(seed),

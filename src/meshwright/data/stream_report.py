@@ -23,15 +23,18 @@ class SourceReport:
     """How often the run reads it."""
     fill: float | None
     """Share of positions that are tokens, with whole documents."""
+    num_held_out: int = 0
+    """Sequences that are kept for evaluation."""
 
     @property
     def line(self) -> str:
         """`books: 70%, 1,000 sequences, 512K tokens, 1.20 epochs`."""
         share = "" if self.weight is None else f" {self.weight:.3g}%,"
         fill = "" if self.fill is None else f", {self.fill:.1%} full"
+        held_out = f", {self.num_held_out:,} held out" if self.num_held_out else ""
         return (
             f"{self.name}:{share} {self.num_samples:,} sequences{fill}, "
-            f"{show_count(self.num_tokens)} tokens, {self.epochs:.2f} epochs"
+            f"{show_count(self.num_tokens)} tokens, {self.epochs:.2f} epochs{held_out}"
         )
 
 
@@ -53,4 +56,5 @@ def _report(run: RunSpec, stream: Stream, number: int) -> SourceReport:
         num_tokens=len(part.source.tokens),
         epochs=drawn / part.num_training,
         fill=samples.plan.fill(data.sequence_length) if isinstance(samples, PackedSamples) else None,
+        num_held_out=len(part.held_out),
     )

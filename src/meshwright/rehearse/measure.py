@@ -24,7 +24,7 @@ from meshwright.observe.prediction_check import pair_of, predict_here
 from meshwright.ops.routed_rows import EvenRowCounts
 from meshwright.parallel.simulation import Simulation
 from meshwright.rehearse.torch_cublas import clear_cublas_workspaces
-from meshwright.rehearse.trace import zero_batch
+from meshwright.rehearse.trace import data_on_device, zero_batch
 from meshwright.rehearse.world import fake_world
 from meshwright.spec import RunSpec
 from meshwright.spec.text import dump_run
@@ -58,7 +58,7 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
     with fake_world(run.parallel, rank, device) as mesh:
         simulation = Simulation(row_counts=EvenRowCounts(imbalance))
         training = build_training(run, mesh, fill=fill_random, simulation=simulation)
-        batch = random_batch(run, device)
+        batch, kept = random_batch(run, device), data_on_device(run, device.type)
         seconds = _timed(training, batch, device, num_steps)
         median = statistics.median(seconds[1:] or seconds)
         found = Measured(
@@ -71,7 +71,7 @@ def measure_rank(run: RunSpec, rank: int, *, num_steps: int = NUM_STEPS, imbalan
             is_expandable="expandable_segments:True" in _allocator_settings(),
             seconds=tuple(seconds),
         )
-        del training, batch
+        del training, batch, kept
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found

@@ -227,6 +227,8 @@ def _small_data(run: RunSpec, parallel: ParallelSpec) -> DataSpec:
         batch_ramp=(),
         max_epochs=None,
         holdout_sequences=HOLDOUT_SEQUENCES,
+        holdout=None,
+        on_device_bytes=0,
     )
 
 

@@ -109,7 +109,9 @@ def trace_rank(
             if device is not None:
                 stack.enter_context(cuda_choices())
             stack.enter_context(_tracked(training, phases, observer, fake, allocations))
-            batch = zero_batch(run)
+            batch, kept = zero_batch(run), data_on_device(run)
+            if kept.numel():
+                allocations.record(kept, "batch", "batch")
             for tensor in (x for part in batch.microbatches for x in part if isinstance(x, torch.Tensor)):
                 allocations.record(tensor, "batch", "batch")
             for _ in range(num_steps):
@@ -117,6 +119,7 @@ def trace_rank(
                 observer.flops, observer.num_operators = 0, 0
                 begins_at = len(allocations.events)
                 _step(training, batch, phases)
+            del kept
     return Trace(
         rank=rank,
         events=allocations.events,
@@ -269,6 +272,11 @@ def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
 
     parts = tuple(part() for _ in range(run.accumulation))
     return Batch(parts, num_tokens=data.batch_tokens, num_sequences=data.batch_sequences, sample_ids=())
+
+
+def data_on_device(run: RunSpec, device: str = "cpu") -> torch.Tensor:
+    """The memory that the run keeps for its dataset on every device; empty where it reads batches."""
+    return torch.empty(run.data.on_device_bytes, dtype=torch.uint8, device=device)
 
 
 def _allocate_host(observer: Observer, fake: FakeTensorMode, num_bytes: int) -> torch.Tensor:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import StrictBool
+from pydantic import BeforeValidator, Field, StrictBool
 
-from meshwright.spec.base import NonNegative, NonNegativeNumber, Positive, PositiveNumber, Spec
+from meshwright.spec.base import LARGEST_COUNT, NonNegative, NonNegativeNumber, Positive, PositiveNumber, Spec
+from meshwright.units import parse_bytes, parse_number
 
 MAX_BLEND_PERIOD = 10**6
 """Samples after which the weights of a blend must repeat: weights of six digits do."""
@@ -51,6 +52,19 @@ class BlendPartSpec(Spec):
         if isinstance(self.repeat, bool):
             return None if self.repeat else 1
         return self.repeat
+
+
+class HoldoutSpec(Spec):
+    """A share of the data that is kept for evaluation, chosen by a hash (train / validation split)."""
+
+    share: Annotated[float, Field(gt=0, lt=1), BeforeValidator(parse_number)]
+    """Share of the documents of each dataset; with packing=cut, of its sequences."""
+    by: Literal["number", "content"] = "number"
+    """What is hashed. number: the place in the dataset, which reads nothing and is stable where documents are
+    only added at the end; content: the tokens, which reads the dataset once at each start, is stable under
+    any change of other documents, and keeps copies of one document on one side."""
+    seed: NonNegative = 0
+    """Another seed chooses others."""
 
 
 class CurriculumSpec(Spec):
@@ -105,6 +119,11 @@ class DataSpec(Spec):
     holdout_sequences: NonNegative = 0
     """Sequences at the end of the data that are kept for evaluation and never trained on; of a blend, at the
     end of each dataset, in proportion to the weights."""
+    holdout: HoldoutSpec | None = None
+    """A share that is kept for evaluation instead, chosen by a hash."""
+    on_device_bytes: Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(parse_bytes)] = 0
+    """Device memory for the data: all sequences are copied to every device at the start, and batches are
+    gathered there; for small datasets. Refused where they take more. 0: batches are read ahead and copied."""
     max_bad_samples: NonNegative = 0
     """Corrupt samples that a rank replaces, each by another sample that follows from its id, and names; one
     more ends the run. 0: the first one ends the run."""
@@ -113,6 +132,11 @@ class DataSpec(Spec):
     def sources(self) -> tuple[BlendPartSpec, ...]:
         """Every dataset: those of the blend, or the only one."""
         return self.blend or (BlendPartSpec(path=self.path, synthetic=self.synthetic, weight=1.0),)
+
+    @property
+    def has_holdout(self) -> bool:
+        """Whether some sequences are kept for evaluation."""
+        return self.holdout_sequences > 0 or self.holdout is not None
 
     @property
     def batch_tokens(self) -> int:

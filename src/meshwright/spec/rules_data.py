@@ -93,11 +93,38 @@ def batch_ramp_is_in_order(run: RunSpec) -> Violations:
             )
 
 
+def one_kind_of_holdout(run: RunSpec) -> Violations:
+    """Sequences are held out at the end or by a hash, not both; pairs only at the end."""
+    data = run.data
+    if data.holdout is None:
+        return
+    if data.holdout_sequences:
+        fact = f"both holdout_sequences={data.holdout_sequences} and data.holdout are set"
+        yield SpecError(fact, where="data.holdout", hint="leave one of them out")
+    if run.preference is not None:
+        hint = "use data.holdout_sequences, which keeps the last sequences"
+        yield SpecError("data.holdout with preference pairs", where="data.holdout", hint=hint)
+
+
+def data_on_device_is_plain(run: RunSpec) -> Violations:
+    """Data on the device has no corrupt samples to replace, and no preference pairs."""
+    data = run.data
+    if data.on_device_bytes and data.max_bad_samples:
+        fact = (
+            f"max_bad_samples={data.max_bad_samples} with on_device_bytes: all samples are read at the start"
+        )
+        hint = "leave max_bad_samples out: a corrupt sample is then named at the start"
+        yield SpecError(fact, where="data.max_bad_samples", hint=hint)
+    if data.on_device_bytes and run.preference is not None:
+        fact = "on_device_bytes with preference pairs, whose reference log-probs are on the host"
+        yield SpecError(fact, where="data.on_device_bytes", hint="leave it out")
+
+
 def evaluation_has_data(run: RunSpec) -> Violations:
     """Evaluation needs held-out sequences."""
-    if run.observe.evaluate is not None and run.data.holdout_sequences == 0:
-        hint = "set data.holdout_sequences, or observe.evaluate=null"
-        fact = "observe.evaluate with holdout_sequences=0 has no sequences to evaluate on"
+    if run.observe.evaluate is not None and not run.data.has_holdout:
+        hint = "set data.holdout_sequences or data.holdout, or observe.evaluate=null"
+        fact = "observe.evaluate without held-out sequences has nothing to evaluate on"
         yield SpecError(fact, where="data.holdout_sequences", hint=hint)
 
 
@@ -124,5 +151,7 @@ DATA_RULES = [
     curriculum_is_in_order,
     whole_documents_are_separate,
     batch_ramp_is_in_order,
+    one_kind_of_holdout,
+    data_on_device_is_plain,
     evaluation_has_data,
 ]

@@ -110,6 +110,8 @@ def _hint_for_unknown(path: Path, root: type[Spec]) -> str:
     renamed = new_name(".".join(map(str, path)))
     if renamed is not None:
         return f"it is called {renamed!r} since version 2"
+    if (elsewhere := _of_records(path, keys)) is not None:
+        return elsewhere
     if "." in _last(path) and _last(path) in every_key:
         return "in a file each part of a dotted key is on its own line, indented below the one before"
     close = nearest(_last(path), keys)
@@ -117,6 +119,26 @@ def _hint_for_unknown(path: Path, root: type[Spec]) -> str:
         return close
     homes = [dotted for dotted in every_key if dotted.rsplit(".", 1)[-1] == _last(path)]
     return f"did you mean {homes[0]!r}?" if homes else f"the keys here are {_one_of(keys)}"
+
+
+_RECORDS_FILE = "records files of `meshwright.open_loader` have it"
+_KEYS_OF_RECORDS = {
+    "sources": f"list token datasets in data.blend; {_RECORDS_FILE}",
+    "join": f"join texts before they are packed; {_RECORDS_FILE}",
+    "part": "data.holdout: {share: 0.01} keeps a share for evaluation, chosen by a hash",
+    "max_tokens": f"data.packing=whole fills each sequence with complete documents; {_RECORDS_FILE}",
+    "num_workers": f"tokens are read ahead by one thread, without workers; {_RECORDS_FILE}",
+    "workers": f"tokens are read ahead by one thread, without workers; {_RECORDS_FILE}",
+    "prefetch": f"two batches of tokens are read ahead; {_RECORDS_FILE}",
+    "on_device": "data.on_device_bytes: 2GiB keeps the data on the device, within so much memory",
+}
+"""Settings of records and of `fit` that a token run has in another form, or not at all."""
+
+
+def _of_records(path: Path, keys: list[str]) -> str | None:
+    """Where a setting of records lives, for a key of the data of a token run."""
+    is_token_data = len(path) > 1 and path[0] == "data" and "packing" in keys
+    return _KEYS_OF_RECORDS.get(_last(path)) if is_token_data else None
 
 
 def _hint_for_missing(path: Path, root: type[Spec]) -> str:

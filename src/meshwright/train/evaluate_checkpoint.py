@@ -123,8 +123,10 @@ def _evaluated_data(
     if path is not None:
         if saved.path != path:
             _require_same_tokenizer(saved, path)
-        return spec.with_(path=path, synthetic=None, blend=(), curriculum=(), holdout_sequences=0)
-    if saved.holdout_sequences == 0:
+        return spec.with_(
+            path=path, synthetic=None, blend=(), curriculum=(), holdout_sequences=0, holdout=None
+        )
+    if not saved.has_holdout:
         hint = "name a dataset: --data PATH (`meshwright data pack` makes one)"
         raise DataError("the run has no held-out sequences", where="data.holdout_sequences", hint=hint)
     return spec
@@ -153,7 +155,7 @@ def _require_same_tokenizer(saved: DataSpec, path: str) -> None:
 
 def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
     """Build the run on this rank, load its weights and evaluate; all ranks call it."""
-    every_sample = run.data.holdout_sequences == 0
+    every_sample = not run.data.has_holdout
     world = join_world(run.device, launch=run.launch)
     on_first_rank(lambda: require_capacity(run, world.device))
     stream = open_stream(run.data, seed=run.seed, vocab_size=run.model.vocab_size)

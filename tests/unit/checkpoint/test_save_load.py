@@ -136,7 +136,7 @@ def test_an_older_format_is_refused_with_what_to_do(tmp_path):
         read_manifest(tmp_path)
     assert caught.value.fact == (
         "this checkpoint has format version 1, written by meshwright 0.0.9; "
-        f"meshwright {__version__} reads format version 2"
+        f"meshwright {__version__} reads format versions 2 to 3"
     )
     assert caught.value.where == str(tmp_path / MANIFEST)
     assert "`meshwright convert`" in caught.value.hint and "checkpoint.start_from" in caught.value.hint

@@ -276,4 +276,4 @@ def test_damaged_checkpoint_is_refused(trained: Path, tmp_path: Path, capsys: Ca
     assert run(["train", str(copy / "run.yaml"), "--dir", str(copy)]) == 2
     note, fact, where, hint = capsys.readouterr().err.strip().splitlines()
     assert note.startswith("note: ") and "step-00000004 is damaged and skipped" in note
-    assert "differ from the manifest" in fact and "step-00000004" in where and "older checkpoint" in hint
+    assert "differs from the manifest" in fact and "step-00000004" in where and "older checkpoint" in hint

@@ -1,6 +1,5 @@
 """Packing of whole documents: full rows, every token once, and the loss of each document by itself."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -98,14 +97,9 @@ def heavy_tailed(count: int) -> np.ndarray:
     return np.maximum(1, np.random.default_rng(0).lognormal(6.0, 1.4, count).astype(np.int64))
 
 
-def test_rows_are_full_and_planning_is_fast() -> None:
-    """1.4 million documents per second and 99.99% on one core; the bounds leave room for a busy machine."""
-    lengths = heavy_tailed(200_000)
-    started = time.process_time()
-    plan = plan_packing(np.cumsum(lengths), 8192)
-    seconds = time.process_time() - started
-    assert plan.fill(8192) > 0.99
-    assert len(lengths) / seconds > 500_000
+def test_rows_are_full() -> None:
+    """99.99% on heavy-tailed lengths; `bench.data` measures how fast it is planned."""
+    assert plan_packing(np.cumsum(heavy_tailed(200_000)), 8192).fill(8192) > 0.99
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -152,9 +146,9 @@ def test_padding_rows_count_nothing() -> None:
 def test_a_large_plan_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_cache, "MIN_CACHED_DOCUMENTS", 2)
     source = source_of([7, 3, 5, 9])
-    first = open_packing(source, 8, folder=tmp_path)
+    first, _ = open_packing(source, 8, folder=tmp_path)
     monkeypatch.setattr(packing_cache, "plan_packing", None)  # planning again would fail
-    second = open_packing(source, 8, folder=tmp_path)
+    second, _ = open_packing(source, 8, folder=tmp_path)
     for name in PackingPlan.__dataclass_fields__:
         assert getattr(first, name).tolist() == getattr(second, name).tolist()
 

@@ -347,6 +347,22 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["data.batch_ramp=[{before_step: 1, batch_sequences: 16}]"],
         ],
     ),
+    "one_kind_of_holdout": (
+        "dense",
+        ["data.holdout.share=0.1"],
+        [
+            ["data.holdout.share=0.1", "data.holdout_sequences=4"],
+            [*PAIRS, "data.holdout.share=0.1"],
+        ],
+    ),
+    "data_on_device_is_plain": (
+        "dense",
+        ["data.on_device_bytes=1GiB"],
+        [
+            ["data.on_device_bytes=1GiB", "data.max_bad_samples=2"],
+            [*PAIRS, "data.on_device_bytes=1GiB"],
+        ],
+    ),
     "evaluation_has_data": (
         "dense",
         ["observe.evaluate.every_steps=5", "data.holdout_sequences=4"],

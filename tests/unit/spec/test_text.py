@@ -274,6 +274,22 @@ class TestVersions:
             "it is called 'data.batch_ramp' since version 2",
         ]
 
+    @pytest.mark.parametrize(
+        ("key", "hint"),
+        {
+            "max_tokens": "data.packing=whole fills each sequence",
+            "join": "records files of `meshwright.open_loader` have it",
+            "part": "data.holdout: {share: 0.01}",
+            "num_workers": "tokens are read ahead by one thread",
+            "on_device": "data.on_device_bytes: 2GiB",
+        }.items(),
+    )
+    def test_a_key_of_records_files_says_where_it_lives(self, key: str, hint: str):
+        (violation,) = violations(
+            f"model: llama-3.2-1b\n{REST.replace('{synthetic', f'{{{key}: 5, synthetic')}"
+        )
+        assert violation.fact == f"there is no key {key!r} in data" and hint in violation.hint
+
     def test_every_new_name_is_a_key_and_no_old_one_is(self):
         keys = all_keys(RunSpec)
         assert set(RENAMED_KEYS.values()) <= set(keys)

@@ -143,6 +143,8 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
         if traced.any():
             items = _replaced(items, traced, _traced_rows(work, at, stack, traced))
     workspace = np.where(traced, WORKSPACE_BYTES, FORMULA_WORKSPACE_BYTES)
+    if work.data_bytes:
+        items["batch"] = items.get("batch", 0.0) + np.full((len(at), 3), float(work.data_bytes))
     items["workspace"] = np.repeat(workspace[:, None], 3, axis=1)
     host["activations"] = moved_activations(at, movable)
     move_activations(items, at, movable, is_traced=traced)

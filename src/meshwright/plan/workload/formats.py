@@ -68,6 +68,7 @@ def workload_of(run: RunSpec) -> Workload:
         optimizer=_optimizer(run),
         compiled=run.compile,
         documents=documents_of(run.data),
+        data_bytes=run.data.on_device_bytes,
         fp8_recipe=fp8.recipe if fp8 is not None else "current",
         low_precision_experts=fp8 is not None and fp8.experts,
         bf16_expert_gradients=True,

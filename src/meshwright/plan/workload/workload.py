@@ -137,6 +137,8 @@ class Workload:
     """Weights are cast to fp8 once per update; the copies, plain and transposed, are kept beside them."""
     documents: DocumentLengths | None = None
     """Attention stays inside these documents (document masking, varlen); None joins them."""
+    data_bytes: int = 0
+    """Device memory that every rank keeps for the dataset."""
 
     @cached_property
     def counts(self) -> ParameterCounts:

@@ -1,12 +1,11 @@
 """Hugging Face `config.json` -> `ModelSpec`.
 
 A key that changes the computation in a way that the decoder does not support is refused, never
-skipped. Keys that only concern generation, storage or other libraries are listed in `INERT_KEYS`.
+skipped. Keys that only concern generation, storage or other libraries are inert (config_reader.py).
 """
 
 import difflib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,26 +15,11 @@ from meshwright.errors import SpecError
 from meshwright.files import MIB, read_json_file
 from meshwright.spec.families import FAMILIES, family, is_family
 from meshwright.spec.hub_ids import hub_id_of
+from meshwright.spec.huggingface.config_reader import Config, ConfigReader
 from meshwright.spec.huggingface.rope import read_rope
 from meshwright.spec.model import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
 
 _MAX_CONFIG_BYTES = 4 * MIB
-Config = Mapping[str, Any]
-
-# Nothing here changes what the trained network computes.
-_INERT = """
-    _attn_implementation _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward
-    decoder_start_token_id dtype eos_token_id experts_implementation id2label is_decoder
-    is_encoder_decoder keys_to_ignore_at_inference label2id max_length model_type
-    num_mtp_layers num_nextn_predict_layers output_attentions output_hidden_states
-    output_router_logits pad_token_id pretraining_tp problem_type quantization_config return_dict
-    sep_token_id seq_aux summary_activation summary_first_dropout summary_proj_to_labels
-    summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype
-    torchscript transformers_version unsloth_fixed unsloth_version use_cache use_mrope ep_size
-    n_ctx reorder_and_upcast_attn transformers.js_config gradient_checkpointing tie_encoder_decoder
-    cross_attention_hidden_size prefix finetuning_task
-"""
-INERT_KEYS = frozenset(_INERT.split())
 # Read by every family with rotary positions.
 _ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _OTHER_DOOR = (
@@ -45,48 +29,6 @@ _OTHER_DOOR = (
     "encoder-decoders and vision transformers"
 )
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-
-
-class _Reader:
-    """Reads keys of one config and records them; other keys are then refused unless inert."""
-
-    def __init__(self, config: Config, where: str) -> None:
-        self.config = config
-        self.where = where
-        self.seen: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.seen.add(key)
-        value = self.config.get(key)
-        return default if value is None else value
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise SpecError(f"{key} is missing", where=self.where, hint=f"add {key} to the config")
-        return value
-
-    def only(self, key: str, *allowed: Any) -> None:
-        """Refuse a key that changes the computation and has another value than the allowed ones."""
-        value = self.get(key, allowed[0])
-        if value not in allowed:
-            shown = " or ".join(json.dumps(each) for each in allowed)
-            raise SpecError(
-                f"{key}={json.dumps(value)} is not supported",
-                where=self.where,
-                hint=f"the decoder supports {key}={shown}; setting it changes the model",
-            )
-
-    def refuse_the_rest(self) -> None:
-        unknown = [k for k, v in self.config.items() if v and k not in self.seen and k not in INERT_KEYS]
-        if not unknown:
-            return
-        near = difflib.get_close_matches(unknown[0], self.seen, n=1)
-        hint = (
-            f"did you mean {near[0]}?" if near else "remove it if it does not change what the model computes"
-        )
-        shown = ", ".join(f"{key}={json.dumps(self.config[key])[:60]}" for key in unknown[:5])
-        raise SpecError(f"unknown in this model type: {shown}", where=self.where, hint=hint)
 
 
 def load_model(text: str) -> ModelSpec:
@@ -136,7 +78,7 @@ def from_config(config: Config, where: str = "config.json") -> ModelSpec:
         known = f"did you mean {near[0]}? known are" if near else "known are"
         hint = f"{known} {', '.join(_FROM)}. {_OTHER_DOOR}"
         raise SpecError(f"model_type {model_type!r} is not supported", where=where, hint=hint)
-    reader = _Reader(config, where)
+    reader = ConfigReader(config, where)
     try:
         model = _FROM[model_type](reader)
     except (ValidationError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -156,24 +98,24 @@ def _first_line(error: Exception) -> str:
 # ---- one function per family ---------------------------------------------------------------------
 
 
-def _llama(reader: _Reader) -> ModelSpec:
+def _llama(reader: ConfigReader) -> ModelSpec:
     bias = reader.get("attention_bias", False)
     attention = _attention(reader, qkv_bias=bias, output_bias=bias)
     mlp = _swiglu(reader, bias=reader.get("mlp_bias", False))
     return _rotary_model(reader, attention=attention, mlp=mlp)
 
 
-def _mistral(reader: _Reader) -> ModelSpec:
+def _mistral(reader: ConfigReader) -> ModelSpec:
     attention = _attention(reader, window=reader.get("sliding_window"))
     return _rotary_model(reader, attention=attention, mlp=_swiglu(reader))
 
 
-def _qwen2(reader: _Reader) -> ModelSpec:
+def _qwen2(reader: ConfigReader) -> ModelSpec:
     attention = _attention(reader, qkv_bias=True, window=_qwen_window(reader))
     return _rotary_model(reader, attention=attention, mlp=_swiglu(reader))
 
 
-def _qwen3(reader: _Reader) -> ModelSpec:
+def _qwen3(reader: ConfigReader) -> ModelSpec:
     bias = reader.get("attention_bias", False)
     attention = _attention(
         reader,
@@ -186,7 +128,7 @@ def _qwen3(reader: _Reader) -> ModelSpec:
     return _rotary_model(reader, attention=attention, mlp=_swiglu(reader))
 
 
-def _qwen3_moe(reader: _Reader) -> ModelSpec:
+def _qwen3_moe(reader: ConfigReader) -> ModelSpec:
     reader.only("decoder_sparse_step", 1)
     reader.only("mlp_only_layers", [])
     moe = MoeSpec(
@@ -199,7 +141,7 @@ def _qwen3_moe(reader: _Reader) -> ModelSpec:
     return _qwen3(reader).with_(moe=moe)
 
 
-def _mixtral(reader: _Reader) -> ModelSpec:
+def _mixtral(reader: ConfigReader) -> ModelSpec:
     reader.only("router_jitter_noise", 0.0)
     moe = MoeSpec(
         num_experts=reader.get("num_local_experts", 8),
@@ -211,7 +153,7 @@ def _mixtral(reader: _Reader) -> ModelSpec:
     return _rotary_model(reader, attention=attention, mlp=_swiglu(reader), moe=moe, theta=1e6, eps=1e-5)
 
 
-def _gpt2(reader: _Reader) -> ModelSpec:
+def _gpt2(reader: ConfigReader) -> ModelSpec:
     reader.only("scale_attn_by_inverse_layer_idx", False)
     reader.only("scale_attn_weights", True)
     reader.only("add_cross_attention", False)
@@ -250,7 +192,7 @@ def _gpt2(reader: _Reader) -> ModelSpec:
     )
 
 
-def _deepseek_v2(reader: _Reader) -> ModelSpec:
+def _deepseek_v2(reader: ConfigReader) -> ModelSpec:
     reader.only("topk_method", "greedy", "group_limited_greedy")
     reader.only("scoring_func", "softmax")
     reader.only("norm_topk_prob", False)
@@ -266,7 +208,7 @@ def _deepseek_v2(reader: _Reader) -> ModelSpec:
     return _deepseek(reader, moe)
 
 
-def _deepseek_v3(reader: _Reader) -> ModelSpec:
+def _deepseek_v3(reader: ConfigReader) -> ModelSpec:
     reader.only("topk_method", "noaux_tc")
     reader.only("scoring_func", "sigmoid")
     moe = _deepseek_moe(reader).with_(
@@ -282,7 +224,7 @@ def _deepseek_v3(reader: _Reader) -> ModelSpec:
     return _deepseek(reader, moe)
 
 
-def _deepseek_moe(reader: _Reader) -> MoeSpec:
+def _deepseek_moe(reader: ConfigReader) -> MoeSpec:
     width = reader.need("moe_intermediate_size")
     return MoeSpec(
         num_experts=reader.need("n_routed_experts"),
@@ -293,7 +235,7 @@ def _deepseek_moe(reader: _Reader) -> MoeSpec:
     )
 
 
-def _deepseek(reader: _Reader, moe: MoeSpec) -> ModelSpec:
+def _deepseek(reader: ConfigReader, moe: MoeSpec) -> ModelSpec:
     reader.only("attention_bias", False)
     reader.only("mlp_bias", False)
     reader.only("rope_interleave", True)
@@ -322,7 +264,7 @@ def _deepseek(reader: _Reader, moe: MoeSpec) -> ModelSpec:
 
 
 def _rotary_model(
-    reader: _Reader,
+    reader: ConfigReader,
     *,
     attention: AttentionSpec,
     mlp: MlpSpec,
@@ -348,7 +290,7 @@ def _rotary_model(
     )
 
 
-def _attention(reader: _Reader, **rest: Any) -> AttentionSpec:
+def _attention(reader: ConfigReader, **rest: Any) -> AttentionSpec:
     num_heads = reader.need("num_attention_heads")
     head_width = reader.get("head_dim") or _head_width(reader.need("hidden_size"), num_heads, reader.where)
     fields: dict[str, Any] = {
@@ -369,12 +311,12 @@ def _head_width(width: int, num_heads: int, where: str) -> int:
     return width // num_heads
 
 
-def _swiglu(reader: _Reader, *, bias: bool = False) -> MlpSpec:
+def _swiglu(reader: ConfigReader, *, bias: bool = False) -> MlpSpec:
     reader.only("hidden_act", "silu")
     return MlpSpec(width=reader.need("intermediate_size"), bias=bias)
 
 
-def _qwen_window(reader: _Reader) -> int | None:
+def _qwen_window(reader: ConfigReader) -> int | None:
     """The sliding window of a Qwen config, which has an effect only with `use_sliding_window`."""
     window = reader.get("sliding_window", 4096)
     layer_types = set(reader.get("layer_types", []))
@@ -391,12 +333,12 @@ def _qwen_window(reader: _Reader) -> int | None:
     return window if windowed else None
 
 
-def _name(reader: _Reader) -> str:
+def _name(reader: ConfigReader) -> str:
     name = str(reader.config.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1]
     return name or str(reader.config["model_type"])
 
 
-_FROM: dict[str, Callable[[_Reader], ModelSpec]] = {
+_FROM: dict[str, Callable[[ConfigReader], ModelSpec]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

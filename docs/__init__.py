@@ -1,0 +1,1 @@
+"""Programs that draw, run and publish the pages of the documentation."""

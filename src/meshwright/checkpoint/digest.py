@@ -1,0 +1,134 @@
+"""Digests of checkpoint files: XXH3 (128 bits) of every chunk, so that a part of a file is verified alone.
+
+A manifest's entry of a file is
+
+    {"bytes": 40000000, "chunk_bytes": 16777216, "xxh3_128": ["99aa06d3014798d86001c324468d497f", ...]}
+
+Format version 2 has {"bytes": ..., "sha256": "..."}, one digest of the file. Both find flipped bits and
+truncated files. Neither is a signature: who may change a file of a checkpoint may change its manifest too.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from meshwright.errors import CheckpointError
+
+CHUNK_BYTES = 16 << 20
+_READ_BYTES = 4 << 20
+"""Bytes of one read: they are hashed while they are in the processor's cache."""
+_NUM_THREADS = 2
+
+
+class DamagedCheckpoint(CheckpointError):
+    """The files of a checkpoint are not those that were saved; an older one may be intact."""
+
+
+def file_entry(num_bytes: int, digests: Iterable[str]) -> dict[str, Any]:
+    """The manifest's entry of a file, from the digests of its chunks in their order."""
+    return {"bytes": num_bytes, "chunk_bytes": CHUNK_BYTES, "xxh3_128": list(digests)}
+
+
+def entry_of_bytes(content: bytes | memoryview) -> dict[str, Any]:
+    """The manifest's entry of a file with this content."""
+    view = memoryview(content)
+    parts = (view[begin : begin + CHUNK_BYTES] for begin in range(0, len(view), CHUNK_BYTES))
+    return file_entry(len(view), (digest_of(part) for part in parts))
+
+
+def digest_of(content: bytes | memoryview) -> str:
+    """The digest of one chunk. Releases the GIL."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def is_entry(entry: Any) -> bool:
+    """Whether this is an entry of format version 2 or 3."""
+    if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or entry["bytes"] < 0:
+        return False
+    return isinstance(entry.get("sha256"), str) or _has_chunks(entry)
+
+
+def _has_chunks(entry: Mapping[str, Any]) -> bool:
+    size, digests = entry.get("chunk_bytes"), entry.get("xxh3_128")
+    if type(size) is not int or size <= 0 or not isinstance(digests, list):
+        return False
+    return len(digests) == -(-entry["bytes"] // size) and all(isinstance(one, str) for one in digests)
+
+
+def content_id(entry: Mapping[str, Any]) -> str:
+    """A text that is the same for two files of the same content and format version."""
+    return entry["sha256"] if "sha256" in entry else "".join(entry["xxh3_128"])
+
+
+def require_size(path: Path, entry: Mapping[str, Any]) -> None:
+    """Refuse a file that is missing or of another size than the manifest says."""
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        raise differs(path)
+
+
+def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
+    """Whether a file is the one of the manifest; reads all of it."""
+    try:
+        require_size(path, entry)
+        with VerifiedFile(path, entry) as file, ThreadPoolExecutor(_NUM_THREADS, "verify") as threads:
+            list(threads.map(file.verify, file.chunks(0, entry["bytes"])))
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def differs(path: Path) -> DamagedCheckpoint:
+    """The error of a file that is not what the manifest says."""
+    hint = "use an older checkpoint: this one is damaged"
+    return DamagedCheckpoint(f"{path.name} differs from the manifest", where=str(path.parent), hint=hint)
+
+
+class VerifiedFile:
+    """A file of a checkpoint, whose chunks are compared with the manifest one by one. Use as a context."""
+
+    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+        self.path, self._entry = path, entry
+        self._chunk_bytes = entry.get("chunk_bytes", max(1, entry["bytes"]))
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __enter__(self) -> "VerifiedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def chunks(self, begin: int, end: int) -> range:
+        """Numbers of the chunks with these bytes."""
+        return range(begin // self._chunk_bytes, -(-end // self._chunk_bytes))
+
+    def verify(self, chunk: int) -> None:
+        """Read one chunk and compare it; DamagedCheckpoint where it differs or cannot be read."""
+        begin = chunk * self._chunk_bytes
+        end = min(begin + self._chunk_bytes, self._entry["bytes"])
+        is_chunked = "xxh3_128" in self._entry
+        digest = xxhash.xxh3_128() if is_chunked else hashlib.sha256()
+        expected = self._entry["xxh3_128"][chunk] if is_chunked else self._entry["sha256"]
+        buffer = memoryview(bytearray(min(_READ_BYTES, end - begin)))
+        while begin < end:
+            part = buffer[: end - begin]
+            try:
+                num_bytes = os.preadv(self._descriptor, [part], begin)
+            except OSError as error:
+                raise DamagedCheckpoint(
+                    f"{self.path.name} cannot be read: {error.strerror}", where=str(self.path.parent)
+                ) from None
+            if not num_bytes:
+                break
+            digest.update(part[:num_bytes])
+            begin += num_bytes
+        if begin < end or digest.hexdigest() != expected:
+            raise differs(self.path)
