@@ -17,8 +17,9 @@ from tests.support.runs import tiny_run
 from meshwright.bench.attention import default_backend, profiled_kernel, time_attention
 from meshwright.bench.copy import link_rows
 from meshwright.bench.gemm import matmul_call, precisions_of, time_matmul
-from meshwright.bench.kernel_time import class_of, profiled
+from meshwright.bench.kernel_time import profiled
 from meshwright.bench.step import measure_step, on_random_tokens
+from meshwright.observe.profile.kernel_classes import class_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +43,7 @@ def test_kernels_of_a_matmul_are_profiled_and_classed() -> None:
     call = matmul_call(2048, 2048, 2048, "bf16", CUDA)
     found = profiled(lambda: [call() for _ in range(4)], num_steps=4)
     assert found.step_seconds > 0
-    assert next(iter(found.seconds_by_class)) == "GEMM", found.largest
+    assert next(iter(found.seconds_by_class)) == "matmul", found.largest
 
 
 def test_the_chosen_attention_kernel_can_be_timed() -> None:
@@ -79,7 +80,7 @@ def test_an_idle_contender_frees_what_only_a_step_needs() -> None:
         is_wanted = clock.after_step((weight @ torch.randn(1024, 1 << 15, device=CUDA)).sum())
     ready, timed = map(json.loads, answers.getvalue().splitlines())
     assert ready["idle_bytes"] < ready["peak_bytes"] - (100 << 20) and timed["row"]["num_steps"] == 2
-    assert timed["row"]["kernel_seconds"]["GEMM"] > 0
+    assert timed["row"]["kernel_seconds"]["matmul"] > 0
 
 
 def test_freed_weights_leave_the_device(tmp_path: Path) -> None:

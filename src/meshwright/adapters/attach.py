@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.adapter import Adapter, ExpertAdapter
 from meshwright.models.layers.linear import Linear
-from meshwright.models.layers.moe import Experts
+from meshwright.models.layers.moe import Experts, Nf4GroupedLinears
 from meshwright.ops.nf4 import BLOCK, dequantise_nf4
 from meshwright.precision.fp8.stored import Fp8Scale, decode_stored
 from meshwright.precision.policy import weight_dtype
@@ -35,6 +35,8 @@ def prepare_trained(model: Decoder, run: RunSpec) -> None:
         for module in model.blocks.modules():
             if isinstance(module, Linear):
                 _pack(module)
+            elif isinstance(module, Experts):
+                _pack_experts(module)
     if run.adapter is not None and run.adapter.base == "fp8":
         _store_in_fp8(model)
 
@@ -47,14 +49,27 @@ def _base_dtype(run: RunSpec, usual: torch.dtype) -> torch.dtype:
 
 def _pack(linear: Linear) -> None:
     """Give a frozen linear on the meta device the parameters of an NF4 weight."""
-    out_width, in_width = linear.weight.shape
-    with torch.device("meta"):
-        packed = torch.empty(out_width, in_width // 2, dtype=torch.uint8)
-        absmax = torch.empty(out_width, in_width // BLOCK, dtype=torch.int32)
-    linear.weight = nn.Parameter(packed, requires_grad=False)
-    linear.weight_absmax = nn.Parameter(absmax, requires_grad=False)
+    linear.weight, linear.weight_absmax = _packed(linear.weight)
     if linear.adapter is not None:
         linear.adapter.is_fused = linear.adapter.can_be_fused
+
+
+def _pack_experts(experts: Experts) -> None:
+    """Give frozen experts on the meta device the parameters of NF4 weights."""
+    for projection in ("gate", "up", "down"):
+        packed, absmax = _packed(getattr(experts, projection))
+        setattr(experts, projection, packed)
+        setattr(experts, f"{projection}_absmax", absmax)
+    experts.gate_up_matmul, experts.down_matmul = Nf4GroupedLinears(), Nf4GroupedLinears()
+
+
+def _packed(weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+    """The packed bytes of a weight in NF4 and the bits of its absmax, on the meta device."""
+    *rows, width = weight.shape
+    with torch.device("meta"):
+        packed = torch.empty(*rows, width // 2, dtype=torch.uint8)
+        absmax = torch.empty(*rows, width // BLOCK, dtype=torch.int32)
+    return nn.Parameter(packed, requires_grad=False), nn.Parameter(absmax, requires_grad=False)
 
 
 def _store_in_fp8(model: Decoder) -> None:

@@ -1,6 +1,5 @@
 """Time of a step on a GPU by class of kernel, and the gaps in which no kernel runs."""
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,28 +7,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The first pattern that matches a kernel's name decides; names are those of cuBLAS, cuDNN, torch and Triton.
-CLASSES = (
-    ("communication", r"nccl"),
-    ("copies", r"^memcpy|^memset"),
-    ("attention", r"sdpa|fmha|flash|attention|attend|_attn"),
-    ("optimizer", r"multi_tensor_apply|adam|stochastic_round|sgd"),
-    ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|s16816|wgmma|triton_tem|splitk|matmul|scaled_mm|gemv"),
-    ("reductions", r"triton_(red|per|split_scan)|reduce|softmax|norm|cross_entropy|loss"),
-    (
-        "pointwise",
-        r"triton_|_(gelu|swiglu)_|elementwise|vectorized|index|gather|scatter|embedding|fill|cat|copy",
-    ),
-)
+from meshwright.observe.profile.kernel_classes import ATTENTION, class_of
+
 # Annotated ranges, which the profiler lists among the device's events; they are not kernels.
 _RANGES = ("Optimizer.", "ProfilerStep", "## Call", "Torch-Compiled")
-OTHER, GAPS = "other", "gaps"
-
-
-def class_of(kernel: str) -> str:
-    """The class of a kernel by its name."""
-    lowered = kernel.lower()
-    return next((name for name, pattern in CLASSES if re.search(pattern, lowered)), OTHER)
+GAPS = "gaps"
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,7 @@ def budget_of(kernels: Iterable[tuple[str, float, float]], *, num_steps: int) ->
         step_seconds=total / num_steps,
         seconds_by_class=dict(sorted(by_class.items(), key=lambda item: -item[1])),
         largest=[(name, sum(times) / num_steps, len(times) // num_steps) for name, times in costs[:25]],
-        attention_kernels=[name for name, _ in costs if class_of(name) == "attention"],
+        attention_kernels=[name for name, _ in costs if class_of(name) == ATTENTION],
     )
 
 

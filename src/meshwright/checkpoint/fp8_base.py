@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.models.decoder import Decoder
 from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.models.initialise import stored_weights
 from meshwright.parallel.shards import ParameterShard, global_slices
@@ -15,7 +14,7 @@ from meshwright.precision.fp8.stored import encode_stored, stored_scale
 
 
 def load_fp8(
-    reader: HuggingFaceReader, stages: Sequence[Decoder], shards: Mapping[str, ParameterShard]
+    reader: HuggingFaceReader, stages: Sequence[nn.Module], shards: Mapping[str, ParameterShard]
 ) -> set[str]:
     """Load the weights of these stages that are stored in fp8, and return their names.
 

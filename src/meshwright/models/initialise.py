@@ -73,10 +73,8 @@ def fill_shard(tensor: Tensor, spec: ModelSpec, parameter: Parameter, seed: int)
 
 def packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The absmax of each weight in NF4, by the name of the weight."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    return {
-        f"{name}.weight": one.weight_absmax for name, one in linears.items() if one.weight_absmax is not None
-    }
+    named: dict[str, nn.Parameter] = dict(model.named_parameters())
+    return {name.removesuffix("_absmax"): one for name, one in named.items() if name.endswith("_absmax")}
 
 
 def fill_packed(packed: Tensor, absmax: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:

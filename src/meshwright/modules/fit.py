@@ -10,6 +10,7 @@ from torch import nn
 from meshwright.errors import SpecError
 from meshwright.launch.parent import end_with_launcher
 from meshwright.mesh import Mesh, World, build_mesh, join_world, leave_world
+from meshwright.modules.advice import ModuleRun, print_advice
 from meshwright.modules.build_training import build_module_training, require_directory, require_module
 from meshwright.modules.chain import Chain
 from meshwright.modules.chain_program import ChainProgram
@@ -83,6 +84,10 @@ def _job(model: nn.Module | Chain, data: FitData, loss: Loss, spec: FitSpec, wor
     mesh = build_mesh(spec.parallel, world)
     module = model.model if isinstance(model, Chain) else model
     num_parameters = sum(one.numel() for one in module.parameters())
+    if mesh.rank == 0:
+        is_measured = data.loader is not None or spec.data.num_workers == "auto"
+        options = None if is_measured else data.options(spec, mesh)
+        print_advice(ModuleRun(module, spec, options), mesh.device)
     training = build_module_training(model, loss, spec, mesh, data.first(spec))
     return Job(
         run=spec,

@@ -28,6 +28,7 @@ from meshwright.data.loader import Loader
 from meshwright.errors import MeshwrightError, SpecError
 from meshwright.launch.parent import end_with_launcher
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
+from meshwright.modules.advice import ModuleRun, print_advice
 from meshwright.modules.build_training import build_loop_training, require_directory, require_module
 from meshwright.modules.loop_guard import LoopGuard
 from meshwright.modules.loop_loader import LoopLoader
@@ -83,6 +84,8 @@ def prepare(
     try:
         spec = with_data_parallel(spec, world.num_ranks)
         mesh = build_mesh(spec.parallel, world)
+        if world.is_first:
+            print_advice(ModuleRun(model, spec), mesh.device)
         training = build_loop_training(model, optimizer, spec, mesh)
         batches = _distributed(loader, spec, mesh)
         user_state = _UserObjects(training, dict(keep or {}), has_user_optimizer=optimizer is not None)

@@ -29,6 +29,7 @@ EventKind = Literal[
     "rollback",
     "prediction",
     "fp8_comparison",
+    "straggler",
     "warning",
     "restart",
     "time",

@@ -36,6 +36,7 @@ _EVENT_SENTENCE = {
     "evaluate": "evaluated",
     "early_stop": "stopped early: the evaluation loss no longer fell",
     "overflow": "skipped an update: gradients overflowed",
+    "straggler": "found a rank that is slower than the others",
     "warning": "warning",
     "restart": "restarted all ranks",
     "skip": "skipped an update: the gradients were not finite, or their norm was a spike",

@@ -115,16 +115,30 @@ def microbatch_fills_device(run: RunSpec) -> Iterator[Advice]:
 
 
 def pipeline_is_filled(run: RunSpec) -> Iterator[Advice]:
-    """The pipeline's bubble, (pp - 1) / (micro-batches x virtual_stages), is below a fifth of the work."""
+    """The pipeline's bubble, (pp - 1) / (micro-batches x virtual_stages), is below a fifth of the work, and
+    there are as many micro-batches as pipeline ranks."""
     parallel, count = run.parallel, run.accumulation
     zero_bubble = parallel.schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")
-    if parallel.pp == 1 or zero_bubble or count == 0:
+    if parallel.pp == 1 or count == 0:
         return
-    bubble = (parallel.pp - 1) / (count * parallel.virtual_stages)
-    if bubble > LARGEST_BUBBLE:
-        fact = f"the pipeline bubble is {bubble:.0%} of the work: pp={parallel.pp} with {count} micro-batches"
-        hint = "use more or smaller micro-batches, or an interleaved schedule with more virtual_stages"
-        yield Advice(fact, "parallel.pp", hint)
+    bubble = 0.0 if zero_bubble else (parallel.pp - 1) / (count * parallel.virtual_stages)
+    if bubble <= LARGEST_BUBBLE and count >= parallel.pp:
+        return
+    size = f"the pipeline bubble is {bubble:.0%} of the work: " if bubble else ""
+    fewer = ", fewer than pipeline ranks: some rank is idle at any time" if count < parallel.pp else ""
+    enough = parallel.pp * run.data.microbatch_sequences * parallel.dp
+    more = f"raise data.batch_sequences to {enough} or more" if fewer else "use more or smaller micro-batches"
+    hint = f"{more}, or an interleaved schedule with more virtual_stages"
+    fact = f"{size}pp={parallel.pp} with {count} micro-batches{fewer}"
+    yield Advice(fact, "parallel.pp", hint, cost=bubble / (1.0 + bubble) if bubble else None)
+
+
+def fastest_kernels_are_allowed(run: RunSpec) -> Iterator[Advice]:
+    """cuDNN times its kernels (benchmark) and sums use atomics, unless the run is deterministic."""
+    if run.deterministic and _uses_tensor_cores(run):
+        fact = "deterministic=true excludes the fastest kernels: cuDNN's benchmark and atomics are off"
+        hint = "leave it out where losses need not be bitwise equal; its cost is not measured"
+        yield Advice(fact, "deterministic", hint)
 
 
 def routed_blocks_are_compiled(run: RunSpec) -> Iterator[Advice]:
@@ -194,6 +208,7 @@ ADVISORS: list[Advisor] = [
     widths_fill_tiles,
     microbatch_fills_device,
     pipeline_is_filled,
+    fastest_kernels_are_allowed,
     routed_blocks_are_compiled,
     fp8_is_fast,
     fp8_experts_have_many_rows,

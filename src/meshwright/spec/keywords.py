@@ -246,6 +246,7 @@ class ElasticSettings(TypedDict, total=False):
     spare_ranks: int
     failures_per_device: int
     return_seconds: float
+    node_grace_seconds: float
 
 
 class BadStepSettings(TypedDict, total=False):
@@ -253,6 +254,7 @@ class BadStepSettings(TypedDict, total=False):
 
     action: BadStepAction
     spike_factor: float | None
+    loss_spike_factor: float | None
     max_in_a_row: int
 
 
@@ -265,6 +267,7 @@ class ResilienceSettings(TypedDict, total=False):
     save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
+    straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None
     bad_steps: BadStepSpec | BadStepSettings
@@ -433,6 +436,7 @@ class FitSettings(ModuleSettings, total=False):
     save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
+    straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None
     max_restarts: int
@@ -444,9 +448,11 @@ class FitSettings(ModuleSettings, total=False):
     spare_ranks: int
     failures_per_device: int
     return_seconds: float
+    node_grace_seconds: float
     bad_steps: BadStepSpec | BadStepSettings
     action: BadStepAction
     spike_factor: float | None
+    loss_spike_factor: float | None
     max_in_a_row: int
 
 

@@ -108,8 +108,9 @@ def nf4_divides_widths(run: RunSpec) -> Violations:
     if run.adapter is None or run.adapter.base != "nf4":
         return
     for weight in adaptable(run.model):
-        width = weight.shape[-1] // (run.parallel.tp if tp_dim(weight.name, run.parallel) == 1 else 1)
-        if width % NF4_BLOCK and weight.kind == "matrix":
+        is_sharded = tp_dim(weight.name, run.parallel) == len(weight.shape) - 1
+        width = weight.shape[-1] // (run.parallel.tp if is_sharded else 1)
+        if width % NF4_BLOCK:
             fact = f"adapter.base=nf4, and {weight.name} has {width} inputs on a rank, no multiple of 64"
             yield SpecError(
                 fact, where="adapter.base", hint="use adapter.base=bf16, or a smaller parallel.tp"
@@ -142,11 +143,11 @@ def fp8_base_divides_widths(run: RunSpec) -> Violations:
 
 
 def packed_base_fits_other_settings(run: RunSpec) -> Violations:
-    """A base in NF4 or fp8 has no routed experts, `precision.fp8`, offloaded or fully trained linears."""
+    """A base in NF4 or fp8 has no `precision.fp8`, offloaded or fully trained linears; in fp8 no experts."""
     if run.adapter is None or run.adapter.base not in ("fp8", "nf4"):
         return
     others = {
-        "routed experts": run.model.moe is not None,
+        "routed experts": run.adapter.base == "fp8" and run.model.moe is not None,
         "precision.fp8": run.precision.fp8 is not None,
         "memory.offload=parameters": "parameters" in run.memory.offload,
         "linears in train_only": any(

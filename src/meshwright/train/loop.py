@@ -69,14 +69,18 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
 
             seed_step(run.seed, state.num_batches)
             norm_limit = bad_steps.norm_limit(run.resilience.bad_steps, state)
-            outcome = train_step(training, batch, learning_rate=lr, norm_limit=norm_limit)
+            loss_limit = bad_steps.loss_limit(run, state)
+            outcome = train_step(
+                training, batch, learning_rate=lr, norm_limit=norm_limit, loss_limit=loss_limit
+            )
             state = state.after_skip() if outcome.is_skipped else state.after_step(batch.num_positions)
 
             if outcome.is_skipped:  # the weights are as before
                 state = bad_steps.after_skip(job, checkpoints, recorder, state, outcome)
                 continue
             if norm_limit is not None:
-                state = state.after_norm(float(outcome.grad_norm))  # known on the host already
+                # Both are known on the host already.
+                state = state.after_good_step(float(outcome.grad_norm), outcome.global_loss)
             compare_replicas(job, state)
             is_last, is_due = state.step == last_step, checkpoints.is_due(state.step)
             state = recorder.record(state, outcome, lr=lr, is_saved=is_last or is_due, half_batch=half_batch)

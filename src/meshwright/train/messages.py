@@ -121,11 +121,15 @@ def fallen_back(state: TrainState, report: Fp8Report) -> str:
     )
 
 
-def skipped(state: TrainState, grad_norm: float) -> str:
+def skipped(state: TrainState, grad_norm: float, loss: float | None = None) -> str:
     """A step without an update."""
-    average = state.grad_norm_average
-    usual = f", {grad_norm / average:.1f} times its average" if average and math.isfinite(grad_norm) else ""
-    return f"step {state.step}: no update with batch {state.num_batches}: gradient norm {grad_norm:g}{usual}"
+    norm = f"gradient norm {grad_norm:g}{_times(grad_norm, state.grad_norm_average)}"
+    shown = f", loss {loss:g}{_times(loss, state.loss_average)}" if loss is not None else ""
+    return f"step {state.step}: no update with batch {state.num_batches}: {norm}{shown}"
+
+
+def _times(value: float, average: float | None) -> str:
+    return f", {value / average:.1f} times its average" if average and math.isfinite(value) else ""
 
 
 def rolled_back(state: TrainState, from_step: int) -> str:

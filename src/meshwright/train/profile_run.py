@@ -43,7 +43,7 @@ def profile_rank(
     world = join_world(run.device, resilience=run.resilience, launch=run.launch, run_dir=folder)
     try:
         on_first_rank(lambda: _make(folder))
-        document = _profile(run, world, folder, steps, traced, with_stacks=with_stacks)
+        document = profile_in_world(run, world, folder, steps, traced, with_stacks=with_stacks)
     except BaseException:
         if world.num_ranks == 1:
             leave_world()
@@ -60,7 +60,7 @@ def _make(folder: Path) -> None:
         raise SpecError(fact, where=str(folder), hint="name another one with --out") from None
 
 
-def _profile(
+def profile_in_world(
     run: RunSpec,
     world: World,
     folder: Path,
@@ -69,6 +69,7 @@ def _profile(
     *,
     with_stacks: bool,
 ) -> dict[str, Any] | None:
+    """Profile in a world that is joined, into a folder that exists; all ranks call it. Communicates."""
     kept = folder if world.rank in traced else None
     recording = record_rank(run, world, steps, folder=kept, with_stacks=with_stacks)
     trace = recording.trace

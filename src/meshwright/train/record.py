@@ -10,6 +10,7 @@ from meshwright.checkpoint.run_checkpoints import Checkpoints
 from meshwright.checkpoint.saver import SaveOutcome
 from meshwright.checkpoint.upload import UploadOutcome
 from meshwright.errors import MeshwrightError
+from meshwright.launch.heartbeat import heartbeat_path, read_heartbeat
 from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.observe.events import EventWriter
 from meshwright.observe.goodput import read_goodput
@@ -17,6 +18,7 @@ from meshwright.observe.metrics import MetricsWriter, StepMetrics
 from meshwright.observe.prediction_check import PredictionCheck, device_title
 from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.rank_times import RankTimesWriter
+from meshwright.observe.stragglers import Straggler, StragglerWatch
 from meshwright.observe.tensorboard import TensorBoardMirror
 from meshwright.observe.trackers.trackers import Trackers
 from meshwright.optim.schedule import learning_rate
@@ -112,6 +114,7 @@ class Recorder:
         self._metrics = opening.enter_context(metrics)
         ranks = RankTimesWriter(self._run_dir, restored_step=state.step)
         self._rank_times = opening.enter_context(ranks)
+        self._stragglers = StragglerWatch(run.resilience.straggler_factor)
         counted, num_steps = job.workload.counted, run.schedule.num_steps
         progress = open_progress(run.name, total_steps=num_steps, counted=counted, quiet=quiet)
         self._progress = opening.enter_context(progress)
@@ -226,12 +229,24 @@ class Recorder:
         complete = self._metrics.write(metrics)
         if self._meter.ranks is not None:
             self._rank_times.write(metrics.step, self._meter.ranks)
+            self._report_stragglers(metrics.step, self._stragglers.look(self._meter.ranks))
         self._progress.update(complete)
         if self._mirror is not None:
             self._mirror.write(complete)
         if self._trackers is not None:
             self._trackers.write(complete)
         self._report_prediction(self._prediction.after_step(metrics))
+
+    def _report_stragglers(self, step: int, found: list[Straggler]) -> None:
+        """Write and print which ranks hold the others up."""
+        for one in found:
+            heartbeat = read_heartbeat(heartbeat_path(self._run_dir, one.rank))
+            host = heartbeat.host if heartbeat else "an unknown host"
+            text, ratio = one.text(host), round(one.ratio, 3)
+            self._events.write(
+                "straggler", step=step, slow_rank=one.rank, slow_host=host, ratio=ratio, text=text
+            )
+            self.print(f"warning: {text}")
 
     def _report_prediction(self, line: str | None) -> None:
         """Write and print how good the prediction was."""
@@ -255,11 +270,11 @@ class Recorder:
         if scale < messages.SMALLEST_LOSS_SCALE:
             raise messages.overflow(state, scale)
 
-    def record_bad_step(self, state: TrainState, *, grad_norm: float) -> None:
-        """A step without an update, because its gradients were not finite or their norm was a spike."""
+    def record_bad_step(self, state: TrainState, *, grad_norm: float, loss: float | None) -> None:
+        """A step without an update: its gradients were not finite, or their norm or the loss was a spike."""
         self._heartbeat.enter("step", state.step)
-        self._events.write("skip", step=state.step, batch=state.num_batches, grad_norm=grad_norm)
-        self.print(messages.skipped(state, grad_norm))
+        self._events.write("skip", step=state.step, batch=state.num_batches, grad_norm=grad_norm, loss=loss)
+        self.print(messages.skipped(state, grad_norm, loss))
 
     def record_early_stop(self, state: TrainState) -> None:
         """The evaluation loss no longer falls, so this is the last step."""

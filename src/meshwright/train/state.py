@@ -30,6 +30,8 @@ class TrainState:
     """Evaluations in a row whose loss was not lower than that."""
     grad_norm_average: float | None = None
     """Average over steps of the gradient norm, where `resilience.bad_steps` looks for spikes."""
+    loss_average: float | None = None
+    """Average over steps of the loss, where `resilience.bad_steps.loss_spike_factor` is set."""
     bad_steps_in_a_row: int = 0
     gradient_signal: float | None = None
     """Average over steps of the signal that `train/noise_scale.py` estimates."""
@@ -49,10 +51,13 @@ class TrainState:
         """The state after a batch whose update was skipped."""
         return dataclasses.replace(self, num_skipped=self.num_skipped + 1)
 
-    def after_norm(self, grad_norm: float) -> Self:
-        """The same state with the gradient norm of a good step in its average."""
-        average = _moving_average(self.grad_norm_average, grad_norm)
-        return dataclasses.replace(self, grad_norm_average=average, bad_steps_in_a_row=0)
+    def after_good_step(self, grad_norm: float, loss: float | None = None) -> Self:
+        """The same state with the gradient norm of a good step, and its loss where known, in the averages."""
+        norm_average = _moving_average(self.grad_norm_average, grad_norm)
+        loss_average = self.loss_average if loss is None else _moving_average(self.loss_average, loss)
+        return dataclasses.replace(
+            self, grad_norm_average=norm_average, loss_average=loss_average, bad_steps_in_a_row=0
+        )
 
     def after_bad_step(self) -> Self:
         """The same state after one more bad step."""

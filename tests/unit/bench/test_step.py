@@ -218,7 +218,8 @@ def _row(label: str, teraflops: float, kind: str = "round") -> dict:
         "label": label, "peer": label.split(":")[0], "contender": label, "settings": {}, "kind": kind,
         "teraflops": teraflops, "tokens_per_second": 1.0,
         "step_seconds": 1.0, "p10_seconds": 0.9, "p90_seconds": 1.1, "attention_kernels": ["flash_fwd"],
-        "compile_seconds": 1.0, "first_loss": 10.0, "kernel_seconds": {"GEMM": 0.5}, "device": "NVIDIA H200",
+        "compile_seconds": 1.0, "first_loss": 10.0, "kernel_seconds": {"matmul": 0.5},
+        "device": "NVIDIA H200",
         "date": "2026-11-15", "torch": "2.11", "cuda": "13.0", "cudnn": 91900, "driver": "580.1",
     }  # fmt: skip
 

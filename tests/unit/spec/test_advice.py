@@ -32,6 +32,7 @@ CASES = {
         "raise data.microbatch_sequences",
     ),
     "pipeline_is_filled": ("dense", ["parallel.pp=4"], ["parallel.pp=8"], "more or smaller micro-batches"),
+    "fastest_kernels_are_allowed": ("dense", GPU, [*GPU, "deterministic=true"], "bitwise equal"),
     "routed_blocks_are_compiled": (
         "moe",
         [*EP2, "compile=true", "memory.recompute=full"],
@@ -62,6 +63,22 @@ BY_NAME = {advisor.__name__: advisor for advisor in ADVISORS}
 
 def test_every_advisor_has_a_case():
     assert list(CASES) == list(BY_NAME)
+
+
+def test_fewer_microbatches_than_pipeline_ranks_are_one_note() -> None:
+    few = ["parallel.pp=8", "parallel.schedule=gpipe", "data.batch_sequences=4"]
+    run = parse_run(VALID["dense"], few).require_valid()
+    (note,) = [one for one in advise(run) if one.where == "parallel.pp"]
+    assert "175% of the work" in note.fact and "fewer than pipeline ranks" in note.fact
+    assert note.hint.startswith("raise data.batch_sequences to 8 or more")
+    assert note.cost == pytest.approx(7 / 11)
+
+
+def test_without_a_bubble_too_few_microbatches_are_named_too() -> None:
+    zero_bubble = ["parallel.schedule=zbv", "parallel.virtual_stages=2", "parallel.pp=4"]
+    run = parse_run(VALID["dense"], [*zero_bubble, "data.batch_sequences=2"]).run
+    (note,) = [one for one in advise(run) if one.where == "parallel.pp"]
+    assert note.fact.startswith("pp=4 with 2 micro-batches, fewer than") and note.cost is None
 
 
 @pytest.mark.parametrize("name", CASES)

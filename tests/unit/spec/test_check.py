@@ -120,6 +120,10 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["adapter={rank: 4, alpha: 8, base: nf4}", "model.mlp.width=96"],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "model.moe={num_experts: 4, top_k: 1, width: 96}",
+            ],
         ],
     ),
     "fp8_base_computes_in_bf16": (
@@ -140,7 +144,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
         [
             [
-                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "adapter={rank: 4, alpha: 8, base: fp8}",
                 "model.moe={num_experts: 4, top_k: 1, width: 64}",
             ],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
@@ -550,6 +554,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["resilience.evaluate_timeout_seconds=60"],
             ["resilience.save_timeout_seconds=60"],
             ["resilience.hang_factor=5"],
+            ["resilience.straggler_factor=2"],
             ["resilience.compare_replicas_every_steps=5"],
             ["resilience.restart.max_restarts=0"],
             ["resilience.restart.max_cycles_without_progress=5"],
@@ -557,6 +562,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["resilience.restart.max_backoff_seconds=5"],
             ["parallel.dp_replicate=2", "resilience.restart.single_rank=true"],
             ["resilience.bad_steps.spike_factor=5"],
+            ["resilience.bad_steps.loss_spike_factor=5"],
             ["resilience.bad_steps.max_in_a_row=2"],
             ["schedule.decay_steps=5"],
             ["schedule.kind=constant", "schedule.min_lr_ratio=0.2"],

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from meshwright.observe.profile.pieces import Phases
 from meshwright.observe.profile.trace import MemoryEvent, Trace
 
-CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "workspace", "other")
+CATEGORIES: tuple[str, ...] = (
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "activations",
+    "workspace",
+    "other",
+)
 MOST_POINTS = 400
 
 Known = dict[int, tuple[str, int]]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright import svg
-from meshwright.observe.profile.kernel_classes import CLASSES, COMMUNICATION, OTHER
+from meshwright.observe.profile.kernel_classes import CLASSES, TITLES
 from meshwright.observe.profile.memory_timeline import CATEGORIES
 from meshwright.observe.profile.pipeline_timeline import shape_of, timelines
 from meshwright.plan.draw.charts import Bar, stacked_bars
@@ -14,10 +14,7 @@ from meshwright.svg import PALETTE, Entry, Plot, Scale, round_ticks
 from meshwright.units import show_bytes, show_seconds
 
 WIDTH, LABEL_WIDTH, LANE_HEIGHT, LANE_GAP = 940, 100, 26, 8
-COLOURS = {kind: PALETTE[index] for index, kind in enumerate(CLASSES)} | {
-    COMMUNICATION: "#e45756",
-    OTHER: "#bab0ac",
-}
+COLOURS = {kind: PALETTE[index] for index, kind in enumerate(CLASSES)}
 MEMORY_COLOURS = dict(zip(CATEGORIES, (PALETTE[i] for i in (0, 5, 2, 1, 6, 10)), strict=True))
 _MEMORY_HEIGHT = 240
 _ROW_HEIGHT, _PAIR_GAP = 20, 14
@@ -73,14 +70,17 @@ def breakdown_picture(document: Mapping[str, Any]) -> str:
 
 def classes_picture(document: Mapping[str, Any]) -> str:
     """Two bars: the operator classes by time and by FLOPs."""
-    rows = document["classes"]
-    seconds = sum(row["seconds"] for row in rows) or 1.0
-    flops = sum(row["flops"] or 0.0 for row in rows) or 1.0
-    bars = [
-        Bar("time", {row["title"]: row["seconds"] / seconds for row in rows}, ""),
-        Bar("FLOPs", {row["title"]: (row["flops"] or 0.0) / flops for row in rows}, ""),
-    ]
+    rows = {row["kind"]: row for row in document["classes"]}
+    keys = {"time": "seconds", "FLOPs": "flops"}
+    bars = [Bar(name, _class_shares(rows, key), "") for name, key in keys.items()]
     return stacked_bars(bars, full=1.0, label="Operator classes by time and by FLOPs").inline()
+
+
+def _class_shares(rows: Mapping[str, Any], key: str) -> dict[str, float]:
+    """Share of every class by its title, in the order of CLASSES, which the colours follow."""
+    values = {kind: rows[kind][key] or 0.0 if kind in rows else 0.0 for kind in CLASSES}
+    total = sum(values.values()) or 1.0
+    return {TITLES[kind]: value / total for kind, value in values.items()}
 
 
 def memory_picture(memory: Mapping[str, Any]) -> str:

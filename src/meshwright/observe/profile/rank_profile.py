@@ -175,16 +175,21 @@ def _classes(pieces: list[Piece], num_steps: int) -> list[ClassRow]:
     for piece in pieces:
         seconds[piece.kind] += piece.seconds / num_steps
         calls[piece.kind] += 1
-    flops: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
+    flops: dict[str, float | None] = {}
     num_bytes = dict.fromkeys(CLASSES, 0.0)
     for op, kind in _counted(pieces):
-        work, before = work_of(op, kind), flops[kind]
+        work, before = work_of(op, kind), flops.get(kind, 0.0)
         flops[kind] = None if work.flops is None or before is None else before + work.flops / num_steps
         num_bytes[kind] += work.num_bytes / num_steps
     total = sum(seconds.values()) or 1.0
     rows = [
         ClassRow(
-            kind, seconds[kind], seconds[kind] / total, calls[kind] / num_steps, flops[kind], num_bytes[kind]
+            kind,
+            seconds[kind],
+            seconds[kind] / total,
+            calls[kind] / num_steps,
+            flops.get(kind),
+            num_bytes[kind],
         )
         for kind in CLASSES
         if calls[kind]

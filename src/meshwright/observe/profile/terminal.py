@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +20,8 @@ def print_profile(document: Mapping[str, Any], console: Console) -> None:
     """Print the verdict, the changes worth trying, and the tables."""
     title = f"{document['run']} on {document['num_ranks']} x {document['device']}, torch {document['torch']}"
     console.print(Text(title, style="bold"))
-    for sentence in document["verdict"]:
-        console.print(f"  {sentence}", highlight=False)
+    for sentence in (f"{rates_line(document)}.", *document["verdict"]):
+        console.print(_indented(sentence, 2))
     _print_changes(document, console)
     console.print(_breakdown(document))
     console.print(_classes(document))
@@ -47,8 +48,12 @@ def _print_changes(document: Mapping[str, Any], console: Console) -> None:
     for number, change in enumerate(document["changes"], start=1):
         console.print(f"  {number}. ", Text(change["overrides"], style="bold cyan"), sep="", soft_wrap=True)
         numerics = "; changes the numerics" if change["changes_numerics"] else ""
-        console.print(f"     step shorter by {gain_text(change)}{numerics}", highlight=False)
-        console.print(f"     {change['why']}", highlight=False)
+        console.print(_indented(f"step shorter by {gain_text(change)}{numerics}", 5))
+        console.print(_indented(change["why"], 5))
+
+
+def _indented(sentence: str, cells: int) -> Padding:
+    return Padding(Text(sentence), (0, 0, 0, cells))
 
 
 def _table(title: str, *columns: str) -> Table:

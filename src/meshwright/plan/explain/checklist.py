@@ -68,16 +68,15 @@ def blocks_are_compiled(run: RunSpec, cluster: Cluster) -> Iterator[Advice]:
         yield from _priced(run, cluster, fact, "compile", {"compile": True})
 
 
-def pipeline_has_enough_microbatches(run: RunSpec, cluster: Cluster) -> Iterator[Advice]:
-    """With fewer micro-batches than pipeline ranks, some rank is idle at any time."""
-    pp, count = run.parallel.pp, run.accumulation
-    if pp == 1 or count >= pp:
-        return
-    idle = predict_run(run, cluster)
-    cost = idle.seconds_by_item.get("bubble", 0.0) / idle.step_seconds
-    fact = f"{count} micro-batches are fewer than pp={pp} stages; the bubble is {cost:.0%} of the step"
-    hint = f"raise data.batch_sequences to {pp * run.data.microbatch_sequences * run.parallel.dp} or more"
-    yield Advice(f"{fact} on {cluster.device.title}", "parallel.pp", hint, cost=cost)
+def matmuls_use_tensor_cores(run: RunSpec, cluster: Cluster) -> Iterator[Advice]:
+    """TF32 runs fp32 matmuls on tensor cores; `device=cuda` has this note on any cluster."""
+    if (
+        run.device == "auto"
+        and run.precision.compute == "fp32"
+        and "tf32" in cluster.device.peak_flops_per_second
+    ):
+        fact = "compute=fp32 leaves the tensor cores idle"
+        yield from _priced(run, cluster, fact, "precision.compute", {"precision.compute": "tf32"})
 
 
 def matmuls_fill_tiles_and_waves(run: RunSpec, cluster: Cluster) -> Iterator[Advice]:
@@ -152,7 +151,7 @@ def _text(value: Any) -> str:
 
 CLUSTER_ADVISORS: list[ClusterAdvisor] = [
     tp_stays_on_a_node,
-    pipeline_has_enough_microbatches,
+    matmuls_use_tensor_cores,
     recompute_is_needed,
     zero_stage_is_needed,
     blocks_are_compiled,

@@ -45,6 +45,7 @@ def profiled(events: dict[str, Any], **recorded: Any) -> RankProfile:
         (traces.NCCL, "communication", False),
         ("Memcpy HtoD (Pinned -> Device)", "copy", False),
         ("triton_poi_fused_mul_silu_3", "element-wise", False),
+        ("something_new", "other", False),
         ("triton_red_fused_native_layer_norm_2", "normalisation", False),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor>", "element-wise", False),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<AdamW>", "optimizer", False),

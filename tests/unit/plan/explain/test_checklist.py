@@ -19,12 +19,12 @@ SMALL = ["data.microbatch_sequences=1", "data.sequence_length=512"]
 # advisor -> (run, words it leaves alone, words it speaks about, cluster, part of the note)
 CASES = {
     "tp_stays_on_a_node": (LLAMA, ["parallel.tp=1"], TP8, "leonardo:2", "parallel.tp=4 parallel.dp_shard=2"),
-    "pipeline_has_enough_microbatches": (
-        LLAMA,
-        [*GPIPE, "data.batch_sequences=8"],
-        [*GPIPE, "data.batch_sequences=4"],
-        "h100:8",
-        "raise data.batch_sequences to 8 or more",
+    "matmuls_use_tensor_cores": (
+        "llama-3.2-1b-1gpu",
+        [],
+        ["device=auto", *(f"precision.{key}=fp32" for key in ("compute", "weights", "gradients")), *SMALL],
+        "h100:1",
+        "precision.compute=tf32",
     ),
     "recompute_is_needed": (LLAMA, [], ["memory.recompute=full"], "h200:8", "memory.recompute=none"),
     "zero_stage_is_needed": (
