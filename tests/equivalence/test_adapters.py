@@ -90,6 +90,9 @@ WIDE = MODELS["gqa"].with_(
     mlp=MODELS["gqa"].mlp.with_(width=128),
 )
 WIDE_EXPERTS = WIDE.with_(moe=MODELS["moe_shared"].moe.with_(width=128, shared_width=128))
+NESTED = LORA.with_(base="nf4_nested")
+# More than 256 absmax in a matrix: tp ranks read other parts of its nested table.
+WIDER = WIDE.with_(mlp=WIDE.mlp.with_(width=512))
 QLORA = {
     "moe": ({}, LORA, {"model": WIDE_EXPERTS}),
     "moe-ep2-zero3": (
@@ -99,6 +102,12 @@ QLORA = {
     ),
     "moe-tp2-etp2": ({"tp": 2, "etp": 2}, LORA.with_(targets=("down", "query")), {"model": WIDE_EXPERTS}),
     "one": ({}, LORA, {}),
+    "nested-compiled": ({}, NESTED, {"compile": True}),
+    "nested-zero3-tp2-dora": (
+        {"dp_shard": 2, "zero": 3, "tp": 2},
+        NESTED.with_(kind="dora"),
+        {"model": WIDER, "memory": MemorySpec(recompute="full")},
+    ),
     "one-compiled": ({}, LORA, {"compile": True}),
     "tp2-dora": ({"tp": 2}, DORA, {}),
     "zero3": ({"dp_shard": 2, "zero": 3}, LORA, {"memory": MemorySpec(recompute="full")}),
@@ -119,7 +128,7 @@ def test_a_base_in_nf4(ranks: RankPool, case: str) -> None:
     run = tiny_run(
         changes.get("model", WIDE),
         parallel=ParallelSpec.model_validate(parallel),
-        adapter=adapter.with_(base="nf4"),
+        adapter=adapter if adapter.base != "weights" else adapter.with_(base="nf4"),
         **{name: one for name, one in changes.items() if name == "memory"},
     )
     if "compile" in changes:

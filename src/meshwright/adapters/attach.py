@@ -14,10 +14,12 @@ from meshwright.models.layers.adapter import Adapter, ExpertAdapter
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.moe import Experts, Nf4GroupedLinears
 from meshwright.ops.nf4 import BLOCK, dequantise_nf4
+from meshwright.ops.nf4_nested import NestedPlace, NestedTable, unnest_absmax
+from meshwright.ops.sharded import local_slices
 from meshwright.precision.fp8.stored import Fp8Scale, decode_stored
 from meshwright.precision.policy import weight_dtype
 from meshwright.spec import AdapterSpec, RunSpec
-from meshwright.spec.adapter import AdaptedMatrix, adapted_matrices, is_trained
+from meshwright.spec.adapter import NF4_FORMATS, AdaptedMatrix, adapted_matrices, is_trained
 from meshwright.spec.fp8 import fp8_base_groups
 
 
@@ -31,10 +33,10 @@ def prepare_trained(model: Decoder, run: RunSpec) -> None:
         parameter.requires_grad_(False)
         if run.adapter is not None:
             parameter.data = parameter.data.to(_base_dtype(run, parameter.dtype))
-    if run.adapter is not None and run.adapter.base == "nf4":
+    if run.adapter is not None and run.adapter.base in NF4_FORMATS:
         for module in model.blocks.modules():
             if isinstance(module, Linear):
-                _pack(module)
+                _pack(module, is_nested=run.adapter.base == "nf4_nested")
             elif isinstance(module, Experts):
                 _pack_experts(module)
     if run.adapter is not None and run.adapter.base == "fp8":
@@ -47,9 +49,13 @@ def _base_dtype(run: RunSpec, usual: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if is_bf16 else usual
 
 
-def _pack(linear: Linear) -> None:
+def _pack(linear: Linear, *, is_nested: bool) -> None:
     """Give a frozen linear on the meta device the parameters of an NF4 weight."""
     linear.weight, linear.weight_absmax = _packed(linear.weight)
+    if is_nested:
+        codes = torch.empty_like(linear.weight_absmax, dtype=torch.uint8)
+        linear.weight_absmax = nn.Parameter(codes, requires_grad=False)
+        linear.weight_nested = NestedTable(*codes.shape)
     if linear.adapter is not None:
         linear.adapter.is_fused = linear.adapter.can_be_fused
 
@@ -140,9 +146,30 @@ def frozen_shard(linear: Linear, dtype: torch.dtype) -> Tensor:
     weight = _shard(linear.weight)
     if linear.weight_scale is not None:
         return decode_stored(weight, linear.weight_scale.value, dtype)
-    if linear.weight_absmax is not None:
-        return dequantise_nf4(weight, _shard(linear.weight_absmax), dtype)
-    return weight
+    if linear.weight_absmax is None:
+        return weight
+    absmax = _shard(linear.weight_absmax)
+    if linear.weight_nested is not None:
+        place = nested_place(linear.weight_absmax)
+        absmax = unnest_absmax(absmax, linear.weight_nested.value, place).view(torch.int32)
+    return dequantise_nf4(weight, absmax, dtype)
+
+
+def nested_place(absmax: Tensor) -> NestedPlace:
+    """Where this rank's shard of the absmax of a nested NF4 weight lies."""
+    rows, columns = local_slices(absmax)
+    return NestedPlace(rows.start, columns.start, absmax.shape[1])
+
+
+def place_nested(model: nn.Module) -> None:
+    """Set where the parts of nested NF4 weights lie that this rank computes with.
+
+    Called after tp sharded them and before ZeRO-3 does, which gathers what it shards.
+    """
+    for linear in model.modules():
+        if isinstance(linear, Linear) and linear.weight_nested is not None:
+            assert linear.weight_absmax is not None
+            linear.weight_nested.place = nested_place(linear.weight_absmax)
 
 
 def _shard(parameter: Tensor) -> Tensor:

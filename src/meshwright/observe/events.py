@@ -21,6 +21,7 @@ EventKind = Literal[
     "resume",
     "change",
     "checkpoint",
+    "local_checkpoint",
     "upload",
     "evaluate",
     "early_stop",

@@ -33,6 +33,7 @@ _EVENT_SENTENCE = {
     "resume": "resumed",
     "change": "changed a setting",
     "checkpoint": "saved a checkpoint",
+    "local_checkpoint": "saved a local checkpoint",
     "evaluate": "evaluated",
     "early_stop": "stopped early: the evaluation loss no longer fell",
     "overflow": "skipped an update: gradients overflowed",

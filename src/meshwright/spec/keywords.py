@@ -6,7 +6,7 @@ One TypedDict per nested spec, and one per function, with the fields of nested s
 from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
-from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
+from meshwright.spec.checkpoint import CheckpointSpec, LocalSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
 from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
@@ -114,6 +114,14 @@ class UploadSettings(TypedDict, total=False):
     delete_local: bool
 
 
+class LocalSettings(TypedDict, total=False):
+    """Fields of `LocalSpec`."""
+
+    save_every_steps: int
+    node_directory: str
+    neighbour_copy: bool
+
+
 class CheckpointSettings(TypedDict, total=False):
     """Fields of `CheckpointSpec`."""
 
@@ -123,6 +131,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    local: LocalSpec | LocalSettings | None
     upload: UploadSpec | UploadSettings | None
     start_from: str | None
 
@@ -375,6 +384,10 @@ class ModuleSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    local: LocalSpec | LocalSettings | None
+    save_every_steps: int
+    node_directory: str
+    neighbour_copy: bool
     upload: UploadSpec | UploadSettings | None
     destination: str
     interval_steps: int | None

@@ -343,7 +343,7 @@ class Recorder:
             return
         assert outcome.folder is not None
         self._events.write(
-            "checkpoint",
+            "local_checkpoint" if outcome.is_local else "checkpoint",
             step=outcome.step,
             folder=outcome.folder.name,
             stall_seconds=round(outcome.stall_seconds, 4),

@@ -147,6 +147,10 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
                 "adapter={rank: 4, alpha: 8, base: fp8}",
                 "model.moe={num_experts: 4, top_k: 1, width: 64}",
             ],
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4_nested}",
+                "model.moe={num_experts: 4, top_k: 1, width: 64}",
+            ],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
             ["adapter={rank: 4, alpha: 8, base: fp8}", "precision.fp8={recipe: current}"],
             ["adapter={rank: 4, alpha: 8, base: fp8}", "memory.offload=[parameters]"],
@@ -593,6 +597,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["checkpoint.every_steps=10", "checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
             ["checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
+        ],
+    ),
+    "local_checkpoints_are_more_frequent": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 5}"],
+        [
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 4}"],
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 10}"],
+            ["checkpoint.local={save_every_steps: 5}"],
         ],
     ),
     "best_checkpoints_are_evaluated": (
