@@ -19,11 +19,13 @@ from meshwright.observe.metrics import read_metrics
 RUN = (*SMALL, "schedule.num_steps=150", "checkpoint.every_steps=10", "resilience.step_timeout_seconds=20")
 
 
-def _start_node(run_dir: Path, node: str, port: str) -> subprocess.Popen[str]:
+def _start_node(
+    run_dir: Path, node: str, port: str, num_nodes: str = "2", words: tuple[str, ...] = RUN
+) -> subprocess.Popen[str]:
     pod = {key: value for key, value in os.environ.items() if not key.startswith("PET_")}
-    pod |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": node, "RANK": node}
-    pod |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    return start(RUN, run_dir, env=pod)
+    pod |= {"PET_NNODES": num_nodes, "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": node, "RANK": node}
+    pod |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": num_nodes}
+    return start(words, run_dir, env=pod | {"GLOO_SOCKET_IFNAME": "lo"})
 
 
 def _wait_for_step(run_dir: Path, step: int, node: subprocess.Popen[str]) -> None:
@@ -67,11 +69,42 @@ def test_a_lost_rank_and_a_lost_store_host_are_survived(tmp_path, capfd):
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 151))
 
 
-def test_no_node_waits_for_one_that_has_given_up(tmp_path):
-    """Rank 0 fails with an error that the run names itself, and node 1 ends with it."""
-    with _two_nodes(tmp_path) as (nodes, _):
+ELASTIC = (
+    *(*SMALL, "parallel.dp_replicate=3", "data.batch_sequences=12", "data.microbatch_sequences=1"),
+    *("schedule.num_steps=100000", "checkpoint.every_steps=10", "resilience.step_timeout_seconds=60"),
+    *("resilience.elastic.min_ranks=2", "resilience.elastic.node_grace_seconds=4"),
+)
+
+
+def test_the_run_goes_on_without_the_node_of_the_store_and_takes_it_back(tmp_path, capfd):
+    """At the end rank 0 fails with an error that the run names itself, and all nodes end with it."""
+    port = free_port()
+    nodes = [_start_node(tmp_path, node, port, "3", ELASTIC) for node in "012"]
+    try:
+        _wait_for_step(tmp_path, 10, nodes[1])
+        nodes[0].kill()  # with its rank 0, and nobody starts it again
+        nodes[0].communicate()
+        killed_at = time.monotonic()
+        wait_for(lambda: len(events(tmp_path, "resume")) == 1, nodes[1])
+        seconds = time.monotonic() - killed_at
+        _wait_for_step(tmp_path, newest_step(tmp_path) + 20, nodes[1])
+        nodes[0] = _start_node(tmp_path, "0", port, "3", ELASTIC)
+        wait_for(lambda: len(events(tmp_path, "resume")) == 2, nodes[0])
+        _wait_for_step(tmp_path, newest_step(tmp_path) + 20, nodes[0])
         (tmp_path / "metrics.jsonl").rename(tmp_path / "moved.jsonl")
-        printed = [one.communicate(timeout=60)[1] for one in nodes]
-        assert [one.returncode for one in nodes] == [4, 4], printed
+        printed = [one.communicate(timeout=LONGEST_SECONDS)[1] for one in nodes]
+        assert [one.returncode for one in nodes] == [4, 4, 4], printed
+    finally:
+        for one in nodes:
+            one.kill()
+            one.communicate()
+    with capfd.disabled():
+        print(f"\nwent on without the node of the store after {seconds:.1f} s, 4 s of grace included")
+    for one in printed[1:]:
+        assert "going on with nodes 1, 2: 2 ranks (dp_replicate=2)" in one
+        assert "going on with nodes 0, 1, 2: 3 ranks (dp_replicate=3)" in one
     assert "the run directory was deleted or renamed" in printed[0]
-    assert "node 0 has ended with exit code 4" in printed[1]
+    assert all("node 0 has ended with exit code 4" in one for one in printed[1:]), "no node waits for another"
+    steps = [row["step"] for row in read_metrics(tmp_path / "moved.jsonl")]
+    assert steps == list(range(1, len(steps) + 1)), "no step is missing or twice"
+    assert (tmp_path / "supervisors" / "world-3.json").exists()

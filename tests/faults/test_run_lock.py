@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.errors import SpecError
 from meshwright.resilience import run_lock as module
-from meshwright.resilience.run_lock import LOCK, STALE_SECONDS, run_lock
+from meshwright.resilience.run_lock import LOCK, STALE_SECONDS, release_lost_lock, run_lock
 
 HOLD = """
 import sys, time
@@ -84,3 +84,13 @@ def test_a_lock_that_was_taken_over_is_not_removed(tmp_path):
     with run_lock(tmp_path):
         (tmp_path / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 7}))
     assert (tmp_path / LOCK).exists()
+
+
+def test_the_lock_of_a_lost_host_is_released(tmp_path):
+    lock = tmp_path / LOCK
+    lock.write_text(json.dumps({"host": "far", "boot": 1, "pid": 1, "started_at": 1.0}))
+    release_lost_lock(tmp_path, {"other"})
+    assert lock.exists()
+    release_lost_lock(tmp_path, {"far"})
+    assert not lock.exists()
+    release_lost_lock(tmp_path, {"far"})

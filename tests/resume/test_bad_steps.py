@@ -68,6 +68,30 @@ def test_a_rollback_goes_back_to_the_checkpoint_and_takes_new_data(ranks, tmp_pa
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+def train_with_spikes_of_the_loss(run: RunSpec, run_dir: Path, bad: dict[int, float]) -> Attempt:
+    """Train while the loss of some batches, counted from 1, is multiplied on this rank."""
+    limited, calls = step_module.LossLimit.global_loss, iter(range(1, 1000))
+
+    def spiked(limit, part):
+        return limited(limit, part * bad.get(next(calls), 1.0))
+
+    with patch.object(step_module.LossLimit, "global_loss", spiked):
+        return train_here(run, run_dir)
+
+
+def test_a_spike_of_the_loss_is_skipped_after_the_first_steps(ranks, tmp_path):
+    run = run_of("skip", num_steps=26)
+    bad_steps = run.resilience.bad_steps.with_(loss_spike_factor=2.0)
+    run = run.with_(resilience=run.resilience.with_(bad_steps=bad_steps))
+    spikes = {10: 5.0, 24: 5.0, 26: float("nan")}
+    found = ranks.run(train_with_spikes_of_the_loss, 2, run, tmp_path, spikes)[0]
+    assert found.step == 26 and len(found.sample_ids) == 28
+    skips = [event for event in read_events(events_path(tmp_path, 0)) if event["kind"] == "skip"]
+    assert [event["batch"] for event in skips] == [24, 26], "the first steps are not judged"
+    usual = read_metrics(tmp_path)[22]["loss"]
+    assert skips[0]["loss"] == pytest.approx(5 * usual, rel=0.2)
+
+
 def test_a_spike_is_skipped_and_a_resumed_run_skips_the_same(ranks, tmp_path):
     run = run_of("skip", num_steps=26, spike_factor=3.0)
     bad = {10: 50.0, 24: 50.0}  # the first steps are not judged

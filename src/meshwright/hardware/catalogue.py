@@ -114,6 +114,8 @@ class Cluster:
     max_nodes: int | None = None
     storage_bytes_per_second: float | None = None
     """Rate at which all nodes together write checkpoints; None where it is not known."""
+    device_hours_per_failure: float | None = None
+    """Device-hours between two failures that interrupt a run; None where it is not known."""
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -218,7 +220,7 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
     where = f"clusters.{name}"
     known = {"title", "device", "devices_per_node", "max_nodes", "host_memory_bytes"}
     known |= {"network_bytes_per_second", "network_latency_seconds", "network_efficiency"}
-    known |= {"peer_bytes_per_second", "storage_bytes_per_second"}
+    known |= {"peer_bytes_per_second", "storage_bytes_per_second", "device_hours_per_failure"}
     _refuse_unknown(table, known, where)
     device = find_device(str(table.get("device", "")), devices=devices)
     network = _value(table, "network_bytes_per_second", where, sources)
@@ -234,12 +236,11 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
     peer = device.peer
     if "peer_bytes_per_second" in table:
         peer = replace(peer, bytes_per_second=_value(table, "peer_bytes_per_second", where, sources))
-    storage = None
-    if "storage_bytes_per_second" in table:
-        storage = _value(table, "storage_bytes_per_second", where, sources)
+    optional = ("storage_bytes_per_second", "device_hours_per_failure")
+    known_rates = {name: _value(table, name, where, sources) for name in optional if name in table}
     numbers = {"network_bytes_per_second": network, "devices_per_node": per_node}
     _check_positive(numbers | {"peer_bytes_per_second": peer.bytes_per_second}, where)
-    _check_positive({} if storage is None else {"storage_bytes_per_second": storage}, where)
+    _check_positive(known_rates, where)
     memory = _value(table, "host_memory_bytes", where, sources) if "host_memory_bytes" in table else 0.0
     return Cluster(
         name=name,
@@ -251,7 +252,8 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
         host=device.host,
         host_memory_bytes=int(memory) or per_node * HOST_MEMORY_BYTES_PER_DEVICE,
         max_nodes=int(_value(table, "max_nodes", where, sources)) if "max_nodes" in table else None,
-        storage_bytes_per_second=storage,
+        storage_bytes_per_second=known_rates.get("storage_bytes_per_second"),
+        device_hours_per_failure=known_rates.get("device_hours_per_failure"),
         sources=sources,
     )
 

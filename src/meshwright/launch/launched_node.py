@@ -15,6 +15,8 @@ from meshwright.errors import LaunchError
 
 Environment = Mapping[str, str]
 DEFAULT_PORT = 29500
+WORLD_NUMBER = "MESHWRIGHT_WORLD"
+"""The number of the world that a rank joins; ranks of different worlds never meet."""
 _COUNTED_WORDS = ("auto", "gpu", "cpu", "xpu")
 
 
@@ -34,6 +36,8 @@ class LaunchedNode:
     """The variables that say so, with their values."""
     interface: str = ""
     """Network interface between the nodes, where the platform names it."""
+    world: int = 0
+    """Number of the world that these nodes are, where their number may change (`launch/node_world.py`)."""
 
     def num_local_ranks(self, num_ranks: int) -> int:
         """Ranks that this node starts of a run; LaunchError where the nodes do not fit the mesh."""
@@ -57,6 +61,7 @@ class LaunchedNode:
             "LOCAL_WORLD_SIZE": str(num_here),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
+            **({WORLD_NUMBER: str(self.world)} if self.world else {}),
         }
 
 

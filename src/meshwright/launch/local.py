@@ -38,6 +38,8 @@ _STOP_SECONDS = 10.0
 _HANG_GRACE_SECONDS = 0.5
 # The same where all ranks are restarted: after a kill the cause is known, after an error not always.
 _RESTART_GRACE_SECONDS, _KILLED_GRACE_SECONDS = 2.0, 0.2
+# Ranks that were asked to stop on another node: the reason is known here within this time.
+_ASKED_SECONDS = 2.0
 THREADS = "OMP_NUM_THREADS"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 Interrupted = Callable[[], Interruption | None]
@@ -245,6 +247,16 @@ class _Wait:
             time.sleep(_POLL_SECONDS)
         if self.failed is None:
             self._name_culprit()
+        self._ask_why_ranks_have_stopped()
+
+    def _ask_why_ranks_have_stopped(self) -> None:
+        """Ranks of another node may have been asked to save and stop a moment before those here."""
+        codes = {process.returncode for process in self._processes}
+        is_asked = self._stopping.number is not None or self.interruption is not None
+        deadline = time.monotonic() + (0.0 if is_asked or codes != {EXIT_INTERRUPTED} else _ASKED_SECONDS)
+        while self.interruption is None and time.monotonic() < deadline:
+            self.interruption = self._ask()
+            time.sleep(_POLL_SECONDS)
 
     def _look_for_failure(self, now: float) -> None:
         """Note the first failure, and kill the others when their grace is over."""

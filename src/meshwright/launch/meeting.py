@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meshwright.errors import LaunchError
 from meshwright.launch.launched import OPEN_MPI, SLURM, Environment, LaunchedRank
+from meshwright.launch.launched_node import WORLD_NUMBER
 
 STORE_FILE = "MESHWRIGHT_STORE_FILE"
 """The variable that names the file in which local ranks find each other."""
@@ -31,7 +32,8 @@ class StoreAddress:
     is_hosted_by_agent: bool
     """Whether torchrun itself listens there, so that every rank connects."""
     attempt: str
-    """Which start of the ranks this is, where torchrun restarts them on one host."""
+    """Which start of the ranks this is, where torchrun restarts them on one host; else the number of the
+    world, where nodes come and go."""
     origin: str
     """The variables that name the address."""
 
@@ -47,7 +49,8 @@ def find_meeting(launched: LaunchedRank, environment: Environment = os.environ) 
     port, port_origin = _port(launched, environment)
     is_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if launched.is_one_host else "0"
-    return StoreAddress(host, port, is_agent, restarts, f"{host_origin} and {port_origin}")
+    attempt = environment.get(WORLD_NUMBER, restarts)
+    return StoreAddress(host, port, is_agent, attempt, f"{host_origin} and {port_origin}")
 
 
 def _host(launched: LaunchedRank, environment: Environment) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,14 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         if _read(path) == owner:  # else the directory was moved, or somebody has taken the lock over
             with suppress(OSError):
                 path.unlink()
+
+
+def release_lost_lock(run_dir: Path, lost_hosts: Collection[str]) -> None:
+    """Remove the lock of a process on one of these hosts, which are known to be lost, before it is stale."""
+    path = run_dir / LOCK
+    if _read(path).get("host") in lost_hosts:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _acquire(path: Path, owner: dict[str, Any]) -> None:

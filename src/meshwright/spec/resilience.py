@@ -12,6 +12,7 @@ Phase = Literal["start", "step", "evaluate", "save", "end"]
 Seconds = Annotated[float, Field(ge=1, le=10_000_000, allow_inf_nan=False), BeforeValidator(parse_number)]
 BadStepAction = Literal["stop", "skip", "rollback"]
 SpikeFactor = Annotated[float, Field(gt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
+StragglerFactor = Annotated[float, Field(gt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
 HangFactor = Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)]
 Delay = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False), BeforeValidator(parse_number)]
 
@@ -43,10 +44,12 @@ class ElasticSpec(Spec):
     """Failures in a row of ranks on the same device before that device is left out."""
     return_seconds: Delay = 600.0
     """A device that was left out is used again after this time; doubles each time it is left out."""
+    node_grace_seconds: Seconds = 15.0
+    """Several nodes: one without a sign of life for this time is left out, until it is back."""
 
 
 class BadStepSpec(Spec):
-    """What happens at a step whose gradients are not finite, or whose gradient norm is a spike."""
+    """What happens at a step whose gradients are not finite, or whose gradient norm or loss is a spike."""
 
     action: BadStepAction = "stop"
     """stop: the run ends before the next save. skip: no update is made with this batch. rollback: the run
@@ -55,6 +58,8 @@ class BadStepSpec(Spec):
     spike_factor: SpikeFactor | None = None
     """A gradient norm above this factor times its running average is a spike; null: only norms that are not
     finite are bad."""
+    loss_spike_factor: SpikeFactor | None = None
+    """A loss above this factor times its running average is a spike, too; null: the loss is not looked at."""
     max_in_a_row: Positive = 5
     """Bad steps without a good one in between, or rollbacks to the same checkpoint, before the run ends."""
 
@@ -76,6 +81,9 @@ class ResilienceSpec(Spec):
     compare_replicas_every_steps: Positive | None = None
     """Steps between comparisons of the weights of replicas (dp_replicate), bit for bit: a difference is
     silent corruption, and all ranks are restarted from the newest checkpoint. null: never."""
+    straggler_factor: StragglerFactor | None = 1.5
+    """A rank whose own time of a step is this many times the median of the others, in most of the last twelve
+    seconds or more, is reported as a straggler; null: nobody looks."""
     restart: RestartSpec = RestartSpec()
     elastic: ElasticSpec | None = None
     """Go on with fewer ranks where a device keeps failing; null: the number of ranks is fixed."""

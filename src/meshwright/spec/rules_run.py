@@ -321,6 +321,9 @@ CONDITIONS: list[Condition] = [
         for name in ("max_cycles_without_progress", "backoff_seconds", "max_backoff_seconds")
     ),
     Condition(
+        "resilience.straggler_factor", lambda run: run.parallel.num_ranks > 1, "there are several ranks"
+    ),
+    Condition(
         "resilience.restart.single_rank", lambda run: run.parallel.num_ranks == 1, "the run has one rank"
     ),
     Condition(
@@ -334,7 +337,7 @@ CONDITIONS: list[Condition] = [
             lambda run: run.resilience.bad_steps.action != "stop",
             "bad_steps.action is skip or rollback",
         )
-        for name in ("spike_factor", "max_in_a_row")
+        for name in ("spike_factor", "loss_spike_factor", "max_in_a_row")
     ),
     Condition("schedule.decay_steps", lambda run: run.schedule.kind == "wsd", "schedule.kind=wsd"),
     Condition(

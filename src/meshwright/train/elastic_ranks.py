@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from meshwright.launch.attempt import AttemptEnd, Interruption
+from meshwright.launch.launched_node import LaunchedNode
 from meshwright.resilience.elastic import Devices, mesh_text, overrides, run_on
 from meshwright.spec import RunSpec
 
@@ -11,12 +12,26 @@ from meshwright.spec import RunSpec
 class ElasticRanks:
     """The run with the mesh for the devices of this machine that work; without `resilience.elastic` as is."""
 
-    def __init__(self, run: RunSpec, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        node: LaunchedNode | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`node` is set where a platform has started a fixed number of nodes."""
+        self.node = node
         self._asked, self._full, self._clock = run, run, clock
         self.run = run
         """The run that the next start has: its mesh fits the devices that are in use."""
         elastic = run.resilience.elastic
         self._devices = Devices.of(run, elastic) if elastic else None
+
+    def begin(self) -> int | None:
+        """Called before each start; None: it may begin."""
+        return None
+
+    def end(self, code: int) -> None:
+        """The run ends."""
 
     @property
     def overrides(self) -> list[str]:

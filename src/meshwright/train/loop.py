@@ -13,6 +13,7 @@ from meshwright.resilience.interrupt import stop_signals
 from meshwright.spec import RunSpec
 from meshwright.train import bad_steps, messages
 from meshwright.train.build import build_job, seed_step
+from meshwright.train.early_stopping import has_stopped_early
 from meshwright.train.gc_control import collect_garbage, gc_paused
 from meshwright.train.job import Job
 from meshwright.train.oom_report import oom_explained
@@ -46,7 +47,9 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
         run, run_dir / "checkpoints", training, batches, fp8_fallback=job.fp8_comparison
     )
     state = _restore_or_start(job, checkpoints, run_dir)
-    if state.step and (state.step >= run.schedule.num_steps or batches.is_exhausted):
+    if state.step and (
+        state.step >= run.schedule.num_steps or batches.is_exhausted or has_stopped_early(run.observe, state)
+    ):
         return _already_finished(job, state, checkpoints, quiet=quiet)
 
     with (
@@ -66,14 +69,18 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
 
             seed_step(run.seed, state.num_batches)
             norm_limit = bad_steps.norm_limit(run.resilience.bad_steps, state)
-            outcome = train_step(training, batch, learning_rate=lr, norm_limit=norm_limit)
+            loss_limit = bad_steps.loss_limit(run, state)
+            outcome = train_step(
+                training, batch, learning_rate=lr, norm_limit=norm_limit, loss_limit=loss_limit
+            )
             state = state.after_skip() if outcome.is_skipped else state.after_step(batch.num_positions)
 
             if outcome.is_skipped:  # the weights are as before
                 state = bad_steps.after_skip(job, checkpoints, recorder, state, outcome)
                 continue
             if norm_limit is not None:
-                state = state.after_norm(float(outcome.grad_norm))  # known on the host already
+                # Both are known on the host already.
+                state = state.after_good_step(float(outcome.grad_norm), outcome.global_loss)
             compare_replicas(job, state)
             is_last, is_due = state.step == last_step, checkpoints.is_due(state.step)
             state = recorder.record(state, outcome, lr=lr, is_saved=is_last or is_due, half_batch=half_batch)
@@ -82,13 +89,17 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
             recorder.record_saved(checkpoints)
             if recorder.recorded_step == state.step:  # the host has waited for the device anyway
                 collect_garbage()
+            if has_stopped_early(run.observe, state):  # the same on every rank
+                recorder.record_early_stop(state)
+                break
             if interrupt.is_requested_anywhere():  # an exchange between hosts: no device is waited for
                 last_step = state.step
 
         batches.close()
         recorder.save_last(checkpoints, state)
         is_interrupted = last_step <= state.step < run.schedule.num_steps
-        kind = "interrupted" if is_interrupted else "finished"
+        is_ended = not is_interrupted or has_stopped_early(run.observe, state)
+        kind = "finished" if is_ended else "interrupted"
         recorder.end(kind, state)
         return Outcome(kind, state)
 

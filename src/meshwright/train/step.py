@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.memory.offload.weights import OffloadedWeights
@@ -15,6 +16,9 @@ from meshwright.parallel.expert_balance import ExpertBalance
 from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.program import Program
 from meshwright.precision.loss_scale import LossScale
+
+# No norm is below it.
+_NO_UPDATE = -1.0
 
 
 @dataclasses.dataclass
@@ -53,7 +57,25 @@ class StepOutcome:
     """This rank's part of the loss; the sum over ranks is the loss."""
     grad_norm: Tensor
     is_skipped: bool = False
-    """The gradients overflowed in fp16, or were above the limit of the norm: the weights are as before."""
+    """The gradients overflowed in fp16, or the norm or the loss was above its limit: the weights are as
+    before."""
+    global_loss: float | None = None
+    """The loss over all ranks, where it has a limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossLimit:
+    """The largest loss over all ranks that makes an update."""
+
+    value: float
+    tp: int
+    """tp ranks have the same tokens, and count once."""
+
+    def global_loss(self, part: Tensor) -> float:
+        """The loss over all ranks; all ranks call it. Communicates, host sync."""
+        total = part.double().clone()
+        dist.all_reduce(total)
+        return float(total) / self.tp
 
 
 class StepBatch(Protocol):
@@ -66,13 +88,21 @@ class StepBatch(Protocol):
 
 
 def train_step(
-    training: Training, batch: StepBatch, *, learning_rate: float, norm_limit: float | None = None
+    training: Training,
+    batch: StepBatch,
+    *,
+    learning_rate: float,
+    norm_limit: float | None = None,
+    loss_limit: LossLimit | None = None,
 ) -> StepOutcome:
     """Accumulate gradients over all micro-batches, clip, update. Host sync only for fp16's overflow check and
-    with `norm_limit`, above which there is no update."""
+    with the limits, above which there is no update."""
     loss = training.program.accumulate(batch.microbatches, scale=training.scale)
+    global_loss = loss_limit.global_loss(loss) if loss_limit is not None else None
+    if global_loss is not None and loss_limit is not None and not global_loss <= loss_limit.value:
+        norm_limit = _NO_UPDATE
     grad_norm, is_updated = update(training, learning_rate=learning_rate, norm_limit=norm_limit)
-    return StepOutcome(loss, grad_norm, is_skipped=not is_updated)
+    return StepOutcome(loss, grad_norm, is_skipped=not is_updated, global_loss=global_loss)
 
 
 def update(

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED, SpecError
+from meshwright.checkpoint.local_marker import local_step
+from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED
 from meshwright.launch.attempt import AttemptEnd
 from meshwright.launch.heartbeat import remove_heartbeats
 from meshwright.launch.launched_node import LaunchedNode, launched_node
@@ -22,8 +23,11 @@ from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import last_step
 from meshwright.resilience.supervisor import End, History, Restart, decide
 from meshwright.spec import RunSpec
+from meshwright.train.elastic_nodes import ElasticNodes
 from meshwright.train.elastic_ranks import ElasticRanks
 from meshwright.train.oom_restart import smaller_microbatch
+
+_POLL_SECONDS = 0.1
 
 
 def run_ranks(
@@ -37,16 +41,20 @@ def run_ranks(
     micro-batch, where the run allows it. With `program`, ranks are forked from this process, which has
     imported what they need.
     """
-    node, ranks = launched_node(), ElasticRanks(run)
+    node, elastic = launched_node(), run.resilience.elastic
+    ranks = ElasticNodes(run, elastic, node, run_dir) if node and elastic else ElasticRanks(run, node)
     ends = NodeEnds(run_dir, node.node) if node else None
     if ends is not None:
-        _require_fixed_nodes(run)
         ends.begin()
     history = History(published_step=published_step(run_dir))
     while True:
-        ended = _attempt(ranks, arguments, run_dir, node=node, program=program, ends=ends)
+        code = ranks.begin()
+        if code is not None:
+            return code
+        ended = _attempt(ranks, arguments, run_dir, program=program, ends=ends)
         failed_at, mesh_change = time.time(), ranks.after(ended)
-        smaller = None if node else smaller_microbatch(ranks.run)
+        can_shrink = isinstance(ranks, ElasticRanks) and node is None
+        smaller = smaller_microbatch(ranks.run) if can_shrink else None
         history, action = decide(
             history,
             ended,
@@ -57,27 +65,34 @@ def run_ranks(
         )
         if isinstance(action, End):
             _report_end(action, run_dir, node, history)
+            ranks.end(action.code)
             if ends is not None and action.code not in (EXIT_DONE, EXIT_INTERRUPTED):
                 ends.end(action.code, action.reason or ended.text)
             return action.code
-        if action.has_smaller_microbatch and smaller is not None:
+        if smaller is not None and action.has_smaller_microbatch and isinstance(ranks, ElasticRanks):
             ranks.shrink_microbatch(smaller)
         text = _restart_text(action, ended, ranks.run, history, mesh_change)
-        _report_restart(text, action, ended, ranks.run, run_dir, node, failed_at)
-        time.sleep(action.delay_seconds)
+        _report_restart(text, action, ended, ranks, run_dir, failed_at)
+        _pause(action.delay_seconds, ranks)
+
+
+def _pause(seconds: float, ranks: ElasticRanks | ElasticNodes) -> None:
+    """Wait before a restart; other nodes see that this one lives, and a change of the nodes ends the wait."""
+    ends_at = time.monotonic() + seconds
+    while (left := ends_at - time.monotonic()) > 0 and ranks.change() is None:
+        time.sleep(min(left, _POLL_SECONDS))
 
 
 def _attempt(
-    ranks: ElasticRanks,
+    ranks: ElasticRanks | ElasticNodes,
     arguments: Sequence[str],
     run_dir: Path,
     *,
-    node: LaunchedNode | None,
     program: Program | None,
     ends: NodeEnds | None,
 ) -> AttemptEnd:
     """Start the ranks once, and wait until they have ended."""
-    run = ranks.run
+    run, node = ranks.run, ranks.node
     if run.resilience.elastic is not None:
         remove_heartbeats(run_dir, first_rank=run.parallel.num_ranks)
     ended = run_attempt(
@@ -86,7 +101,7 @@ def _attempt(
         watched=Watched(run_dir, run.resilience, is_adaptive=not run.compile),
         node=node,
         program=program if can_fork() else None,
-        interrupted=ends.interruption if ends else ranks.change,
+        interrupted=lambda: (ends.interruption() if ends else None) or ranks.change(),
         devices=ranks.devices,
     )
     other = ends.interruption() if ends and ended.cause != "done" else None
@@ -99,20 +114,12 @@ def _attempt(
     return replace(ended, reached_step=max(ended.reached_step, last_step(run_dir)))
 
 
-def _require_fixed_nodes(run: RunSpec) -> None:
-    if run.resilience.elastic is not None:
-        raise SpecError(
-            "resilience.elastic on several nodes: only the ranks of one machine can become fewer",
-            where="resilience.elastic",
-            hint="set resilience.elastic=null",
-        )
-
-
 def published_step(run_dir: Path) -> int:
-    """The step of the newest complete checkpoint in a run directory; 0 where there is none."""
+    """The step of the newest complete checkpoint in a run directory or on its nodes; 0 without any."""
     names = (path.parent.name for path in run_dir.glob("checkpoints/step-*/manifest.json"))
     steps = (name.removeprefix("step-") for name in names)
-    return max((int(step) for step in steps if step.isdecimal()), default=0)
+    newest = max((int(step) for step in steps if step.isdecimal()), default=0)
+    return max(newest, local_step(run_dir / "checkpoints"))
 
 
 def _restart_text(
@@ -136,13 +143,13 @@ def _report_restart(
     text: str,
     restart: Restart,
     ended: AttemptEnd,
-    run: RunSpec,
+    ranks: ElasticRanks | ElasticNodes,
     run_dir: Path,
-    node: LaunchedNode | None,
     failed_at: float,
 ) -> None:
     """Print the restart, and write it to the events of the first rank here, which has ended."""
     print(text, file=sys.stderr, flush=True)
+    run, node = ranks.run, ranks.node
     with EventWriter(run_dir, rank=_first_rank(run, node)) as events:
         events.write(
             "restart",

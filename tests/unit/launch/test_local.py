@@ -127,6 +127,18 @@ def test_ranks_that_hang_are_ended_though_they_ignore_sigterm(monkeypatch, capfd
     assert "stack of rank 0:" in printed and "stack of rank 1:" in printed
 
 
+def test_a_clock_that_jumps_is_no_hang(monkeypatch, tmp_path):
+    """Time without progress is counted on the watcher's monotonic clock; heartbeats may have any time."""
+    jumps = """
+for step in range(25):
+    at = (1.0, 2e9, 5e8)[step % 3]
+    file.write(Heartbeat(int(rank), "h", os.getpid(), step, "step", at))
+    time.sleep(0.1)
+sys.exit(0)
+"""
+    assert _watched(monkeypatch, tmp_path, jumps) == 0
+
+
 def test_a_stop_signal_reaches_a_stopped_rank(monkeypatch, tmp_path):
     """The signal alone would wait until somebody continues the rank."""
     then = (

@@ -16,7 +16,8 @@ from meshwright.plan.search.decision import Plan
 from meshwright.units import show_bytes, show_count, show_seconds
 
 DEVICE_HOURS_PER_FAILURE = 16_384 * 54 * 24 / 419
-"""Llama 3 405B: 419 unexpected interruptions of 16,384 H100 in 54 days (The Llama 3 Herd of Models, 2024)."""
+"""For clusters without a rate of their own. Llama 3 405B: 419 unexpected interruptions of 16,384 H100 in 54
+days (The Llama 3 Herd of Models, 2024)."""
 RESTART_SECONDS = 120.0
 """Assumed time from a failure to the first step after it, compilation included."""
 
@@ -52,12 +53,14 @@ def save_interval(
 def failure_sentences(plan: Plan) -> list[str]:
     """How often to save, the expected goodput, and the disk and bandwidth that it needs."""
     cluster, size = plan.question.cluster, checkpoint_bytes(plan.question)
+    device_hours = cluster.device_hours_per_failure or DEVICE_HOURS_PER_FAILURE
     found = save_interval(
-        failure_seconds=3600.0 * DEVICE_HOURS_PER_FAILURE / cluster.num_devices,
+        failure_seconds=3600.0 * device_hours / cluster.num_devices,
         stall_seconds=size / cluster.num_devices / cluster.host.bytes_per_second,
     )
     steps = max(1, round(found.seconds / plan.best.step_seconds))
-    rate = f"one per {show_count(DEVICE_HOURS_PER_FAILURE)} device-hours, as published for 16,384 H100"
+    source = "by the catalogue" if cluster.device_hours_per_failure else "as published for 16,384 H100"
+    rate = f"one per {show_count(device_hours)} device-hours, {source}"
     return [
         f"Failures: checkpoint.every_steps={steps} ({show_seconds(found.seconds)}) loses least, with one "
         f"failure per {show_seconds(found.failure_seconds)} of {cluster.num_devices} devices ({rate}) and "
