@@ -392,6 +392,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             [*PAIRS, "preference.loss=ipo", "preference.label_smoothing=0.1"],
             [*PAIRS, "preference.label_smoothing=0.5"],
             [*PAIRS, "preference.margin=1"],
+            [*PAIRS, "preference.loss=simpo", "preference.reference=dataset"],
         ],
     ),
     "settings_work_with_pairs": (
@@ -597,6 +598,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["checkpoint.every_steps=10", "checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
             ["checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
+        ],
+    ),
+    "local_checkpoints_are_more_frequent": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 5}"],
+        [
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 4}"],
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 10}"],
+            ["checkpoint.local={save_every_steps: 5}"],
         ],
     ),
     "best_checkpoints_are_evaluated": (
