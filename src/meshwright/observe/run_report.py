@@ -35,6 +35,7 @@ _EVENT_SENTENCE = {
     "checkpoint": "saved a checkpoint",
     "local_checkpoint": "saved a local checkpoint",
     "evaluate": "evaluated",
+    "early_stop": "stopped early: the evaluation loss no longer fell",
     "overflow": "skipped an update: gradients overflowed",
     "straggler": "found a rank that is slower than the others",
     "warning": "warning",

@@ -159,7 +159,8 @@ def packed_base_fits_other_settings(run: RunSpec) -> Violations:
     for text, is_set in others.items():
         if is_set:
             fact = f"adapter.base={run.adapter.base} with {text}"
-            yield SpecError(fact, where="adapter.base", hint="use adapter.base=bf16")
+            other = "nf4" if run.adapter.base == "nf4_nested" and text == "routed experts" else "bf16"
+            yield SpecError(fact, where="adapter.base", hint=f"use adapter.base={other}")
 
 
 def trained_patterns_exist(run: RunSpec) -> Violations:

@@ -392,6 +392,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             [*PAIRS, "preference.loss=ipo", "preference.label_smoothing=0.1"],
             [*PAIRS, "preference.label_smoothing=0.5"],
             [*PAIRS, "preference.margin=1"],
+            [*PAIRS, "preference.loss=simpo", "preference.reference=dataset"],
         ],
     ),
     "settings_work_with_pairs": (
