@@ -8,13 +8,13 @@ Hugging Face folder, pack pairs of answers, train on them from that folder.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from meshwright.cli.main import run as run_command
 from meshwright.data.byte_tokenizer_file import byte_tokenizer_json
 
 TEMPLATE = (
@@ -28,7 +28,6 @@ name: {name}
 model: {folder}
 checkpoint: {{start_from: {folder}}}
 device: cpu
-parallel: {{dp_shard: 2, zero: 1}}
 optim: {{lr: {rate}}}
 schedule: {{num_steps: {steps}, warmup_steps: 2}}
 data: {{path: {data}, packing: whole, sequence_length: 256, batch_sequences: 4, microbatch_sequences: 2}}
@@ -77,7 +76,9 @@ def write_pairs(path: Path) -> None:
 
 
 def meshwright(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "meshwright", *arguments], check=True)
+    """The command `meshwright`, in this process."""
+    if (code := run_command(list(arguments))) != 0:
+        raise SystemExit(code)
 
 
 def main(home: Path) -> None:

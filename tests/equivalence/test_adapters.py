@@ -89,8 +89,25 @@ WIDE = MODELS["gqa"].with_(
     attention=MODELS["gqa"].attention.with_(num_heads=8, head_width=16, qkv_bias=True),
     mlp=MODELS["gqa"].mlp.with_(width=128),
 )
+WIDE_EXPERTS = WIDE.with_(moe=MODELS["moe_shared"].moe.with_(width=128, shared_width=128))
+NESTED = LORA.with_(base="nf4_nested")
+# More than 256 absmax in a matrix: tp ranks read other parts of its nested table.
+WIDER = WIDE.with_(mlp=WIDE.mlp.with_(width=512))
 QLORA = {
+    "moe": ({}, LORA, {"model": WIDE_EXPERTS}),
+    "moe-ep2-zero3": (
+        {"dp_shard": 4, "zero": 3, "ep": 2},
+        LORA,
+        {"model": WIDE_EXPERTS, "memory": MemorySpec(recompute="selective")},
+    ),
+    "moe-tp2-etp2": ({"tp": 2, "etp": 2}, LORA.with_(targets=("down", "query")), {"model": WIDE_EXPERTS}),
     "one": ({}, LORA, {}),
+    "nested-compiled": ({}, NESTED, {"compile": True}),
+    "nested-zero3-tp2-dora": (
+        {"dp_shard": 2, "zero": 3, "tp": 2},
+        NESTED.with_(kind="dora"),
+        {"model": WIDER, "memory": MemorySpec(recompute="full")},
+    ),
     "one-compiled": ({}, LORA, {"compile": True}),
     "tp2-dora": ({"tp": 2}, DORA, {}),
     "zero3": ({"dp_shard": 2, "zero": 3}, LORA, {"memory": MemorySpec(recompute="full")}),
@@ -100,7 +117,7 @@ QLORA = {
 
 def only_adapters(trained: Any) -> Any:
     """The results without the base, which is packed in one and full in the other."""
-    adapters = {name: one for name, one in trained.weights.items() if ".adapter." in name}
+    adapters = {name: one for name, one in trained.weights.items() if ".adapter" in name}
     return dataclasses.replace(trained, weights=adapters)
 
 
@@ -109,17 +126,19 @@ def test_a_base_in_nf4(ranks: RankPool, case: str) -> None:
     """Adapters equal those on the dequantised weights; every rank holds its part of the packed base."""
     parallel, adapter, changes = QLORA[case]
     run = tiny_run(
-        WIDE,
+        changes.get("model", WIDE),
         parallel=ParallelSpec.model_validate(parallel),
-        adapter=adapter.with_(base="nf4"),
-        **{**changes, "compile": False},
+        adapter=adapter if adapter.base != "weights" else adapter.with_(base="nf4"),
+        **{name: one for name, one in changes.items() if name == "memory"},
     )
     if "compile" in changes:
         answers = ranks.run(test_compiled._train_compiled, 1, run.with_(compile=True), 3)
         results = [result for result, _ in answers]
     else:
         results = run_case(ranks, run)
-    assert results[0].weights["blocks.0.mlp.down.weight"].dtype == torch.uint8
+    routed = run.model.moe is not None
+    name = "blocks.1.mlp.experts.down" if routed else "blocks.0.mlp.down.weight"
+    assert results[0].weights[name].dtype == torch.uint8
     expected = only_adapters(reference(run))
     assert_same_training([only_adapters(result) for result in results], expected)
 

@@ -11,6 +11,7 @@ from meshwright.mesh import World, build_mesh
 from meshwright.precision.fp8.linear import NO_AMAX_GROUPS
 from meshwright.precision.fp8.stored import Fp8Scale, StoredFp8Matmul, encode_stored, stored_scale
 from meshwright.spec import DataSpec, Fp8Spec, MemorySpec, ParallelSpec, PrecisionSpec, SyntheticSpec
+from meshwright.spec.memory import Recompute
 from meshwright.train.build import build_data, build_training
 from meshwright.train.step import StepOutcome, Training, train_step
 
@@ -44,14 +45,16 @@ def test_the_tensor_cores_give_the_emulated_outputs_and_gradients(*, is_compiled
         fused = torch.compile(matmul.fused) if is_compiled else matmul.fused
         x = _normal(512, 1024, seed=1).requires_grad_()
         ys = fused(x, stored)
-        sum((y.float() * (index + 1)).sin().sum() for index, y in enumerate(ys)).backward()
+        torch.stack([(y.float() * (index + 1)).sin().sum() for index, y in enumerate(ys)]).sum().backward()
         found.append([*ys, x.grad])
     for ours, exact in zip(*found, strict=True):
         error = (ours.double() - exact.double()).norm() / exact.double().norm()
         assert error < NATIVE
 
 
-def _trained(base: str, *, is_compiled: bool, recompute: str = "none") -> tuple[Training, list[StepOutcome]]:
+def _trained(
+    base: str, *, is_compiled: bool, recompute: Recompute = "none"
+) -> tuple[Training, list[StepOutcome]]:
     """After four steps of adapters on random weights; with base=weights, fp8 matmuls cast full weights."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if not dist.is_initialized():
@@ -79,7 +82,7 @@ def _trained(base: str, *, is_compiled: bool, recompute: str = "none") -> tuple[
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_adapters_train_on_stored_weights_as_on_cast_ones(recompute: str) -> None:
+def test_adapters_train_on_stored_weights_as_on_cast_ones(recompute: Recompute) -> None:
     """Eager, compiled, and beside `precision.fp8` on full weights, whose fp8 values are the same."""
     _, cast = _trained("weights", is_compiled=False, recompute=recompute)
     training, eager = _trained("fp8", is_compiled=False, recompute=recompute)

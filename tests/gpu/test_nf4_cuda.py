@@ -1,10 +1,14 @@
 """The NF4 kernel on a GPU: the bits of the definition in every dtype, and QLoRA steps with it."""
 
+from functools import partial
+
 import pytest
 import torch
 from tests.unit.ops.test_nf4 import weights
 
+from meshwright.ops.grouped_mm import grouped_linear
 from meshwright.ops.nf4 import concatenated_nf4, dequantise_nf4, quantise_nf4
+from meshwright.ops.nf4_grouped import Nf4Experts, nf4_grouped_linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,3 +54,28 @@ def test_the_kernel_runs_on_the_current_stream() -> None:
             sums.append(dequantise_nf4(packed, absmax, torch.bfloat16).float().sum())
     torch.cuda.synchronize()
     assert all(torch.equal(one, expected) for one in sums)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_grouped_matmuls_of_packed_experts(*, is_compiled: bool) -> None:
+    """Outputs and input gradients are those of the dequantised experts, bit for bit."""
+    generator = torch.Generator().manual_seed(3)
+    counts_E = torch.tensor([130, 0, 70], device="cuda")
+    weight_EFD = torch.randn(3, 256, 128, generator=generator)
+    packed = Nf4Experts(*(one.cuda() for one in quantise_nf4(weight_EFD)))
+    full_EFD = dequantise_nf4(*packed, torch.bfloat16)
+    x = torch.randn(200, 128, generator=generator).cuda().bfloat16()
+    dy = torch.randn(200, 256, generator=generator).cuda().bfloat16()
+
+    def ours(x_ND: torch.Tensor) -> torch.Tensor:
+        return nf4_grouped_linear(x_ND, packed, counts_E, torch.bfloat16)
+
+    found = []
+    plain = partial(grouped_linear, weight_EFD=full_EFD, counts_E=counts_E)
+    for function in (torch.compile(ours) if is_compiled else ours, plain):
+        own = x.clone().requires_grad_()
+        y = function(own)
+        y.backward(dy)
+        found.append((y.detach(), own.grad))
+    for one, expected in zip(*found, strict=True):
+        assert torch.equal(one, expected)

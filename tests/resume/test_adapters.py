@@ -8,13 +8,13 @@ import torch
 from tests.support.run_directories import assert_same_state, attempt, last_checkpoint, read_tensors
 from tests.support.runs import OPTIMIZERS, tiny_run
 
+from meshwright.adapters.merge import rounded_to_nf4
 from meshwright.checkpoint.convert import convert_weights
 from meshwright.checkpoint.weights import build_model, open_weights
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder import build_decoder
 from meshwright.models.hf_weights import save_folder
 from meshwright.models.initialise import initialise
-from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
 from meshwright.precision.fp8.stored import decode_stored, encode_stored, stored_scale
 from meshwright.rehearse.rank_pool import RankFailure
 from meshwright.spec import AdapterSpec, CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec
@@ -121,11 +121,12 @@ WIDE = {
 }
 
 
-def test_a_base_in_nf4_is_quantised_while_it_is_read(ranks, tmp_path):
+@pytest.mark.parametrize("base", ["nf4", "nf4_nested"])
+def test_a_base_in_nf4_is_quantised_while_it_is_read(ranks, tmp_path, base):
     """On two ranks as on one; merging takes the weights that were trained on, or those on disk."""
     model = tiny_run("gqa").model.with_(**WIDE)
     folder = base_folder(tiny_run(model), tmp_path / "base")
-    run = adapted_run(folder).with_(model=model, adapter=AdapterSpec(rank=3, alpha=8, base="nf4"))
+    run = adapted_run(folder).with_(model=model, adapter=AdapterSpec(rank=3, alpha=8, base=base))
     attempt(ranks, run, tmp_path / "one")
     sharded = run.with_(parallel=ParallelSpec(dp_shard=2, zero=3))
     attempt(ranks, sharded, tmp_path / "two", stop_after=3)
@@ -137,7 +138,7 @@ def test_a_base_in_nf4_is_quantised_while_it_is_read(ranks, tmp_path):
     trained, original = open_weights(tmp_path / "one"), open_weights(tmp_path / "one", onto_original=True)
     weight = open_weights(folder).tensors[name]
     change = original.tensors[name] - weight
-    quantised = dequantise_nf4(*quantise_nf4(weight), torch.float32)
+    quantised = rounded_to_nf4(weight, is_nested=base == "nf4_nested")
     torch.testing.assert_close(trained.tensors[name], quantised + change)
     assert (quantised - weight).abs().max() > 1e-3
 

@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 import torch
 from tests.support.ledger import Ranks, ledger, words
-from tests.support.run_directories import assert_same_state, attempt, killed_after
+from tests.support.run_directories import (
+    assert_same_state,
+    attempt,
+    dying_at_disk_call,
+    killed_after,
+    train_here,
+)
 from tests.support.runs import OPTIMIZERS, ragged_dataset, tiny_run
 from tests.support.token_ledger import TokenRanks
 from torch import Tensor, nn
@@ -234,6 +240,42 @@ def packed_run() -> RunSpec:
     parts = ({"path": ragged_dataset(40), "weight": 0.7}, {"path": ragged_dataset(25), "weight": 0.3})
     changes = {"path": None, "blend": parts, "packing": "whole"}
     return run.with_(data=DataSpec.model_validate({**run.data.model_dump(), **changes}))
+
+
+def packed_until(run: RunSpec, directory: Path, fatal_call: int) -> None:
+    with dying_at_disk_call(fatal_call):
+        train_here(run, directory)
+
+
+def records_until(directory: Path, fatal_call: int) -> None:
+    with dying_at_disk_call(fatal_call):
+        fit_records(directory)
+
+
+def check_kills_in_saves(mortal: RankPool, folder: Path, fatal_calls: list[int]) -> None:
+    """Rank 0 of two dies at a change of the disk by a save; both streams go on where the last one ended."""
+    run = packed_run()
+    attempt(mortal, run, folder / "packed")
+    expected = mortal.run(fit_records, 2, folder / "records")
+    for number in fatal_calls:
+        with killed_after(mortal, 60.0):  # ends the other rank, should it still wait
+            mortal.run(packed_until, 2, run, folder / f"packed-{number}", number)
+        attempt(mortal, run, folder / f"packed-{number}")
+        assert_same_state(folder / f"packed-{number}", folder / "packed")
+        with killed_after(mortal, 60.0):
+            mortal.run(records_until, 2, folder / f"records-{number}", number)
+        assert mortal.run(fit_records, 2, folder / f"records-{number}") == expected
+
+
+def test_streams_survive_a_kill_in_the_middle_of_a_save(mortal: RankPool, tmp_path: Path) -> None:
+    """Packed blends and blended records; one rank of two is killed, at a random change of the disk."""
+    check_kills_in_saves(mortal, tmp_path, [random.Random(SEED).randint(4, 40)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("trial", range(3))
+def test_streams_survive_kills_in_many_saves(mortal: RankPool, tmp_path: Path, trial: int) -> None:
+    check_kills_in_saves(mortal, tmp_path, random.Random(1000 * SEED + trial).sample(range(80), 6))
 
 
 @pytest.mark.soak

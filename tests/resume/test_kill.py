@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tests.support.equivalence import this_world
 from tests.support.run_directories import (
     assert_same_state,
     attempt,
+    dying_at_disk_call,
     killed_after,
     last_checkpoint,
     train_here,
@@ -86,33 +86,11 @@ def test_killed_at_many_random_times(mortal, tmp_path, trial):
     check_kills(mortal, tmp_path, 1000 * SEED + trial, num_kills=8)
 
 
-# What a save does to the disk, in its order; a kill may come before or after each of them.
-DISK_CALLS = [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "unlink"), (save.shutil, "rmtree")]
-
-
 def _die_at_disk_call(run: RunSpec, run_dir: Path, fatal_call: int) -> int:
     """Train and kill this process at the n-th change of the disk by a save; returns how many there were."""
-    count = 0
-
-    def counted(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            if count == fatal_call and this_world().rank == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            count += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    patches = [patch.object(owner, name, counted(getattr(owner, name))) for owner, name in DISK_CALLS]
-    for one in patches:
-        one.start()
-    try:
+    with dying_at_disk_call(fatal_call) as count:
         train_here(run, run_dir)
-    finally:
-        for one in patches:
-            one.stop()
-    return count
+    return count[0]
 
 
 def test_killed_in_the_middle_of_a_save(mortal, tmp_path):

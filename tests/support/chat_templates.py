@@ -1,6 +1,10 @@
 # ruff: noqa: E501  templates are data, kept as they are
 """Chat templates of eight model families as their tokenizers have them, with small tokenizers for them.
 
+Compared with tests/test-chat-template.cpp of ggml-org/llama.cpp (Mistral 7B v0.2, Gemma, Llama 3, Phi-3-small,
+DeepSeek-V2) and with copies of Zephyr's in public code: equal, but for the condition on add_generation_prompt
+that later revisions of Llama 3 have, and for BOS, which that file leaves to the tokenizer.
+
 `tagged` is the same template with `{% generation %}` around what the model writes: transformers then finds
 those tokens.
 """

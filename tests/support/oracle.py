@@ -22,6 +22,7 @@ from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.models.layers.routing import Router
 from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
+from meshwright.ops.nf4_nested import dynamic_values
 from meshwright.spec import OptimSpec, RunSpec
 from meshwright.spec.adapter import adaptable
 
@@ -173,17 +174,31 @@ def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
     model = build_decoder(run.model, dtype=torch.float64)
     initialise(model, run.seed)
     use_reference_attention(model)
-    if run.adapter is not None and run.adapter.base == "nf4":
+    if run.adapter is not None and run.adapter.base in ("nf4", "nf4_nested"):
         named = dict(model.named_parameters())
         for one in adaptable(run.model):
-            packed = quantise_nf4(named[one.name].detach())
-            named[one.name].data = dequantise_nf4(*packed, torch.float64)
+            packed, absmax = quantise_nf4(named[one.name].detach())
+            if run.adapter.base == "nf4_nested":
+                absmax = _nested(absmax.view(torch.float32)).view(torch.int32)
+            named[one.name].data = dequantise_nf4(packed, absmax, torch.float64)
     for name, parameter in model.named_parameters():
         is_frozen = any(part in name for part in frozen)
         if run.adapter is not None or run.train_only:
             is_frozen = not any(fnmatchcase(name, pattern) for pattern in run.train_only)
         parameter.requires_grad_(not is_frozen)
     return model
+
+
+def _nested(absmax: Tensor) -> Tensor:
+    """The absmax of a full matrix as nested NF4 stores it, by the definition."""
+    flat, values = absmax.flatten(), torch.tensor(dynamic_values())
+    offset = flat.mean()
+    parts = []
+    for part in (flat - offset).split(256):
+        scale = part.abs().max()
+        nearest = (part / scale)[:, None].sub(values).abs().argmin(1)
+        parts.append(values[nearest] * scale + offset)
+    return torch.cat(parts).view_as(absmax)
 
 
 def reference(run: RunSpec, *, num_steps: int = 3, frozen: tuple[str, ...] = ()) -> Reference:

@@ -13,6 +13,7 @@ import torch
 from tests.support.equivalence import this_world
 from torch import Tensor
 
+from meshwright.checkpoint import save
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.load import complete_checkpoints, load_tensors, read_manifest
 from meshwright.checkpoint.shard_file import DTYPE_NAMES
@@ -71,6 +72,30 @@ def killed_after(ranks: RankPool, seconds: float) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
+
+
+# What a save does to the disk, in its order; a kill may come before or after each of them.
+DISK_CALLS = [(os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "unlink"), (save.shutil, "rmtree")]
+
+
+@contextlib.contextmanager
+def dying_at_disk_call(fatal_call: int) -> Iterator[list[int]]:
+    """Send SIGKILL to rank 0 at the n-th change of the disk by a save; the list of one counts them."""
+    count = [0]
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if count[0] == fatal_call and this_world().rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count[0] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for owner, name in DISK_CALLS:
+            patches.enter_context(patch.object(owner, name, counted(getattr(owner, name))))
+        yield count
 
 
 def last_checkpoint(run_dir: Path) -> Path:

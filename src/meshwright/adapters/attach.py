@@ -12,12 +12,14 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.adapter import Adapter, ExpertAdapter
 from meshwright.models.layers.linear import Linear
-from meshwright.models.layers.moe import Experts
+from meshwright.models.layers.moe import Experts, Nf4GroupedLinears
 from meshwright.ops.nf4 import BLOCK, dequantise_nf4
+from meshwright.ops.nf4_nested import NestedPlace, NestedTable, unnest_absmax
+from meshwright.ops.sharded import local_slices
 from meshwright.precision.fp8.stored import Fp8Scale, decode_stored
 from meshwright.precision.policy import weight_dtype
 from meshwright.spec import AdapterSpec, RunSpec
-from meshwright.spec.adapter import AdaptedMatrix, adapted_matrices, is_trained
+from meshwright.spec.adapter import NF4_FORMATS, AdaptedMatrix, adapted_matrices, is_trained
 from meshwright.spec.fp8 import fp8_base_groups
 
 
@@ -31,10 +33,12 @@ def prepare_trained(model: Decoder, run: RunSpec) -> None:
         parameter.requires_grad_(False)
         if run.adapter is not None:
             parameter.data = parameter.data.to(_base_dtype(run, parameter.dtype))
-    if run.adapter is not None and run.adapter.base == "nf4":
+    if run.adapter is not None and run.adapter.base in NF4_FORMATS:
         for module in model.blocks.modules():
             if isinstance(module, Linear):
-                _pack(module)
+                _pack(module, is_nested=run.adapter.base == "nf4_nested")
+            elif isinstance(module, Experts):
+                _pack_experts(module)
     if run.adapter is not None and run.adapter.base == "fp8":
         _store_in_fp8(model)
 
@@ -45,16 +49,33 @@ def _base_dtype(run: RunSpec, usual: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if is_bf16 else usual
 
 
-def _pack(linear: Linear) -> None:
+def _pack(linear: Linear, *, is_nested: bool) -> None:
     """Give a frozen linear on the meta device the parameters of an NF4 weight."""
-    out_width, in_width = linear.weight.shape
-    with torch.device("meta"):
-        packed = torch.empty(out_width, in_width // 2, dtype=torch.uint8)
-        absmax = torch.empty(out_width, in_width // BLOCK, dtype=torch.int32)
-    linear.weight = nn.Parameter(packed, requires_grad=False)
-    linear.weight_absmax = nn.Parameter(absmax, requires_grad=False)
+    linear.weight, linear.weight_absmax = _packed(linear.weight)
+    if is_nested:
+        codes = torch.empty_like(linear.weight_absmax, dtype=torch.uint8)
+        linear.weight_absmax = nn.Parameter(codes, requires_grad=False)
+        linear.weight_nested = NestedTable(*codes.shape)
     if linear.adapter is not None:
         linear.adapter.is_fused = linear.adapter.can_be_fused
+
+
+def _pack_experts(experts: Experts) -> None:
+    """Give frozen experts on the meta device the parameters of NF4 weights."""
+    for projection in ("gate", "up", "down"):
+        packed, absmax = _packed(getattr(experts, projection))
+        setattr(experts, projection, packed)
+        setattr(experts, f"{projection}_absmax", absmax)
+    experts.gate_up_matmul, experts.down_matmul = Nf4GroupedLinears(), Nf4GroupedLinears()
+
+
+def _packed(weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+    """The packed bytes of a weight in NF4 and the bits of its absmax, on the meta device."""
+    *rows, width = weight.shape
+    with torch.device("meta"):
+        packed = torch.empty(*rows, width // 2, dtype=torch.uint8)
+        absmax = torch.empty(*rows, width // BLOCK, dtype=torch.int32)
+    return nn.Parameter(packed, requires_grad=False), nn.Parameter(absmax, requires_grad=False)
 
 
 def _store_in_fp8(model: Decoder) -> None:
@@ -125,9 +146,30 @@ def frozen_shard(linear: Linear, dtype: torch.dtype) -> Tensor:
     weight = _shard(linear.weight)
     if linear.weight_scale is not None:
         return decode_stored(weight, linear.weight_scale.value, dtype)
-    if linear.weight_absmax is not None:
-        return dequantise_nf4(weight, _shard(linear.weight_absmax), dtype)
-    return weight
+    if linear.weight_absmax is None:
+        return weight
+    absmax = _shard(linear.weight_absmax)
+    if linear.weight_nested is not None:
+        place = nested_place(linear.weight_absmax)
+        absmax = unnest_absmax(absmax, linear.weight_nested.value, place).view(torch.int32)
+    return dequantise_nf4(weight, absmax, dtype)
+
+
+def nested_place(absmax: Tensor) -> NestedPlace:
+    """Where this rank's shard of the absmax of a nested NF4 weight lies."""
+    rows, columns = local_slices(absmax)
+    return NestedPlace(rows.start, columns.start, absmax.shape[1])
+
+
+def place_nested(model: nn.Module) -> None:
+    """Set where the parts of nested NF4 weights lie that this rank computes with.
+
+    Called after tp sharded them and before ZeRO-3 does, which gathers what it shards.
+    """
+    for linear in model.modules():
+        if isinstance(linear, Linear) and linear.weight_nested is not None:
+            assert linear.weight_absmax is not None
+            linear.weight_nested.place = nested_place(linear.weight_absmax)
 
 
 def _shard(parameter: Tensor) -> Tensor:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
+from meshwright.ops.nf4_nested import NestedPlace, nest_absmax, unnest_absmax
 from meshwright.precision.fp8.stored import decode_stored, encode_stored, stored_scale
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
+    NF4_FORMATS,
     AdaptedMatrix,
     BaseFormat,
     adaptable,
@@ -31,11 +33,20 @@ def merged_weight(weight: Tensor, matrix: AdaptedMatrix, adapters: Mapping[str, 
     return total * (magnitude / torch.linalg.vector_norm(total, dim=-1))[..., None]
 
 
+def rounded_to_nf4(weight: Tensor, *, is_nested: bool) -> Tensor:
+    """A full weight as a run in NF4 computes with it."""
+    packed, absmax = quantise_nf4(weight)
+    if is_nested:
+        codes, table = nest_absmax(absmax.view(torch.float32))
+        absmax = unnest_absmax(codes, table, NestedPlace(0, 0, codes.shape[1])).view(torch.int32)
+    return dequantise_nf4(packed, absmax, weight.dtype)
+
+
 class QuantisedTensors(Mapping[str, Tensor]):
     """The tensors of a base model as a run in NF4 or fp8 computes with them: its linears are rounded."""
 
     def __init__(self, base: Mapping[str, Tensor], model: ModelSpec, base_format: BaseFormat) -> None:
-        self._base, self._is_nf4 = base, base_format == "nf4"
+        self._base, self._format, self._is_nf4 = base, base_format, base_format in NF4_FORMATS
         groups = fp8_base_groups(model) if base_format == "fp8" else []
         self._group = {one.name: [each.name for each in group] for group in groups for one in group}
         self._packed = {one.name for one in adaptable(model)} if self._is_nf4 else set(self._group)
@@ -45,7 +56,7 @@ class QuantisedTensors(Mapping[str, Tensor]):
         if name not in self._packed:
             return weight
         if self._is_nf4:
-            return dequantise_nf4(*quantise_nf4(weight), weight.dtype)
+            return rounded_to_nf4(weight, is_nested=self._format == "nf4_nested")
         amax = torch.stack([self._base[each].abs().amax().float() for each in self._group[name]]).amax()
         return decode_stored(encode_stored(weight, stored_scale(amax)), stored_scale(amax), weight.dtype)
 

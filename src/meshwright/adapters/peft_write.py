@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,6 +24,7 @@ from meshwright.spec.huggingface.projections import hf_projection
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 BASE_DIGEST = "meshwright_base"
 """Key in the metadata of the weights' file: the digest of the base that the adapters were trained on."""
 
@@ -53,7 +54,7 @@ def write_peft(
         for key, value in _module_tensors(one, tensors, rank=rank, scale=scale).items()
     }
     config = peft_config(
-        adapter, rank=rank, is_rslora=is_rslora, targets=_targets(model, matrices), base=base
+        adapter, rank=rank, is_rslora=is_rslora, targets=peft_targets(model, matrices), base=base
     )
     metadata = {"format": "pt", **({BASE_DIGEST: base_digest} if base_digest else {})}
     partial = new_folder_beside(folder)
@@ -89,16 +90,36 @@ def _module_tensors(
     }
 
 
-def _targets(model: ModelSpec, matrices: Sequence[PeftMatrix]) -> list[str]:
-    """The names of `target_modules`: the last parts of names where all such matrices have an adapter."""
+class PeftTargets(NamedTuple):
+    """What peft attaches adapters to: modules by name, and single parameters."""
+
+    modules: list[str]
+    parameters: list[str]
+
+
+def peft_targets(model: ModelSpec, matrices: Sequence[PeftMatrix]) -> PeftTargets:
+    """The targets of a config: the last parts of names where all such matrices have an adapter.
+
+    In models with routed experts peft takes every target that ends in gate_proj, up_proj or down_proj for the
+    experts, and would leave out dense MLPs and shared experts. These are named as parameters instead.
+    """
     adapted = {one.matrix.weight.name for one in matrices}
     left_out = {hf_projection(model, one.name) for one in adaptable(model) if one.name not in adapted}
-    names = {module: module.rpartition(".")[2] for one in matrices for module in one.modules}
-    return sorted({module if short in left_out else short for module, short in names.items()})
+    modules, parameters = set[str](), set[str]()
+    for one in matrices:
+        for module in one.modules:
+            short = module.rpartition(".")[2]
+            if model.moe is not None and not one.matrix.is_expert and short in _NAMES_OF_EXPERTS:
+                parameters.add(f"{module}.weight")
+            elif one.matrix.is_expert:
+                modules.add(short)
+            else:
+                modules.add(module if short in left_out else short)
+    return PeftTargets(sorted(modules), sorted(parameters))
 
 
 def peft_config(
-    adapter: AdapterSpec, *, rank: int, is_rslora: bool, targets: list[str], base: str | None
+    adapter: AdapterSpec, *, rank: int, is_rslora: bool, targets: PeftTargets, base: str | None
 ) -> dict[str, Any]:
     """The content of adapter_config.json."""
     return {
@@ -109,7 +130,8 @@ def peft_config(
         "r": rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": targets,
+        "target_modules": targets.modules,
+        "target_parameters": targets.parameters or None,
         "use_rslora": is_rslora,
         "use_dora": adapter.kind == "dora",
         "bias": "none",

@@ -15,8 +15,16 @@ from meshwright.bench.random_tokens import write_random_tokens
 from meshwright.bench.step_clock import StepClock
 from meshwright.mesh import Mesh, build_mesh, join_world, leave_world
 from meshwright.models.decoder import Decoder
-from meshwright.models.initialise import fill, initial_std, packed_weights, seed_of, stored_weights
+from meshwright.models.initialise import (
+    fill,
+    initial_std,
+    nested_weights,
+    packed_weights,
+    seed_of,
+    stored_weights,
+)
 from meshwright.ops.nf4 import quantise_nf4
+from meshwright.ops.nf4_nested import nest_absmax
 from meshwright.optim.schedule import learning_rate
 from meshwright.plan.workload.flops import flops_per_token
 from meshwright.precision.fp8.stored import encode_stored, stored_scale
@@ -110,7 +118,7 @@ def fill_on_device(model: Decoder, seed: int, *, device: torch.device) -> None:
     model.to_empty(device=device)
     listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
     described = {parameter.name: parameter for parameter in listed}
-    packed = packed_weights(model)
+    packed, nested = packed_weights(model), nested_weights(model)
     for buffer in model.buffers():
         buffer.zero_()
     stored = _fill_stored(model, described, seed, device)
@@ -120,6 +128,9 @@ def fill_on_device(model: Decoder, seed: int, *, device: torch.device) -> None:
         value = random_value(model.spec, described[name], seed, device)
         if name in packed:
             value, absmax = quantise_nf4(value)
+            if name in nested:
+                absmax, table = nest_absmax(absmax.view(torch.float32))
+                nested[name].value.copy_(table)
             fill(packed[name], absmax)
         fill(tensor, value)
 

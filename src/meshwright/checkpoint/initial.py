@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from meshwright.adapters.attach import set_magnitudes
 from meshwright.checkpoint.adapters import has_adapters, load_adapters
-from meshwright.checkpoint.fp8_base import load_fp8
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.checkpoint.packed_base import load_fp8, load_nested
 from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_tensors
 from meshwright.checkpoint.save import on_all_ranks
 from meshwright.errors import CheckpointError
@@ -29,7 +29,7 @@ from meshwright.ops.nf4 import quantise_nf4
 from meshwright.optim.build import set_master_weights
 from meshwright.parallel.shards import ParameterShard, global_slices
 from meshwright.spec import ModelSpec, RunSpec
-from meshwright.spec.adapter import adapted_weight
+from meshwright.spec.adapter import NF4_FORMATS, adapted_weight
 from meshwright.spec.huggingface import load_model
 
 _WHERE = "checkpoint.start_from"
@@ -74,6 +74,7 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
     with torch.no_grad():
         shards = {one.name: one for one in _base_shards(training)}
         stored = load_fp8(reader, training.program.stages, shards)
+        stored |= load_nested(reader, training.program.stages, shards)
         for one in shards.values():
             if one.name.endswith(ABSMAX) or one.name in stored:
                 continue  # the absmax follows from the weight
@@ -97,7 +98,7 @@ def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, aver
     if has_adapters(manifest):
         hint = "name their base here, and the adapters in adapter.start_from"
         raise CheckpointError("this checkpoint has adapters without their base", where=_WHERE, hint=hint)
-    if run.adapter is not None and run.adapter.base in ("fp8", "nf4"):
+    if run.adapter is not None and run.adapter.base in ("fp8", *NF4_FORMATS):
         fact = f"adapter.base={run.adapter.base} reads Hugging Face folders"
         hint = "convert it to a Hugging Face folder first: `meshwright convert`"
         raise CheckpointError(fact, where=_WHERE, hint=hint)

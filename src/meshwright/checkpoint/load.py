@@ -110,6 +110,13 @@ def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: entry.shape for name, entry in read_index(folder).items()}
 
 
+def needed_files(folder: Path, tensors: Mapping[str, Tensor]) -> set[str]:
+    """The shard files that `load_tensors` reads on this rank."""
+    index = read_index(folder)
+    found = (_parts(name, tensor, index[name]) for name, tensor in tensors.items() if name in index)
+    return {part.file for parts in found for part in parts}
+
+
 def load_tensors(
     folder: Path, tensors: Mapping[str, Tensor], *, files: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,19 +15,19 @@ from torch.distributed.tensor import DTensor
 from meshwright import __version__
 from meshwright.checkpoint.adapters import adapter_of, base_record, require_same_base, saved_shards
 from meshwright.checkpoint.digest import DamagedCheckpoint
-from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.live import DataPosition, Fp8Fallback, LiveTraining, Progress, UserState
 from meshwright.checkpoint.load import (
     complete_checkpoints,
     load_tensors,
-    read_manifest,
-    require_sizes,
+    needed_files,
     saved_shapes,
 )
+from meshwright.checkpoint.local_tier import LocalTier
 from meshwright.checkpoint.save import MANIFEST, on_all_ranks
 from meshwright.checkpoint.saver import SaveOutcome, Saver
 from meshwright.checkpoint.transfer import complete_on_remote, download_checkpoint
 from meshwright.checkpoint.upload import Uploader, UploadOutcome
+from meshwright.checkpoint.usable import damage_reported, read_usable, require_progress
 from meshwright.errors import CheckpointError, DataError, MeshwrightError
 from meshwright.memory.offload.host import synchronize
 from meshwright.optim.build import (
@@ -201,14 +200,17 @@ class Checkpoints:
     def restore(self) -> dict[str, Any] | None:
         """Load the newest intact checkpoint of this run; returns its progress, None where there is none.
 
-        Of the same step, that of the run directory comes first, then the copy of `checkpoint.upload`, which
-        is fetched. A damaged one is skipped and named on stderr. Where all are damaged, the newest one's
-        error is raised.
+        Of the same step, that of the nodes (`checkpoint.local`) comes first, then that of the run directory,
+        then the copy of `checkpoint.upload`, which is fetched. A damaged one is skipped and named on stderr.
+        Where all are damaged, the newest one's error is raised.
         """
         for folder, fetch in self._candidates():
+            is_local = folder.parent != self.root
             try:
                 fetch()
-                manifest = on_all_ranks(lambda folder=folder: _read_usable(folder))
+                manifest = on_all_ranks(
+                    lambda folder=folder, is_local=is_local: read_usable(folder, has_all_files=not is_local)
+                )
             except CheckpointError as error:
                 self._skip(folder, error)
                 continue
@@ -220,6 +222,8 @@ class Checkpoints:
                 self._skip(folder, error)
                 continue
             self._saver.damaged = [one for one in self._saver.damaged if one != folder]
+            # The step of a local checkpoint is not in the run directory: it still has to be saved there.
+            self._saver.saved_step = None if is_local else progress["step"]
             return progress
         if self.damaged:
             raise next(iter(self.damaged.values()))
@@ -228,14 +232,26 @@ class Checkpoints:
     def _candidates(self) -> Iterator[tuple[Path, Callable[[], object]]]:
         """Checkpoints from newest to oldest, and what brings each of them into the run directory."""
         local = {folder.name for folder in complete_checkpoints(self.root)}
-        uploader = self._saver.uploader
-        remote = set(self._names_on_remote(uploader, has_local=bool(local)))
-        for name in sorted(local | remote, reverse=True):
+        uploader, tier = self._saver.uploader, self._saver.local
+        on_nodes = set(tier.complete()) if tier is not None else set[str]()
+        remote = set(self._names_on_remote(uploader, has_local=bool(local or on_nodes)))
+        for name in sorted(local | remote | on_nodes, reverse=True):
             folder = self.root / name
+            if tier is not None and name in on_nodes:
+                yield tier.root / name, partial(self._fetch_from_nodes, name, tier)
             if name in local:
                 yield folder, lambda: None
             if name in remote and uploader is not None:
                 yield folder, partial(download_checkpoint, name, uploader.remote, self.root)
+
+    def _fetch_from_nodes(self, name: str, tier: LocalTier) -> None:
+        """Copy the files that this rank reads, and its node does not have, from the nodes that have them."""
+        folder = tier.fetch_index(name)
+        if self.user_state is not None:
+            self.user_state.allocate()
+        with self.training.weights.all_on_device():
+            needed = needed_files(folder, all_tensors(self.run, self.training))
+        tier.fetch_files(name, needed)
 
     def _names_on_remote(self, uploader: Uploader | None, *, has_local: bool) -> list[str]:
         """The copies that there are; where the store does not answer, none if the run directory has some."""
@@ -252,7 +268,8 @@ class Checkpoints:
 
     def _skip(self, folder: Path, error: CheckpointError) -> None:
         self.damaged[folder] = error
-        self._saver.damaged.append(folder)
+        if folder.parent == self.root:
+            self._saver.damaged.append(folder)
         if dist.get_rank() == 0:
             print(f"note: {folder} is damaged and skipped: {error.fact}", file=sys.stderr)
 
@@ -301,7 +318,7 @@ class Checkpoints:
         }
 
     def _restore_facts(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        training, progress = self.training, _require_progress(manifest)
+        training, progress = self.training, require_progress(manifest)
         if self.run.optim is not None:
             step = progress["step"]
             set_num_updates(training.optimizer, training.named_shards, self.run.optim, num_updates=step)
@@ -315,7 +332,6 @@ class Checkpoints:
         if self.fp8_fallback is not None and _recipe(manifest["run"]) == self.fp8_fallback.recipe:
             # A run that changes its recipe starts without fallbacks.
             self.fp8_fallback.restore(manifest["fp8_fallback_layers"])
-        self._saver.saved_step = progress["step"]
         return progress
 
     def _restore_data(self, state: dict[str, Any]) -> None:
@@ -327,38 +343,6 @@ class Checkpoints:
                 raise
             self.batches.restart(state)
             self.restarts_data = True
-
-
-@contextmanager
-def damage_reported(path: Path) -> Iterator[None]:
-    """Inside, values of a manifest that are missing or of another type are an error of that file."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"the manifest is damaged: {type(error).__name__}: {error}",
-            where=str(path),
-            hint="use an older checkpoint",
-        ) from None
-
-
-def _read_usable(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose index and training state can be used; nothing is loaded."""
-    manifest = read_manifest(folder)
-    require_sizes(folder, manifest)
-    read_index(folder)
-    with damage_reported(folder / MANIFEST):
-        _require_progress(manifest)
-        _ = manifest["run"], manifest["data"]["position"]
-    return manifest
-
-
-def _require_progress(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    progress = manifest["state"]
-    numbers = all(value is None or type(value) in (int, float) for value in progress.values())
-    if not numbers or progress["step"] != manifest["step"]:
-        raise ValueError(f"its progress is {progress!r}")
-    return progress
 
 
 def _recipe(saved: Mapping[str, Any]) -> str | None:

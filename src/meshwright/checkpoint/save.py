@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -57,24 +58,48 @@ def write_checkpoint(
     index: Mapping[str, IndexEntry],
     facts: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
+    place: "SavePlace | None" = None,
 ) -> Path:
     """Write the local tensors of every rank and publish them; all ranks call it. Communicates.
 
     An error on one rank raises on all. A thread beside the training passes a process group of its own.
+    Without a `place`, `root` is the same folder for all ranks.
     """
     target, partial = step_folder(root, step), root / f"{PARTIAL}{step:08d}"
+    publishes = dist.get_rank() == 0 if place is None else place.publishes
+    header = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time(), **facts}
+    if place is not None:
+        header = _from_first_rank(header, group)  # all places have the same manifest
     try:
-        _or_raise_on_all(lambda: _prepare(root, partial), group, only_first=True)
+        _or_raise_on_all(lambda: _prepare(root, partial), group, here=publishes)
         written = _or_raise_on_all(lambda: _write_shards(partial, tensors), group)
         files = {name: entry for part in written for name, entry in part.items()}
-        header = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time()}
-        manifest = {**header, "files": files, **facts}
-        _or_raise_on_all(lambda: _publish(partial, target, index, manifest), group, only_first=True)
+        if place is not None and place.copy_files is not None:
+            copy_files = place.copy_files
+            _or_raise_on_all(lambda: copy_files(partial, files, group), group)
+        manifest = {**header, "files": files}
+        _or_raise_on_all(lambda: _publish(partial, target, index, manifest), group, here=publishes)
     except CheckpointError:
-        if dist.get_rank() == 0:  # on a full disk, half a checkpoint leaves no space for the rest of the run
+        if publishes:  # on a full disk, half a checkpoint leaves no space for the rest of the run
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return target
+
+
+@dataclass(frozen=True)
+class SavePlace:
+    """How a checkpoint is written into folders that not all ranks share."""
+
+    publishes: bool
+    """Whether this rank prepares and publishes the folder."""
+    copy_files: Callable[[Path, Mapping[str, Any], dist.ProcessGroup | None], None] | None = None
+    """Copies files of the folder elsewhere before it is published; all ranks call it."""
+
+
+def _from_first_rank(value: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    found = [value]
+    dist.broadcast_object_list(found, src=0, group=group)
+    return found[0]
 
 
 def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
@@ -93,12 +118,12 @@ def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None =
 
 
 def _or_raise_on_all(
-    action: Callable[[], Any], group: dist.ProcessGroup | None, *, only_first: bool = False
+    action: Callable[[], Any], group: dist.ProcessGroup | None, *, here: bool = True
 ) -> list[Any]:
-    """Run on all ranks (or on rank 0 alone); a failure on one rank raises on all. Communicates."""
+    """Run on all ranks where `here` is true; a failure on one rank raises on all. Communicates."""
     result, failure = None, None
     try:
-        if not only_first or dist.get_rank() == 0:
+        if here:
             result = action()
     except Exception as error:  # whatever a file system raises must reach the other ranks
         failure = _failure_text(error)

@@ -9,7 +9,7 @@ import copy
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.agree import on_all_ranks_alike
 from meshwright.checkpoint.assign import BoxAssignment
+from meshwright.checkpoint.local_tier import LocalTier
 from meshwright.checkpoint.retain import delete_old
 from meshwright.checkpoint.save import write_checkpoint
 from meshwright.checkpoint.snapshot import HostSnapshot
@@ -47,6 +48,8 @@ class SaveOutcome:
     """Time from the copy to the publication."""
     is_background: bool
     """False where training waited for the disk."""
+    is_local: bool = False
+    """Whether it is a checkpoint of `checkpoint.local` alone."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class _Started:
     step: int
     stall_seconds: float
     waited_seconds: float
+    is_local: bool
 
 
 class Saver:
@@ -66,6 +70,8 @@ class Saver:
         self._assignment, self._snapshot = BoxAssignment(), HostSnapshot(device)
         self._writer: BackgroundWriter | None = None
         self.uploader = Uploader(spec.upload, timeout_seconds=timeout_seconds) if spec.upload else None
+        self.local = LocalTier(spec.local, root) if spec.local else None
+        self._local_error: CheckpointError | None = None
         self._started: _Started | None = None
         self._num_failures, self._retry_at, self._is_retry_due = 0, 0.0, False
         self.saved_step: int | None = None
@@ -76,25 +82,29 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Whether a save is due after this step: by its interval, or because the last one failed."""
-        every = self._spec.every_steps
-        return self._is_retry_due or (every is not None and step % every == 0)
+        return self._is_for_disk(step) or self._is_for_nodes(step)
 
     def start(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[SaveOutcome]:
         """Copy to host memory and write in the background; returns the outcomes of saves that have ended.
 
         Where the run or the host's memory does not allow a copy, this waits for the disk.
         """
+        to_disk, to_nodes = self._is_for_disk(step), self._is_for_nodes(step)
         started_at = time.perf_counter()
         ended = self.wait()
         waited_seconds = time.perf_counter() - started_at
         mine = self._assignment.local_tensors(tensors)
         if not self._has_room(mine):
-            return [*ended, self._write_now(step, mine, facts, waited_seconds)]
+            now = self._write_now(step, mine, facts, waited_seconds, to_disk=to_disk, to_nodes=to_nodes)
+            return [*ended, *now]
         copies, values = self._snapshot.copy(mine), copy.deepcopy(dict(facts))
         if self._writer is None:
             self._writer = BackgroundWriter(timeout_seconds=self._timeout_seconds)
-        self._writer.start(lambda group: self._write(step, copies, values, group))
-        self._started = _Started(step, time.perf_counter() - started_at, waited_seconds)
+        self._writer.start(
+            lambda group: self._write(step, copies, values, group, to_disk=to_disk, to_nodes=to_nodes)
+        )
+        stall_seconds = time.perf_counter() - started_at
+        self._started = _Started(step, stall_seconds, waited_seconds, is_local=not to_disk)
         return ended
 
     def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[SaveOutcome]:
@@ -103,7 +113,8 @@ class Saver:
         ended = self.wait()
         waited_seconds = time.perf_counter() - started_at
         mine = self._assignment.local_tensors(tensors)
-        return [*ended, self._write_now(step, mine, facts, waited_seconds)]
+        now = self._write_now(step, mine, facts, waited_seconds, to_disk=True, to_nodes=False)
+        return [*ended, *now]
 
     def poll(self) -> list[SaveOutcome]:
         """The save that has ended on all ranks, if any; does not wait. Communicates while one is written."""
@@ -131,9 +142,9 @@ class Saver:
             waited_seconds=started.waited_seconds,
             write_seconds=self._writer.write_seconds,
             is_background=True,
+            is_local=started.is_local,
         )
-        self._count(outcome)
-        return [outcome]
+        return self._counted(outcome)
 
     def poll_upload(self) -> UploadOutcome | None:
         """The copy to the second place that has ended on all ranks, if any; does not wait."""
@@ -146,7 +157,12 @@ class Saver:
         return self.uploader.finish(self._saved_folder)
 
     def close(self) -> None:
-        """Destroy the process groups of the threads; after `wait` and `finish_upload`."""
+        """Destroy the process groups of the threads, and delete local checkpoints: the run has ended.
+
+        Comes after `wait` and `finish_upload`.
+        """
+        if self.local is not None:
+            self.local.remove()
         if self.uploader is not None:
             self.uploader.close()
         if self._writer is not None:
@@ -157,16 +173,30 @@ class Saver:
         upload = self._spec.upload
         return upload is not None and (upload.interval_steps is None or step % upload.interval_steps == 0)
 
+    def _is_for_disk(self, step: int) -> bool:
+        every = self._spec.every_steps
+        return self._is_retry_due or (every is not None and step % every == 0)
+
+    def _is_for_nodes(self, step: int) -> bool:
+        return self._spec.local is not None and step % self._spec.local.save_every_steps == 0
+
     def _has_room(self, mine: Mapping[str, Tensor]) -> bool:
         return self._spec.asynchronous and on_all_ranks_alike(here=self._snapshot.reserve(mine))
 
     def _write_now(
-        self, step: int, mine: Mapping[str, Tensor], facts: Mapping[str, Any], waited_seconds: float
-    ) -> SaveOutcome:
+        self,
+        step: int,
+        mine: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        waited_seconds: float,
+        *,
+        to_disk: bool,
+        to_nodes: bool,
+    ) -> list[SaveOutcome]:
         started_at = time.perf_counter()
         folder, error = None, None
         try:
-            folder = self._write(step, mine, facts, None)
+            folder = self._write(step, mine, facts, None, to_disk=to_disk, to_nodes=to_nodes)
         except CheckpointError as failure:
             error = failure
         seconds = time.perf_counter() - started_at
@@ -178,9 +208,9 @@ class Saver:
             waited_seconds=waited_seconds,
             write_seconds=seconds,
             is_background=False,
+            is_local=not to_disk,
         )
-        self._count(outcome)
-        return outcome
+        return self._counted(outcome)
 
     def _write(
         self,
@@ -188,8 +218,21 @@ class Saver:
         mine: Mapping[str, Tensor],
         facts: Mapping[str, Any],
         group: dist.ProcessGroup | None,
+        *,
+        to_disk: bool,
+        to_nodes: bool,
     ) -> Path:
+        """Write to the nodes, then to the run directory; a failure of the first does not stop the second."""
         index = self._assignment.index
+        if self.local is not None and to_nodes:
+            try:
+                folder = self.local.write(step, mine, index, facts, group)
+                if not to_disk:
+                    return folder
+            except CheckpointError as error:
+                if not to_disk:
+                    raise
+                self._local_error = error
         folder = write_checkpoint(self._root, step=step, tensors=mine, index=index, facts=facts, group=group)
         if dist.get_rank() == 0:
             with suppress(OSError):  # the checkpoint is complete; what is not deleted now is deleted later
@@ -197,8 +240,17 @@ class Saver:
                 delete_old(self._root, self._spec, damaged=self.damaged, needed=needed)
         return folder
 
+    def _counted(self, outcome: SaveOutcome) -> list[SaveOutcome]:
+        """The outcome, after that of the nodes where only this one failed."""
+        error, self._local_error = self._local_error, None
+        self._count(outcome)
+        failed = [replace(outcome, folder=None, error=error, is_local=True)] if error is not None else []
+        return [*failed, outcome]
+
     def _count(self, outcome: SaveOutcome) -> None:
         """Plan the next attempt after a failure; all ranks have the same outcome."""
+        if outcome.is_local:  # the next interval tries again
+            return
         self._is_retry_due = False
         if outcome.error is None:
             self._num_failures, self.saved_step, self.damaged = 0, outcome.step, []

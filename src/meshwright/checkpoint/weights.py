@@ -30,6 +30,7 @@ from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.hf_names import state_shapes
 from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.adapter import NF4_FORMATS
 from meshwright.spec.huggingface import load_model
 
 TORCH_SUFFIXES = (".pt", ".pth")
@@ -149,7 +150,7 @@ def _with_adapters(folder: Path, *, averaged: bool, merges_adapters: bool, onto_
     require_same_base(manifest.get("base"), base_record(run), folder)
     base = open_weights(run.checkpoint.start_from)
     tensors = base.tensors
-    if run.adapter.base in ("fp8", "nf4") and not onto_original:
+    if run.adapter.base in ("fp8", *NF4_FORMATS) and not onto_original:
         tensors = QuantisedTensors(tensors, run.model, run.adapter.base)
     if merges_adapters:
         adapters = read_adapters(folder, run.model, run.adapter, averaged=averaged)

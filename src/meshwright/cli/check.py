@@ -6,15 +6,26 @@ from typing import Annotated, Any
 
 import typer
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")]
+from meshwright.cli.complete import complete_cluster, complete_run, complete_setting
+
+Run = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.", autocompletion=complete_run),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Overrides of the file, such as parallel.tp=2."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Overrides of the file, such as parallel.tp=2.",
+        autocompletion=complete_setting,
+    ),
 ]
 On = Annotated[
     str,
     typer.Option(
-        "--on", help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json."
+        "--on",
+        help="leonardo:16 (nodes), h100:8x16 (16 nodes of 8), h100:64, a TOML file, machine.json.",
+        autocompletion=complete_cluster,
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr; errors only.")]

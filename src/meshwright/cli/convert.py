@@ -37,7 +37,7 @@ def convert(
         bool,
         typer.Option(
             "--onto-original",
-            help="Merge adapters that were trained on NF4 weights (QLoRA) into the original base.",
+            help="Merge adapters that were trained on fp8 or NF4 weights (QLoRA) into the original base.",
         ),
     ] = False,
     model: Annotated[

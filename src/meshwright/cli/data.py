@@ -1,4 +1,4 @@
-"""`meshwright data`: tokenize, index, inspect and verify datasets. Needs no torch."""
+"""`meshwright data`: tokenize, index, inspect and verify datasets. Only `logprobs` needs torch."""
 
 import os
 from pathlib import Path
@@ -341,3 +341,20 @@ def blend(
         return print_json(facts)
     print_columns(blend_rows(facts))
     return typer.echo(blend_summary(facts))
+
+
+@app.command()
+def logprobs(
+    run: Run,
+    overrides: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite log-probs of other weights.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compute the reference log-probs of a preference dataset once, and store them with it.
+
+    The reference is the model at the start of RUN, on the run's mesh. Runs with preference.reference=dataset
+    then start without that pass. After a kill the same command continues. Needs torch.
+    """
+    from meshwright.cli.data_logprobs import logprobs as store
+
+    store(run, overrides or [], force=force, quiet=quiet)

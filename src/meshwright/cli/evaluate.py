@@ -99,10 +99,16 @@ def _print(found: "Evaluation", run: "RunSpec", *, quiet: bool, as_json: bool) -
             "data": where,
             "checkpoint": str(found.checkpoint),
             "step": found.step,
+            **({} if found.pairs is None else {"pairs": found.pairs._asdict()}),
         }
         typer.echo(json.dumps(document, indent=2))
         return
     if not quiet:
         at = f" (step {found.step})" if found.step is not None else ""
         print(f"{found.checkpoint}{at} on {where}, {found.sequences} sequences", file=sys.stderr)
+    if found.pairs is not None:
+        count, margin, accuracy = found.pairs
+        rewards = f"reward margin {margin:.6g}, reward accuracy {accuracy:.4f}"
+        typer.echo(f"loss {found.loss:.6f}, {rewards}, {count} pairs")
+        return
     typer.echo(f"loss {found.loss:.6f}, perplexity {found.perplexity:.6g}, {found.tokens} tokens")

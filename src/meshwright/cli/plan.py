@@ -119,22 +119,20 @@ def _reject_with(mode: str, unused: dict[str, Any]) -> None:
 
 
 def _fitting_finetune(model: str, pins: list[str], options: dict[str, Any]) -> str:
-    """What `--finetune auto` becomes: full fine-tuning where a plan of it fits without offload, else lora."""
-    from meshwright.errors import PlanError
-    from meshwright.plan.make_plan import make_plan
+    """What `--finetune auto` becomes; the reasons go to stderr."""
+    from meshwright.plan.choose_finetune import choose_finetune
 
+    # Full fine-tuning has no adapter to pin.
     plain = [pin for pin in pins if not pin.startswith("adapter.")]
-    try:
-        best = make_plan(_filled_request(model, None, plain, **options, finetune="full").question, top=1).best
-    except PlanError as error:
-        typer.echo(f"finetune: lora, because full fine-tuning does not fit: {error.fact}", err=True)
-        return "lora"
-    if best.run.memory.offload:
-        kept = " and ".join(best.run.memory.offload)
-        typer.echo(f"finetune: lora, because full fine-tuning needs {kept} in host memory", err=True)
-        return "lora"
-    typer.echo("finetune: full, which fits without offload", err=True)
-    return "full"
+
+    def ask(kind: str) -> Any:
+        asked = plain if kind == "full" else pins
+        return _filled_request(model, None, asked, **options, finetune=kind).question
+
+    found = choose_finetune(ask)
+    for reason in found.reasons:
+        typer.echo(f"finetune: {reason}", err=True)
+    return found.kind
 
 
 def _reject_for_module(given: dict[str, Any]) -> None:

@@ -5,11 +5,14 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.complete import complete_model
+
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A family (`meshwright models list`) or its hub id, a config.json or its folder, a YAML.",
+        autocompletion=complete_model,
     ),
 ]
 Pins = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli.check import AsJson, On, Overrides
+from meshwright.cli.complete import complete_run
 
 
 def predict(
@@ -17,6 +18,7 @@ def predict(
             metavar="RUN",
             help="A run file, the name of a recipe, or the config of a Hugging Face model outside of our "
             "families.",
+            autocompletion=complete_run,
         ),
     ] = None,
     overrides: Overrides = None,

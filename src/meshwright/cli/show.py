@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.check import AsJson, Overrides
+from meshwright.cli.check import AsJson, Overrides, Run
+from meshwright.cli.complete import complete_cluster, complete_run
 from meshwright.cli.main import new_app
 
 app = new_app(help="Draw a pipeline timeline, a rank map or memory.")
@@ -19,7 +20,10 @@ def show() -> None:
 @app.command()
 def schedule(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run file to take the schedule from.")
+        str | None,
+        typer.Argument(
+            metavar="RUN", help="A run file to take the schedule from.", autocompletion=complete_run
+        ),
     ] = None,
     overrides: Overrides = None,
     name: Annotated[
@@ -72,10 +76,15 @@ def schedule(
 
 @app.command()
 def memory(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")],
+    run: Run,
     overrides: Overrides = None,
     on: Annotated[
-        str, typer.Option("--on", help="The cluster or device, such as h100:8 or leonardo:16.")
+        str,
+        typer.Option(
+            "--on",
+            help="The cluster or device, such as h100:8 or leonardo:16.",
+            autocompletion=complete_cluster,
+        ),
     ] = "",
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,
     as_json: AsJson = False,
@@ -110,7 +119,7 @@ def memory(
 
 @app.command()
 def mesh(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run file, or the name of a recipe.")],
+    run: Run,
     overrides: Overrides = None,
     per_node: Annotated[int, typer.Option(min=1, max=64, help="Devices on one node.")] = 8,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this SVG file.")] = None,

@@ -1,6 +1,7 @@
 """`meshwright train`: run a run file here, with as many ranks as it asks for."""
 
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.cli.check import Overrides, Quiet, Run, run_directory
+from meshwright.cli.check import AsJson, Overrides, Quiet, Run, run_directory
 from meshwright.errors import EXIT_RANK_LOST, EXIT_RANK_OUT_OF_MEMORY, LostRank, OutOfMemory, SpecError
 
 if TYPE_CHECKING:
@@ -30,13 +31,14 @@ def train(
         ),
     ] = None,
     quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a run file: starts local ranks, or joins those that a launcher started.
 
     The run directory gets run.yaml, metrics.jsonl, events, and checkpoints. Started again with the same
     directory, a run resumes from its newest checkpoint; other settings hold from there on, and what its
     checkpoints fix is refused. Ctrl-C saves and stops (exit 130). Several ranks are restarted after a crash,
-    a kill or a hang; exit 93 when restarts bring no newer checkpoint.
+    a kill or a hang; exit 93 when restarts bring no newer checkpoint. --json prints summary.json at the end.
     """
     from meshwright.launch.launched import launched_rank
     from meshwright.launch.launched_node import launched_node
@@ -59,10 +61,19 @@ def train(
         arguments += ["--stop-after", str(stop_after)] if stop_after else []
         arguments += ["--quiet"] if quiet else []
         program = _forkable_program(spec)
-        sys.exit(run_ranks(spec, arguments, run_dir, program=program))
+        _end(run_ranks(spec, arguments, run_dir, program=program), run_dir, as_json=as_json)
     from meshwright.train.session import run_rank
 
-    sys.exit(run_rank(spec, run_dir, stop_after=stop_after, quiet=quiet))
+    _end(run_rank(spec, run_dir, stop_after=stop_after, quiet=quiet), run_dir, as_json=as_json)
+
+
+def _end(code: int, run_dir: Path, *, as_json: bool) -> NoReturn:
+    """End with this exit code; with `--json` after the summary of the run, where it has one."""
+    from meshwright.observe.summary import read_summary
+
+    if as_json:
+        typer.echo(json.dumps({"directory": str(run_dir), **read_summary(run_dir)}, indent=2))
+    sys.exit(code)
 
 
 def _forkable_program(run: "RunSpec") -> "Program | None":

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.complete import complete_cluster
+
 PACKAGES = ("starlette", "uvicorn")
 DEFAULT_PORT = 8765
 
@@ -26,7 +28,12 @@ def watch(
         ),
     ] = None,
     on: Annotated[
-        str, typer.Option("--on", help="Predict for this cluster instead of the recorded device.")
+        str,
+        typer.Option(
+            "--on",
+            help="Predict for this cluster instead of the recorded device.",
+            autocompletion=complete_cluster,
+        ),
     ] = "",
 ) -> None:
     """Show runs in the browser while they go on: one page that follows their files.

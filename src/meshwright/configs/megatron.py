@@ -210,7 +210,7 @@ _OTHER: dict[str, Rule] = {
     **{key: no_setting(_LAUNCHER) for key in ("rdzv_backend", "rdzv_endpoint", "node-rank")},
     **{key: no_setting(_LAUNCHER) for key in ("master-addr", "master-port")},
     "log-throughput": no_setting("metrics.jsonl has tokens/s and MFU of each step"),
-    "wandb-project": refuse("there is no Weights & Biases logger"),
+    "wandb-project": same("observe.wandb.project", str),
     "no-async-tensor-model-parallel-allreduce": no_setting(_OVERLAP),
 }
 MEGATRON = Format(

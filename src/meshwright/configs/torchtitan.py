@@ -175,7 +175,7 @@ _OTHER: dict[str, Rule] = {
     "checkpoint.*": no_setting("every checkpoint is complete and sharded; `convert` writes other forms"),
     "metrics.log_freq": same("observe.every_steps", int),
     "metrics.enable_tensorboard": same("observe.tensorboard", bool),
-    "metrics.enable_wandb": off_or_refuse("there is no Weights & Biases logger"),
+    "metrics.enable_wandb": choice({False: {}, True: {"observe.wandb": {}}}),
     "metrics.*": no_setting("metrics.jsonl and event files are in the run directory"),
     "profiling.*": no_setting("`meshwright bench step` measures a step"),
     "comm.*": no_setting("timeouts of collectives are set by the runtime"),

@@ -60,16 +60,22 @@ class SampleOrder:
 
 
 class OrderCache:
-    """An order with its next ids computed in large pieces: a call for few ids costs little."""
+    """An order with its next ids computed in pieces: a call for few ids costs little.
 
-    def __init__(self, order: "Order", piece: int = 1 << 13) -> None:
-        self._order, self._piece, self._start = order, piece, 0
+    The first piece is small, so that the first batch comes soon; each further one is twice as large.
+    """
+
+    def __init__(self, order: "Order", first_piece: int = 1 << 10, largest_piece: int = 1 << 16) -> None:
+        self._order, self._start = order, 0
+        self._first_piece, self._largest_piece, self._piece = first_piece, largest_piece, first_piece
         self._ids = np.empty(0, dtype=np.int64)
 
     def sample_ids(self, position: int, count: int) -> NDArray[np.int64]:
         """The `count` samples from global index `position` on."""
         first = position - self._start
         if first < 0 or first + count > len(self._ids):
+            goes_on = 0 < first <= len(self._ids)
+            self._piece = min(2 * self._piece, self._largest_piece) if goes_on else self._first_piece
             self._start, first = position, 0
             self._ids = self._order.sample_ids(position, max(count, self._piece))
         return self._ids[first : first + count]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class TokenLoader:
         else:
             window = self.stream.samples.rows(ids).window_BW
         self.position += count
-        return torch.from_numpy(window.astype("int64"))
+        return torch.from_numpy(window.astype(np.int64))
 
     def _require_unchanged(self) -> None:
         """DataError where a file was changed; looks at most every few milliseconds."""

@@ -68,6 +68,8 @@ class Head(nn.Module):
         # Figures of the pairs since they were last read, and sums of log-probs where they are recorded.
         self.pair_figures: Tensor | None = None
         self.recorded_sums: list[Tensor] | None = None
+        # Whether an evaluation adds to the figures; inside a training run it does not.
+        self.records_evaluation = False
 
     def forward(
         self,
@@ -113,7 +115,7 @@ class Head(nn.Module):
         )
         if self.recorded_sums is not None:
             self.recorded_sums.append(found.sums_BA)
-        elif self.training:
+        elif self.training or self.records_evaluation:
             before = self.pair_figures
             self.pair_figures = found.figures_3 if before is None else before + found.figures_3
         return found.loss

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.linear import Linear
 from meshwright.ops.nf4 import quantise_nf4
+from meshwright.ops.nf4_nested import NestedTable, nest_absmax
 from meshwright.ops.sharded import local_slices
 from meshwright.precision.fp8.stored import Fp8Scale, encode_stored, stored_scale
 from meshwright.spec import ModelSpec
@@ -44,6 +45,7 @@ def initialise(
     listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
     described = {parameter.name: parameter for parameter in listed}
     packed, stored = packed_weights(model), [] if leaves_frozen else stored_weights(model)
+    nested = nested_weights(model)
     scales = {scale: stored_scale(_amax(names, model.spec, described, seed)) for scale, names in stored}
     for buffer in model.buffers():
         buffer.zero_()  # balance bias, load and loss records
@@ -53,7 +55,9 @@ def initialise(
     for name, tensor in model.named_parameters():
         if leaves_frozen and not tensor.requires_grad:
             continue
-        if name in packed:
+        if name in nested:
+            fill_nested(tensor, packed[name], nested[name], model.spec, described[name], seed)
+        elif name in packed:
             fill_packed(tensor, packed[name], model.spec, described[name], seed)
         elif name in in_fp8:
             fill_stored(tensor, scales[in_fp8[name]], model.spec, described[name], seed)
@@ -73,10 +77,29 @@ def fill_shard(tensor: Tensor, spec: ModelSpec, parameter: Parameter, seed: int)
 
 def packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The absmax of each weight in NF4, by the name of the weight."""
+    named: dict[str, nn.Parameter] = dict(model.named_parameters())
+    return {name.removesuffix("_absmax"): one for name, one in named.items() if name.endswith("_absmax")}
+
+
+def nested_weights(model: nn.Module) -> dict[str, NestedTable]:
+    """The table of each weight in nested NF4, by the name of the weight."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     return {
-        f"{name}.weight": one.weight_absmax for name, one in linears.items() if one.weight_absmax is not None
+        f"{name}.weight": one.weight_nested for name, one in linears.items() if one.weight_nested is not None
     }
+
+
+def fill_nested(
+    packed: Tensor, absmax: Tensor, nested: NestedTable, spec: ModelSpec, parameter: Parameter, seed: int
+) -> None:
+    """Fill this rank's shard of a weight in nested NF4, and its table: the full weight is drawn for it."""
+    value = torch.empty(parameter.shape)
+    draw_into(value, [slice(0, size) for size in parameter.shape], spec, parameter, seed)
+    bytes_, bits = quantise_nf4(value)
+    codes, table = nest_absmax(bits.view(torch.float32))
+    nested.value.copy_(table)
+    fill(packed, bytes_)
+    fill(absmax, codes)
 
 
 def fill_packed(packed: Tensor, absmax: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:

@@ -21,8 +21,10 @@ EventKind = Literal[
     "resume",
     "change",
     "checkpoint",
+    "local_checkpoint",
     "upload",
     "evaluate",
+    "early_stop",
     "overflow",
     "skip",
     "rollback",
@@ -66,7 +68,7 @@ class EventWriter:
             assert name not in _RESERVED, f"event field {name!r} is written by the writer itself"
             assert not isinstance(value, Mapping), f"event field {name!r} is a mapping"
         facts = {"time": time.time(), "kind": kind, "rank": self._rank, "host": self._host}
-        line = to_json(facts | {name: _masked(value) for name, value in fields.items()})
+        line = to_json(facts | {name: without_credentials(value) for name, value in fields.items()})
         self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -95,9 +97,10 @@ def _last_byte(path: Path) -> bytes:
         return file.read(1)
 
 
-def _masked(value: Any) -> Any:
+def without_credentials(value: Any) -> Any:
+    """The value with the credentials inside addresses masked."""
     if isinstance(value, list | tuple):
-        return [_masked(item) for item in value]
+        return [without_credentials(item) for item in value]
     return _CREDENTIALS.sub("***", value) if isinstance(value, str) else value
 
 

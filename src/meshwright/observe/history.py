@@ -97,7 +97,7 @@ class _Chunk(NamedTuple):
 
     @staticmethod
     def of(rows: list[dict[str, Any]], names: Sequence[str]) -> "_Chunk":
-        found = {name: _values(rows, name) for name in names}
+        found = {name: values_of(rows, name) for name in names}
         columns = {name: _column(values) for name, values in found.items() if values.count(None) < len(rows)}
         return _Chunk(np.array([row["step"] for row in rows], np.int64), columns)
 
@@ -106,7 +106,8 @@ class _Chunk(NamedTuple):
         return self.columns.pop(name, absent)
 
 
-def _values(rows: list[dict[str, Any]], name: str) -> list[Any]:
+def values_of(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    """One value per row; None where a row has none."""
     try:
         return list(map(itemgetter(name), rows))
     except KeyError:

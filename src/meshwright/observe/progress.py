@@ -116,15 +116,20 @@ class LiveProgress:
             console=console,
             expand=True,
         )
-        self._facts_width = console.width - len(shown_name) - 2 * len(str(total_steps)) - _SMALLEST_BAR
+        self._other_width = len(shown_name) + 2 * len(str(total_steps)) + _SMALLEST_BAR
         self._task = self._progress.add_task(shown_name, total=total_steps, facts="starting")
 
     def update(self, metrics: StepMetrics) -> None:
         """Move the bar to this step."""
         facts = _facts(metrics, self._eta.after(metrics), self._counted)
-        while len(facts) > 1 and len("  ".join(facts)) > self._facts_width:
+        room = self._progress.console.width - self._other_width  # a terminal may be resized
+        while len(facts) > 1 and len("  ".join(facts)) > room:
             facts.pop()
         self._progress.update(self._task, completed=metrics.step, facts="  ".join(facts))
+
+    def refresh(self) -> None:
+        """Redraw the bar now; otherwise that happens ten times a second."""
+        self._progress.refresh()
 
     def print(self, text: str) -> None:
         """Print one line above the bar."""

@@ -1,33 +1,14 @@
 """The scalars of metrics.jsonl mirrored for TensorBoard, in `<run>/tensorboard`."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from meshwright.errors import RunError
 from meshwright.observe.metrics import StepMetrics
+from meshwright.observe.scalars import tagged_scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
-
-_GROUP = {
-    "loss": "loss/train",
-    "eval_loss": "loss/eval",
-    "aux_loss": "loss/aux",
-    "grad_norm": "optimizer/grad_norm",
-    "lr": "optimizer/lr",
-    "loss_scale": "optimizer/loss_scale",
-    "skipped": "optimizer/skipped",
-    "noise_scale_tokens": "optimizer/noise_scale_tokens",
-    "tokens": "speed/tokens",
-    "step_seconds": "speed/step_seconds",
-    "tokens_per_second": "speed/tokens_per_second",
-    "tflops_per_gpu": "speed/tflops_per_gpu",
-    "mfu": "speed/mfu",
-    "peak_bytes": "memory/peak_bytes",
-    "expert_load_max": "experts/load_max",
-    "expert_load_min": "experts/load_min",
-}
 
 
 def _open_writer(log_dir: Path, restored_step: int) -> "SummaryWriter":
@@ -52,10 +33,8 @@ class TensorBoardMirror:
 
     def write(self, metrics: StepMetrics) -> None:
         """Write all figures of this step that are not None."""
-        values = asdict(metrics)
-        for name, tag in _GROUP.items():
-            if values[name] is not None:
-                self._writer.add_scalar(tag, float(values[name]), metrics.step)
+        for tag, value in tagged_scalars(metrics).items():
+            self._writer.add_scalar(tag, value, metrics.step)
 
     def close(self) -> None:
         """Flush and close the file."""

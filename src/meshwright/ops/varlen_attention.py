@@ -55,7 +55,10 @@ def attend_segments(
     dtype = compute_dtype(q_BSHK)
     q_THK, k_UGK, v_UGV = (cast(x, dtype).flatten(0, 1) for x in (q_BSHK, k_BTGK, v_BTGV))
     rule = _Rule(segments.causal, segments.window, scale)
-    out_THV: Tensor = _VarlenAttention.apply(q_THK, k_UGK, v_UGV, *segments[:3], rule)  # pyright: ignore[reportAssignmentType]
+    queries, keys, longest = segments[:3]
+    # torch's compiler (2.13) skips an autograd function that gets one tensor twice, and the block around it.
+    keys = None if keys is queries else keys
+    out_THV: Tensor = _VarlenAttention.apply(q_THK, k_UGK, v_UGV, queries, keys, longest, rule)  # pyright: ignore[reportAssignmentType]
     return out_THV.unflatten(0, q_BSHK.shape[:2])
 
 
@@ -67,21 +70,25 @@ class _VarlenAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         query_offsets: Tensor,
-        key_offsets: Tensor,
+        key_offsets: Tensor | None,
         longest: Tensor,
         rule: _Rule,
     ) -> Tensor:
-        bounds = (query_offsets, key_offsets, longest)
-        out, lse = varlen_forward(q, k, v, bounds, *rule)
-        ctx.save_for_backward(q, k, v, out, lse, *bounds)
+        out, lse = varlen_forward(q, k, v, _bounds(query_offsets, key_offsets, longest), *rule)
+        ctx.save_for_backward(q, k, v, out, lse, query_offsets, key_offsets, longest)
         ctx.rule = rule
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors
-        dq, dk, dv = varlen_backward((grad, *saved[:5]), saved[5:], *ctx.rule)
+        dq, dk, dv = varlen_backward((grad, *saved[:5]), _bounds(*saved[5:]), *ctx.rule)
         return dq, dk, dv, None, None, None, None
+
+
+def _bounds(query_offsets: Tensor, key_offsets: Tensor | None, longest: Tensor) -> tuple[Tensor, ...]:
+    """What the operators take; no offsets of keys: they are those of the queries."""
+    return (query_offsets, query_offsets if key_offsets is None else key_offsets, longest)
 
 
 @torch.library.custom_op("meshwright::varlen_attention", mutates_args=())

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.adapters.attach import prepare_trained, set_magnitudes
+from meshwright.adapters.attach import place_nested, prepare_trained, set_magnitudes
 from meshwright.data.microbatch import Microbatch
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
 from meshwright.memory.offload.host import HostLink
@@ -122,6 +122,7 @@ def transform(
     apply_simulation(model, simulation)
     if parallel.tp > 1 or parallel.ep > 1:
         shard_parameters(model, mesh)
+    place_nested(model)
     if parallel.tp > 1:
         apply_tp(model, mesh, regather=run.memory.regather_tp_inputs)
     apply_moe(model, mesh)

@@ -18,8 +18,11 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
 
 AdapterKind = Literal["lora", "rslora", "dora"]
-BaseFormat = Literal["weights", "bf16", "fp8", "nf4"]
+BaseFormat = Literal["weights", "bf16", "fp8", "nf4", "nf4_nested"]
 NF4_BLOCK = 64
+NF4_FORMATS = ("nf4", "nf4_nested")
+NESTED_BLOCK = 256
+"""Absmax of nested NF4 that share a scale."""
 ALL_LINEAR = "all-linear"
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
 
@@ -57,7 +60,8 @@ class AdapterSpec(Spec):
     """Format of the frozen weights. weights: that of `precision.weights`. bf16: 2 bytes per weight, while
     adapters keep the format of `precision.weights`. fp8: 1 byte per weight of the blocks' linears, which
     also compute in fp8. nf4 (QLoRA): half a byte per weight of the blocks' linears and 4 bytes per 64 of
-    them, as in bitsandbytes. With fp8 and nf4 the other frozen weights are in bf16."""
+    them, as in bitsandbytes. nf4_nested (double quantisation): 1 byte per 64 of them in place of 4. With fp8
+    and nf4 the other frozen weights are in bf16."""
     start_from: str | None = None
     """Initial adapters: a peft folder, or a run directory or checkpoint with adapters; null starts with A
     random and B zero."""

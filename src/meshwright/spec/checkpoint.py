@@ -1,5 +1,7 @@
 """Checkpoints: when they are saved, how many are kept, and the initial weights of a run."""
 
+from pathlib import PurePosixPath
+
 from pydantic import Field
 
 from meshwright.spec.base import Positive, Spec
@@ -19,6 +21,24 @@ class UploadSpec(Spec):
     """Delete a checkpoint from the run directory once its copy is complete."""
 
 
+class LocalSpec(Spec):
+    """Checkpoints on the nodes themselves, for restarts; they are deleted when the run ends."""
+
+    save_every_steps: Positive
+    """Steps between local checkpoints; `checkpoint.every_steps` is a multiple of it."""
+    node_directory: str = Field(default="/dev/shm", min_length=1)
+    """A folder of each node: /dev/shm is host memory, others are local disks. Variables such as
+    $SLURM_TMPDIR are replaced on each node."""
+    neighbour_copy: bool = False
+    """Each node also holds a copy of the files of the node before it, so that a run resumes when the memory
+    or the disk of a node is lost."""
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the directory is in host memory."""
+        return PurePosixPath(self.node_directory).is_relative_to("/dev/shm")
+
+
 class CheckpointSpec(Spec):
     """By default only the final state is saved."""
 
@@ -36,6 +56,9 @@ class CheckpointSpec(Spec):
     """The first checkpoint after every so many epochs is never deleted."""
     keep_best: Positive | None = None
     """So many checkpoints with the lowest evaluation loss are kept."""
+    local: LocalSpec | None = None
+    """More frequent checkpoints in the memory or on a disk of each node; null: only the run directory has
+    them."""
     upload: UploadSpec | None = None
     """Where checkpoints are copied to, in the background; null: only the run directory has them."""
     start_from: str | None = None

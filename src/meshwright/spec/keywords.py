@@ -6,11 +6,18 @@ One TypedDict per nested spec, and one per function, with the fields of nested s
 from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
-from meshwright.spec.checkpoint import CheckpointSpec, UploadSpec
+from meshwright.spec.checkpoint import CheckpointSpec, LocalSpec, UploadSpec
 from meshwright.spec.launch import Binding, GlooSpec, LaunchSpec, NcclAlgorithm, NcclProtocol, NcclSpec
 from meshwright.spec.memory import MemorySpec, Offloaded, OnOom, Recompute
 from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
-from meshwright.spec.observe import EvaluateSpec, NoiseScaleSpec, ObserveSpec
+from meshwright.spec.observe import (
+    EarlyStoppingSpec,
+    EvaluateSpec,
+    MlflowSpec,
+    NoiseScaleSpec,
+    ObserveSpec,
+    WandbSpec,
+)
 from meshwright.spec.optim import (
     DecayedParameters,
     GroupSpec,
@@ -107,6 +114,14 @@ class UploadSettings(TypedDict, total=False):
     delete_local: bool
 
 
+class LocalSettings(TypedDict, total=False):
+    """Fields of `LocalSpec`."""
+
+    save_every_steps: int
+    node_directory: str
+    neighbour_copy: bool
+
+
 class CheckpointSettings(TypedDict, total=False):
     """Fields of `CheckpointSpec`."""
 
@@ -116,6 +131,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    local: LocalSpec | LocalSettings | None
     upload: UploadSpec | UploadSettings | None
     start_from: str | None
 
@@ -177,10 +193,18 @@ class SamplesSettings(TypedDict, total=False):
     sample_tokens: int
 
 
+class EarlyStoppingSettings(TypedDict, total=False):
+    """Fields of `EarlyStoppingSpec`."""
+
+    patience: int
+    min_delta: float
+
+
 class EvaluateSettings(TypedDict, total=False):
     """Fields of `EvaluateSpec`."""
 
     every_steps: int
+    early_stopping: EarlyStoppingSpec | EarlyStoppingSettings | None
 
 
 class NoiseScaleSettings(TypedDict, total=False):
@@ -189,11 +213,27 @@ class NoiseScaleSettings(TypedDict, total=False):
     every_steps: int
 
 
+class WandbSettings(TypedDict, total=False):
+    """Fields of `WandbSpec`."""
+
+    project: str
+    entity: str | None
+
+
+class MlflowSettings(TypedDict, total=False):
+    """Fields of `MlflowSpec`."""
+
+    experiment: str
+    tracking_uri: str | None
+
+
 class ObserveSettings(TypedDict, total=False):
     """Fields of `ObserveSpec`."""
 
     every_steps: int
     tensorboard: bool
+    wandb: WandbSpec | WandbSettings | None
+    mlflow: MlflowSpec | MlflowSettings | None
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
 
@@ -344,6 +384,10 @@ class ModuleSettings(TypedDict, total=False):
     keep_every_steps: int | None
     keep_every_epochs: int | None
     keep_best: int | None
+    local: LocalSpec | LocalSettings | None
+    save_every_steps: int
+    node_directory: str
+    neighbour_copy: bool
     upload: UploadSpec | UploadSettings | None
     destination: str
     interval_steps: int | None
@@ -388,7 +432,16 @@ class FitSettings(ModuleSettings, total=False):
     readers: Readers
     sample_tokens: int
     tensorboard: bool
+    wandb: WandbSpec | WandbSettings | None
+    project: str
+    entity: str | None
+    mlflow: MlflowSpec | MlflowSettings | None
+    experiment: str
+    tracking_uri: str | None
     evaluate: EvaluateSpec | EvaluateSettings | None
+    early_stopping: EarlyStoppingSpec | EarlyStoppingSettings | None
+    patience: int
+    min_delta: float
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float

@@ -22,6 +22,9 @@ class PreferenceSpec(Spec):
     """simpo: the reward margin (gamma) that a pair should reach."""
     nll_weight: NonNegativeNumber = 0.0
     """Weight of the NLL per token of the chosen answer, which is added to the loss of the pair."""
+    reference: Literal["start", "dataset"] = "start"
+    """start: the run computes the reference log-probs before its first step; dataset: it reads those that
+    `meshwright data logprobs` stored with the dataset, and refuses those of other weights."""
 
     @property
     def has_reference(self) -> bool:

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from meshwright.errors import SpecError
 from meshwright.spec.adapter import (
     NF4_BLOCK,
+    NF4_FORMATS,
     adaptable,
     adapted_matrices,
     adapted_weight,
@@ -105,12 +106,14 @@ def bf16_base_computes_in_bf16(run: RunSpec) -> Violations:
 
 def nf4_divides_widths(run: RunSpec) -> Violations:
     """A frozen base in NF4 has input widths on a rank that are multiples of 64."""
-    if run.adapter is None or run.adapter.base != "nf4":
+    if run.adapter is None or run.adapter.base not in NF4_FORMATS:
         return
     for weight in adaptable(run.model):
-        width = weight.shape[-1] // (run.parallel.tp if tp_dim(weight.name, run.parallel) == 1 else 1)
-        if width % NF4_BLOCK and weight.kind == "matrix":
-            fact = f"adapter.base=nf4, and {weight.name} has {width} inputs on a rank, no multiple of 64"
+        is_sharded = tp_dim(weight.name, run.parallel) == len(weight.shape) - 1
+        width = weight.shape[-1] // (run.parallel.tp if is_sharded else 1)
+        if width % NF4_BLOCK:
+            inputs = f"{weight.name} has {width} inputs on a rank"
+            fact = f"adapter.base={run.adapter.base}, and {inputs}, no multiple of 64"
             yield SpecError(
                 fact, where="adapter.base", hint="use adapter.base=bf16, or a smaller parallel.tp"
             )
@@ -142,11 +145,11 @@ def fp8_base_divides_widths(run: RunSpec) -> Violations:
 
 
 def packed_base_fits_other_settings(run: RunSpec) -> Violations:
-    """A base in NF4 or fp8 has no routed experts, `precision.fp8`, offloaded or fully trained linears."""
-    if run.adapter is None or run.adapter.base not in ("fp8", "nf4"):
+    """A base in NF4 or fp8 has no `precision.fp8`, offloaded or trained linears; only nf4 has experts."""
+    if run.adapter is None or run.adapter.base not in ("fp8", *NF4_FORMATS):
         return
     others = {
-        "routed experts": run.model.moe is not None,
+        "routed experts": run.adapter.base != "nf4" and run.model.moe is not None,
         "precision.fp8": run.precision.fp8 is not None,
         "memory.offload=parameters": "parameters" in run.memory.offload,
         "linears in train_only": any(
@@ -156,7 +159,8 @@ def packed_base_fits_other_settings(run: RunSpec) -> Violations:
     for text, is_set in others.items():
         if is_set:
             fact = f"adapter.base={run.adapter.base} with {text}"
-            yield SpecError(fact, where="adapter.base", hint="use adapter.base=bf16")
+            other = "nf4" if run.adapter.base == "nf4_nested" and text == "routed experts" else "bf16"
+            yield SpecError(fact, where="adapter.base", hint=f"use adapter.base={other}")
 
 
 def trained_patterns_exist(run: RunSpec) -> Violations:

@@ -44,6 +44,21 @@ def uploaded_steps_are_saved(run: RunSpec) -> Violations:
         yield SpecError(fact, where=where, hint=f"use a multiple of {every}")
 
 
+def local_checkpoints_are_more_frequent(run: RunSpec) -> Violations:
+    """`checkpoint.every_steps` is a multiple of `checkpoint.local.save_every_steps`, at least 2 times."""
+    every, local = run.checkpoint.every_steps, run.checkpoint.local
+    if local is None:
+        return
+    where = "checkpoint.local.save_every_steps"
+    if every is None:
+        fact = "checkpoint.local alone: local checkpoints are lost with their machines"
+        yield SpecError(fact, where=where, hint="set checkpoint.every_steps as well")
+    elif every % local.save_every_steps or every == local.save_every_steps:
+        fact = f"local.save_every_steps={local.save_every_steps}, and checkpoint.every_steps is {every}"
+        hint = f"use a smaller number that divides {every}: local checkpoints fill the steps between"
+        yield SpecError(fact, where=where, hint=hint)
+
+
 def best_checkpoints_are_evaluated(run: RunSpec) -> Violations:
     """`checkpoint.keep_best` needs an evaluation at every step that is saved."""
     every, evaluate = run.checkpoint.every_steps, run.observe.evaluate
@@ -70,6 +85,7 @@ CHECKPOINT_RULES = [
     checkpoints_have_an_interval,
     kept_steps_are_saved,
     uploaded_steps_are_saved,
+    local_checkpoints_are_more_frequent,
     best_checkpoints_are_evaluated,
     kept_epochs_are_of_one_dataset,
 ]

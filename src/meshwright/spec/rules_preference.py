@@ -38,6 +38,9 @@ def preference_settings_have_effect(run: RunSpec) -> Violations:
     if preference.margin and preference.loss != "simpo":
         fact = f"margin={preference.margin:g} has no effect on loss={preference.loss}"
         yield SpecError(fact, where="preference.margin", hint="set it to 0, or loss=simpo")
+    if preference.reference == "dataset" and not preference.has_reference:
+        fact = f"reference=dataset has no effect on loss={preference.loss}, which has no reference"
+        yield SpecError(fact, where="preference.reference", hint="leave it out, or use loss=sigmoid or ipo")
 
 
 def settings_work_with_pairs(run: RunSpec) -> Violations:

@@ -27,9 +27,7 @@ def evaluate(
     is the mean loss of a pair; `reference` has their reference log-probs.
     """
     if run.preference is not None and run.preference.has_reference and reference is None:
-        hint = "the run itself evaluates on held-out pairs: data.holdout_sequences and observe.evaluate"
-        fact = "the reference log-probs of the pairs are known only inside the run that computed them"
-        raise DataError(fact, where="preference", hint=hint)
+        raise DataError("the pairs have no reference log-probs", where="preference")
     batches = evaluation_batches(
         run.data,
         vocab_size=run.model.vocab_size,

@@ -4,17 +4,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.checkpoint.initial import load_initial_weights, require_built_in
 from meshwright.checkpoint.load import read_manifest
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.data.batches import evaluation_ids
+from meshwright.data.pair_samples import NO_PAIR, PairSamples
+from meshwright.data.samples import TokenSamples
 from meshwright.data.sources import read_manifest as read_dataset_manifest
 from meshwright.data.stream import open_stream
 from meshwright.data.tokenize import tokenizer_for
 from meshwright.errors import CheckpointError, DataError, MeshwrightError
-from meshwright.mesh import build_mesh, join_world
+from meshwright.mesh import Mesh, build_mesh, join_world
+from meshwright.models.decoder import Decoder
 from meshwright.spec import (
     CheckpointSpec,
     DataSpec,
@@ -29,10 +35,13 @@ from meshwright.spec import (
 )
 from meshwright.spec.huggingface import load_model
 from meshwright.spec.text import dump_run, parse_run
-from meshwright.train.build import build_training
+from meshwright.train.build import build_data, build_training
 from meshwright.train.capacity import require_capacity
 from meshwright.train.evaluate import evaluate
+from meshwright.train.reference import Reference
 from meshwright.train.session import on_first_rank
+from meshwright.train.step import Training
+from meshwright.train.step_metrics import pair_metrics
 
 # The sequence length for a Hugging Face folder, which records no training; shorter models use their own.
 _DEFAULT_SEQUENCE_LENGTH = 1024
@@ -50,11 +59,23 @@ class Evaluation:
     checkpoint: Path
     step: int | None
     """None for a Hugging Face folder."""
+    pairs: "PairFigures | None" = None
+    """Of a run on preference pairs, whose loss is the mean of a pair."""
 
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is too large for a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class PairFigures(NamedTuple):
+    """What an evaluation on preference pairs has beside the loss."""
+
+    count: int
+    reward_margin: float
+    """Mean difference of the rewards of chosen and rejected answers."""
+    reward_accuracy: float
+    """Share of the pairs whose chosen answer has the higher reward."""
 
 
 def evaluation_run(
@@ -161,15 +182,45 @@ def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
     stream = open_stream(run.data, seed=run.seed, vocab_size=run.model.vocab_size)
     mesh = build_mesh(run.parallel, world)
     training = build_training(run, mesh)
-    load_initial_weights(run, training, averaged=averaged)
-    loss = evaluate(run, training.program, mesh, every_sample=every_sample)
-    evaluated = evaluation_ids(stream, every_sample=every_sample)
     adapters = run.adapter.start_from if run.adapter is not None else None
     folder = Path(adapters or run.checkpoint.start_from or "")
+    reference = _reference(run, training, mesh, folder)
+    load_initial_weights(run, training, averaged=averaged)
+    for stage in training.program.stages:
+        if isinstance(stage, Decoder) and stage.head is not None:
+            stage.head.records_evaluation = True
+    loss = evaluate(run, training.program, mesh, every_sample=every_sample, reference=reference)
+    evaluated = evaluation_ids(stream, every_sample=every_sample)
     return Evaluation(
+        pairs=_pair_figures(training, stream.samples, evaluated),
         loss=loss,
         tokens=stream.samples.targets(evaluated).count,
         sequences=len(evaluated),
         checkpoint=folder,
         step=read_manifest(folder)["step"] if is_checkpoint(folder) else None,
     )
+
+
+def _reference(run: RunSpec, training: Training, mesh: Mesh, folder: Path) -> NDArray[np.float64] | None:
+    """Reference log-probs of the dataset by the weights from which the saved run started.
+
+    They are loaded first, and those of the checkpoint after them. None where the loss has no reference.
+    """
+    if run.preference is None or not run.preference.has_reference:
+        return None
+    saved = _saved_run(folder, None)
+    start = run.with_(checkpoint=saved.checkpoint, adapter=saved.adapter)
+    load_initial_weights(start, training)
+    reference = Reference(start, training.program, mesh, build_data(start, mesh))
+    reference.compute()
+    return reference.table
+
+
+def _pair_figures(
+    training: Training, samples: TokenSamples, evaluated: NDArray[np.int64]
+) -> PairFigures | None:
+    if not isinstance(samples, PairSamples):
+        return None
+    found = pair_metrics(training)
+    count = int((samples.pair_ids(evaluated) != NO_PAIR).sum())
+    return PairFigures(count, found["reward_margin"], found["reward_accuracy"])

@@ -13,6 +13,7 @@ from meshwright.resilience.interrupt import stop_signals
 from meshwright.spec import RunSpec
 from meshwright.train import bad_steps, messages
 from meshwright.train.build import build_job, seed_step
+from meshwright.train.early_stopping import has_stopped_early
 from meshwright.train.gc_control import collect_garbage, gc_paused
 from meshwright.train.job import Job
 from meshwright.train.oom_report import oom_explained
@@ -46,7 +47,9 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
         run, run_dir / "checkpoints", training, batches, fp8_fallback=job.fp8_comparison
     )
     state = _restore_or_start(job, checkpoints, run_dir)
-    if state.step and (state.step >= run.schedule.num_steps or batches.is_exhausted):
+    if state.step and (
+        state.step >= run.schedule.num_steps or batches.is_exhausted or has_stopped_early(run.observe, state)
+    ):
         return _already_finished(job, state, checkpoints, quiet=quiet)
 
     with (
@@ -86,13 +89,17 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
             recorder.record_saved(checkpoints)
             if recorder.recorded_step == state.step:  # the host has waited for the device anyway
                 collect_garbage()
+            if has_stopped_early(run.observe, state):  # the same on every rank
+                recorder.record_early_stop(state)
+                break
             if interrupt.is_requested_anywhere():  # an exchange between hosts: no device is waited for
                 last_step = state.step
 
         batches.close()
         recorder.save_last(checkpoints, state)
         is_interrupted = last_step <= state.step < run.schedule.num_steps
-        kind = "interrupted" if is_interrupted else "finished"
+        is_ended = not is_interrupted or has_stopped_early(run.observe, state)
+        kind = "finished" if is_ended else "interrupted"
         recorder.end(kind, state)
         return Outcome(kind, state)
 

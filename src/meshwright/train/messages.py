@@ -11,6 +11,7 @@ from meshwright.observe.prediction_check import device_title
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.spec.changes import Change
 from meshwright.spec.modules import FitSpec
+from meshwright.train.early_stopping import has_stopped_early
 from meshwright.train.fp8_comparison import Fp8Report
 from meshwright.train.job import Job
 from meshwright.train.state import TrainState
@@ -48,12 +49,23 @@ def opening(job: Job, run_dir: Path) -> str:
     )
 
 
+def stopped_early(state: TrainState) -> str:
+    """The end of a run by early stopping."""
+    return (
+        f"step {state.step}: early stopping, {state.evaluations_without_gain} evaluations in a row without a "
+        f"loss below {state.stopping_eval_loss:.4f}"
+    )
+
+
 def already_finished(state: TrainState, run: RunSpec | FitSpec, changes: Sequence[Change]) -> str:
     """The only line of a run that has no step left."""
     num_steps = run.schedule.num_steps
-    is_complete = state.step >= num_steps
-    done = f"all {num_steps} steps" if is_complete else f"{state.step} steps, and max_epochs leaves no data"
-    setting = "schedule.num_steps" if is_complete else "data.max_epochs"
+    done, setting = f"{state.step} steps, and max_epochs leaves no data", "data.max_epochs"
+    if state.step >= num_steps:
+        done, setting = f"all {num_steps} steps", "schedule.num_steps"
+    elif has_stopped_early(run.observe, state):
+        done = f"{state.step} steps, and ended by early stopping"
+        setting = "observe.evaluate.early_stopping.patience"
     unused = f"\nwithout effect: {', '.join(map(str, changes))}" if changes else ""
     return f"already finished: this directory has {done}; a larger {setting} trains more{unused}"
 

@@ -154,7 +154,7 @@ def _known_tensors(job: Job) -> dict[int, tuple[str, int]]:
     _add_all(add, "parameters", [*parameters, *(one.shard for one in program.shards)])
     _add_all(add, "gradients", [one.grad for one in parameters] + [one.shard.grad for one in program.shards])
     for state in optimizer.state.values():
-        _add_all(add, "optimizer state", list(state.values()))
+        _add_all(add, "optimizer state", list(state.values()) if isinstance(state, dict) else [state])
     found.pop(0, None)
     return found
 

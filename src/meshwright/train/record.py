@@ -20,19 +20,22 @@ from meshwright.observe.progress import ProgressView, open_progress
 from meshwright.observe.rank_times import RankTimesWriter
 from meshwright.observe.stragglers import Straggler, StragglerWatch
 from meshwright.observe.tensorboard import TensorBoardMirror
+from meshwright.observe.trackers.trackers import Trackers
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.torch_graph_count import num_compiled_graphs
 from meshwright.resilience.memory_creep import MemoryCreep
 from meshwright.resilience.watchdog import HeartbeatWriter, Watchdog
 from meshwright.spec.violations import show_value
 from meshwright.train import messages
+from meshwright.train.early_stopping import min_delta
 from meshwright.train.fp8_comparison import Fp8Report
 from meshwright.train.job import Job
 from meshwright.train.noise_scale import HalfBatchGradient
-from meshwright.train.run_summary import summarise
+from meshwright.train.run_summary import Ending, summarise
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
 from meshwright.train.step_metrics import StepMeter
+from meshwright.train.tracked_run import tracked_run
 from meshwright.train.workload import work_rate
 
 _NOTABLE_WAIT_SECONDS = 1.0
@@ -102,6 +105,7 @@ class Recorder:
         self._metrics: MetricsWriter | None = None
         self._progress: ProgressView | None = None
         self._mirror: TensorBoardMirror | None = None
+        self._trackers: Trackers | None = None
         self._prediction = PredictionCheck(run, job.mesh.device)
         if job.mesh.rank != 0:
             return
@@ -117,6 +121,13 @@ class Recorder:
         if run.observe.tensorboard:
             mirror = TensorBoardMirror(self._run_dir, restored_step=state.step)
             self._mirror = opening.enter_context(mirror)
+        trackers = Trackers(run.observe, tracked_run(job, self._run_dir), warn=self._warn)
+        self._trackers = opening.enter_context(trackers)
+
+    def _warn(self, text: str) -> None:
+        """Write and print a warning."""
+        self._events.write("warning", step=self.step, text=text)
+        self.print(f"warning: {text}")
 
     def _open_heartbeat(self, state: TrainState, opening: ExitStack) -> HeartbeatWriter:
         """Heartbeats of this rank, and a watchdog where another launcher has started several ranks."""
@@ -145,8 +156,7 @@ class Recorder:
         )
         growth = self._memory_creep.look()
         if growth is not None:
-            self._events.write("warning", step=step, text=growth)
-            self.print(f"warning: {growth}")
+            self._warn(growth)
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +210,7 @@ class Recorder:
         metrics, state = self._meter.read(state, outcome, lr=lr, half_batch=half_batch)
         if is_evaluated and metrics.is_finite:
             self._heartbeat.enter("evaluate", state.step)
-            state = state.after_evaluation(self._job.evaluate())
+            state = state.after_evaluation(self._job.evaluate(), min_delta=min_delta(self._run.observe))
             self._events.write("evaluate", step=state.step, eval_loss=state.last_eval_loss)
             metrics = replace(metrics, eval_loss=state.last_eval_loss)
         self._write(metrics)
@@ -223,6 +233,8 @@ class Recorder:
         self._progress.update(complete)
         if self._mirror is not None:
             self._mirror.write(complete)
+        if self._trackers is not None:
+            self._trackers.write(complete)
         self._report_prediction(self._prediction.after_step(metrics))
 
     def _report_stragglers(self, step: int, found: list[Straggler]) -> None:
@@ -263,6 +275,12 @@ class Recorder:
         self._heartbeat.enter("step", state.step)
         self._events.write("skip", step=state.step, batch=state.num_batches, grad_norm=grad_norm, loss=loss)
         self.print(messages.skipped(state, grad_norm, loss))
+
+    def record_early_stop(self, state: TrainState) -> None:
+        """The evaluation loss no longer falls, so this is the last step."""
+        loss, count = state.stopping_eval_loss, state.evaluations_without_gain
+        self._events.write("early_stop", step=state.step, eval_loss=loss, evaluations=count)
+        self.print(messages.stopped_early(state))
 
     def record_rollback(self, state: TrainState, *, from_step: int) -> None:
         """The run is back at the step of a checkpoint, after the data that it skips."""
@@ -325,7 +343,7 @@ class Recorder:
             return
         assert outcome.folder is not None
         self._events.write(
-            "checkpoint",
+            "local_checkpoint" if outcome.is_local else "checkpoint",
             step=outcome.step,
             folder=outcome.folder.name,
             stall_seconds=round(outcome.stall_seconds, 4),
@@ -368,7 +386,7 @@ class Recorder:
         self._events.write("finish" if ending == "finished" else "interrupt", step=state.step)
         if ending == "interrupted":
             self.print(messages.interrupted(state, self._run.schedule.num_steps))
-        summarise(self._job, self._run_dir, ending, state)
+        self._summarise(ending, state)
         if self._progress is not None and (goodput := read_goodput(self._run_dir)) is not None:
             self.print(goodput.line())
 
@@ -377,8 +395,14 @@ class Recorder:
         step = self._recorded.step
         if isinstance(error, KeyboardInterrupt):
             self._events.write("interrupt", step=step)
-            summarise(self._job, self._run_dir, "interrupted", self._recorded)
+            self._summarise("interrupted", self._recorded)
             return
         fact = error.fact if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
         self._events.write("failure", step=step, text=fact)
-        summarise(self._job, self._run_dir, "failed", self._recorded)
+        self._summarise("failed", self._recorded)
+
+    def _summarise(self, ending: Ending, state: TrainState) -> None:
+        """Write summary.json, and let trackers know how the run ended."""
+        summarise(self._job, self._run_dir, ending, state)
+        if self._trackers is not None:
+            self._trackers.end(ending)

@@ -1,10 +1,10 @@
 """Reference log-probs of preference pairs: those of the model at the start of the run, computed once.
 
-No second model is held. Before the first step the model runs forward over all pairs, on the mesh of the run.
-The sums of log-probs are kept in the run directory, so a resume reads them again.
+No second model is held. Before the first step the model runs forward over all pairs, on the mesh of the run,
+or reads the sums that `meshwright data logprobs` stored with the dataset. They are kept in the run directory,
+so a resume reads them again.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,13 +17,20 @@ from meshwright.data.batches import Batches
 from meshwright.data.local_batch import read_local_batch
 from meshwright.data.microbatch import Microbatch
 from meshwright.data.pair_samples import NO_PAIR, PairSamples
-from meshwright.errors import CheckpointError, DataError
+from meshwright.errors import DataError
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder, Head
 from meshwright.parallel.program import Program
 from meshwright.spec import RunSpec
-
-REFERENCE_FILE, FACTS_FILE = "reference.npy", "reference.json"
+from meshwright.train.reference_file import (
+    FACTS_FILE,
+    REFERENCE_FILE,
+    dataset_facts,
+    read_run_table,
+    read_stored,
+    stored_facts,
+    write_table,
+)
 
 
 class Reference:
@@ -44,13 +51,18 @@ class Reference:
         samples = self._samples()
         if samples is None:
             return
-        facts = {"dataset": self._batches.stream.parts[0].source.fingerprint, "pairs": samples.num_pairs}
+        source, preference = self._batches.stream.parts[0].source, self._run.preference
+        facts = dataset_facts(source, samples.num_pairs)
         if is_resumed:
-            samples.reference = _read(run_dir, facts)
+            samples.reference = read_run_table(run_dir, facts)
             return
-        self.compute()
+        if preference is not None and preference.reference == "dataset":
+            stored = stored_facts(self._run, source, samples.num_pairs)
+            samples.reference = read_stored(Path(str(self._run.data.path)), stored)
+        else:
+            self.compute()
         if self._mesh.rank == 0 and samples.reference is not None:
-            _write(run_dir, samples.reference, facts)
+            write_table(run_dir, (REFERENCE_FILE, FACTS_FILE), samples.reference, facts)
 
     def compute(self) -> None:
         """Compute the reference by the current weights; all ranks call it."""
@@ -77,14 +89,18 @@ def require_pairs(run: RunSpec, batches: Batches) -> None:
 
 
 def reference_log_probs(
-    program: Program, mesh: Mesh, batches: Batches, samples: PairSamples
+    program: Program, mesh: Mesh, batches: Batches, samples: PairSamples, *, rows: range | None = None
 ) -> NDArray[np.float64]:
-    """Sums of log-probs of both answers of every pair, by the current weights. Communicates; host sync."""
+    """Sums of log-probs of both answers of every pair, by the current weights. Communicates; host sync.
+
+    With `rows`, pairs of other rows have zeros.
+    """
+    rows = rows or range(len(samples))
     table = torch.zeros(samples.num_pairs, 2, dtype=torch.float64, device=mesh.device)
     heads = [stage.head for stage in program.stages if isinstance(stage, Decoder) and stage.head is not None]
     sharding, size = batches.sharding, batches.sharding.batch_sequences
-    for start in range(0, len(samples), size):
-        ids = np.arange(start, min(start + size, len(samples)), dtype=np.int64)
+    for start in range(rows.start, rows.stop, size):
+        ids = np.arange(start, min(start + size, rows.stop), dtype=np.int64)
         batch = read_local_batch(samples, ids, sharding, total_ids=ids).on_device()
         sums_BA = _recorded(program, heads, batch.microbatches)
         if sums_BA is not None:
@@ -104,23 +120,3 @@ def _recorded(program: Program, heads: list[Head], microbatches: Sequence[Microb
     for head in heads:
         head.recorded_sums = None
     return torch.cat(found) if found else None
-
-
-def _write(run_dir: Path, table: NDArray[np.float64], facts: dict[str, object]) -> None:
-    partial = run_dir / f".{REFERENCE_FILE}"
-    with partial.open("wb") as file:
-        np.save(file, table)
-    partial.replace(run_dir / REFERENCE_FILE)
-    (run_dir / FACTS_FILE).write_text(json.dumps(facts) + "\n")
-
-
-def _read(run_dir: Path, facts: dict[str, object]) -> NDArray[np.float64]:
-    path, hint = run_dir / REFERENCE_FILE, "put the file back, or start over in another directory (--dir)"
-    try:
-        found, table = json.loads((run_dir / FACTS_FILE).read_text()), np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        fact = f"the reference log-probs of this run cannot be read: {error}"
-        raise CheckpointError(fact, where=str(path), hint=hint) from error
-    if found != facts or table.shape != (facts["pairs"], 2):
-        raise CheckpointError("the reference log-probs are of another dataset", where=str(path), hint=hint)
-    return table

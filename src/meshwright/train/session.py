@@ -25,6 +25,7 @@ from meshwright.errors import (
 from meshwright.files import read_text
 from meshwright.mesh import World, join_world, leave_world
 from meshwright.observe.events import events_path, read_events
+from meshwright.observe.trackers.trackers import require_trackers
 from meshwright.resilience.run_lock import run_lock
 from meshwright.resilience.watchdog import silent_ranks
 from meshwright.spec import RunSpec
@@ -140,6 +141,7 @@ def claimed_directory(run: RunSpec | FitSpec, run_dir: Path) -> Iterator[None]:
 
 
 def _claim(run: RunSpec | FitSpec, run_dir: Path, held: ExitStack) -> None:
+    require_trackers(run.observe)
     lock_directory(run_dir, held)
     run_file = run_dir / "run.yaml"
     if run_file.exists() and (run_dir / "metrics.jsonl").exists():

@@ -24,6 +24,10 @@ class TrainState:
     last_eval_step: int | None = None
     """The step at which `last_eval_loss` was measured."""
     best_eval_loss: float | None = None
+    stopping_eval_loss: float | None = None
+    """The evaluation loss that later ones are compared with for early stopping."""
+    evaluations_without_gain: int = 0
+    """Evaluations in a row whose loss was not lower than that."""
     grad_norm_average: float | None = None
     """Average over steps of the gradient norm, where `resilience.bad_steps` looks for spikes."""
     loss_average: float | None = None
@@ -69,10 +73,19 @@ class TrainState:
         """The same state with the loss and wall time that were measured."""
         return dataclasses.replace(self, last_loss=loss, train_seconds=self.train_seconds + seconds)
 
-    def after_evaluation(self, loss: float) -> Self:
-        """The same state with its loss on held-out data."""
+    def after_evaluation(self, loss: float, *, min_delta: float = 0.0) -> Self:
+        """The same state with its loss on held-out data; `min_delta` is that of early stopping."""
         best = loss if self.best_eval_loss is None else min(loss, self.best_eval_loss)
-        return dataclasses.replace(self, last_eval_loss=loss, last_eval_step=self.step, best_eval_loss=best)
+        compared = self.stopping_eval_loss
+        is_lower = compared is None or loss < compared - min_delta
+        return dataclasses.replace(
+            self,
+            last_eval_loss=loss,
+            last_eval_step=self.step,
+            best_eval_loss=best,
+            stopping_eval_loss=loss if is_lower else compared,
+            evaluations_without_gain=0 if is_lower else self.evaluations_without_gain + 1,
+        )
 
     @property
     def noise_scale_tokens(self) -> float | None:

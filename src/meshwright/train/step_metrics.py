@@ -77,7 +77,7 @@ class StepMeter:
             reduce_wait_seconds=self._exposed_seconds(seconds / num_steps),
             **self._loss_scale(state),
             **_expert_metrics(self._training),
-            **_pair_metrics(self._training),
+            **pair_metrics(self._training),
             **_noise_metrics(state, estimate),
         )
         return metrics, state.after_observation(loss=loss, seconds=seconds)
@@ -120,7 +120,7 @@ def _expert_metrics(training: Training) -> dict[str, Any]:
     }
 
 
-def _pair_metrics(training: Training) -> dict[str, Any]:
+def pair_metrics(training: Training) -> dict[str, Any]:
     """Means over the pairs since the last reading. Communicates."""
     heads = [stage.head for stage in training.program.stages if isinstance(stage, Decoder) and stage.head]
     if not training.has_pairs:

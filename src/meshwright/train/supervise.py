@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from meshwright.checkpoint.local_marker import local_step
 from meshwright.errors import EXIT_DONE, EXIT_INTERRUPTED
 from meshwright.launch.attempt import AttemptEnd
 from meshwright.launch.heartbeat import remove_heartbeats
@@ -114,10 +115,11 @@ def _attempt(
 
 
 def published_step(run_dir: Path) -> int:
-    """The step of the newest complete checkpoint in a run directory; 0 where there is none."""
+    """The step of the newest complete checkpoint in a run directory or on its nodes; 0 without any."""
     names = (path.parent.name for path in run_dir.glob("checkpoints/step-*/manifest.json"))
     steps = (name.removeprefix("step-") for name in names)
-    return max((int(step) for step in steps if step.isdecimal()), default=0)
+    newest = max((int(step) for step in steps if step.isdecimal()), default=0)
+    return max(newest, local_step(run_dir / "checkpoints"))
 
 
 def _restart_text(

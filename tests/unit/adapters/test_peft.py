@@ -9,7 +9,7 @@ from tests.support.equivalence import worst_errors
 from tests.support.merged_decoder import initial_adapters
 from tests.support.oracle import IGNORED, Sequences, reference, reference_rate
 from tests.support.runs import tiny_run
-from tests.support.shrunk_families import shrunk_family
+from tests.support.shrunk_families import TINY_FAMILIES, shrunk_family
 from torch import Tensor, nn
 
 from meshwright.adapters.merge import MergedTensors
@@ -64,8 +64,8 @@ ADAPTERS = {
     "rslora": LORA.with_(kind="rslora"),
     "dora": LORA.with_(kind="dora"),
     "some": LORA.with_(targets=("q_proj", "blocks.1.mlp.*")),
-    # peft 0.21 takes the names of dense MLPs beside routed experts for those of routed experts.
-    "no_dense": LORA.with_(targets=("blocks.*.attention.*", "blocks.*.mlp.experts.*")),
+    # peft takes these names for those of routed experts, unless they are named as parameters.
+    "dense": LORA.with_(targets=("blocks.0.mlp.*", "blocks.*.mlp.shared.up", "query")),
     "ranks": LORA.with_(ranks=[{"pattern": "down_proj", "rank": 5, "alpha": 2}]),
 }
 FAMILIES = {
@@ -73,7 +73,7 @@ FAMILIES = {
     "qwen2.5-7b": ["lora"],
     "qwen3-30b-a3b": ["lora", "rslora"],
     "mixtral-8x7b": ["lora"],
-    "deepseek-v2-lite": ["no_dense"],
+    "deepseek-v2-lite": ["lora", "dense"],
 }
 
 
@@ -96,6 +96,22 @@ def test_peft_opens_our_folder_and_we_open_it_again(tmp_path: Path, case: tuple[
         for name, tensor in adapters.items():
             index = tuple(slice(0, size) for size in tensor.shape)
             torch.testing.assert_close(reader.read_slice(name, index).float(), tensor)
+
+
+@pytest.mark.parametrize("family", [one for one in TINY_FAMILIES if not one.startswith(("gpt2", "megatron"))])
+def test_peft_loads_every_tensor(tmp_path: Path, family: str) -> None:
+    """peft only warns, or says nothing, where a tensor finds no module, or a module no tensor."""
+    model = shrunk_family(family)
+    hf_folder(model, tmp_path / "base")
+    adapters = random_adapters(model, LORA)
+    write_peft(tmp_path / "adapter", model, LORA, adapters, base=None)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    loaded = {name: p for name, p in theirs.named_parameters() if "lora_" in name}
+    assert all(p.any(dim=-1).all() for name, p in loaded.items() if "lora_A" in name)
+    # Fused experts have block-diagonal factors, so elements are counted, not shapes.
+    expected = sum(int(one.count_nonzero()) for one in adapters.values())
+    assert sum(int(p.count_nonzero()) for p in loaded.values()) == expected
 
 
 def test_we_open_what_peft_saved(tmp_path: Path) -> None:

@@ -198,6 +198,9 @@ def test_a_finished_run_says_so_and_its_directory_stays_as_it_is(trained: Path, 
     assert said.startswith("already finished: this directory has all 4 steps; a larger schedule.num_steps")
     assert run(["train", file, "optim.lr=0.5", "--dir", str(trained)]) == 0
     assert "without effect: optim.lr was 0.01, is 0.5" in capsys.readouterr().err
+    assert run(["train", file, "--dir", str(trained), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"directory": str(trained), **read_summary(trained)}
     assert content(trained) == before
 
 

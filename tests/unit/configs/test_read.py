@@ -9,7 +9,7 @@ import pytest
 from meshwright.configs.accelerate import read_accelerate
 from meshwright.configs.deepspeed import DEEPSPEED, read_deepspeed
 from meshwright.configs.megatron import parse_arguments, read_megatron
-from meshwright.configs.read import base_run, imported_run, read_config
+from meshwright.configs.read import base_run, imported_run, read_config, settings_tree
 from meshwright.configs.rules import Format, Outcome, choice, no_setting, only, same, translate
 from meshwright.configs.torchtitan import read_torchtitan
 from meshwright.errors import SpecError, SpecErrors
@@ -110,6 +110,12 @@ def test_a_section_that_is_off_has_no_effect():
         "wandb.enabled": "mapped",
     }
     assert found.settings == {}
+
+
+def test_a_wandb_section_becomes_the_tracker_of_the_run():
+    found = read_deepspeed({"wandb": {"enabled": True, "project": "x", "team": "t", "group": "g"}})
+    assert settings_tree(found.settings) == {"observe": {"wandb": {"project": "x", "entity": "t"}}}
+    assert statuses(found.entries)["wandb.group"] == "changed"
 
 
 def test_two_keys_that_contradict_each_other_are_refused():

@@ -121,7 +121,7 @@ def test_sources_of_a_blend_have_orders_of_their_own() -> None:
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=12))
 def test_a_cached_order_is_the_order(calls: list[tuple[int, int]]) -> None:
     order = SampleOrder(37, seed=5)
-    cached = OrderCache(order, piece=16)
+    cached = OrderCache(order, first_piece=16, largest_piece=32)
     for position, count in calls:
         assert cached.sample_ids(position, count).tolist() == order.sample_ids(position, count).tolist()
 

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from rich.console import Console, ConsoleDimensions
 
 from meshwright.observe.metrics import StepMetrics, WorkRate
 from meshwright.observe.progress import LiveProgress, PlainProgress, open_progress
@@ -121,3 +122,26 @@ def test_quiet_shows_nothing() -> None:
         progress.update(a_step(1))
         progress.print("saved")
     assert stream.getvalue() == ""
+
+
+def test_the_bar_follows_a_terminal_that_is_resized(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, stream = [120], io.StringIO()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(Console, "size", property(lambda _: ConsoleDimensions(columns[0], 24)))
+    with LiveProgress("demo", total_steps=100, stream=stream) as progress:
+        progress.update(a_step(1))
+        progress.update(a_step(2))
+        progress.refresh()
+        wide = newest_line(stream)
+        columns[0] = 44
+        progress.update(a_step(3))
+        progress.refresh()
+        narrow = newest_line(stream)
+    assert "2/100" in wide and "ETA" in wide and len(wide) > 100
+    assert "3/100" in narrow and "ETA" not in narrow and len(narrow) <= 44
+
+
+def newest_line(stream: io.StringIO) -> str:
+    """The newest line of a live bar, without control characters."""
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()))
+    return [line for line in lines if line.strip()][-1]

@@ -5,6 +5,7 @@ import torch
 from tests.support.triton_interpreter import IS_INTERPRETED, needs_triton, printed_in_interpreter
 
 from meshwright.ops.nf4 import concatenated_nf4, dequantise_nf4, quantise_nf4
+from meshwright.ops.nf4_nested import NestedPlace, nest_absmax, unnest_absmax
 
 
 def weights() -> torch.Tensor:
@@ -40,6 +41,38 @@ def test_a_shard_is_quantised_by_itself() -> None:
     part, part_absmax = quantise_nf4(weight[rows, columns])
     assert torch.equal(part, packed[rows, 32:96])
     assert torch.equal(part_absmax, absmax[rows, 1:3])
+
+
+@pytest.mark.parametrize("shape", [(96, 256), (100, 1344), (512, 1024)])
+def test_nested_absmax_is_that_of_bitsandbytes(shape: tuple[int, int]) -> None:
+    """Its CPU kernel looks numbers up in steps of 2^-15, so codes may differ next to a threshold."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(shape, generator=generator) * torch.logspace(-3, 1, shape[0])[:, None]
+    _, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+    _, absmax = quantise_nf4(weight)
+    codes, table = nest_absmax(absmax.view(torch.float32))
+    offset, values, nested = table[0], table[1:257], table[257:]
+    assert torch.equal(values, functional.create_dynamic_map())
+    assert torch.equal(offset, state.offset) and torch.equal(nested, state.state2.absmax)
+    flat = absmax.view(torch.float32).flatten() - offset
+    scaled = flat / nested.repeat_interleave(256)[: len(flat)]
+    thresholds = (values[1:] + values[:-1]) / 2
+    is_next = (scaled[:, None] - thresholds).abs().amin(1) < 2**-15
+    theirs = state.absmax.flatten()
+    assert torch.equal(codes.flatten()[~is_next], theirs[~is_next])
+    assert (codes.flatten() != theirs).float().mean() < 2e-3
+    place = NestedPlace(0, 0, codes.shape[1])
+    expected = functional.dequantize_blockwise(theirs, state.state2) + state.offset
+    assert torch.equal(unnest_absmax(theirs.view_as(codes), table, place).flatten(), expected)
+
+
+def test_a_shard_reads_the_table_of_its_matrix() -> None:
+    _, absmax = quantise_nf4(torch.randn(100, 1344, generator=torch.Generator().manual_seed(1)))
+    codes, table = nest_absmax(absmax.view(torch.float32))
+    full = unnest_absmax(codes, table, NestedPlace(0, 0, 21))
+    part = unnest_absmax(codes[37:61, 5:12], table, NestedPlace(37, 5, 21))
+    assert torch.equal(part, full[37:61, 5:12])
 
 
 def test_several_matrices_share_one_buffer() -> None:

@@ -21,7 +21,7 @@ from meshwright.parallel import apply
 from meshwright.rehearse import compiled as compiled_blocks
 from meshwright.rehearse.compiled import Compiler
 from meshwright.rehearse.rank_report import TRACED_UNCOMPILED, RankReport, rehearse_rank
-from meshwright.spec import MemorySpec, RunSpec
+from meshwright.spec import MemorySpec, PrecisionSpec, RunSpec
 
 # Measured on an H200: without recompute, with full recompute, and a model with biases and LayerNorm.
 MEASURED = {
@@ -158,3 +158,10 @@ def test_what_cannot_be_compiled_is_traced_uncompiled_with_the_reason(monkeypatc
 def test_a_compiler_that_skips_every_block_is_no_compiled_trace(monkeypatch):
     monkeypatch.setattr(Compiler, "compile_blocks", functools.partialmethod(lambda *_: None))
     assert "skipped every block" in rehearse_rank(compiled_run({}), 0, num_steps=1).form
+
+
+def test_separate_documents_with_full_recompute_are_compiled():
+    """torch 2.13 passes over an autograd function that gets one tensor twice: offsets of queries and keys."""
+    run = compiled_run({}, recompute="full")
+    run = run.with_(data=run.data.with_(documents="separate"), precision=PrecisionSpec(compute="bf16"))
+    assert rehearse_rank(run, 0, num_steps=1).form == "compiled"

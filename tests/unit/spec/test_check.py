@@ -120,6 +120,10 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["adapter={rank: 4, alpha: 8, base: nf4}", "model.mlp.width=96"],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "parallel.tp=2"],
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "model.moe={num_experts: 4, top_k: 1, width: 96}",
+            ],
         ],
     ),
     "fp8_base_computes_in_bf16": (
@@ -140,7 +144,11 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
         [
             [
-                "adapter={rank: 4, alpha: 8, base: nf4}",
+                "adapter={rank: 4, alpha: 8, base: fp8}",
+                "model.moe={num_experts: 4, top_k: 1, width: 64}",
+            ],
+            [
+                "adapter={rank: 4, alpha: 8, base: nf4_nested}",
                 "model.moe={num_experts: 4, top_k: 1, width: 64}",
             ],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
@@ -384,6 +392,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             [*PAIRS, "preference.loss=ipo", "preference.label_smoothing=0.1"],
             [*PAIRS, "preference.label_smoothing=0.5"],
             [*PAIRS, "preference.margin=1"],
+            [*PAIRS, "preference.loss=simpo", "preference.reference=dataset"],
         ],
     ),
     "settings_work_with_pairs": (
@@ -589,6 +598,15 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["checkpoint.every_steps=10", "checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
             ["checkpoint.upload={destination: s3://a/b, interval_steps: 25}"],
+        ],
+    ),
+    "local_checkpoints_are_more_frequent": (
+        "dense",
+        ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 5}"],
+        [
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 4}"],
+            ["checkpoint.every_steps=10", "checkpoint.local={save_every_steps: 10}"],
+            ["checkpoint.local={save_every_steps: 5}"],
         ],
     ),
     "best_checkpoints_are_evaluated": (

@@ -11,6 +11,7 @@ from meshwright.ops.adapted_linear import adapted_linear
 from meshwright.ops.cast import compute_dtype
 from meshwright.ops.fused_linear import fused_linear
 from meshwright.ops.nf4 import dequantise_nf4
+from meshwright.ops.nf4_nested import NestedTable, unnest_absmax
 from meshwright.ops.sharded import local
 from meshwright.precision.fp8.stored import Fp8Scale, decode_stored
 
@@ -27,6 +28,8 @@ class Linear(nn.Module):
         self.reduce_output: nn.Module | None = None
         # Set where the frozen weight is NF4: `weight` is then packed, and this has the bits of its absmax.
         self.weight_absmax: nn.Parameter | None = None
+        # Set where the absmax is quantised too (nested NF4): it then has codes.
+        self.weight_nested: NestedTable | None = None
         # Set where the frozen weight is stored in fp8: `weight` then has its bytes.
         self.weight_scale: Fp8Scale | None = None
         # Set where the weight is frozen and an adapter beside it is trained.
@@ -72,9 +75,13 @@ class Linear(nn.Module):
         """This rank's part of the weight; NF4 and stored fp8 are dequantised to `dtype`."""
         if self.weight_scale is not None:
             return decode_stored(local(self.weight), self.weight_scale.value, dtype)
-        if self.weight_absmax is not None:
-            return dequantise_nf4(local(self.weight), local(self.weight_absmax), dtype)
-        return local(self.weight)
+        if self.weight_absmax is None:
+            return local(self.weight)
+        absmax = local(self.weight_absmax)
+        if self.weight_nested is not None:
+            nested = self.weight_nested
+            absmax = unnest_absmax(absmax, nested.value, nested.place).view(torch.int32)
+        return dequantise_nf4(local(self.weight), absmax, dtype)
 
 
 def adapted_linears(
@@ -88,6 +95,11 @@ def adapted_linears(
         [None if one is None else (local(one.lora_A), one.scale * local(one.lora_B)) for one in chosen],
         compute_dtype(x),
         absmax=[local(one.weight_absmax) for one in linears if one.weight_absmax is not None],
+        nested=[
+            (one.weight_nested.value, one.weight_nested.place)
+            for one in linears
+            if one.weight_nested is not None
+        ],
     )
 
 

@@ -19,8 +19,10 @@ from torch.nn import functional
 from meshwright.hardware.simulated_device import SimulatedDevice
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.models.layers.routing import Capacity, InjectLoss, LoadBalanceLoss, Router, Routing
+from meshwright.ops.cast import compute_dtype
 from meshwright.ops.expert_rows import ExpertRows, rows_by_expert, rows_of_tokens_twice, sum_of_rows
 from meshwright.ops.grouped_mm import count_groups, grouped_linear
+from meshwright.ops.nf4_grouped import Nf4Experts, nf4_grouped_linear
 from meshwright.ops.routed_rows import RoutedRowCounts, RowCounts
 from meshwright.ops.sharded import local
 from meshwright.spec import MoeSpec
@@ -46,6 +48,22 @@ class GroupedLinears(nn.Module):
         return [grouped_linear(x_ND, weight_EFD, counts_E, simulated) for x_ND, weight_EFD in pairs]
 
 
+class Nf4GroupedLinears(nn.Module):
+    """Replaces `GroupedLinears` where the frozen weights are NF4."""
+
+    def forward(
+        self,
+        xs_ND: Sequence[Tensor],
+        weights: Sequence[Nf4Experts],
+        counts_E: Tensor,
+        simulated: SimulatedDevice | None = None,
+    ) -> list[Tensor]:
+        """y_NF of each weight; the xs are the same rows, once for each weight."""
+        dtype = compute_dtype(xs_ND[0])
+        pairs = zip(xs_ND, weights, strict=True)
+        return [nf4_grouped_linear(x_ND, weight, counts_E, dtype, simulated) for x_ND, weight in pairs]
+
+
 class Experts(nn.Module):
     """SwiGLU experts as stacked tensors; the first dim is the expert."""
 
@@ -56,6 +74,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.num_experts, width, moe.width))
         self.gate_up_matmul: nn.Module = GroupedLinears()
         self.down_matmul: nn.Module = GroupedLinears()
+        # Set where the frozen weights are NF4: the weights are then packed, and these have their absmax.
+        self.gate_absmax: nn.Parameter | None = None
+        self.up_absmax: nn.Parameter | None = None
+        self.down_absmax: nn.Parameter | None = None
         # Set where the experts are frozen: ExpertAdapters by projection.
         self.adapters: nn.ModuleDict | None = None
         # Set in a rehearsal: the device whose kernels are chosen.
@@ -63,14 +85,19 @@ class Experts(nn.Module):
 
     def forward(self, x_TD: Tensor, rows: ExpertRows, weights_N: Tensor, counts_E: Tensor) -> Tensor:
         """y_ND, weight x expert(x) of each row; `counts_E` is the number of rows of each local expert."""
-        weights_EFD = (local(self.gate), local(self.up))
+        weights_EFD = (self._weight("gate"), self._weight("up"))
         xs_ND = rows_of_tokens_twice(x_TD, rows)
         gate_NF, up_NF = self.gate_up_matmul(xs_ND, weights_EFD, counts_E, self.simulated)
         gate_NF = self._adapted("gate", xs_ND[0], gate_NF, counts_E)
         up_NF = self._adapted("up", xs_ND[1], up_NF, counts_E)
         h_NF = (functional.silu(gate_NF) * up_NF * weights_N[:, None]).to(gate_NF.dtype)
-        (y_ND,) = self.down_matmul((h_NF,), (local(self.down),), counts_E, self.simulated)
+        (y_ND,) = self.down_matmul((h_NF,), (self._weight("down"),), counts_E, self.simulated)
         return self._adapted("down", h_NF, y_ND, counts_E)
+
+    def _weight(self, projection: str) -> Tensor | Nf4Experts:
+        """This rank's weights of a projection."""
+        weight, absmax = getattr(self, projection), getattr(self, f"{projection}_absmax")
+        return local(weight) if absmax is None else Nf4Experts(local(weight), local(absmax))
 
     def _adapted(self, projection: str, x: Tensor, y: Tensor, counts_E: Tensor) -> Tensor:
         """The output of a projection, with what the experts' adapters add."""

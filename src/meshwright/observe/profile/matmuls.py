@@ -23,6 +23,8 @@ ELIGIBLE = ("fp8", "bf16", "fp16", "fp32")
 _TILE = 64
 # A matmul with less of the FLOPs of its dtype is too small to be the reference of the others.
 _REFERENCE_SHARE = 0.02
+# How far the aligned matmuls of the alignment measurement are from their mean, as factors of their time.
+_RATE_SPREAD = (0.85, 1.2)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def _aligned_gain(
     slow = rates.half_aligned if odd % HALF_ALIGNED_BYTES == 0 else rates.odd_operand
     if odd % HALF_ALIGNED_BYTES and row.shape.rows_bytes[-1] % HALF_ALIGNED_BYTES:
         slow = rates.odd_result
-    savings = [row.seconds * (1.0 - slow)]
+    aligned = row.seconds * slow * _padded_flops(row) / row.shape.flops
+    savings = [max(0.0, row.seconds - spread * aligned) for spread in _RATE_SPREAD]
     reference = _reference_rate(row, rows)
     if reference is not None:
         savings.append(max(0.0, row.seconds - _padded_flops(row) * row.calls / reference))

@@ -81,7 +81,7 @@ def matmul_shape(op: Op) -> MatmulShape | None:
     name = op.name.rsplit("::", 1)[-1]
     if name not in _MATMULS:
         return None
-    tensors = [index for index, dims in enumerate(op.dims) if len(dims) in (2, 3)]
+    tensors = [at for at, dims in enumerate(op.dims) if len(dims) in (2, 3) and isinstance(dims[0], int)]
     first = 1 if name.startswith(("addmm", "baddbmm")) else 0
     if len(tensors) < first + 2 or len(op.dtypes) <= tensors[first]:
         return None

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.observe.history import values_of
 from meshwright.observe.metrics import NON_FINITE
 
 Values = NDArray[np.float32]
@@ -63,9 +64,9 @@ class Columns:
         self._reserve(end)
         self._steps[start:end] = steps
         for name in self._names:
-            found = [row.get(name) for row in rows]
+            found = values_of(rows, name)
             if name not in self._values:
-                if all(value is None for value in found):
+                if found.count(None) == len(found):
                     continue
                 self._values[name] = np.full(len(self._steps), np.nan, np.float32)
             self._values[name][start:end] = _as_values(found)

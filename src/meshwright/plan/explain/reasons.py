@@ -108,9 +108,12 @@ def _context(plan: Plan) -> Iterator[str]:
     if plan.best.run.adapter is None:
         return
     longest, positions = longest_context(plan.question), plan.question.run.model.max_positions
-    if longest is not None:
-        all_of_it = "all that the model has" if 2 * longest > positions else f"the model has {positions:,}"
-        yield f"Longest context that fits without offload: {longest:,} tokens per sequence ({all_of_it})."
+    moved = f"{longest.with_offload:,} with activations in host memory"
+    beside = f", {moved}" if longest.with_offload > longest.on_device else ""
+    yield (
+        f"Longest context that fits, with full recompute: {longest.on_device:,} tokens per sequence{beside} "
+        f"(the model has {positions:,} positions)."
+    )
 
 
 def _data_parallel(best: Candidate) -> Iterator[str]:

@@ -6,9 +6,10 @@ from meshwright.units import show_bytes, show_seconds
 
 
 def checkpoint_bytes(question: Question) -> float:
-    """Bytes of a checkpoint: weights with their lower bits, and optimizer states."""
+    """Bytes of a checkpoint: trained weights with their lower bits, and optimizer states."""
     state, work = question.framework.state, question.workload
-    return work.counts.total * (state.weight + state.master + OPTIMIZER_BYTES[work.optimizer])
+    trained = 1.0 if work.adapters is None else work.adapters.share(work.model.width)
+    return trained * work.counts.total * (state.weight + state.master + OPTIMIZER_BYTES[work.optimizer])
 
 
 def copy_bytes_per_node(question: Question) -> float:

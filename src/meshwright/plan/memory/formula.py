@@ -8,6 +8,7 @@ off.
 import numpy as np
 
 from meshwright.plan.framework import Framework
+from meshwright.plan.memory.activations import block_input_bytes
 from meshwright.plan.memory.in_flight import in_flight
 from meshwright.plan.memory.rank_parameters import (
     Items,
@@ -26,6 +27,11 @@ def formula_items(work: Workload, at: Layouts, stack: Framework, rank: RankParam
     items["gathered"] = _gathered_bytes(work, at, stack, rank)
     items.update(_activation_items(work, at, stack, rank))
     items["logits"] = _logit_bytes(work, at, stack)
+    if work.adapters is not None and stack.is_traced:
+        # The head's backward ends before a layer is recomputed: the larger of the two counts.
+        is_full = ((at.recompute & FULL) > 0)[:, None]
+        beyond = np.maximum(items["working set"] - items["logits"], 0.0)
+        items["working set"] = np.where(is_full, beyond, items["working set"])
     items["exchange"] = _exchange_bytes(work, at)
     return items
 
@@ -51,8 +57,10 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: RankP
     dense = stack.layer_activation_bytes(work, at, moe=False) if share < 1 else 0.0
     routed = stack.layer_activation_bytes(work, at, moe=True) if share > 0 else 0.0
     per_layer = column((1.0 - share) * dense + share * routed)
-    whole = sum(stack.kept_parts(work, at, moe=share > 0.5).values())
-    working = np.where((at.recompute & FULL) > 0, whole, 0.25 * np.asarray(whole))
+    kept = stack.kept_parts(work, at, moe=share > 0.5)
+    whole = sum(kept.values())
+    recomputed = np.asarray(whole) + _gradient_bytes(work, at, stack, kept["inner"])
+    working = np.where((at.recompute & FULL) > 0, recomputed, 0.25 * np.asarray(whole))
     flight = in_flight(at)
     items = {
         "activations": flight * rank.layers * per_layer,
@@ -63,6 +71,16 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: RankP
         dropped = (at.zero == 3) | ((at.recompute & FULL) > 0)
         items["cast weights"] = np.where(dropped[:, None], 0.0, flight * each)
     return {**items, **fp8_weight_items(work, at, rank)}
+
+
+def _gradient_bytes(work: Workload, at: Layouts, stack: Framework, inner: Floats) -> Floats:
+    """Gradients of the MLP's inner matmuls and of the residual stream, beside the recomputed layer.
+
+    Counted with adapters: in long sequences on one card they decide what fits, as the trace shows.
+    """
+    if work.adapters is None or not stack.is_traced:
+        return np.zeros(len(at))
+    return inner + block_input_bytes(work, at)
 
 
 def fp8_weight_items(work: Workload, at: Layouts, rank: RankParameters) -> Items:

@@ -87,7 +87,9 @@ class Collector:
         """Price the layouts of one block that could beat the best so far, also with host memory."""
         within = self.saver_limit / self.best_score if np.isfinite(self.best_score) else 1.0
         block = self._meshes_that_may_win(block, within=within)
-        may_offload = self.question.may_offload
+        # With adapters offload was proved and not measured: it is for what does not fit otherwise.
+        is_needed = self.question.run.adapter is None or not np.isfinite(self.best_score)
+        may_offload = self.question.may_offload and is_needed
         block = filter_rows(block, self._may_fit(block, offloads=may_offload))
         layouts = expand(self.question, block)
         self.num_considered += len(layouts)

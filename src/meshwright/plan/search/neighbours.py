@@ -90,7 +90,9 @@ def _changes(now: Columns, best: Candidate) -> Iterator[tuple[str, Columns]]:
             text = f"recompute={RECOMPUTE_NAMES[now['recompute']]} -> {name}"
             yield text, {"recompute": bits, "recompute_every": 1}
     if best.question.may_offload:
-        yield from _offloads(now["offload"])
+        # Of a run with adapters the search moves activations alone.
+        names = OFFLOAD_BITS if best.run.adapter is None else ("activations",)
+        yield from _offloads(now["offload"], [OFFLOAD_BITS[name] for name in names])
     yield from _microbatches(now["microbatch_sequences"], now["num_microbatches"])
     if now["pp"] > 1:
         yield from _schedules(now["schedule"])
@@ -125,9 +127,9 @@ def _zero_stages(now: Columns) -> Iterator[tuple[str, Columns]]:
             yield f"zero={now['zero']} -> {zero}", columns
 
 
-def _offloads(now: int) -> Iterator[tuple[str, Columns]]:
-    """Nothing in host memory, or one thing more or less than now."""
-    for bits in dict.fromkeys([0, *(now ^ bit for bit in OFFLOAD_BITS.values())]):
+def _offloads(now: int, movable: list[int]) -> Iterator[tuple[str, Columns]]:
+    """Nothing in host memory, or one of what is movable more or less than now."""
+    for bits in dict.fromkeys([0, *(now ^ bit for bit in movable)]):
         if bits != now:
             yield f"offload={_offload_text(now)} -> {_offload_text(bits)}", {"offload": bits}
 

@@ -70,12 +70,9 @@ class Question:
 
     @property
     def may_offload(self) -> bool:
-        """Whether the search may use host memory: on accelerators, unless the user set memory.offload.
-
-        Not with adapters: offload was not proved together with them.
-        """
+        """Whether the search may use host memory: on accelerators, unless the user set memory.offload."""
         is_set = bool(self.run.memory.offload) or self.pins.override_of("memory.offload") is not None
-        return self.cluster.device.name != "cpu" and not is_set and self.run.adapter is None
+        return self.cluster.device.name != "cpu" and not is_set
 
 
 @dataclass(frozen=True)

@@ -83,12 +83,14 @@ def fill_request(request: Request) -> FilledRequest:
     tree = _model_tree(request.model)
     model = _model_of(tree, request.place)
     request = _with_file(request, tree)
+    formats: list[str] = []
+    tree["precision"] = tree.get("precision") or _precision(request, formats)
     assumed = list(set_adapter(tree, request.finetune))
     length = _sequence_length(request, model, assumed)
     batch_sequences = _batch_sequences(request, model, length, assumed)
     tokens = _tokens(request, model, assumed)
     num_steps = max(1, -(-tokens // (batch_sequences * length)))
-    tree["precision"] = tree.get("precision") or _precision(request, assumed)
+    assumed += formats
     tree["schedule"] = {
         "warmup_steps": min(MAX_WARMUP_STEPS, num_steps // 50),
         **_mapping(tree.get("schedule")),

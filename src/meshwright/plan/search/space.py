@@ -193,6 +193,8 @@ def _offloads(run: RunSpec, zero: int, pp: int, schedule: int) -> list[tuple[int
     """(offload,): what may live in host memory, from little to much, as spec/rules_memory allows."""
     optimizer = 0 if run.optim.is_stateless else OFFLOAD_BITS["optimizer"]
     activations, parameters = OFFLOAD_BITS["activations"], OFFLOAD_BITS["parameters"]
+    if run.adapter is not None:  # states of adapters are small, and frozen weights on the host are not priced
+        return [] if pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD else [(activations,)]
     if pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD:
         return [(optimizer,)] if optimizer else []
     choices = [optimizer, activations, optimizer | activations]

@@ -15,7 +15,14 @@ from dataclasses import replace
 from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.workload.documents import documents_of
 from meshwright.plan.workload.workload import WORKING_BYTES, Adapters, Precision, Workload
-from meshwright.spec.adapter import NF4_BLOCK, AdapterSpec, adaptable, adapter_parameters
+from meshwright.spec.adapter import (
+    NESTED_BLOCK,
+    NF4_BLOCK,
+    NF4_FORMATS,
+    AdapterSpec,
+    adaptable,
+    adapter_parameters,
+)
 from meshwright.spec.fp8 import fp8_base_groups
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.precision import Fp8Spec, PrecisionSpec
@@ -88,9 +95,10 @@ def _adapters(run: RunSpec) -> Adapters | None:
 
 def _base_bits(run: RunSpec, adapter: AdapterSpec, total: int) -> float:
     """Mean bits of a frozen weight: NF4 and fp8 are for the linears of the blocks."""
-    if adapter.base == "nf4":
+    if adapter.base in NF4_FORMATS:
         linears = sum(one.num_elements for one in adaptable(run.model)) / total
-        return linears * (4.0 + 32.0 / NF4_BLOCK) + (1.0 - linears) * 16.0
+        absmax = 32.0 if adapter.base == "nf4" else 8.0 + 32.0 / NESTED_BLOCK
+        return linears * (4.0 + absmax / NF4_BLOCK) + (1.0 - linears) * 16.0
     if adapter.base == "fp8":
         stored = sum(one.num_elements for group in fp8_base_groups(run.model) for one in group) / total
         return stored * 8.0 + (1.0 - stored) * 16.0

@@ -1,0 +1,88 @@
+"""Weights of a Hugging Face folder that are stored in fp8 or nested NF4 while they are read.
+
+Their scales depend on full matrices, of which a rank reads shards: what a rank lacks is all-reduced.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.errors import MeshwrightError
+from meshwright.models.hf_weights import HuggingFaceReader
+from meshwright.models.initialise import nested_weights, stored_weights, unpacked_slices
+from meshwright.ops.nf4 import quantise_nf4
+from meshwright.ops.nf4_nested import nest_absmax
+from meshwright.parallel.shards import ParameterShard, global_slices
+from meshwright.precision.fp8.stored import encode_stored, stored_scale
+
+
+def load_fp8(
+    reader: HuggingFaceReader, stages: Sequence[nn.Module], shards: Mapping[str, ParameterShard]
+) -> set[str]:
+    """Load the weights of these stages that are stored in fp8, and return their names.
+
+    All ranks call it. A rank reads its shards, linear by linear; the amax of linears that share a scale is
+    all-reduced (MAX) over the ranks that shard them, so any mesh has the same bytes.
+    """
+    failure: MeshwrightError | None = None
+    groups = [group for stage in stages for group in stored_weights(stage)]
+    for scale, names in groups:
+        parts = [shards[name] for name in names]
+        try:
+            values = [reader.read_slice(one.name, global_slices(one)).to(one.shard.device) for one in parts]
+        except MeshwrightError as error:  # raised at the end: the other ranks wait in the all-reduce
+            failure, values = error, [torch.zeros(one.shard.shape, device=one.shard.device) for one in parts]
+        amax = _amax(values, parts[0])
+        scale.value.copy_(stored_scale(amax))
+        for one, value in zip(parts, values, strict=True):
+            one.shard.copy_(encode_stored(value, scale.value))
+    if failure is not None:
+        raise failure
+    return {name for _, names in groups for name in names}
+
+
+def load_nested(
+    reader: HuggingFaceReader, stages: Sequence[nn.Module], shards: Mapping[str, ParameterShard]
+) -> set[str]:
+    """Load the weights of these stages that are stored in nested NF4, and return their names.
+
+    All ranks call it. A rank reads its shards; the absmax of a full matrix (1/16 byte per weight) is summed
+    over the ranks that shard it.
+    """
+    failure: MeshwrightError | None = None
+    tables = {name: one for stage in stages for name, one in nested_weights(stage).items()}
+    for name, nested in tables.items():
+        weight, absmax = shards[name], shards[f"{name}_absmax"]
+        held = global_slices(absmax)
+        full = torch.zeros(absmax.shape, device=absmax.shard.device)
+        try:
+            value = reader.read_slice(name, unpacked_slices(global_slices(weight))).to(weight.shard.device)
+            packed, bits = quantise_nf4(value)
+            weight.shard.copy_(packed)
+            full[held] = bits.view(torch.float32)
+        except MeshwrightError as error:  # raised at the end: the other ranks wait in the all-reduce
+            failure = error
+        _all_reduce(full, absmax, dist.ReduceOp.SUM)
+        codes, table = nest_absmax(full)
+        absmax.shard.copy_(codes[held])
+        nested.value.copy_(table)
+    if failure is not None:
+        raise failure
+    return set(tables)
+
+
+def _amax(values: Sequence[Tensor], shard: ParameterShard) -> Tensor:
+    """The largest magnitude of full weights, of which this rank holds shards that may be empty."""
+    maxima = [value.abs().amax().float() if value.numel() else torch.zeros(()) for value in values]
+    amax = torch.stack([one.to(shard.shard.device) for one in maxima]).amax()
+    _all_reduce(amax, shard, dist.ReduceOp.MAX)
+    return amax
+
+
+def _all_reduce(tensor: Tensor, shard: ParameterShard, op: dist.ReduceOp.RedOpType) -> None:
+    """All-reduce in place over the ranks that shard a parameter."""
+    for axis, placement in enumerate(shard.placements):
+        if not placement.is_replicate() and shard.mesh.size(axis) > 1:
+            dist.all_reduce(tensor, op=op, group=shard.mesh.get_group(axis))

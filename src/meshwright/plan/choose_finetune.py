@@ -1,0 +1,92 @@
+"""`plan --finetune auto`: which kind of fine-tuning fits, with the reason.
+
+The order is that of the numerics: all weights, adapters on weights in bf16 (LoRA), adapters on weights in 4
+bits (QLoRA). What needs host memory comes after everything that fits on the devices.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshwright.errors import SpecError, SpecErrors
+from meshwright.plan.explain.infeasible import infeasible
+from meshwright.plan.search.candidate import Candidate
+from meshwright.plan.search.choose_precision import ChosenPrecision, choose_precision
+from meshwright.plan.search.decision import choose
+from meshwright.plan.search.finetune import FineTuning
+from meshwright.plan.search.question import Question
+from meshwright.units import show_bytes
+
+ON_DEVICES: tuple[FineTuning, ...] = ("full", "lora", "qlora")
+WITH_OFFLOAD: tuple[FineTuning, ...] = ("lora", "qlora", "full")
+"""Full fine-tuning moves its states at every step, adapters only activations."""
+TITLES: dict[FineTuning, str] = {
+    "full": "full fine-tuning",
+    "lora": "lora (frozen weights unquantised)",
+    "qlora": "qlora (frozen weights in 4 bits)",
+}
+
+
+class Chosen(NamedTuple):
+    """A kind of fine-tuning and why it was chosen."""
+
+    kind: FineTuning
+    reasons: tuple[str, ...]
+
+
+def choose_finetune(ask: Callable[[FineTuning], Question]) -> Chosen:
+    """The first kind that fits without offload, else the first that fits with it.
+
+    PlanError where none does: that of the last kind, which needs least memory.
+    """
+    questions, reasons = _possible(ask)
+    for kind in (kind for kind in ON_DEVICES if kind in questions):
+        found = choose_precision(_on_devices(questions[kind]))
+        if len(found.result.fitting):
+            return Chosen(kind, (*reasons, _fits(kind, found)))
+        reasons.append(_excess(kind, found))
+    for kind in (kind for kind in WITH_OFFLOAD if kind in questions):
+        if questions[kind].may_offload:
+            found = choose_precision(questions[kind])
+            if len(found.result.fitting):
+                return Chosen(kind, (*reasons, _fits(kind, found)))
+    last = list(questions.values())[-1]
+    raise infeasible(last, choose_precision(last))
+
+
+def _possible(ask: Callable[[FineTuning], Question]) -> tuple[dict[FineTuning, Question], list[str]]:
+    """The kinds that the model's rules allow, and why the others are none; full fine-tuning always is one."""
+    questions: dict[FineTuning, Question] = {"full": ask("full")}
+    reasons: list[str] = []
+    for kind in ON_DEVICES[1:]:
+        try:
+            questions[kind] = ask(kind)
+        except SpecError as error:
+            fact = error.violations[0].fact if isinstance(error, SpecErrors) else error.fact
+            reasons.append(f"{TITLES[kind]} is not possible: {fact}")
+    return questions, reasons
+
+
+def _on_devices(question: Question) -> Question:
+    """The question with nothing in host memory, unless the user decided about offload."""
+    if not question.may_offload:
+        return question
+    pins = replace(question.pins, overrides=(*question.pins.overrides, "memory.offload=[]"))
+    return replace(question, pins=pins)
+
+
+def _fits(kind: FineTuning, found: ChosenPrecision) -> str:
+    best = choose(found, top=1, search_seconds=0.0).best
+    moved = " and ".join(best.run.memory.offload)
+    where = f", with {moved} in host memory," if moved else ""
+    speed = best.tokens_per_second / best.num_ranks
+    return f"{TITLES[kind]} fits{where} in {show_bytes(best.device_bytes)} at {speed:,.0f} tokens/s/GPU"
+
+
+def _excess(kind: FineTuning, found: ChosenPrecision) -> str:
+    """What the layout that comes closest lacks."""
+    if found.result.closest is None:
+        return f"{TITLES[kind]} has no layout that fits on the devices alone"
+    closest = Candidate(found.question, found.result.closest.layouts)
+    budget = show_bytes(found.question.memory_budget_bytes)
+    return f"{TITLES[kind]} does not fit: it needs {show_bytes(closest.device_bytes)} per device of {budget}"

@@ -1,0 +1,123 @@
+"""Reference log-probs on disk: a table with two sums for each pair, and the facts that they depend on.
+
+A run keeps those of its start in its directory. `meshwright data logprobs` stores them with the dataset.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.checkpoint.adapters import base_digest
+from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.data.sources import TokenSource
+from meshwright.data.stream import tokenizer_hash
+from meshwright.errors import CheckpointError, DataError
+from meshwright.spec import RunSpec
+
+REFERENCE_FILE, FACTS_FILE = "reference.npy", "reference.json"
+STORED_FILE, STORED_FACTS = "reference_logprobs.npy", "reference_logprobs.json"
+"""Beside the tokens of a dataset."""
+Table = NDArray[np.float64]
+Facts = Mapping[str, object]
+TITLES = {
+    "dataset": "another dataset",
+    "pairs": "another number of pairs",
+    "tokenizer": "another tokenizer",
+    "model": "another model",
+    "weights": "other weights",
+    "formats": "other number formats",
+}
+
+
+def dataset_facts(source: TokenSource, num_pairs: int) -> dict[str, object]:
+    """What a run compares when it reads its own reference again."""
+    return {"dataset": source.fingerprint, "pairs": num_pairs}
+
+
+def stored_facts(run: RunSpec, source: TokenSource, num_pairs: int) -> dict[str, object]:
+    """What stored log-probs depend on: dataset, tokenizer, model, its weights at the start, and formats."""
+    model = hashlib.sha256(run.model.model_dump_json().encode()).hexdigest()[:32]
+    base = "" if run.adapter is None else f", base {run.adapter.base}"
+    fp8 = "" if run.precision.fp8 is None else ", fp8"
+    return {
+        **dataset_facts(source, num_pairs),
+        "tokenizer": tokenizer_hash(source),
+        "model": model,
+        "weights": _weights_digest(run),
+        "formats": f"{run.precision.compute}{base}{fp8}",
+    }
+
+
+def _weights_digest(run: RunSpec) -> str:
+    """A digest of the weights at the start of a run, adapters that it starts from included."""
+    start = run.checkpoint.start_from
+    if start is None:
+        return f"random weights of seed {run.seed}"
+    digest = base_digest(locate_weights(start, where="checkpoint.start_from"))
+    adapters = None if run.adapter is None else run.adapter.start_from
+    return digest if adapters is None else f"{digest} {_adapters_digest(Path(adapters))}"
+
+
+def _adapters_digest(folder: Path) -> str:
+    peft = sorted(folder.glob("*.safetensors"))
+    if not peft or is_checkpoint(folder):
+        return base_digest(locate_weights(str(folder), where="adapter.start_from"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in peft)).hexdigest()[:32]
+
+
+def write_table(folder: Path, names: tuple[str, str], table: Table, facts: Facts) -> None:
+    """Write table and facts; each file appears when it is complete, the facts last."""
+    for name, content in ((names[0], table), (names[1], None)):
+        partial = folder / f".{name}"
+        with partial.open("wb") as file:
+            if content is None:
+                file.write((json.dumps(facts) + "\n").encode())
+            else:
+                np.save(file, content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / name)
+
+
+def read_run_table(run_dir: Path, facts: Facts) -> Table:
+    """The reference that a run keeps in its directory."""
+    path, hint = run_dir / REFERENCE_FILE, "put the file back, or start over in another directory (--dir)"
+    try:
+        found, table = json.loads((run_dir / FACTS_FILE).read_text()), np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        fact = f"the reference log-probs of this run cannot be read: {error}"
+        raise CheckpointError(fact, where=str(path), hint=hint) from error
+    if found != facts or table.shape != (facts["pairs"], 2):
+        raise CheckpointError("the reference log-probs are of another dataset", where=str(path), hint=hint)
+    return table
+
+
+def read_stored(folder: Path, facts: Facts) -> Table:
+    """The log-probs stored with a dataset; DataError where they are absent, or of something else."""
+    path = folder / STORED_FILE
+    found = stored_difference(folder, facts)
+    if found is not None:
+        hint = "compute them with `meshwright data logprobs RUN.yaml`, or set preference.reference=start"
+        raise DataError(found, where=str(path), hint=hint)
+    return np.load(path, allow_pickle=False)
+
+
+def stored_difference(folder: Path, facts: Facts) -> str | None:
+    """Why the log-probs stored with a dataset cannot be used; None where they can."""
+    path = folder / STORED_FILE
+    try:
+        found, table = json.loads((folder / STORED_FACTS).read_text()), np.load(path, mmap_mode="r")
+    except FileNotFoundError:
+        return "the dataset has no reference log-probs"
+    except (OSError, ValueError) as error:
+        return f"the reference log-probs cannot be read: {error}"
+    for name, title in TITLES.items():
+        if found.get(name) != facts[name]:
+            return f"the reference log-probs are of {title}: {found.get(name)}, and the run has {facts[name]}"
+    is_whole = table.shape == (facts["pairs"], 2)
+    return None if is_whole else f"the reference log-probs have shape {table.shape}"
