@@ -1,6 +1,7 @@
 """Faults of live runs whose supervisor restarts the ranks: what was done, how long it took, what was lost."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -31,7 +32,7 @@ class Trial:
     detect_seconds: float
     """From the fault until all ranks of the attempt have ended."""
     resume_seconds: float
-    """From the fault to the end of the first step after it."""
+    """From the fault to the end of the first step after it; NaN where the next fault came before it."""
 
 
 def gil_environment(folder: Path) -> dict[str, str]:
@@ -88,6 +89,24 @@ def disturb(launcher: subprocess.Popen[str], run_dir: Path, fault: Fault, rng: r
     )
 
 
+def kill_in_a_row(
+    launcher: subprocess.Popen[str], run_dir: Path, rng: random.Random, *, count: int
+) -> list[Trial]:
+    """Kill ranks at random moments of a start, load, step or save, without waiting for the next step."""
+    trials: list[Trial] = []
+    for _ in range(count):
+        restarts = len(events(run_dir, "restart"))
+        wait_for(lambda: len(ranks_of(launcher)) == 2, launcher)
+        time.sleep(rng.uniform(0.0, 1.2))
+        fault, disturbed_at = rng.choice([kill_one, kill_all]), time.time()
+        fault(launcher, rng)
+        wait_for(lambda before=restarts: len(events(run_dir, "restart")) > before, launcher)
+        restart = events(run_dir, "restart")[-1]
+        seconds = restart["failed_at"] - disturbed_at
+        trials.append(Trial(f"{fault.__name__} at any time", restart["lost_steps"], seconds, math.nan))
+    return trials
+
+
 def _is_training_since(run_dir: Path, at: float) -> bool:
     """Whether a step has ended since then: rank 0 began again, and wrote metrics afterwards."""
     began = [event["time"] for kind in ("start", "resume") for event in events(run_dir, kind)]
@@ -107,14 +126,14 @@ def table(trials: Iterable[Trial]) -> str:
     by_fault: dict[str, list[Trial]] = {}
     for trial in trials:
         by_fault.setdefault(trial.fault, []).append(trial)
-    lines = ["fault        trials  survived  lost steps (mean, max)  detect s (median, max)  resume s"]
+    lines = [f"{'fault':20} trials  survived  lost steps (mean, max)  detect s (median, max)  resume s"]
     for fault, found in by_fault.items():
         lost = [trial.lost_steps for trial in found]
         detect = sorted(trial.detect_seconds for trial in found)
         resume = sorted(trial.resume_seconds for trial in found)
         middle = len(found) // 2
         lines.append(
-            f"{fault:12} {len(found):6}  {len(found):8}  {sum(lost) / len(lost):9.1f} {max(lost):12}  "
+            f"{fault:20} {len(found):6}  {len(found):8}  {sum(lost) / len(lost):9.1f} {max(lost):12}  "
             f"{detect[middle]:11.1f} {detect[-1]:10.1f}  {resume[middle]:8.1f} {resume[-1]:5.1f}"
         )
     return "\n".join(lines)

@@ -57,9 +57,11 @@ class ShardFiles:
         with _damage_of(part, self._folder):
             if part.file not in self._open:
                 self._open[part.file] = safe_open(self._folder / part.file, framework="pt")
-            if not part.slices:
-                return self._open[part.file].get_tensor(part.name)
-            return self._open[part.file].get_slice(part.name)[part.slices]
+            # A view of the memory map; `get_slice` would copy the part before it is copied into its target.
+            found = self._open[part.file].get_tensor(part.name)[part.slices]
+            if found.shape != part.target.shape:
+                raise ValueError(f"its shape is {tuple(found.shape)}, not {tuple(part.target.shape)}")
+            return found
 
 
 class VerifiedShardFiles(ShardFiles):
