@@ -14,9 +14,8 @@ A block may be followed by what it prints. Its title says how the tests compare 
 import argparse
 import contextlib
 import io
-import os
 import re
-import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,27 +67,31 @@ def read_page(path: Path) -> Page:
 
 def run_on(pool: RankPool, page: Page, folder: Path) -> list[str]:
     """What each block of a page prints; `folder` is the current directory of the code."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    printed = pool.run(_run_on_rank, page.num_ranks, page, folder, port)
+    printed = pool.run(_run_on_rank, page.num_ranks, page, folder)
     return ["".join(ranks) for ranks in zip(*printed, strict=True)]
 
 
-def _run_on_rank(page: Page, folder: Path, port: int) -> list[str]:
-    """What each block prints on this rank, which torchrun seems to have started."""
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _run_on_rank(page: Page, folder: Path) -> list[str]:
+    """What each block prints on this rank."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     printed: list[str] = []
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), _group_of_the_pool():
         for block in page.blocks:
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 exec(compile(block.code, page.name, "exec"), namespace)
             printed.append(output.getvalue())
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     return printed
+
+
+@contextlib.contextmanager
+def _group_of_the_pool() -> Iterator[None]:
+    """`init_process_group` of a page does nothing: the pool has made the group of these ranks."""
+    original = dist.init_process_group
+    dist.init_process_group = lambda backend: None
+    try:
+        yield
+    finally:
+        dist.init_process_group = original
 
 
 def difference(block: Block, printed: str) -> str | None:

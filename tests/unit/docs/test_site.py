@@ -13,10 +13,14 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 ANCHOR = re.compile(r"\]\((?!https?://)(?P<page>[^)#\s]*)#(?P<anchor>[^)\s]+)\)")
 
 
+def prose(page: Path) -> str:
+    """The text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site name them."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in HEADING.findall(text)]
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in HEADING.findall(prose(page))]
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
@@ -28,6 +32,13 @@ def test_anchors_lead_somewhere():
             assert link["anchor"] in anchors(target), f"{page.name}: {link[0]}"
             checked += 1
     assert checked > 5
+
+
+def test_lists_are_lists_on_the_site_too():
+    """What belongs to an item of a list is indented by four: GitHub takes less, the site does not."""
+    wrong = re.compile(r"^ {2,3}(?:[-*]|\d+\.) |^(?:[-*]|\d+\.) [^\n]*\n\n {1,3}\S", re.MULTILINE)
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    assert [page.name for page in pages if wrong.search(prose(page))] == []
 
 
 def test_every_page_is_in_the_navigation():
@@ -60,6 +71,12 @@ def test_the_search_works_from_a_folder(first_page: Path):
         page = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
         page.on("request", lambda request: asked.append(request.url))
         page.goto(first_page.as_uri())
-        page.locator("input.md-search__input").fill("reduce-scatter")
-        page.locator(".md-search-result__item").first.wait_for(timeout=60_000)
+        results = page.locator(".md-search-result__item")
+        for _ in range(120):  # what is typed before the index is loaded finds nothing
+            page.locator("input.md-search__input").fill("")
+            page.locator("input.md-search__input").press_sequentially("reduce-scatter")  # it listens to keys
+            page.wait_for_timeout(500)
+            if results.count():
+                break
+        assert results.count()
     assert [address for address in asked if not address.startswith(("file:", "data:", "blob:"))] == []
