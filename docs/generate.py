@@ -25,10 +25,10 @@ from meshwright.modules.own_loop import prepare
 from meshwright.spec import RunSpec
 from meshwright.spec.base import Spec
 from meshwright.spec.check import RULES
+from meshwright.spec.conditions import CONDITIONS
 from meshwright.spec.modules import FitSpec, LoopSpec, SamplesSpec
 from meshwright.spec.records import HashPartSpec, RecordSourceSpec, RecordsSpec
 from meshwright.spec.rules_modules import FIT_RULES, LOOP_RULES, MODULE_RULES, SHARED_FIT_RULES, SHARED_RULES
-from meshwright.spec.rules_run import CONDITIONS
 from meshwright.spec.violations import spec_of
 
 REFERENCE = Path(__file__).parent / "reference"

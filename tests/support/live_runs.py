@@ -23,7 +23,10 @@ def start(
 ) -> subprocess.Popen[str]:
     """`python [launcher] -m meshwright <words> --dir DIR`, in a process group of its own."""
     command = [sys.executable, *launcher, "-m", "meshwright", *words, "--dir", str(run_dir)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=env)
+    # Nobody reads the pipe while the run goes: it must hold the text of hundreds of restarts.
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, pipesize=2**20, text=True, start_new_session=True, env=env
+    )
 
 
 @contextmanager

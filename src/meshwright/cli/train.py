@@ -42,7 +42,7 @@ def train(
     """
     from meshwright.launch.launched import launched_rank
     from meshwright.launch.launched_node import launched_node
-    from meshwright.spec.rules_run import has_watched_ranks
+    from meshwright.spec.conditions import has_watched_ranks
     from meshwright.spec.text import read_run
 
     loaded = read_run(run, overrides or [])

@@ -40,13 +40,15 @@ def choose_finetune(ask: Callable[[FineTuning], Question]) -> Chosen:
     PlanError where none does: that of the last kind, which needs least memory.
     """
     questions, reasons = _possible(ask)
-    for kind in (kind for kind in ON_DEVICES if kind in questions):
+    for kind in ON_DEVICES:
+        if kind not in questions:
+            continue
         found = choose_precision(_on_devices(questions[kind]))
         if len(found.result.fitting):
             return Chosen(kind, (*reasons, _fits(kind, found)))
         reasons.append(_excess(kind, found))
-    for kind in (kind for kind in WITH_OFFLOAD if kind in questions):
-        if questions[kind].may_offload:
+    for kind in WITH_OFFLOAD:
+        if kind in questions and questions[kind].may_offload:
             found = choose_precision(questions[kind])
             if len(found.result.fitting):
                 return Chosen(kind, (*reasons, _fits(kind, found)))

@@ -38,9 +38,9 @@ from meshwright.spec.adapter import (
     is_trained,
     matches,
 )
+from meshwright.spec.conditions import ADAM_KINDS, settings_have_effect
 from meshwright.spec.optim import group_of
 from meshwright.spec.parameters import parameters
-from meshwright.spec.rules_run import ADAM_KINDS, settings_have_effect
 
 WIDTH = 16
 HEAD_WIDTH = 4

@@ -11,9 +11,9 @@ from meshwright.spec import RunSpec
 from meshwright.spec.base import Spec
 from meshwright.spec.changes import changed_settings
 from meshwright.spec.check import check
+from meshwright.spec.conditions import CONDITIONS
 from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.resilience import ElasticSpec
-from meshwright.spec.rules_run import CONDITIONS
 
 
 def run_on(run: RunSpec, num_ranks: int, *, multiple_of: int = 1) -> RunSpec | None:

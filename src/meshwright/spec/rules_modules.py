@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
 from meshwright.errors import SpecError, SpecErrors
+from meshwright.spec.conditions import CONDITIONS, without_effect
 from meshwright.spec.modules import FitSpec, LoopSpec, ModuleSpec
 from meshwright.spec.resilience import ResilienceSpec
 from meshwright.spec.rules_checkpoint import (
@@ -23,13 +24,11 @@ from meshwright.spec.rules_parallel import (
     zero_needs_sharding_ranks,
 )
 from meshwright.spec.rules_run import (
-    CONDITIONS,
     decays_are_valid,
     loss_scale_moves_the_right_way,
     loss_scale_needs_fp16,
     schedule_fits_steps,
     tf32_needs_cuda,
-    without_effect,
     wsd_has_a_decay,
 )
 from meshwright.spec.run import RunSpec

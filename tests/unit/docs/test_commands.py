@@ -86,7 +86,10 @@ def accept(arguments: tuple[str, ...]) -> None:
         run = params.get("run")
         is_named = run is not None and not PLACEHOLDER.fullmatch(str(run))
         assert not is_named or run in recipe_names()
-        read_run(run if is_named else "llama-3.1-8b-8gpu", params.get("overrides") or ())
+        overrides = params.get("overrides") or ()
+        has_adapter = any(one.startswith("adapter.") for one in overrides)
+        unnamed = "llama-3.1-8b-lora-24gb" if has_adapter else "llama-3.1-8b-8gpu"
+        read_run(run if is_named else unnamed, overrides)
     if verb == "plan" and not params["calibrate"]:
         parse_pins(params["pins"] or [])
         assert PLACEHOLDER.fullmatch(params["model"]) or is_family(params["model"])

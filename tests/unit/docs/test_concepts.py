@@ -14,10 +14,10 @@ from meshwright.plan.time.timeline import StageSeconds, simulate
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape, actions, peak_in_flight
 from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import ParallelSpec, RunSpec
+from meshwright.spec.conditions import CONDITIONS
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.rules_memory import MEMORY_RULES
 from meshwright.spec.rules_parallel import PARALLEL_RULES
-from meshwright.spec.rules_run import CONDITIONS
 
 DOCS = Path(__file__).parents[3] / "docs"
 CONCEPTS = DOCS / "concepts"

@@ -8,7 +8,7 @@ from tests.support.run_files import VALID
 
 from meshwright.errors import SpecErrors
 from meshwright.spec.check import RULES, check, require_valid
-from meshwright.spec.rules_run import CONDITIONS
+from meshwright.spec.conditions import CONDITIONS
 from meshwright.spec.text import parse_run
 
 PP4 = ["parallel.pp=4"]
