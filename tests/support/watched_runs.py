@@ -66,8 +66,8 @@ def write_steps(run_dir: Path, first: int, last: int) -> None:
 def write_timeline(run_dir: Path, *, pp: int, num_microbatches: int = 6) -> dict[str, Any]:
     """The `profile/timeline.json` of a 1F1B pipeline that took a fifth longer than its schedule predicts."""
     shape = PipelineShape(pp, 1, num_microbatches)
-    stages = np.ones(pp)
-    predicted = simulate("1f1b", shape, StageSeconds(stages, stages, stages))
+    seconds = StageSeconds.uniform(pp, forward=1.0, backward_input=1.0, backward_weight=1.0)
+    predicted = simulate("1f1b", shape, seconds)
     rows = [[[*timed.action, timed.start, timed.end] for timed in rank] for rank in predicted.ranks]
     document = {
         "version": 1,
