@@ -1,17 +1,22 @@
 """Run directories for `watch`, and the verb itself as a process."""
 
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
 from meshwright.observe.rank_times import RankFigures, RankTimesWriter
+from meshwright.observe.watch.pipeline import timeline_path
+from meshwright.plan.time.timeline import StageSeconds, simulate
+from meshwright.plan.workload.schedules import PipelineShape
 from meshwright.spec.text import dump_run, load_run
 
 NUM_RANKS = 8
@@ -56,6 +61,36 @@ def write_steps(run_dir: Path, first: int, last: int) -> None:
                 eval_loss=11.0 / step if step % 20 == 0 else None,
             )
             metrics.write(line)
+
+
+def write_timeline(run_dir: Path, *, pp: int, num_microbatches: int = 6) -> dict[str, Any]:
+    """The `profile/timeline.json` of a 1F1B pipeline that took a fifth longer than its schedule predicts."""
+    shape = PipelineShape(pp, 1, num_microbatches)
+    seconds = StageSeconds.uniform(pp, forward=1.0, backward_input=1.0, backward_weight=1.0)
+    predicted = simulate("1f1b", shape, seconds)
+    rows = [[[*timed.action, timed.start, timed.end] for timed in rank] for rank in predicted.ranks]
+    document = {
+        "version": 1,
+        "schedule": "1f1b",
+        "pp": pp,
+        "virtual_stages": 1,
+        "num_microbatches": num_microbatches,
+        "measured_seconds": 1.2 * predicted.finish_seconds,
+        "predicted_seconds": predicted.finish_seconds,
+        "ranks": [
+            {
+                "rank": rank,
+                "pp_rank": rank,
+                "measured": [[*row[:3], 1.2 * row[3], 1.2 * row[4]] for row in actions],
+                "predicted": actions,
+            }
+            for rank, actions in enumerate(rows)
+        ],
+    }
+    path = timeline_path(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+    return document
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def _plain(name: str, option: Any, limit: int) -> st.SearchStrategy[Any]:
         return st.integers(0, 3)
     if name in ("name", "destination"):  # texts that are not empty
         return NAMES
-    if name.endswith("_timeout_seconds"):
+    if name.endswith(("_timeout_seconds", "_grace_seconds")):
         return st.floats(1, 1e6, allow_nan=False)
     if name in ("hang_factor", "spike_factor", "loss_spike_factor", "straggler_factor"):
         return st.floats(2, 100, allow_nan=False)

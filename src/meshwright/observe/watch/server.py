@@ -111,7 +111,7 @@ class _Pages:
         run = self._run(request)
         if run is None:
             return _json({"error": "there is no such run"}, status=404)
-        return _json({"events": run.events(), "ranks": run.heat_map()})
+        return _json({"events": run.events(), "ranks": run.heat_map(), "timeline": run.timeline()})
 
     def metrics(self, _: Request) -> Response:
         return PlainTextResponse(exposition(self._snapshots()), media_type="text/plain; version=0.0.4")

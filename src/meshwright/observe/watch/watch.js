@@ -219,6 +219,7 @@ function draw() {
     if (!shown.length) section.dataset.titles = "";
     byId("unzoom").hidden = !view.zoom;
     drawRanks();
+    drawTimeline();
     drawEvents();
   });
 }
@@ -507,6 +508,44 @@ function drawHeat(found) {
     const wait = found.data_wait_seconds[row] / found.medians[row];
     return make("li", { class: isSlow ? "slow" : "", text: `rank ${rank}: ${moment(found.medians[row])} per step, ${isSlow ? `${percent(over, 0)} above the median rank` : "as the median rank"}${wait > 0.05 ? `, ${percent(wait, 0)} of it waiting for data` : ""}` });
   }));
+}
+
+const actionColours = { F: "--run0", B: "--run1", I: "--run6", W: "--run2" };
+const timelineRow = 34, measuredHeight = 17, predictedHeight = 7;
+
+function drawTimeline() {
+  const found = view.details[view.selected]?.timeline;
+  byId("pipeline").hidden = !found;
+  if (!found) return;
+  const canvas = byId("timeline"), height = timelineRow * found.ranks.length, ratio = devicePixelRatio || 1;
+  canvas.style.height = `${height}px`;
+  const width = canvas.clientWidth;
+  canvas.width = width * ratio; canvas.height = height * ratio;
+  const context = canvas.getContext("2d"), most = Math.max(found.measured_seconds, found.predicted_seconds);
+  context.scale(ratio, ratio);
+  found.ranks.forEach((rank, row) => {
+    const top = row * timelineRow + 3, toX = (seconds) => (seconds / most) * width;
+    drawActions(context, rank.measured, toX, top, measuredHeight, 1);
+    drawActions(context, rank.predicted, toX, top + measuredHeight + 2, predictedHeight, 0.5);
+  });
+  byId("pipeline-labels").replaceChildren(...found.ranks.map((rank, row) => placed("span", "top", (100 * (row + 0.4)) / found.ranks.length, `rank ${rank.rank}`)));
+  const left = found.num_ranks - found.ranks.length;
+  byId("pipeline-note").textContent = `${found.schedule}: measured ${moment(found.measured_seconds)}; the thin row below each rank is what the schedule predicts with the measured time of every stage, ${moment(found.predicted_seconds)}.${left ? ` ${left} more ranks are not drawn.` : ""}`;
+}
+
+function drawActions(context, actions, toX, top, height, opacity) {
+  const style = getComputedStyle(document.documentElement);
+  for (const [kind, , microbatch, start, end] of actions) {
+    const x = toX(start), wide = Math.max(1, toX(end) - x - 1);
+    context.globalAlpha = opacity;
+    context.fillStyle = style.getPropertyValue(actionColours[kind] ?? "--soft").trim();
+    context.fillRect(x, top, wide, height);
+    if (height < 12 || wide < 14) continue;
+    context.fillStyle = style.getPropertyValue("--card").trim();
+    context.font = "10px system-ui, sans-serif";
+    context.textAlign = "center";
+    context.fillText(microbatch, x + wide / 2, top + height - 5);
+  }
 }
 
 function rgb(text) {

@@ -18,6 +18,7 @@ from meshwright.observe.summary import read_summary
 from meshwright.observe.watch.columns import down_sample
 from meshwright.observe.watch.liveness import Liveness, heartbeats_of, liveness
 from meshwright.observe.watch.metrics_tail import MetricsTail
+from meshwright.observe.watch.pipeline import read_timeline, timeline_path
 from meshwright.observe.watch.predicted import Predicted, predicted
 
 _MAX_EVENTS = 200
@@ -40,11 +41,13 @@ class WatchedRun:
         self._ranks: RankHistory = read_rank_times(run_dir / "nothing")
         self._liveness = Liveness("waiting", "")
         self._predicted: Predicted | None = None
+        self._timeline: dict[str, Any] | None = None
         self._files = {
             run_dir / RUN_NAME: self._read_run,
             run_dir / "summary.json": self._read_summary,
             events_path(run_dir, 0): self._read_events,
             run_dir / "ranks.jsonl": self._read_ranks,
+            timeline_path(run_dir): self._read_timeline,
         }
         self._seen: dict[Path, tuple[int, int, int]] = {}
         self.version = 0
@@ -85,6 +88,9 @@ class WatchedRun:
 
     def _read_ranks(self) -> None:
         self._ranks = read_rank_times(self.run_dir)
+
+    def _read_timeline(self) -> None:
+        self._timeline = read_timeline(self.run_dir)
 
     def _read_events(self) -> None:
         found = read_events(events_path(self.run_dir, 0))
@@ -156,6 +162,11 @@ class WatchedRun:
         with self._lock:
             shown = [event for event in self._events if event["kind"] != "time"]
             return [event_line(event) for event in shown[-_MAX_EVENTS:]][::-1]
+
+    def timeline(self) -> dict[str, Any] | None:
+        """The pipeline of the last profiled step, measured and predicted; None where there is none."""
+        with self._lock:
+            return self._timeline
 
     def heat_map(self) -> dict[str, Any]:
         """Own step time of each rank over time, the slowest rank first, and its newest memory."""

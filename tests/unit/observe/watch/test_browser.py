@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.watched_runs import watching, write_run, write_steps
+from tests.support.watched_runs import watching, write_run, write_steps, write_timeline
 
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatFile, heartbeat_path
 
@@ -111,6 +111,21 @@ def test_curves_move_and_a_killed_run_is_shown(open_page: Any, tmp_path: Path):
         process.kill()
         process.wait()
         heartbeats.close()
+
+
+def test_the_pipeline_of_a_profile_is_drawn(open_page: Any, tmp_path: Path):
+    write_timeline(write_run(tmp_path / "base"), pp=4)
+    with watching(str(tmp_path / "base")) as address:
+        page = open_page(address)
+        page.wait_for_selector("#timeline")
+        assert "1f1b: measured 32.4 s" in text(page, "#pipeline-note") and "27 s." in text(
+            page, "#pipeline-note"
+        )
+        assert text(page, "#pipeline-labels span").split(" rank ")[-1] == "3"
+        # The first forward of rank 0 and, below it, its thin prediction.
+        context = "document.getElementById('timeline').getContext('2d')"
+        for row in (8, 25):
+            wait_until(page, f"{context}.getImageData(5, {row} * devicePixelRatio, 1, 1).data[3] > 0")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
