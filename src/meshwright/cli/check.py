@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.complete import complete_cluster, complete_run, complete_setting
+from meshwright.cli.completion_values import complete_cluster, complete_run, complete_setting
 
 Run = Annotated[
     str,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.complete import complete_model
+from meshwright.cli.completion_values import complete_model
 
 Model = Annotated[
     str,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli.check import AsJson, On, Overrides
-from meshwright.cli.complete import complete_run
+from meshwright.cli.completion_values import complete_run
 
 
 def predict(

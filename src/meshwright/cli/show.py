@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli.check import AsJson, Overrides, Run
-from meshwright.cli.complete import complete_cluster, complete_run
+from meshwright.cli.completion_values import complete_cluster, complete_run
 from meshwright.cli.main import new_app
 
 app = new_app(help="Draw a pipeline timeline, a rank map or memory.")

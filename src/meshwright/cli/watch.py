@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.complete import complete_cluster
+from meshwright.cli.completion_values import complete_cluster
 
 PACKAGES = ("starlette", "uvicorn")
 DEFAULT_PORT = 8765

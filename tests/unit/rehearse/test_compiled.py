@@ -24,10 +24,11 @@ from meshwright.rehearse.rank_report import TRACED_UNCOMPILED, RankReport, rehea
 from meshwright.spec import MemorySpec, PrecisionSpec, RunSpec
 
 # Measured on an H200: without recompute, with full recompute, and a model with biases and LayerNorm.
+# The last number: rows x vocabulary x 2 bytes of a second chunk of logits at the peak, which is freed today.
 MEASURED = {
-    "1b": ("llama-3.2-1b", 4, "none"),
-    "1b_full": ("llama-3.2-1b", 4, "full"),
-    "124m": ("gpt2-124m", 32, "none"),
+    "1b": ("llama-3.2-1b", 4, "none", 4096 * 128256 * 2),
+    "1b_full": ("llama-3.2-1b", 4, "full", 0),
+    "124m": ("gpt2-124m", 32, "none", 8192 * 50304 * 2),
 }
 
 
@@ -85,7 +86,7 @@ def test_compiled_runs_have_the_peak_that_an_h200_measured(name, monkeypatch):
     # They were measured before projections were fused.
     monkeypatch.setattr(apply, "fuse_projections", lambda *_: None)
     monkeypatch.setattr(apply, "pack_fused_weights", lambda *_: None)
-    family, sequences, recompute = MEASURED[name]
+    family, sequences, recompute, freed_bytes = MEASURED[name]
     rows = json.loads((Path(RESULTS) / "runtime_h200_2026-11-15.json").read_text())
     (row,) = (
         row
@@ -98,7 +99,7 @@ def test_compiled_runs_have_the_peak_that_an_h200_measured(name, monkeypatch):
     report = rehearse_rank(run, 0)
     assert report.form == "compiled"
     # 0.02% is the largest difference of the five compiled rows; the workspaces' 64 MiB are rounded.
-    assert report.allocated_bytes == pytest.approx(row["allocated_bytes"], rel=1e-3)
+    assert report.allocated_bytes == pytest.approx(row["allocated_bytes"] - freed_bytes, rel=1e-3)
 
 
 def compiled_run(parallel: dict, **how):

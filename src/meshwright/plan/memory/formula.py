@@ -59,7 +59,7 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: RankP
     per_layer = column((1.0 - share) * dense + share * routed)
     kept = stack.kept_parts(work, at, moe=share > 0.5)
     whole = sum(kept.values())
-    recomputed = np.asarray(whole) + _gradient_bytes(work, at, stack, kept["inner"])
+    recomputed = np.asarray(whole) + _gradient_bytes(work, at, stack, kept)
     working = np.where((at.recompute & FULL) > 0, recomputed, 0.25 * np.asarray(whole))
     flight = in_flight(at)
     items = {
@@ -73,14 +73,14 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: RankP
     return {**items, **fp8_weight_items(work, at, rank)}
 
 
-def _gradient_bytes(work: Workload, at: Layouts, stack: Framework, inner: Floats) -> Floats:
+def _gradient_bytes(work: Workload, at: Layouts, stack: Framework, kept: Items) -> Floats:
     """Gradients of the MLP's inner matmuls and of the residual stream, beside the recomputed layer.
 
     Counted with adapters: in long sequences on one card they decide what fits, as the trace shows.
     """
     if work.adapters is None or not stack.is_traced:
         return np.zeros(len(at))
-    return inner + block_input_bytes(work, at)
+    return kept["inner"] + block_input_bytes(work, at)
 
 
 def fp8_weight_items(work: Workload, at: Layouts, rank: RankParameters) -> Items:
