@@ -28,15 +28,6 @@ ROOT = Path(__file__).parents[2]
 # Trials share a folder of temporary files: pytest itself may leave an iterator over it unclosed.
 OPTIONS = ["-q", "-rA", "--tb=line", "--show-capture=no"]
 OPTIONS += ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]
-    "-q",
-    "-rA",
-    "--tb=line",
-    "--show-capture=no",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:unraisableexception",
-]
 
 
 class TrialServer:
