@@ -68,6 +68,9 @@ def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
     return st.one_of(*absent, *plain)
 
 
+NOT_EMPTY = ("name", "destination", "project", "entity", "experiment", "tracking_uri", "node_directory")
+
+
 def _options(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
@@ -78,7 +81,7 @@ def _plain(name: str, option: Any, limit: int) -> st.SearchStrategy[Any]:
     base = get_args(option)[0] if get_args(option) else option
     if name == "zero":
         return st.integers(0, 3)
-    if name in ("name", "destination"):  # texts that are not empty
+    if name in NOT_EMPTY:
         return NAMES
     if name.endswith(("_timeout_seconds", "_grace_seconds")):
         return st.floats(1, 1e6, allow_nan=False)
