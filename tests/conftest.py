@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import multiprocessing
 
 import pytest
@@ -14,6 +15,18 @@ from meshwright.rehearse.rank_pool import RankPool
 # A slow machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live to the end, so garbage collections need not walk them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free what it froze: some bindings report what is left at exit as leaks."""
+    gc.unfreeze()
+
 
 PRELOAD = ["pytest", "tests.support.equivalence", "tests.support.run_directories"]
 

@@ -85,6 +85,8 @@ def _plain(name: str, option: Any, limit: int) -> st.SearchStrategy[Any]:
         return NAMES
     if name.endswith(("_timeout_seconds", "_grace_seconds")):
         return st.floats(1, 1e6, allow_nan=False)
+    if name == "num_layers":  # rules list the parameters of every layer
+        return st.integers(1, 60)
     if name in ("hang_factor", "spike_factor", "loss_spike_factor", "straggler_factor"):
         return st.floats(2, 100, allow_nan=False)
     return {
