@@ -19,7 +19,7 @@ test: $(STAMP)
 		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile soak
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

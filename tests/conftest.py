@@ -12,15 +12,22 @@ from hypothesis import settings
 
 from meshwright.rehearse.rank_pool import RankPool
 
-# A slow machine is no failure.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# A slow machine is no failure. `make soak` chooses its profile on the command line.
+settings.register_profile("ci", deadline=None)
+settings.register_profile("soak", deadline=None, max_examples=1000)
+settings.load_profile("ci")
 
 
 def pytest_collection_finish() -> None:
     """Modules and collected tests live to the end, so garbage collections need not walk them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Freeze them again: a run that trains in this process unfreezes everything at its end."""
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -4,6 +4,7 @@ import pytest
 from tests.support.equivalence import prove, prove_with_optimizers
 from tests.support.oracle import reference
 from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.soak import soak
 
 from meshwright.spec import ParallelSpec
 
@@ -17,11 +18,6 @@ ONE_OF_EACH = {
     "zero_0": ParallelSpec(dp_replicate=2),
     **{f"zero_{stage}": ParallelSpec(dp_shard=2, zero=stage) for stage in (1, 2, 3)},
 }
-
-
-def soak(*values):
-    """What only `make soak` tries: the same with other numbers."""
-    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 # Two replicas and two shards are axes of test_layouts.py.
@@ -64,7 +60,7 @@ def test_the_last_batch_is_divided_by_its_own_tokens(ranks, stage):
 @pytest.mark.parametrize("stage", ONE_OF_EACH)
 @pytest.mark.parametrize("frozen", (("embedding",), soak(("attention", "head")), ("norm", "blocks.0")))
 def test_frozen_parameters_stay(ranks, stage, frozen):
-    run = tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim="adamw")
+    run = tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim="adamw", microbatch_sequences=2)
     results = prove(ranks, run, frozen=frozen)
     start = reference(run, num_steps=0).weights
     for name, weight in results[0].weights.items():
@@ -88,7 +84,7 @@ def test_clipping_comes_after_normalising(ranks, stage):
     natural = reference(tiny_run("gqa", optim=OPTIMIZERS["sgd"].with_(max_grad_norm=None)))
     limit = 2 * max(natural.grad_norms)
     optim = OPTIMIZERS["sgd"].with_(max_grad_norm=limit)
-    results = prove(ranks, tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim=optim))
+    results = prove(ranks, tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim=optim, microbatch_sequences=2))
     num_targets = 8 * 16 / 2  # at least half of the positions of a batch count
     assert max(results[0].grad_norms) < limit < num_targets * min(results[0].grad_norms)
 
@@ -96,7 +92,7 @@ def test_clipping_comes_after_normalising(ranks, stage):
 @pytest.mark.parametrize("stage", ONE_OF_EACH)
 def test_averages_of_weights(ranks, stage):
     optim = OPTIMIZERS["adamw"].with_(ema_decay=0.7)
-    results = prove(ranks, tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim=optim))
+    results = prove(ranks, tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim=optim, microbatch_sequences=2))
     assert set(results[0].ema) == set(results[0].weights)
 
 
@@ -109,7 +105,7 @@ def test_decay_falls_on_the_parameters_named(ranks, decay, kind):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_is_the_oracle(ranks, model):
-    prove_with_optimizers(ranks, tiny_run(model))
+    prove_with_optimizers(ranks, tiny_run(model, microbatch_sequences=2))
 
 
 def test_joined_documents(ranks):

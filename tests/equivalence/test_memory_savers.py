@@ -147,7 +147,12 @@ def test_an_offloaded_state_is_saved_and_restored(ranks, tmp_path, kind, before,
     ids=("tied", "gpt_pp", "mla_zero_3", "gqa_cp"),
 )
 def test_regathered_inputs_equal_kept_ones(ranks, model, parallel):
-    run = tiny_run(model, parallel=parallel, optim="sgd", memory=MemorySpec(regather_tp_inputs=True))
+    run = tiny_run(
+        model,
+        parallel=parallel,
+        memory=MemorySpec(regather_tp_inputs=True),
+        microbatch_sequences=few_microbatches(parallel),
+    )
     results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
@@ -212,7 +217,8 @@ WIDE_EACH = {
 
 @pytest.mark.parametrize("layout", REDUCE)
 def test_reducing_last_equals_one_device(ranks, layout):
-    run = tiny_run("tied", parallel=REDUCE[layout])
+    parallel = REDUCE[layout]
+    run = tiny_run("tied", parallel=parallel, microbatch_sequences=few_microbatches(parallel))
     results = run_case(ranks, run, records_traffic=True)
     assert_same_training(results, reference(run))
     assert_traffic(results, run)
