@@ -5,6 +5,7 @@ forked from. This program imports it once, and never meshwright, which each fork
 source. It reads one request per line and answers each with one line, both JSON.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -59,6 +60,7 @@ class TrialServer:
 def serve() -> None:
     """Answer requests until the input ends."""
     torch.set_num_threads(1)
+    gc.freeze()  # forks do not walk what is imported here
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as output:
             _fork_trial(json.loads(line), output.fileno())

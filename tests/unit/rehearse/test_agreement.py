@@ -10,7 +10,7 @@ from meshwright.plan.memory.margins import memory_margin
 from meshwright.plan.workload.formats import runtime_of, workload_of
 
 SEED = 20261116
-COUNT = 10
+COUNT = 24
 MEAN_ERROR = 0.015
 STATE = ("weights", "master", "optimizer")
 """Items that a trace has to the byte, whatever the phase."""
