@@ -69,7 +69,7 @@ class Fp8Comparison:
         """Compute both gradients, compare them, and let layers fall back. Host sync."""
         layers = self._layers()
         microbatches = batch.microbatches[:1] if self._mesh.parallel.pp == 1 else batch.microbatches
-        with _unchanged_buffers(self._stages):
+        with unchanged_buffers(self._stages):
             loss_fp8, fp8 = self._gradients(microbatches, seed)
             with in_bf16(self._stages):
                 loss_bf16, bf16 = self._gradients(microbatches, seed)
@@ -129,7 +129,7 @@ def _ratio(_: float, square_a: float, square_b: float) -> float:
 
 
 @contextmanager
-def _unchanged_buffers(stages: Sequence[nn.Module]) -> Iterator[None]:
+def unchanged_buffers(stages: Sequence[nn.Module]) -> Iterator[None]:
     """Restores afterwards what a forward writes into buffers: expert loads, amax of fp8 inputs.
 
     Weights that are kept in fp8 are left out: they are large, and a forward does not write to them.
