@@ -72,6 +72,12 @@ class Histogram:
     amax: float
     """The largest finite magnitude."""
 
+    @classmethod
+    def of_row(cls, row: Counts, amax: float) -> Self:
+        """From the counts of all bins followed by zeros, not_finite, above_e4m3 and above_e5m2."""
+        zeros, not_finite, above_e4m3, above_e5m2 = (int(value) for value in row[NUM_BINS:])
+        return cls(row[:NUM_BINS], zeros, not_finite, above_e4m3, above_e5m2, amax)
+
     @property
     def num_elements(self) -> int:
         """All elements."""
@@ -242,10 +248,10 @@ def _parsed(row: dict[str, Any]) -> tuple[Place, Histogram]:
     first, found = row["first_exponent"] - LOWEST_EXPONENT, np.array(row["counts"], np.int64)
     if kind not in KINDS or type(layer) not in (int, type(None)) or not 0 <= first <= NUM_BINS - len(found):
         raise ValueError(f"{kind} of layer {layer}")
-    counts = np.zeros(NUM_BINS, np.int64)
+    counts = np.zeros(NUM_BINS + 4, np.int64)
     counts[first : first + len(found)] = found
-    numbers = (int(row[key]) for key in ("zeros", "not_finite", "above_e4m3", "above_e5m2"))
-    return Place(kind, layer, name), Histogram(counts, *numbers, float(row["amax"]))
+    counts[NUM_BINS:] = [row[key] for key in ("zeros", "not_finite", "above_e4m3", "above_e5m2")]
+    return Place(kind, layer, name), Histogram.of_row(counts, float(row["amax"]))
 
 
 def names_of(histograms: Iterable[Place], kind: str) -> list[str]:

@@ -30,8 +30,8 @@ from meshwright.observe.histograms import LOWEST_EXPONENT, NUM_BINS, Histogram, 
 from meshwright.ops.magnitudes import count_magnitudes
 from meshwright.spec import RunSpec
 from meshwright.spec.placement import tp_dim
-from meshwright.train.fp8_comparison import unchanged_buffers
 from meshwright.train.step import StepBatch, Training
+from meshwright.train.unchanged_buffers import unchanged_buffers
 
 _COLUMN_WISE, _ROW_WISE = 0, 1
 
@@ -92,10 +92,7 @@ class _Counts:
         dist.all_reduce(table)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         rows = zip(places, table.round().long().cpu().numpy(), most.tolist(), strict=True)
-        return {
-            place: Histogram(row[:NUM_BINS], *(int(value) for value in row[NUM_BINS:]), amax)
-            for place, row, amax in rows
-        }
+        return {place: Histogram.of_row(row, amax) for place, row, amax in rows}
 
 
 def _all_places(mine: Sequence[Place] | dict[Place, Any]) -> list[Place]:

@@ -30,8 +30,7 @@ PLACE = Place("activation", 3, "mlp.down")
 
 def counted(values: torch.Tensor, **options: float) -> Histogram:
     counts, amax = count_magnitudes(values, lowest=LOWEST_EXPONENT, num_bins=NUM_BINS, **options)
-    row = counts.numpy()
-    return Histogram(row[:NUM_BINS], *(int(value) for value in row[NUM_BINS:]), float(amax))
+    return Histogram.of_row(counts.numpy(), float(amax))
 
 
 VALUES = torch.tensor(
