@@ -13,6 +13,7 @@ from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
 from meshwright.spec.observe import (
     EarlyStoppingSpec,
     EvaluateSpec,
+    HistogramsSpec,
     MlflowSpec,
     NoiseScaleSpec,
     ObserveSpec,
@@ -38,7 +39,15 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
-from meshwright.spec.resilience import BadStepAction, BadStepSpec, ElasticSpec, ResilienceSpec, RestartSpec
+from meshwright.spec.resilience import (
+    BadStepAction,
+    BadStepSpec,
+    ElasticSpec,
+    ReplayAction,
+    ReplaySpec,
+    ResilienceSpec,
+    RestartSpec,
+)
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -213,6 +222,12 @@ class NoiseScaleSettings(TypedDict, total=False):
     every_steps: int
 
 
+class HistogramsSettings(TypedDict, total=False):
+    """Fields of `HistogramsSpec`."""
+
+    every_steps: int
+
+
 class WandbSettings(TypedDict, total=False):
     """Fields of `WandbSpec`."""
 
@@ -236,6 +251,7 @@ class ObserveSettings(TypedDict, total=False):
     mlflow: MlflowSpec | MlflowSettings | None
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+    histograms: HistogramsSpec | HistogramsSettings | None
 
 
 class RestartSettings(TypedDict, total=False):
@@ -267,6 +283,13 @@ class BadStepSettings(TypedDict, total=False):
     max_in_a_row: int
 
 
+class ReplaySettings(TypedDict, total=False):
+    """Fields of `ReplaySpec`."""
+
+    every_steps: int
+    on_difference: ReplayAction
+
+
 class ResilienceSettings(TypedDict, total=False):
     """Fields of `ResilienceSpec`."""
 
@@ -276,6 +299,7 @@ class ResilienceSettings(TypedDict, total=False):
     save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
+    replay: ReplaySpec | ReplaySettings | None
     straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None
@@ -443,12 +467,15 @@ class FitSettings(ModuleSettings, total=False):
     patience: int
     min_delta: float
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+    histograms: HistogramsSpec | HistogramsSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float
     evaluate_timeout_seconds: float | None
     save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
+    replay: ReplaySpec | ReplaySettings | None
+    on_difference: ReplayAction
     straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None

@@ -471,6 +471,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["device=cuda", "cuda_graphs=true", "parallel.dp_shard=2", "parallel.zero=2"],
             ["device=cpu", "cuda_graphs=true"],
             ["device=cuda", "cuda_graphs=true", "model.dropout=0.1"],
+            ["device=cuda", "cuda_graphs=true", "observe.histograms.every_steps=5"],
         ],
     ),
     "noise_scale_compares_parts": (
@@ -526,6 +527,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
                 *("parallel.dp_replicate=4", "resilience.elastic.min_ranks=2"),
                 "resilience.restart.max_restarts=0",
             ],
+        ],
+    ),
+    "replay_is_deterministic": (
+        "dense",
+        ["resilience.replay.every_steps=2", "deterministic=true"],
+        [
+            ["resilience.replay.every_steps=2"],
+            ["resilience.replay={}", "deterministic=true", "cuda_graphs=true"],
         ],
     ),
     "settings_have_effect": (
