@@ -89,10 +89,11 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
             fact = f"resilience.{name} is set, and only `meshwright train` restarts ranks"
             hint = "remove it; torchrun --max-restarts restarts a script, which resumes by itself"
             yield SpecError(fact, where=f"resilience.{name}", hint=hint)
-    if spec.checkpoint.start_from is not None:
-        fact = "checkpoint.start_from reads weights of built-in families only"
-        hint = "load the weights into the module before you pass it"
-        yield SpecError(fact, where="checkpoint.start_from", hint=hint)
+    for name in ("start_from", "new_tokens"):
+        if getattr(spec.checkpoint, name):
+            fact = f"checkpoint.{name} reads weights of built-in families only"
+            hint = "load the weights into the module before you pass it"
+            yield SpecError(fact, where=f"checkpoint.{name}", hint=hint)
 
 
 def parameters_are_not_offloaded(spec: ModuleSpec) -> Violations:
