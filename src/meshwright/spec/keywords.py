@@ -162,6 +162,7 @@ class ModuleSettings(TypedDict, total=False):
     keep_copies: int | None
     delete_local: bool
     start_from: str | None
+    new_tokens: int
     lr: float
     beta1: float
     beta2: float

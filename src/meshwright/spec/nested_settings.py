@@ -136,6 +136,7 @@ class CheckpointSettings(TypedDict, total=False):
     local: LocalSpec | LocalSettings | None
     upload: UploadSpec | UploadSettings | None
     start_from: str | None
+    new_tokens: int
 
 
 class GroupSettings(TypedDict, total=False):
