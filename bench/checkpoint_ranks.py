@@ -2,13 +2,13 @@
 
     python -m bench.checkpoint_ranks --work DIR --megabytes 64 --rounds 7
 
-Every rank has the same number of bytes, and all ranks share one machine. The stall has two parts: the copy to
-host memory, which competes for the memory of the machine, and the rest, which grows only where ranks wait for
-each other. Both are printed, the median over the rounds of the slowest rank.
+All files are written into new folders inside DIR, which are deleted at the end; nothing else in DIR is
+touched. Every rank has the same number of bytes, and all ranks share one machine. The stall has two parts:
+the copy to host memory, which competes for the memory of the machine, and the rest, which grows only where
+ranks wait for each other. Both are printed, the median over the rounds of the slowest rank.
 """
 
 import argparse
-import shutil
 import statistics
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from bench.checkpoint import state_of
+from bench.checkpoint import new_folder_in, state_of
 
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.snapshot import HostSnapshot
@@ -69,11 +69,9 @@ def main() -> None:
     options = parser.parse_args()
     print("| ranks | bare copy s | stall s | rest s |\n|---|---|---|---|", flush=True)
     for num_ranks in _NUM_RANKS:
-        shutil.rmtree(options.work, ignore_errors=True)
-        options.work.mkdir(parents=True)
-        settings = (num_ranks, str(options.work), options.megabytes * 10**6, options.rounds)
-        processes.spawn(measure, settings, nprocs=num_ranks)
-    shutil.rmtree(options.work)
+        with new_folder_in(options.work) as work:
+            settings = (num_ranks, str(work), options.megabytes * 10**6, options.rounds)
+            processes.spawn(measure, settings, nprocs=num_ranks)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python -m bench.data --work DIR --out bench/results/data_<machine>_<date>.md
     python -m bench.data --work DIR --only bytes,tokens   (bytes images tokens start packing text readers)
 
-The work folder keeps the generated data (about 1 GB) for the next run. Rates in one process are per CPU
-second, because wall time means little on a machine with other work; those with workers are per second of
-wall time. Contenders of a part take turns; the best of all rounds counts for each. A peer that is not
-installed, or does not import, is named.
+The generated data (about 1 GB) is kept in DIR/meshwright-bench-data for the next run; nothing else in DIR is
+touched. Rates in one process are per CPU second, because wall time means little on a machine with other
+work; those with workers are per second of wall time. Contenders of a part take turns; the best of all rounds
+counts for each. A peer that is not installed, or does not import, is named.
 """
 
 import argparse
@@ -40,6 +40,8 @@ from meshwright.data.tokenize import open_tokenizer
 from meshwright.spec import DataSpec
 
 SEQUENCE, BATCH = 2048, 8
+OWN_FOLDER = "meshwright-bench-data"
+"""Where everything is written, inside of the folder that the user names."""
 PEERS = (
     "webdataset",
     "litdata",
@@ -75,7 +77,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sections: list[str] = []
     for name in arguments.only.split(","):
-        sections.append(PARTS[name](arguments.work, arguments.rounds))
+        sections.append(PARTS[name](arguments.work / OWN_FOLDER, arguments.rounds))
         print(sections[-1], flush=True)
         if arguments.out:
             arguments.out.write_text(_page(sections))

@@ -60,6 +60,7 @@ CONTENDERS = {
         "ours, LoRA, fp8 matmuls",
         precision={"fp8": {"recipe": "current", "bf16_layers_each_end": 0, "cast_weights": "per_step"}},
     ),
+    "lora-fp8-base": Contender("ours, LoRA, base stored in fp8", base="fp8"),
     "qlora": Contender("ours, QLoRA, NF4 base", base="nf4"),
     "qlora-2k": Contender("ours, QLoRA, NF4 base, full recompute", base="nf4", recompute="full", length=2048),
     "lora-2k": Contender("ours, LoRA, bf16 base, full recompute", recompute="full", length=2048),

@@ -1,10 +1,11 @@
-"""From chats in a file to a fine-tuned Hugging Face folder, and on to preferences (DPO).
+"""From chats in a file to an adapter (LoRA) and a merged Hugging Face folder, and on to preferences (DPO).
 
     python examples/finetune_chats.py
 
 In place of a download it makes a small Llama with random weights, and a tokenizer with a chat template. Then
-it runs the commands that a user would type: pack the chats, look at what is trained, train, convert to a
-Hugging Face folder, pack pairs of answers, train on them from that folder.
+it runs the commands that a user would type: pack the chats, look at what is trained, train adapters, ask the
+model with and without them, write them as a peft folder, merge them into a Hugging Face folder, pack pairs of
+answers, train on them from that folder.
 """
 
 import json
@@ -89,12 +90,17 @@ def main(home: Path) -> None:
     packed = ("--chat", "auto", "--tokenizer", str(model), "--seq", "256")
     meshwright("data", "pack", str(home / "chats.jsonl"), "-o", str(chats), *packed)
     meshwright("data", "inspect", str(chats), "--samples", "1")
-    run = RUN.format(name="chats", folder=model, data=chats, rate="5e-3", steps=12)
-    (home / "chats.yaml").write_text(run)
-    meshwright("train", str(home / "chats.yaml"), "--dir", str(home / "run-chats"))
-    meshwright("convert", str(home / "run-chats"), str(home / "tuned"))
+    run = RUN.format(name="chats", folder=model, data=chats, rate="1e-2", steps=24)
+    (home / "chats.yaml").write_text(run + "adapter: {rank: 16, alpha: 32}\n")
+    tuned = str(home / "run-chats")
+    meshwright("train", str(home / "chats.yaml"), "--dir", tuned)
+    question = ("--chat", "--prompt", "2 + 3?", "--tokens", "12", "--temperature", "0")
+    meshwright("sample", tuned, *question)
+    meshwright("sample", tuned, *question, "--no-adapter")
+    meshwright("convert", tuned, str(home / "adapter"), "--to", "peft")
+    meshwright("convert", tuned, str(home / "merged"))
     meshwright("data", "pack", str(home / "pairs.jsonl"), "-o", str(pairs), *packed)
-    run = RUN.format(name="pairs", folder=home / "tuned", data=pairs, rate="1e-3", steps=8)
+    run = RUN.format(name="pairs", folder=home / "merged", data=pairs, rate="1e-3", steps=8)
     (home / "pairs.yaml").write_text(run + "preference: {beta: 0.1}\n")
     meshwright("train", str(home / "pairs.yaml"), "--dir", str(home / "run-pairs"))
 

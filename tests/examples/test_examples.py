@@ -79,7 +79,7 @@ def test_added_lines(name, most):
 
 
 def test_chats_and_pairs(tmp_path):
-    """From a file of chats to a fine-tuned folder, and on to preferences; each of it learns."""
+    """From a file of chats to an adapter and a merged folder, and on to preferences; each of it learns."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / "finetune_chats.py", tmp_path],
         capture_output=True,
@@ -90,7 +90,9 @@ def test_chats_and_pairs(tmp_path):
     assert "<|im_start|>assistant\n  | ⟦It is 0.<|im_end|>⟧" in done.stdout
     losses = [row["loss"] for row in read_metrics(tmp_path / "run-chats")]
     assert losses[-1] < losses[0] - 1
-    assert (tmp_path / "tuned" / "chat_template.jinja").is_file()
+    assert "the base of" in done.stderr and "of the adapted weights differ from the base" in done.stderr
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "merged" / "chat_template.jinja").is_file()
     pairs = read_metrics(tmp_path / "run-pairs")
     assert pairs[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # the reference is the model itself: log 2
     assert pairs[0]["reward_margin"] == pytest.approx(0, abs=1e-3)

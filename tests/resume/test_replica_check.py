@@ -9,9 +9,9 @@ from tests.support.run_directories import train_here
 from tests.support.runs import tiny_run
 
 from meshwright.errors import LostRank
+from meshwright.ops.bit_hash import hash_of
 from meshwright.spec import ParallelSpec, RunSpec
 from meshwright.train import loop
-from meshwright.train.replica_check import weights_hash
 
 
 def run_of(parallel: ParallelSpec) -> RunSpec:
@@ -56,9 +56,9 @@ def test_shards_of_zero_are_compared_with_their_replicas_only(ranks, tmp_path):
 
 def test_every_bit_changes_the_hash():
     weights = [torch.randn(3, 5), torch.randn(4).to(torch.bfloat16)]
-    before = weights_hash(weights)
+    before = hash_of(weights)
     for bit in range(16):
         weights[1].view(torch.int16)[2] ^= 1 << bit if bit < 15 else -(2**15)
-        assert not torch.equal(weights_hash(weights), before)
+        assert not torch.equal(hash_of(weights), before)
         weights[1].view(torch.int16)[2] ^= 1 << bit if bit < 15 else -(2**15)
-    assert torch.equal(weights_hash(weights), before)
+    assert torch.equal(hash_of(weights), before)

@@ -8,10 +8,7 @@ Format version 2 has {"bytes": ..., "sha256": "..."}, one digest of the file. Bo
 truncated files. Neither is a signature: who may change a file of a checkpoint may change its manifest too.
 """
 
-import hashlib
-import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,6 @@ import xxhash
 from meshwright.errors import CheckpointError
 
 CHUNK_BYTES = 16 << 20
-_READ_BYTES = 4 << 20
-"""Bytes of one read: they are hashed while they are in the processor's cache."""
-_NUM_THREADS = 2
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -71,64 +65,7 @@ def require_size(path: Path, entry: Mapping[str, Any]) -> None:
         raise differs(path)
 
 
-def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
-    """Whether a file is the one of the manifest; reads all of it."""
-    try:
-        require_size(path, entry)
-        with VerifiedFile(path, entry) as file, ThreadPoolExecutor(_NUM_THREADS, "verify") as threads:
-            list(threads.map(file.verify, file.chunks(0, entry["bytes"])))
-    except (CheckpointError, OSError):
-        return False
-    return True
-
-
 def differs(path: Path) -> DamagedCheckpoint:
     """The error of a file that is not what the manifest says."""
     hint = "use an older checkpoint: this one is damaged"
     return DamagedCheckpoint(f"{path.name} differs from the manifest", where=str(path.parent), hint=hint)
-
-
-class VerifiedFile:
-    """A file of a checkpoint, whose chunks are compared with the manifest one by one. Use as a context."""
-
-    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
-        self.path, self._entry = path, entry
-        self._chunk_bytes = entry.get("chunk_bytes", max(1, entry["bytes"]))
-        self._descriptor = os.open(path, os.O_RDONLY)
-
-    def __enter__(self) -> "VerifiedFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
-
-    def chunks(self, begin: int, end: int) -> range:
-        """Numbers of the chunks with these bytes."""
-        return range(begin // self._chunk_bytes, -(-end // self._chunk_bytes))
-
-    def verify(self, chunk: int) -> None:
-        """Read one chunk and compare it; DamagedCheckpoint where it differs or cannot be read."""
-        begin = chunk * self._chunk_bytes
-        end = min(begin + self._chunk_bytes, self._entry["bytes"])
-        is_chunked = "xxh3_128" in self._entry
-        digest = xxhash.xxh3_128() if is_chunked else hashlib.sha256()
-        expected = self._entry["xxh3_128"][chunk] if is_chunked else self._entry["sha256"]
-        buffer = memoryview(bytearray(min(_READ_BYTES, end - begin)))
-        while begin < end:
-            part = buffer[: end - begin]
-            try:
-                num_bytes = os.preadv(self._descriptor, [part], begin)
-            except OSError as error:
-                raise DamagedCheckpoint(
-                    f"{self.path.name} cannot be read: {error.strerror}", where=str(self.path.parent)
-                ) from None
-            if not num_bytes:
-                break
-            digest.update(part[:num_bytes])
-            begin += num_bytes
-        if begin < end or digest.hexdigest() != expected:
-            raise differs(self.path)

@@ -1,7 +1,7 @@
 """Load: find the newest complete checkpoint, verify it, read it into the shards of this mesh."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,19 @@ from torch import Tensor
 
 from meshwright import __version__
 from meshwright.checkpoint.assign import local_box
-from meshwright.checkpoint.digest import DamagedCheckpoint, is_entry, is_intact, require_size
+from meshwright.checkpoint.chunk_read import is_intact
+from meshwright.checkpoint.digest import DamagedCheckpoint, is_entry, require_size
 from meshwright.checkpoint.index import INDEX, IndexEntry, read_index
 from meshwright.checkpoint.json_file import read_json
 from meshwright.checkpoint.save import FORMAT_VERSION, MANIFEST, OLDEST_FORMAT_VERSION
-from meshwright.checkpoint.shard_read import BoxPart, ShardFiles, VerifiedShardFiles
+from meshwright.checkpoint.shard_read import BoxPart, ShardFiles
 from meshwright.errors import CheckpointError
+from meshwright.memory.offload.budget import ranks_on_this_host
 
 _OLDER = "use an older checkpoint"
 _STEP_NAME = re.compile(r"step-(\d+)")
+_MAX_TIMES_READ = 1.25
+"""Times that a host may read a byte before its ranks go through the page cache."""
 _MAX_MANIFEST_BYTES = 2**28
 
 
@@ -128,10 +132,15 @@ def load_tensors(
     index = read_index(folder)
     _require_tensors(index, tensors, folder)
     parts = [part for name, tensor in tensors.items() for part in _parts(name, tensor, index[name])]
-    shard_files = ShardFiles(folder) if files is None else VerifiedShardFiles(folder, files)
-    with shard_files, torch.no_grad():
-        for part in shard_files.in_order(parts):
-            part.target.copy_(shard_files.read(part))
+    is_direct = files is not None and _is_read_once(parts, files)
+    with ShardFiles(folder, files, is_direct=is_direct) as shard_files, torch.no_grad():
+        shard_files.read(parts)
+
+
+def _is_read_once(parts: Sequence[BoxPart], files: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the ranks of this host read different bytes. Otherwise they share them in the page cache."""
+    wanted = sum(part.target.nbytes for part in parts) * ranks_on_this_host()
+    return wanted <= _MAX_TIMES_READ * sum(entry["bytes"] for entry in files.values())
 
 
 def _require_tensors(index: Mapping[str, IndexEntry], tensors: Mapping[str, Tensor], folder: Path) -> None:

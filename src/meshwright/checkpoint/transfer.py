@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.digest import is_intact
+from meshwright.checkpoint.chunk_read import is_intact
 from meshwright.checkpoint.load import read_manifest
 from meshwright.checkpoint.remote import Remote
 from meshwright.checkpoint.save import MANIFEST, PARTIAL, on_all_ranks, publish_folder

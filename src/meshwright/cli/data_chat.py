@@ -119,8 +119,10 @@ def pack_chats(
     as_json: bool,
 ) -> None:
     """Pack chats and print what was packed."""
+    from meshwright.data.chat.describe import trained_share
     from meshwright.data.chat.pack import pack_chats as pack
     from meshwright.data.chat.rows import find_chats
+    from meshwright.data.sources import TokenFile
 
     job = _job(options, tokenizer=tokenizer, eos=eos)
     chats = find_chats(paths, split=options.split)
@@ -131,7 +133,8 @@ def pack_chats(
     facts = packed.manifest.model_dump() | {"path": str(output), **plain(packed.counts)}
     if as_json:
         return print_json(facts)
-    return print_table(_packed_rows(facts, packed.manifest.chat, packed.counts, job))
+    longest = trained_share(TokenFile.open(output), None).longest
+    return print_table(_packed_rows(facts, packed.manifest.chat, packed.counts, job, longest=longest))
 
 
 def _job(options: ChatOptions, *, tokenizer: str, eos: str | None) -> "ChatJob":
@@ -190,7 +193,12 @@ def _variable(text: str) -> tuple[str, Any]:
 
 
 def _packed_rows(
-    facts: dict[str, Any], chat: "ChatFacts | None", counts: "ChatCounts", job: "ChatJob"
+    facts: dict[str, Any],
+    chat: "ChatFacts | None",
+    counts: "ChatCounts",
+    job: "ChatJob",
+    *,
+    longest: int,
 ) -> list[tuple[str, str]]:
     assert chat is not None
     kind = "pairs" if chat.kind == "pairs" else "samples"
@@ -202,17 +210,13 @@ def _packed_rows(
         ("trained", _share(chat.num_trained, facts["num_tokens"])),
         ("masks", _masks(chat)),
         ("end of turn", _end_of_turn(chat)),
-        ("longest", f"{_longest(facts):,} tokens"),
+        ("longest", f"{longest:,} tokens{' (both answers)' if kind == 'pairs' else ''}"),
     ]
     rows += _left_out(counts, job)
     rows += [("bad record", f"{where}: {fact}") for fact, where, _ in counts.bad[:_SHOWN_BAD]]
-    longest = job.sequence_length or _longest(facts)
-    use = f"data.path={facts['path']} data.packing=whole data.sequence_length={longest}"
+    length = job.sequence_length or longest
+    use = f"data.path={facts['path']} data.packing=whole data.sequence_length={length}"
     return [*rows, ("use it with", use)]
-
-
-def _longest(facts: dict[str, Any]) -> int:
-    return facts["document_tokens"]["percentiles"][-1] * (2 if facts["chat"]["kind"] == "pairs" else 1)
 
 
 def _left_out(counts: "ChatCounts", job: "ChatJob") -> list[tuple[str, str]]:

@@ -154,13 +154,15 @@ def _start(arguments: list[str], run: "RunSpec", directory: Path) -> None:
 
 def _sample(directory: Path) -> None:
     from meshwright.checkpoint.weights import open_weights
+    from meshwright.data.chat.prompt import text_prompt
     from meshwright.observe.run_files import SAMPLE_NAME
     from meshwright.train.sample import Sampling, choose_tokenizer, limit_threads, sample_text
 
     weights = open_weights(directory)
     limit_threads(weights)
     sampling = Sampling(num_tokens=SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE)
-    text = PROMPT + sample_text(weights, choose_tokenizer(weights, None), PROMPT, sampling)
+    tokenizer = choose_tokenizer(weights, None)
+    text = PROMPT + sample_text(weights, tokenizer, text_prompt(tokenizer, PROMPT), sampling)
     (directory / SAMPLE_NAME).write_text(text + "\n")
     print_line(f'\nThe model writes, after "{PROMPT}":\n\n  ' + text.replace("\n", "\n  ") + "\n")
 

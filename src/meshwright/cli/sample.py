@@ -18,6 +18,12 @@ def sample(
         ),
     ],
     prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="The prompt is a turn of the user: render the chat template; print the answer."
+        ),
+    ] = False,
     tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens.")] = 200,
     temperature: Annotated[
         float,
@@ -47,7 +53,7 @@ def sample(
     """Print text that a trained model writes after a prompt.
 
     Runs in one process, whatever mesh the model was trained on. The text ends where the model ends
-    the document, or after --tokens.
+    the document (with --chat: the turn), or after --tokens.
     """
     if not math.isfinite(temperature):
         raise typer.BadParameter(f"{temperature} is not a finite number", param_hint="--temperature")
@@ -56,6 +62,7 @@ def sample(
     if temperature == 0 and top_k is not None:
         raise typer.BadParameter("with --temperature 0 it has no effect", param_hint="--top-k")
     from meshwright.checkpoint.weights import open_weights
+    from meshwright.data.chat.prompt import chat_prompt, text_prompt, was_trained_on_chats
     from meshwright.mesh import choose_device
     from meshwright.train.sample import (
         Sampling,
@@ -69,10 +76,20 @@ def sample(
     limit_threads(weights)
     chosen = choose_tokenizer(weights, tokenizer)
     sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    text = sample_text(weights, chosen, prompt, sampling, choose_device(device, 0))
+    data = None if tokenizer is not None or weights.run is None else weights.run.data
+    asked = chat_prompt(chosen, prompt, data) if chat else text_prompt(chosen, prompt)
+    text = sample_text(weights, chosen, asked, sampling, choose_device(device, 0))
     if as_json:
-        facts = {"prompt": prompt, "text": text, "checkpoint": str(weights.origin), "step": weights.step}
+        facts = {
+            "prompt": prompt,
+            "text": text,
+            "chat": chat,
+            "checkpoint": str(weights.origin),
+            "step": weights.step,
+        }
         typer.echo(json.dumps({**facts, "temperature": temperature, "top_k": top_k, "seed": seed}, indent=2))
         return
-    print(f"from {describe_origin(weights)}", file=sys.stderr)
-    typer.echo(prompt + text)
+    print(f"from {describe_origin(weights, without_adapter=no_adapter)}", file=sys.stderr)
+    if not chat and data is not None and was_trained_on_chats(data):
+        print("note: the run's data are chats; --chat makes the prompt a turn of the user", file=sys.stderr)
+    typer.echo(text if chat else prompt + text)

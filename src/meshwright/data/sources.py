@@ -128,6 +128,8 @@ class ChatFacts(Spec):
     """The date that the template got, where it asks for one."""
     variables: dict[str, Any] = Field(default_factory=dict)
     """Variables of the template that were set."""
+    special_tokens: dict[str, str] = Field(default_factory=dict)
+    """Special tokens by the names that the template reads, such as bos_token."""
     num_trained: int
     """Trained tokens."""
     end_tokens: dict[str, int]

@@ -118,6 +118,11 @@ class HuggingFaceTokenizer:
         """The text of tokens, special ones included."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
+    def ids_of(self, tokens: Iterable[str | int]) -> list[int]:
+        """The ids of tokens by name or id; names outside the vocabulary are left out."""
+        found = (self._tokenizer.token_to_id(each) if isinstance(each, str) else each for each in tokens)
+        return [token_id for token_id in found if token_id is not None]
+
     def token(self, token_id: int) -> str | None:
         """The text of one token, special or not; None outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id)

@@ -1,8 +1,8 @@
 """Recompute (activation checkpointing): free a block's activations after forward, recompute them in backward.
 
-full        saves x[B, S, D] at the input of the block; one more forward pass selective   also saves the
-outputs of matmuls, convolutions and attention; recomputes norms, activation functions
-            and RoPE
+    full        saves x[B, S, D] at the input of the block; one more forward pass
+    selective   also saves the outputs of matmuls, convolutions and attention; recomputes norms, activation
+                functions and RoPE
 
 Batch norm updates its running statistics in forward; the recomputed forward leaves them unchanged.
 """

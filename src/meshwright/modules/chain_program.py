@@ -44,7 +44,7 @@ class ChainProgram:
         self._chain, self._numbered, self._mesh, self._loss = chain, stages, mesh, loss
         # The input of stage i is at i and its output at i + 1, as meta tensors.
         self._stage_io, self._reducer = stage_io, reducer
-        self.reduction_wait = reducer.wait
+        self.reduction_wait, self.gradient_hashes = reducer.wait, reducer.hashes
         self._reduction = StepReduction(self.stages, reducer)
         self._buffers, self._totals = SharedBuffers(self.stages, mesh), LossTotals(mesh)
         self._last = mesh.parallel.num_stages - 1

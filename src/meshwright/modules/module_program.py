@@ -39,7 +39,7 @@ class ModuleProgram:
     ) -> None:
         self.stages, self.shards = [model], shards
         self._model, self._reducer, self._buffers, self._loss = model, reducer, buffers, loss
-        self.reduction_wait = reducer.wait
+        self.reduction_wait, self.gradient_hashes = reducer.wait, reducer.hashes
         self._totals = LossTotals(mesh)
 
     def accumulate(self, microbatches: Sequence[DatasetMicrobatch], *, scale: float = 1.0) -> Tensor:

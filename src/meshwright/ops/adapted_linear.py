@@ -1,14 +1,14 @@
-"""Frozen matrices on one input with their low-rank adapters (LoRA) in one operator.
+"""Frozen matrices on one input with their low-rank adapters (LoRA).
 
-    forward    y[T, N]  = x[T, K] W^T                 of all matrices, concatenated by rows
-               u[T, R]  = x A^T                       one matmul for the A of all adapters
-               y_i     += u_i B_i^T                   added in the matmul, into the columns of matrix i
-    dgrad      du_i     = dy_i B_i,  dx = dy W,  dx += du A
-    wgrad      dA = du^T x,  dB_i = dy_i^T u_i        W is frozen and has none
+    forward    u[T, R]  = x[T, K] A^T                 one matmul for the A of all adapters
+               y[T, N]  = u B^T,  y += x W^T          of all matrices, concatenated by rows
+    dgrad      du = dy B,  dx = du A,  dx += dy W
+    wgrad      dA = du^T x,  dB = dy^T u              W is frozen and has none
 
-Written with separate operators, every adapter would write and read an output of the size of y and a gradient
-of the size of x once more, and recompute (activation checkpointing) would save them. B comes multiplied by
-the adapter's scale.
+B is block-diagonal: every matrix has its own ranks. The FLOPs of its zeros are few: the small matmuls are
+bound by the memory traffic of y and dy. What the adapter adds is written first, and the frozen matmul adds to
+it in its epilogue. The other way round, y and dx are written, read and written again (H200, 8192 tokens, the
+gate-up projection of Llama-3.1-8B: 0.40 instead of 0.16 ms). B comes multiplied by the adapter's scale.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from meshwright.ops.fused_linear import concatenated
 from meshwright.ops.nf4 import concatenated_nf4
 from meshwright.ops.nf4_nested import NestedPlace, unnest_absmax
 
-_Layout = tuple[tuple[int, int], list[int]]
-"""Numbers of adapters and of weights among the tensors, and three numbers of each nested table's place."""
+_Layout = tuple[int, list[int]]
+"""Number of weights among the tensors, and three numbers of each nested table's place."""
 
 
 def adapted_linear(
@@ -41,56 +42,56 @@ def adapted_linear(
     weights are packed NF4, and are dequantised in each pass; with `nested` the absmax is codes, and these are
     the table and the place of each.
     """
-    pairs = [pair for pair in factors if pair is not None]
     x_TK = x.flatten(0, -2).to(dtype)
-    a_RK = torch.cat([a for a, _ in pairs]).to(dtype) if pairs else x_TK.new_empty((0, x_TK.shape[1]))
-    bs = [b.to(dtype) for _, b in pairs]
-    counts = (len(bs), len(weights))
+    a_RK, b_NR = _factors(weights, factors, x_TK)
     tables, places = [table for table, _ in nested], [number for _, place in nested for number in place]
     y_TN: Tensor = _AdaptedLinear.apply(  # pyright: ignore[reportAssignmentType]
-        x_TK, a_RK, _places(weights, factors), (counts, places), *bs, *weights, *absmax, *tables
+        x_TK, a_RK, b_NR, (len(weights), places), *weights, *absmax, *tables
     )
     return y_TN.unflatten(0, x.shape[:-1])
 
 
-def _places(weights: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor] | None]) -> list[int]:
-    """The first column of y of each matrix with an adapter."""
-    starts, start = [], 0
+def _factors(
+    weights: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor] | None], x_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A[R, K] of all adapters and the block-diagonal B[N, R], in the dtype of x; R = 0 without adapters."""
+    pairs = [pair for pair in factors if pair is not None]
+    num_ranks = sum(len(a) for a, _ in pairs)
+    if num_ranks == 0:
+        return x_TK.new_empty((0, x_TK.shape[1])), x_TK.new_empty((sum(len(one) for one in weights), 0))
+    blocks, left = [], 0
     for weight, pair in zip(weights, factors, strict=True):
-        if pair is not None:
-            starts.append(start)
-        start += len(weight)
-    return starts
+        b = x_TK.new_zeros((len(weight), 0)) if pair is None else pair[1].to(x_TK.dtype)
+        blocks.append(pad(b, (left, num_ranks - left - b.shape[1])))
+        left += b.shape[1]
+    return torch.cat([a for a, _ in pairs]).to(x_TK.dtype), torch.cat(blocks)
 
 
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, a_RK: Tensor, places: list[int], layout: _Layout, *rest: Tensor
+        ctx: Any, x_TK: Tensor, a_RK: Tensor, b_NR: Tensor, layout: _Layout, *frozen: Tensor
     ) -> Tensor:
-        bs, weights, absmax, tables = _parts(rest, layout)
-        y_TN, u_TR = adapted_matmul(x_TK, a_RK, places, bs, weights, absmax, tables, layout[1])
-        ctx.save_for_backward(x_TK if bs else None, a_RK, u_TR, *rest)
-        ctx.places, ctx.layout = places, layout
+        y_TN, u_TR = adapted_matmul(x_TK, a_RK, b_NR, *_parts(frozen, layout), layout[1])
+        ctx.save_for_backward(x_TK if len(a_RK) else None, a_RK, b_NR, u_TR, *frozen)
+        ctx.layout = layout
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_TK, a_RK, u_TR, *rest = ctx.saved_tensors
-        bs, weights, absmax, tables = _parts(rest, ctx.layout)
-        dx_TK, du_TR = adapted_dgrad(dy_TN, a_RK, ctx.places, bs, weights, absmax, tables, ctx.layout[1])
-        frozen = [None for _ in (*weights, *absmax, *tables)]
-        if not bs:
-            return dx_TK, None, None, None, *frozen
-        da_RK, *dbs = adapted_wgrad(dy_TN, x_TK, u_TR, du_TR, ctx.places, bs)
-        return dx_TK, da_RK, None, None, *dbs, *frozen
+        x_TK, a_RK, b_NR, u_TR, *frozen = ctx.saved_tensors
+        du_TR = dy_TN @ b_NR
+        dx_TK = adapted_dgrad(dy_TN, du_TR, a_RK, *_parts(frozen, ctx.layout), ctx.layout[1])
+        no_gradients = [None for _ in frozen]
+        if x_TK is None:
+            return dx_TK, None, None, None, *no_gradients
+        return dx_TK, du_TR.mT @ x_TK, dy_TN.mT @ u_TR, None, *no_gradients
 
 
-def _parts(rest: Sequence[Tensor], layout: _Layout) -> tuple[Sequence[Tensor], ...]:
-    """B of the adapters, the weights, their absmax where they are NF4, and the tables of nested NF4."""
-    num_adapters, num_weights = layout[0]
-    ends = num_adapters, num_adapters + num_weights, num_adapters + 2 * num_weights
-    return rest[: ends[0]], rest[ends[0] : ends[1]], rest[ends[1] : ends[2]], rest[ends[2] :]
+def _parts(frozen: Sequence[Tensor], layout: _Layout) -> tuple[Sequence[Tensor], ...]:
+    """The weights, their absmax where they are NF4, and the tables of nested NF4."""
+    num_weights, _ = layout
+    return frozen[:num_weights], frozen[num_weights : 2 * num_weights], frozen[2 * num_weights :]
 
 
 def _matrix(
@@ -115,92 +116,53 @@ def _matrix(
 def adapted_matmul(
     x_TK: Tensor,
     a_RK: Tensor,
-    places: Sequence[int],
-    bs: Sequence[Tensor],
+    b_NR: Tensor,
     weights: Sequence[Tensor],
     absmax: Sequence[Tensor],
     tables: Sequence[Tensor],
     where: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """y[T, N] and u[T, R]."""
-    y_TN, u_TR = x_TK @ _matrix(weights, absmax, tables, where, x_TK.dtype).mT, x_TK @ a_RK.mT
-    for (part_TN, b), u in zip(_columns(y_TN, places, bs), _ranks(u_TR, bs), strict=True):
-        part_TN.addmm_(u, b.mT)
-    return y_TN, u_TR
+    u_TR = x_TK @ a_RK.mT
+    weight_NK = _matrix(weights, absmax, tables, where, x_TK.dtype)
+    if not len(a_RK):
+        return x_TK @ weight_NK.mT, u_TR
+    return (u_TR @ b_NR.mT).addmm_(x_TK, weight_NK.mT), u_TR
 
 
 @adapted_matmul.register_fake
-def _(
-    x_TK: Tensor, a_RK: Tensor, places: Any, bs: Any, weights: Sequence[Tensor], *_: Any
-) -> tuple[Tensor, Tensor]:
-    num_rows = sum(weight.shape[0] for weight in weights)
-    return x_TK.new_empty((x_TK.shape[0], num_rows)), x_TK.new_empty((x_TK.shape[0], a_RK.shape[0]))
+def _(x_TK: Tensor, a_RK: Tensor, b_NR: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x_TK.new_empty((len(x_TK), len(b_NR))), x_TK.new_empty((len(x_TK), len(a_RK)))
 
 
 @torch.library.custom_op("meshwright::adapted_dgrad", mutates_args=())
 def adapted_dgrad(
     dy_TN: Tensor,
+    du_TR: Tensor,
     a_RK: Tensor,
-    places: Sequence[int],
-    bs: Sequence[Tensor],
     weights: Sequence[Tensor],
     absmax: Sequence[Tensor],
     tables: Sequence[Tensor],
     where: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """dx[T, K] and du[T, R]."""
-    du_TR = dy_TN.new_empty((dy_TN.shape[0], a_RK.shape[0]))
-    for (part_TN, b), du in zip(_columns(dy_TN, places, bs), _ranks(du_TR, bs), strict=True):
-        torch.mm(part_TN, b, out=du)
-    dx_TK = dy_TN @ _matrix(weights, absmax, tables, where, dy_TN.dtype)
-    return dx_TK.addmm_(du_TR, a_RK), du_TR
+) -> Tensor:
+    """dx[T, K]."""
+    weight_NK = _matrix(weights, absmax, tables, where, dy_TN.dtype)
+    return (du_TR @ a_RK).addmm_(dy_TN, weight_NK) if len(a_RK) else dy_TN @ weight_NK
 
 
 @adapted_dgrad.register_fake
-def _(
-    dy_TN: Tensor, a_RK: Tensor, places: Any, bs: Any, weights: Sequence[Tensor], *_: Any
-) -> tuple[Tensor, Tensor]:
-    num_tokens = dy_TN.shape[0]
-    return dy_TN.new_empty((num_tokens, a_RK.shape[1])), dy_TN.new_empty((num_tokens, a_RK.shape[0]))
+def _(dy_TN: Tensor, du_TR: Tensor, a_RK: Tensor, *_: Any) -> Tensor:
+    return dy_TN.new_empty((len(dy_TN), a_RK.shape[1]))
 
 
-@torch.library.custom_op("meshwright::adapted_wgrad", mutates_args=())
-def adapted_wgrad(
-    dy_TN: Tensor, x_TK: Tensor, u_TR: Tensor, du_TR: Tensor, places: Sequence[int], bs: Sequence[Tensor]
-) -> list[Tensor]:
-    """dA[R, K], then dB of each adapter."""
-    pairs = zip(_columns(dy_TN, places, bs), _ranks(u_TR, bs), strict=True)
-    return [du_TR.mT @ x_TK, *((part_TN.mT @ u).contiguous() for (part_TN, _), u in pairs)]
+@register_flop_formula(torch.ops.meshwright.adapted_matmul)
+def _(x_TK: torch.Size, a_RK: torch.Size, b_NR: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * x_TK[0] * (b_NR[0] * x_TK[1] + a_RK.numel() + b_NR.numel())
 
 
-@adapted_wgrad.register_fake
-def _(
-    dy_TN: Tensor, x_TK: Tensor, u_TR: Tensor, du_TR: Tensor, places: Any, bs: Sequence[Tensor]
-) -> list[Tensor]:
-    return [x_TK.new_empty((u_TR.shape[1], x_TK.shape[1])), *(torch.empty_like(b) for b in bs)]
-
-
-def _columns(y_TN: Tensor, places: Sequence[int], bs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The columns of each matrix with an adapter, as a view, and its B."""
-    return [(y_TN[:, start : start + len(b)], b) for start, b in zip(places, bs, strict=True)]
-
-
-def _ranks(u_TR: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return u_TR.split([b.shape[1] for b in bs], dim=1)
-
-
-@register_flop_formula([torch.ops.meshwright.adapted_matmul, torch.ops.meshwright.adapted_dgrad])
-def _(rows: torch.Size, a_RK: torch.Size, places: Any, bs: Any, weights: Any, *rest: Any, **_: Any) -> int:
-    in_adapters = a_RK.numel() + sum(b.numel() for b in bs)
-    num_rows = sum(weight[0] for weight in weights)
-    return 2 * rows[0] * (num_rows * a_RK[1] + in_adapters)
-
-
-@register_flop_formula(torch.ops.meshwright.adapted_wgrad)
-def _(
-    dy_TN: torch.Size, x_TK: torch.Size, u_TR: torch.Size, du_TR: Any, places: Any, bs: Any, **_: Any
-) -> int:
-    return 2 * dy_TN[0] * (x_TK[1] * u_TR[1] + sum(b.numel() for b in bs))
+@register_flop_formula(torch.ops.meshwright.adapted_dgrad)
+def _(dy_TN: torch.Size, du_TR: torch.Size, a_RK: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * dy_TN[0] * (dy_TN[1] * a_RK[1] + a_RK.numel())
 
 
 # The forward matmul, whose output selective recompute saves.

@@ -128,6 +128,8 @@ def adamw_kernel(
     """As `adamw_pass`; all tensors are contiguous [rows, columns], in fp32 or as int16 bits."""
     assert all(one.is_contiguous() for one in (stored, gradient, first, second))
     num_rows, num_columns = stored.shape
+    if grid is None and stored.numel() % BLOCK_COLUMNS == 0:  # rows matter to the noise alone
+        num_rows, num_columns = stored.numel() // BLOCK_COLUMNS, BLOCK_COLUMNS
     num_blocks = triton.cdiv(num_columns, BLOCK_COLUMNS)
     has_scale = isinstance(scalars.gradient_scale, Tensor)
     _adamw[(num_rows * num_blocks,)](

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
 from meshwright.parallel.gradient_bucket import Bucket, is_partial_over_tp, local_gradient
+from meshwright.parallel.gradient_hashes import GradientHashes
 from meshwright.parallel.shards import ParameterShard
 from meshwright.parallel.wait_clock import WaitClock
 from meshwright.plan.memory.buckets import BUCKET_ELEMENTS
@@ -71,7 +72,7 @@ class GradientReducer:
         """Buckets of the current backward: launched in this order, each as soon as it is full."""
         self._next = 0
         self._is_last = True
-        self.wait = WaitClock(mesh.device)
+        self.wait, self.hashes = WaitClock(mesh.device), GradientHashes()
         self._unfinished: list[Bucket] = []
         """Buckets whose last reduction of this step is still to come."""
         # A parameter must not keep its reducer alive: Python does not see autograd's half of that cycle.
@@ -117,7 +118,7 @@ class GradientReducer:
     def _end(self) -> None:
         """Launch the buckets that never became full, and wait for all."""
         for bucket in self._due[self._next :]:
-            bucket.launch()
+            self._launch(bucket)
         with self.wait.measured():
             for bucket in self._due:
                 bucket.finish(is_last=self._is_last)
@@ -133,8 +134,12 @@ class GradientReducer:
         """Launch every full bucket, in the one order that all ranks share."""
         self._bucket_of[id(parameter)].pending.discard(id(parameter))
         while self._next < len(self._due) and not self._due[self._next].pending:
-            self._due[self._next].launch()
+            self._launch(self._due[self._next])
             self._next += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        self.hashes.add(bucket.shards)
+        bucket.launch()
 
     def gather_parameters(self) -> None:
         """All-gather the updated shards, after the optimizer step."""
@@ -183,6 +188,7 @@ class FullyShardedReducer:
         self, shards: list[ParameterShard], roots: Sequence[nn.Module], *, every_microbatch: bool
     ) -> None:
         self.reduces_each_microbatch = every_microbatch
+        self.hashes = GradientHashes()  # stays empty: FSDP2 has the gradients before they are reduced
         self._trainable = [one for one in shards if one.parameter.requires_grad]
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from meshwright.data.microbatch import Microbatch
 from meshwright.parallel.dp import Reducer
 from meshwright.parallel.fp8_weights import Fp8Weights
+from meshwright.parallel.gradient_hashes import GradientHashes
 from meshwright.parallel.shards import ParameterShard
 from meshwright.parallel.wait_clock import WaitClock
 from meshwright.parallel.wgrad_fusion import WgradFusion
@@ -29,6 +30,8 @@ class Program(Protocol):
     """The parameter shards that this rank updates."""
     reduction_wait: WaitClock | None
     """Time that this rank has waited for the gradients of other ranks; None where it is not measured."""
+    gradient_hashes: GradientHashes
+    """Hashes of this rank's gradients before the reduction; those of ZeRO-3 are not seen."""
 
     def accumulate(self, microbatches: Sequence[Any], *, scale: float = 1.0) -> Tensor:
         """Run forward and backward of all micro-batches, and reduce the gradients of the scaled loss into
@@ -79,7 +82,7 @@ class SingleProgram:
         self.stages, self.shards = [model], shards
         self._model, self._reducer, self._localise = model, reducer, localise
         self._wgrad_fusion, self._fp8_weights = wgrad_fusion, fp8_weights
-        self.reduction_wait = reducer.wait
+        self.reduction_wait, self.gradient_hashes = reducer.wait, reducer.hashes
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """Implements `Program.accumulate`."""

@@ -38,7 +38,15 @@ from meshwright.spec.precision import (
     PrecisionSpec,
     WeightDtype,
 )
-from meshwright.spec.resilience import BadStepAction, BadStepSpec, ElasticSpec, ResilienceSpec, RestartSpec
+from meshwright.spec.resilience import (
+    BadStepAction,
+    BadStepSpec,
+    ElasticSpec,
+    ReplayAction,
+    ReplaySpec,
+    ResilienceSpec,
+    RestartSpec,
+)
 from meshwright.spec.schedule import ScheduleKind, ScheduleSpec
 
 
@@ -267,6 +275,13 @@ class BadStepSettings(TypedDict, total=False):
     max_in_a_row: int
 
 
+class ReplaySettings(TypedDict, total=False):
+    """Fields of `ReplaySpec`."""
+
+    every_steps: int
+    on_difference: ReplayAction
+
+
 class ResilienceSettings(TypedDict, total=False):
     """Fields of `ResilienceSpec`."""
 
@@ -276,6 +291,7 @@ class ResilienceSettings(TypedDict, total=False):
     save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
+    replay: ReplaySpec | ReplaySettings | None
     straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None
@@ -449,6 +465,8 @@ class FitSettings(ModuleSettings, total=False):
     save_timeout_seconds: float | None
     hang_factor: float | None
     compare_replicas_every_steps: int | None
+    replay: ReplaySpec | ReplaySettings | None
+    on_difference: ReplayAction
     straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None

@@ -11,6 +11,7 @@ Phase = Literal["start", "step", "evaluate", "save", "end"]
 """What a rank is doing: building and the first step, a later step, an evaluation, a save, or leaving."""
 Seconds = Annotated[float, Field(ge=1, le=10_000_000, allow_inf_nan=False), BeforeValidator(parse_number)]
 BadStepAction = Literal["stop", "skip", "rollback"]
+ReplayAction = Literal["warn", "stop", "restart"]
 SpikeFactor = Annotated[float, Field(gt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
 StragglerFactor = Annotated[float, Field(gt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
 HangFactor = Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)]
@@ -64,6 +65,16 @@ class BadStepSpec(Spec):
     """Bad steps without a good one in between, or rollbacks to the same checkpoint, before the run ends."""
 
 
+class ReplaySpec(Spec):
+    """How often forward and backward of a step run twice to find silent corruption (step replay)."""
+
+    every_steps: Positive = 100
+    """Steps between two that run forward and backward twice, before the update."""
+    on_difference: ReplayAction = "restart"
+    """warn: a difference is logged, and training goes on. stop: the run ends with code 4.
+    restart: all ranks are restarted from the newest checkpoint."""
+
+
 class ResilienceSpec(Spec):
     """When ranks that make no progress are ended, and how often all ranks are restarted."""
 
@@ -81,6 +92,9 @@ class ResilienceSpec(Spec):
     compare_replicas_every_steps: Positive | None = None
     """Steps between comparisons of the weights of replicas (dp_replicate), bit for bit: a difference is
     silent corruption, and all ranks are restarted from the newest checkpoint. null: never."""
+    replay: ReplaySpec | None = None
+    """Every so many steps forward and backward run twice, and loss and gradients must be equal bit for bit;
+    needs deterministic=true. null: never."""
     straggler_factor: StragglerFactor | None = 1.5
     """A rank whose own time of a step is this many times the median of the others, in most of the last twelve
     seconds or more, is reported as a straggler; null: nobody looks."""

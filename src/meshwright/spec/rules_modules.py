@@ -89,6 +89,10 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
             fact = f"resilience.{name} is set, and only `meshwright train` restarts ranks"
             hint = "remove it; torchrun --max-restarts restarts a script, which resumes by itself"
             yield SpecError(fact, where=f"resilience.{name}", hint=hint)
+    if resilience.replay is not None:
+        fact = "resilience.replay is set for a user module, whose random numbers and state are not known"
+        hint = "set resilience.replay=null; compare_replicas_every_steps finds replicas that differ"
+        yield SpecError(fact, where="resilience.replay", hint=hint)
     if spec.checkpoint.start_from is not None:
         fact = "checkpoint.start_from reads weights of built-in families only"
         hint = "load the weights into the module before you pass it"

@@ -247,6 +247,19 @@ def elastic_ranks_can_change(run: RunSpec) -> Violations:
         yield SpecError(fact, where="resilience.elastic.min_ranks", hint=hint)
 
 
+def replay_is_deterministic(run: RunSpec) -> Violations:
+    """A replayed step is compared bit for bit, so its kernels always have the same result."""
+    if run.resilience.replay is None:
+        return
+    if not run.deterministic:
+        fact = "resilience.replay without deterministic=true: kernels may sum in another order each time"
+        hint = "set deterministic=true, or resilience.replay=null"
+        yield SpecError(fact, where="resilience.replay", hint=hint)
+    if run.cuda_graphs:
+        fact = "resilience.replay with cuda_graphs=true, which is not tested"
+        yield SpecError(fact, where="resilience.replay", hint="leave cuda_graphs out")
+
+
 RUN_RULES = [
     loss_scale_needs_fp16,
     loss_scale_moves_the_right_way,
@@ -266,5 +279,6 @@ RUN_RULES = [
     groups_have_parameters,
     rollback_has_checkpoints,
     elastic_ranks_can_change,
+    replay_is_deterministic,
     settings_have_effect,
 ]

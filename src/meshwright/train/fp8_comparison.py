@@ -7,12 +7,11 @@ a sample of the gradients.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.data.microbatch import Batch, Microbatch
 from meshwright.mesh import Mesh
@@ -20,6 +19,7 @@ from meshwright.parallel.fp8 import fall_back, fp8_blocks, in_bf16
 from meshwright.spec import Fp8Spec, RunSpec
 from meshwright.train.evaluate import sum_over_world
 from meshwright.train.step import Training
+from meshwright.train.unchanged_buffers import unchanged_buffers
 
 # Elements of a shard that are compared, spread evenly over it: enough for three digits of a cosine.
 SAMPLE_ELEMENTS = 2**18
@@ -69,7 +69,7 @@ class Fp8Comparison:
         """Compute both gradients, compare them, and let layers fall back. Host sync."""
         layers = self._layers()
         microbatches = batch.microbatches[:1] if self._mesh.parallel.pp == 1 else batch.microbatches
-        with _unchanged_buffers(self._stages):
+        with unchanged_buffers(self._stages):
             loss_fp8, fp8 = self._gradients(microbatches, seed)
             with in_bf16(self._stages):
                 loss_bf16, bf16 = self._gradients(microbatches, seed)
@@ -126,16 +126,3 @@ def _cosine(dot: float, square_a: float, square_b: float) -> float:
 
 def _ratio(_: float, square_a: float, square_b: float) -> float:
     return (square_a / square_b) ** 0.5 if square_b else float(square_a == 0.0)
-
-
-@contextmanager
-def _unchanged_buffers(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores afterwards what a forward writes into buffers: expert loads, amax of fp8 inputs.
-
-    Weights that are kept in fp8 are left out: they are large, and a forward does not write to them.
-    """
-    buffers = [buffer for stage in stages for buffer in stage.buffers() if buffer.itemsize > 1]
-    before = [buffer.clone() for buffer in buffers]
-    yield
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)

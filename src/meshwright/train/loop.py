@@ -17,7 +17,7 @@ from meshwright.train.early_stopping import has_stopped_early
 from meshwright.train.gc_control import collect_garbage, gc_paused
 from meshwright.train.job import Job
 from meshwright.train.oom_report import oom_explained
-from meshwright.train.probes import probe_batch
+from meshwright.train.probes import first_run, probe_batch
 from meshwright.train.record import Recorder
 from meshwright.train.replica_check import compare_replicas
 from meshwright.train.state import TrainState
@@ -66,13 +66,20 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
             batch_tokens = run.data.batch_tokens_of(state.num_batches)
             lr = learning_rate(run.optim, run.schedule, state.step, batch_tokens=batch_tokens)
             half_batch = probe_batch(job, recorder, batch, state)
+            replay = first_run(job, batch, state)
 
             seed_step(run.seed, state.num_batches)
             norm_limit = bad_steps.norm_limit(run.resilience.bad_steps, state)
             loss_limit = bad_steps.loss_limit(run, state)
             outcome = train_step(
-                training, batch, learning_rate=lr, norm_limit=norm_limit, loss_limit=loss_limit
+                training,
+                batch,
+                learning_rate=lr,
+                norm_limit=norm_limit,
+                loss_limit=loss_limit,
+                replay=replay,
             )
+            recorder.record_replay(outcome)
             state = state.after_skip() if outcome.is_skipped else state.after_step(batch.num_positions)
 
             if outcome.is_skipped:  # the weights are as before

@@ -270,6 +270,11 @@ class Recorder:
         if scale < messages.SMALLEST_LOSS_SCALE:
             raise messages.overflow(state, scale)
 
+    def record_replay(self, outcome: StepOutcome) -> None:
+        """Write and print what differed between the two runs of a step, where something did."""
+        if outcome.replay_difference:
+            self._warn(outcome.replay_difference)
+
     def record_bad_step(self, state: TrainState, *, grad_norm: float, loss: float | None) -> None:
         """A step without an update: its gradients were not finite, or their norm or the loss was a spike."""
         self._heartbeat.enter("step", state.step)

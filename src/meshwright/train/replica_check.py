@@ -5,18 +5,14 @@ from the same reduced gradients, so any difference is a fault of a device, of me
 """
 
 import socket
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from meshwright.errors import LostRank
+from meshwright.ops.bit_hash import hash_of
 from meshwright.train.job import Job
 from meshwright.train.state import TrainState
-
-_MULTIPLIER = 31  # odd: a change of one tensor's sum always changes the total
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_replicas(job: Job, state: TrainState) -> None:
@@ -28,7 +24,7 @@ def compare_replicas(job: Job, state: TrainState) -> None:
     if every is None or state.step % every:
         return
     group = job.mesh.group("dp_replicate")
-    own = weights_hash(job.training.named_shards.values())
+    own = hash_of(job.training.named_shards.values())
     hashes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(hashes, own, group=group)
     found = [int(one) for one in hashes]
@@ -48,21 +44,6 @@ def compare_replicas(job: Job, state: TrainState) -> None:
         hint="suspect the device or the memory of that host; a restart goes on from the newest checkpoint, "
         "which was saved before this comparison",
     )
-
-
-def weights_hash(weights: Iterable[Tensor]) -> Tensor:
-    """A 64-bit hash of the bits of this rank's shards, in order, on their device; one flipped bit always
-    changes it."""
-    sums = [_sum_of_bits(weight.detach()) for weight in weights]
-    total = torch.zeros_like(sums[0])
-    for one in sums:
-        total = total * _MULTIPLIER + one
-    return total
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of the elements' bits as integers, modulo 2**64."""
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def _odd_ones(hashes: list[int], names: list[str]) -> str:

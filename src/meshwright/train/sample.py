@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.weights import Weights, build_model
+from meshwright.data.chat.prompt import Prompt
 from meshwright.data.tokenize import Tokenizer, open_tokenizer, tokenizer_for
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models.decoder import Decoder
@@ -29,14 +30,11 @@ class Sampling:
 def sample_text(
     weights: Weights,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: Prompt,
     sampling: Sampling,
     device: torch.device | str = "cpu",
 ) -> str:
-    """What the model writes after the prompt, up to the end of the document."""
-    [prompt_tokens] = tokenizer.encode([prompt])
-    if not len(prompt_tokens):
-        raise DataError("the prompt has no tokens", where="--prompt", hint='such as --prompt "It was"')
+    """What the model writes after the prompt, up to a token that ends it."""
     if tokenizer.vocab_size > weights.model.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {weights.model.vocab_size}",
@@ -44,7 +42,7 @@ def sample_text(
             hint="use the tokenizer of the model's dataset",
         )
     model = build_model(weights, device)
-    written = generate(model, prompt_tokens.tolist(), tokenizer=tokenizer, sampling=sampling)
+    written = generate(model, prompt, vocab_size=tokenizer.vocab_size, sampling=sampling)
     return tokenizer.decode(written)
 
 
@@ -64,20 +62,20 @@ def choose_tokenizer(weights: Weights, name: str | None) -> Tokenizer:
 
 
 @torch.inference_mode()
-def generate(model: Decoder, prompt: list[int], *, tokenizer: Tokenizer, sampling: Sampling) -> list[int]:
+def generate(model: Decoder, prompt: Prompt, *, vocab_size: int, sampling: Sampling) -> list[int]:
     """Tokens after the prompt. There is no KV cache: each token costs a full forward pass."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(sampling.seed)
-    tokens = list(prompt)
+    tokens = list(prompt.tokens)
     for _ in range(sampling.num_tokens):
         seen_1S = torch.tensor([tokens[-model.spec.max_positions :]], device=device)
         positions_1S = torch.arange(seen_1S.shape[1], device=device)[None]
-        logits_V = model(seen_1S, positions_BS=positions_1S)[0, -1, : tokenizer.vocab_size]
+        logits_V = model(seen_1S, positions_BS=positions_1S)[0, -1, :vocab_size]
         token = draw(logits_V.float().cpu(), sampling, generator)
-        if token == tokenizer.eos_id:
+        if token in prompt.stop_ids:
             break
         tokens.append(token)
-    return tokens[len(prompt) :]
+    return tokens[len(prompt.tokens) :]
 
 
 def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -103,7 +101,8 @@ def limit_threads(weights: Weights) -> None:
         torch.set_num_threads(1)
 
 
-def describe_origin(weights: Weights) -> str:
+def describe_origin(weights: Weights, *, without_adapter: bool = False) -> str:
     """Path and step of the weights, to print."""
     step = f" (step {weights.step})" if weights.step is not None else ""
-    return f"{weights.origin}{step}"
+    start = weights.run.checkpoint.start_from if weights.run is not None else None
+    return f"{start}, the base of {weights.origin}" if without_adapter else f"{weights.origin}{step}"

@@ -16,6 +16,7 @@ from meshwright.parallel.expert_balance import ExpertBalance
 from meshwright.parallel.fp8_scales import DelayedScales
 from meshwright.parallel.program import Program
 from meshwright.precision.loss_scale import LossScale
+from meshwright.train.step_replay import StepReplay
 
 # No norm is below it.
 _NO_UPDATE = -1.0
@@ -61,6 +62,8 @@ class StepOutcome:
     before."""
     global_loss: float | None = None
     """The loss over all ranks, where it has a limit."""
+    replay_difference: str = ""
+    """What differed from the first run of the step, where it was replayed and training goes on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +97,23 @@ def train_step(
     learning_rate: float,
     norm_limit: float | None = None,
     loss_limit: LossLimit | None = None,
+    replay: StepReplay | None = None,
 ) -> StepOutcome:
-    """Accumulate gradients over all micro-batches, clip, update. Host sync only for fp16's overflow check and
-    with the limits, above which there is no update."""
+    """Accumulate gradients over all micro-batches, clip, update. Host sync only for fp16's overflow check,
+    with the limits, above which there is no update, and where the step is replayed."""
     loss = training.program.accumulate(batch.microbatches, scale=training.scale)
+    difference = replay.compare(loss) if replay is not None else ""
     global_loss = loss_limit.global_loss(loss) if loss_limit is not None else None
     if global_loss is not None and loss_limit is not None and not global_loss <= loss_limit.value:
         norm_limit = _NO_UPDATE
     grad_norm, is_updated = update(training, learning_rate=learning_rate, norm_limit=norm_limit)
-    return StepOutcome(loss, grad_norm, is_skipped=not is_updated, global_loss=global_loss)
+    return StepOutcome(
+        loss,
+        grad_norm,
+        is_skipped=not is_updated,
+        global_loss=global_loss,
+        replay_difference=difference,
+    )
 
 
 def update(

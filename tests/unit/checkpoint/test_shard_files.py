@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshwright.checkpoint import chunked_write, digest, shard_file
-from meshwright.checkpoint.digest import DamagedCheckpoint, VerifiedFile, entry_of_bytes, is_intact
+from meshwright.checkpoint import chunked_write, digest, shard_file, shard_read
+from meshwright.checkpoint.chunk_read import ChunkedFile, is_intact
+from meshwright.checkpoint.digest import DamagedCheckpoint, entry_of_bytes
 from meshwright.checkpoint.load import load_tensors, read_manifest, verify_files
 from meshwright.checkpoint.save import MANIFEST, save_checkpoint
 from meshwright.checkpoint.shard_file import write_shard_file
+from meshwright.checkpoint.shard_read import BoxPart
 
 SMALL_CHUNK = 4096
 SHARD = "shard-00000.safetensors"
@@ -118,6 +120,55 @@ def test_verified_load(saved: Path) -> None:
     assert len(read_manifest(saved)["files"][SHARD]["xxh3_128"]) > 8
 
 
+@pytest.mark.parametrize("verified", (True, False))
+@pytest.mark.parametrize("block_bytes", (1, 3000, 1 << 20))
+def test_targets_of_other_layouts_and_dtypes(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, verified: bool
+) -> None:
+    """Columns of a tensor with gaps, another dtype, rows: read by blocks of rows, or straight."""
+    monkeypatch.setattr(shard_read, "_BLOCK_BYTES", block_bytes)
+    entries = read_manifest(saved)["files"] if verified else None
+    memory = torch.zeros(40, 100)
+    wanted = {
+        "columns": BoxPart(SHARD, "rows", (slice(3, 50), slice(10, 31)), torch.zeros(47, 21)),
+        "gaps": BoxPart(SHARD, "rows", (slice(7, 27), slice(0, 100)), memory[::2]),
+        "cast": BoxPart(SHARD, "half", (slice(5, 300),), torch.zeros(295, dtype=torch.float64)),
+        "rows": BoxPart(SHARD, "bytes", (slice(11, 4090),), torch.zeros(4079, dtype=torch.uint8)),
+        "one": BoxPart(SHARD, "one", (), torch.tensor(0.0)),
+    }
+    for is_direct in (False, True):
+        with shard_read.ShardFiles(saved, entries, is_direct=is_direct) as files:
+            files.read(wanted.values())
+        for part in wanted.values():
+            expected = _tensors()[part.name][part.slices].to(part.target.dtype)
+            assert torch.equal(part.target, expected)
+            part.target.zero_()
+
+
+def test_a_file_system_without_direct_reads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it refuses the flag, or the first read: the page cache serves."""
+    real_open, real_read = os.open, os.preadv
+    refused: list[str] = []
+
+    def opened(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT and "open" not in refused:
+            refused.append("open")
+            raise OSError(errno.EINVAL, "no direct reads here")
+        return real_open(path, flags, *rest, **options)
+
+    def read(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset == SMALL_CHUNK and "read" not in refused:
+            refused.append("read")
+            raise OSError(errno.EINVAL, "blocks of another size")
+        return real_read(descriptor, [buffers[0][:1000]], offset)  # fewer than asked for
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "preadv", read)
+    for _ in range(2):
+        assert all(torch.equal(tensor, _tensors()[name]) for name, tensor in _load(saved).items())
+    assert sorted(refused) == ["open", "read"]
+
+
 @pytest.mark.parametrize("place", (0, 5000, 12_000, 30_000, -1))
 def test_a_flipped_bit_anywhere_is_found_while_loading(saved: Path, place: int) -> None:
     content = bytearray((saved / SHARD).read_bytes())
@@ -167,8 +218,13 @@ def test_a_checkpoint_of_format_version_2_opens_and_its_damage_is_found(saved: P
 
 def test_only_the_chunks_of_the_wanted_tensor_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    verify = VerifiedFile.verify
-    monkeypatch.setattr(VerifiedFile, "verify", lambda self, chunk: (read.append(chunk), verify(self, chunk)))
+    read_chunk = ChunkedFile.read
+
+    def counted(self: ChunkedFile, chunk: int, *rest: Any) -> None:
+        read.append(chunk)
+        read_chunk(self, chunk, *rest)
+
+    monkeypatch.setattr(ChunkedFile, "read", counted)
     found = {"one": torch.tensor(0)}
     load_tensors(saved, found, files=read_manifest(saved)["files"])
     assert found["one"] == 7 and set(read) == {0}

@@ -528,6 +528,14 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ],
         ],
     ),
+    "replay_is_deterministic": (
+        "dense",
+        ["resilience.replay.every_steps=2", "deterministic=true"],
+        [
+            ["resilience.replay.every_steps=2"],
+            ["resilience.replay={}", "deterministic=true", "cuda_graphs=true"],
+        ],
+    ),
     "settings_have_effect": (
         "dense",
         ["optim.kind=sgd"],

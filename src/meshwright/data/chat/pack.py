@@ -82,6 +82,7 @@ def _facts(job: ChatJob, template: ChatTemplate | None, counts: ChatCounts) -> C
         template_hash=None if template is None else template.hash,
         date=str(job.date) if template is not None and template.reads_date else None,
         variables=job.variables,
+        special_tokens={} if template is None else dict(template.special_tokens),
         num_trained=counts.num_trained,
         end_tokens=dict(counts.ends),
     )

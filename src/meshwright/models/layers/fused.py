@@ -58,7 +58,8 @@ def _has_fused_adapters(linears: Sequence[Linear]) -> bool:
     """Whether the operator of the frozen linears adds all their adapters."""
     adapters = [linear.adapter for linear in linears if linear.adapter is not None]
     is_frozen = not any(linear.weight.requires_grad for linear in linears)
-    return is_frozen and bool(adapters) and all(adapter.is_fused for adapter in adapters)
+    # len(), not bool(): under recompute torch 2.11's compiler gives up at bool() of a list, without a word.
+    return is_frozen and len(adapters) > 0 and all(adapter.is_fused for adapter in adapters)
 
 
 def linears_sharing_input(module: nn.Module) -> tuple[Linear, ...]:

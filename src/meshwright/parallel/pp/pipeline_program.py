@@ -82,7 +82,7 @@ class PipelineProgram:
         if self._has_last:
             self.stages[-1].register_forward_hook(_keep_graph)
         self._reducer, self._reduction = reducer, StepReduction(self.stages, reducer)
-        self.reduction_wait = reducer.wait
+        self.reduction_wait, self.gradient_hashes = reducer.wait, reducer.hashes
 
     def accumulate(self, microbatches: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
         """Implements `Program.accumulate`."""
