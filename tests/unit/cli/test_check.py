@@ -90,7 +90,7 @@ def test_bytes_that_are_no_text(tmp_path: Path, capsys: Captured):
 def test_an_unknown_mapping_of_the_command_line_is_not_looked_for_in_the_file(
     run_file: str, capsys: Captured
 ):
-    assert run(["check", run_file, "model.atention.num_heads=2", "device=gpu"]) == 2
+    assert run(["check", run_file, "model.attn.num_heads=2", "device=gpu"]) == 2
     error = capsys.readouterr().err
-    assert "where: command line model.atention" in error
+    assert "where: command line model.attn" in error
     assert "did you mean 'cuda'?" in error
