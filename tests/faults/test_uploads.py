@@ -40,7 +40,7 @@ def train(tmp_path: Path, name: str, destination: str, *words: str, **settings: 
     return run(["train", file, "--dir", str(tmp_path / name), *words])
 
 
-def losses(directory: Path) -> list[tuple[int, float]]:
+def losses(directory: Path) -> list[tuple[Any, Any]]:
     return [(row["step"], row["loss"]) for row in read_metrics(directory)]
 
 
