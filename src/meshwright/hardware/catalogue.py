@@ -18,6 +18,7 @@ from meshwright.errors import SpecError, read_trouble
 from meshwright.files import read_text
 from meshwright.hardware.other_accelerators import refuse_other_accelerator
 from meshwright.hardware.table_values import Table, check_positive, read_rates, read_value, refuse_unknown
+from meshwright.hardware.unknown_cluster import unknown_cluster
 
 # Network of a cluster that is given by its device alone: one adapter of the device's generation per device.
 GENERIC_NETWORK_BYTES_PER_SECOND = {
@@ -290,11 +291,8 @@ def parse_cluster(text: str) -> Cluster:
         return _sized_cluster(named, first, second)
     try:
         device = find_device(name)
-    except SpecError as error:
-        every = [*built_in_clusters(), *built_in_devices()]
-        near = difflib.get_close_matches(_plain(name), every, n=1, cutoff=0.4)
-        hint = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(every)}"
-        raise SpecError(f"unknown cluster or device {name!r}", where="--on", hint=hint) from error
+    except SpecError:
+        raise unknown_cluster(name, clusters=cluster_names(), devices=device_names()) from None
     return _sized_device(device, first, second)
 
 
