@@ -221,6 +221,7 @@ class FitSettings(ModuleSettings, total=False):
     compare_replicas_every_steps: int | None
     replay: ReplaySpec | ReplaySettings | None
     on_difference: ReplayAction
+    data_retries: int
     straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None

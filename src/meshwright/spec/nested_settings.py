@@ -294,6 +294,7 @@ class ResilienceSettings(TypedDict, total=False):
     hang_factor: float | None
     compare_replicas_every_steps: int | None
     replay: ReplaySpec | ReplaySettings | None
+    data_retries: int
     straggler_factor: float | None
     restart: RestartSpec | RestartSettings
     elastic: ElasticSpec | ElasticSettings | None
