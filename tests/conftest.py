@@ -36,11 +36,15 @@ def _imported_by_ranks(session: pytest.Session) -> list[str]:
     return sorted({name for module in modules for name in getattr(module, "RANKS_IMPORT", ())})
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep the trials of faults at once, where a file is named for them."""
+    fault_table.append_to_file(fault_table.recorded([report]))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The table of faults, where this session made some."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
     trials = fault_table.recorded(reports)
     if trials:
-        fault_table.append_to_file(trials)
         terminalreporter.section("faults")
         terminalreporter.write_line(fault_table.table(trials))
