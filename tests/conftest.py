@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import multiprocessing
 
 import pytest
@@ -12,9 +13,28 @@ from tests.support import fault_table
 
 from meshwright.rehearse.rank_pool import RankPool
 
-# A slow machine is no failure.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# A slow machine is no failure. `make soak` chooses its profile on the command line.
+settings.register_profile("ci", deadline=None)
+settings.register_profile("soak", deadline=None, max_examples=1000)
+settings.load_profile("ci")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live to the end, so garbage collections need not walk them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Freeze them again: a run that trains in this process unfreezes everything at its end."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free what it froze: some bindings report what is left at exit as leaks."""
+    gc.unfreeze()
+
 
 PRELOAD = ["pytest", "tests.support.equivalence", "tests.support.run_directories"]
 
