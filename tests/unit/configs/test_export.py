@@ -30,6 +30,10 @@ ACCELERATE_RUNS = {
     "offload": ["memory.offload=optimizer,parameters", "memory.recompute=full"],
     "ddp": ["parallel.zero=0", "parallel.dp_shard=1", "parallel.dp_replicate=8", "memory.recompute=none"],
     "fp16": ["precision.compute=fp16", "precision.loss_scale={}", "memory.recompute=none"],
+    "one device in fp32": [
+        *("parallel.zero=0", "parallel.dp_shard=1", "precision.compute=fp32", "compile=false"),
+        *("device=cpu", "memory.recompute=none"),
+    ],
     "fp32 on the CPU": ["precision.compute=fp32", "device=cpu", "compile=false", "memory.recompute=none"],
 }
 DEEPSPEED_RUNS = {
@@ -139,6 +143,7 @@ for path in sys.argv[1:]:
     args = launch_command_parser().parse_args(["--config_file", path, "train.py"])
     args, _, _ = _validate_launch_command(args)
     assert args.num_processes == config.num_processes
+    assert config.distributed_type is not False and config.mixed_precision is not False, "`no` in YAML 1.1"
     if config.fsdp_config:
         assert args.use_fsdp
         os.environ.update(prepare_multi_gpu_env(args))
