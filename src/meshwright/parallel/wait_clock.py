@@ -39,12 +39,11 @@ class WaitClock:
 
     def add_since(self, begun: Mark) -> None:
         """Add the time since a mark: the wait is over."""
-        if isinstance(begun, float):
-            self._seconds += time.perf_counter() - begun
-            return
         after = self.mark()
-        assert isinstance(after, torch.cuda.Event)
-        self._events.append((begun, after))
+        if isinstance(begun, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+            self._events.append((begun, after))
+        elif isinstance(begun, float) and isinstance(after, float):
+            self._seconds += after - begun
 
     def read_seconds(self) -> float:
         """All time that was waited so far; for callers who have waited for the device. Host sync."""
