@@ -13,6 +13,7 @@ from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
 from meshwright.spec.observe import (
     EarlyStoppingSpec,
     EvaluateSpec,
+    HistogramsSpec,
     MlflowSpec,
     NoiseScaleSpec,
     ObserveSpec,
@@ -221,6 +222,12 @@ class NoiseScaleSettings(TypedDict, total=False):
     every_steps: int
 
 
+class HistogramsSettings(TypedDict, total=False):
+    """Fields of `HistogramsSpec`."""
+
+    every_steps: int
+
+
 class WandbSettings(TypedDict, total=False):
     """Fields of `WandbSpec`."""
 
@@ -244,6 +251,7 @@ class ObserveSettings(TypedDict, total=False):
     mlflow: MlflowSpec | MlflowSettings | None
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+    histograms: HistogramsSpec | HistogramsSettings | None
 
 
 class RestartSettings(TypedDict, total=False):
@@ -459,6 +467,7 @@ class FitSettings(ModuleSettings, total=False):
     patience: int
     min_delta: float
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+    histograms: HistogramsSpec | HistogramsSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float
     evaluate_timeout_seconds: float | None

@@ -174,6 +174,13 @@ def noise_scale_needs_loss_weights(spec: FitSpec) -> Violations:
         yield SpecError(fact, where="observe.noise_scale", hint="set observe.noise_scale=null")
 
 
+def histograms_know_the_matmuls(spec: FitSpec) -> Violations:
+    """Histograms have one row for each matmul of a block, which only built-in families name."""
+    if spec.observe.histograms is not None:
+        fact = "observe.histograms for a user module, whose matmuls have no known names"
+        yield SpecError(fact, where="observe.histograms", hint="set observe.histograms=null")
+
+
 def loop_calls_full_module(spec: LoopSpec) -> Violations:
     """A user's own loop calls the full module on full sequences, so it has no pp and no cp."""
     if spec.parallel.pp > 1:
@@ -220,6 +227,7 @@ FIT_RULES = [
     samples_fill_schedule,
     samples_on_device_are_read_by_all,
     noise_scale_needs_loss_weights,
+    histograms_know_the_matmuls,
 ]
 LOOP_RULES = [
     loop_calls_full_module,

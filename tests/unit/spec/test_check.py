@@ -471,6 +471,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["device=cuda", "cuda_graphs=true", "parallel.dp_shard=2", "parallel.zero=2"],
             ["device=cpu", "cuda_graphs=true"],
             ["device=cuda", "cuda_graphs=true", "model.dropout=0.1"],
+            ["device=cuda", "cuda_graphs=true", "observe.histograms.every_steps=5"],
         ],
     ),
     "noise_scale_compares_parts": (
