@@ -143,6 +143,7 @@ class CheckpointSettings(TypedDict, total=False):
     local: LocalSpec | LocalSettings | None
     upload: UploadSpec | UploadSettings | None
     start_from: str | None
+    new_tokens: int
 
 
 class GroupSettings(TypedDict, total=False):
@@ -418,6 +419,7 @@ class ModuleSettings(TypedDict, total=False):
     keep_copies: int | None
     delete_local: bool
     start_from: str | None
+    new_tokens: int
     lr: float
     beta1: float
     beta2: float

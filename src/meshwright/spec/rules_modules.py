@@ -93,10 +93,11 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
         fact = "resilience.replay is set for a user module, whose random numbers and state are not known"
         hint = "set resilience.replay=null; compare_replicas_every_steps finds replicas that differ"
         yield SpecError(fact, where="resilience.replay", hint=hint)
-    if spec.checkpoint.start_from is not None:
-        fact = "checkpoint.start_from reads weights of built-in families only"
-        hint = "load the weights into the module before you pass it"
-        yield SpecError(fact, where="checkpoint.start_from", hint=hint)
+    for name in ("start_from", "new_tokens"):
+        if getattr(spec.checkpoint, name):
+            fact = f"checkpoint.{name} reads weights of built-in families only"
+            hint = "load the weights into the module before you pass it"
+            yield SpecError(fact, where=f"checkpoint.{name}", hint=hint)
 
 
 def parameters_are_not_offloaded(spec: ModuleSpec) -> Violations:

@@ -58,11 +58,14 @@ class Adapter(nn.Module):
         """Whether the frozen linear's operator can add this adapter: without dropout and magnitude."""
         return self.dropout is None and self.magnitude is None
 
-    def added(self, x: Tensor, y: Tensor) -> Tensor:
-        """y + scale (dropout(x) A^T) B^T; the scale is applied to B, which is small."""
+    def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(u, b): what is added is u b^T; the scale is applied to B, which is small."""
         x = x if self.dropout is None else self.dropout(x)
-        u = self.matmul(x, local(self.lora_A))
-        b = self.scale * local(self.lora_B)
+        return self.matmul(x, local(self.lora_A)), self.scale * local(self.lora_B)
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + scale (dropout(x) A^T) B^T."""
+        u, b = self.factors(x)
         if torch.compiler.is_compiling():  # the compiler adds in the kernel that reads the sum
             return y + torch.mm(u.flatten(0, -2), b.mT).view(y.shape)
         return torch.addmm(y.flatten(0, -2), u.flatten(0, -2), b.mT).view(y.shape)
