@@ -1,7 +1,8 @@
 """Copies of checkpoints in a second place: a folder, and a real S3 server that fails, lies and comes back."""
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from tests.support.run_files import write_run_file
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, Faults, faulty_proxy, s3_server, server_program
 
 from meshwright.checkpoint import upload
-from meshwright.checkpoint.load import complete_checkpoints
-from meshwright.checkpoint.remote import open_remote
+from meshwright.checkpoint.digest import entry_of_bytes
+from meshwright.checkpoint.load import complete_checkpoints, read_manifest
+from meshwright.checkpoint.remote import Remote, open_remote
 from meshwright.cli.main import run
+from meshwright.data.readers.object_store import Store, StoreOptions
+from meshwright.errors import CheckpointError
 from meshwright.observe.events import events_path, read_events
 from meshwright.observe.metrics import read_metrics
 
@@ -36,7 +40,7 @@ def train(tmp_path: Path, name: str, destination: str, *words: str, **settings: 
     return run(["train", file, "--dir", str(tmp_path / name), *words])
 
 
-def losses(directory: Path) -> list[tuple[int, float]]:
+def losses(directory: Path) -> list[tuple[Any, Any]]:
     return [(row["step"], row["loss"]) for row in read_metrics(directory)]
 
 
@@ -95,6 +99,8 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def faults(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     """The store as a run finds it by its environment, behind a proxy that injects faults."""
     found = Faults()
+    quick = StoreOptions(first_pause_seconds=0.01)
+    monkeypatch.setattr("meshwright.checkpoint.remote.Store", lambda address, options: Store(address, quick))
     with faulty_proxy(port, found) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
@@ -118,7 +124,6 @@ def test_a_store_that_is_down_ends_no_step(
     tmp_path: Path, faults: Faults, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "_FIRST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr("meshwright.data.readers.object_store.StoreOptions.first_pause_seconds", 0.01)
     faults.status = lambda path, number: 503 if "step-" in path else None
     assert train(tmp_path, "run", "s3://bucket/down") == 4
     printed = capsys.readouterr().err
@@ -137,7 +142,126 @@ def test_a_store_that_lies_is_not_believed(tmp_path: Path, faults: Faults, capsy
     copied = [event["folder"] for event in events if event["kind"] == "upload"]
     assert copied[-1] == "step-00000003"
     shutil.rmtree(tmp_path / "run")
-    faults.truncate = lambda path, number: "step-00000003/shard" in path
+    faults.truncate = lambda path, number: "step-00000003/" in path and "shard" in path
     assert train(tmp_path, "run", "s3://bucket/lies") in (0, 2)
     printed = capsys.readouterr().err
     assert "step-00000003 is damaged and skipped" in printed
+
+
+def saved_step(folder: Path, step: int, fill: str = "a") -> Path:
+    """A complete checkpoint without tensors, and its one file beside the index."""
+    target = folder / f"step-{step:08d}"
+    target.mkdir(parents=True)
+    contents = {"index.json": b"{}", "shard-00000.safetensors": fill.encode() * 100_000}
+    for name, content in contents.items():
+        (target / name).write_bytes(content)
+    entries = {name: entry_of_bytes(content) for name, content in contents.items()}
+    (target / "manifest.json").write_text(json.dumps({"version": 3, "step": step, "files": entries}))
+    return target
+
+
+def put_all(remote: Remote, folder: Path) -> str:
+    place = remote.begin(folder.name)
+    for name, entry in read_manifest(folder)["files"].items():
+        remote.put(folder / name, place, entry)
+    return place
+
+
+def copied(remote: Remote, folder: Path) -> None:
+    remote.publish(folder / "manifest.json", folder.name, put_all(remote, folder))
+
+
+def flipped(content: bytes) -> bytes:
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def fetched(address: str, name: str, target: Path) -> bytes:
+    """The shard of a published copy, as a process that starts now finds it."""
+    remote = open_remote(address)
+    remote.fetch_manifest(name, target / "found.json")
+    remote.fetch(
+        name, json.loads((target / "found.json").read_text()), "shard-00000.safetensors", target / "s"
+    )
+    return (target / "s").read_bytes()
+
+
+@needs_s3
+@pytest.mark.parametrize("spoil", [flipped, lambda content: content[:-7]])
+def test_what_was_stored_wrong_is_uploaded_again(
+    tmp_path: Path, faults: Faults, spoil: Callable[[bytes], bytes]
+) -> None:
+    """The store answers 200 and keeps other bytes, or fewer: reading back finds it."""
+    place, folder = f"s3://bucket/{tmp_path.name}", saved_step(tmp_path, 3)
+    faults.spoil = lambda path, number: spoil if "shard" in path and number == 1 else None
+    if spoil is flipped:
+        copied(open_remote(place), folder)
+        assert fetched(place, folder.name, tmp_path) == b"a" * 100_000
+        assert sum("shard" in path for path in faults.uploads) == 2
+    faults.spoil = lambda path, number: spoil if "shard" in path else None
+    with pytest.raises(CheckpointError, match=r"read back as it was written|of 100000 bytes came"):
+        copied(open_remote(place), saved_step(tmp_path / "next", 4))
+    faults.spoiled.clear()
+    assert "step-00000004" not in open_remote(place).complete()
+
+
+@needs_s3
+def test_a_lying_store_never_costs_the_local_checkpoint(
+    tmp_path: Path, faults: Faults, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.upload._FIRST_PAUSE_SECONDS", 0.0)
+    faults.spoil = lambda path, number: flipped if "shard" in path else None
+    assert train(tmp_path, "run", "s3://bucket/forger", delete_local=True) == 4
+    assert "does not read back as it was written" in capsys.readouterr().err
+    assert names(tmp_path / "run")[-1] == "step-00000004"
+    assert open_remote("s3://bucket/forger").complete() == []
+
+
+@pytest.fixture(params=["folder", pytest.param("store", marks=needs_s3)])
+def second_place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "there")
+    request.getfixturevalue("faults")
+    return f"s3://bucket/{tmp_path.name}"
+
+
+def test_of_two_writers_of_one_step_the_second_is_refused(tmp_path: Path, second_place: str) -> None:
+    first, second = open_remote(second_place), open_remote(second_place)
+    ours, theirs = saved_step(tmp_path / "ours", 5), saved_step(tmp_path / "theirs", 5, "b")
+    assert first.complete() == second.complete() == []
+    copied(first, ours)
+    with pytest.raises(CheckpointError, match="another writer has published step-00000005"):
+        copied(second, theirs)
+    assert fetched(second_place, ours.name, tmp_path) == b"a" * 100_000
+    copied(first, ours)  # saved again after a roll-back: its own is replaced
+    copied(open_remote(second_place), theirs)  # a run that resumed from there
+    assert fetched(second_place, ours.name, tmp_path) == b"b" * 100_000
+
+
+def test_two_writers_at_the_same_time_do_not_mix(tmp_path: Path, second_place: str) -> None:
+    """Both have uploaded all files when the first publishes."""
+    first, second = open_remote(second_place), open_remote(second_place)
+    ours, theirs = saved_step(tmp_path / "ours", 6), saved_step(tmp_path / "theirs", 6, "b")
+    place = put_all(first, ours)
+    if not second_place.startswith("s3:"):  # one hidden folder for each step: the second takes it over
+        copied(open_remote(second_place), theirs)
+        with pytest.raises(CheckpointError, match=r"another writer has published|cannot be"):
+            first.publish(ours / "manifest.json", ours.name, place)
+        assert fetched(second_place, ours.name, tmp_path) == b"b" * 100_000
+        return
+    their_place = put_all(second, theirs)
+    first.publish(ours / "manifest.json", ours.name, place)
+    with pytest.raises(CheckpointError, match="another writer has published step-00000006"):
+        second.publish(theirs / "manifest.json", theirs.name, their_place)
+    assert fetched(second_place, ours.name, tmp_path) == b"a" * 100_000
+
+
+@needs_s3
+def test_a_lost_answer_and_an_old_listing(tmp_path: Path, faults: Faults) -> None:
+    """The manifest is stored and the answer is 500; afterwards the listing does not show it."""
+    place, remote = f"s3://bucket/{tmp_path.name}", open_remote(f"s3://bucket/{tmp_path.name}")
+    copied(remote, saved_step(tmp_path, 7))
+    assert open_remote(place).complete() == ["step-00000007"]
+    faults.has_old_listings = True
+    faults.lose_answer = lambda path, number: path.endswith("manifest.json") and number == 1
+    copied(remote, saved_step(tmp_path, 8))
+    assert open_remote(place).complete() == ["step-00000007", "step-00000008"]

@@ -114,6 +114,36 @@ def test_weights_of_a_run_are_merged_or_the_base(ranks, tmp_path):
         open_weights(folder, merges_adapters=False)
 
 
+def test_new_tokens_extend_the_vocabulary(ranks, tmp_path):
+    """Their rows start as the mean row; all others stay those of the base, on any mesh and in any form."""
+    model = tiny_run("tied").model
+    small = model.with_(vocab_size=model.vocab_size - 2)
+    folder = base_folder(tiny_run("tied").with_(model=small), tmp_path / "base")
+    tokens = (5, model.vocab_size - 2, model.vocab_size - 1)
+    adapter = AdapterSpec(rank=3, alpha=8, targets=("query",), tokens=tokens)
+    run = adapted_run(folder).with_(model=model, adapter=adapter)
+    run = run.with_(checkpoint=run.checkpoint.with_(new_tokens=2))
+    attempt(ranks, run, tmp_path / "one")
+    attempt(ranks, run.with_(parallel=ParallelSpec(tp=2)), tmp_path / "parts", stop_after=3)
+    attempt(ranks, run.with_(parallel=ParallelSpec(dp_shard=2, zero=3)), tmp_path / "parts")
+    found, expected = (read_tensors(last_checkpoint(tmp_path / name)) for name in ("parts", "one"))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+    base, merged = open_weights(folder).tensors, open_weights(tmp_path / "one").tensors
+    name = "embedding.tokens.weight"
+    start = torch.cat([base[name], base[name].mean(0).expand(2, -1)])
+    is_frozen = torch.tensor([one not in tokens for one in range(model.vocab_size)])
+    assert torch.equal(merged[name][is_frozen], start[is_frozen])
+    assert (merged[name] - start)[~is_frozen].abs().amax(1).gt(1e-4).all()
+    convert_weights(open_weights(tmp_path / "one"), tmp_path / "merged", "huggingface")
+    assert open_weights(tmp_path / "merged").model.vocab_size == model.vocab_size
+    convert_weights(open_weights(tmp_path / "one"), tmp_path / "peft", "peft")
+    again = run.with_(adapter=adapter.with_(start_from=str(tmp_path / "peft")))
+    attempt(ranks, again.with_(optim=run.optim.with_(lr=1e-30)), tmp_path / "again")
+    torch.testing.assert_close(open_weights(tmp_path / "again").tensors[name], merged[name])
+
+
 WIDE = {
     "width": 64,
     "attention": {"num_heads": 8, "num_kv_heads": 4, "head_width": 16},

@@ -48,6 +48,7 @@ def s3_server(folder: Path) -> Iterator[int]:
     settings = [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
     command = [program, "server", "-master.telemetry=false", f"-dir={folder}", "-ip=127.0.0.1"]
     command += ["-ip.bind=127.0.0.1", "-s3", f"-s3.config={folder / 's3.json'}", "-volume.max=20", *settings]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # fixed ports, which another server may have
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -59,13 +60,24 @@ def s3_server(folder: Path) -> Iterator[int]:
 
 
 class Faults:
-    """What the proxy does to answers: called with the path and the number of the request for it."""
+    """What the proxy does to answers: called with the path and the number of the request for it.
+
+    `spoil` is called with the path and the number of the upload (PUT): what it returns is done to the content
+    whenever the object is read, until it is uploaded again. `lose_answer` answers an upload that was stored
+    with 500. `has_old_listings` freezes the answers of listings.
+    """
 
     def __init__(self) -> None:
         self.delay: Callable[[str, int], float] = lambda path, number: 0.0
         self.status: Callable[[str, int], int | None] = lambda path, number: None
         self.truncate: Callable[[str, int], bool] = lambda path, number: False
+        self.spoil: Callable[[str, int], Callable[[bytes], bytes] | None] = lambda path, number: None
+        self.lose_answer: Callable[[str, int], bool] = lambda path, number: False
+        self.has_old_listings = False
         self.requests: list[str] = []
+        self.uploads: list[str] = []
+        self.spoiled: dict[str, Callable[[bytes], bytes]] = {}
+        self.listings: dict[str, tuple[int, list[tuple[str, str]], bytes]] = {}
 
     def count(self, path: str) -> int:
         """Requests for a path so far."""
@@ -105,10 +117,31 @@ class _Handler(BaseHTTPRequestHandler):
         if status is not None:
             self._answer(status, [], b"")
             return
-        status, headers, content = self._forwarded()
+        if self.command == "PUT":
+            self._note_upload(path)
+        status, headers, content = self._listed() if "list-type=" in self.path else self._forwarded()
+        if self.command == "PUT" and self.faults.lose_answer(path, self.faults.uploads.count(path)):
+            status, headers, content = 500, [], b""
+        if self.command == "GET" and path in self.faults.spoiled and status in (200, 206):
+            content = self.faults.spoiled[path](content)
         if self.command == "GET" and self.faults.truncate(path, number):
             content = content[: len(content) // 2]  # a complete answer with half of the bytes
         self._answer(status, headers, content)
+
+    def _note_upload(self, path: str) -> None:
+        """Remember how the content of this upload comes back."""
+        self.faults.uploads.append(path)
+        self.faults.spoiled.pop(path, None)
+        spoil = self.faults.spoil(path, self.faults.uploads.count(path))
+        if spoil is not None:
+            self.faults.spoiled[path] = spoil
+
+    def _listed(self) -> tuple[int, list[tuple[str, str]], bytes]:
+        """The answer of a listing; the one of before where listings are frozen."""
+        known = self.faults.listings
+        if not self.faults.has_old_listings or self.path not in known:
+            known[self.path] = self._forwarded()
+        return known[self.path]
 
     def _forwarded(self) -> tuple[int, list[tuple[str, str]], bytes]:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

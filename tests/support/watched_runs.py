@@ -4,14 +4,23 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from meshwright.observe.events import EventWriter
+from meshwright.observe.histograms import (
+    LOWEST_EXPONENT,
+    NUM_BINS,
+    Histogram,
+    Histograms,
+    HistogramWriter,
+    Place,
+)
 from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
 from meshwright.observe.rank_times import RankFigures, RankTimesWriter
 from meshwright.observe.watch.pipeline import timeline_path
@@ -106,3 +115,22 @@ def watching(*words: str) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(timeout=20)
+
+
+def write_histograms(run_dir: Path, *, num_layers: int = 8, steps: Sequence[int] = (20, 40, 60)) -> None:
+    """Histograms whose magnitudes grow with the layer and fall with the steps."""
+    exponents = np.arange(LOWEST_EXPONENT, LOWEST_EXPONENT + NUM_BINS) + 0.5
+    middles = {"activation": -2.0, "output_gradient": -24.0, "weight_gradient": -22.0}
+    names = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
+    with HistogramWriter(run_dir) as writer:
+        for number, step in enumerate(steps):
+            found: Histograms = {}
+            for kind, layer, (index, name) in product(middles, range(num_layers), enumerate(names)):
+                middle = middles[kind] + 4.0 * layer / num_layers - 3.0 * number / len(steps) + 0.7 * index
+                density = np.exp(-0.5 * ((exponents - middle) / 2.5) ** 2)
+                counts = (1e6 * density / density.sum()).astype(np.int64)
+                amax = float(2.0 ** (LOWEST_EXPONENT + np.flatnonzero(counts)[-1] + 0.5))
+                found[Place(kind, layer, name)] = Histogram(
+                    counts, 12_000, 0, int(counts[73:].sum()), 0, amax
+                )
+            writer.write(step, found)

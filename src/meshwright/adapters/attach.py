@@ -9,17 +9,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Decoder, Head
 from meshwright.models.layers.adapter import Adapter, ExpertAdapter
+from meshwright.models.layers.embedding import Table
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.moe import Experts, Nf4GroupedLinears
+from meshwright.models.layers.token_rows import TokenRows
 from meshwright.ops.nf4 import BLOCK, dequantise_nf4
 from meshwright.ops.nf4_nested import NestedPlace, NestedTable, unnest_absmax
 from meshwright.ops.sharded import local_slices
 from meshwright.precision.fp8.stored import Fp8Scale, decode_stored
 from meshwright.precision.policy import weight_dtype
 from meshwright.spec import AdapterSpec, RunSpec
-from meshwright.spec.adapter import NF4_FORMATS, AdaptedMatrix, adapted_matrices, is_trained
+from meshwright.spec.adapter import (
+    CHANGE,
+    NF4_FORMATS,
+    TOKEN_ROWS,
+    AdaptedMatrix,
+    adapted_matrices,
+    is_trained,
+    token_changes,
+)
 from meshwright.spec.fp8 import fp8_base_groups
 
 
@@ -96,13 +106,20 @@ def attach_adapters(model: Decoder, adapter: AdapterSpec, dtype: torch.dtype) ->
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for matrix in adapted_matrices(model.spec, adapter):
         module = modules.get(matrix.weight.name.rpartition(".")[0])
+        if isinstance(module, Table) and not model.has_embedding:
+            continue  # the copy of a tied head, in a stage that looks nothing up
         with torch.device("meta"):
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | Table | Head):
                 module.adapter = _linear_adapter(matrix, adapter).to(dtype)
             elif isinstance(module, Experts):
                 adapters = module.adapters or torch.nn.ModuleDict()
                 adapters[matrix.weight.name.rpartition(".")[2]] = _expert_adapter(matrix).to(dtype)
                 module.adapters = adapters
+    for change in token_changes(model.spec, adapter):
+        module = modules.get(change.name.removesuffix(f".{TOKEN_ROWS}.{CHANGE}"))
+        with torch.device("meta"):
+            if isinstance(module, Table | Head):
+                module.token_rows = TokenRows(adapter.tokens, model.spec.width).to(dtype)
     model.adapter = adapter
 
 
@@ -113,7 +130,7 @@ def _linear_adapter(matrix: AdaptedMatrix, adapter: AdapterSpec) -> Adapter:
         out_width,
         rank=matrix.rank,
         scale=matrix.scale,
-        dropout=adapter.dropout,
+        dropout=0.0 if matrix.weight.kind == "embedding" else adapter.dropout,
         has_magnitude=adapter.kind == "dora",
     )
 

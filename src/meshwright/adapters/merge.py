@@ -10,10 +10,14 @@ from meshwright.ops.nf4_nested import NestedPlace, nest_absmax, unnest_absmax
 from meshwright.precision.fp8.stored import decode_stored, encode_stored, stored_scale
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import (
+    CHANGE,
+    EMBEDDING,
+    HEAD,
     LORA_A,
     LORA_B,
     MAGNITUDE,
     NF4_FORMATS,
+    TOKEN_ROWS,
     AdaptedMatrix,
     BaseFormat,
     adaptable,
@@ -40,6 +44,18 @@ def rounded_to_nf4(weight: Tensor, *, is_nested: bool) -> Tensor:
         codes, table = nest_absmax(absmax.view(torch.float32))
         absmax = unnest_absmax(codes, table, NestedPlace(0, 0, codes.shape[1])).view(torch.int32)
     return dequantise_nf4(packed, absmax, weight.dtype)
+
+
+def with_token_rows(weight: Tensor, tokens: Tensor, change: Tensor) -> Tensor:
+    """A table in fp32 (fp64 for fp64) with the changes of single tokens' rows added."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(dtype).index_add(0, tokens, change.to(dtype))
+
+
+def merged_model(model: ModelSpec, adapter: AdapterSpec) -> ModelSpec:
+    """The model of merged weights: with an adapter on one end, tied embedding and head become two tables."""
+    at_ends = any(one.weight.layer is None for one in adapted_matrices(model, adapter))
+    return model.with_(tied_head=False) if at_ends and model.tied_head else model
 
 
 class QuantisedTensors(Mapping[str, Tensor]):
@@ -79,18 +95,27 @@ class MergedTensors(Mapping[str, Tensor]):
     ) -> None:
         self.base, self.adapters = base, adapters
         self.matrices = {one.weight.name: one for one in adapted_matrices(model, adapter)}
+        self.model = merged_model(model, adapter)
+        self._is_untied = self.model != model
+        self._tokens = torch.tensor(sorted(adapter.tokens))
 
     def __getitem__(self, name: str) -> Tensor:
-        # Parameters that were trained in full beside the adapters are saved with them.
-        weight = self.adapters[name] if name in self.adapters else self.base[name]
-        matrix = self.matrices.get(name)
-        return weight if matrix is None else merged_weight(weight, matrix, self.adapters)
+        weight, matrix = self._frozen(name), self.matrices.get(name)
+        if matrix is not None:
+            return merged_weight(weight, matrix, self.adapters)
+        change = self.adapters.get(f"{name.removesuffix('weight')}{TOKEN_ROWS}.{CHANGE}")
+        return weight if change is None else with_token_rows(weight, self._tokens, change)
+
+    def _frozen(self, name: str) -> Tensor:
+        """A tensor without adapters; those that were trained in full beside adapters are saved with them."""
+        name = EMBEDDING if self._is_untied and name == HEAD else name
+        return self.adapters[name] if name in self.adapters else self.base[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.base)
+        return iter([*self.base, *([HEAD] if self._is_untied else [])])
 
     def __len__(self) -> int:
-        return len(self.base)
+        return len(self.base) + self._is_untied
 
     def changed_share(self, dtype: torch.dtype) -> float:
         """The share of the adapted matrices' weights that differ from the base after rounding to `dtype`.
@@ -99,7 +124,7 @@ class MergedTensors(Mapping[str, Tensor]):
         """
         changed = total = 0
         for name in self.matrices:
-            base = self.base[name]
+            base = self._frozen(name)
             changed += int((self[name].to(dtype) != base.to(dtype)).sum())
             total += base.numel()
         return changed / max(1, total)

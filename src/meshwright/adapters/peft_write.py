@@ -15,11 +15,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from meshwright.adapters.peft_names import PeftMatrix, peft_matrices
+from meshwright.adapters.peft_names import (
+    PeftMatrix,
+    PeftModule,
+    PeftRows,
+    peft_matrices,
+    peft_modules,
+    peft_rows,
+)
 from meshwright.errors import CheckpointError
 from meshwright.files import new_folder_beside
+from meshwright.models.hf_names import sources
 from meshwright.spec import AdapterSpec, ModelSpec
-from meshwright.spec.adapter import LORA_A, LORA_B, MAGNITUDE, adaptable
+from meshwright.spec.adapter import EMBEDDING, LORA_A, LORA_B, MAGNITUDE, adaptable, adapted_weight
 from meshwright.spec.huggingface.projections import hf_projection
 
 CONFIG_FILE = "adapter_config.json"
@@ -37,14 +45,19 @@ def write_peft(
     *,
     base: str | None,
     base_digest: str | None = None,
+    merged: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the adapters of a model; `tensors` maps our names to full tensors, `base` names the base model.
 
-    Called by one process. The folder gets its name only when it is complete.
+    `merged` has the merged weights of the full model: it is read where single rows or full modules were
+    trained beside adapters. Called by one process. The folder gets its name only when it is complete.
     """
     if folder.exists():
         raise CheckpointError("this already exists", where=str(folder), hint="name a new folder")
     matrices = peft_matrices(model, adapter, where=str(folder))
+    trained = [name for name in tensors if adapted_weight(name) is None]
+    modules = peft_modules(model, adapter, trained, where=str(folder))
+    rows = peft_rows(model, adapter)
     rank = max(one.matrix.rank for one in matrices)
     is_rslora = adapter.kind == "rslora" and not _needs_fold(matrices)
     scale = adapter.alpha / (rank**0.5 if is_rslora else rank)
@@ -53,9 +66,13 @@ def write_peft(
         for one in matrices
         for key, value in _module_tensors(one, tensors, rank=rank, scale=scale).items()
     }
+    if modules or rows:
+        assert merged is not None
+        content |= _full_tensors(modules, merged) | _row_tensors(rows, adapter, merged)
     config = peft_config(
         adapter, rank=rank, is_rslora=is_rslora, targets=peft_targets(model, matrices), base=base
     )
+    config |= _beside_adapters(model, adapter, modules, rows)
     metadata = {"format": "pt", **({BASE_DIGEST: base_digest} if base_digest else {})}
     partial = new_folder_beside(folder)
     try:
@@ -84,9 +101,39 @@ def _module_tensors(
     if one.matrix.kind == "dora":
         parts[MAGNITUDE] = tensors[f"{name}.{MAGNITUDE}"].float()
     return {
-        key: value.to("cpu", copy=True).contiguous()
+        key: (value.mT if one.is_transposed else value).to("cpu", copy=True).contiguous()
         for own, part in parts.items()
         for key, value in zip(one.keys(own), part if one.matrix.is_expert else [part], strict=True)
+    }
+
+
+def _full_tensors(modules: Sequence[PeftModule], merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of modules that were trained in full, in fp32."""
+    listed = [pair for module in modules for pair in module.parameters.items()]
+    return {key: merged[name].float().clone() for key, name in listed}
+
+
+def _row_tensors(
+    rows: Sequence[PeftRows], adapter: AdapterSpec, merged: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The trained rows of single tokens, in fp32."""
+    ids = sorted(adapter.tokens)
+    return {one.key: merged[one.table][ids].float() for one in rows}
+
+
+def _beside_adapters(
+    model: ModelSpec, adapter: AdapterSpec, modules: Sequence[PeftModule], rows: Sequence[PeftRows]
+) -> dict[str, Any]:
+    """The keys of adapter_config.json for what was trained beside adapters."""
+    ids = sorted(adapter.tokens)
+    of_tables = {one.module.rpartition(".")[2]: ids for one in rows}
+    embedding = sources(model)[EMBEDDING].names[0].removesuffix(".weight")
+    # peft gives a tied head the rows of the embedding, and with this key a table that was trained in full.
+    is_tied = model.tied_head and any(one.name == embedding for one in modules)
+    return {
+        "modules_to_save": [one.name for one in modules] or None,
+        "trainable_token_indices": (ids if model.tied_head else of_tables) if rows else None,
+        **({"ensure_weight_tying": True} if is_tied else {}),
     }
 
 

@@ -20,6 +20,7 @@ from meshwright.models.initialise import (
     initial_std,
     nested_weights,
     packed_weights,
+    reset_buffers,
     seed_of,
     stored_weights,
 )
@@ -119,8 +120,7 @@ def fill_on_device(model: Decoder, seed: int, *, device: torch.device) -> None:
     listed = [*parameters(model.spec), *adapter_parameters(model.spec, model.adapter)]
     described = {parameter.name: parameter for parameter in listed}
     packed, nested = packed_weights(model), nested_weights(model)
-    for buffer in model.buffers():
-        buffer.zero_()
+    reset_buffers(model)
     stored = _fill_stored(model, described, seed, device)
     for name, tensor in model.named_parameters():
         if name not in described or name in stored:  # the absmax of packed weights is filled with them
@@ -150,7 +150,7 @@ def _fill_stored(
 
 def random_value(spec: ModelSpec, parameter: Parameter, seed: int, device: torch.device) -> Tensor:
     """One initial tensor: ones for norms, zeros for biases, else normal numbers from the name's own seed."""
-    if parameter.kind in ("norm", "bias", "lora_B", "magnitude"):
+    if parameter.kind in ("norm", "bias", "lora_B", "magnitude", "token_rows"):
         return torch.full(parameter.shape, float(parameter.kind in ("norm", "magnitude")), device=device)
     generator = torch.Generator(device).manual_seed(seed_of(seed, parameter.name))
     value = torch.empty(parameter.shape, device=device)

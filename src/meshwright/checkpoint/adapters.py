@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import CONFIG, is_checkpoint, locate_weights
+from meshwright.checkpoint.new_tokens import read_with_new_rows, without_new_tokens
 from meshwright.errors import CheckpointError
+from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.optim.build import set_master_weights
 from meshwright.parallel.shards import ParameterShard, global_slices
 from meshwright.spec import AdapterSpec, ModelSpec, RunSpec
-from meshwright.spec.adapter import adapted_weight, adapter_parameters
+from meshwright.spec.adapter import adapter_parameters, is_trained
+from meshwright.spec.parameters import parameters
 
 _START = "adapter.start_from"
 _START_HINT = "name a peft folder, or a checkpoint or run directory of a run with `adapter`"
@@ -84,17 +88,46 @@ def load_adapters(run: RunSpec, training: LiveTraining, *, averaged: bool = Fals
     adapter = run.adapter
     if adapter is None or adapter.start_from is None:
         return
-    shards = [one for one in training.program.shards if adapted_weight(one.name) is not None]
+    shards = [one for one in training.program.shards if one.parameter.requires_grad]
     folder = Path(adapter.start_from).expanduser()
     if is_peft_folder(folder):
-        reader = PeftReader(folder, run.model, adapter)
+        every = [one.name for one in parameters(run.model)]
+        reader = PeftReader(
+            folder,
+            run.model,
+            adapter,
+            trained=[name for name in every if is_trained(name, adapter, run.train_only)],
+            read_base_rows=partial(_read_base_rows, run),
+        )
         if reader.base_digest is not None:
             saved = {"path": "their base", "digest": reader.base_digest}
             require_same_base(saved, base_record(run), folder)
-        values = {one.name: reader.read_slice(one.name, global_slices(one)) for one in shards}
+        there = set(reader.names())
+        values = {
+            one.name: reader.read_slice(one.name, global_slices(one)) for one in shards if one.name in there
+        }
     else:
         values = _checkpoint_values(run, training, folder, averaged=averaged)
     set_master_weights(training.optimizer, training.named_shards, values)
+
+
+def _read_base_rows(run: RunSpec, table: str, ids: list[int]) -> Tensor:
+    """Rows of an embedding or head of the base, by our name."""
+    assert run.checkpoint.start_from is not None
+    folder, num_new = locate_weights(run.checkpoint.start_from, where=_START), run.checkpoint.new_tokens
+    if is_checkpoint(folder):
+        name = f"model.{table}"
+        value = torch.empty(saved_shapes(folder)[name], dtype=torch.float32)
+        load_tensors(folder, {name: value})
+        return value[ids]
+    reader = HuggingFaceReader(folder, without_new_tokens(run.model, num_new))
+    width, num_there = slice(0, run.model.width), reader.model.vocab_size
+    # New tokens start as one and the same row, which is the mean of a full table: it is read once.
+    distinct = {min(one, num_there): slice(one, one + 1) for one in ids}
+    rows = {
+        place: read_with_new_rows(reader, table, (row, width), num_new) for place, row in distinct.items()
+    }
+    return torch.cat([rows[min(one, num_there)] for one in ids])
 
 
 def _checkpoint_values(
@@ -139,7 +172,7 @@ def has_adapters(manifest: Mapping[str, Any]) -> bool:
 
 def require_same_adapter(there: AdapterSpec | None, here: AdapterSpec | None, folder: Path) -> None:
     """Refuse adapters of another kind, rank or scale."""
-    for key in ("kind", "rank", "alpha", "targets", "ranks"):
+    for key in ("kind", "rank", "alpha", "targets", "ranks", "tokens"):
         if getattr(there, key) != getattr(here, key):
             raise CheckpointError(
                 f"adapter.{key} is {getattr(there, key)} there and {getattr(here, key)} in this run",

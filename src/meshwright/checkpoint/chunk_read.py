@@ -145,12 +145,15 @@ def _copy(segment: Segment, buffer: Tensor, offset: int, num_bytes: int) -> None
         ctypes.memmove(target + begin - segment.begin, source + begin - offset, end - begin)
 
 
-def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
-    """Whether a file is the one of the manifest; reads all of it."""
+def is_intact(path: Path, entry: Mapping[str, Any], *, is_direct: bool = False) -> bool:
+    """Whether a file is the one of the manifest; reads all of it, with `is_direct` past the page cache."""
     buffers = read_buffers()
     try:
         require_size(path, entry)
-        with ChunkedFile(path, entry) as file, ThreadPoolExecutor(NUM_THREADS, "verify") as threads:
+        with (
+            ChunkedFile(path, entry, is_direct=is_direct) as file,
+            ThreadPoolExecutor(NUM_THREADS, "verify") as threads,
+        ):
             list(threads.map(lambda chunk: file.read(chunk, (), buffers), file.chunks(0, entry["bytes"])))
     except (CheckpointError, OSError):
         return False

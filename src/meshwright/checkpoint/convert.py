@@ -101,11 +101,12 @@ def _write_peft(weights: Weights, target: Path) -> None:
     base = read_manifest(weights.origin).get("base") or {}
     write_peft(
         target,
-        weights.model,
+        weights.run.model,
         weights.run.adapter,
         weights.tensors.adapters,
         base=base.get("path"),
         base_digest=base.get("digest"),
+        merged=weights.tensors,
     )
 
 

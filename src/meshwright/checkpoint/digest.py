@@ -8,7 +8,8 @@ Format version 2 has {"bytes": ..., "sha256": "..."}, one digest of the file. Bo
 truncated files. Neither is a signature: who may change a file of a checkpoint may change its manifest too.
 """
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def _has_chunks(entry: Mapping[str, Any]) -> bool:
 def content_id(entry: Mapping[str, Any]) -> str:
     """A text that is the same for two files of the same content and format version."""
     return entry["sha256"] if "sha256" in entry else "".join(entry["xxh3_128"])
+
+
+def matches_entry(entry: Mapping[str, Any], read: Callable[[int, int], bytes]) -> bool:
+    """Whether a file is the one of the manifest; `read` gives its bytes from an offset to another."""
+    size = entry.get("chunk_bytes", CHUNK_BYTES)
+    ranges = [(begin, min(begin + size, entry["bytes"])) for begin in range(0, entry["bytes"], size)]
+    if "sha256" in entry:
+        digest = hashlib.sha256()
+        for begin, end in ranges:
+            digest.update(read(begin, end))
+        return digest.hexdigest() == entry["sha256"]
+    return all(digest_of(read(*each)) == one for each, one in zip(ranges, entry["xxh3_128"], strict=True))
 
 
 def require_size(path: Path, entry: Mapping[str, Any]) -> None:

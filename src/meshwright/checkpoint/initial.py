@@ -18,6 +18,7 @@ from meshwright.checkpoint.adapters import has_adapters, load_adapters
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.checkpoint.new_tokens import read_with_new_rows, without_new_tokens
 from meshwright.checkpoint.packed_base import load_fp8, load_nested
 from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_tensors
 from meshwright.checkpoint.save import on_all_ranks
@@ -68,9 +69,10 @@ def _refuse_random_base(run: RunSpec) -> None:
 
 
 def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> None:
-    there = load_model(str(folder))
-    require_same_tensors(run.model, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
-    reader = HuggingFaceReader(folder, run.model)
+    there, num_new = load_model(str(folder)), run.checkpoint.new_tokens
+    expected = without_new_tokens(run.model, num_new)
+    require_same_tensors(expected, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
+    reader = HuggingFaceReader(folder, expected)
     with torch.no_grad():
         shards = {one.name: one for one in _base_shards(training)}
         stored = load_fp8(reader, training.program.stages, shards)
@@ -81,7 +83,7 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
             if f"{one.name}{ABSMAX}" in shards:
                 _quantise(reader, one, shards[f"{one.name}{ABSMAX}"])
                 continue
-            value = reader.read_slice(one.name, global_slices(one))
+            value = read_with_new_rows(reader, one.name, global_slices(one), num_new)
             if one.name in training.named_shards:
                 set_master_weights(training.optimizer, training.named_shards, {one.name: value})
             else:
@@ -90,7 +92,7 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
             for name, buffer in stage.named_buffers():
                 if name in reader.shapes:
                     buffer.copy_(reader.read(name))
-    _print_differences(run.model, there.model_dump(mode="json"), folder)
+    _print_differences(expected, there.model_dump(mode="json"), folder)
 
 
 def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool) -> None:
@@ -98,6 +100,11 @@ def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, aver
     if has_adapters(manifest):
         hint = "name their base here, and the adapters in adapter.start_from"
         raise CheckpointError("this checkpoint has adapters without their base", where=_WHERE, hint=hint)
+    if run.checkpoint.new_tokens:
+        hint = "convert it to a Hugging Face folder first: `meshwright convert`"
+        raise CheckpointError(
+            "new_tokens reads Hugging Face folders", where="checkpoint.new_tokens", hint=hint
+        )
     if run.adapter is not None and run.adapter.base in ("fp8", *NF4_FORMATS):
         fact = f"adapter.base={run.adapter.base} reads Hugging Face folders"
         hint = "convert it to a Hugging Face folder first: `meshwright convert`"

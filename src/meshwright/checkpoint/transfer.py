@@ -23,13 +23,13 @@ def upload_checkpoint(
 ) -> None:
     """Copy a complete checkpoint to the second place, its manifest last; all ranks call it. Communicates.
 
-    Each rank copies a share of the files. A checkpoint of the same step that is there already stops counting
-    first. CheckpointError on all ranks where one fails.
+    Each rank copies a share of the files and reads them back. A checkpoint of the same step that this run has
+    copied before is replaced. CheckpointError on all ranks where one fails.
     """
     manifest = on_all_ranks(lambda: read_manifest(folder), group)
-    _on_first_rank(lambda: _replace(remote, folder.name), group)
-    on_all_ranks(lambda: _upload_share(folder, manifest, remote), group)
-    _on_first_rank(lambda: remote.put(folder / MANIFEST, f"{folder.name}/{MANIFEST}"), group)
+    place = _begun_on_first_rank(remote, folder.name, group)
+    on_all_ranks(lambda: _upload_share(folder, manifest, remote, place), group)
+    _on_first_rank(lambda: remote.publish(folder / MANIFEST, folder.name, place), group)
     if keep_copies is not None:
         _on_first_rank(lambda: _delete_old(remote, keep_copies), group)
 
@@ -66,6 +66,14 @@ def _on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None =
     on_all_ranks(lambda: _as_our_error(action) if dist.get_rank() == 0 else None, group)
 
 
+def _begun_on_first_rank(remote: Remote, step_name: str, group: dist.ProcessGroup | None) -> str:
+    found: list[str] = []
+    _on_first_rank(lambda: found.append(remote.begin(step_name)), group)
+    shared = found or [""]
+    dist.broadcast_object_list(shared, src=0, group=group)
+    return shared[0]
+
+
 def _as_our_error(action: Callable[[], None]) -> None:
     try:
         action()
@@ -73,12 +81,6 @@ def _as_our_error(action: Callable[[], None]) -> None:
         raise CheckpointError(
             f"{type(error).__name__}: {error.strerror}", where="a checkpoint's copy"
         ) from None
-
-
-def _replace(remote: Remote, name: str) -> None:
-    """A manifest that is there already belongs to files that are about to change."""
-    if name in remote.complete():
-        remote.delete(name)
 
 
 def _delete_old(remote: Remote, keep_copies: int) -> None:
@@ -90,30 +92,30 @@ def _share(manifest: dict[str, Any]) -> list[str]:
     return sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
 
 
-def _upload_share(folder: Path, manifest: dict[str, Any], remote: Remote) -> None:
+def _upload_share(folder: Path, manifest: dict[str, Any], remote: Remote, place: str) -> None:
     for name in _share(manifest):
-        remote.put(folder / name, f"{folder.name}/{name}")
+        remote.put(folder / name, place, manifest["files"][name])
 
 
 def _prepare(name: str, remote: Remote, partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    remote.fetch(f"{name}/{MANIFEST}", partial / MANIFEST, None)
+    remote.fetch_manifest(name, partial / MANIFEST)
 
 
 def _download_share(name: str, manifest: dict[str, Any], remote: Remote, partial: Path) -> None:
     for file in _share(manifest):
-        _download(f"{name}/{file}", manifest["files"][file], remote, partial / file)
+        _download(name, manifest, file, remote, partial / file)
 
 
-def _download(name: str, entry: dict[str, Any], remote: Remote, target: Path) -> None:
+def _download(name: str, manifest: dict[str, Any], file: str, remote: Remote, target: Path) -> None:
     for attempt in range(_NUM_DOWNLOADS):
-        remote.fetch(name, target, entry["bytes"])
-        if is_intact(target, entry):
+        remote.fetch(name, manifest, file, target)
+        if is_intact(target, manifest["files"][file]):
             return
         time.sleep(0.1 * 2**attempt)
     raise CheckpointError(
-        f"{name} differs from its manifest in {_NUM_DOWNLOADS} downloads",
+        f"{name}/{file} differs from its manifest in {_NUM_DOWNLOADS} downloads",
         where="the copy of a checkpoint",
         hint="an older copy is tried next",
     )

@@ -25,6 +25,7 @@ from meshwright.checkpoint.initial import (
 )
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.checkpoint.new_tokens import ExtendedTensors
 from meshwright.errors import CheckpointError, SpecError
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.hf_names import state_shapes
@@ -149,14 +150,17 @@ def _with_adapters(folder: Path, *, averaged: bool, merges_adapters: bool, onto_
         raise CheckpointError("the adapters' base is not recorded", where=str(folder))
     require_same_base(manifest.get("base"), base_record(run), folder)
     base = open_weights(run.checkpoint.start_from)
-    tensors = base.tensors
+    tensors, model = base.tensors, run.model
+    if run.checkpoint.new_tokens:
+        tensors = ExtendedTensors(tensors, run.model, run.checkpoint.new_tokens)
     if run.adapter.base in ("fp8", *NF4_FORMATS) and not onto_original:
         tensors = QuantisedTensors(tensors, run.model, run.adapter.base)
     if merges_adapters:
         adapters = read_adapters(folder, run.model, run.adapter, averaged=averaged)
         tensors = MergedTensors(tensors, adapters, run.model, run.adapter)
+        model = tensors.model
     merged = folder if merges_adapters else None
-    return Weights(run.model, tensors, folder, run=run, step=manifest["step"], adapters=merged)
+    return Weights(model, tensors, folder, run=run, step=manifest["step"], adapters=merged)
 
 
 def _require_adapters_wanted(folder: Path, *, merges_adapters: bool) -> None:

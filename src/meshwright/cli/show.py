@@ -1,4 +1,4 @@
-"""`meshwright show`: pictures of a pipeline schedule, of the ranks of a mesh, and of memory."""
+"""`meshwright show`: pictures of a pipeline schedule, of the ranks of a mesh, of memory and of magnitudes."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,12 +9,12 @@ from meshwright.cli.check import AsJson, Overrides, Run
 from meshwright.cli.completion_values import complete_cluster, complete_run
 from meshwright.cli.main import new_app
 
-app = new_app(help="Draw a pipeline timeline, a rank map or memory.")
+app = new_app(help="Draw a pipeline timeline, a rank map, memory or magnitudes.")
 
 
 @app.callback()
 def show() -> None:
-    """Draw a pipeline timeline, a rank map or memory."""
+    """Draw a pipeline timeline, a rank map, memory or magnitudes."""
 
 
 @app.command()
@@ -143,6 +143,41 @@ def mesh(
         typer.echo(json.dumps({"ranks_per_node": drawn.ranks_per_node, "ranks": places}))
         return
     typer.echo(draw_text(drawn))
+
+
+@app.command()
+def histograms(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, such as runs/demo.")],
+    kind: Annotated[
+        str | None, typer.Option(help="activation, output_gradient or weight_gradient; by default all.")
+    ] = None,
+    matmul: Annotated[str | None, typer.Option(help="Such as mlp.down; by default all.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step; by default the newest.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the pictures to this SVG file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the magnitudes of activations and gradients by layer, and how they fit into fp8.
+
+    The run must have been trained with observe.histograms. "< e4m3" is the share of elements that are not
+    zero, and would be in that format without a scale; "> e4m3" is above its largest number; "< scaled" would
+    become zero with one scale for the tensor.
+    """
+    import json
+
+    from rich.console import Console
+
+    from meshwright.observe.draw_histograms import draw_svg, draw_text, histogram_pictures, to_json
+
+    pictures = histogram_pictures(run_dir, kind=kind, matmul=matmul, step=step)
+    if svg is not None:
+        _write(svg, draw_svg(pictures))
+    if as_json:
+        typer.echo(json.dumps([to_json(one) for one in pictures]))
+        return
+    console = Console()
+    for picture in pictures:
+        console.print(draw_text(picture))
+        console.print()
 
 
 MAX_ACTIONS = 200_000

@@ -27,15 +27,13 @@ from meshwright.launch.meeting import STORE_FILE
 from meshwright.launch.rank_process import STOP_SIGNALS, Program, RankProcess, start_rank
 from meshwright.launch.watch import RankWatcher, Watched, is_stopped
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.05
 # After one rank has failed the others wait in a collective; this is how long they get to notice.
 _GRACE_SECONDS = 10.0
 # Ranks that fail within this time of each other failed for the same reason, and rank 0 has printed it.
 _TOGETHER_SECONDS = 1.0
 # Ranks that were asked twice to stop and do not end are killed after this time.
 _STOP_SECONDS = 10.0
-# Ranks without progress get this long to end by themselves: they hang, so they hardly can.
-_HANG_GRACE_SECONDS = 0.5
 # The same where all ranks are restarted: after a kill the cause is known, after an error not always.
 _RESTART_GRACE_SECONDS, _KILLED_GRACE_SECONDS = 2.0, 0.2
 # Ranks that were asked to stop on another node: the reason is known here within this time.
@@ -312,14 +310,10 @@ def _continue_stopped(processes: list[RankProcess]) -> None:
 
 
 def _end(processes: list[RankProcess]) -> None:
-    """SIGTERM to all ranks, and SIGKILL to those that live on after a short time."""
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + _HANG_GRACE_SECONDS
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS / 2)
+    """Kill all ranks at once: those that hang cannot save, and a stopped one gets no other signal."""
     for process in processes:
         process.kill()
+    for process in processes:
         process.wait()
 
 

@@ -49,10 +49,6 @@ class RankProcess(Protocol):
         """Send a signal, unless it has ended."""
         ...
 
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        ...
-
     def kill(self) -> None:
         """Send SIGKILL."""
         ...
@@ -87,10 +83,6 @@ class ForkedRank:
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL."""

@@ -22,10 +22,10 @@ from meshwright.spec.resilience import Phase, ResilienceSpec
 
 STACK_SIGNAL = signal.SIGUSR2
 """Asks a rank to write the stacks of its threads to `stack_path`."""
-_TICK_SECONDS = 0.5
+_TICK_SECONDS, _SHORTEST_TICK_SECONDS = 0.25, 0.05
 # A longer time between two ticks: this process was suspended.
 _LONGEST_TICK_SECONDS = 5.0
-_STACK_SECONDS, _STACK_PAUSE_SECONDS = 2.0, 0.1
+_STACK_SECONDS, _STACK_PAUSE_SECONDS = 2.0, 0.05
 _MOST_STACKS, _MOST_RANKS, _MOST_STACK_LINES = 4, 16, 60
 # A run is known well enough for a bound of its own after so many heartbeats; that bound is at least so long.
 _KNOWN_AFTER, _SHORTEST_BOUND_SECONDS = 30, 60.0
@@ -116,7 +116,7 @@ class RankWatcher:
         self._is_adaptive = watched.is_adaptive
         numbered = enumerate(processes, first_rank)
         self._ranks = [_RankWatch(rank, process, watched.run_dir) for rank, process in numbered]
-        self._ticked_at = time.monotonic()
+        self._ticked_at, self._tick_seconds = time.monotonic(), _TICK_SECONDS
         self._announced: set[int] = set()
         self.hanging: int | None = None
         """The rank that `tick` found to hang, counted from 0 on this machine; None where several do."""
@@ -130,14 +130,16 @@ class RankWatcher:
         """Look at all ranks; where one exceeds its timeout, all are reported, and its line is returned."""
         now = time.monotonic()
         seconds = now - self._ticked_at
-        if seconds < _TICK_SECONDS:
+        if seconds < self._tick_seconds:
             return None
         self._ticked_at = now
         living = [one for one in self._ranks if one.process.poll() is None]
         for one in living:
             one.tick(seconds if seconds < _LONGEST_TICK_SECONDS else 0.0)
         self._announce_stopped(living)
-        if not any(self._is_late(one) for one in living):
+        left = min((self._seconds_left(one) for one in living), default=_TICK_SECONDS)
+        if left >= 0:
+            self._tick_seconds = min(_TICK_SECONDS, max(_SHORTEST_TICK_SECONDS, left))
             return None
         culprits = _culprits(living)
         self.hanging = self._ranks.index(culprits[0]) if len(culprits) == 1 else None
@@ -150,11 +152,12 @@ class RankWatcher:
         for one in self._ranks:
             one.reader.close()
 
-    def _is_late(self, one: _RankWatch) -> bool:
-        """A stopped rank does nothing, whatever its last phase was: it has the time of a step."""
+    def _seconds_left(self, one: _RankWatch) -> float:
+        """Time until the timeout of a rank; negative after it. A stopped rank does nothing, whatever its last
+        phase was: it has the time of a step."""
         if one.stopped_seconds is not None:
-            return one.stopped_seconds > self._resilience.step_timeout_seconds
-        return one.idle_seconds > self._bound(one)
+            return self._resilience.step_timeout_seconds - one.stopped_seconds
+        return self._bound(one) - one.idle_seconds
 
     def _bound(self, one: _RankWatch) -> float:
         """Longest time without progress: the timeout of the phase, or less where steps were short so far."""

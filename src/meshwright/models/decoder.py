@@ -5,16 +5,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from meshwright.models.layers.adapter import Adapter
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.embedding import Embedding
+from meshwright.models.layers.embedding import Embedding, Table
 from meshwright.models.layers.latent import LatentAttention
 from meshwright.models.layers.mlp import build_mlp
 from meshwright.models.layers.moe import Moe
 from meshwright.models.layers.norm import build_norm
 from meshwright.models.layers.rope import RopeTables, rope_tables
+from meshwright.models.layers.token_rows import TokenRows
 from meshwright.ops.cast import accumulation_dtype
 from meshwright.ops.documents import Documents, host_number
-from meshwright.ops.loss import linear_cross_entropy
+from meshwright.ops.loss import UpdatedHead, linear_cross_entropy
 from meshwright.ops.loss_rows import RowKernels
 from meshwright.ops.pair_loss import PairInputs, PairSettings, linear_pair_loss
 from meshwright.ops.sharded import local
@@ -59,6 +61,10 @@ class Head(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.weight = None if spec.tied_head else nn.Parameter(torch.empty(spec.vocab_size, spec.width))
+        # Set where the weight is frozen: a low-rank update of it, and rows of single tokens. A tied head has
+        # its rows from the embedding.
+        self.adapter: Adapter | None = None
+        self.token_rows: TokenRows | None = None
         # Set where tp shards the vocabulary.
         self.vocabulary_group: ProcessGroup | None = None
         # Set in a rehearsal; None: the kernels of the device that the logits are on.
@@ -74,24 +80,23 @@ class Head(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
-        tied_VD: Tensor | None = None,
+        tied: Table | None = None,
         targets_BS: Tensor | None = None,
         weights_BS: Tensor | None = None,
         num_targets: int | None = None,
         pairs: PairInputs | None = None,
     ) -> Tensor:
         """logits_BSV, or with targets the sum of weight x cross-entropy over all tokens, or of all pairs."""
-        weight_VD = self.weight if tied_VD is None else tied_VD
-        assert weight_VD is not None
+        weight_VD = self._updated_weight(x_BSD, tied)
         if targets_BS is None:
-            return functional.linear(x_BSD, local(weight_VD))
+            return _logits(x_BSD, weight_VD)
         if pairs is not None:
-            return self._pair_loss(x_BSD, local(weight_VD), targets_BS, pairs, num_targets)
+            return self._pair_loss(x_BSD, weight_VD, targets_BS, pairs, num_targets)
         if weights_BS is None:
             weights_BS = torch.ones_like(targets_BS, dtype=torch.float32)
         return linear_cross_entropy(
             x_BSD,
-            local(weight_VD),
+            weight_VD,
             targets_BS,
             weights_BS,
             group=self.vocabulary_group,
@@ -99,8 +104,27 @@ class Head(nn.Module):
             num_counted=num_targets,
         )
 
+    def _updated_weight(self, x_BSD: Tensor, tied: Table | None) -> Tensor | UpdatedHead:
+        """This rank's rows of the weight, with its updates where the weight is frozen."""
+        weight = self.weight if tied is None else tied.weight
+        assert weight is not None
+        weight_VD, rows = local(weight), self.token_rows if tied is None else tied.token_rows
+        factors: list[tuple[Tensor, Tensor]] = [] if self.adapter is None else [self.adapter.factors(x_BSD)]
+        if rows is not None:
+            rank = 0 if self.vocabulary_group is None else self.vocabulary_group.rank()
+            factors.append(rows.factors(x_BSD, rank * len(weight_VD), len(weight_VD)))
+        if not factors:
+            return weight_VD
+        us, bs = zip(*factors, strict=True)
+        return UpdatedHead(weight_VD, torch.cat(us, -1), torch.cat(bs, -1))
+
     def _pair_loss(
-        self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, pairs: PairInputs, num_targets: int | None
+        self,
+        x_BSD: Tensor,
+        weight_VD: Tensor | UpdatedHead,
+        targets_BS: Tensor,
+        pairs: PairInputs,
+        num_targets: int | None,
     ) -> Tensor:
         assert self.pair_settings is not None
         found = linear_pair_loss(
@@ -119,6 +143,12 @@ class Head(nn.Module):
             before = self.pair_figures
             self.pair_figures = found.figures_3 if before is None else before + found.figures_3
         return found.loss
+
+
+def _logits(x_BSD: Tensor, weight_VD: Tensor | UpdatedHead) -> Tensor:
+    if isinstance(weight_VD, UpdatedHead):
+        return functional.linear(x_BSD, weight_VD.weight_VD) + functional.linear(*weight_VD[1:])
+    return functional.linear(x_BSD, weight_VD)
 
 
 class Decoder(nn.Module):
@@ -190,11 +220,11 @@ class Decoder(nn.Module):
         if self.head is None:
             return x_BSD
         assert self.norm is not None
-        tied_VD = self.embedding.tokens.weight if self.spec.tied_head and self.embedding else None
+        tied = self.embedding.tokens if self.spec.tied_head and self.embedding else None
         pairs = None
         if answers_BS is not None and pairs_BPF is not None and weights_BS is not None:
             pairs = PairInputs(weights_BS, answers_BS, pairs_BPF)
-        return self.head(self.norm(x_BSD), tied_VD, targets_BS, weights_BS, num_targets, pairs)
+        return self.head(self.norm(x_BSD), tied, targets_BS, weights_BS, num_targets, pairs)
 
     def _rope_tables(self, x_BSD: Tensor, positions_BS: Tensor) -> RopeTables | None:
         """The RoPE tables, computed once for all blocks."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.linear import Linear
+from meshwright.models.layers.token_rows import TokenRows
 from meshwright.ops.nf4 import quantise_nf4
 from meshwright.ops.nf4_nested import NestedTable, nest_absmax
 from meshwright.ops.sharded import local_slices
@@ -29,6 +30,7 @@ TILE = 1024
 Tile = tuple[slice, ...]
 # QkvProjections into the residual stream; each layer adds two of them.
 _INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
+_EMBEDDING_A = "embedding.tokens.adapter.lora_A"
 
 
 @torch.no_grad()
@@ -47,8 +49,7 @@ def initialise(
     packed, stored = packed_weights(model), [] if leaves_frozen else stored_weights(model)
     nested = nested_weights(model)
     scales = {scale: stored_scale(_amax(names, model.spec, described, seed)) for scale, names in stored}
-    for buffer in model.buffers():
-        buffer.zero_()  # balance bias, load and loss records
+    reset_buffers(model)
     for scale, value in scales.items():
         scale.value.copy_(value)
     in_fp8 = {name: scale for scale, names in stored for name in names}
@@ -65,11 +66,20 @@ def initialise(
             fill_shard(tensor, model.spec, described[name], seed)
 
 
+def reset_buffers(model: nn.Module) -> None:
+    """Zero all buffers (balance bias, load and loss records), and set the ids of trained tokens."""
+    for buffer in model.buffers():
+        buffer.zero_()
+    for module in model.modules():
+        if isinstance(module, TokenRows):
+            module.set_ids()
+
+
 def fill_shard(tensor: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
-    """Fill this rank's shard of a parameter: ones for norms and magnitudes, zeros for biases and lora_B, a
-    uniform distribution for lora_A (as peft), else a normal one."""
+    """Fill this rank's shard of a parameter: ones for norms and magnitudes, zeros for biases, lora_B and rows
+    of single tokens, a uniform distribution for lora_A (as peft), else a normal one."""
     target = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if parameter.kind in ("norm", "bias", "lora_B", "magnitude"):
+    if parameter.kind in ("norm", "bias", "lora_B", "magnitude", "token_rows"):
         target.fill_(float(parameter.kind in ("norm", "magnitude")))
         return
     draw_into(target, local_slices(tensor), spec, parameter, seed)
@@ -151,7 +161,9 @@ def draw_into(
     for tile in tiles(parameter.shape, held):
         value = torch.empty([part.stop - part.start for part in tile], dtype=torch.float32, device="cpu")
         generator = torch.Generator().manual_seed(tile_seed(seed, parameter.name, tile))
-        if parameter.kind == "lora_A":
+        if parameter.name == _EMBEDDING_A:
+            value.normal_(generator=generator)  # as in peft
+        elif parameter.kind == "lora_A":
             bound = parameter.shape[-1] ** -0.5  # of the full input width, however it is sharded
             value.uniform_(-bound, bound, generator=generator)
         else:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.files import regular_file
+from meshwright.observe.json_lines import last_lines, row_of_step
 from meshwright.observe.metrics import truncate_after
 
 RANKS_NAME = "ranks.jsonl"
@@ -108,7 +108,7 @@ def read_rank_times(run_dir: Path | str, *, max_lines: int = 2000) -> RankHistor
 
     Anything but a complete line is skipped.
     """
-    rows = [row for line in _last_lines(Path(run_dir) / RANKS_NAME, max_lines) if (row := _parse(line))]
+    rows = [row for line in last_lines(Path(run_dir) / RANKS_NAME, max_lines) if (row := _parse(line))]
     num_ranks = len(rows[-1]["peak_bytes"]) if rows else 0
     rows = [row for row in rows if all(len(row[name]) == num_ranks for name in _COLUMNS)]
     columns = [
@@ -119,26 +119,11 @@ def read_rank_times(run_dir: Path | str, *, max_lines: int = 2000) -> RankHistor
 
 
 _COLUMNS = ("own_seconds", "data_wait_seconds", "peak_bytes")
-_MAX_BYTES = 64 << 20
-
-
-def _last_lines(path: Path, max_lines: int) -> list[bytes]:
-    try:
-        with regular_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _MAX_BYTES))
-            return file.read(_MAX_BYTES).split(b"\n")[-max_lines - 1 : -1]
-    except OSError:
-        return []
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_row = isinstance(row, dict) and type(row.get("step")) is int
-    return row if is_row and all(_is_numbers(row.get(name)) for name in _COLUMNS) else None
+    row = row_of_step(line)
+    return row if row is not None and all(_is_numbers(row.get(name)) for name in _COLUMNS) else None
 
 
 def _is_numbers(values: Any) -> bool:

@@ -1,9 +1,12 @@
 """The scalars of metrics.jsonl mirrored for TensorBoard, in `<run>/tensorboard`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 from meshwright.errors import RunError
+from meshwright.observe.histograms import LOWEST_EXPONENT, Histogram, Histograms
 from meshwright.observe.metrics import StepMetrics
 from meshwright.observe.scalars import tagged_scalars
 
@@ -36,6 +39,15 @@ class TensorBoardMirror:
         for tag, value in tagged_scalars(metrics).items():
             self._writer.add_scalar(tag, value, metrics.step)
 
+    def write_histograms(self, step: int, histograms: Histograms) -> None:
+        """Write the exponents (log2 of the magnitude) of every place as a histogram."""
+        for place, one in histograms.items():
+            layer = "" if place.layer is None else f"/{place.layer:03d}"
+            if one.counts.any():
+                self._writer.add_histogram_raw(
+                    f"{place.kind}/{place.name}{layer}", global_step=step, **_exponents(one)
+                )
+
     def close(self) -> None:
         """Flush and close the file."""
         self._writer.close()
@@ -45,3 +57,21 @@ class TensorBoardMirror:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _exponents(one: Histogram) -> dict[str, Any]:
+    """What TensorBoard wants of a histogram of exponents; a bin's elements count as its middle."""
+    used = np.flatnonzero(one.counts)
+    counts = one.counts[used[0] : used[-1] + 1]
+    first = LOWEST_EXPONENT + int(used[0])
+    middles = first + np.arange(len(counts)) + 0.5
+    return {
+        "min": float(first),
+        "max": float(first + len(counts)),
+        "num": int(counts.sum()),
+        "sum": float((counts * middles).sum()),
+        "sum_squares": float((counts * middles**2).sum()),
+        # The first bin is empty: TensorBoard draws it from -infinity.
+        "bucket_limits": [float(first), *(middles + 0.5).tolist()],
+        "bucket_counts": [0, *counts.tolist()],
+    }

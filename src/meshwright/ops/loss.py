@@ -15,7 +15,9 @@ ranks, rank r holds rows r V/n ... of W, and three values per token (max, sum of
 are all-reduced.
 
 Rows whose weight is 0 (prompts, padding) are left out where their number is known on the host. A frozen W
-gets no dW: neither its matmuls nor its memory.
+gets no dW: neither its matmuls nor its memory. A low-rank update of a frozen W is added to each chunk:
+
+    logits      += u[t, R] B[V, R]^T,   du[t, R] = weight[t] logits B,   dB[V, R] += logits^T (weight[t] u)
 """
 
 from collections.abc import Callable, Iterator
@@ -49,9 +51,17 @@ MOST_COUNTED = 0.95
 ALIGNED_ROWS = 128
 
 
+class UpdatedHead(NamedTuple):
+    """A head's weight with a low-rank update: its logits are x W^T + u B^T."""
+
+    weight_VD: Tensor
+    u_BSR: Tensor
+    b_VR: Tensor
+
+
 def linear_cross_entropy(
     x_BSD: Tensor,
-    weight_VD: Tensor,
+    weight_VD: Tensor | UpdatedHead,
     targets_BS: Tensor,
     weights_BS: Tensor,
     *,
@@ -64,13 +74,16 @@ def linear_cross_entropy(
 
     The weights hold the mask and the denominator, so nothing is averaged here. Targets below 0 are ignored.
     With a group, W holds this rank's rows, every rank gets the same scalar, and dx is partial: a term of the
-    sum over ranks. Two all-reduces per chunk. At most `num_counted` weights are not 0; None: any number.
+    sum over ranks; du is partial too. Two all-reduces per chunk. At most `num_counted`
+    weights are not 0; None: any number.
     """
+    weight_VD, u_TR, b_VR = _parts(weight_VD)
     weights_T = torch.where(targets_BS < 0, 0.0, weights_BS.to(accumulation_dtype(x_BSD))).flatten()
     targets_T, x_TD = targets_BS.flatten().clamp(min=0), x_BSD.flatten(0, -2)
     rows_N = counted_rows(weights_T, num_counted)
     if rows_N is not None:
         x_TD, targets_T, weights_T = (each.index_select(0, rows_N) for each in (x_TD, targets_T, weights_T))
+        u_TR = None if u_TR is None else u_TR.index_select(0, rows_N)
     settings = _Settings(
         compute_dtype(x_BSD),
         group,
@@ -78,13 +91,20 @@ def linear_cross_entropy(
         chunk_bytes or (CHUNK_BYTES if weight_VD.requires_grad else FROZEN_CHUNK_BYTES),
         torch.is_grad_enabled(),
     )
-    return _LinearCrossEntropy.apply(x_TD, weight_VD, targets_T, weights_T, settings)  # pyright: ignore[reportReturnType]
+    return _LinearCrossEntropy.apply(x_TD, weight_VD, targets_T, weights_T, settings, u_TR, b_VR)  # pyright: ignore[reportReturnType]
+
+
+def _parts(head: Tensor | UpdatedHead) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(W, u_TR, B) of a head; without an update the last two are None."""
+    if isinstance(head, UpdatedHead):
+        return head.weight_VD, head.u_BSR.flatten(0, -2), head.b_VR
+    return head, None, None
 
 
 @torch.no_grad()
 def linear_log_probs(
     x_BSD: Tensor,
-    weight_VD: Tensor,
+    weight_VD: Tensor | UpdatedHead,
     targets_BS: Tensor,
     weights_BS: Tensor,
     *,
@@ -97,6 +117,7 @@ def linear_log_probs(
 
     The arguments are those of `linear_cross_entropy`.
     """
+    weight_VD, u_TR, b_VR = _parts(weight_VD)
     weights_T = torch.where(targets_BS < 0, 0.0, weights_BS.to(accumulation_dtype(x_BSD))).flatten()
     rows_N = counted_rows(weights_T, num_counted)
     rows_N = torch.arange(len(weights_T), device=weights_T.device) if rows_N is None else rows_N
@@ -108,6 +129,8 @@ def linear_log_probs(
     for part in _chunks(len(rows_N), weight.shape[0] * weight.element_size(), chunk_bytes):
         here = rows_N[part]
         logits_TV = (x_TD[here].to(dtype) @ weight.T)[:, :num_rows]
+        if u_TR is not None and b_VR is not None:
+            logits_TV.addmm_(u_TR[here].to(dtype), b_VR.to(dtype).T)
         found = passes.statistics(logits_TV, targets_T[here] - first)
         del logits_TV  # before those of the next chunk are allocated
         lse_T, target_logit_T = _reduce_statistics(found, group)
@@ -147,6 +170,16 @@ class _Chunk(NamedTuple):
     weights_T: Tensor
     dx_TD: Tensor
     dw_VD: Tensor | None
+    update: "_Update | None"
+
+
+class _Update(NamedTuple):
+    """The factors of a low-rank update of the weight, and their gradients."""
+
+    u_TR: Tensor
+    b_VR: Tensor
+    du_TR: Tensor
+    db_VR: Tensor
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -160,6 +193,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_T: Tensor,
         weights_T: Tensor,
         settings: _Settings,
+        u_TR: Tensor | None,
+        b_VR: Tensor | None,
     ) -> Tensor:
         x_TD, weight = rows_TD.to(settings.dtype), _aligned(weight_VD.to(settings.dtype))
         num_rows = weight_VD.shape[0]
@@ -168,21 +203,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw_VD = weight.new_empty(weight.shape, dtype=weights_T.dtype)
         loss = weights_T.new_zeros(())
-        chunk = _Chunk(x_TD, weight, local_T, weights_T, dx_TD, dw_VD)
+        update = None if u_TR is None or b_VR is None else _new_update(u_TR, b_VR, settings.dtype)
+        chunk = _Chunk(x_TD, weight, local_T, weights_T, dx_TD, dw_VD, update)
         for part in _chunks(x_TD.shape[0], weight.shape[0] * weight.element_size(), settings.chunk_bytes):
             loss += _chunk_loss(chunk, part, num_rows, settings)
         if settings.wants_gradient:
-            ctx.save_for_backward(dx_TD, None if dw_VD is None else dw_VD[:num_rows])
-            ctx.dtypes = rows_TD.dtype, weight_VD.dtype
+            of_update = (None, None) if update is None else (update.du_TR, update.db_VR)
+            ctx.save_for_backward(dx_TD, None if dw_VD is None else dw_VD[:num_rows], *of_update)
+            ctx.dtypes = [None if one is None else one.dtype for one in (rows_TD, weight_VD, u_TR, b_VR)]
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dx_TD, dw_VD = ctx.saved_tensors
-        x_dtype, weight_dtype = ctx.dtypes
         # Not in place: a schedule that splits the backward pass runs this node twice.
-        dw_VD = None if dw_VD is None else _scaled(dw_VD, grad, weight_dtype)
-        return _scaled(dx_TD, grad, x_dtype), dw_VD, None, None, None
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        dx_TD, dw_VD, du_TR, db_VR = (
+            None if one is None else _scaled(one, grad, dtype) for one, dtype in pairs
+        )
+        return dx_TD, dw_VD, None, None, None, du_TR, db_VR
+
+
+def _new_update(u_TR: Tensor, b_VR: Tensor, dtype: torch.dtype) -> _Update:
+    """The factors in `dtype`, and memory for their gradients; dB is accumulated over chunks in fp32."""
+    db_VR = torch.zeros_like(b_VR, dtype=accumulation_dtype(b_VR))
+    return _Update(u_TR.to(dtype), b_VR.to(dtype), torch.empty_like(u_TR, dtype=dtype), db_VR)
 
 
 def _chunk_loss(tensors: _Chunk, part: slice, num_rows: int, settings: _Settings) -> Tensor:
@@ -190,9 +234,11 @@ def _chunk_loss(tensors: _Chunk, part: slice, num_rows: int, settings: _Settings
 
     A function of its own, so that its logits are freed before those of the next chunk are allocated.
     """
-    x_TD, weight, targets_T, weights_T, dx_TD, dw_VD = tensors
+    x_TD, weight, targets_T, weights_T, dx_TD, dw_VD, update = tensors
     padded_TV = x_TD[part] @ weight.T
     logits_TV = padded_TV[:, :num_rows]
+    if update is not None:
+        logits_TV.addmm_(update.u_TR[part], update.b_VR.T)
     losses_T, scales_T1 = _losses_and_gradient(logits_TV, targets_T[part], weights_T[part], settings)
     if settings.wants_gradient:
         if dw_VD is not None:
@@ -202,7 +248,19 @@ def _chunk_loss(tensors: _Chunk, part: slice, num_rows: int, settings: _Settings
         torch.mm(padded_TV, weight, out=dx_TD[part])
         if scales_T1 is not None:
             dx_TD[part].mul_(scales_T1)
+        if update is not None:
+            _update_gradients(update, part, logits_TV, scales_T1)
     return (losses_T * weights_T[part]).sum()
+
+
+def _update_gradients(update: _Update, part: slice, logits_TV: Tensor, scales_T1: Tensor | None) -> None:
+    """Write du of a chunk, and accumulate dB; the logits are the gradient up to a factor per token."""
+    u_TR, du_TR = update.u_TR[part], update.du_TR[part]
+    torch.mm(logits_TV, update.b_VR, out=du_TR)
+    if scales_T1 is not None:
+        du_TR.mul_(scales_T1)
+        u_TR = (u_TR * scales_T1).to(u_TR.dtype)
+    update.db_VR.add_(logits_TV.T @ u_TR)
 
 
 def _aligned(weight_VD: Tensor) -> Tensor:

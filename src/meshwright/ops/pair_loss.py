@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import logsigmoid
 
 from meshwright.ops.cast import accumulation_dtype
-from meshwright.ops.loss import linear_cross_entropy, linear_log_probs
+from meshwright.ops.loss import UpdatedHead, linear_cross_entropy, linear_log_probs
 from meshwright.ops.loss_rows import RowKernels
 from meshwright.spec.preference import PreferenceSpec
 
@@ -60,7 +60,7 @@ class PairSettings(NamedTuple):
 
 def linear_pair_loss(
     x_BSD: Tensor,
-    weight_VD: Tensor,
+    weight_VD: Tensor | UpdatedHead,
     targets_BS: Tensor,
     inputs: PairInputs,
     settings: PairSettings,

@@ -40,7 +40,7 @@ from meshwright.parallel.fp8_base import apply_fp8_base
 from meshwright.parallel.fp8_weights import Fp8Weights
 from meshwright.parallel.fused_projections import fuse_projections, pack_fused_weights
 from meshwright.parallel.pp import PipelineProgram, StageIO, StageModule, build_stages
-from meshwright.parallel.pp.tied import TIED_NAME, find_tied_embedding
+from meshwright.parallel.pp.tied import TIED_NAMES, find_tied_embedding
 from meshwright.parallel.program import Localise, Program, SingleProgram, scaled
 from meshwright.parallel.shard_parameters import shard_parameters
 from meshwright.parallel.shards import ParameterShard, parameter_shard, set_gradient_dtype
@@ -195,7 +195,7 @@ def parameter_shards(stages: list[StageModule], run: RunSpec, mesh: Mesh) -> lis
     """The shards that this rank updates. Of an embedding tied across stages the norm counts one copy."""
     last = run.parallel.num_stages - 1
     return [
-        parameter_shard(name, parameter, mesh, is_counted=name != TIED_NAME or stage.index == 0 or last == 0)
+        parameter_shard(name, parameter, mesh, is_counted=name not in TIED_NAMES or 0 in (stage.index, last))
         for stage in stages
         for name, parameter in stage.module.named_parameters()
     ]

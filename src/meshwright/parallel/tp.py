@@ -59,6 +59,10 @@ class VocabularyParallelLookup(Lookup):
         """The embeddings x[B, S_tp, D] of this rank's part of the sequence."""
         return reduce_scatter(vocab_parallel_lookup(ids_BS, table_VD, self.group), SEQUENCE_DIM, self.group)
 
+    def own_ids(self, ids_BS: Tensor) -> Tensor:
+        """The ids of this rank's part of the sequence."""
+        return ids_BS.chunk(self.group.size(), SEQUENCE_DIM)[self.group.rank()]
+
 
 def apply_tp(model: Decoder, mesh: Mesh, *, regather: bool = False) -> None:
     """Add the collectives of the tp boundaries to a stage whose parameters are already sharded.

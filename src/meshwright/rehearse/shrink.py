@@ -32,9 +32,9 @@ from meshwright.spec import (
     SyntheticSpec,
 )
 from meshwright.spec.adapter import (
-    adaptable,
     adapted_matrices,
     adapter_parameters,
+    all_adaptable,
     is_trained,
     matches,
 )
@@ -248,13 +248,15 @@ def _small_adapter(adapter: AdapterSpec | None, model: ModelSpec) -> AdapterSpec
     """The adapter at a low rank, on a full-precision base, without targets that match nothing."""
     if adapter is None:
         return None
-    targets = [each for each in adapter.targets if any(matches(model, one, each) for one in adaptable(model))]
+    listed = all_adaptable(model)
+    targets = [each for each in adapter.targets if any(matches(model, one, each) for one in listed)]
     small = adapter.with_(
         rank=ADAPTER_RANK,
         ranks=[],
         base="weights",
         dropout=0.0,
         start_from=None,
+        tokens=tuple(range(min(len(adapter.tokens), ADAPTER_RANK))),
         targets=targets or AdapterSpec.model_fields["targets"].default,
     )
     adapted = [one.weight for one in adapted_matrices(model, small)]

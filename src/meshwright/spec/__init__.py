@@ -21,7 +21,7 @@ from meshwright.spec.model import (
     RopeScalingSpec,
     RopeSpec,
 )
-from meshwright.spec.observe import EvaluateSpec, NoiseScaleSpec, ObserveSpec
+from meshwright.spec.observe import EvaluateSpec, HistogramsSpec, NoiseScaleSpec, ObserveSpec
 from meshwright.spec.optim import GroupSpec, LrScalingSpec, OptimSpec
 from meshwright.spec.parallel import MESH_ORDER, ParallelSpec
 from meshwright.spec.precision import Fp8Spec, LossScaleSpec, PrecisionSpec
@@ -45,6 +45,7 @@ __all__ = [
     "Fp8Spec",
     "GlooSpec",
     "GroupSpec",
+    "HistogramsSpec",
     "LatentSpec",
     "LaunchSpec",
     "LossScaleSpec",

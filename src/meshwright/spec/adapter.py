@@ -4,6 +4,10 @@
 
 scale is alpha / rank (lora, dora) or alpha / sqrt(rank) (rslora). It is plain data: `adapters/` builds the
 modules, `parallel/` shards them, and `plan/` prices them.
+
+The embedding W[vocabulary, width] has the same update W + scale B A with B[vocabulary, rank], which starts at
+zero, and A[rank, width]: peft calls these lora_embedding_A^T and lora_embedding_B^T. Rows of single tokens
+are trained as a change that is added to them.
 """
 
 import math
@@ -12,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from meshwright.spec.base import Fraction, Positive, PositiveNumber, Spec
+from meshwright.spec.base import Fraction, NonNegative, Positive, PositiveNumber, Spec
 from meshwright.spec.huggingface.projections import hf_projection
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
@@ -24,7 +28,12 @@ NF4_FORMATS = ("nf4", "nf4_nested")
 NESTED_BLOCK = 256
 """Absmax of nested NF4 that share a scale."""
 ALL_LINEAR = "all-linear"
+_ENDS = {"embedding": ("embedding", "embed_tokens"), "head": ("head", "lm_head")}
+"""Names of embedding and head as targets, by kind."""
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
+EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
+TOKEN_ROWS, CHANGE = "token_rows", "change"
+"""The module with the trained rows of an embedding or head, and its parameter [tokens, width]."""
 
 
 class AdapterRankSpec(Spec):
@@ -43,15 +52,18 @@ class AdapterSpec(Spec):
 
     kind: AdapterKind = "lora"
     """lora: scale alpha / rank. rslora: alpha / sqrt(rank). dora: lora with a trained magnitude for each
-    output, for linears that are not routed experts."""
+    output, for linears of the blocks that are not routed experts."""
     rank: Positive
     """Rank of A and B; larger ranks can learn more and take more memory."""
     alpha: PositiveNumber
     """Numerator of the scale. Common values are once and twice the rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Linears with an adapter: `all-linear` (every linear and routed expert of the blocks; not router, head
-    and embedding), names such as `query` or `q_proj`, or shell patterns over full names such as
-    `blocks.[0-7].attention.*`."""
+    and embedding), names such as `query` or `q_proj`, `embedding` and `head`, or shell patterns over full
+    names such as `blocks.[0-7].attention.*`."""
+    tokens: tuple[NonNegative, ...] = ()
+    """Ids of tokens whose rows of the embedding and the head are trained, such as new or reserved tokens
+    (trainable_token_indices in peft); the other rows stay frozen."""
     ranks: tuple[AdapterRankSpec, ...] = ()
     """Other ranks by name; where several match a matrix, the last one applies."""
     dropout: Fraction = 0.0
@@ -109,14 +121,42 @@ class AdaptedMatrix:
 
 
 def adaptable(model: ModelSpec) -> list[Parameter]:
-    """The matrices that can have an adapter: linears and routed experts of the blocks."""
+    """The matrices of the blocks that can have an adapter: linears and routed experts."""
     return [one for one in parameters(model) if one.kind in ("matrix", "expert")]
+
+
+def ends(model: ModelSpec) -> list[Parameter]:
+    """Embedding and head, which can have an adapter too; a tied head has one of its own."""
+    shape = model.vocab_size, model.width
+    return [Parameter(EMBEDDING, shape, "embedding"), Parameter(HEAD, shape, "head")]
+
+
+def all_adaptable(model: ModelSpec) -> list[Parameter]:
+    """All matrices that can have an adapter, in the order of the model."""
+    embedding, head = ends(model)
+    return [embedding, *adaptable(model), head]
 
 
 def adapted_matrices(model: ModelSpec, adapter: AdapterSpec) -> list[AdaptedMatrix]:
     """The matrices with an adapter, in the order of the model."""
-    found = [one for one in adaptable(model) if any(matches(model, one, each) for each in adapter.targets)]
+    listed = all_adaptable(model)
+    found = [one for one in listed if any(matches(model, one, each) for each in adapter.targets)]
     return [_adapted(model, adapter, one) for one in found]
+
+
+def token_tables(model: ModelSpec) -> list[Parameter]:
+    """The tables that have a row of their own for each token: the embedding, and a head that is not tied."""
+    return ends(model)[: 1 if model.tied_head else 2]
+
+
+def token_changes(model: ModelSpec, adapter: AdapterSpec) -> list[Parameter]:
+    """The trained changes of single tokens' rows."""
+    shape = len(adapter.tokens), model.width
+    return [
+        Parameter(f"{one.name.removesuffix('weight')}{TOKEN_ROWS}.{CHANGE}", shape, TOKEN_ROWS)
+        for one in token_tables(model)
+        if adapter.tokens
+    ]
 
 
 def _adapted(model: ModelSpec, adapter: AdapterSpec, weight: Parameter) -> AdaptedMatrix:
@@ -128,13 +168,17 @@ def _adapted(model: ModelSpec, adapter: AdapterSpec, weight: Parameter) -> Adapt
 
 def adapter_parameters(model: ModelSpec, adapter: AdapterSpec | None) -> list[Parameter]:
     """All parameters of all adapters, in the order of the model; none without an adapter."""
-    matrices = adapted_matrices(model, adapter) if adapter is not None else []
-    return [one for matrix in matrices for one in matrix.parameters]
+    if adapter is None:
+        return []
+    of_matrices = [one for matrix in adapted_matrices(model, adapter) for one in matrix.parameters]
+    return [*of_matrices, *token_changes(model, adapter)]
 
 
 def matches(model: ModelSpec, weight: Parameter, target: str) -> bool:
     """Whether a target names a matrix: by all-linear, its own name, its Hugging Face name, or a pattern."""
     module = weight.name.removesuffix(".weight")
+    if weight.kind in _ENDS:
+        return target in _ENDS[weight.kind] or fnmatchcase(module, target)
     names = (module.rpartition(".")[2], hf_projection(model, weight.name))
     return target in (ALL_LINEAR, *names) or fnmatchcase(module, target)
 
@@ -143,12 +187,16 @@ def target_names(model: ModelSpec) -> list[str]:
     """Every name that a target may have, without patterns."""
     listed = adaptable(model)
     own = [one.name.removesuffix(".weight").rpartition(".")[2] for one in listed]
-    return list(dict.fromkeys([ALL_LINEAR, *own, *(hf_projection(model, one.name) for one in listed)]))
+    theirs = [hf_projection(model, one.name) for one in listed]
+    of_ends = [name for names in _ENDS.values() for name in names]
+    return list(dict.fromkeys([ALL_LINEAR, *own, *theirs, *of_ends]))
 
 
 def adapted_weight(name: str) -> tuple[str, str] | None:
-    """(name of the frozen matrix, lora_A | lora_B | magnitude) of an adapter's parameter; None for others."""
+    """(name of the frozen matrix, own name such as lora_A) of an adapter's parameter; None for others."""
     module, _, own = name.rpartition(".")
+    if own == CHANGE and module.endswith(f".{TOKEN_ROWS}"):
+        return module.removesuffix(TOKEN_ROWS) + "weight", own
     if own not in (LORA_A, LORA_B, MAGNITUDE):
         return None
     if module.endswith(".adapter"):

@@ -25,6 +25,7 @@ _FIXED: dict[str, str | None] = {
     "optim": "the saved optimizer state is of the old optimizer",
     "optim.kind": "the saved optimizer state is of the old kind",
     "checkpoint.start_from": _INITIAL,
+    "checkpoint.new_tokens": _INITIAL,
 }
 # Settings of a model that decide how it is trained, not what its weights mean.
 _MODEL_TRAINING = (

@@ -4,7 +4,7 @@ from pathlib import PurePosixPath
 
 from pydantic import Field
 
-from meshwright.spec.base import Positive, Spec
+from meshwright.spec.base import NonNegative, Positive, Spec
 
 
 class UploadSpec(Spec):
@@ -64,3 +64,6 @@ class CheckpointSpec(Spec):
     start_from: str | None = None
     """Initial weights: a Hugging Face folder, a checkpoint, or a run directory. Optimizer, step and data
     start from zero."""
+    new_tokens: NonNegative = 0
+    """Rows at the end of the vocabulary that the folder in `start_from` does not have: `model.vocab_size`
+    counts them. Each starts as the mean of the folder's rows."""

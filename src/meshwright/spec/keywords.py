@@ -13,6 +13,7 @@ from meshwright.spec.modules import DeviceKind, Readers, SamplesSpec
 from meshwright.spec.observe import (
     EarlyStoppingSpec,
     EvaluateSpec,
+    HistogramsSpec,
     MlflowSpec,
     NoiseScaleSpec,
     ObserveSpec,
@@ -142,6 +143,7 @@ class CheckpointSettings(TypedDict, total=False):
     local: LocalSpec | LocalSettings | None
     upload: UploadSpec | UploadSettings | None
     start_from: str | None
+    new_tokens: int
 
 
 class GroupSettings(TypedDict, total=False):
@@ -221,6 +223,12 @@ class NoiseScaleSettings(TypedDict, total=False):
     every_steps: int
 
 
+class HistogramsSettings(TypedDict, total=False):
+    """Fields of `HistogramsSpec`."""
+
+    every_steps: int
+
+
 class WandbSettings(TypedDict, total=False):
     """Fields of `WandbSpec`."""
 
@@ -244,6 +252,7 @@ class ObserveSettings(TypedDict, total=False):
     mlflow: MlflowSpec | MlflowSettings | None
     evaluate: EvaluateSpec | EvaluateSettings | None
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+    histograms: HistogramsSpec | HistogramsSettings | None
 
 
 class RestartSettings(TypedDict, total=False):
@@ -410,6 +419,7 @@ class ModuleSettings(TypedDict, total=False):
     keep_copies: int | None
     delete_local: bool
     start_from: str | None
+    new_tokens: int
     lr: float
     beta1: float
     beta2: float
@@ -459,6 +469,7 @@ class FitSettings(ModuleSettings, total=False):
     patience: int
     min_delta: float
     noise_scale: NoiseScaleSpec | NoiseScaleSettings | None
+    histograms: HistogramsSpec | HistogramsSettings | None
     step_timeout_seconds: float
     start_timeout_seconds: float
     evaluate_timeout_seconds: float | None

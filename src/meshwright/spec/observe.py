@@ -29,6 +29,13 @@ class NoiseScaleSpec(Spec):
     """Steps between estimates; each estimate costs one more forward and backward."""
 
 
+class HistogramsSpec(Spec):
+    """Histograms of activations and gradients by power of two, in histograms.jsonl."""
+
+    every_steps: Positive
+    """Steps between histograms; each costs one more forward and backward."""
+
+
 class WandbSpec(Spec):
     """Metrics, settings and facts sent to Weights & Biases; `WANDB_MODE=offline` writes files instead."""
 
@@ -59,3 +66,4 @@ class ObserveSpec(Spec):
     mlflow: MlflowSpec | None = None
     evaluate: EvaluateSpec | None = None
     noise_scale: NoiseScaleSpec | None = None
+    histograms: HistogramsSpec | None = None

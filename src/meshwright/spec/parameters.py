@@ -24,6 +24,7 @@ ParameterKind = Literal[
     "lora_A",
     "lora_B",
     "magnitude",
+    "token_rows",
 ]
 # The kinds that are matmul weights: each element does one multiply-add per token.
 MATMUL_KINDS = frozenset({"matrix", "expert", "router", "head"})

@@ -108,7 +108,8 @@ def _adapter_dim(own: str, dim: int | None, *, is_expert: bool) -> int | None:
     """The dim of an adapter's parameter that tp shards, from that of its frozen matrix.
 
     A has the matrix's input dim, B and the magnitude have its output dim; the factor that lacks the sharded
-    dim is replicated. So the adapter's output is sharded or partial exactly as that of the matrix.
+    dim is replicated. So the adapter's output is sharded or partial exactly as that of the matrix. Changes of
+    single tokens' rows are replicated.
     """
     has_input, has_output = own == LORA_A, own in (LORA_B, MAGNITUDE)
     is_column_wise = dim == (1 if is_expert else 0)

@@ -11,8 +11,11 @@ from meshwright.spec.adapter import (
     adapted_matrices,
     adapted_weight,
     adapter_parameters,
+    all_adaptable,
+    is_trained,
     matches,
     target_names,
+    token_tables,
 )
 from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_base_groups
 from meshwright.spec.parameters import parameters
@@ -38,7 +41,7 @@ def adapter_targets_exist(run: RunSpec) -> Violations:
         yield SpecError("adapter.targets is empty", where="adapter.targets", hint=hint)
     known = target_names(run.model)
     for target in run.adapter.targets:
-        if any(matches(run.model, weight, target) for weight in adaptable(run.model)):
+        if any(matches(run.model, weight, target) for weight in all_adaptable(run.model)):
             continue
         listed = f"the model has {', '.join(known)}; patterns match names such as {_example(run)!r}"
         hint = f"{nearest(target, known)} {listed}".strip()
@@ -75,11 +78,17 @@ def adapter_ranks_are_low(run: RunSpec) -> Violations:
 
 
 def adapter_kind_fits_targets(run: RunSpec) -> Violations:
-    """DoRA and dropout have no form for routed experts, and DoRA has none with dropout."""
+    """DoRA is for linears of the blocks without dropout; neither it nor dropout is for routed experts."""
     adapter = run.adapter
     if adapter is None:
         return
     hint = "leave experts out with targets such as [query, key, value, output], or set it back"
+    at_ends = [one.weight.kind for one in adapted_matrices(run.model, adapter) if one.weight.layer is None]
+    if adapter.kind == "dora" and at_ends:
+        fact = f"kind=dora with the {' and the '.join(at_ends)} as targets"
+        yield SpecError(
+            fact, where="adapter.kind", hint="use kind=lora, or leave them out of adapter.targets"
+        )
     if any(one.is_expert for one in adapted_matrices(run.model, adapter)):
         if adapter.kind == "dora":
             yield SpecError("kind=dora with routed experts as targets", where="adapter.kind", hint=hint)
@@ -89,6 +98,58 @@ def adapter_kind_fits_targets(run: RunSpec) -> Violations:
     if adapter.kind == "dora" and adapter.dropout:
         fact = f"kind=dora with dropout={adapter.dropout:g}"
         yield SpecError(fact, where="adapter.dropout", hint="use adapter.dropout=0, or kind=lora")
+
+
+def adapter_tokens_exist(run: RunSpec) -> Violations:
+    """Every id in `adapter.tokens` is in the vocabulary, and is listed once."""
+    tokens = run.adapter.tokens if run.adapter is not None else ()
+    outside = [token for token in tokens if token >= run.model.vocab_size]
+    if outside:
+        fact = f"token {outside[0]} with model.vocab_size={run.model.vocab_size}"
+        yield SpecError(fact, where="adapter.tokens", hint=f"ids are below {run.model.vocab_size}")
+    twice = [token for token in dict.fromkeys(tokens) if tokens.count(token) > 1]
+    if twice:
+        yield SpecError(f"token {twice[0]} is listed twice", where="adapter.tokens", hint="list it once")
+
+
+def adapter_tokens_are_trained_once(run: RunSpec) -> Violations:
+    """A table with trained rows has no adapter, and is not trained in full."""
+    adapter = run.adapter
+    if adapter is None or not adapter.tokens:
+        return
+    tables = [one.name for one in token_tables(run.model)]
+    adapted = [one.weight.name for one in adapted_matrices(run.model, adapter) if one.weight.layer is None]
+    if adapted:
+        fact = f"adapter.tokens with an adapter on {adapted[0]}"
+        hint = "leave embedding and head out of adapter.targets, or leave adapter.tokens out"
+        yield SpecError(fact, where="adapter.tokens", hint=hint)
+    in_full = [name for name in tables if is_trained(name, adapter, run.train_only)]
+    if in_full:
+        fact = f"adapter.tokens with {in_full[0]} in train_only, which trains all rows"
+        yield SpecError(fact, where="adapter.tokens", hint="leave one of them out")
+
+
+def new_tokens_are_trained(run: RunSpec) -> Violations:
+    """New tokens have a base without them, and beside adapters their rows are trained."""
+    count, vocabulary, where = run.checkpoint.new_tokens, run.model.vocab_size, "checkpoint.new_tokens"
+    if not count:
+        return
+    if run.checkpoint.start_from is None:
+        hint = "name the folder in checkpoint.start_from, or leave new_tokens out"
+        yield SpecError(f"new_tokens={count} without checkpoint.start_from", where=where, hint=hint)
+    if count >= vocabulary:
+        fact = f"new_tokens={count} with model.vocab_size={vocabulary}"
+        hint = "model.vocab_size is the size with the new tokens"
+        yield SpecError(fact, where=where, hint=hint)
+        return
+    first = vocabulary - count
+    missing = sorted(set(range(first, vocabulary)) - set(run.adapter.tokens if run.adapter else ()))
+    tables = [one.name for one in token_tables(run.model)]
+    if missing and not all(is_trained(name, run.adapter, run.train_only) for name in tables):
+        fact = f"row {missing[0]} of the vocabulary is new, and it is not trained"
+        ids = f"{first} to {vocabulary - 1}" if count > 1 else str(first)
+        hint = f"list the ids {ids} in adapter.tokens, or add {' and '.join(tables)} to train_only"
+        yield SpecError(fact, where=where, hint=hint)
 
 
 def adapter_dropout_is_unsharded(run: RunSpec) -> Violations:
@@ -187,6 +248,9 @@ ADAPTER_RULES = [
     adapter_ranks_exist,
     adapter_ranks_are_low,
     adapter_kind_fits_targets,
+    adapter_tokens_exist,
+    adapter_tokens_are_trained_once,
+    new_tokens_are_trained,
     adapter_dropout_is_unsharded,
     bf16_base_computes_in_bf16,
     nf4_divides_widths,

@@ -93,10 +93,11 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
         fact = "resilience.replay is set for a user module, whose random numbers and state are not known"
         hint = "set resilience.replay=null; compare_replicas_every_steps finds replicas that differ"
         yield SpecError(fact, where="resilience.replay", hint=hint)
-    if spec.checkpoint.start_from is not None:
-        fact = "checkpoint.start_from reads weights of built-in families only"
-        hint = "load the weights into the module before you pass it"
-        yield SpecError(fact, where="checkpoint.start_from", hint=hint)
+    for name in ("start_from", "new_tokens"):
+        if getattr(spec.checkpoint, name):
+            fact = f"checkpoint.{name} reads weights of built-in families only"
+            hint = "load the weights into the module before you pass it"
+            yield SpecError(fact, where=f"checkpoint.{name}", hint=hint)
 
 
 def parameters_are_not_offloaded(spec: ModuleSpec) -> Violations:
@@ -174,6 +175,13 @@ def noise_scale_needs_loss_weights(spec: FitSpec) -> Violations:
         yield SpecError(fact, where="observe.noise_scale", hint="set observe.noise_scale=null")
 
 
+def histograms_know_the_matmuls(spec: FitSpec) -> Violations:
+    """Histograms have one row for each matmul of a block, which only built-in families name."""
+    if spec.observe.histograms is not None:
+        fact = "observe.histograms for a user module, whose matmuls have no known names"
+        yield SpecError(fact, where="observe.histograms", hint="set observe.histograms=null")
+
+
 def loop_calls_full_module(spec: LoopSpec) -> Violations:
     """A user's own loop calls the full module on full sequences, so it has no pp and no cp."""
     if spec.parallel.pp > 1:
@@ -220,6 +228,7 @@ FIT_RULES = [
     samples_fill_schedule,
     samples_on_device_are_read_by_all,
     noise_scale_needs_loss_weights,
+    histograms_know_the_matmuls,
 ]
 LOOP_RULES = [
     loop_calls_full_module,

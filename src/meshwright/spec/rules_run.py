@@ -149,6 +149,7 @@ def cuda_graphs_hold_a_microbatch(run: RunSpec) -> Violations:
         "routed experts": run.model.moe is not None,
         "dropout": run.model.dropout > 0 or run.model.attention.dropout > 0,
         "precision.fp8": run.precision.fp8 is not None,
+        "observe.histograms, whose hooks a graph does not call": run.observe.histograms is not None,
     }
     for fact in (text for text, holds in reasons.items() if holds):
         hint = "leave cuda_graphs out, or use dp with zero 0 or 1 on CUDA: nothing else has been proved"

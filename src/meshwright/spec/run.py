@@ -101,7 +101,9 @@ class RunSpec(Spec):
             optim=self.optim.with_(state="fp32"),
             data=self.data.with_(microbatch_sequences=1),
             schedule=self.schedule.with_(num_steps=10**12) if can_extend else self.schedule,
-            checkpoint=CheckpointSpec(start_from=self.checkpoint.start_from),
+            checkpoint=CheckpointSpec(
+                start_from=self.checkpoint.start_from, new_tokens=self.checkpoint.new_tokens
+            ),
             observe=ObserveSpec(),
             resilience=ResilienceSpec(bad_steps=self.resilience.bad_steps),
             launch=LaunchSpec(),

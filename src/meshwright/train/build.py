@@ -28,6 +28,7 @@ from meshwright.precision.policy import full_precision_dtype, prepare_device
 from meshwright.spec import RunSpec
 from meshwright.train.evaluate import evaluate
 from meshwright.train.fp8_comparison import Fp8Comparison
+from meshwright.train.histogram_probe import HistogramProbe
 from meshwright.train.job import Job
 from meshwright.train.noise_scale import measure_half_batch
 from meshwright.train.reference import Reference
@@ -56,6 +57,7 @@ def build_job(run: RunSpec, world: World) -> Job:
         evaluate=lambda: evaluate(run, training.program, mesh, reference=reference.table),
         measure_half_batch=lambda batch: measure_half_batch(training, batch, mesh),
         fp8_comparison=Fp8Comparison(run, training, mesh) if run.precision.fp8 else None,
+        histograms=HistogramProbe(run, training, mesh) if run.observe.histograms else None,
         loads_base=run.adapter is not None,
     )
 

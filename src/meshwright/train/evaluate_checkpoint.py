@@ -113,7 +113,7 @@ def _weights_of(saved: RunSpec, folder: Path) -> dict[str, Any]:
     """The settings that load a checkpoint's weights; adapters are loaded onto their base."""
     if saved.adapter is None:
         return {"checkpoint": CheckpointSpec(start_from=str(folder))}
-    base = CheckpointSpec(start_from=saved.checkpoint.start_from)
+    base = CheckpointSpec(start_from=saved.checkpoint.start_from, new_tokens=saved.checkpoint.new_tokens)
     return {"checkpoint": base, "adapter": saved.adapter.with_(start_from=str(folder))}
 
 

@@ -10,6 +10,7 @@ from meshwright.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.modules import FitSpec
 from meshwright.train.fp8_comparison import Fp8Comparison
+from meshwright.train.histogram_probe import HistogramProbe
 from meshwright.train.noise_scale import HalfBatchGradient
 from meshwright.train.step import StepBatch, Training
 from meshwright.train.workload import Workload
@@ -73,5 +74,7 @@ class Job:
     """The gradient of half of a batch, for the noise scale; all ranks call it. None for users' modules."""
     fp8_comparison: Fp8Comparison | None = None
     """Compares fp8 gradients with bf16 ones, where the run is in fp8."""
+    histograms: HistogramProbe | None = None
+    """Counts magnitudes of activations and gradients, where the run wants histograms."""
     loads_base: bool = False
     """Whether checkpoints have adapters alone, so that the base is loaded before they are restored."""

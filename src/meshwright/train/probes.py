@@ -13,14 +13,19 @@ from meshwright.train.unchanged_buffers import unchanged_buffers
 
 
 def probe_batch(job: Job, recorder: Recorder, batch: Any, state: TrainState) -> HalfBatchGradient | None:
-    """Measure the noise scale's half batch, and compare fp8 with bf16, where due; all ranks call it.
+    """Measure the noise scale's half batch, compare fp8 with bf16, and count histograms, where due; all ranks
+    call it.
 
-    The half batch's gradient is completed by the step, so it is returned; the comparison is recorded here.
+    The half batch's gradient is completed by the step, so it is returned; the others are recorded here.
     """
     half_batch = _measure_half_batch(job, batch, state)
     comparison = job.fp8_comparison
     if comparison is not None and comparison.is_due(state.step):
         recorder.record_fp8(state, comparison.compare(batch, seed=state.num_batches))
+    histograms = job.histograms
+    if histograms is not None and histograms.is_due(state.step):
+        seed_step(job.run.seed, state.num_batches)
+        recorder.record_histograms(state, histograms.measure(batch))
     return half_batch
 
 

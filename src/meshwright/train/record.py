@@ -14,6 +14,7 @@ from meshwright.launch.heartbeat import heartbeat_path, read_heartbeat
 from meshwright.launch.launched import is_local_rank, launched_rank
 from meshwright.observe.events import EventWriter
 from meshwright.observe.goodput import read_goodput
+from meshwright.observe.histograms import HISTOGRAMS_NAME, Histograms, HistogramWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics
 from meshwright.observe.prediction_check import PredictionCheck, device_title
 from meshwright.observe.progress import ProgressView, open_progress
@@ -106,6 +107,7 @@ class Recorder:
         self._progress: ProgressView | None = None
         self._mirror: TensorBoardMirror | None = None
         self._trackers: Trackers | None = None
+        self._histograms: HistogramWriter | None = None
         self._prediction = PredictionCheck(run, job.mesh.device)
         if job.mesh.rank != 0:
             return
@@ -114,6 +116,9 @@ class Recorder:
         self._metrics = opening.enter_context(metrics)
         ranks = RankTimesWriter(self._run_dir, restored_step=state.step)
         self._rank_times = opening.enter_context(ranks)
+        if run.observe.histograms is not None or (self._run_dir / HISTOGRAMS_NAME).exists():
+            histograms = HistogramWriter(self._run_dir, restored_step=state.step)
+            self._histograms = opening.enter_context(histograms)
         self._stragglers = StragglerWatch(run.resilience.straggler_factor)
         counted, num_steps = job.workload.counted, run.schedule.num_steps
         progress = open_progress(run.name, total_steps=num_steps, counted=counted, quiet=quiet)
@@ -294,6 +299,9 @@ class Recorder:
         self._recorded, self.recorded_step, self.step = state, state.step, state.step
         if self._metrics is not None:
             self._metrics.rewind(state.step)
+        if self._histograms is not None:
+            self._histograms.close()
+            self._histograms.rewind(state.step)
         self._meter.restart_clock(state)
 
     def record_fp8(self, state: TrainState, report: Fp8Report) -> None:
@@ -310,6 +318,14 @@ class Recorder:
         )
         if report.fallback_layers:
             self.print(messages.fallen_back(state, report))
+        self._meter.restart_clock(state)
+
+    def record_histograms(self, state: TrainState, histograms: Histograms) -> None:
+        """Write the histograms of the step that follows `state`."""
+        if self._histograms is not None:
+            self._histograms.write(state.step + 1, histograms)
+        if self._mirror is not None:
+            self._mirror.write_histograms(state.step + 1, histograms)
         self._meter.restart_clock(state)
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:

@@ -1,5 +1,6 @@
 """Against the real peft: training, its folders in both directions, and merged weights."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.hf_weights import save_folder
 from meshwright.models.initialise import initialise
 from meshwright.spec import AdapterSpec, ModelSpec, RunSpec
+from meshwright.spec.adapter import adapter_parameters
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -43,8 +45,7 @@ def random_adapters(model: ModelSpec, adapter: AdapterSpec) -> dict[str, Tensor]
     generator = torch.Generator().manual_seed(5)
     return {
         one.name: torch.randn(one.shape, generator=generator) * 0.2 + (one.kind == "magnitude")
-        for pair in peft_matrices(model, adapter, where="")
-        for one in pair.matrix.parameters
+        for one in adapter_parameters(model, adapter)
     }
 
 
@@ -67,9 +68,14 @@ ADAPTERS = {
     # peft takes these names for those of routed experts, unless they are named as parameters.
     "dense": LORA.with_(targets=("blocks.0.mlp.*", "blocks.*.mlp.shared.up", "query")),
     "ranks": LORA.with_(ranks=[{"pattern": "down_proj", "rank": 5, "alpha": 2}]),
+    "ends": LORA.with_(targets=("q_proj", "embed_tokens", "lm_head")),
+    "tokens": LORA.with_(targets=("q_proj",), tokens=(9, 3, 12)),
+    "modules": LORA.with_(targets=("q_proj",)),
 }
+TRAINED = {"modules": ("embedding.tokens.weight", "head.weight", "*norm.weight")}
 FAMILIES = {
-    "llama-3.1-8b": ["lora", "rslora", "dora", "some", "ranks"],
+    "llama-3.1-8b": ["lora", "rslora", "dora", "some", "ranks", "ends", "tokens", "modules"],
+    "llama-3.2-1b": ["ends", "tokens", "modules"],
     "qwen2.5-7b": ["lora"],
     "qwen3-30b-a3b": ["lora", "rslora"],
     "mixtral-8x7b": ["lora"],
@@ -81,18 +87,27 @@ FAMILIES = {
 def test_peft_opens_our_folder_and_we_open_it_again(tmp_path: Path, case: tuple[str, str]) -> None:
     model, adapter = shrunk_family(case[0]), ADAPTERS[case[1]]
     state, adapters = hf_folder(model, tmp_path / "base"), random_adapters(model, adapter)
-    write_peft(tmp_path / "adapter", model, adapter, adapters, base=str(tmp_path / "base"))
+    trained = [name for name in state if any(fnmatchcase(name, one) for one in TRAINED.get(case[1], ()))]
+    adapters |= {name: state[name] + 0.2 * torch.randn(state[name].shape) for name in trained}
+    merged = MergedTensors(state, adapters, model, adapter)
+    write_peft(tmp_path / "adapter", model, adapter, adapters, base=str(tmp_path / "base"), merged=merged)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     tokens = torch.arange(16)[None] % model.vocab_size
     with torch.no_grad():
         expected = theirs(tokens).logits
-    merged = MergedTensors(state, adapters, model, adapter)
-    ours = logits_of(model, merged, tokens)
+    ours = logits_of(merged.model, merged, tokens)
     assert (ours - expected).abs().max() < TOLERANCE * expected.abs().max()
     assert (ours - logits_of(model, state, tokens)).abs().max() > 1e-3
     if case[1] != "ranks":  # ranks are padded to the largest one in the folder
-        reader = PeftReader(tmp_path / "adapter", model, adapter)
+        reader = PeftReader(
+            tmp_path / "adapter",
+            model,
+            adapter,
+            trained=trained,
+            read_base_rows=lambda name, ids: state[name][ids],
+        )
+        assert set(reader.names()) >= set(adapters)
         for name, tensor in adapters.items():
             index = tuple(slice(0, size) for size in tensor.shape)
             torch.testing.assert_close(reader.read_slice(name, index).float(), tensor)

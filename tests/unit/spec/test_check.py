@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         ["adapter={rank: 4, alpha: 8, targets: [q_proj, 'blocks.[0-3].mlp.*']}"],
         [
             ["adapter={rank: 4, alpha: 8, targets: [qproj]}"],
-            ["adapter={rank: 4, alpha: 8, targets: [head]}"],
+            ["adapter={rank: 4, alpha: 8, targets: [heads]}"],
             ["adapter={rank: 4, alpha: 8, targets: []}"],
         ],
     ),
@@ -102,6 +102,37 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["adapter={rank: 4, alpha: 8, kind: dora}"],
             ["adapter={rank: 4, alpha: 8, dropout: 0.1}"],
             ["adapter={rank: 4, alpha: 8, kind: dora, dropout: 0.1, targets: [query]}"],
+            ["adapter={rank: 4, alpha: 8, kind: dora, targets: [query, embedding, lm_head]}"],
+        ],
+    ),
+    "adapter_tokens_exist": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, tokens: [255, 0]}"],
+        [
+            ["adapter={rank: 4, alpha: 8, tokens: [1000000]}"],
+            ["adapter={rank: 4, alpha: 8, tokens: [1, 2, 1]}"],
+        ],
+    ),
+    "adapter_tokens_are_trained_once": (
+        "dense",
+        ["adapter={rank: 4, alpha: 8, tokens: [5]}", "train_only=['*norm*']"],
+        [
+            ["adapter={rank: 4, alpha: 8, tokens: [5], targets: [query, embed_tokens]}"],
+            ["adapter={rank: 4, alpha: 8, tokens: [5]}", "train_only=[embedding.tokens.weight]"],
+        ],
+    ),
+    "new_tokens_are_trained": (
+        "dense",
+        ["checkpoint={start_from: folder, new_tokens: 2}"],
+        [
+            ["checkpoint.new_tokens=2"],
+            ["checkpoint={start_from: folder, new_tokens: 1000000}"],
+            ["checkpoint={start_from: folder, new_tokens: 2}", "adapter={rank: 4, alpha: 8}"],
+            [
+                "checkpoint={start_from: folder, new_tokens: 1}",
+                "adapter={rank: 4, alpha: 8}",
+                "train_only=[head.weight]",
+            ],
         ],
     ),
     "adapter_dropout_is_unsharded": (
@@ -471,6 +502,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["device=cuda", "cuda_graphs=true", "parallel.dp_shard=2", "parallel.zero=2"],
             ["device=cpu", "cuda_graphs=true"],
             ["device=cuda", "cuda_graphs=true", "model.dropout=0.1"],
+            ["device=cuda", "cuda_graphs=true", "observe.histograms.every_steps=5"],
         ],
     ),
     "noise_scale_compares_parts": (

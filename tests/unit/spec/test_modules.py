@@ -27,6 +27,7 @@ BROKEN = {
     "uneven": ({"microbatch_samples": 3}, "data.batch_samples"),
     "few micro-batches": ({"pp": 2}, "data.batch_samples"),
     "noise scale": ({"observe": {"noise_scale": {"every_steps": 2}}}, "observe.noise_scale"),
+    "histograms": ({"observe": {"histograms": {"every_steps": 2}}}, "observe.histograms"),
     "zero alone": ({"zero": 1}, "parallel.zero"),
     "shard without zero": ({"dp_shard": 2}, "parallel.dp_shard"),
     "split backward": (

@@ -25,6 +25,10 @@ _SECONDS_BETWEEN_CHECKS = 60.0
 # Names of the timeouts in the client of S3; its own retries are off, so that there is one place for them.
 _S3_CONFIG = {"connect_timeout": 10, "retries": {"max_attempts": 0}}
 
+_NO_OBJECT = "there is no such object"
+_OTHER_VERSION_CODES = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
+_NO_CONDITION_CODES = ("NotImplemented", "501")
+
 
 @dataclass(frozen=True)
 class StoreOptions:
@@ -96,6 +100,52 @@ class Store:
         """Upload a local file; large ones in several parts, and the object appears when all have arrived."""
         self.attempt(address, lambda: self._filesystem().put_file(str(source), address))
 
+    def put_bytes(self, content: bytes, address: str) -> None:
+        """Upload a small object."""
+        self.attempt(address, lambda: self._filesystem().pipe_file(address, content))
+
+    def version(self, address: str) -> str | None:
+        """The version (ETag) of an object, as the store writes it; None where there is no object."""
+        try:
+            found = self.attempt(address, lambda: self._filesystem().info(address))
+        except DataError as error:
+            if error.fact == _NO_OBJECT:
+                return None
+            raise
+        return str(found.get("ETag") or found.get("etag") or found.get("LastModified") or found.get("mtime"))
+
+    def put_if_unchanged(self, content: bytes, address: str, replaced: str | None) -> bool:
+        """Store an object in place of the version `replaced` (None: where there is none); False otherwise.
+
+        S3 compares and stores in one request (If-Match, If-None-Match). Stores that know no conditions are
+        asked for the version just before.
+        """
+        condition = {"IfMatch": replaced} if replaced is not None else {"IfNoneMatch": "*"}
+
+        def once() -> bool:
+            system = self._filesystem()
+            if not hasattr(system, "call_s3"):
+                return self._put_after_check(content, address, replaced)
+            bucket, key, _ = system.split_path(address)
+            try:
+                system.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)
+            except Exception as error:
+                code = _error_code(error)
+                if code in _OTHER_VERSION_CODES:
+                    return False
+                if code not in _NO_CONDITION_CODES:
+                    raise
+                return self._put_after_check(content, address, replaced)
+            return True
+
+        return self.attempt(address, once)
+
+    def _put_after_check(self, content: bytes, address: str, replaced: str | None) -> bool:
+        if self.version(address) != replaced:
+            return False
+        self._filesystem().pipe_file(address, content)
+        return True
+
     def remove(self, address: str) -> None:
         """Delete one object."""
         self.attempt(address, lambda: self._filesystem().rm_file(address))
@@ -108,7 +158,7 @@ class Store:
                 return call()
             except FileNotFoundError:
                 hint = "check the address, and the endpoint and credentials of the store"
-                raise DataError("there is no such object", where=address, hint=hint) from None
+                raise DataError(_NO_OBJECT, where=address, hint=hint) from None
             except PermissionError as error:
                 hint = "check the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3"
                 raise DataError(f"access is denied ({error})", where=address, hint=hint) from None
@@ -220,6 +270,17 @@ class BlockCache:
                 return
             path.unlink(missing_ok=True)
             excess -= size
+
+
+def _error_code(error: BaseException) -> str:
+    """The code in an answer of S3, which the client wraps in errors of Python; empty where there is none."""
+    found: BaseException | None = error
+    while found is not None:
+        response = getattr(found, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+        found = found.__cause__ or found.__context__
+    return ""
 
 
 class _ShortAnswer(Exception):

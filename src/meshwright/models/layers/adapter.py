@@ -58,11 +58,14 @@ class Adapter(nn.Module):
         """Whether the frozen linear's operator can add this adapter: without dropout and magnitude."""
         return self.dropout is None and self.magnitude is None
 
-    def added(self, x: Tensor, y: Tensor) -> Tensor:
-        """y + scale (dropout(x) A^T) B^T, added in the matmul; the scale is applied to B, which is small."""
+    def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(u, b): what is added is u b^T; the scale is applied to B, which is small."""
         x = x if self.dropout is None else self.dropout(x)
-        u = self.matmul(x, local(self.lora_A))
-        b = self.scale * local(self.lora_B)
+        return self.matmul(x, local(self.lora_A)), self.scale * local(self.lora_B)
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + scale (dropout(x) A^T) B^T, added in the matmul."""
+        u, b = self.factors(x)
         return torch.addmm(y.flatten(0, -2), u.flatten(0, -2), b.mT).view(y.shape)
 
     @torch.no_grad()

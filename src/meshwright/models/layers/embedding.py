@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwright.models.layers.adapter import Adapter
+from meshwright.models.layers.token_rows import TokenRows
 from meshwright.ops.sharded import local
 from meshwright.spec import ModelSpec
 
@@ -15,6 +17,10 @@ class Lookup(nn.Module):
         """The embeddings x_BSD of the ids."""
         return functional.embedding(ids_BS, table_VD)
 
+    def own_ids(self, ids_BS: Tensor) -> Tensor:
+        """The ids whose embeddings this rank has after the look-up."""
+        return ids_BS
+
 
 class Table(nn.Module):
     """An embedding table: one vector per id."""
@@ -23,10 +29,19 @@ class Table(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, width))
         self.lookup = Lookup()
+        # Set where the table is frozen: a low-rank update of it, and rows of single tokens.
+        self.adapter: Adapter | None = None
+        self.token_rows: TokenRows | None = None
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         """The embeddings x_BSD of the ids."""
-        return self.lookup(ids_BS, local(self.weight))
+        x_BSD = self.lookup(ids_BS, local(self.weight))
+        if self.adapter is not None:
+            rows_BSR = self.lookup(ids_BS, local(self.adapter.lora_B))
+            x_BSD = x_BSD + rows_BSR @ (self.adapter.scale * local(self.adapter.lora_A))
+        if self.token_rows is not None:
+            x_BSD = x_BSD + self.token_rows(self.lookup.own_ids(ids_BS))
+        return x_BSD
 
 
 class Embedding(nn.Module):

@@ -29,6 +29,7 @@ from meshwright.observe.watch.watched_runs import WatchedRuns
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_BUCKETS = 2000
+SCRIPTS = ("watch.js", "histograms.js")
 _STREAM_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 15.0
 
@@ -47,6 +48,7 @@ def build_app(watched: WatchedRuns, *, token: str | None = None) -> Starlette:
         Route("/api/runs", pages.runs),
         Route("/api/curves", pages.curves),
         Route("/api/details", pages.details),
+        Route("/api/histograms", pages.histograms),
         Route("/api/stream", pages.stream),
         Route("/metrics", pages.metrics),
     ]
@@ -113,6 +115,14 @@ class _Pages:
             return _json({"error": "there is no such run"}, status=404)
         return _json({"events": run.events(), "ranks": run.heat_map(), "timeline": run.timeline()})
 
+    def histograms(self, request: Request) -> Response:
+        run = self._run(request)
+        if run is None:
+            return _json({"error": "there is no such run"}, status=404)
+        chosen = {key: request.query_params.get(key, "")[:200] for key in ("kind", "name")}
+        numbers = {key: _whole(request, key) for key in ("step", "layer")}
+        return _json({"histograms": run.histograms(**chosen, **numbers)})
+
     def metrics(self, _: Request) -> Response:
         return PlainTextResponse(exposition(self._snapshots()), media_type="text/plain; version=0.0.4")
 
@@ -165,7 +175,7 @@ def render_page(nonce: str) -> str:
         nonce=nonce,
         version=meshwright.__version__,
         style=Markup(folder.joinpath("watch.css").read_text(encoding="utf-8")),
-        script=Markup(folder.joinpath("watch.js").read_text(encoding="utf-8")),
+        script=Markup("\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)),
     )
 
 

@@ -105,7 +105,10 @@ async function refresh(index) {
   busy.add(index);
   try {
     await fetchCurves(index);
-    if (index === view.selected) view.details[index] = await fetchJson("api/details", { run: index });
+    if (index === view.selected) {
+      view.details[index] = await fetchJson("api/details", { run: index });
+      await refreshHistograms();
+    }
     draw();
   } catch (error) {
     console.warn(error);
@@ -584,6 +587,6 @@ byId("axis").onchange = (event) => { view.axis = event.target.value; draw(); };
 byId("logarithmic").onchange = (event) => { view.logarithmic = event.target.checked; draw(); };
 byId("unzoom").onclick = unzoom;
 byId("controls").onsubmit = (event) => event.preventDefault();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { draw(); drawHistograms(); });
 addEventListener("resize", draw);
 follow();

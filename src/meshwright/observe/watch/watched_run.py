@@ -10,12 +10,14 @@ import numpy as np
 
 from meshwright.observe.events import Event, events_path, read_events
 from meshwright.observe.goodput import goodput_of
+from meshwright.observe.histograms import HISTOGRAMS_NAME, HistogramIndex
 from meshwright.observe.metrics import METRICS_NAME
 from meshwright.observe.rank_times import RECENT_LINES, RankHistory, read_rank_times
 from meshwright.observe.run_files import RUN_NAME, read_yaml
 from meshwright.observe.run_report import event_line
 from meshwright.observe.summary import read_summary
 from meshwright.observe.watch.columns import down_sample
+from meshwright.observe.watch.histogram_view import histogram_view
 from meshwright.observe.watch.liveness import Liveness, heartbeats_of, liveness
 from meshwright.observe.watch.metrics_tail import MetricsTail
 from meshwright.observe.watch.pipeline import read_timeline, timeline_path
@@ -42,12 +44,14 @@ class WatchedRun:
         self._liveness = Liveness("waiting", "")
         self._predicted: Predicted | None = None
         self._timeline: dict[str, Any] | None = None
+        self._histograms: HistogramIndex | None = None
         self._files = {
             run_dir / RUN_NAME: self._read_run,
             run_dir / "summary.json": self._read_summary,
             events_path(run_dir, 0): self._read_events,
             run_dir / "ranks.jsonl": self._read_ranks,
             timeline_path(run_dir): self._read_timeline,
+            run_dir / HISTOGRAMS_NAME: self._read_histograms,
         }
         self._seen: dict[Path, tuple[int, int, int]] = {}
         self.version = 0
@@ -91,6 +95,9 @@ class WatchedRun:
 
     def _read_timeline(self) -> None:
         self._timeline = read_timeline(self.run_dir)
+
+    def _read_histograms(self) -> None:
+        self._histograms = HistogramIndex(self.run_dir)
 
     def _read_events(self) -> None:
         found = read_events(events_path(self.run_dir, 0))
@@ -136,6 +143,7 @@ class WatchedRun:
                 "progress": self.tail.progress,
                 "generation": self.tail.generation,
                 "num_rows": len(columns),
+                "num_histograms": 0 if self._histograms is None else len(self._histograms.steps),
                 "version": self.version,
             }
 
@@ -167,6 +175,14 @@ class WatchedRun:
         """The pipeline of the last profiled step, measured and predicted; None where there is none."""
         with self._lock:
             return self._timeline
+
+    def histograms(
+        self, *, kind: str, name: str, step: int | None, layer: int | None
+    ) -> dict[str, Any] | None:
+        """Magnitudes of a matmul by layer and over steps; None where the run has no histograms."""
+        with self._lock:
+            index = self._histograms
+        return None if index is None else histogram_view(index, kind=kind, name=name, step=step, layer=layer)
 
     def heat_map(self) -> dict[str, Any]:
         """Own step time of each rank over time, the slowest rank first, and its newest memory."""

@@ -3,6 +3,7 @@
 The first and the last stage each hold the embedding under the same name, start from the same values and must
 stay equal: the gradients of both uses are summed before the norm, so both copies take the same step. Where
 one rank has both stages (V-shaped schedules) only the first copy is updated and the other is copied from it.
+The same holds for trained rows of single tokens, which both uses read.
 """
 
 from collections.abc import Sequence
@@ -14,29 +15,33 @@ from torch.distributed import ProcessGroup
 from meshwright.mesh import Mesh
 from meshwright.parallel.shards import ParameterShard
 from meshwright.spec import ModelSpec
+from meshwright.spec.adapter import EMBEDDING
 from meshwright.spec.stages import V_SCHEDULES
 
-TIED_NAME = "embedding.tokens.weight"
+TIED_NAMES = (EMBEDDING, "embedding.tokens.token_rows.change")
 
 
 class TiedEmbedding:
-    """The copies of a tied embedding on this rank, and the group of ranks that hold copies."""
+    """The copies of the tied parameters on this rank, and the group of ranks that hold copies."""
 
-    def __init__(self, copies: Sequence[ParameterShard], group: ProcessGroup | None) -> None:
-        self._copies, self._group = copies, group
+    def __init__(self, tied: Sequence[Sequence[ParameterShard]], group: ProcessGroup | None) -> None:
+        self._tied, self._group = tied, group
 
     @property
     def followers(self) -> Sequence[ParameterShard]:
         """Copies that take their values from the first one on this rank; not in optimizer or checkpoint."""
-        return self._copies[1:]
+        return [copy for copies in self._tied for copy in copies[1:]]
 
     def sum_gradients(self) -> None:
         """Sum the gradients of all copies, after the reduction over data; all pipeline ranks call it."""
-        if not self._copies or not self._copies[0].parameter.requires_grad:
-            return
-        total = self._copies[0].shard.grad
+        for copies in self._tied:
+            if copies[0].parameter.requires_grad:
+                self._sum_gradients(copies)
+
+    def _sum_gradients(self, copies: Sequence[ParameterShard]) -> None:
+        total = copies[0].shard.grad
         assert total is not None
-        for copy in self.followers:
+        for copy in copies[1:]:
             assert copy.shard.grad is not None
             total += copy.shard.grad
             copy.shard.grad = None
@@ -46,8 +51,9 @@ class TiedEmbedding:
     @torch.no_grad()
     def copy_to_followers(self) -> None:
         """Copy the first copy's values to the others, after it was updated or loaded."""
-        for copy in self.followers:
-            copy.shard.copy_(self._copies[0].shard)
+        for first, *others in self._tied:
+            for copy in others:
+                copy.shard.copy_(first.shard)
 
 
 def find_tied_embedding(model: ModelSpec, mesh: Mesh, shards: list[ParameterShard]) -> TiedEmbedding:
@@ -55,11 +61,12 @@ def find_tied_embedding(model: ModelSpec, mesh: Mesh, shards: list[ParameterShar
     parallel = mesh.parallel
     if not model.tied_head or parallel.num_stages == 1:
         return TiedEmbedding([], None)
-    copies = [one for one in shards if one.name == TIED_NAME]
+    found = [[one for one in shards if one.name == name] for name in TIED_NAMES]
+    tied = [copies for copies in found if copies]
     if parallel.schedule in V_SCHEDULES:  # rank 0 has the first and the last stage
-        return TiedEmbedding(copies, None)
+        return TiedEmbedding(tied, None)
     pipeline = dist.get_process_group_ranks(mesh.group("pp"))
     is_end = mesh.rank in (pipeline[0], pipeline[-1])
     group = dist.new_group([pipeline[0], pipeline[-1]], use_local_synchronization=True) if is_end else None
     assert not isinstance(group, int)
-    return TiedEmbedding(copies, group)
+    return TiedEmbedding(tied, group)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.watched_runs import watching, write_run, write_steps, write_timeline
+from tests.support.watched_runs import watching, write_histograms, write_run, write_steps, write_timeline
 
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatFile, heartbeat_path
 
@@ -128,12 +128,29 @@ def test_the_pipeline_of_a_profile_is_drawn(open_page: Any, tmp_path: Path):
             wait_until(page, f"{context}.getImageData(5, {row} * devicePixelRatio, 1, 1).data[3] > 0")
 
 
+def test_magnitudes_are_drawn_by_layer_and_over_steps(open_page: Any, tmp_path: Path):
+    run_dir = write_run(tmp_path / "base")
+    write_histograms(run_dir, num_layers=4)
+    with watching(str(run_dir)) as address:
+        page = open_page(address)
+        wait_until(page, "document.getElementById('histogram-layers').height === 4")
+        assert text(page, "#histogram-at") == "step 60"
+        assert "In e4m3 without a scale" in text(page, "#histogram-note")
+        page.select_option("#histogram-kind", "output_gradient")
+        wait_until(page, "document.getElementById('histogram-note').textContent.includes('In e5m2')")
+        page.locator("#histogram-layers").click(position={"x": 20, "y": 85})
+        wait_until(page, "document.getElementById('histogram-steps-title').textContent.startsWith('Layer 3')")
+        write_histograms(run_dir, num_layers=4, steps=(80,))
+        wait_until(page, "document.getElementById('histogram-at').textContent === 'step 80'")
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
 def test_the_page_fits_a_phone_and_the_dark(open_page: Any, tmp_path: Path, width: int, scheme: str):
-    write_run(tmp_path / "base")
+    write_histograms(write_run(tmp_path / "base"))
     with watching(str(tmp_path / "base")) as address:
         page = open_page(address, width=width, scheme=scheme)
         page.wait_for_selector("#heat")
+        page.wait_for_selector("#histogram-layers")
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == ("rgb(19, 22, 25)" if scheme == "dark" else "rgb(246, 245, 241)")
