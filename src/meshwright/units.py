@@ -101,6 +101,11 @@ def show_count(count: float) -> str:
     return f"{float(f'{count:.3g}'):g}"
 
 
+def show_number(count: int, noun: str) -> str:
+    """`1 rank`, `8 ranks`: a number with its noun, whose plural ends in s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def show_bytes(num_bytes: float) -> str:
     """85899345920 -> `80.0 GiB`."""
     for size, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

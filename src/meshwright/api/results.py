@@ -13,7 +13,7 @@ from meshwright.plan.draw.charts import Bar, stacked_bars
 from meshwright.plan.draw.document import format_text, plan_document, run_file
 from meshwright.plan.draw.memory import memory_chart
 from meshwright.plan.draw.plan_report import report_html
-from meshwright.plan.explain.failures import failure_sentences
+from meshwright.plan.explain.failures import failure_sentences, with_checkpoints
 from meshwright.plan.explain.gains import Gain, gains
 from meshwright.plan.explain.neighbours import ITEM_NAMES, Neighbour, neighbours
 from meshwright.plan.explain.reasons import explain
@@ -50,7 +50,7 @@ class PlanResult:
     @property
     def run(self) -> RunSpec:
         """The run of the chosen layout, as `train` takes it."""
-        return self.plan.best.run
+        return with_checkpoints(self.plan)
 
     @property
     def best(self) -> Candidate:

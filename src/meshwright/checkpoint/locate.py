@@ -28,7 +28,8 @@ def locate_weights(text: str | Path, *, where: str, step: int | None = None) -> 
             return _checkpoint_of_step(root, found, step)
     if (folder / CONFIG).is_file():
         return folder
-    raise CheckpointError(_missing_weights(folder), where=f"{where}: {folder}", hint=_HINT)
+    place = where if where == str(folder) else f"{where}: {folder}"
+    raise CheckpointError(_missing_weights(folder), where=place, hint=_HINT)
 
 
 def _checkpoint_of_step(root: Path, found: list[Path], step: int | None) -> Path:

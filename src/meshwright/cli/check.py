@@ -131,13 +131,17 @@ def _summary(run: Any) -> str:
         f"{run.model.num_layers} layers of width {run.model.width}\n"
         f"  ranks     {parallel.num_ranks} ({axes}{borrowed})\n"
         f"  batch     {data.batch_sequences} sequences of {data.sequence_length} = "
-        f"{show_count(data.batch_tokens)} tokens; each of {parallel.dp} data-parallel ranks takes "
+        f"{show_count(data.batch_tokens)} tokens; {_each_rank(parallel.dp)} takes "
         f"{run.accumulation} x {data.microbatch_sequences}{_ramp(data)}\n"
         f"  schedule  {run.schedule.num_steps} steps, "
         f"{show_count(data.num_sequences(run.schedule.num_steps) * data.sequence_length)} tokens"
         + _data(run)
         + _offloaded(run)
     )
+
+
+def _each_rank(dp: int) -> str:
+    return "the one rank" if dp == 1 else f"each of {dp} data-parallel ranks"
 
 
 def _data(run: Any) -> str:

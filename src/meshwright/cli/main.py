@@ -220,7 +220,9 @@ def _show_usage_error(error: Any) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":  # a group of verbs, and none of them was named
         return error.format_message()
     path = error.ctx.command_path if error.ctx else "meshwright"
-    return f"error: {error.format_message()}\n  where: {path}\n  hint:  `{path} --help` shows what it takes"
+    verbs = list(getattr(error.ctx.command, "commands", ())) if error.ctx and error.ctx.parent else []
+    hint = f"use {', '.join(verbs)}" if verbs else f"`{path} --help` shows what it takes"
+    return f"error: {error.format_message()}\n  where: {path}\n  hint:  {hint}"
 
 
 def _is_path_error(error: OSError) -> bool:

@@ -232,7 +232,15 @@ def _filled_request(model: str, external: Any | None, pins: list[str], **options
         objective=objective,
         finetune=require_known(options.get("finetune")),
     )
-    return fill_request(request) if external is None else fill_external(external, request)
+    filled = fill_request(request) if external is None else fill_external(external, request)
+    return replace(filled, assumed=(*_thousands(options["seq"], request.sequence_length), *filled.assumed))
+
+
+def _thousands(text: str | None, length: int | None) -> list[str]:
+    """What `--seq 8k` was taken for: sequences usually are powers of two."""
+    if text is None or length is None or not text.strip().lower().endswith("k") or length % 1024 == 0:
+        return []
+    return [f"--seq {text} is {length:,} tokens; {text.strip()[:-1]}Ki is {length * 1024 // 1000:,}"]
 
 
 def _number(option: str, text: str | None, parse: Callable[[object], object]) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, cast
 from meshwright.errors import SpecError, read_trouble
 from meshwright.files import read_text
 from meshwright.hardware.other_accelerators import refuse_other_accelerator
+from meshwright.hardware.unknown_cluster import unknown_cluster
 
 Table = Mapping[str, Any]
 
@@ -336,11 +337,8 @@ def parse_cluster(text: str) -> Cluster:
         return _sized_cluster(named, first, second)
     try:
         device = find_device(name)
-    except SpecError as error:
-        every = [*built_in_clusters(), *built_in_devices()]
-        near = difflib.get_close_matches(_plain(name), every, n=1, cutoff=0.4)
-        hint = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(every)}"
-        raise SpecError(f"unknown cluster or device {name!r}", where="--on", hint=hint) from error
+    except SpecError:
+        raise unknown_cluster(name, clusters=cluster_names(), devices=device_names()) from None
     return _sized_device(device, first, second)
 
 

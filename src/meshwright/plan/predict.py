@@ -16,6 +16,7 @@ from meshwright.plan.workload.formats import runtime_of, workload_of
 from meshwright.plan.workload.layouts import Layouts, one_layout
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.run import RunSpec
+from meshwright.units import show_number
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,11 @@ def require_all_devices(run: RunSpec, cluster: Cluster) -> None:
     ranks = run.parallel.num_ranks
     if ranks != cluster.num_devices:
         raise SpecError(
-            f"the run has {ranks} ranks, {cluster.name} as given has {cluster.num_devices} devices",
+            f"the run has {show_number(ranks, 'rank')}, {cluster.name} as given has "
+            f"{show_number(cluster.num_devices, 'device')}",
             where="--on",
-            hint=f"name {ranks} devices, such as {cluster.device.name}:{ranks}, or plan for this cluster",
+            hint=f"name {show_number(ranks, 'device')}, such as {cluster.device.name}:{ranks}, or plan for "
+            "this cluster",
         )
 
 

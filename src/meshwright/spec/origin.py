@@ -42,7 +42,13 @@ class Layer:
         return True
 
     def origin_of(self, path: Path) -> Origin:
-        """Where the value at `path`, or the mapping that contains it, was set."""
+        """Where the value at `path`, or the mapping that contains it, was set.
+
+        A mapping without a line of its own, as on the command line, was set where its first value was.
+        """
+        below = (known for known in self.origins if known[: len(path)] == path)
+        if path not in self.origins and (first := next(below, None)) is not None:
+            return self.origins[first]
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]

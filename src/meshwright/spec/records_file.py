@@ -21,7 +21,10 @@ def has_sources(path: str | Path) -> bool:
     """Whether a YAML file is a records file, by its key `sources`: run files have none."""
     if not is_records_file(path) or not Path(path).is_file():
         return False
-    value = parse_yaml(read_text(Path(path)), str(path)).value
+    try:
+        value = parse_yaml(read_text(Path(path)), str(path)).value
+    except (OSError, UnicodeDecodeError):
+        return False  # whoever reads it as a run file says what is wrong with it
     return isinstance(value, dict) and "sources" in cast(dict[str, Any], value)
 
 

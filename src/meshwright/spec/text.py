@@ -115,10 +115,15 @@ def _exists(path: Path) -> bool:
 
 def _not_found(name: str) -> SpecError:
     path = Path(name)
+    if not name.strip():
+        return SpecError("the name of the run file is empty", where="RUN", hint="name a run file or a recipe")
     if _exists(path) and path.is_dir():
         inner = path / "run.yaml"
         hint = f"did you mean {str(inner)!r}?" if inner.is_file() else "name a run file"
         return SpecError(f"{name!r} is a folder", where=name, hint=hint)
+    if name == "-" or (_exists(path) and not path.is_file()):
+        fact = "a run is read from a file: standard input and pipes can be read once, and every rank reads it"
+        return SpecError(fact, where=name, hint="save the run to a file, such as run.yaml")
     siblings = [str(file) for file in path.parent.glob("*.y*ml")] if _exists(path.parent) else []
     hint = nearest(name, [*siblings, *recipe_names()])
     return SpecError(

@@ -28,6 +28,8 @@ _EXPECTED = {
     "bool_parsing": "true or false",
     "string_type": "text",
 }
+_SYNONYMS = {"gpu": "cuda", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+"""Words of other frameworks for values of ours."""
 _BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than"}
 
 
@@ -71,7 +73,7 @@ def _fact_and_hint(details: ErrorDetails, dotted: str, root: type[Spec]) -> tupl
         return f"{dotted} is missing", _hint_for_missing(path, root)
     if kind == "literal_error":
         allowed = _allowed(field_at(path, root))
-        advice = f"{nearest(str(value), allowed)} use {_one_of(allowed)}"
+        advice = f"{nearest(_SYNONYMS.get(str(value), str(value)), allowed)} use {_one_of(allowed)}"
         return f"{dotted} is {shown}", advice.strip()
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         below = spec_of(field_at(path, root))

@@ -71,3 +71,26 @@ def test_json_of_a_broken_run(run_file: str, capsys: Captured):
 def test_a_missing_file(capsys: Captured):
     assert run(["check", "nowhere.yaml"]) == 2
     assert "there is no file 'nowhere.yaml'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/null", ""])
+def test_what_is_no_file_is_not_called_missing(name: str, capsys: Captured):
+    assert run(["check", name]) == 2
+    error = capsys.readouterr().err
+    assert "there is no file" not in error and "hint:" in error
+
+
+def test_bytes_that_are_no_text(tmp_path: Path, capsys: Captured):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(b"\x00\xff\xfe")
+    assert run(["check", str(file)]) == 2
+    assert "byte 1 is not UTF-8" in capsys.readouterr().err
+
+
+def test_an_unknown_mapping_of_the_command_line_is_not_looked_for_in_the_file(
+    run_file: str, capsys: Captured
+):
+    assert run(["check", run_file, "model.attn.num_heads=2", "device=gpu"]) == 2
+    error = capsys.readouterr().err
+    assert "where: command line model.attn" in error
+    assert "did you mean 'cuda'?" in error

@@ -27,6 +27,20 @@ def test_plan_writes_a_run_file_that_loads(tmp_path: Path, capsys: pytest.Captur
     assert loaded.optim.lr == 1e-3
     assert loaded.schedule.num_steps * loaded.data.batch_tokens >= 20e9
     assert f"wrote {file}" in capsys.readouterr().err
+    every = loaded.checkpoint.every_steps
+    assert every and f"checkpoint.every_steps={every}" in file.read_text(), "saved as often as the plan says"
+
+
+def test_the_user_decides_how_often_a_planned_run_is_saved(tmp_path: Path) -> None:
+    for value, expected in (("7", 7), ("null", None)):
+        file = tmp_path / f"{value}.yaml"
+        assert run([*SMALL, "--on", "h100:1", f"checkpoint.every_steps={value}", "-o", str(file)]) == 0
+        assert load_run(file).checkpoint.every_steps == expected
+
+
+def test_thousands_of_tokens_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "llama-3.2-1b", "--on", "h100:1", "--seq", "8k"]) == 0
+    assert "--seq 8k is 8,000 tokens; 8Ki is 8,192" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

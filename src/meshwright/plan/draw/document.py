@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.plan.draw.rank_map import coordinates
+from meshwright.plan.explain.failures import with_checkpoints
 from meshwright.plan.explain.gains import Gain
 from meshwright.plan.explain.neighbours import Neighbour
 from meshwright.plan.search.candidate import Candidate
@@ -78,7 +79,7 @@ def plan_document(
     gains: Sequence[Gain] = (),
 ) -> dict[str, Any]:
     """The plan; numbers in base units."""
-    question, run = plan.question, plan.best.run
+    question, run = plan.question, with_checkpoints(plan)
     optimal = compute_optimal(question.workload.model_flops_per_token * tokens)
     return {
         "model": run.model.family,
@@ -134,7 +135,7 @@ def run_file(plan: Plan, why: list[str]) -> str:
         *why,
         *rank_map(best.run.parallel, cluster.devices_per_node),
     ]
-    return "".join(f"# {line}\n" for line in lines) + dump_run(best.run)
+    return "".join(f"# {line}\n" for line in lines) + dump_run(with_checkpoints(plan))
 
 
 def rank_map(parallel: ParallelSpec, devices_per_node: int) -> list[str]:

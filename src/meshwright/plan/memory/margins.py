@@ -46,7 +46,7 @@ COMPILED = Margin(0.10, "compiled blocks, by the trace's table")
 LOW_PRECISION = Margin(0.16, "fp8, by the trace's table")
 INTERLEAVED = Margin(0.095, "ZeRO-2 or 3 with several stages on a rank")
 SPLIT = Margin(0.15, "split backwards, by the trace's table")
-FORMULA = Margin(0.45, "estimated by formula, held against nothing")
+FORMULA = Margin(0.45, "estimated by formula, not compared with a trace")
 
 
 def memory_margin(work: Workload, at: Layouts, stack: Framework) -> Margin | None:

@@ -1,9 +1,10 @@
 """Pins: settings that the user has decided, such as `tp=8`, `recompute=none,selective` or `optim.kind=sgd`.
 
 A pin on a setting that the search decides restricts it to one value or a few. A pin on any other key
-overrides that key of the run.
+overrides that key of the run. A layout of the printed table can be pinned as it is printed.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -71,7 +72,7 @@ def parse_pins(arguments: Sequence[str]) -> Pins:
     allowed: dict[str, tuple[int, ...]] = {}
     texts: dict[str, str] = {}
     overrides: list[str] = []
-    for pin in arguments:
+    for pin in (each for argument in arguments for each in _as_keys(argument)):
         key, equals, text = pin.partition("=")
         if not equals or not key.strip() or not text.strip():
             hint = "pins are key=value, such as tp=8 or memory.recompute=none"
@@ -86,6 +87,20 @@ def parse_pins(arguments: Sequence[str]) -> Pins:
         allowed[column] = tuple(_value(column, key, part.strip()) for part in text.split(","))
         texts[column] = pin
     return Pins(allowed, texts, tuple(overrides))
+
+
+def _as_keys(pin: str) -> list[str]:
+    """A pin in the short form of the printed table, with the keys of a run: `micro=2x32` is two pins."""
+    key, _, text = (part.strip() for part in pin.partition("="))
+    if key == "micro":
+        sequences, times, count = text.partition("x")
+        return [f"data.microbatch_sequences={sequences}", *([f"accumulation={count}"] if times else [])]
+    if key in ("recompute", "memory.recompute") and (parts := re.fullmatch(r"(\w+)/(\w+)", text)):
+        return [f"recompute={parts[1]}", f"recompute_every={parts[2]}"]
+    if key in ("offload", "memory.offload") and text and not text.startswith("["):
+        names = [] if text == "none" else text.split("+")
+        return [f"memory.offload=[{', '.join(names)}]"]
+    return [f"parallel.{pin.strip()}"] if key == "grad_reduce" else [pin]
 
 
 def _full_key(key: str) -> str:

@@ -7,6 +7,7 @@ from tests.support.plans import planned, small_plan
 
 from meshwright.plan.draw.document import compute_optimal, plan_document, rank_map, run_file
 from meshwright.plan.draw.rank_map import coordinates
+from meshwright.plan.explain.failures import with_checkpoints
 from meshwright.plan.explain.neighbours import neighbours
 from meshwright.plan.explain.reasons import explain
 from meshwright.plan.search.candidate import layout_text
@@ -17,7 +18,7 @@ from meshwright.spec.text import parse_run
 def test_run_file_reads_back_equal_with_its_rank_map() -> None:
     plan = planned("llama-3.1-70b", "dgx-h100:8")
     text = run_file(plan, explain(plan))
-    assert parse_run(text).require_valid() == plan.best.run
+    assert parse_run(text).require_valid() == with_checkpoints(plan)
     assert "#   node 7: ranks 56 to 63" in text
 
 
@@ -40,7 +41,7 @@ def test_document_is_complete_json() -> None:
     again = json.loads(json.dumps(document))
     assert again["best"]["fits"] is True
     assert again["best"]["days"] == pytest.approx(plan.best.days(10**12))
-    assert again["fingerprint"] == plan.best.run.fingerprint()
+    assert again["fingerprint"] == with_checkpoints(plan).fingerprint()
     assert len(again["neighbours"]) > 3
 
 

@@ -4,7 +4,12 @@ import math
 
 import pytest
 
-from meshwright.plan.explain.failures import DEVICE_HOURS_PER_FAILURE, save_interval
+from meshwright.plan.explain.failures import (
+    DEVICE_HOURS_PER_FAILURE,
+    MAX_LOST_GOODPUT,
+    save_interval,
+    usual_interval,
+)
 from meshwright.resilience.simulation import SimulatedRun, simulate
 from meshwright.spec.resilience import RestartSpec
 
@@ -29,6 +34,16 @@ def test_no_other_interval_has_a_better_goodput(stall):
 
 def test_a_stall_longer_than_the_time_between_failures():
     assert save_interval(failure_seconds=10.0, stall_seconds=30.0).seconds == 10.0
+
+
+@pytest.mark.parametrize("failure_seconds", [3_000.0, 11_135.0, 181_440.0, 2.3e7])
+def test_checkpoints_are_ten_minutes_apart_where_that_costs_little(failure_seconds):
+    best = save_interval(failure_seconds=failure_seconds, stall_seconds=0.07)
+    found = usual_interval(best)
+    assert found.seconds >= best.seconds
+    assert best.goodput - found.goodput <= MAX_LOST_GOODPUT
+    assert found.seconds == best.seconds or found.seconds <= 600.0
+    assert usual_interval(best, write_seconds=900.0).seconds >= 900.0, "a write ends before the next begins"
 
 
 def test_the_simulated_supervisor_reaches_the_expected_goodput():

@@ -20,6 +20,15 @@ def test_several_values_and_names() -> None:
     assert not pins.permits(zero=1)
 
 
+def test_a_layout_of_the_table_can_be_pinned_as_it_is_printed() -> None:
+    pins = parse_pins(["zero=2", "micro=2x64", "recompute=full/4", "offload=optimizer+activations"])
+    assert pins.allowed["microbatch_sequences"] == (2,) and pins.allowed["num_microbatches"] == (64,)
+    assert pins.allowed["recompute"] == (FULL,) and pins.allowed["recompute_every"] == (4,)
+    assert pins.overrides == ("memory.offload=[optimizer, activations]",)
+    assert parse_pins(["offload=none", "micro=4"]).overrides == ("memory.offload=[]",)
+    assert parse_pins(["grad_reduce=last_microbatch"]).overrides == ("parallel.grad_reduce=last_microbatch",)
+
+
 def test_other_keys_become_overrides() -> None:
     pins = parse_pins(["optim.kind=sgd", "compile=true", "tp=2"])
     assert pins.overrides == ("optim.kind=sgd", "compile=true")
