@@ -42,9 +42,7 @@ def convert(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="For a .pt file and folders of DCP and Megatron, which name no model: a family or a config.json."
-        ),
+        typer.Option(help="For weights that name no model (.pt, DCP, Megatron): a family or a config.json."),
     ] = None,
 ) -> None:
     """Write the weights of a model in another form, and print where.
