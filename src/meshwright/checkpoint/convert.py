@@ -3,6 +3,7 @@
 A target appears under its name only when it is complete.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright import __version__
 from meshwright.adapters.merge import MergedTensors
-from meshwright.adapters.peft_write import write_peft
+from meshwright.adapters.peft_write import CONFIG_FILE, WEIGHTS_FILE, write_peft
+from meshwright.adapters.vllm_rules import vllm_note
 from meshwright.checkpoint.export import exported_files, source_dtype
 from meshwright.checkpoint.load import read_manifest
 from meshwright.checkpoint.save import save_in_groups
@@ -74,6 +76,12 @@ def merge_note(weights: Weights, dtype: torch.dtype | None) -> str | None:
     share = weights.tensors.changed_share(dtype)
     name = str(dtype).removeprefix("torch.")
     return f"adapters are merged: {share:.1%} of the adapted weights differ from the base in {name}"
+
+
+def serving_note(folder: Path) -> str | None:
+    """What to do so that vLLM serves a peft folder, to print; None where its defaults open it."""
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return vllm_note(json.loads((folder / CONFIG_FILE).read_text()), list(file.keys()))
 
 
 def _disk_error_text(error: Exception) -> str | None:

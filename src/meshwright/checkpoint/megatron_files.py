@@ -129,7 +129,7 @@ def _model_parts(path: Path) -> list[dict[str, Tensor]]:
     """The tensors of each model chunk of a rank file."""
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        stand_ins = [(type("Empty", (_Empty,), {}), name) for name in unknown]
+        stand_ins: list[Any] = [(type("Empty", (_Empty,), {}), name) for name in unknown]
         with torch.serialization.safe_globals(stand_ins):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         keys = [key for key in content if isinstance(key, str) and _MODEL_KEY.fullmatch(key)]

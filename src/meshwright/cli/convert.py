@@ -53,7 +53,13 @@ def convert(
     once; --to peft writes them alone, as a folder that peft and inference servers read. Nothing that exists
     is overwritten, and the target appears only when it is complete.
     """
-    from meshwright.checkpoint.convert import DTYPES, convert_weights, form_of_target, merge_note
+    from meshwright.checkpoint.convert import (
+        DTYPES,
+        convert_weights,
+        form_of_target,
+        merge_note,
+        serving_note,
+    )
     from meshwright.checkpoint.weights import named_model, open_weights
 
     if form not in (None, "huggingface", "checkpoint", "torch", "peft"):
@@ -67,7 +73,8 @@ def convert(
     if chosen == "peft" and dtype is not None:
         raise typer.BadParameter("adapters are written in fp32", param_hint="--dtype")
     convert_weights(weights, target, chosen, dtype=DTYPES[dtype] if dtype else None)
-    note = merge_note(weights, DTYPES[dtype] if dtype else None) if chosen != "peft" else None
+    is_peft = chosen == "peft"
+    note = serving_note(target) if is_peft else merge_note(weights, DTYPES[dtype] if dtype else None)
     if note is not None:
         print(note, file=sys.stderr)
     print(f"from {weights.origin}, written as {chosen}", file=sys.stderr)
