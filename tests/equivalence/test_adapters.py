@@ -1,6 +1,7 @@
 """Adapters on any mesh train what the merged weights W + scale B A train on one device."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.equivalence import test_compiled
 from tests.support.equivalence import assert_same_training, prove, run_case
 from tests.support.layouts import DENSE, ROUTED, Layout, all_pairs, all_singles, named_mixes
 from tests.support.oracle import reference
-from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, few_microbatches, tiny_run
 
 from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import AdapterSpec, MemorySpec, OptimSpec, ParallelSpec, RunSpec
@@ -48,12 +49,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Second variants of what the others have in pairs; soak runs all.
+SECOND = ("gpt-dora", "gqa-offload", "mla", "moe_shared", "zero2-gqa", "zero3-tp2-gqa")
+
+
+def quick(cases: Iterable[str], second: Sequence[str]) -> list[Any]:
+    """The cases as parameters; second variants are marked soak."""
+    return [pytest.param(one, marks=pytest.mark.soak if one in second else ()) for one in cases]
+
+
+@pytest.mark.parametrize("case", quick(CASES, SECOND))
 def test_adapters_equal_merged_weights(ranks: RankPool, case: str) -> None:
     prove(ranks, CASES[case])
 
 
-@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.parametrize("block", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_a_stage_may_have_nothing_to_train(ranks: RankPool, block: int) -> None:
     """Adapters in one block alone: the other stage only passes activations and their gradients on."""
     prove(ranks, adapted(layout("gqa", pp=2), LORA.with_(targets=(f"blocks.{block}.attention.*",))))
@@ -121,13 +131,18 @@ def only_adapters(trained: Any) -> Any:
     return dataclasses.replace(trained, weights=adapters)
 
 
-@pytest.mark.parametrize("case", QLORA)
+SECOND_QLORA = ("moe", "one", "nested-compiled", "zero3", "zero3-tp2")
+
+
+@pytest.mark.parametrize("case", quick(QLORA, SECOND_QLORA))
 def test_a_base_in_nf4(ranks: RankPool, case: str) -> None:
     """Adapters equal those on the dequantised weights; every rank holds its part of the packed base."""
     parallel, adapter, changes = QLORA[case]
+    axes = ParallelSpec.model_validate(parallel)
     run = tiny_run(
         changes.get("model", WIDE),
-        parallel=ParallelSpec.model_validate(parallel),
+        parallel=axes,
+        microbatch_sequences=few_microbatches(axes),
         adapter=adapter if adapter.base != "weights" else adapter.with_(base="nf4"),
         **{name: one for name, one in changes.items() if name == "memory"},
     )
@@ -146,7 +161,13 @@ def test_a_base_in_nf4(ranks: RankPool, case: str) -> None:
 COMPILED = [layout("gqa"), layout("gpt"), layout("gqa", dp_shard=2, zero=3)]
 
 
-@pytest.mark.parametrize("case", COMPILED, ids=[one.name for one in COMPILED])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(one, id=one.name, marks=pytest.mark.soak if one.model == "gpt" else ())
+        for one in COMPILED
+    ],
+)
 def test_compiled_blocks_with_adapters(ranks: RankPool, case: Layout) -> None:
     run = adapted(case, compile=True, memory=MemorySpec(recompute="selective"))
     answers = ranks.run(test_compiled._train_compiled, run.parallel.num_ranks, run, 3)

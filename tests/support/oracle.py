@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
+from tests.support.fp8_by_definition import round_base
 from tests.support.merged_decoder import MergedDecoder
 from tests.support.oracle_optimizers import PlainOptimizer
 from tests.support.reference_attention import set_documents, use_reference_attention
@@ -181,6 +182,8 @@ def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
             if run.adapter.base == "nf4_nested":
                 absmax = _nested(absmax.view(torch.float32)).view(torch.int32)
             named[one.name].data = dequantise_nf4(packed, absmax, torch.float64)
+    if run.adapter is not None and run.adapter.base == "fp8":
+        round_base(model)
     for name, parameter in model.named_parameters():
         is_frozen = any(part in name for part in frozen)
         if run.adapter is not None or run.train_only:

@@ -12,7 +12,7 @@ def convert(
         Path,
         typer.Argument(
             metavar="FROM",
-            help="A run directory, a checkpoint, a Hugging Face folder, a .pt file, or a DCP folder.",
+            help="A run directory, a checkpoint, a folder of Hugging Face, DCP or Megatron, or a .pt file.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TO", help="A new folder, or a new .pt file.")],
@@ -42,7 +42,7 @@ def convert(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="For a .pt file or a DCP folder, which name no model: a family or a config.json."),
+        typer.Option(help="For weights that name no model (.pt, DCP, Megatron): a family or a config.json."),
     ] = None,
 ) -> None:
     """Write the weights of a model in another form, and print where.
@@ -53,7 +53,13 @@ def convert(
     once; --to peft writes them alone, as a folder that peft and inference servers read. Nothing that exists
     is overwritten, and the target appears only when it is complete.
     """
-    from meshwright.checkpoint.convert import DTYPES, convert_weights, form_of_target, merge_note
+    from meshwright.checkpoint.convert import (
+        DTYPES,
+        convert_weights,
+        form_of_target,
+        merge_note,
+        serving_note,
+    )
     from meshwright.checkpoint.weights import named_model, open_weights
 
     if form not in (None, "huggingface", "checkpoint", "torch", "peft"):
@@ -67,7 +73,8 @@ def convert(
     if chosen == "peft" and dtype is not None:
         raise typer.BadParameter("adapters are written in fp32", param_hint="--dtype")
     convert_weights(weights, target, chosen, dtype=DTYPES[dtype] if dtype else None)
-    note = merge_note(weights, DTYPES[dtype] if dtype else None) if chosen != "peft" else None
+    is_peft = chosen == "peft"
+    note = serving_note(target) if is_peft else merge_note(weights, DTYPES[dtype] if dtype else None)
     if note is not None:
         print(note, file=sys.stderr)
     print(f"from {weights.origin}, written as {chosen}", file=sys.stderr)

@@ -26,6 +26,7 @@ from meshwright.data.order import OrderCache
 from meshwright.data.pair_samples import PairSamples
 from meshwright.data.stream import Stream, open_stream
 from meshwright.data.stream_position import require_same_stream
+from meshwright.errors import DataError
 from meshwright.spec import DataSpec
 
 __all__ = ["Batch", "BatchSharding", "Batches", "Microbatch", "build_batches", "evaluation_batches"]
@@ -77,6 +78,22 @@ class Batches:
         self.position = position
         self._prefetch()
         return self._feed.receive(sent)
+
+    def read_ahead(self) -> Exception | None:
+        """Wait for the next batch, without taking it: the error of the data or of its storage; None where it
+        is there, and at the end of the stream."""
+        self._prefetch()
+        if not self._in_flight:
+            return None
+        asked_at = time.perf_counter()
+        error = self._in_flight[0][1].exception()
+        self.wait_seconds += time.perf_counter() - asked_at
+        return error if isinstance(error, DataError | OSError) else None
+
+    def read_again(self) -> None:
+        """Read the next batch again, after an error of `read_ahead`."""
+        self._discard()
+        self._prefetch()
 
     def state(self) -> dict[str, Any]:
         """The state for a resume: the position, the stream of samples that it counts in, and the batches."""

@@ -109,7 +109,8 @@ def _fixed_nodes(text: str) -> int:
         raise LaunchError(
             f"PET_NNODES={text} lets the number of nodes change, and a mesh has a fixed number of ranks",
             where="environment",
-            hint="set minReplicas and maxReplicas to the same number, or start with torchrun",
+            hint="set minReplicas and maxReplicas to the largest number of nodes, and "
+            "resilience.elastic.min_ranks to the fewest ranks; or start with torchrun",
         )
     return number("PET_NNODES", {"PET_NNODES": low})
 

@@ -78,7 +78,7 @@ def run_attempt(
             for rank in range(num_ranks):
                 output = files.enter_context((Path(folder) / f"rank-{rank}").open("wb")) if rank else None
                 environment = _environment(rank, num_ranks, Path(folder), node)
-                environment |= _visible_devices(devices)
+                environment |= visible_devices(devices)
                 processes.append(start_rank(arguments, environment, output, program))
             watcher = RankWatcher(watched, processes, Path(folder), first_rank=first) if watched else None
             if watcher:
@@ -103,7 +103,7 @@ def run_attempt(
         return AttemptEnd(cause, _exit_code(returncode, stopping), text, step, waited.only_culprit)
 
 
-def _visible_devices(devices: Sequence[int] | None) -> dict[str, str]:
+def visible_devices(devices: Sequence[int] | None) -> dict[str, str]:
     """The variable that shows a rank only these GPUs, of those that this process sees."""
     if devices is None:
         return {}

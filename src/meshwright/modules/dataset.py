@@ -180,6 +180,12 @@ class DatasetBatches:
         del state
         self.position, self._loader = 0, None
 
+    def read_ahead(self) -> None:
+        """Nothing: a batch is read when it is taken."""
+
+    def read_again(self) -> None:
+        """Nothing: a batch is read when it is taken."""
+
     @property
     def is_exhausted(self) -> bool:
         """Whether max_epochs leaves no sample."""

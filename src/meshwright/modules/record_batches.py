@@ -102,6 +102,12 @@ class RecordBatches(_RecordPosition):
         ids = tuple(self._loader.plan.unit_id(unit) for unit in units)
         return DatasetBatch(microbatches, len(units) * self._sample_tokens, ids)
 
+    def read_ahead(self) -> None:
+        """Nothing: a batch is read when it is taken."""
+
+    def read_again(self) -> None:
+        """Nothing: a batch is read when it is taken."""
+
     @property
     def is_exhausted(self) -> bool:
         """Whether the stream has no sample left."""

@@ -52,17 +52,19 @@ class Goodput:
         """Goodput: time of steps that count / wall time."""
         return self.step / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
-    def line(self) -> str:
-        """One line for people: the goodput and every other cause of 0.1% or more."""
+    def causes(self) -> str:
+        """Where the rest of the wall time went: every cause of 0.1% or more."""
         wall = self.wall_seconds or 1.0
         causes = ("start", "compile", "data", "checkpoint", "evaluate", "restart", "lost", "other")
         parts = [f"{name} {getattr(self, name) / wall:.1%}" for name in causes]
-        shown = [part for part in parts if not part.endswith(" 0.0%")]
+        return ", ".join(part for part in parts if not part.endswith(" 0.0%")) or "no loss"
+
+    def line(self) -> str:
+        """One line for people: the goodput and every other cause of 0.1% or more."""
         plural = "s" if self.num_restarts > 1 else ""
         restarts = f", {self.num_restarts} restart{plural}" if self.num_restarts else ""
-        return f"goodput {self.share:.1%} of {show_seconds(wall)}{restarts}; " + (
-            ", ".join(shown) or "no loss"
-        )
+        wall = show_seconds(self.wall_seconds or 1.0)
+        return f"goodput {self.share:.1%} of {wall}{restarts}; {self.causes()}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class _Session:
     is_restarted: bool = False
     """Whether the supervisor started the ranks again afterwards."""
     lost_steps: int = 0
+    overlap_seconds: float = 0.0
+    """How much earlier than the end of the start before this one began, by the clocks that were read."""
 
 
 def read_goodput(run_dir: Path | str) -> Goodput | None:
@@ -123,7 +127,10 @@ def _sessions(events: Sequence[Event]) -> list[_Session]:
         at, kind = float(event["time"]), event["kind"]
         if kind in ("start", "resume"):
             began = _number(event.get("began_at"), at)
-            sessions.append(_Session(began, at, int(_number(event.get("step"), 0)), [], at))
+            after = sessions[-1].ended_at if sessions and sessions[-1].is_restarted else began
+            overlap = max(0.0, after - began)
+            step = int(_number(event.get("step"), 0))
+            sessions.append(_Session(began + overlap, at, step, [], at, overlap_seconds=overlap))
         elif sessions and kind == "time":
             seconds = {name: _number(event.get(f"{name}_seconds"), 0.0) for name in PHASES}
             sessions[-1].marks.append(_Mark(at, int(_number(event.get("step"), 0)), seconds))
@@ -150,9 +157,11 @@ def _account(sessions: list[_Session]) -> Goodput:
         kept = [mark for mark in session.marks if resumed is None or mark.step <= resumed]
         seconds = kept[-1].seconds if kept else dict.fromkeys(PHASES, 0.0)
         build = seconds["build"] or (session.marks[0].seconds["build"] if session.marks else 0.0)
+        build = max(0.0, build - session.overlap_seconds)
         sums["restart" if index and sessions[index - 1].is_restarted else "start"] += build
-        sums["compile"] += seconds["first_step"]
-        sums["step"] += max(0.0, seconds["step"] - seconds["data"])
+        step = seconds["step"] - seconds["data"]
+        sums["step"] += max(0.0, step)
+        sums["compile"] += seconds["first_step"] + min(0.0, step)  # the first batch was waited for there
         sums["data"] += seconds["data"]
         sums["checkpoint"] += seconds["save"]
         sums["evaluate"] += seconds["evaluate"]

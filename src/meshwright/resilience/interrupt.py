@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
 from meshwright.launch.local import STOP_SIGNALS
 
 # A scheduler, a terminal and `timeout` may each send the same signal, to the group and to the launcher, which
@@ -34,14 +31,6 @@ class Interrupt:
     def is_requested(self) -> bool:
         """Whether this process was asked to stop."""
         return self._requested_at is not None
-
-    def is_requested_anywhere(self) -> bool:
-        """Whether any rank was asked to stop; all ranks call it at the same step. Communicates (host)."""
-        if dist.get_world_size() == 1:
-            return self.is_requested
-        flag = torch.tensor([int(self.is_requested)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
 
 
 @contextmanager

@@ -95,6 +95,9 @@ class ResilienceSpec(Spec):
     replay: ReplaySpec | None = None
     """Every so many steps forward and backward run twice, and loss and gradients must be equal bit for bit;
     needs deterministic=true. null: never."""
+    data_retries: NonNegative = 3
+    """Times that all ranks wait and read a batch again, inside their processes, where one of them cannot read
+    it; the wait is 1 second, doubled each time. Then that rank ends with its error."""
     straggler_factor: StragglerFactor | None = 1.5
     """A rank whose own time of a step is this many times the median of the others, in most of the last twelve
     seconds or more, is reported as a straggler; null: nobody looks."""

@@ -89,6 +89,9 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
             fact = f"resilience.{name} is set, and only `meshwright train` restarts ranks"
             hint = "remove it; torchrun --max-restarts restarts a script, which resumes by itself"
             yield SpecError(fact, where=f"resilience.{name}", hint=hint)
+    if resilience.data_retries != ResilienceSpec().data_retries:
+        fact = "resilience.data_retries is set for a user module, whose batches are read when they are taken"
+        yield SpecError(fact, where="resilience.data_retries", hint="remove it")
     if resilience.replay is not None:
         fact = "resilience.replay is set for a user module, whose random numbers and state are not known"
         hint = "set resilience.replay=null; compare_replicas_every_steps finds replicas that differ"

@@ -36,18 +36,25 @@ class CountedBatch(StepBatch, Protocol):
 class BatchStream(DataPosition, Protocol):
     """Batches in an order that a saved position restores."""
 
+    wait_seconds: float
+    """Time that this rank has waited for batches."""
+
     def __iter__(self) -> Iterator[CountedBatch]: ...
 
     def __next__(self) -> CountedBatch: ...
 
     @property
-    def wait_seconds(self) -> float:
-        """Time that this rank has waited for batches."""
-        ...
-
-    @property
     def is_exhausted(self) -> bool:
         """Whether `max_epochs` leaves no sample."""
+        ...
+
+    def read_ahead(self) -> Exception | None:
+        """Wait for the next batch, without taking it: its error where it cannot be read; None where it is
+        there, at the end of the data, and where batches are read only when they are taken."""
+        ...
+
+    def read_again(self) -> None:
+        """Read the next batch again, after an error of `read_ahead`."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from meshwright.resilience.interrupt import stop_signals
 from meshwright.spec import RunSpec
 from meshwright.train import bad_steps, messages
 from meshwright.train.build import build_job, seed_step
+from meshwright.train.data_retry import is_stop_agreed
 from meshwright.train.early_stopping import has_stopped_early
 from meshwright.train.gc_control import collect_garbage, gc_paused
 from meshwright.train.job import Job
@@ -99,7 +100,7 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
             if has_stopped_early(run.observe, state):  # the same on every rank
                 recorder.record_early_stop(state)
                 break
-            if interrupt.is_requested_anywhere():  # an exchange between hosts: no device is waited for
+            if not is_last and is_stop_agreed(job, recorder, interrupt, state):  # no device is waited for
                 last_step = state.step
 
         batches.close()

@@ -280,6 +280,11 @@ class Recorder:
         if outcome.replay_difference:
             self._warn(outcome.replay_difference)
 
+    def record_data_retry(self, text: str) -> None:
+        """Write and print that a batch is read again; the wait for it is not a hang."""
+        self._warn(text)
+        self._heartbeat.enter("step", self.step)
+
     def record_bad_step(self, state: TrainState, *, grad_norm: float, loss: float | None) -> None:
         """A step without an update: its gradients were not finite, or their norm or the loss was a spike."""
         self._heartbeat.enter("step", state.step)

@@ -1,9 +1,12 @@
 """The mesh for a number of ranks, and which devices are left out after failures."""
 
 import pytest
+import torch
 from tests.support.runs import tiny_run
 
 from meshwright.launch.attempt import AttemptEnd
+from meshwright.launch.local import VISIBLE_DEVICES, visible_devices
+from meshwright.mesh import choose_device
 from meshwright.resilience.elastic import mesh_text, overrides, run_on
 from meshwright.spec import RunSpec
 from meshwright.spec.parallel import ParallelSpec
@@ -108,6 +111,21 @@ def test_a_spare_replaces_a_device_and_the_mesh_stays():
     ranks.after(_failed(0))
     ranks.after(_failed(0))
     assert ranks.devices == (1, 2, 3, 4), "no device is left out where too few would be left"
+
+
+@pytest.mark.parametrize("seen", ["", "4,5,6,7"])
+def test_ranks_have_devices_of_their_own_after_a_device_was_left_out(monkeypatch, seen):
+    """With 4 GPUs, faked: the rank with local rank r opens the r-th of those that it is shown."""
+    monkeypatch.setenv(VISIBLE_DEVICES, seen)
+    ranks = ElasticRanks(_run(min_ranks=2, dp_replicate=4))
+    ranks.after(_failed(1))
+    ranks.after(_failed(1))
+    shown = visible_devices(ranks.devices)[VISIBLE_DEVICES].split(",")
+    assert shown == (["4", "6", "7"] if seen else ["0", "2", "3"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(shown))
+    chosen = [choose_device("cuda", rank).index for rank in range(ranks.run.parallel.num_ranks)]
+    assert chosen == [0, 1, 2]
 
 
 def test_without_elastic_nothing_changes():
