@@ -30,10 +30,6 @@ ACCELERATE_RUNS = {
     "offload": ["memory.offload=optimizer,parameters", "memory.recompute=full"],
     "ddp": ["parallel.zero=0", "parallel.dp_shard=1", "parallel.dp_replicate=8", "memory.recompute=none"],
     "fp16": ["precision.compute=fp16", "precision.loss_scale={}", "memory.recompute=none"],
-    "one device in fp32": [
-        *("parallel.zero=0", "parallel.dp_shard=1", "precision.compute=fp32", "compile=false"),
-        *("device=cpu", "memory.recompute=none"),
-    ],
     "fp32 on the CPU": ["precision.compute=fp32", "device=cpu", "compile=false", "memory.recompute=none"],
 }
 DEEPSPEED_RUNS = {
