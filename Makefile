@@ -22,8 +22,10 @@ test: $(STAMP)
 	$(WITH_BYTECODE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not soak" \
 		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Ends with the table of faults. Fewer trials: MESHWRIGHT_TEST_TRIALS=100 make soak.
 soak: $(STAMP)
-	$(WITH_BYTECODE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile soak
+	$(WITH_BYTECODE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or fault or hypothesis" \
+		--hypothesis-profile soak
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ import multiprocessing
 
 import pytest
 from hypothesis import settings
+from tests.support import fault_table
 
 from meshwright.rehearse.rank_pool import RankPool
 
@@ -53,3 +54,17 @@ def _imported_by_ranks(session: pytest.Session) -> list[str]:
     """The slow imports that the test modules of this session name in `RANKS_IMPORT`."""
     modules = {getattr(item, "module", None) for item in session.items}
     return sorted({name for module in modules for name in getattr(module, "RANKS_IMPORT", ())})
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep the trials of faults at once, where a file is named for them."""
+    fault_table.append_to_file(fault_table.recorded([report]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of faults, where this session made some."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    trials = fault_table.recorded(reports)
+    if trials:
+        terminalreporter.section("faults")
+        terminalreporter.write_line(fault_table.table(trials))
