@@ -24,6 +24,11 @@ LAYOUTS = {
     "cp_2": (ParallelSpec(cp=2), 2),
     "pp_2": (ParallelSpec(pp=2), 2),
     "tp_2_cp_2": (ParallelSpec(tp=2, cp=2), 4),
+    "replicate_2_tp_2": (ParallelSpec(dp_replicate=2, tp=2), 2),
+    "replicate_2_pp_2": (ParallelSpec(dp_replicate=2, pp=2), 1),
+    "zero_3_cp_2": (ParallelSpec(dp_shard=2, zero=3, cp=2), 2),
+    "tp_2_pp_2": (ParallelSpec(tp=2, pp=2), 2),
+    "cp_2_pp_2": (ParallelSpec(cp=2, pp=2), 2),
 }
 
 

@@ -202,7 +202,7 @@ function tiles(run) {
     ["Peak memory", bytes(now.peak_bytes), memory[0], memory[1]],
     ["Data wait", percent(waiting), "of the step, slowest rank", waiting > 0.05 ? "bad" : ""],
     ["Exposed reduction", percent(exposed), plan.communication_share == null ? "of the step" : `all communication predicted ${percent(plan.communication_share)}`],
-    ["Goodput", percent(run.goodput), "time of steps / wall time"],
+    ["Goodput", percent(run.goodput), run.goodput_causes || "time of steps / wall time"],
   ];
 }
 
