@@ -12,14 +12,20 @@ LAUNCHERS := accelerate deepspeed hjson einops msgpack py-cpuinfo \
 demo: $(STAMP)
 	$(BIN)/meshwright demo
 
+# Hundreds of processes import the same files: bytecode is kept, also where the environment forbids it.
+WITH_BYTECODE := PYTHONDONTWRITEBYTECODE=
+
 # Two processes, each with its own pool of ranks. A file stays on one process, and files run in the order of
 # the folders: tests/equivalence, whose files take longest, starts first, and short unit tests end the run.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not soak" \
+	$(WITH_BYTECODE) $(BIN)/python -m compileall -q src
+	$(WITH_BYTECODE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not soak" \
 		--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Ends with the table of faults. Fewer trials: MESHWRIGHT_TEST_TRIALS=100 make soak.
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak"
+	$(WITH_BYTECODE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or fault or hypothesis" \
+		--hypothesis-profile soak
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -47,6 +47,7 @@ class Contender:
     length: int | None = None
     """Tokens of a sequence, where it is not that of the case."""
     precision: dict[str, Any] = field(default_factory=dict)
+    offload: tuple[str, ...] = ()
     hf: dict[str, Any] | None = None
     """Settings of Hugging Face + peft; None: ours."""
 
@@ -63,6 +64,13 @@ CONTENDERS = {
     "lora-fp8-base": Contender("ours, LoRA, base stored in fp8", base="fp8"),
     "qlora": Contender("ours, QLoRA, NF4 base", base="nf4"),
     "qlora-2k": Contender("ours, QLoRA, NF4 base, full recompute", base="nf4", recompute="full", length=2048),
+    "qlora-2k-offload": Contender(
+        "ours, QLoRA, nested NF4 base, full recompute, activations offloaded",
+        base="nf4_nested",
+        recompute="full",
+        length=2048,
+        offload=("activations",),
+    ),
     "lora-2k": Contender("ours, LoRA, bf16 base, full recompute", recompute="full", length=2048),
     "hf-eager": Contender("Hugging Face + peft, eager", hf={"compile": False}),
     "hf-blocks": Contender("Hugging Face + peft, blocks compiled", hf={"compile": True}),
@@ -85,7 +93,7 @@ def run_of(contender: Contender, options: argparse.Namespace) -> RunSpec:
         model=model,
         adapter=AdapterSpec.model_validate({"rank": 16, "alpha": 32, "base": contender.base}),
         precision=PrecisionSpec.model_validate({"compute": "bf16", **contender.precision}),
-        memory=MemorySpec.model_validate({"recompute": contender.recompute}),
+        memory=MemorySpec.model_validate({"recompute": contender.recompute, "offload": contender.offload}),
         optim=OptimSpec(lr=2e-4, weight_decay=0.0),
         schedule=ScheduleSpec(num_steps=1000, kind="constant"),
         data=DataSpec(

@@ -4,16 +4,37 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import multiprocessing
 
 import pytest
 from hypothesis import settings
+from tests.support import fault_table
 
 from meshwright.rehearse.rank_pool import RankPool
 
-# A slow machine is no failure.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# A slow machine is no failure. `make soak` chooses its profile on the command line.
+settings.register_profile("ci", deadline=None)
+settings.register_profile("soak", deadline=None, max_examples=1000)
+settings.load_profile("ci")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live to the end, so garbage collections need not walk them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Freeze them again: a run that trains in this process unfreezes everything at its end."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free what it froze: some bindings report what is left at exit as leaks."""
+    gc.unfreeze()
+
 
 PRELOAD = ["pytest", "tests.support.equivalence", "tests.support.run_directories"]
 
@@ -33,3 +54,17 @@ def _imported_by_ranks(session: pytest.Session) -> list[str]:
     """The slow imports that the test modules of this session name in `RANKS_IMPORT`."""
     modules = {getattr(item, "module", None) for item in session.items}
     return sorted({name for module in modules for name in getattr(module, "RANKS_IMPORT", ())})
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep the trials of faults at once, where a file is named for them."""
+    fault_table.append_to_file(fault_table.recorded([report]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of faults, where this session made some."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    trials = fault_table.recorded(reports)
+    if trials:
+        terminalreporter.section("faults")
+        terminalreporter.write_line(fault_table.table(trials))

@@ -12,6 +12,7 @@ tp is innermost, so its ranks are adjacent on a node. Building a Mesh communicat
 import dataclasses
 import datetime
 import os
+import sys
 from functools import cached_property
 from pathlib import Path
 
@@ -144,6 +145,7 @@ def _init_process_group(
         store = meet(launched, find_meeting(launched), timeout_seconds=seconds, run_dir=run_dir)
     if world.num_ranks > _MESHED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    hook = sys.excepthook
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         store=store,
@@ -151,6 +153,10 @@ def _init_process_group(
         world_size=world.num_ranks,
         timeout=datetime.timedelta(seconds=resilience.longest_seconds),
     )
+    # torch puts `[rank0]:` before each line of a traceback: needless on one rank, and once more for every
+    # process group that a process has had.
+    if world.num_ranks == 1 or hook.__module__.startswith("torch."):
+        sys.excepthook = hook
 
 
 def leave_world() -> None:

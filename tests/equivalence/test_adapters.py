@@ -10,7 +10,7 @@ from tests.equivalence import test_compiled
 from tests.support.equivalence import assert_same_training, prove, run_case
 from tests.support.layouts import DENSE, ROUTED, Layout, all_pairs, all_singles, named_mixes
 from tests.support.oracle import reference
-from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
+from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, few_microbatches, tiny_run
 
 from meshwright.rehearse.rank_pool import RankPool
 from meshwright.spec import AdapterSpec, MemorySpec, OptimSpec, ParallelSpec, RunSpec
@@ -141,9 +141,11 @@ SECOND_QLORA = ("moe", "moe-dora", "one", "nested-compiled", "zero3", "zero3-tp2
 def test_a_base_in_nf4(ranks: RankPool, case: str) -> None:
     """Adapters equal those on the dequantised weights; every rank holds its part of the packed base."""
     parallel, adapter, changes = QLORA[case]
+    axes = ParallelSpec.model_validate(parallel)
     run = tiny_run(
         changes.get("model", WIDE),
-        parallel=ParallelSpec.model_validate(parallel),
+        parallel=axes,
+        microbatch_sequences=few_microbatches(axes),
         adapter=adapter if adapter.base != "weights" else adapter.with_(base="nf4"),
         **{name: one for name, one in changes.items() if name == "memory"},
     )

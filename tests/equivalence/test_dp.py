@@ -1,9 +1,10 @@
 """Data parallel in all its stages equals one device, however the batch is split and whatever it contains."""
 
 import pytest
-from tests.support.equivalence import prove, prove_with_every_optimizer
+from tests.support.equivalence import prove, prove_with_optimizers
 from tests.support.oracle import reference
 from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.soak import soak
 
 from meshwright.spec import ParallelSpec
 
@@ -19,25 +20,28 @@ ONE_OF_EACH = {
 }
 
 
+# Two replicas and two shards are axes of test_layouts.py.
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_equals_one_device(ranks, stage):
-    prove_with_every_optimizer(ranks, tiny_run("tied", parallel=STAGES[stage]))
+    prove_with_optimizers(ranks, tiny_run("tied", parallel=STAGES[stage]))
 
 
-@pytest.mark.parametrize(("dp", "microbatch_sequences"), [(1, 1), (1, 2), (1, 8), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("dp", "microbatch_sequences"), [(1, 1), (1, 8), (2, 2), soak(1, 2), soak(2, 4), (4, 2)]
+)
 def test_any_split_of_the_batch_gives_the_same(ranks, dp, microbatch_sequences):
     parallel = ParallelSpec(dp_replicate=dp)
     prove(ranks, tiny_run("gqa", parallel=parallel, microbatch_sequences=microbatch_sequences))
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("microbatch_sequences", (2, 4))
+@pytest.mark.parametrize("microbatch_sequences", (2, soak(4)))
 def test_any_split_under_sharding_gives_the_same(ranks, stage, microbatch_sequences):
     parallel = ParallelSpec(dp_shard=2, zero=stage)
     prove(ranks, tiny_run("moe", parallel=parallel, microbatch_sequences=microbatch_sequences))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [name if "hybrid" not in name else soak(name) for name in STAGES])
 def test_a_rank_without_targets_takes_part(ranks, stage):
     """19 sequences in an epoch: of four ranks the last has nothing but padding in the third batch."""
     run = tiny_run("gqa", parallel=STAGES[stage], num_sequences=19 + 3, max_epochs=1)
@@ -54,9 +58,9 @@ def test_the_last_batch_is_divided_by_its_own_tokens(ranks, stage):
 
 
 @pytest.mark.parametrize("stage", ONE_OF_EACH)
-@pytest.mark.parametrize("frozen", (("embedding",), ("attention", "head"), ("norm", "blocks.0")))
+@pytest.mark.parametrize("frozen", (("embedding",), soak(("attention", "head")), ("norm", "blocks.0")))
 def test_frozen_parameters_stay(ranks, stage, frozen):
-    run = tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim="adamw")
+    run = tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim="adamw", microbatch_sequences=2)
     results = prove(ranks, run, frozen=frozen)
     start = reference(run, num_steps=0).weights
     for name, weight in results[0].weights.items():
@@ -65,7 +69,7 @@ def test_frozen_parameters_stay(ranks, stage, frozen):
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("vocab_size", (67, 257))
+@pytest.mark.parametrize("vocab_size", (67, soak(257)))
 def test_rows_that_do_not_divide(ranks, stage, vocab_size):
     """67 = 17 + 17 + 17 + 16; norms of 15 over 4; experts and heads of 3 leave a rank with nothing."""
     model = MODELS["moe"].with_(
@@ -80,7 +84,7 @@ def test_clipping_comes_after_normalising(ranks, stage):
     natural = reference(tiny_run("gqa", optim=OPTIMIZERS["sgd"].with_(max_grad_norm=None)))
     limit = 2 * max(natural.grad_norms)
     optim = OPTIMIZERS["sgd"].with_(max_grad_norm=limit)
-    results = prove(ranks, tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim=optim))
+    results = prove(ranks, tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim=optim, microbatch_sequences=2))
     num_targets = 8 * 16 / 2  # at least half of the positions of a batch count
     assert max(results[0].grad_norms) < limit < num_targets * min(results[0].grad_norms)
 
@@ -88,7 +92,7 @@ def test_clipping_comes_after_normalising(ranks, stage):
 @pytest.mark.parametrize("stage", ONE_OF_EACH)
 def test_averages_of_weights(ranks, stage):
     optim = OPTIMIZERS["adamw"].with_(ema_decay=0.7)
-    results = prove(ranks, tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim=optim))
+    results = prove(ranks, tiny_run("gqa", parallel=ONE_OF_EACH[stage], optim=optim, microbatch_sequences=2))
     assert set(results[0].ema) == set(results[0].weights)
 
 
@@ -101,7 +105,7 @@ def test_decay_falls_on_the_parameters_named(ranks, decay, kind):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_is_the_oracle(ranks, model):
-    prove_with_every_optimizer(ranks, tiny_run(model))
+    prove_with_optimizers(ranks, tiny_run(model, microbatch_sequences=2))
 
 
 def test_joined_documents(ranks):

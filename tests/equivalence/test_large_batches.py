@@ -117,6 +117,7 @@ def test_measuring_changes_nothing(ranks, tmp_path):
         precision=PrecisionSpec(),
         deterministic=True,
         checkpoint=CheckpointSpec(every_steps=2),
+        microbatch_sequences=2,
     )
     observe = ObserveSpec(noise_scale=NoiseScaleSpec(every_steps=2))
     attempt(ranks, plain, tmp_path / "plain")

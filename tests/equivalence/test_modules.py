@@ -1,5 +1,7 @@
 """Unmodified modules of transformers and torch: every ZeRO stage equals a plain loop on one device."""
 
+from itertools import cycle, product
+
 import pytest
 from tests.support.module_training import (
     fit_spec,
@@ -11,7 +13,7 @@ from tests.support.module_training import (
     train_cases,
     train_plain_loop,
 )
-from tests.support.runs import MORE_OPTIMIZERS
+from tests.support.runs import MORE_OPTIMIZERS, OPTIMIZERS
 from tests.support.user_modules import MODULES, SLOW_IMPORTS
 
 RANKS_IMPORT = SLOW_IMPORTS
@@ -36,9 +38,20 @@ def _spec(name: str, optim: str, case: dict):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_two_ranks_equal_one_device(ranks, name):
-    cases = {(optim, case): TWO_RANKS[case] for case in TWO_RANKS for optim in ("sgd", "adamw")}
+    """SGD and AdamW alternate."""
+    _prove(ranks, name, [(optim, case) for case, optim in zip(TWO_RANKS, cycle(OPTIMIZERS), strict=False)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MODULES)
+def test_two_ranks_equal_one_device_with_every_optimizer(ranks, name):
+    _prove(ranks, name, list(product(OPTIMIZERS, TWO_RANKS)))
+
+
+def _prove(ranks, name: str, chosen: list[tuple[str, str]]) -> None:
+    cases = {(optim, case): TWO_RANKS[case] for optim, case in chosen}
     specs = [_spec(name, optim, changes) for (optim, _), changes in cases.items()]
-    expected = {optim: train_plain_loop(name, optim) for optim in ("sgd", "adamw")}
+    expected = {optim: train_plain_loop(name, optim) for optim in OPTIMIZERS}
     for by_rank in ranks.run(train_cases, 2, name, specs):
         for (optim, case), trained in zip(cases, by_rank, strict=True):
             errors = relative_errors(trained, expected[optim])

@@ -27,21 +27,30 @@ def prove_all(ranks, model, parallel):
         assert_same_training(results, reference(run))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# What these layouts shard, the others shard too.
+WIDE = ("zero_3", "tp", "zero_1_tp")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.soak if name in WIDE else ()) for name in LAYOUTS]
+)
 def test_every_rule_equals_one_device(ranks, layout):
     prove_all(ranks, MODELS["tied"], LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelSpec(dp_shard=2, zero=1, ep=2), ParallelSpec(tp=2, dp_shard=2, zero=3, ep=2, etp=2)],
+    [
+        ParallelSpec(dp_shard=2, zero=1, ep=2),
+        pytest.param(ParallelSpec(tp=2, dp_shard=2, zero=3, ep=2, etp=2), marks=pytest.mark.soak),
+    ],
     ids=("ep", "ep_etp_zero_3"),
 )
 def test_stacked_experts(ranks, parallel):
     prove_all(ranks, MODELS["moe"], parallel)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.soak), 3))
 def test_rows_that_do_not_divide(ranks, stage):
     """Matrices of 15 rows over 4 ranks, and 3 experts, which leave one of them with nothing."""
     moe = MODELS["moe"].moe.model_dump() | {"num_experts": 3}
@@ -56,7 +65,7 @@ GROUPS = (
 )
 
 
-@pytest.mark.parametrize("layout", ("zero_1", "zero_3_tp"))
+@pytest.mark.parametrize("layout", ("zero_1", pytest.param("zero_3_tp", marks=pytest.mark.soak)))
 def test_groups_by_pattern(ranks, layout):
     """The norms of block 0 match twice: the later group takes them, and leaves them without decay."""
     kinds = {**OPTIMIZERS, "lamb": MORE_OPTIMIZERS["lamb"]}

@@ -19,11 +19,16 @@ LAYOUTS = {
     "one": (ParallelSpec(), 1),
     "one_microbatch": (ParallelSpec(), 8),
     "replicate_2": (ParallelSpec(dp_replicate=2), 2),
-    "zero_3": (ParallelSpec(dp_shard=2, zero=3), 1),
+    "zero_3": (ParallelSpec(dp_shard=2, zero=3), 2),
     "tp_2": (ParallelSpec(tp=2), 2),
     "cp_2": (ParallelSpec(cp=2), 2),
     "pp_2": (ParallelSpec(pp=2), 2),
-    "tp_2_cp_2": (ParallelSpec(tp=2, cp=2), 1),
+    "tp_2_cp_2": (ParallelSpec(tp=2, cp=2), 4),
+    "replicate_2_tp_2": (ParallelSpec(dp_replicate=2, tp=2), 2),
+    "replicate_2_pp_2": (ParallelSpec(dp_replicate=2, pp=2), 1),
+    "zero_3_cp_2": (ParallelSpec(dp_shard=2, zero=3, cp=2), 2),
+    "tp_2_pp_2": (ParallelSpec(tp=2, pp=2), 2),
+    "cp_2_pp_2": (ParallelSpec(cp=2, pp=2), 2),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.support.equivalence import this_world
 from tests.support.oracle import reference
-from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
+from tests.support.runs import MODELS, OPTIMIZERS, few_microbatches, tiny_run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -130,7 +130,13 @@ def test_every_format_on_every_mesh(ranks, layout):
     # A milder spread of weights: with the proof's own, bf16 flips choices of experts.
     mild = MODELS[name].with_(init_std=0.05)
     runs = [
-        tiny_run(mild, parallel=parallel, optim=optim, precision=precision)
+        tiny_run(
+            mild,
+            parallel=parallel,
+            optim=optim,
+            precision=precision,
+            microbatch_sequences=few_microbatches(parallel),
+        )
         for precision, optim in FORMATS.values()
     ]
     for run in runs:

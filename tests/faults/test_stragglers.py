@@ -3,7 +3,7 @@
 import os
 
 from tests.support.faults import GIL_SIGNAL, events
-from tests.support.live_runs import SMALL, ranks_of, start, wait_for
+from tests.support.live_runs import LONGEST_SECONDS, SMALL, ranks_of, start, wait_for
 
 # From the signal on, the rank sleeps half of the time, in the middle of whatever it does.
 _SITE = f"""
@@ -25,7 +25,7 @@ def test_a_rank_that_becomes_slow_is_reported_with_its_host_and_ratio(tmp_path):
             wait_for(lambda: _slow(run_dir, rank=1), launcher)
         finally:
             launcher.terminate()
-            launcher.communicate(timeout=60)
+            launcher.communicate(timeout=LONGEST_SECONDS)
     found = _slow(run_dir, rank=1)[0]
     assert found["ratio"] >= 1.5 and found["slow_host"] in found["text"] and "likely cause" in found["text"]
 

@@ -45,7 +45,8 @@ def test_the_tensor_cores_give_the_emulated_outputs_and_gradients(*, is_compiled
         fused = torch.compile(matmul.fused) if is_compiled else matmul.fused
         x = _normal(512, 1024, seed=1).requires_grad_()
         ys = fused(x, stored)
-        torch.stack([(y.float() * (index + 1)).sin().sum() for index, y in enumerate(ys)]).sum().backward()
+        # Gradients that do not depend on the outputs: a loss would make more of their rounding.
+        torch.autograd.backward(ys, [_normal(*y.shape, seed=y.shape[1]) for y in ys])
         found.append([*ys, x.grad])
     for ours, exact in zip(*found, strict=True):
         error = (ours.double() - exact.double()).norm() / exact.double().norm()

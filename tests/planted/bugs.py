@@ -235,7 +235,7 @@ BUGS = [
         "parallel/pp/pipeline_program.py",
         "scale_grads=False",
         "scale_grads=True",
-        AXIS + "[pp2-gqa]",
+        AXIS + "[pp2-tied]",
     ),
     Bug(
         "tied table counted in the norm of both stages",

@@ -55,9 +55,14 @@ def plant(bug: Bug, folder: Path) -> Path:
     return source
 
 
-def outcomes(server: TrialServer, source: Path, tests: list[str]) -> dict[str, bool]:
-    """Test -> whether it passes with this source; any other outcome is an error of the trial itself."""
-    output = server.run(source, tests)
+def outcomes(
+    server: TrialServer, source: Path, tests: list[str], *, includes_soak: bool = False
+) -> dict[str, bool]:
+    """Test -> whether it passes with this source; any other outcome is an error of the trial itself.
+
+    Only with `includes_soak` may it be a test of `make soak`.
+    """
+    output = server.run(source, [*tests, *([] if includes_soak else ["-m", "not soak"])])
     found = re.findall(r"^(PASSED|FAILED) (\S+)", output, flags=re.MULTILINE)
     passed = {name: verdict == "PASSED" for verdict, name in found}
     assert set(tests) == set(passed), output[-6000:]

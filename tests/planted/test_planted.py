@@ -41,7 +41,7 @@ def _try(servers: SimpleQueue[TrialServer], bug: Bug) -> dict[str, bool]:
     server = servers.get()
     try:
         with tempfile.TemporaryDirectory(prefix="meshwright-planted-") as folder:
-            return outcomes(server, plant(bug, Path(folder)), [bug.test])
+            return outcomes(server, plant(bug, Path(folder)), [bug.test], includes_soak=bug.is_wide)
     finally:
         servers.put(server)
 

@@ -5,6 +5,7 @@ forked from. This program imports it once, and never meshwright, which each fork
 source. It reads one request per line and answers each with one line, both JSON.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -43,10 +44,12 @@ class TrialServer:
             text=True,
         )
 
-    def run(self, source: Path, tests: list[str]) -> str:
-        """What pytest prints about these tests when meshwright is imported from `source`."""
+    def run(self, source: Path, arguments: list[str]) -> str:
+        """What pytest prints with these arguments when meshwright is imported from `source`."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps({"source": str(source), "tests": tests}), file=self._process.stdin, flush=True)
+        print(
+            json.dumps({"source": str(source), "arguments": arguments}), file=self._process.stdin, flush=True
+        )
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
@@ -57,6 +60,7 @@ class TrialServer:
 def serve() -> None:
     """Answer requests until the input ends."""
     torch.set_num_threads(1)
+    gc.freeze()  # forks do not walk what is imported here
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as output:
             _fork_trial(json.loads(line), output.fileno())
@@ -72,7 +76,7 @@ def _fork_trial(request: dict, output: int) -> None:
     try:
         os.dup2(output, 1)
         os.dup2(output, 2)
-        _run_trial(Path(request["source"]), request["tests"])
+        _run_trial(Path(request["source"]), request["arguments"])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -81,7 +85,7 @@ def _fork_trial(request: dict, output: int) -> None:
         os._exit(0)
 
 
-def _run_trial(source: Path, tests: list[str]) -> None:
+def _run_trial(source: Path, arguments: list[str]) -> None:
     assert "meshwright" not in sys.modules
     sys.path.insert(0, str(source))
     sys.dont_write_bytecode = True
@@ -91,7 +95,7 @@ def _run_trial(source: Path, tests: list[str]) -> None:
     context = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: context
     forkserver.ensure_running = lambda: None
-    pytest.main([*OPTIONS, *tests])
+    pytest.main([*OPTIONS, *arguments])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.support.equivalence import RTOL, worst_errors
 from tests.support.oracle import Sequences, reference
 from tests.support.run_directories import Attempt, assert_same_state, attempt, last_checkpoint, read_tensors
 from tests.support.runs import MODELS, OPTIMIZERS, few_microbatches, tiny_run
+from tests.support.soak import soak
 
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec import CheckpointSpec, ParallelSpec, PrecisionSpec, RunSpec
@@ -62,8 +64,15 @@ def named(parallel: ParallelSpec) -> str:
     return "-".join(f"{key}{value}" for key, value in axes) or "one"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stop_after", (1, 3))
+STOPPED = [(1, "one_rank"), (3, "one_rank"), (1, "zero_0"), (3, "zero_1"), (1, "zero_3")]
+MORE_STOPPED = [case for case in product((1, 3), LAYOUTS) if case not in STOPPED]
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "layout"),
+    [*STOPPED, *(soak(*case) for case in MORE_STOPPED)],
+    ids=[f"{stop_after}-{layout}" for stop_after, layout in (*STOPPED, *MORE_STOPPED)],
+)
 def test_stopped_and_resumed_equals_uninterrupted(ranks, tmp_path, uninterrupted, layout, stop_after):
     run = bitwise_run(LAYOUTS[layout])
     whole_dir, whole = uninterrupted(layout)
@@ -78,7 +87,7 @@ def test_stopped_and_resumed_equals_uninterrupted(ranks, tmp_path, uninterrupted
     assert kinds == {"model", "optim", "ema"}
 
 
-@pytest.mark.parametrize("layout", ("one_rank", "zero_1", "zero_3"))
+@pytest.mark.parametrize("layout", ("one_rank", soak("zero_1"), "zero_3"))
 def test_the_loss_scale_resumes(ranks, tmp_path, layout):
     """It starts far too high, so the first batches are skipped; they count as used, not as steps."""
     run = bitwise_run(LAYOUTS[layout], "fp16")
@@ -97,13 +106,13 @@ def test_the_loss_scale_resumes(ranks, tmp_path, layout):
     ("before", "after"),
     [
         (ParallelSpec(), ParallelSpec(dp_shard=4, zero=3)),
-        (ParallelSpec(dp_shard=4, zero=3), ParallelSpec()),
-        (ParallelSpec(dp_shard=2, zero=1), ParallelSpec(dp_replicate=2, dp_shard=2, zero=2)),
+        soak(ParallelSpec(dp_shard=4, zero=3), ParallelSpec()),
+        soak(ParallelSpec(dp_shard=2, zero=1), ParallelSpec(dp_replicate=2, dp_shard=2, zero=2)),
         (ParallelSpec(dp_shard=4, zero=2), ParallelSpec(dp_replicate=2)),
-        (ParallelSpec(dp_shard=2, zero=1, tp=2), ParallelSpec(dp_shard=2, zero=3, tp=2)),
+        soak(ParallelSpec(dp_shard=2, zero=1, tp=2), ParallelSpec(dp_shard=2, zero=3, tp=2)),
         (ParallelSpec(tp=2), ParallelSpec(pp=2)),
         (ParallelSpec(pp=2, schedule="zbv", virtual_stages=2), ParallelSpec(cp=2, zero=1)),
-        (ParallelSpec(dp_shard=2, zero=1, ep=2), ParallelSpec(pp=2, tp=2)),
+        soak(ParallelSpec(dp_shard=2, zero=1, ep=2), ParallelSpec(pp=2, tp=2)),
         (ParallelSpec(pp=2, dp_shard=2, zero=3), ParallelSpec(dp_shard=4, zero=1, ep=2)),
     ],
     ids=named,

@@ -1,19 +1,51 @@
-"""Faults of live runs whose supervisor restarts the ranks: what was done, how long it took, what was lost."""
+"""Faults of live runs whose supervisor restarts the ranks, and what must be true of a run afterwards.
 
+All of these runs are the same small one (`RUN`), so one run that nothing happens to is the reference of all.
+"""
+
+import itertools
 import json
 import math
 import os
 import random
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.live_runs import LONGEST_SECONDS, ranks_of, wait_for
+import psutil
+from tests.support.fault_table import Trial
+from tests.support.live_runs import (
+    LONGEST_SECONDS,
+    SMALL,
+    HasFinished,
+    Launcher,
+    kill_with_ranks,
+    newest_step,
+    ranks_of,
+    start,
+    wait_for,
+    wait_for_checkpoint,
+)
+from tests.support.run_directories import assert_same_state
 
+from meshwright.checkpoint.load import complete_checkpoints, read_manifest, verify_files
+from meshwright.errors import MeshwrightError
+from meshwright.observe.metrics import last_step, read_metrics
+
+NUM_STEPS = 200
+TIMEOUT = 5
+"""Seconds after which a rank that makes no progress in a step is ended."""
+RUN = (
+    *(*SMALL, f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=5", "checkpoint.keep_last=3"),
+    *(f"resilience.step_timeout_seconds={TIMEOUT}", "resilience.save_timeout_seconds=20"),
+    # Starts without progress are no fault of a run that is killed every second.
+    *("resilience.start_timeout_seconds=120", "resilience.restart.max_cycles_without_progress=1000"),
+    *("resilience.restart.max_restarts=10000", "resilience.restart.max_backoff_seconds=0"),
+)
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
 GIL_SIGNAL = signal.SIGWINCH
 """A rank that gets it holds the GIL for ever, in a run that was started with `gil_environment`."""
 # The regular expression backtracks for ages inside C code, without giving the GIL to another thread.
@@ -21,18 +53,9 @@ _SITE = f"""
 import re, signal
 signal.signal({int(GIL_SIGNAL)}, lambda *_: re.match(r"(a+)+b", "a" * 64))
 """
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One fault, and what became of the run."""
-
-    fault: str
-    lost_steps: int
-    detect_seconds: float
-    """From the fault until all ranks of the attempt have ended."""
-    resume_seconds: float
-    """From the fault to the end of the first step after it; NaN where the next fault came before it."""
+Fault = Callable[[Launcher, Path, random.Random], Trial]
+"""Does something to the run in a directory; returns when its effect is known. HasFinished where the run has
+ended before, so that nothing was tried."""
 
 
 def gil_environment(folder: Path) -> dict[str, str]:
@@ -41,99 +64,169 @@ def gil_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 
 
+def all_events(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """The events of a rank, in their order."""
+    path = run_dir / f"events-{rank}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The events of rank 0 of one kind."""
-    path = run_dir / "events-0.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]
-    return [event for event in found if event["kind"] == kind]
+    return [event for event in all_events(run_dir) if event["kind"] == kind]
 
 
-def kill_one(launcher: subprocess.Popen[str], rng: random.Random) -> None:
-    """kill -9 of a random rank."""
-    rng.choice(ranks_of(launcher)).kill()
+def is_training(run_dir: Path) -> bool:
+    """Whether a step has ended since the last restart."""
+    found = all_events(run_dir)
+    restarts = [number for number, event in enumerate(found) if event["kind"] == "restart"]
+    since = found[restarts[-1] :] if restarts else found
+    began = [event for event in since if event["kind"] in ("start", "resume")]
+    return bool(began) and last_step(run_dir) > began[-1].get("step", 0)
 
 
-def kill_all(launcher: subprocess.Popen[str], rng: random.Random) -> None:
-    """kill -9 of all ranks."""
-    for rank in ranks_of(launcher):
-        rank.kill()
-
-
-def stop_one(launcher: subprocess.Popen[str], rng: random.Random) -> None:
-    """SIGSTOP of a random rank."""
-    rng.choice(ranks_of(launcher)).suspend()
-
-
-def hold_gil(launcher: subprocess.Popen[str], rng: random.Random) -> None:
-    """A random rank holds the GIL for ever."""
-    rng.choice(ranks_of(launcher)).send_signal(GIL_SIGNAL)
-
-
-Fault = Callable[[subprocess.Popen[str], random.Random], None]
-
-
-def disturb(launcher: subprocess.Popen[str], run_dir: Path, fault: Fault, rng: random.Random) -> Trial:
-    """Do something to a run that trains, and wait until it trains again."""
-    restarts = len(events(run_dir, "restart"))
-    disturbed_at = time.time()
-    fault(launcher, rng)
-    wait_for(lambda: len(events(run_dir, "restart")) > restarts, launcher)
-    restart = events(run_dir, "restart")[-1]
-    wait_for(lambda: _is_training_since(run_dir, restart["time"]), launcher)
-    return Trial(
-        fault=fault.__name__,
-        lost_steps=restart["lost_steps"],
-        detect_seconds=restart["failed_at"] - disturbed_at,
-        resume_seconds=time.time() - disturbed_at,
-    )
-
-
-def kill_in_a_row(
-    launcher: subprocess.Popen[str], run_dir: Path, rng: random.Random, *, count: int
+def survive(
+    faults: Sequence[Fault],
+    folder: Path,
+    undisturbed: Path,
+    *,
+    rng: random.Random,
+    env: dict[str, str] | None = None,
+    place: Callable[[Path], AbstractContextManager[object]] | None = None,
+    report: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
-    """Kill ranks at random moments of a start, load, step or save, without waiting for the next step."""
-    trials: list[Trial] = []
-    for _ in range(count):
-        restarts = len(events(run_dir, "restart"))
-        wait_for(lambda: len(ranks_of(launcher)) == 2, launcher)
-        time.sleep(rng.uniform(0.0, 1.2))
-        fault, disturbed_at = rng.choice([kill_one, kill_all]), time.time()
-        fault(launcher, rng)
-        wait_for(lambda before=restarts: len(events(run_dir, "restart")) > before, launcher)
-        restart = events(run_dir, "restart")[-1]
-        seconds = restart["failed_at"] - disturbed_at
-        trials.append(Trial(f"{fault.__name__} at any time", restart["lost_steps"], seconds, math.nan))
-    return trials
+    """Do all of these to a run, one after the other; where it finishes before, the next ones to another run.
+
+    Every one of these runs must end by itself and equal the undisturbed one. `place` prepares the run
+    directory before the start; `report` is called after each trial.
+    """
+    left, trials = list(faults), list[Trial]()
+    for number in itertools.count():
+        run_dir = folder / f"run-{number}"
+        run_dir.mkdir(parents=True)
+        with place(run_dir) if place else nullcontext():
+            with start(RUN, run_dir, env=env) as launcher, _killed_at_the_end(launcher):
+                with suppress(HasFinished):
+                    wait_for_checkpoint(run_dir, launcher)
+                    while left:
+                        trials.append(left[0](launcher, run_dir, rng))
+                        report(trials[-1])
+                        del left[0]
+                finish(launcher)
+            assert_undisturbed(run_dir, undisturbed)
+        if not left:
+            return trials
+    raise AssertionError
 
 
-def _is_training_since(run_dir: Path, at: float) -> bool:
-    """Whether a step has ended since then: rank 0 began again, and wrote metrics afterwards."""
-    began = [event["time"] for kind in ("start", "resume") for event in events(run_dir, kind)]
-    metrics = run_dir / "metrics.jsonl"
-    return max(began, default=0.0) > at and metrics.exists() and metrics.stat().st_mtime > max(began)
+@contextmanager
+def _killed_at_the_end(launcher: Launcher) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        kill_with_ranks(launcher)
 
 
-def finish(launcher: subprocess.Popen[str]) -> str:
+def finish(launcher: Launcher) -> str:
     """Wait for the end of a run that must complete; returns what it printed."""
     _, printed = launcher.communicate(timeout=LONGEST_SECONDS)
     assert launcher.returncode == 0, printed
     return printed
 
 
-def table(trials: Iterable[Trial]) -> str:
-    """One line per kind of fault: trials, lost steps, seconds to detect and to resume (median, largest)."""
-    by_fault: dict[str, list[Trial]] = {}
-    for trial in trials:
-        by_fault.setdefault(trial.fault, []).append(trial)
-    lines = [f"{'fault':20} trials  survived  lost steps (mean, max)  detect s (median, max)  resume s"]
-    for fault, found in by_fault.items():
-        lost = [trial.lost_steps for trial in found]
-        detect = sorted(trial.detect_seconds for trial in found)
-        resume = sorted(trial.resume_seconds for trial in found)
-        middle = len(found) // 2
-        lines.append(
-            f"{fault:20} {len(found):6}  {len(found):8}  {sum(lost) / len(lost):9.1f} {max(lost):12}  "
-            f"{detect[middle]:11.1f} {detect[-1]:10.1f}  {resume[middle]:8.1f} {resume[-1]:5.1f}"
-        )
-    return "\n".join(lines)
+def assert_undisturbed(run_dir: Path, undisturbed: Path) -> None:
+    """Equal to the run that nothing happened to: weights, optimizer and data position bitwise. No step is
+    missing or twice, and each has the numbers that only its own samples give. All checkpoints open."""
+    for folder in complete_checkpoints(run_dir / "checkpoints"):
+        verify_files(folder, read_manifest(folder))
+    assert_same_state(run_dir, undisturbed)
+    rows, expected = read_metrics(run_dir), read_metrics(undisturbed)
+    assert [row["step"] for row in rows] == list(range(1, len(expected) + 1))
+    assert [[row.get(name) for name in NUMBERS] for row in rows] == [
+        [row.get(name) for name in NUMBERS] for row in expected
+    ]
+
+
+def require_newest_opens(run_dir: Path) -> None:
+    """The newest published checkpoint of a run that goes on is intact; one deleted since was not it."""
+    while True:
+        before = newest_step(run_dir)
+        folder = run_dir / "checkpoints" / f"step-{before:08d}"
+        try:
+            return verify_files(folder, read_manifest(folder))
+        except (OSError, MeshwrightError):
+            if newest_step(run_dir) == before:
+                raise
+
+
+def kill_one(launcher: Launcher, run_dir: Path, rng: random.Random) -> Trial:
+    """kill -9 of a random rank, at a random moment of a start, load, step or save."""
+    return _killed(launcher, run_dir, rng, "kill -9 of one rank")
+
+
+def kill_all(launcher: Launcher, run_dir: Path, rng: random.Random) -> Trial:
+    """kill -9 of all ranks, at a random moment of a start, load, step or save."""
+    return _killed(launcher, run_dir, rng, "kill -9 of all ranks")
+
+
+def _killed(launcher: Launcher, run_dir: Path, rng: random.Random, fault: str) -> Trial:
+    """In half of the trials the next fault comes at once, before the run trains again."""
+    wait_for(lambda: len(ranks_of(launcher)) == 2, launcher)
+    time.sleep(rng.uniform(0.0, 0.3 if is_training(run_dir) else 1.2))
+    moment = "in a step or save" if is_training(run_dir) else "in a start or load"
+    ranks = ranks_of(launcher)
+    chosen = ranks if fault.endswith("all ranks") else rng.sample(ranks, k=min(1, len(ranks)))
+    waits = rng.random() < 0.5
+    return restarted(launcher, run_dir, f"{fault}, {moment}", lambda: _signal(chosen, 9), waits=waits)
+
+
+def stop_one(launcher: Launcher, run_dir: Path, rng: random.Random) -> Trial:
+    """SIGSTOP of a random rank that trains."""
+    return _hung(launcher, run_dir, rng, f"SIGSTOP of one rank, timeout {TIMEOUT} s", signal.SIGSTOP)
+
+
+def hold_gil(launcher: Launcher, run_dir: Path, rng: random.Random) -> Trial:
+    """A random rank that trains holds the GIL for ever."""
+    return _hung(launcher, run_dir, rng, f"one rank holds the GIL, timeout {TIMEOUT} s", GIL_SIGNAL)
+
+
+def _hung(launcher: Launcher, run_dir: Path, rng: random.Random, fault: str, number: int) -> Trial:
+    wait_for(lambda: is_training(run_dir), launcher)
+    time.sleep(rng.uniform(0.0, 0.3))
+    chosen = rng.sample(ranks_of(launcher), k=1)
+    return restarted(launcher, run_dir, fault, lambda: _signal(chosen, number))
+
+
+def _signal(ranks: Sequence[psutil.Process], number: int) -> None:
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)
+
+
+def restarted(
+    launcher: Launcher,
+    run_dir: Path,
+    fault: str,
+    action: Callable[[], None],
+    *,
+    waits: bool = True,
+    opens: bool = True,
+) -> Trial:
+    """Do something that makes the supervisor restart the ranks.
+
+    With `waits`, wait until the run trains again; with `opens`, the newest checkpoint must open right after
+    the fault.
+    """
+    num_restarts = len(events(run_dir, "restart"))
+    disturbed_at = time.monotonic()
+    action()
+    wait_for(lambda: len(events(run_dir, "restart")) > num_restarts, launcher)
+    detected_at, restart = time.monotonic(), events(run_dir, "restart")[num_restarts]
+    if opens:
+        require_newest_opens(run_dir)
+    resume_seconds = math.nan
+    if waits:
+        with suppress(HasFinished):  # it had only its last steps to repeat
+            wait_for(lambda: is_training(run_dir), launcher)
+        resume_seconds = time.monotonic() - disturbed_at
+    return Trial(fault, restart["lost_steps"], detected_at - disturbed_at, resume_seconds)

@@ -1,10 +1,12 @@
 """The device of a process, and the error when there are too few."""
 
+import sys
+
 import pytest
 import torch
 
 from meshwright.errors import LaunchError, MeshError
-from meshwright.mesh import choose_device
+from meshwright.mesh import choose_device, join_world, leave_world
 
 
 @pytest.fixture
@@ -38,3 +40,12 @@ def test_a_variable_that_is_not_a_number_is_refused(one_device):
         one_device.setenv(name, value)
     with pytest.raises(LaunchError, match="LOCAL_WORLD_SIZE='two'"):
         choose_device("cuda", 0)
+
+
+def test_a_world_of_one_leaves_tracebacks_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    hook = sys.excepthook
+    join_world("cpu")
+    leave_world()
+    assert sys.excepthook is hook

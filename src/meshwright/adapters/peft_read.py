@@ -180,7 +180,8 @@ class PeftReader:
                 raise CheckpointError(
                     f"the adapter {word} {names[0]}, and so on for {len(names)} tensors",
                     where=str(self.folder),
-                    hint="set adapter.targets to its matrices: see target_modules in its adapter_config.json",
+                    hint="set adapter.targets to its matrices (target_modules in its adapter_config.json) "
+                    "and checkpoint.start_from to its base",
                 )
 
     def _check_shapes(self) -> None:

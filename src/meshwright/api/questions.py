@@ -10,14 +10,15 @@ from meshwright.api.results import CheckResult, PlanResult, PredictionResult
 from meshwright.errors import SpecError, SpecErrors
 from meshwright.hardware import cluster_of
 from meshwright.hardware.catalogue import Cluster
+from meshwright.plan.choose_finetune import fill_finetune
 from meshwright.plan.explain.microbatch import advise_microbatch
-from meshwright.plan.external import fill_external, predict_external
+from meshwright.plan.external import ExternalModel, fill_external, predict_external
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.predict import predict_run
 from meshwright.plan.search.finetune import require_known
 from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import Objective
-from meshwright.plan.search.request import Request, fill_request
+from meshwright.plan.search.request import FilledRequest, Request, fill_request
 from meshwright.spec.advice import advise
 from meshwright.spec.run import RunSpec
 from meshwright.spec.text import LoadedRun, dump_run, parse_run, read_run
@@ -46,20 +47,39 @@ def plan(model: str | PathLike[str], *, on: str | Cluster, **settings: Unpack[Pl
 
     `model` and `on` are those of the command line. `pins` fixes settings: `pins={"tp": 8, "zero": [1, 2]}`.
     The other keywords are `seq`, `batch_tokens`, `tokens` (numbers, or text such as "300B"), `precision`,
-    `allow`, `objective`, `finetune` ("full", "lora" or "qlora") and `top`. Raises PlanError where nothing
-    fits, with what would. The config of a Hugging Face model outside of our families is traced; its plan has
-    `call`, the call of `meshwright.fit`.
+    `allow`, `objective`, `finetune` ("full", "lora", "qlora" or "auto", whose choice `finetune_reasons` of
+    the result explains) and `top`. Raises PlanError where nothing fits, with what would. The config of a
+    Hugging Face model outside of our families is traced; its plan has `call`, the call of `meshwright.fit`.
     """
     _reject_unknown(settings)
-    allow, external = settings.get("allow"), external_of(str(model))
+    external = external_of(str(model))
     pins = [f"{key}={_pin_text(value)}" for key, value in settings.get("pins", {}).items()]
     for name in ("allow", "finetune"):
         if external is not None and settings.get(name) is not None:
             fact = f"{name} has no effect for a model that is trained as a module"
             raise SpecError(fact, where=name, hint="leave it out")
+    filled, reasons = fill_finetune(
+        settings.get("finetune"),
+        pins,
+        lambda finetune, pinned: _filled(str(model), _cluster(on), external, settings, finetune, pinned),
+    )
+    found = make_plan(filled.question, top=settings.get("top", 5))
+    return PlanResult(found, filled.tokens, filled.assumed, external, reasons)
+
+
+def _filled(
+    model: str,
+    cluster: Cluster,
+    external: ExternalModel | None,
+    settings: PlanSettings,
+    finetune: str | None,
+    pins: Sequence[str],
+) -> FilledRequest:
+    """The question in numbers, with defaults for everything that was not given."""
+    allow = settings.get("allow")
     request = Request(
-        model=str(model),
-        cluster=_cluster(on),
+        model=model,
+        cluster=cluster,
         pins=parse_pins(pins if external is None else external.with_pins(pins)),
         sequence_length=_count("seq", settings.get("seq")),
         batch_tokens=_count("batch_tokens", settings.get("batch_tokens")),
@@ -67,11 +87,9 @@ def plan(model: str | PathLike[str], *, on: str | Cluster, **settings: Unpack[Pl
         precision=settings.get("precision"),
         allow=allow if allow is None or isinstance(allow, str) else ",".join(allow),
         objective=settings.get("objective", "speed"),
-        finetune=require_known(settings.get("finetune")),
+        finetune=require_known(finetune),
     )
-    filled = fill_request(request) if external is None else fill_external(external, request)
-    found = make_plan(filled.question, top=settings.get("top", 5))
-    return PlanResult(found, filled.tokens, filled.assumed, external)
+    return fill_request(request) if external is None else fill_external(external, request)
 
 
 def predict(run: RunLike, *, on: str | Cluster, overrides: Sequence[str] = ()) -> PredictionResult:

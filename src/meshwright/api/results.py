@@ -41,6 +41,8 @@ class PlanResult:
     """Values that were filled in, each with the setting that changes it."""
     external: ExternalModel | None = None
     """The traced model, where it is none of our families and is trained as a module."""
+    finetune_reasons: tuple[str, ...] = ()
+    """Why `finetune="auto"` chose its kind: what each kind before it would need."""
 
     @property
     def call(self) -> str | None:

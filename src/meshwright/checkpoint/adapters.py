@@ -25,6 +25,7 @@ from meshwright.spec.adapter import adapter_parameters, is_trained
 from meshwright.spec.parameters import parameters
 
 _START = "adapter.start_from"
+_START_HINT = "name a peft folder, or a checkpoint or run directory of a run with `adapter`"
 _SAMPLE_BYTES = 2**16
 _NUM_SAMPLES = 16
 
@@ -133,7 +134,9 @@ def _checkpoint_values(
     run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool
 ) -> dict[str, Tensor]:
     """This rank's shards of what a checkpoint of adapters has: adapters, and what was trained beside them."""
-    folder = locate_weights(folder, where=_START)
+    folder = locate_weights(folder, where=_START, hint=_START_HINT)
+    if not is_checkpoint(folder):
+        raise CheckpointError("this folder has no adapters", where=f"{_START}: {folder}", hint=_START_HINT)
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
     require_adapters(manifest, folder)

@@ -15,11 +15,11 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def locate_weights(text: str | Path, *, where: str, step: int | None = None) -> Path:
+def locate_weights(text: str | Path, *, where: str, step: int | None = None, hint: str = _HINT) -> Path:
     """The checkpoint or Hugging Face folder at a path; a run directory means its newest checkpoint."""
     folder = Path(text).expanduser()
     if not folder.exists():
-        raise CheckpointError(f"there is no folder {str(text)!r}", where=where, hint=_HINT)
+        raise CheckpointError(f"there is no folder {str(text)!r}", where=where, hint=hint)
     if is_checkpoint(folder):
         return folder
     for root in (folder / "checkpoints", folder):
@@ -29,7 +29,7 @@ def locate_weights(text: str | Path, *, where: str, step: int | None = None) -> 
     if (folder / CONFIG).is_file():
         return folder
     place = where if where == str(folder) else f"{where}: {folder}"
-    raise CheckpointError(_missing_weights(folder), where=place, hint=_HINT)
+    raise CheckpointError(_missing_weights(folder), where=place, hint=hint)
 
 
 def _checkpoint_of_step(root: Path, found: list[Path], step: int | None) -> Path:

@@ -30,24 +30,14 @@ def logprobs(run_file: str, overrides: list[str], *, force: bool, quiet: bool) -
 
 def _store_here(run: "RunSpec", *, force: bool, quiet: bool) -> None:
     """Compute as one rank; rank 0 prints."""
-    from meshwright.cli.train import ended_with_error
-    from meshwright.launch.launched import launched_rank
-    from meshwright.mesh import join_world, leave_world
+    from meshwright.cli.as_rank import as_rank
     from meshwright.train.store_log_probs import store_log_probs
 
     def progress(done: int, total: int) -> None:
         if not quiet:
             print(f"{done:,} of {total:,} sequences", file=sys.stderr)
 
-    try:
-        count = store_log_probs(run, force=force, progress=progress)
-        is_first = join_world(run.device).is_first
-    except BaseException as error:
-        if launched_rank() is not None:
-            ended_with_error(error)
-        leave_world()
-        raise
-    leave_world()
-    if is_first:
+    count = as_rank(run.device, lambda: store_log_probs(run, force=force, progress=progress))
+    if count is not None:
         what = f"the reference log-probs of {count:,} pairs"
         typer.echo(f"{run.data.path} has {what}; a run reads them with preference.reference=dataset")

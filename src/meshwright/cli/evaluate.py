@@ -68,21 +68,11 @@ def evaluate(
 
 def _evaluate_here(run: "RunSpec", *, ema: bool, quiet: bool, as_json: bool) -> None:
     """Evaluate as one rank; rank 0 prints."""
-    from meshwright.cli.train import ended_with_error
-    from meshwright.launch.launched import launched_rank
-    from meshwright.mesh import join_world, leave_world
+    from meshwright.cli.as_rank import as_rank
     from meshwright.train.evaluate_checkpoint import evaluate_weights
 
-    try:
-        found = evaluate_weights(run, averaged=ema)
-        is_first = join_world(run.device).is_first
-    except BaseException as error:
-        if launched_rank() is not None:
-            ended_with_error(error)
-        leave_world()
-        raise
-    leave_world()
-    if is_first:
+    found = as_rank(run.device, lambda: evaluate_weights(run, averaged=ema))
+    if found is not None:
         _print(found, run, quiet=quiet, as_json=as_json)
 
 

@@ -65,6 +65,7 @@ def plan(
     """
     from meshwright.api.external import external_of
     from meshwright.errors import PlanError
+    from meshwright.plan.choose_finetune import fill_finetune
     from meshwright.plan.make_plan import make_plan
 
     if calibrate:
@@ -94,9 +95,13 @@ def plan(
         _reject_for_module({"--finetune": finetune})
     options = {"on": on, "seq": seq, "batch_tokens": batch_tokens, "tokens": tokens, "precision": precision}
     options |= {"allow": allow, "objective": objective}
-    if finetune == "auto":
-        finetune = _fitting_finetune(model, pins or [], options)
-    filled = _filled_request(model, external, pins or [], **options, finetune=finetune)
+    filled, reasons = fill_finetune(
+        finetune,
+        pins or [],
+        lambda kind, pinned: _filled_request(model, external, list(pinned), **options, finetune=kind),
+    )
+    for reason in reasons:
+        typer.echo(f"finetune: {reason}", err=True)
     try:
         question = filled.question if deadline is None else _sized(filled, on, deadline)
         found = make_plan(question, top=max(top, verify or 1))
@@ -116,23 +121,6 @@ def _reject_with(mode: str, unused: dict[str, Any]) -> None:
     for option, value in unused.items():
         if value is not None:
             raise _error(f"{option} has no effect with {mode}", option, "leave it out")
-
-
-def _fitting_finetune(model: str, pins: list[str], options: dict[str, Any]) -> str:
-    """What `--finetune auto` becomes; the reasons go to stderr."""
-    from meshwright.plan.choose_finetune import choose_finetune
-
-    # Full fine-tuning has no adapter to pin.
-    plain = [pin for pin in pins if not pin.startswith("adapter.")]
-
-    def ask(kind: str) -> Any:
-        asked = plain if kind == "full" else pins
-        return _filled_request(model, None, asked, **options, finetune=kind).question
-
-    found = choose_finetune(ask)
-    for reason in found.reasons:
-        typer.echo(f"finetune: {reason}", err=True)
-    return found.kind
 
 
 def _reject_for_module(given: dict[str, Any]) -> None:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from meshwright.errors import SpecError, read_trouble
 from meshwright.files import read_text
 from meshwright.hardware.other_accelerators import refuse_other_accelerator
+from meshwright.hardware.table_values import Table, check_positive, read_rates, read_value, refuse_unknown
 from meshwright.hardware.unknown_cluster import unknown_cluster
-
-Table = Mapping[str, Any]
 
 # Network of a cluster that is given by its device alone: one adapter of the device's generation per device.
 GENERIC_NETWORK_BYTES_PER_SECOND = {
@@ -136,56 +135,22 @@ class Cluster:
         return replace(self, num_nodes=nodes, devices_per_node=num_devices // nodes)
 
 
-def _value(table: Table, key: str, where: str, sources: dict[str, str]) -> float:
-    entry = table.get(key)
-    if isinstance(entry, (int, float)) and not isinstance(entry, bool):
-        sources[key] = "user file"
-        return float(entry)
-    if isinstance(entry, dict):
-        pair = cast("dict[str, object]", entry)
-        number = pair.get("value")
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
-            sources[key] = str(pair.get("source", "user file"))
-            return float(number)
-    raise SpecError(
-        f"{key} is missing or not a number", where=where, hint="give { value = ..., source = ... }"
-    )
-
-
-def _rates(table: Table, key: str, where: str, sources: dict[str, str]) -> dict[str, float]:
-    inner = table.get(key, {})
-    if not isinstance(inner, dict):
-        raise SpecError(f"{key} is not a table", where=where)
-    rates: dict[str, float] = {}
-    for name in cast("dict[str, object]", inner):
-        found: dict[str, str] = {}
-        rates[name] = _value(cast("Table", inner), name, f"{where}.{key}", found)
-        sources[f"{key}.{name}"] = found[name]
-    return rates
-
-
-def _check_positive(numbers: Mapping[str, float], where: str) -> None:
-    for key, number in numbers.items():
-        if not 0 < number < 1e30:
-            raise SpecError(f"{key} = {number:g} is not a positive finite number", where=where)
-
-
 def device_from_table(name: str, table: Table) -> Device:
     """A device from its TOML table; the error names a missing or invalid number."""
     sources: dict[str, str] = {}
     where = f"devices.{name}"
     known = {"title", "aliases", "devices_per_node", "memory_bytes", "memory_bytes_per_second", "num_sms"}
     known |= {"peak_flops_per_second", "best_matmul_flops_per_second", "sustained_share", "links"}
-    _refuse_unknown(table, known, where)
-    links = _rates(table, "links", where, sources)
+    refuse_unknown(table, known, where)
+    links = read_rates(table, "links", where, sources)
     plain = {
-        key: _value(table, key, where, sources)
+        key: read_value(table, key, where, sources)
         for key in ("memory_bytes", "memory_bytes_per_second", "num_sms")
     }
-    peaks = _rates(table, "peak_flops_per_second", where, sources)
+    peaks = read_rates(table, "peak_flops_per_second", where, sources)
     if not peaks or "peer" not in links or "host" not in links:
         raise SpecError("a device needs peak_flops_per_second, links.peer and links.host", where=where)
-    _check_positive({**plain, **links, **peaks}, where)
+    check_positive({**plain, **links, **peaks}, where)
     host_name = "c2c" if "C2C" in sources["links.host"] else "pcie"
     return Device(
         name=name,
@@ -194,25 +159,14 @@ def device_from_table(name: str, table: Table) -> Device:
         memory_bytes_per_second=plain["memory_bytes_per_second"],
         num_sms=int(plain["num_sms"]),
         peak_flops_per_second=peaks,
-        best_matmul_flops_per_second=_rates(table, "best_matmul_flops_per_second", where, sources),
-        sustained_share=_rates(table, "sustained_share", where, sources),
+        best_matmul_flops_per_second=read_rates(table, "best_matmul_flops_per_second", where, sources),
+        sustained_share=read_rates(table, "sustained_share", where, sources),
         peer=Link("peer", links["peer"], PEER_LATENCY_SECONDS),
         host=Link(host_name, links["host"], PEER_LATENCY_SECONDS),
         devices_per_node=int(table.get("devices_per_node", 8)),
         aliases=tuple(str(alias) for alias in table.get("aliases", ())),
         sources=sources,
     )
-
-
-def _refuse_unknown(table: Table, known: set[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            raise SpecError(
-                f"unknown key {key!r}",
-                where=where,
-                hint=f"did you mean {near[0]!r}?" if near else ", ".join(known),
-            )
 
 
 def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -> Cluster:
@@ -222,27 +176,27 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
     known = {"title", "device", "devices_per_node", "max_nodes", "host_memory_bytes"}
     known |= {"network_bytes_per_second", "network_latency_seconds", "network_efficiency"}
     known |= {"peer_bytes_per_second", "storage_bytes_per_second", "device_hours_per_failure"}
-    _refuse_unknown(table, known, where)
+    refuse_unknown(table, known, where)
     device = find_device(str(table.get("device", "")), devices=devices)
-    network = _value(table, "network_bytes_per_second", where, sources)
+    network = read_value(table, "network_bytes_per_second", where, sources)
     latency = (
-        _value(table, "network_latency_seconds", where, sources)
+        read_value(table, "network_latency_seconds", where, sources)
         if "network_latency_seconds" in table
         else NETWORK_LATENCY_SECONDS
     )
     efficiency = None
     if "network_efficiency" in table:
-        efficiency = min(_value(table, "network_efficiency", where, sources), 1.0)
+        efficiency = min(read_value(table, "network_efficiency", where, sources), 1.0)
     per_node = int(table.get("devices_per_node", device.devices_per_node))
     peer = device.peer
     if "peer_bytes_per_second" in table:
-        peer = replace(peer, bytes_per_second=_value(table, "peer_bytes_per_second", where, sources))
+        peer = replace(peer, bytes_per_second=read_value(table, "peer_bytes_per_second", where, sources))
     optional = ("storage_bytes_per_second", "device_hours_per_failure")
-    known_rates = {name: _value(table, name, where, sources) for name in optional if name in table}
+    known_rates = {name: read_value(table, name, where, sources) for name in optional if name in table}
     numbers = {"network_bytes_per_second": network, "devices_per_node": per_node}
-    _check_positive(numbers | {"peer_bytes_per_second": peer.bytes_per_second}, where)
-    _check_positive(known_rates, where)
-    memory = _value(table, "host_memory_bytes", where, sources) if "host_memory_bytes" in table else 0.0
+    check_positive(numbers | {"peer_bytes_per_second": peer.bytes_per_second}, where)
+    check_positive(known_rates, where)
+    memory = read_value(table, "host_memory_bytes", where, sources) if "host_memory_bytes" in table else 0.0
     return Cluster(
         name=name,
         device=device,
@@ -252,7 +206,7 @@ def cluster_from_table(name: str, table: Table, devices: Mapping[str, Device]) -
         network=Link("network", network, latency, efficiency),
         host=device.host,
         host_memory_bytes=int(memory) or per_node * HOST_MEMORY_BYTES_PER_DEVICE,
-        max_nodes=int(_value(table, "max_nodes", where, sources)) if "max_nodes" in table else None,
+        max_nodes=int(read_value(table, "max_nodes", where, sources)) if "max_nodes" in table else None,
         storage_bytes_per_second=known_rates.get("storage_bytes_per_second"),
         device_hours_per_failure=known_rates.get("device_hours_per_failure"),
         sources=sources,
@@ -383,7 +337,7 @@ def _from_file(path: Path, nodes: str) -> Cluster:
             where="--on",
             hint="a TOML file with [clusters.NAME]",
         ) from error
-    _refuse_unknown(content, {"devices", "clusters"}, str(path))
+    refuse_unknown(content, {"devices", "clusters"}, str(path))
     devices = dict(built_in_devices())
     for name, table in content.get("devices", {}).items():
         devices[name] = device_from_table(name, table)

@@ -123,8 +123,9 @@ class RankWatcher:
 
     @property
     def reached_step(self) -> int | None:
-        """Steps that any rank has done, by the heartbeats seen; None where none is past its first step."""
-        return max((one.step for one in self._ranks if one.heartbeat and one.phase != "start"), default=None)
+        """Steps that any rank has done, by its last heartbeat; None where none is past its first step."""
+        found = [one.reader.read() or one.heartbeat for one in self._ranks]
+        return max((last.step for last in found if last and last.phase != "start"), default=None)
 
     def tick(self) -> str | None:
         """Look at all ranks; where one exceeds its timeout, all are reported, and its line is returned."""

@@ -39,13 +39,13 @@ def require_trainable(model: nn.Module, blocks: Blocks, spec: ModuleSpec) -> Non
             where="sync_batch_norm",
             hint="leave sync_batch_norm out",
         )
-    _require_blocks(kind, blocks, spec)
+    _require_blocks(model, blocks, spec)
     _require_one_forward(model, spec)
     if spec.parallel.zero == 3:
         _require_shardable(model, blocks)
 
 
-def _require_blocks(kind: str, blocks: Blocks, spec: ModuleSpec) -> None:
+def _require_blocks(model: nn.Module, blocks: Blocks, spec: ModuleSpec) -> None:
     wanted = {
         "memory.recompute": spec.memory.recompute != "none",
         "memory.offload": "activations" in spec.memory.offload,
@@ -54,10 +54,19 @@ def _require_blocks(kind: str, blocks: Blocks, spec: ModuleSpec) -> None:
     for where, is_wanted in wanted.items():
         if is_wanted and not blocks:
             raise SpecError(
-                f"{kind} has no list of modules of one class, and {where} works block by block",
+                f"{type(model).__name__} has no list of modules of one class that have submodules, and "
+                f"{where} works block by block",
                 where=where,
-                hint="name the modules: blocks='*' takes all children of the model",
+                hint=f"name the modules: {_example_of_blocks(model)}",
             )
+
+
+def _example_of_blocks(model: nn.Module) -> str:
+    """`blocks=` for the first list of the model, whose members have no submodules; else for its children."""
+    for name, module in model.named_modules():
+        if name and isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
+            return f"blocks='{name}.*' takes the members of {name}"
+    return "blocks='*' takes all children of the model"
 
 
 def _require_one_forward(model: nn.Module, spec: ModuleSpec) -> None:

@@ -52,17 +52,19 @@ class Goodput:
         """Goodput: time of steps that count / wall time."""
         return self.step / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
-    def line(self) -> str:
-        """One line for people: the goodput and every other cause of 0.1% or more."""
+    def causes(self) -> str:
+        """Where the rest of the wall time went: every cause of 0.1% or more."""
         wall = self.wall_seconds or 1.0
         causes = ("start", "compile", "data", "checkpoint", "evaluate", "restart", "lost", "other")
         parts = [f"{name} {getattr(self, name) / wall:.1%}" for name in causes]
-        shown = [part for part in parts if not part.endswith(" 0.0%")]
+        return ", ".join(part for part in parts if not part.endswith(" 0.0%")) or "no loss"
+
+    def line(self) -> str:
+        """One line for people: the goodput and every other cause of 0.1% or more."""
         plural = "s" if self.num_restarts > 1 else ""
         restarts = f", {self.num_restarts} restart{plural}" if self.num_restarts else ""
-        return f"goodput {self.share:.1%} of {show_seconds(wall)}{restarts}; " + (
-            ", ".join(shown) or "no loss"
-        )
+        wall = show_seconds(self.wall_seconds or 1.0)
+        return f"goodput {self.share:.1%} of {wall}{restarts}; {self.causes()}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ The order is that of the numerics: all weights, adapters on weights in bf16 (LoR
 bits (QLoRA). What needs host memory comes after everything that fits on the devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from meshwright.plan.search.choose_precision import ChosenPrecision, choose_prec
 from meshwright.plan.search.decision import choose
 from meshwright.plan.search.finetune import FineTuning
 from meshwright.plan.search.question import Question
+from meshwright.plan.search.request import FilledRequest
 from meshwright.units import show_bytes
 
 ON_DEVICES: tuple[FineTuning, ...] = ("full", "lora", "qlora")
@@ -27,11 +28,33 @@ TITLES: dict[FineTuning, str] = {
 }
 
 
+Fill = Callable[[str | None, Sequence[str]], FilledRequest]
+"""Fills a request of this kind of fine-tuning, with these pins."""
+
+
 class Chosen(NamedTuple):
     """A kind of fine-tuning and why it was chosen."""
 
     kind: FineTuning
     reasons: tuple[str, ...]
+
+
+def fill_finetune(
+    finetune: str | None, pins: Sequence[str], fill: Fill
+) -> tuple[FilledRequest, tuple[str, ...]]:
+    """The request of a kind of fine-tuning; `auto` becomes the best that fits, with the reasons."""
+    if finetune != "auto":
+        return fill(finetune, pins), ()
+    # Full fine-tuning has no adapter to pin.
+    plain = [pin for pin in pins if not pin.startswith("adapter.")]
+
+    def filled(kind: FineTuning) -> FilledRequest:
+        return fill(kind, plain if kind == "full" else pins)
+
+    found = choose_finetune(lambda kind: filled(kind).question)
+    unused = [pin for pin in pins if pin not in plain] if found.kind == "full" else []
+    reasons = (f"{pin} has no effect: full fine-tuning has no adapters" for pin in unused)
+    return filled(found.kind), (*found.reasons, *reasons)
 
 
 def choose_finetune(ask: Callable[[FineTuning], Question]) -> Chosen:

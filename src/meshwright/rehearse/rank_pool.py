@@ -8,6 +8,7 @@ size it asks for (tens of milliseconds) and destroys it at the end.
 import contextlib
 import datetime
 import faulthandler
+import gc
 import io
 import logging
 import multiprocessing
@@ -98,6 +99,7 @@ def this_world() -> World:
 
 def _serve(rank: int, connection: Connection, device: str, limits: Limits, trace_path: Path) -> None:
     """Run jobs until the pipe closes; on SIGUSR1, or when time runs out, dump the stacks of all threads."""
+    gc.freeze()  # what the server imported stays: a collection would only walk it, and copy its pages
     try:
         trace = trace_path.open("w")
     except FileNotFoundError:

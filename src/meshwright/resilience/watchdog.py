@@ -54,10 +54,13 @@ class HeartbeatWriter:
         self._written: Heartbeat | None = None
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Set what this rank does next, after `step` steps. Costs no more than a look at the clock."""
-        is_saved = self.now.phase == "save" and phase != "save"
+        """Set what this rank does next, after `step` steps. Costs no more than a look at the clock, and one
+        small write at the end of the first step: until then the timeout is that of a start, which is long."""
+        before, is_saved = self.now.phase, self.now.phase == "save" and phase != "save"
         self.clock.enter(phase)
         self.now = self._at_this_time(phase, step)
+        if before == "start" and phase != "start":
+            self._write()
         if is_saved and self._after_save is not None:
             self._after_save(step)
 

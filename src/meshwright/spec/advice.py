@@ -217,5 +217,11 @@ ADVISORS: list[Advisor] = [
 
 
 def advise(run: RunSpec) -> list[Advice]:
-    """Everything that would waste the hardware; the run is valid all the same."""
-    return [advice for advisor in ADVISORS for advice in advisor(run)]
+    """Everything that would waste the hardware; the run is valid all the same.
+
+    Weights to start from have their shapes: then nothing is advised that changes the model.
+    """
+    found = [advice for advisor in ADVISORS for advice in advisor(run)]
+    if run.checkpoint.start_from is None:
+        return found
+    return [one for one in found if not any(key.startswith("model.") for key, _ in one.change)]

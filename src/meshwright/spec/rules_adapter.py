@@ -61,6 +61,8 @@ def adapter_ranks_exist(run: RunSpec) -> Violations:
         if not any(matches(run.model, weight, own.pattern) for weight in adapted):
             fact = f"pattern {own.pattern!r} matches no matrix with an adapter"
             hint = f"{nearest(own.pattern, target_names(run.model))} see adapter.targets".strip()
+            if any(matches(run.model, weight, own.pattern) for weight in adaptable(run.model)):
+                hint = f"add {own.pattern!r} to adapter.targets, or leave the rank out"
             yield SpecError(fact, where=f"adapter.ranks.{index}.pattern", hint=hint)
 
 
@@ -172,10 +174,14 @@ def nf4_divides_widths(run: RunSpec) -> Violations:
         if width % NF4_BLOCK:
             inputs = f"{weight.name} has {width} inputs on a rank"
             fact = f"adapter.base={run.adapter.base}, and {inputs}, no multiple of 64"
-            yield SpecError(
-                fact, where="adapter.base", hint="use adapter.base=bf16, or a smaller parallel.tp"
-            )
+            yield SpecError(fact, where="adapter.base", hint=_other_base(run, weight.shape[-1] % NF4_BLOCK))
             return
+
+
+def _other_base(run: RunSpec, remainder: int) -> str:
+    """The hint where a width on a rank does not fit the format; `remainder` is that of the full width."""
+    smaller_tp = ", or a smaller parallel.tp" if run.parallel.tp > 1 and not remainder else ""
+    return f"use adapter.base=bf16{smaller_tp}"
 
 
 def fp8_base_computes_in_bf16(run: RunSpec) -> Violations:
@@ -197,7 +203,7 @@ def fp8_base_divides_widths(run: RunSpec) -> Violations:
         if any(each % multiple for each in shape):
             size = " x ".join(map(str, shape))
             fact = f"adapter.base=fp8, and {weight.name} is {size} on a rank, no multiples of {multiple}"
-            hint = "use adapter.base=bf16, or a smaller parallel.tp"
+            hint = _other_base(run, sum(each % multiple for each in weight.shape))
             yield SpecError(fact, where="adapter.base", hint=hint)
             return
 
@@ -228,7 +234,7 @@ def trained_patterns_exist(run: RunSpec) -> Violations:
         if any(fnmatchcase(name, pattern) for name in names):
             continue
         fact = f"pattern {pattern!r} matches no parameter"
-        hint = f"names are like {names[1]!r}"
+        hint = f"{nearest(pattern, names)} names are like {names[1]!r}".strip()
         if adapted_weight(pattern) is not None:
             hint = "adapters are always trained: leave it out"
         yield SpecError(fact, where=f"train_only.{index}", hint=hint)

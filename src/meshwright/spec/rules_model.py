@@ -1,6 +1,7 @@
 """Rules about the model alone."""
 
 from collections.abc import Iterator
+from math import isqrt
 
 from meshwright.errors import SpecError
 from meshwright.spec.run import RunSpec
@@ -30,12 +31,18 @@ def rotary_width_is_even(run: RunSpec) -> Violations:
         )
 
 
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return max(d for d in (*small, *(number // d for d in small)) if d <= most)
+
+
 def kv_heads_divide_heads(run: RunSpec) -> Violations:
     """Every key/value head serves the same number of query heads."""
     attention = run.model.attention
     if attention.num_heads % attention.num_kv_heads:
         fact = f"num_kv_heads={attention.num_kv_heads} does not divide num_heads={attention.num_heads}"
-        fitting = max(n for n in range(1, attention.num_kv_heads + 1) if attention.num_heads % n == 0)
+        fitting = _largest_divisor(attention.num_heads, attention.num_kv_heads)
         hint = (
             f"set model.attention.num_kv_heads={fitting}; any divisor of num_heads will do "
             "(all of them: MHA, one: MQA)"

@@ -49,9 +49,10 @@ def tp_divides_vocabulary(run: RunSpec) -> Violations:
     vocabulary, tp = run.model.vocab_size, run.parallel.tp
     if vocabulary % tp:
         fact = f"tp={tp} does not divide vocab_size={vocabulary}"
-        yield SpecError(
-            fact, where="parallel.tp", hint=f"pad it: model.vocab_size={-(-vocabulary // tp) * tp}"
-        )
+        hint = f"pad it: model.vocab_size={-(-vocabulary // tp) * tp}"
+        if run.checkpoint.start_from is not None:
+            hint = f"use tp={divisors(vocabulary)}: the vocabulary is that of checkpoint.start_from"
+        yield SpecError(fact, where="parallel.tp", hint=hint)
 
 
 def sequence_is_sharded_evenly(run: RunSpec) -> Violations:

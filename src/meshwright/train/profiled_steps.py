@@ -126,7 +126,8 @@ class _Stepper:
         ):
             for index in range(steps.warmup + steps.active):
                 self.step()
-                if index == steps.warmup + steps.active - 1:
+                # Kernels of the warm-up must not run into the recorded steps, nor theirs past the end.
+                if index in (steps.warmup - 1, steps.warmup + steps.active - 1):
                     self._synchronize()
                 recording.step()
         with tempfile.TemporaryDirectory(prefix="meshwright-trace-") as scratch:

@@ -51,6 +51,19 @@ def test_a_plan_is_saved_as_a_run_file(planned: PlanResult, tmp_path: Path) -> N
     assert "<svg" in planned.report(tmp_path / "plan.html").read_text()
 
 
+def test_the_kind_of_fine_tuning_is_chosen_with_reasons() -> None:
+    tuned = meshwright.plan("llama-3.1-8b", on="t4:1", seq=2048, finetune="auto", pins={"adapter.rank": 8})
+    adapter = tuned.run.adapter
+    assert adapter is not None and (adapter.base, adapter.rank) == ("nf4", 8)
+    full, lora, qlora = tuned.finetune_reasons
+    assert "full fine-tuning does not fit" in full and "lora" in lora and "qlora" in qlora
+    smaller = meshwright.plan("Qwen/Qwen3-0.6B", on="h100:1", finetune="auto", pins={"adapter.rank": 8})
+    assert smaller.run.adapter is None
+    assert smaller.finetune_reasons[-1] == "adapter.rank=8 has no effect: full fine-tuning has no adapters"
+    with pytest.raises(SpecError, match="--finetune is 'dora'"):
+        meshwright.plan("llama-3.1-8b", on="t4:1", finetune="dora")
+
+
 def test_predict_takes_overrides_and_a_cluster(planned: PlanResult) -> None:
     cluster = parse_cluster("h100:8")
     slower = meshwright.predict(planned.run, on=cluster, overrides=["memory.recompute=full"])

@@ -5,8 +5,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.data.blend import Blend, Phase, phases_of, plan_period
 from meshwright.errors import DataError
@@ -42,7 +43,7 @@ def test_error_is_below_one_sample_at_every_prefix(weights: list[float]) -> None
     assert largest_error(weights, 1200) < 1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
 def test_error_is_below_one_sample_for_any_weights(weights: list[int]) -> None:
     assert largest_error([float(one) for one in weights], 2 * sum(exact_shares(weights))) < 1

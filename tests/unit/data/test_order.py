@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.data.order import Blocks, OrderCache, SampleOrder, permute, permute_blocks, sample_rng
 
@@ -71,7 +72,7 @@ def test_the_order_never_changes_between_versions() -> None:
     assert SampleOrder(1000, seed=42).sample_ids(998, 4).tolist() == [783, 604, 116, 630]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     num_items=st.integers(1, 700), block=st.integers(1, 40), window=st.integers(1, 6), epoch=st.integers(0, 9)
 )
@@ -117,7 +118,7 @@ def test_sources_of_a_blend_have_orders_of_their_own() -> None:
     assert len(orders) == 5
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40)), max_size=12))
 def test_a_cached_order_is_the_order(calls: list[tuple[int, int]]) -> None:
     order = SampleOrder(37, seed=5)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.data import pack as packing
 from meshwright.data import text_input
@@ -51,7 +52,7 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
     ]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text(), min_size=1))
 def test_any_texts_come_back(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("pack")

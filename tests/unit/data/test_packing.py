@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.runs import NUM_TOKENS, SEQUENCE_LENGTH, tiny_run
+from tests.support.soak import examples
 
 from meshwright.data import packing_cache
 from meshwright.data.batches import build_batches
@@ -40,7 +41,7 @@ def packed(source: TokensInMemory, size: int) -> PackedSamples:
     return PackedSamples(source, size, plan_packing(source.document_ends, size))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), size=st.integers(1, 24))
 def test_every_token_is_in_one_row_and_no_row_overflows(lengths: list[int], size: int) -> None:
     plan = plan_packing(np.cumsum(lengths), size)
@@ -56,7 +57,7 @@ def test_every_token_is_in_one_row_and_no_row_overflows(lengths: list[int], size
     assert min(row_tokens) >= 1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40), size=st.integers(2, 24))
 def test_rows_by_the_definition(lengths: list[int], size: int) -> None:
     """Token by token: targets continue their document, positions restart, documents are apart."""

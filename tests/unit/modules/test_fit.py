@@ -185,6 +185,10 @@ BAD = {
         {"recompute": "full", "model": nn.Linear(6, 3)},
         "has no list of modules",
     ),
+    "a list of linears": (
+        {"recompute": "full", "model": nn.Sequential(nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)))},
+        "blocks='0.*' takes the members of 0",
+    ),
     "nothing trains": ({"model": nn.ReLU()}, "ReLU has no parameter with requires_grad"),
     "a meta module": ({"model": nn.Linear(6, 3, device="meta")}, "have no values (meta device)"),
     "a mean": ({"loss": lambda model, batch: model(batch[0]).mean()}, "where (sum, count) was expected"),

@@ -87,13 +87,31 @@ def test_steps_since_the_last_save_of_a_run_that_goes_on_count():
     assert goodput_of(failed, until=40.0) == goodput_of(failed), "steps before a failure may be lost"
 
 
+def test_clocks_that_overlap_and_a_long_wait_for_the_first_batch_add_up(tmp_path):
+    """The second start began 1 s before the end of the first by its clock, and waited for its first batch."""
+    events = (
+        {"time": 10.0, "kind": "start", "began_at": 0.0},
+        _time(25.0, 10, build=10.0, first_step=4.0, step=10.0, save=1.0),
+        {"time": 31.0, "kind": "restart", "failed_at": 30.0, "lost_steps": 3},
+        {"time": 33.0, "kind": "resume", "step": 10, "began_at": 29.0},
+        _time(40.0, 20, build=4.0, first_step=5.0, step=2.0, data=4.5),
+        {"time": 40.0, "kind": "finish", "step": 20},
+    )
+    _write(tmp_path, *events)
+    found = read_goodput(tmp_path)
+    assert found is not None and found.wall_seconds == pytest.approx(40.0)
+    assert (found.restart, found.compile, found.lost, found.other) == (3.0, 4.0 + 2.5, 5.0, 0.0)
+
+
 def test_the_live_page_shows_the_same_goodput(tmp_path):
     _write(tmp_path, *FIRST)
     (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
     os.utime(tmp_path / "metrics.jsonl", (46.0, 46.0))
     watched = WatchedRun(tmp_path, "run")
     watched.poll()
-    assert watched.snapshot()["goodput"] == pytest.approx(26.0 / 46.0)
+    snapshot = watched.snapshot()
+    assert snapshot["goodput"] == pytest.approx(26.0 / 46.0)
+    assert snapshot["goodput_causes"].startswith("start 21.7%, compile 8.7%")
 
 
 def test_the_clock_of_phases():

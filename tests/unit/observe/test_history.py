@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.observe.history import read_history
 from meshwright.observe.metrics import read_metrics
@@ -21,7 +22,7 @@ VALUES = st.one_of(
 ROWS = st.lists(st.fixed_dictionaries({"step": st.integers(-1, 9)}, optional={"loss": VALUES, "mfu": VALUES}))
 
 
-@settings(max_examples=100)
+@examples(50)
 @given(ROWS)
 def test_columns_equal_rows(tmp_path_factory, rows: list[dict]) -> None:
     path = tmp_path_factory.mktemp("history") / "metrics.jsonl"

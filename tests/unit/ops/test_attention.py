@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.reference_attention import reference_attention
+from tests.support.soak import examples
 
 from meshwright.ops import attention_aten
 from meshwright.ops.attention import (
@@ -158,7 +159,7 @@ _TILINGS = st.builds(Tiling, st.integers(1, 9), st.integers(1, 64), st.integers(
 
 
 @given(_layouts(), st.none() | st.integers(1, 12), st.booleans(), _TILINGS)
-@settings(max_examples=300, deadline=None)
+@examples(60)
 def test_tasks_cover_each_visible_pair_once(layout, window, has_documents, tiling):
     queries, keys = layout
     scope = AttentionScope(Rows(queries), Rows(keys), scale=1.0, window=window)

@@ -1,6 +1,7 @@
 """Figures of a long step extrapolated from truncated traces, and what is refused."""
 
 import pytest
+from tests.support.soak import soak
 from tests.unit.rehearse.test_trace import small_run
 
 from meshwright.errors import MeshError, PlanError
@@ -16,7 +17,7 @@ from meshwright.spec import ParallelSpec
     [
         # Two numbers of layers, two of micro-batches.
         ({"dp_shard": 4, "zero": 3}, 5, 4),
-        ({"pp": 2, "tp": 2}, 10, 3),
+        soak({"pp": 2, "tp": 2}, 10, 3),
         # Micro-batches between those that fill the pipeline and those that drain it.
         ({"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 4, 12),
     ],

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.rehearse.shrink import proof_optimizers, shrink
 from meshwright.rehearse.small_worlds import MAX_RANKS, covering_worlds, small_world
@@ -78,7 +79,7 @@ def runs(draw: st.DrawFn) -> RunSpec:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(40)
 @given(run=runs())
 def test_small_runs_pass_every_rule(run: RunSpec) -> None:
     if check(run):  # the few draws in which a rule between three settings is broken
@@ -89,7 +90,7 @@ def test_small_runs_pass_every_rule(run: RunSpec) -> None:
         assert small.run.parallel.num_ranks <= MAX_RANKS
 
 
-@settings(max_examples=100, deadline=None)
+@examples(30)
 @given(run=runs())
 def test_what_decides_the_program_stays(run: RunSpec) -> None:
     if check(run):

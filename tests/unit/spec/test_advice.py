@@ -95,6 +95,11 @@ def test_the_share_of_a_rank_counts():
     assert (advice.where, advice.hint) == ("model.mlp.width", "model.mlp.width=256 fills the tiles")
 
 
+def test_weights_to_start_from_keep_their_shapes():
+    run = parse_run(VALID["dense"], [*GPU, "parallel.tp=4", "checkpoint.start_from=runs/first"])
+    assert advise(run.require_valid()) == []
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes_waste_nothing(name: str):
     assert advise(load_run(name)) == []

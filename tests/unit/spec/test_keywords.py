@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 
-from meshwright.spec import keywords
+from meshwright.spec import keywords, nested_settings
 from meshwright.spec.base import Spec
 from meshwright.spec.memory import Offloaded
 from meshwright.spec.modules import FitSpec, LoopSpec
@@ -20,7 +20,8 @@ SHORT_FORMS: dict[str, Any] = {"fp8": Fp8Recipe, "offload": Offloaded}
 
 def settings_of(spec: type[Spec]) -> Any:
     """The TypedDict of a spec."""
-    return getattr(keywords, f"{spec.__name__.removesuffix('Spec')}Settings")
+    module = keywords if spec in (FitSpec, LoopSpec) else nested_settings
+    return getattr(module, f"{spec.__name__.removesuffix('Spec')}Settings")
 
 
 def keyword_type(annotation: Any) -> Any:

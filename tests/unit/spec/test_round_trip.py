@@ -5,9 +5,10 @@ import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Le
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
+from tests.support.soak import examples
 
 from meshwright.spec import RunSpec
 from meshwright.spec.base import Spec
@@ -85,6 +86,8 @@ def _plain(name: str, option: Any, limit: int) -> st.SearchStrategy[Any]:
         return NAMES
     if name.endswith(("_timeout_seconds", "_grace_seconds")):
         return st.floats(1, 1e6, allow_nan=False)
+    if name == "num_layers":  # rules list the parameters of every layer
+        return st.integers(1, 60)
     if name in ("hang_factor", "spike_factor", "loss_spike_factor", "straggler_factor"):
         return st.floats(2, 100, allow_nan=False)
     return {
@@ -95,13 +98,13 @@ def _plain(name: str, option: Any, limit: int) -> st.SearchStrategy[Any]:
     }[base]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(specs(RunSpec))
 def test_dump_then_load_is_the_same_run(run: RunSpec):
     assert parse_run(dump_run(run)).run == run
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(specs(RunSpec))
 def test_rules_have_an_answer_for_any_run(run: RunSpec):
     """Whatever is described, a rule tells a fact or is silent; it never fails itself."""
@@ -109,7 +112,7 @@ def test_rules_have_an_answer_for_any_run(run: RunSpec):
         assert violation.fact and violation.where and violation.hint
 
 
-@settings(max_examples=20, deadline=None)
+@examples(10)
 @given(specs(RunSpec), specs(RunSpec))
 def test_equal_fingerprints_mean_equal_runs(one: RunSpec, other: RunSpec):
     assert (one.fingerprint() == other.fingerprint()) == (one == other)

@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.spec import ParallelSpec
 from meshwright.spec.families import family
@@ -16,7 +17,7 @@ def _loads(costs, bounds, last_extra):
     return [*loads[:-1], loads[-1] + last_extra]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 20))
 def test_no_cut_has_a_cheaper_costliest_part(costs, num_parts, last_extra):
     num_parts = min(num_parts, len(costs))

@@ -56,10 +56,14 @@ def pack_chats(
     hidden = folder.with_name(f".{folder.name}.packing")
     units = chats.pieces(PIECE_BYTES)
     _begin(hidden, chats, job, tokenizer, template)
-    worker = _Worker(hidden, chats, job, encoder)
-    counts = _encode_units(worker, units, num_processes=num_processes, progress=progress)
-    counts.require_few_bad(job.max_bad)
-    _require_samples(counts, chats)
+    try:
+        worker = _Worker(hidden, chats, job, encoder)
+        counts = _encode_units(worker, units, num_processes=num_processes, progress=progress)
+        counts.require_few_bad(job.max_bad)
+        _require_samples(counts, chats)
+    except DataError:  # the next call has other input or settings, and could not continue this one
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
     with new_dataset(folder, tokenizer, is_weighted=True) as writer:
         for number in range(len(units)):
             lengths = np.fromfile(hidden / f"{number}.lengths", dtype=np.int64)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.observe.events import Event, events_path, read_events
-from meshwright.observe.goodput import goodput_of
+from meshwright.observe.goodput import Goodput, goodput_of
 from meshwright.observe.histograms import HISTOGRAMS_NAME, HistogramIndex
 from meshwright.observe.metrics import METRICS_NAME
 from meshwright.observe.rank_times import RECENT_LINES, RankHistory, read_rank_times
@@ -128,6 +128,7 @@ class WatchedRun:
             columns = self.tail.columns
             latest = {name: columns.last(name) for name in columns.names}
             step = int(columns.steps[-1]) if len(columns) else None
+            goodput = self._goodput()
             return {
                 "name": self.label,
                 "directory": str(self.run_dir),
@@ -138,7 +139,8 @@ class WatchedRun:
                 "num_steps": self._num_steps(),
                 "latest": latest,
                 "eta_seconds": self._eta_seconds(step),
-                "goodput": self._goodput(),
+                "goodput": None if goodput is None else goodput.share,
+                "goodput_causes": None if goodput is None else goodput.causes(),
                 "predicted": asdict(self._predicted or Predicted()),
                 "progress": self.tail.progress,
                 "generation": self.tail.generation,
@@ -205,15 +207,14 @@ class WatchedRun:
             "peak_bytes": ranks.peak_bytes[-1].tolist() if ranks.steps else [],
         }
 
-    def _goodput(self) -> float | None:
-        """Time of steps that count / wall time, up to the newest step in the metrics."""
+    def _goodput(self) -> Goodput | None:
+        """Where the wall time went, up to the newest step in the metrics."""
         own = [event for event in self._events if event.get("rank", 0) == 0]
         try:
             until = (self.run_dir / METRICS_NAME).stat().st_mtime
         except OSError:
             until = None
-        found = goodput_of(own, until=until)
-        return None if found is None else found.share
+        return goodput_of(own, until=until)
 
     def _steps_of(self, kind: str) -> list[int]:
         steps = {event.get("step") for event in self._events if event["kind"] == kind}

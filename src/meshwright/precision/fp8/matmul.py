@@ -45,10 +45,11 @@ def matmul(
 
 def emulated_matmul(a: Quantised, b: Quantised, *, to: torch.dtype) -> Tensor:
     """The same matmul of the dequantised values, which are exact in bf16 or fp32, with fp32 sums."""
-    if a.values_MK.device.type == "cuda" and to != torch.float64:
-        return torch.mm(decode(a, torch.bfloat16), decode(b, torch.bfloat16).t()).to(to)
-    dtype = torch.float64 if to == torch.float64 else torch.float32
-    return torch.mm(decode(a, dtype), decode(b, dtype).t()).to(to)
+    is_bf16 = a.values_MK.device.type == "cuda" and to != torch.float64
+    dtype = torch.bfloat16 if is_bf16 else torch.float64 if to == torch.float64 else torch.float32
+    y_MN = torch.mm(decode(a, dtype), decode(b, dtype).t())
+    # Not `.to()` of the same dtype: compiled by torch 2.11, the autograd function gets gradients of zero.
+    return y_MN if to == dtype else y_MN.to(to)
 
 
 @torch.library.custom_op("meshwright::fp8_block_matmul", mutates_args=())

@@ -1,8 +1,9 @@
 """Down-sampling keeps every spike and dip, and columns follow what a resumed run rewrites."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.observe.watch.columns import Columns, down_sample
 
@@ -13,7 +14,7 @@ def columns_of(*rows: dict) -> Columns:
     return columns
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=300), st.integers(2, 40))
 def test_no_extreme_is_lost(values: list[float], num_buckets: int):
     found = np.array(values, np.float32)

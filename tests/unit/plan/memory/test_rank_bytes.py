@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.hardware import parse_cluster
 from meshwright.plan.framework import Framework, our_runtime
@@ -53,7 +54,7 @@ def test_one_billion_parameters_at_sixteen_bytes_are_14_90_gib() -> None:
     assert int(175e9 * 4 / GIB * 100) / 100 == 651.92
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     dp=st.sampled_from([2, 8, 64]),
     tp=st.sampled_from([1, 2, 8]),

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.plans import asked
+from tests.support.soak import examples
 
 from meshwright.errors import PlanError, SpecError
 from meshwright.hardware.catalogue import parse_cluster
@@ -155,7 +156,7 @@ def test_a_deadline_is_met_with_fewer_devices_in_smaller_formats() -> None:
     assert devices("fp8") < devices("")
 
 
-@settings(max_examples=8, deadline=None)
+@examples(3)
 @given(
     model=st.sampled_from(["llama-3.2-1b", "mixtral-8x7b", "llama-3.1-8b"]),
     on=st.sampled_from(["h100:1", "h200:1", "h100:8", "leonardo:2"]),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.plan_claims import ask, contradictory, self_refuting
 from tests.support.plans import asked
+from tests.support.soak import examples
 
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.plan.make_plan import make_plan
@@ -32,7 +33,7 @@ def assert_consistent(model: str, on: str, pins: tuple[str, ...], length: int, b
         assert self_refuting(answer) == []
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12, derandomize=True)
 @given(question=questions)
 def test_no_alternative_that_is_named_beats_the_choice(
     question: tuple[str, str, tuple[str, ...], int, int],
@@ -42,7 +43,7 @@ def test_no_alternative_that_is_named_beats_the_choice(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(question=questions)
 def test_no_alternative_that_is_named_beats_the_choice_in_hundreds_of_questions(
     part: int, question: tuple[str, str, tuple[str, ...], int, int]
@@ -93,7 +94,7 @@ def test_a_batch_that_does_not_divide_leaves_devices_idle_and_says_so() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     model=st.sampled_from(MODELS),
     device=st.sampled_from(["h100", "a100-40gb", "rtx4090"]),
@@ -137,7 +138,7 @@ def test_a_deadline_gives_the_smallest_count_and_its_plan() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(4))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     model=st.sampled_from(("llama-3.2-1b", "llama-3.1-8b", "qwen2.5-32b", "mixtral-8x7b")),
     device=st.sampled_from(["h100", "a100", "b200"]),

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.plans import asked, planned
+from tests.support.soak import examples
 
 from meshwright.errors import PlanError
 from meshwright.plan.explain.neighbours import neighbours
@@ -71,7 +72,7 @@ def test_a_pin_decides() -> None:
     assert not [each for each in neighbours(plan) if each.change.startswith("offload=")]
 
 
-@settings(max_examples=12, deadline=None)
+@examples(6)
 @given(
     model=st.sampled_from(["llama-3.2-1b", "llama-3.1-8b", "mixtral-8x7b"]),
     on=st.sampled_from(["rtx4090:1", "rtx4090:4", "h100:1", "a100:2"]),

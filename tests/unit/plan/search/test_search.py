@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.plans import asked
+from tests.support.soak import examples
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.search.candidate import Candidate, with_layout
@@ -58,7 +59,7 @@ def test_finds_what_pricing_everything_finds(model: str, on: str, *, saves_memor
     assert bool(found.layouts.offload[int(found.step_seconds.argmin())]) == saves_memory
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(
     model=st.sampled_from(SMALL),
     nodes=st.integers(1, 6),
@@ -78,7 +79,7 @@ def test_every_kept_layout_passes_the_rules(
         assert chosen.parallel.num_ranks <= asks.cluster.num_devices
 
 
-@settings(max_examples=15, deadline=None)
+@examples(5)
 @given(
     model=st.sampled_from(SMALL),
     few=st.integers(1, 12),

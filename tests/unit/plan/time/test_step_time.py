@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.hardware import parse_cluster
 from meshwright.plan.framework import our_runtime
@@ -150,7 +151,7 @@ class TestDirections:
         assert _seconds(layouts(), qlora) > _seconds(layouts(), lora)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     tp=st.sampled_from([1, 2, 4, 8]),
     pp=st.sampled_from([1, 2, 4]),

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.soak import examples
 
 from meshwright.plan.time.timeline import StageSeconds, Timeline, finish_seconds, simulate
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape, problem
@@ -73,7 +74,7 @@ def test_hops_delay_the_receiver() -> None:
 seconds = st.floats(0.1, 3.0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     schedule=st.sampled_from(SCHEDULES),
     pp=st.integers(2, 6),

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.plans import asked
+from tests.support.soak import examples
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.explain.reasons import STATE_ITEMS
@@ -120,7 +121,7 @@ def test_routed_experts_stay_in_bf16() -> None:
     assert fp8.seconds_by_item["matmul"] > 0.9 * bf16.seconds_by_item["matmul"]
 
 
-@settings(max_examples=10, deadline=None)
+@examples(5)
 @given(
     weights=st.sampled_from(["fp32", "bf16_exact", "bf16_stochastic"]),
     gradients=st.sampled_from(["fp32", "bf16"]),
