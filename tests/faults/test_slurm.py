@@ -170,6 +170,7 @@ def test_a_preempted_job_is_saved_requeued_and_continued(folder: Path, one_proce
     assert losses(folder, "preempted") == pytest.approx(one_process, rel=1e-5)
 
 
+@pytest.mark.soak  # SLURM takes a minute to notice; test_nodes.py loses nodes in `make test`
 def test_a_lost_node_costs_nothing_that_was_saved(lab: Path, folder: Path, one_process: list[float]):
     """A power cut of the second node: the job is requeued and continues from its last checkpoint."""
     job_id = submitted(folder, "lost", "checkpoint.every_steps=2")
@@ -185,6 +186,7 @@ def test_a_lost_node_costs_nothing_that_was_saved(lab: Path, folder: Path, one_p
     assert losses(folder, "lost") == pytest.approx(one_process, rel=1e-5)
 
 
+@pytest.mark.soak  # no fault; other signals to a job are in `make test`
 def test_a_cancelled_job_is_not_requeued(folder: Path):
     job_id = submitted(folder, "cancelled")
     wait_for(lambda: len(losses(folder, "cancelled")) >= 1, "the first step")

@@ -158,7 +158,10 @@ def test_a_store_that_is_down_ends_no_step(
     faults.status = lambda path, number: None
     assert open_remote("s3://bucket/down").complete() == []
     assert_same_run(tmp_path / "run", whole)
-    record(Trial("S3 is down for the whole run"))
+    assert train(tmp_path, "run", "s3://bucket/down") == 0, "the same command copies what is missing"
+    assert open_remote("s3://bucket/down").complete() == ["step-00000004"]
+    assert train(tmp_path, "run", "s3://bucket/down") == 0
+    record(Trial("S3 is down for the whole run, the command is started again"))
 
 
 @needs_s3

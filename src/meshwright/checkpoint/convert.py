@@ -6,11 +6,11 @@ A target appears under its name only when it is complete.
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,12 +20,11 @@ from meshwright.adapters.peft_write import CONFIG_FILE, WEIGHTS_FILE, write_peft
 from meshwright.adapters.vllm_rules import vllm_note
 from meshwright.checkpoint.export import exported_files, source_dtype
 from meshwright.checkpoint.load import read_manifest
-from meshwright.checkpoint.save import save_checkpoint
+from meshwright.checkpoint.save import save_in_groups
 from meshwright.checkpoint.source_files import keep_source_files
 from meshwright.checkpoint.weights import TORCH_SUFFIXES, Weights
 from meshwright.errors import CheckpointError
 from meshwright.files import new_folder_beside
-from meshwright.mesh import join_world, leave_world
 from meshwright.models.hf_weights import DEFAULT_SHARD_BYTES, save_folder
 
 Form = Literal["huggingface", "checkpoint", "torch", "peft"]
@@ -59,7 +58,7 @@ def convert_weights(
         elif form == "torch":
             _write_file(weights, target, dtype=dtype)
         else:
-            _write_checkpoint(weights, target, dtype=dtype)
+            _write_checkpoint(weights, target, dtype=dtype, max_shard_bytes=max_shard_bytes)
     except (OSError, SafetensorError, RuntimeError) as error:
         why = error.strerror if isinstance(error, OSError) else _disk_error_text(error)
         if why is None:
@@ -133,26 +132,38 @@ def _write_file(weights: Weights, target: Path, *, dtype: torch.dtype | None) ->
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_checkpoint(weights: Weights, target: Path, *, dtype: torch.dtype | None) -> None:
-    """Write a checkpoint of the weights alone, for `checkpoint.start_from`."""
+def _write_checkpoint(
+    weights: Weights, target: Path, *, dtype: torch.dtype | None, max_shard_bytes: int
+) -> None:
+    """Write a checkpoint of the weights alone, for `checkpoint.start_from`, one file in memory at a time."""
     draft = new_folder_beside(target)
-    has_world = dist.is_initialized()
-    if not has_world:
-        join_world("cpu")
     try:
         facts = {
             "model": weights.model.model_dump(mode="json"),
             "source": str(weights.origin),
             "versions": {"meshwright": __version__, "torch": torch.__version__},
         }
-        tensors = {_saved_name(name): _cast(weights.tensors[name], dtype) for name in weights.tensors}
-        folder = save_checkpoint(draft, step=weights.step or 0, tensors=tensors, facts=facts)
+        groups = _groups(weights.tensors, dtype, max_shard_bytes)
+        folder = save_in_groups(draft, step=weights.step or 0, groups=groups, facts=facts)
         keep_source_files(weights.origin, folder)
         folder.rename(target)
     finally:
-        if not has_world:
-            leave_world()
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _groups(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None, max_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors under their names in a checkpoint, in groups of at most `max_bytes`."""
+    group: dict[str, Tensor] = {}
+    for name in tensors:
+        tensor = _cast(tensors[name], dtype)
+        if group and sum(one.nbytes for one in group.values()) + tensor.nbytes > max_bytes:
+            yield group
+            group = {}
+        group[_saved_name(name)] = tensor
+        del tensor
+    yield group
 
 
 def _saved_name(name: str) -> str:

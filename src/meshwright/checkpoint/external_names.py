@@ -1,8 +1,4 @@
-"""Weights of other programs under our names: those of Hugging Face, torchtitan and Megatron core.
-
-torchtitan's Llama (also Meta's own release) rotates neighbouring pairs of a head; Hugging Face and we rotate
-its two halves. So the rows of the query and key projections are put into the order of halves.
-"""
+"""Weights of other programs under our names: those of Hugging Face, torchtitan and Megatron core."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,29 +7,13 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.megatron_names import MEGATRON_EMBEDDING, MegatronTensors
+from meshwright.checkpoint.titan_names import TITAN_EMBEDDING, TitanTensors
 from meshwright.errors import CheckpointError
 from meshwright.models.hf_names import Source, sources, state_shapes
 from meshwright.spec import ModelSpec
 
-_TITAN_TOP = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_TITAN_LAYER = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_TITAN_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 _RUN_STATE = re.compile(
-    r"(optim|optimizer|lr_scheduler|dataloader|train_state|step)\b|.*(inv_freq|freqs_cis|_extra_state)$"
+    r"(optim|optimizer|lr_scheduler|dataloader|train_state|step)\b|.*(inv_freq|freqs_cis|_extra_state|tokens_per_expert)$"
 )
 _PREFIXES = ("", "model.", "module.", "_orig_mod.")
 
@@ -47,8 +27,8 @@ def under_our_names(tensors: Mapping[str, Tensor], model: ModelSpec) -> Mapping[
     if next(iter(state_shapes(model))) in tensors:
         return tensors
     for prefix in _PREFIXES:
-        if f"{prefix}tok_embeddings.weight" in tensors:
-            titan = _TitanTensors(tensors, prefix, model)
+        if f"{prefix}{TITAN_EMBEDDING}" in tensors:
+            titan = TitanTensors(tensors, prefix, model)
             _require_known(set(tensors) - titan.used_names(), model)
             return _Renamed(titan, model)
         if f"{prefix}{MEGATRON_EMBEDDING}" in tensors:
@@ -109,46 +89,3 @@ class _Renamed(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._sources)
-
-
-class _TitanTensors(Mapping[str, Tensor]):
-    """Tensors of torchtitan's Llama, under Hugging Face's names."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str, model: ModelSpec) -> None:
-        self._tensors, self._model = tensors, model
-        names = {name: _hugging_face_name(name.removeprefix(prefix)) for name in tensors}
-        self._name_of = {ours: name for name, ours in names.items() if ours is not None}
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[self._name_of[name]]
-        if name.endswith("q_proj.weight"):
-            return _halves(tensor, self._model.attention.num_heads)
-        if name.endswith("k_proj.weight"):
-            attention = self._model.attention
-            return _halves(tensor, attention.num_kv_heads or attention.num_heads)
-        return tensor
-
-    def used_names(self) -> set[str]:
-        """Names on disk that have one of Hugging Face."""
-        return set(self._name_of.values())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._name_of)
-
-    def __len__(self) -> int:
-        return len(self._name_of)
-
-
-def _hugging_face_name(name: str) -> str | None:
-    if name in _TITAN_TOP:
-        return _TITAN_TOP[name]
-    found = _TITAN_NAME.fullmatch(name)
-    if found is None or found[2] not in _TITAN_LAYER:
-        return None
-    return f"model.layers.{found[1]}.{_TITAN_LAYER[found[2]]}.{found[3]}"
-
-
-def _halves(weight_OD: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from the order of pairs (0, 1, 2, 3 ...) to that of halves (0, 2 ..., 1, 3 ...)."""
-    rows, width = weight_OD.shape
-    return weight_OD.view(num_heads, rows // num_heads // 2, 2, width).transpose(1, 2).reshape(rows, width)

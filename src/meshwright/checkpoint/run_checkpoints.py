@@ -197,6 +197,17 @@ class Checkpoints:
         """Wait until the last checkpoint is copied to `checkpoint.upload`; None where nothing was to do."""
         return self._saver.finish_upload()
 
+    def upload_missing(self, step: int) -> UploadOutcome | None:
+        """Copy the last checkpoint of a finished run to `checkpoint.upload`, unless it is there; all ranks
+        call it. None where nothing was to do."""
+        uploader, folder = self._saver.uploader, self.root / f"step-{step:08d}"
+        if uploader is None or folder.name in self._names_on_remote(uploader, has_local=True):
+            return None
+        try:
+            return uploader.finish(folder)
+        finally:
+            uploader.close()
+
     def restore(self) -> dict[str, Any] | None:
         """Load the newest intact checkpoint of this run; returns its progress, None where there is none.
 

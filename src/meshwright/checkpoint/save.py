@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from meshwright.checkpoint.assign import BoxAssignment
 from meshwright.checkpoint.digest import entry_of_bytes
-from meshwright.checkpoint.index import INDEX, IndexEntry, dump_index, shard_file_name
-from meshwright.checkpoint.shard_file import write_shard_file
+from meshwright.checkpoint.index import INDEX, Box, IndexEntry, dump_index, shard_file_name
+from meshwright.checkpoint.shard_file import DTYPE_NAMES, write_shard_file
 from meshwright.errors import CheckpointError, MeshwrightError
 
 FORMAT_VERSION, OLDEST_FORMAT_VERSION = 3, 2
@@ -48,6 +48,30 @@ def save_checkpoint(
     assignment = BoxAssignment()
     mine = assignment.local_tensors(tensors)
     return write_checkpoint(root, step=step, tensors=mine, index=assignment.index, facts=facts)
+
+
+def save_in_groups(
+    root: Path, *, step: int, groups: Iterable[dict[str, Tensor]], facts: Mapping[str, Any]
+) -> Path:
+    """Write and publish a checkpoint of full tensors from one process, with a shard file for each group.
+
+    A group is freed before the next one is asked for.
+    """
+    target, partial = step_folder(root, step), root / f"{PARTIAL}{step:08d}"
+    _prepare(root, partial)
+    index: dict[str, IndexEntry] = {}
+    files: dict[str, dict[str, Any]] = {}
+    for number, tensors in enumerate(groups):
+        name = shard_file_name(number)
+        files[name] = write_shard_file(partial / name, tensors)
+        for saved, tensor in tensors.items():
+            box = Box(name, (0,) * tensor.ndim, tuple(tensor.shape))
+            index[saved] = IndexEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), (box,))
+            del tensor
+        tensors.clear()
+    manifest = {"version": FORMAT_VERSION, "step": step, "saved_at": time.time(), **facts, "files": files}
+    _publish(partial, target, index, manifest)
+    return target
 
 
 def write_checkpoint(

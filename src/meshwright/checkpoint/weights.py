@@ -25,6 +25,7 @@ from meshwright.checkpoint.initial import (
 )
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.checkpoint.megatron_files import MegatronRankTensors, rank_files_folder
 from meshwright.checkpoint.new_tokens import ExtendedTensors
 from meshwright.errors import CheckpointError, SpecError
 from meshwright.models.decoder import Decoder, build_decoder
@@ -120,7 +121,10 @@ def open_weights(
     if path.is_file():
         return _from_file(path, model)
     if is_dcp_folder(path):
-        return _from_dcp(path, model)
+        return _from_folder(path, DcpTensors(path), model)
+    rank_files = rank_files_folder(path)
+    if rank_files is not None:
+        return _from_folder(rank_files, MegatronRankTensors(rank_files), model)
     if model is not None:
         raise _model_without_effect(path)
     folder = locate_weights(path, where=str(path), step=step)
@@ -224,18 +228,18 @@ def _from_file(path: Path, model: ModelSpec | None) -> Weights:
     return Weights(model, ours, path, step=step if isinstance(step, int) else None)
 
 
-def _from_dcp(folder: Path, model: ModelSpec | None) -> Weights:
-    """The weights of a folder of torch's distributed checkpoint; optimizer states are left out."""
+def _from_folder(folder: Path, theirs: Mapping[str, Tensor], model: ModelSpec | None) -> Weights:
+    """The weights of a DCP folder or of Megatron's rank files; optimizer states are left out."""
     if model is None:
         hint = "name it with --model: a family, or a config.json"
         raise CheckpointError("the folder does not record its model", where=str(folder), hint=hint)
-    ours = under_our_names(DcpTensors(folder), model)
+    ours = under_our_names(theirs, model)
     wanted = state_shapes(model)
     missing = [name for name in wanted if name not in ours]
     if missing:
         fact = f"{len(missing)} tensor(s) of the model are not in the folder, first {missing[0]}"
         hint = (
-            "the names of torchtitan's Llama, of Hugging Face and of meshwright are known; is --model right?"
+            "the names of torchtitan, Megatron core, Hugging Face and meshwright are known; is --model right?"
         )
         raise CheckpointError(fact, where=str(folder), hint=hint)
     tensors = _OnlyNames(ours, tuple(wanted))

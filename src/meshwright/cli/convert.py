@@ -12,7 +12,7 @@ def convert(
         Path,
         typer.Argument(
             metavar="FROM",
-            help="A run directory, a checkpoint, a Hugging Face folder, a .pt file, or a DCP folder.",
+            help="A run directory, a checkpoint, a folder of Hugging Face, DCP or Megatron, or a .pt file.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TO", help="A new folder, or a new .pt file.")],
@@ -42,7 +42,7 @@ def convert(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="For a .pt file or a DCP folder, which name no model: a family or a config.json."),
+        typer.Option(help="For weights that name no model (.pt, DCP, Megatron): a family or a config.json."),
     ] = None,
 ) -> None:
     """Write the weights of a model in another form, and print where.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from meshwright.errors import RunError
+from meshwright.observe.metrics_index import IndexWriter
 
 METRICS_NAME = "metrics.jsonl"
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -50,8 +51,9 @@ class StepMetrics:
     data_wait_seconds: float | None = None
     """Part of step_seconds in which the rank that waited longest waited for its batch."""
     reduce_wait_seconds: float | None = None
-    """Part of step_seconds in which even the slowest rank waited for reduced gradients: exposed communication
-    of ZeRO stages 0 to 2; None for ZeRO-3, where FSDP2 waits inside of forward and backward."""
+    """Part of step_seconds in which even the slowest rank waited for the collectives of data parallelism
+    (exposed communication): for reduced gradients, and with ZeRO-3 for gathered parameters. None where it is
+    not measured: ZeRO-3 with compiled blocks or user modules."""
     tokens_per_second: float | None = None
     """Tokens per second of all ranks together."""
     tflops_per_gpu: float | None = None
@@ -139,19 +141,24 @@ class MetricsWriter:
         truncate_after(self._path, restored_step)
         # Unbuffered: one line is one write, so the operating system has it when write returns.
         self._file: BinaryIO = self._path.open("ab", buffering=0)
+        self._index = IndexWriter(self._path)
 
     def write(self, metrics: StepMetrics) -> StepMetrics:
         """Append one line; returns the metrics with their rates. RunError where the file was moved away."""
         self._require_in_place(metrics.step)
         complete = self._work_rate.fill(metrics)
-        self._file.write(format_line(complete).encode())
+        line = format_line(complete).encode()
+        self._file.write(line)
+        self._index.append(len(line), vars(complete))
         return complete
 
     def rewind(self, step: int) -> None:
         """Remove the lines after `step`: the run has gone back to it."""
         self._file.close()
+        self._index.close()
         truncate_after(self._path, step)
         self._file = self._path.open("ab", buffering=0)
+        self._index = IndexWriter(self._path)
 
     def _require_in_place(self, step: int) -> None:
         try:
@@ -169,6 +176,7 @@ class MetricsWriter:
         """Flush to the disk and close the file."""
         os.fsync(self._file.fileno())
         self._file.close()
+        self._index.close()
 
     def __enter__(self) -> Self:
         return self

@@ -87,7 +87,9 @@ def build_program(
     shards = parameter_shards(stages, run, mesh)
     set_gradient_dtype(shards, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
     weights.move_to_host()
-    reducer = build_reducer(shards, mesh, roots=[stage.module for stage in stages])
+    reducer = build_reducer(
+        shards, mesh, roots=[stage.module for stage in stages], measures_waits=not run.compile
+    )
     localise = build_localise(mesh)
     fp8_weights = Fp8Weights([stage.module for stage in stages], mesh)
     fp8_weights.cast()

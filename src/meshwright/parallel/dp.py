@@ -37,6 +37,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from meshwright.mesh import Mesh
+from meshwright.parallel.fsdp_waits import measure_waits
 from meshwright.parallel.gradient_bucket import Bucket, is_partial_over_tp, local_gradient
 from meshwright.parallel.gradient_hashes import GradientHashes
 from meshwright.parallel.shards import ParameterShard
@@ -182,11 +183,15 @@ def _bucketed(
 class FullyShardedReducer:
     """ZeRO-3: FSDP2 reduces by itself; this sets the gradient of each shard from what FSDP2 leaves."""
 
-    wait = None  # FSDP2 waits inside of forward and backward
-
     def __init__(
-        self, shards: list[ParameterShard], roots: Sequence[nn.Module], *, every_microbatch: bool
+        self,
+        shards: list[ParameterShard],
+        roots: Sequence[nn.Module],
+        *,
+        every_microbatch: bool,
+        wait: WaitClock | None = None,
     ) -> None:
+        self.wait = wait
         self.reduces_each_microbatch = every_microbatch
         self.hashes = GradientHashes()  # stays empty: FSDP2 has the gradients before they are reduced
         self._trainable = [one for one in shards if one.parameter.requires_grad]
@@ -244,12 +249,17 @@ def _collect_gradient(one: ParameterShard) -> None:
 Reducer = GradientReducer | FullyShardedReducer
 
 
-def build_reducer(shards: list[ParameterShard], mesh: Mesh, *, roots: Sequence[nn.Module]) -> Reducer:
-    """The reducer for the mesh's ZeRO stage; `roots` are the models of this rank."""
+def build_reducer(
+    shards: list[ParameterShard], mesh: Mesh, *, roots: Sequence[nn.Module], measures_waits: bool = False
+) -> Reducer:
+    """The reducer for the mesh's ZeRO stage; `roots` are the models of this rank.
+
+    `measures_waits`: also those of ZeRO-3, by hooks on its units, which compiled units cannot have.
+    """
     if mesh.parallel.zero == 3:
-        return FullyShardedReducer(
-            shards, roots, every_microbatch=mesh.parallel.grad_reduce == "each_microbatch"
-        )
+        wait = measure_waits(roots, mesh.device) if measures_waits else None
+        every_microbatch = mesh.parallel.grad_reduce == "each_microbatch"
+        return FullyShardedReducer(shards, roots, every_microbatch=every_microbatch, wait=wait)
     return GradientReducer(shards, mesh, roots)
 
 

@@ -1,4 +1,4 @@
-"""How long this rank waits for the gradients of other ranks: a slow rank is the one that waits least."""
+"""How long this rank waits for other ranks: a slow rank is the one that waits least."""
 
 import time
 from collections.abc import Iterator
@@ -6,9 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
+Mark = float | torch.cuda.Event
+"""A point in time: of the host, or of the device's stream."""
+
 
 class WaitClock:
-    """Adds up the time between the end of this rank's backward and the arrival of reduced gradients.
+    """Adds up the time in which this rank waits for others: from the end of its backward to the arrival of
+    reduced gradients, and with ZeRO-3 for the collectives of FSDP2.
 
     On CUDA it is time of the device's stream, measured with events, and no host sync: two events per use.
     """
@@ -21,16 +25,25 @@ class WaitClock:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Entered around a wait for other ranks."""
-        if self._is_cuda and torch.cuda.is_initialized():
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            yield
-            after.record()
-            self._events.append((before, after))
-            return
-        started_at = time.perf_counter()
+        begun = self.mark()
         yield
-        self._seconds += time.perf_counter() - started_at
+        self.add_since(begun)
+
+    def mark(self) -> Mark:
+        """The begin of a wait."""
+        if not (self._is_cuda and torch.cuda.is_initialized()):
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add_since(self, begun: Mark) -> None:
+        """Add the time since a mark: the wait is over."""
+        after = self.mark()
+        if isinstance(begun, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+            self._events.append((begun, after))
+        elif isinstance(begun, float) and isinstance(after, float):
+            self._seconds += after - begun
 
     def read_seconds(self) -> float:
         """All time that was waited so far; for callers who have waited for the device. Host sync."""

@@ -133,8 +133,11 @@ def _prepare_data(job: Job, run_dir: Path, *, is_resumed: bool) -> None:
 
 
 def _already_finished(job: Job, state: TrainState, checkpoints: Checkpoints, *, quiet: bool) -> Outcome:
-    """The outcome of a run without steps left: its directory stays as it is."""
+    """The outcome of a run without steps left: its directory stays as it is, and a missing copy is made."""
     job.batches.close()
+    uploaded = checkpoints.upload_missing(state.step)
+    if uploaded is not None and uploaded.error is not None:
+        raise messages.last_upload_failed(uploaded.error, checkpoints.root) from None
     if job.mesh.rank == 0 and not quiet:
         print(messages.already_finished(state, job.run, checkpoints.changes), file=sys.stderr)
     return Outcome("finished", state)

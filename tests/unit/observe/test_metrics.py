@@ -133,7 +133,7 @@ def test_resume_removes_later_steps_and_the_incomplete_line(tmp_path: Path) -> N
     steps = [strict(line)["step"] for line in path.read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5]
     assert read_metrics(path)[-1]["loss"] == 0.25
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.index", "metrics.jsonl"]
 
 
 def test_resume_leaves_a_clean_file_untouched(tmp_path: Path) -> None:

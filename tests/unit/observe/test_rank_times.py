@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.support.shrunk_families import shrunk_family
 
 from meshwright.mesh import World
+from meshwright.models.layers.attention import Attention
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.rank_times import RankFigures, RankTimesWriter, read_rank_times
 from meshwright.parallel.program import SingleProgram
@@ -97,3 +98,35 @@ def test_a_slow_rank_is_first(ranks, tmp_path: Path):
     assert gap > 0.5 * slowness  # the fast rank waits, and that is not its own time
     row = read_metrics(tmp_path)[-1]
     assert 0 <= row["reduce_wait_seconds"] < row["step_seconds"] - 0.5 * slowness
+
+
+def test_a_slow_rank_is_first_under_zero_3(ranks, tmp_path: Path):
+    """All ranks wait for each other's parameters in every block: only the waits tell who is slow."""
+    run = RunSpec.model_validate(
+        {
+            "device": "cpu",
+            "model": shrunk_family("llama-3.1-8b", vocab_size=257, num_layers=2).model_dump(),
+            "parallel": {"dp_shard": 2, "zero": 3},
+            "schedule": {"num_steps": 6},
+            "data": {"synthetic": {"num_documents": 4}, "sequence_length": 16, "batch_sequences": 4},
+        }
+    )
+    slowness = 0.3
+    ranks.run(_trained_with_a_slow_block, 2, run, tmp_path, 1, slowness)
+    found = read_rank_times(tmp_path)
+    assert found.slowest_first == [1, 0]
+    gap = np.median(found.own_seconds[1:, 1] - found.own_seconds[1:, 0])
+    assert gap > 0.5 * slowness
+
+
+def _trained_with_a_slow_block(run: RunSpec, run_dir: Path, slow: int, seconds: float) -> None:
+    rank = dist.get_rank()
+    world = World(rank=rank, local_rank=rank, num_ranks=dist.get_world_size(), device=torch.device("cpu"))
+    fast = Attention.forward
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds / run.model.num_layers if rank == slow else 0.0)
+        return fast(self, *arguments, **named)
+
+    with patch.object(Attention, "forward", forward):
+        train(run, world, run_dir, quiet=True)

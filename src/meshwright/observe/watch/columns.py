@@ -1,6 +1,6 @@
 """Columns of metrics that grow, and their down-sampled view: a million steps are a few arrays of float32."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,11 @@ class Columns:
         if not len(recent):
             recent = found[np.isfinite(found)]
         return float(recent[-1]) if len(recent) else None
+
+    def take(self, steps: Steps, values: Mapping[str, Values]) -> None:
+        """Start with these rows, whose steps ascend; the arrays are not copied."""
+        assert not self._num_rows
+        self._steps, self._values, self._num_rows = steps, dict(values), len(steps)
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append rows; one whose step is not above the last one replaces the rows from there on."""

@@ -1,4 +1,5 @@
-"""Follows a metrics.jsonl: a rough view of a long file at once, every line soon after, then each new line."""
+"""Follows a metrics.jsonl: a long file from its index, or roughly at once and exactly soon after; then each
+new line."""
 
 import os
 from pathlib import Path
@@ -7,14 +8,9 @@ from typing import Any, BinaryIO
 from meshwright.files import regular_file
 from meshwright.observe.history import json_rows
 from meshwright.observe.metrics import METRICS_NAME
+from meshwright.observe.metrics_index import INDEXED, read_index
 from meshwright.observe.watch.columns import Columns
 
-WATCHED = (
-    *("loss", "eval_loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"),
-    *("tflops_per_gpu", "mfu", "peak_bytes", "data_wait_seconds", "reduce_wait_seconds", "loss_scale"),
-    *("aux_loss", "expert_load_max", "expert_load_min", "noise_scale_tokens"),
-)
-"""The columns that are watched."""
 _BLOCK_BYTES = 1 << 20
 # A file above this is first shown by lines from places at equal distances.
 _LONG_BYTES = 24 << 20
@@ -30,12 +26,12 @@ class MetricsTail:
         self.generation = 0
         """Increases when rows that were given before may have changed."""
         self._reset(None)
-        self.columns = Columns(WATCHED)
+        self.columns = Columns(INDEXED)
 
     def _reset(self, inode: int | None) -> None:
         self._inode, self._offset, self._rest = inode, 0, b""
         self._size = 0
-        self._reading = Columns(WATCHED)
+        self._reading = Columns(INDEXED)
         self.is_complete = False
 
     @property
@@ -56,7 +52,7 @@ class MetricsTail:
         if status.st_ino != self._inode or status.st_size < self._offset:
             self._reset(status.st_ino)
         self._size = status.st_size
-        if self._offset == 0 and self._size > _LONG_BYTES:
+        if self._offset == 0 and self._size > _LONG_BYTES and not self._read_indexed():
             self._show_roughly(file)
         file.seek(self._offset)
         block = file.read(_BLOCK_BYTES)
@@ -74,9 +70,17 @@ class MetricsTail:
             return True
         return bool(rows)
 
+    def _read_indexed(self) -> bool:
+        """Take the rows from metrics.index, where it belongs to the file; the lines after them are read."""
+        found = read_index(self._path)
+        if found is not None:
+            self._reading.take(found.steps, found.values)
+            self._offset = found.end
+        return found is not None
+
     def _show_roughly(self, file: BinaryIO) -> None:
         """One row from each of some hundred places of the file."""
-        columns = Columns(WATCHED)
+        columns = Columns(INDEXED)
         rows: dict[int, dict[str, Any]] = {}
         for place in range(_NUM_PLACES):
             file.seek(self._size * place // _NUM_PLACES)

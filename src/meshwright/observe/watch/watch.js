@@ -19,7 +19,7 @@ const CHARTS = [
   { title: "MFU", lines: [["mfu", "", "smooth"]], level: "mfu", unit: "%", factor: 100 },
   { title: "Step time", unit: " s", lines: [["step_seconds", "", "smooth"]], level: "step_seconds" },
   { title: "Peak memory", note: "largest over ranks", unit: " GiB", factor: 1 / 2 ** 30, lines: [["peak_bytes", "", ""]], level: "peak_bytes" },
-  { title: "Waiting", note: "share of the step", unit: "%", share: true, factor: 100, lines: [["data_wait_seconds", "data", ""], ["reduce_wait_seconds", "exposed gradient reduction", "dashed"]] },
+  { title: "Waiting", note: "share of the step", unit: "%", share: true, factor: 100, lines: [["data_wait_seconds", "data", ""], ["reduce_wait_seconds", "exposed collectives of dp", "dashed"]] },
   { title: "Loss scale", lines: [["loss_scale", "", ""]] },
   { title: "Expert load", note: "1 is perfect balance", lines: [["expert_load_max", "most", ""], ["expert_load_min", "fewest", "dashed"]] },
   { title: "Load-balancing loss", lines: [["aux_loss", "", "smooth"]] },
@@ -477,7 +477,10 @@ function readValues(plot, event) {
 
 function drawRanks() {
   const found = view.details[view.selected]?.ranks;
-  byId("ranks").hidden = !found || !found.order.length;
+  const isMeasured = Boolean(found?.order.length);
+  byId("ranks").hidden = !found || found.peak_bytes.length < 2;
+  byId("ranks").classList.toggle("unmeasured", !isMeasured);
+  byId("ranks-unmeasured").hidden = isMeasured;
   byId("memory").hidden = !found || !found.peak_bytes.length;
   if (!found) return;
   if (found.order.length) drawHeat(found);

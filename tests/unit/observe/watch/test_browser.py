@@ -64,7 +64,7 @@ def text(page: Any, selector: str) -> str:
 
 def wait_until(page: Any, expression: str) -> None:
     """Wait until an expression is true; the page's own policy forbids what playwright has for this."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, expression
         page.wait_for_timeout(50)

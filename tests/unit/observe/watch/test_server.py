@@ -41,7 +41,7 @@ def refused(address: str, path: str = "", **headers: str) -> int:
 
 
 def run_when(address: str, is_ready: Any) -> dict[str, Any]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         run = json.loads(get(address, "api/runs")[1])["runs"][0]
         if is_ready(run):
