@@ -40,6 +40,8 @@ CASES = {
     "tp2-gpt-dora": adapted(layout("gpt", tp=2), DORA),
     "tp2-mla": adapted(layout("mla", tp=2), memory=MemorySpec(regather_tp_inputs=True)),
     "tp2-etp2-moe_shared": adapted(layout("moe_shared", tp=2, etp=2)),
+    "zero3-tp2-etp2-moe-dora": adapted(layout("moe", dp_shard=2, zero=3, tp=2, etp=2), DORA),
+    "ep2-moe_shared-dora": adapted(layout("moe_shared", dp_shard=2, zero=1, ep=2), DORA),
     "zero1-ep2-moe": adapted(layout("moe", dp_shard=2, zero=1, ep=2)),
     "zero2-gqa": adapted(layout("gqa", dp_shard=2, zero=2), optim=OPTIMIZERS["adamw"]),
     "zero3-gqa-dora": adapted(layout("gqa", dp_shard=2, zero=3), DORA),
@@ -50,7 +52,7 @@ CASES = {
 
 
 # Second variants of what the others have in pairs; soak runs all.
-SECOND = ("gpt-dora", "gqa-offload", "mla", "moe_shared", "zero2-gqa", "zero3-tp2-gqa")
+SECOND = ("ep2-moe_shared-dora", "gpt-dora", "gqa-offload", "mla", "moe_shared", "zero2-gqa", "zero3-tp2-gqa")
 
 
 def quick(cases: Iterable[str], second: Sequence[str]) -> list[Any]:
@@ -111,6 +113,7 @@ QLORA = {
         {"model": WIDE_EXPERTS, "memory": MemorySpec(recompute="selective")},
     ),
     "moe-tp2-etp2": ({"tp": 2, "etp": 2}, LORA.with_(targets=("down", "query")), {"model": WIDE_EXPERTS}),
+    "moe-dora": ({}, DORA, {"model": WIDE_EXPERTS}),
     "one": ({}, LORA, {}),
     "nested-compiled": ({}, NESTED, {"compile": True}),
     "nested-zero3-tp2-dora": (
@@ -131,7 +134,7 @@ def only_adapters(trained: Any) -> Any:
     return dataclasses.replace(trained, weights=adapters)
 
 
-SECOND_QLORA = ("moe", "one", "nested-compiled", "zero3", "zero3-tp2")
+SECOND_QLORA = ("moe", "moe-dora", "one", "nested-compiled", "zero3", "zero3-tp2")
 
 
 @pytest.mark.parametrize("case", quick(QLORA, SECOND_QLORA))
@@ -181,8 +184,7 @@ EVERY = list(dict.fromkeys([*all_singles(), *all_pairs(), *named_mixes()]))
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("case", EVERY, ids=[one.name for one in EVERY])
 def test_every_pair_of_axes(ranks: RankPool, case: Layout, recompute: str) -> None:
-    kind = DORA if case.model in DENSE else LORA
-    run = adapted(case, kind, memory=MemorySpec(recompute=recompute))
+    run = adapted(case, DORA, memory=MemorySpec(recompute=recompute))
     if refused := check(run):
         pytest.skip(refused[0].fact)
     prove(ranks, run)

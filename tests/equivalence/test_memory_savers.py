@@ -1,7 +1,9 @@
 """Recompute, offload, regather and the choice of when to reduce change bytes, not numbers, on any mesh."""
 
 import gc
+from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.support.expected_traffic import ELEMENT, held_shapes, padded_elements
 from tests.support.oracle import reference
 from tests.support.run_directories import attempt, last_checkpoint, read_tensors
 from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, few_microbatches, tiny_run
+from tests.support.soak import soak
 from torch import Tensor, nn
 
 from meshwright.mesh import build_mesh
@@ -37,6 +40,11 @@ LAYOUTS = {
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("", "optimizer", "activations", "parameters", "optimizer,activations")
 KINDS = (*OPTIMIZERS, *MORE_OPTIMIZERS)
+
+
+def wide(names: Iterable[str], second: Sequence[str]) -> list[Any]:
+    """The names as cases; those of `second` are tried in `make soak` only."""
+    return [soak(name) if name in second else name for name in names]
 
 
 def _run(layout: str, kind: str, recompute: str, offload: str) -> RunSpec:
@@ -87,7 +95,7 @@ def _prove(ranks, runs: list[RunSpec]) -> None:
         assert_same_training(results, reference(run))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", wide(LAYOUTS, ("zero_3", "tp")))
 def test_offload_is_bitwise_with_dropout(ranks, layout):
     """Nothing is reordered, so nothing may differ; with recompute on one device, and in a pipeline."""
     parallel = LAYOUTS[layout]
@@ -118,7 +126,7 @@ def test_offload_is_bitwise_with_dropout(ranks, layout):
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    [("adamw", "single", "zero_3_tp"), ("adamw_8bit", "zero_3", "pp"), ("adafactor", "tp", "single")],
+    [("adamw", "single", "zero_3_tp"), ("adamw_8bit", "zero_3", "pp"), soak("adafactor", "tp", "single")],
 )
 def test_an_offloaded_state_is_saved_and_restored(ranks, tmp_path, kind, before, after):
     """Saved from the host of one mesh, read into the host of another; the end is that of one device."""
@@ -140,9 +148,9 @@ def test_an_offloaded_state_is_saved_and_restored(ranks, tmp_path, kind, before,
     ("model", "parallel"),
     [
         ("tied", ParallelSpec(tp=2)),
-        ("gpt", ParallelSpec(tp=2, pp=2)),
+        soak("gpt", ParallelSpec(tp=2, pp=2)),
         ("mla", ParallelSpec(tp=2, dp_shard=2, zero=3)),
-        ("gqa", ParallelSpec(tp=2, cp=2)),
+        soak("gqa", ParallelSpec(tp=2, cp=2)),
     ],
     ids=("tied", "gpt_pp", "mla_zero_3", "gqa_cp"),
 )
@@ -215,7 +223,7 @@ WIDE_EACH = {
 }
 
 
-@pytest.mark.parametrize("layout", REDUCE)
+@pytest.mark.parametrize("layout", wide(REDUCE, ("zero_2", "hybrid_zero_3", "zero_2_pp")))
 def test_reducing_last_equals_one_device(ranks, layout):
     parallel = REDUCE[layout]
     run = tiny_run("tied", parallel=parallel, microbatch_sequences=few_microbatches(parallel))
@@ -229,9 +237,7 @@ def _with_layers(parallel: ParallelSpec) -> RunSpec:
     return tiny_run(MODELS["tied"].with_(num_layers=parallel.num_stages + 1), parallel=parallel)
 
 
-@pytest.mark.parametrize(
-    "layout", [*EACH, *(pytest.param(name, marks=pytest.mark.soak) for name in WIDE_EACH)]
-)
+@pytest.mark.parametrize("layout", wide(EACH | WIDE_EACH, ("zero_3_pp", "zero_2_interleaved", *WIDE_EACH)))
 def test_a_pipeline_that_reduces_each_equals_one_device(ranks, layout):
     run = _with_layers((EACH | WIDE_EACH)[layout])
     results = run_case(ranks, run, records_traffic=True)

@@ -5,6 +5,7 @@ from tests.support.equivalence import RTOL, assert_same_training, run_cases, wor
 from tests.support.oracle import reference
 from tests.support.run_directories import attempt, last_checkpoint, read_tensors
 from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, few_microbatches, tiny_run
+from tests.support.soak import soak
 
 from meshwright.spec import GroupSpec, ParallelSpec
 
@@ -83,8 +84,8 @@ def test_groups_by_pattern(ranks, layout):
     ("kind", "before", "after"),
     [
         ("adafactor", LAYOUTS["zero_3_tp"], LAYOUTS["pp"]),
-        ("lars", LAYOUTS["zero_3"], LAYOUTS["tp"]),
-        ("lamb", LAYOUTS["zero_1_tp"], LAYOUTS["pp"]),
+        soak("lars", LAYOUTS["zero_3"], LAYOUTS["tp"]),
+        soak("lamb", LAYOUTS["zero_1_tp"], LAYOUTS["pp"]),
         ("adamw_8bit", LAYOUTS["tp"], LAYOUTS["zero_1"]),
         ("adamw_8bit", LAYOUTS["zero_3"], LAYOUTS["zero_1_tp"]),
         ("muon", LAYOUTS["zero_1"], LAYOUTS["single"]),

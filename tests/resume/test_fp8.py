@@ -5,6 +5,7 @@ import json
 import pytest
 from tests.equivalence.test_fp8 import fp8_run
 from tests.support.run_directories import assert_same_state, attempt, last_checkpoint, read_tensors
+from tests.support.soak import soak
 
 from meshwright.observe.events import events_path, read_events
 from meshwright.rehearse.rank_pool import RankPool
@@ -22,7 +23,7 @@ def _run(fp8: Fp8Spec | None, **changes: object) -> RunSpec:
     )
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2, "zero": 3}])
+@pytest.mark.parametrize("layout", [{}, soak({"dp_shard": 2, "zero": 3})])
 def test_delayed_scales_resume(ranks: RankPool, tmp_path, layout) -> None:
     cast_weights = "per_microbatch" if layout else "per_step"
     fp8 = Fp8Spec(recipe="delayed", bf16_layers_each_end=0, history_steps=3, cast_weights=cast_weights)

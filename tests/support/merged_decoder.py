@@ -34,7 +34,7 @@ class MergedDecoder(nn.Module):
         weights = dict(base.named_parameters())
         for matrix in self.matrices:
             if matrix.kind == "dora":
-                norms = weights[matrix.weight.name].detach().norm(dim=1)
+                norms = weights[matrix.weight.name].detach().norm(dim=-1)
                 self.adapters[f"{matrix.name}.magnitude"] = nn.Parameter(norms)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -64,7 +64,7 @@ class MergedDecoder(nn.Module):
         if matrix.kind != "dora":
             return total
         magnitude = self.adapters[f"{matrix.name}.magnitude"]
-        return total * (magnitude / total.detach().norm(dim=1))[:, None]
+        return total * (magnitude / total.detach().norm(dim=-1))[..., None]
 
 
 def _untied(base: Decoder) -> Decoder:

@@ -137,7 +137,14 @@ def _linear_adapter(matrix: AdaptedMatrix, adapter: AdapterSpec) -> Adapter:
 
 def _expert_adapter(matrix: AdaptedMatrix) -> ExpertAdapter:
     num_experts, out_width, in_width = matrix.weight.shape
-    return ExpertAdapter(num_experts, in_width, out_width, rank=matrix.rank, scale=matrix.scale)
+    return ExpertAdapter(
+        num_experts,
+        in_width,
+        out_width,
+        rank=matrix.rank,
+        scale=matrix.scale,
+        has_magnitude=matrix.kind == "dora",
+    )
 
 
 @torch.no_grad()
@@ -146,6 +153,8 @@ def set_magnitudes(model: nn.Module) -> None:
 
     Called after the weights are initialised or loaded. A rank sets its own rows; communicates over tp.
     """
+    for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+        _set_expert_magnitudes(experts)
     linears: list[Linear] = [module for module in model.modules() if isinstance(module, Linear)]
     for linear in linears:
         adapter = linear.adapter
@@ -156,6 +165,23 @@ def set_magnitudes(model: nn.Module) -> None:
         if adapter.input_group is not None:
             dist.all_reduce(squares, group=adapter.input_group)
         _shard(adapter.magnitude).copy_(squares.sqrt())
+
+
+def _set_expert_magnitudes(experts: Experts) -> None:
+    """Set the magnitudes of the experts' adapters, where they have some."""
+    for projection, adapter in (experts.adapters or {}).items():
+        assert isinstance(adapter, ExpertAdapter)
+        magnitude = adapter.magnitude
+        if magnitude is None:
+            continue
+        weight, absmax = getattr(experts, projection), getattr(experts, f"{projection}_absmax")
+        weight = _shard(weight)
+        if absmax is not None:
+            weight = dequantise_nf4(weight, _shard(absmax), magnitude.dtype)
+        squares = weight.to(magnitude.dtype).square().sum(-1)
+        if adapter.input_group is not None:
+            dist.all_reduce(squares, group=adapter.input_group)
+        _shard(magnitude).copy_(squares.sqrt())
 
 
 def frozen_shard(linear: Linear, dtype: torch.dtype) -> Tensor:

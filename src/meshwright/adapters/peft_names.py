@@ -61,6 +61,8 @@ def peft_matrices(model: ModelSpec, adapter: AdapterSpec, *, where: str) -> list
                 where=where,
                 hint=_MERGE,
             )
+        if matrix.is_expert and matrix.kind == "dora":
+            raise CheckpointError("peft has no DoRA for routed experts", where=where, hint=_MERGE)
         modules = tuple(name.removesuffix(".weight") for name in source.names)
         found.append(PeftMatrix(matrix, modules))
     return found

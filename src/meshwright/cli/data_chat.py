@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MIN_BYTES_FOR_PROCESSES = 8 << 20
 _SHOWN_BAD = 5
 _OPEN, _CLOSE = "⟦", "⟧"
+_BAR = "  | "
 
 
 class ChatFormats(StrEnum):
@@ -300,7 +301,10 @@ def _print_conversations(shown: "list[Conversation]") -> None:
         for span in one.spans:
             text.append(_printable(_marked(span)), style="green" if span.weight else "")
         for line in text.split("\n"):
-            console.print(Text("  | ") + line)
+            # A file keeps the lines of the conversation; a terminal gets them wrapped behind the bar.
+            parts = line.wrap(console, console.width - len(_BAR)) if console.is_terminal else []
+            for part in parts or [line]:
+                console.print(Text(_BAR) + part)
 
 
 def _marked(span: "Span") -> str:

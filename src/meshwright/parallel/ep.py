@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
+from meshwright.models.layers.adapter import ExpertAdapter
 from meshwright.models.layers.moe import Compute, Dispatch, Moe, Shared
 from meshwright.ops.collectives import all_gather, all_gather_single, all_to_all_rows, reduce_scatter
 from meshwright.ops.expert_rows import ExpertRows, rows_of_tokens, sum_of_rows
@@ -144,6 +145,10 @@ def apply_moe(model: nn.Module, mesh: Mesh) -> None:
             layer.dispatch = _EXCHANGES[parallel.ep_overlap](layer.dispatch, group, layer.row_counts)
         if parallel.etp > 1:
             layer.dispatch = GatherDispatch(layer.dispatch, mesh.group("tp"))
+            adapters = layer.experts.adapters
+            down = adapters["down"] if adapters is not None and "down" in adapters else None
+            if isinstance(down, ExpertAdapter):
+                down.input_group = mesh.group("tp")
         if sequence_groups:
             layer.balance.total = SumCounts(sequence_groups)
             if layer.capacity is not None:

@@ -52,7 +52,7 @@ class AdapterSpec(Spec):
 
     kind: AdapterKind = "lora"
     """lora: scale alpha / rank. rslora: alpha / sqrt(rank). dora: lora with a trained magnitude for each
-    output, for linears of the blocks that are not routed experts."""
+    output, for linears and routed experts of the blocks."""
     rank: Positive
     """Rank of A and B; larger ranks can learn more and take more memory."""
     alpha: PositiveNumber

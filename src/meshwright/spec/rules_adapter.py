@@ -78,7 +78,7 @@ def adapter_ranks_are_low(run: RunSpec) -> Violations:
 
 
 def adapter_kind_fits_targets(run: RunSpec) -> Violations:
-    """DoRA is for linears of the blocks without dropout; neither it nor dropout is for routed experts."""
+    """DoRA is for the blocks, without dropout, and dropout is not for routed experts."""
     adapter = run.adapter
     if adapter is None:
         return
@@ -89,12 +89,9 @@ def adapter_kind_fits_targets(run: RunSpec) -> Violations:
         yield SpecError(
             fact, where="adapter.kind", hint="use kind=lora, or leave them out of adapter.targets"
         )
-    if any(one.is_expert for one in adapted_matrices(run.model, adapter)):
-        if adapter.kind == "dora":
-            yield SpecError("kind=dora with routed experts as targets", where="adapter.kind", hint=hint)
-        if adapter.dropout:
-            fact = f"dropout={adapter.dropout:g} with routed experts as targets"
-            yield SpecError(fact, where="adapter.dropout", hint=hint)
+    if any(one.is_expert for one in adapted_matrices(run.model, adapter)) and adapter.dropout:
+        fact = f"dropout={adapter.dropout:g} with routed experts as targets"
+        yield SpecError(fact, where="adapter.dropout", hint=hint)
     if adapter.kind == "dora" and adapter.dropout:
         fact = f"kind=dora with dropout={adapter.dropout:g}"
         yield SpecError(fact, where="adapter.dropout", hint="use adapter.dropout=0, or kind=lora")

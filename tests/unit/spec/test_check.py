@@ -97,9 +97,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     ),
     "adapter_kind_fits_targets": (
         "moe",
-        ["adapter={rank: 4, alpha: 8, kind: dora, targets: [query, 'blocks.*.mlp.shared.*']}"],
+        ["adapter={rank: 4, alpha: 8, kind: dora}"],
         [
-            ["adapter={rank: 4, alpha: 8, kind: dora}"],
             ["adapter={rank: 4, alpha: 8, dropout: 0.1}"],
             ["adapter={rank: 4, alpha: 8, kind: dora, dropout: 0.1, targets: [query]}"],
             ["adapter={rank: 4, alpha: 8, kind: dora, targets: [query, embedding, lm_head]}"],

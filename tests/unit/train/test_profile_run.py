@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.support.equivalence import this_world
 from tests.support.runs import tiny_run
+from tests.support.soak import soak
 
 from meshwright.observe.profile.steps import ProfileSteps
 from meshwright.plan.workload.schedules import PipelineShape, actions
@@ -20,7 +21,7 @@ def profile_here(run: RunSpec, folder: Path) -> dict[str, Any] | None:
     return profile_in_world(run, this_world(), folder, steps, frozenset({1}), with_stacks=False)
 
 
-@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("zbv", 2)])
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [soak("1f1b", 1), ("zbv", 2)])
 def test_a_pipeline_is_drawn_beside_its_schedule(
     ranks: RankPool, tmp_path: Path, schedule: Any, virtual_stages: int
 ) -> None:

@@ -84,15 +84,60 @@ class Adapter(nn.Module):
 class ExpertAdapter(nn.Module):
     """The adapters of one projection of all routed experts, stacked; each expert has its own A and B."""
 
-    def __init__(self, num_experts: int, in_width: int, out_width: int, *, rank: int, scale: float) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        in_width: int,
+        out_width: int,
+        *,
+        rank: int,
+        scale: float,
+        has_magnitude: bool = False,
+    ) -> None:
         super().__init__()
         self.scale = scale
         self.lora_A = nn.Parameter(torch.empty(num_experts, rank, in_width))
         self.lora_B = nn.Parameter(torch.empty(num_experts, out_width, rank))
+        self.magnitude = nn.Parameter(torch.empty(num_experts, out_width)) if has_magnitude else None
+        # Set where etp shards the input dim: the ranks that hold the other columns of W and A.
+        self.input_group: ProcessGroup | None = None
 
     def forward(
-        self, x_ND: Tensor, y_NF: Tensor, counts_E: Tensor, simulated: SimulatedDevice | None = None
+        self,
+        x_ND: Tensor,
+        y_NF: Tensor,
+        counts_E: Tensor,
+        simulated: SimulatedDevice | None = None,
+        weight_EFD: Tensor | None = None,
     ) -> Tensor:
-        """y_NF of rows sorted by expert, with what each row's adapter adds."""
+        """y_NF of rows sorted by expert, with what each row's adapter adds; dora reads the frozen weights."""
         x_NR = grouped_linear(x_ND, local(self.lora_A), counts_E, simulated)
-        return y_NF + grouped_linear(x_NR, self.scale * local(self.lora_B), counts_E, simulated)
+        y_NF = y_NF + grouped_linear(x_NR, self.scale * local(self.lora_B), counts_E, simulated)
+        if self.magnitude is None:
+            return y_NF
+        assert weight_EFD is not None
+        ratio_EF = (local(self.magnitude) / self.row_norms(weight_EFD)).to(y_NF.dtype)
+        return y_NF * ratio_EF[_experts_of_rows(counts_E, len(y_NF))]
+
+    @torch.no_grad()
+    def row_norms(self, weight_EFD: Tensor) -> Tensor:
+        """|W + scale B A| of each output of each expert, in fp32 (fp64 for fp64).
+
+        |W + s B A|^2 = |W|^2 + 2 s (W A^T) B + s^2 (B A A^T) B by rows, so B A, which has the size of all
+        experts, never exists; selective recompute would save it. Communicates over `input_group`.
+        """
+        dtype = accumulation_dtype(weight_EFD)
+        weight_EFD = weight_EFD.to(dtype)
+        a_ERD, b_EFR = local(self.lora_A).to(dtype), self.scale * local(self.lora_B).to(dtype)
+        mixed_EFR = 2 * (weight_EFD @ a_ERD.mT) + b_EFR @ (a_ERD @ a_ERD.mT)
+        squares_EF = torch.linalg.vector_norm(weight_EFD, dim=-1).square() + (mixed_EFR * b_EFR).sum(-1)
+        if self.input_group is not None:
+            squares_EF = all_reduce_forward(squares_EF, self.input_group)
+        return squares_EF.sqrt()
+
+
+def _experts_of_rows(counts_E: Tensor, num_rows: int) -> Tensor:
+    """The expert of each row, of rows sorted by expert; rows after the last one have the last expert."""
+    rows_N = torch.arange(num_rows, device=counts_E.device)
+    ends_E = counts_E.cumsum(0)
+    return torch.searchsorted(ends_E, rows_N, right=True).clamp(max=len(counts_E) - 1)

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.hardware.simulated_device import SimulatedDevice
+from meshwright.models.layers.adapter import ExpertAdapter
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.models.layers.routing import Capacity, InjectLoss, LoadBalanceLoss, Router, Routing
 from meshwright.ops.cast import compute_dtype
 from meshwright.ops.expert_rows import ExpertRows, rows_by_expert, rows_of_tokens_twice, sum_of_rows
 from meshwright.ops.grouped_mm import count_groups, grouped_linear
+from meshwright.ops.nf4 import dequantise_nf4
 from meshwright.ops.nf4_grouped import Nf4Experts, nf4_grouped_linear
 from meshwright.ops.routed_rows import RoutedRowCounts, RowCounts
 from meshwright.ops.sharded import local
@@ -103,7 +105,16 @@ class Experts(nn.Module):
         """The output of a projection, with what the experts' adapters add."""
         if self.adapters is None or projection not in self.adapters:
             return y
-        return self.adapters[projection](x, y, counts_E, self.simulated)
+        adapter = self.adapters[projection]
+        assert isinstance(adapter, ExpertAdapter)
+        if adapter.magnitude is None:
+            return adapter(x, y, counts_E, self.simulated)
+        return adapter(x, y, counts_E, self.simulated, self.frozen_weight(projection, compute_dtype(x)))
+
+    def frozen_weight(self, projection: str, dtype: torch.dtype) -> Tensor:
+        """This rank's weights of a projection; NF4 is dequantised to `dtype`."""
+        weight = self._weight(projection)
+        return dequantise_nf4(*weight, dtype) if isinstance(weight, Nf4Experts) else weight
 
 
 class Dispatch(nn.Module):
