@@ -144,13 +144,18 @@ def scalar(node: yaml.Node) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the text that the reader above would not read as text."""
+    """Quotes exactly the text that the reader above, or one of YAML 1.1, would not read as text.
+
+    Accelerate and kubectl read YAML 1.1, in which `no` is false.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-_Dumper.yaml_implicit_resolvers = {}
+_Dumper.yaml_implicit_resolvers = {
+    first: list(each) for first, each in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
 for _tag, _pattern in (
     ("null", _NULL),
     ("bool", _BOOL),

@@ -139,6 +139,7 @@ for path in sys.argv[1:]:
     args = launch_command_parser().parse_args(["--config_file", path, "train.py"])
     args, _, _ = _validate_launch_command(args)
     assert args.num_processes == config.num_processes
+    assert config.distributed_type is not False and config.mixed_precision is not False, "`no` in YAML 1.1"
     if config.fsdp_config:
         assert args.use_fsdp
         os.environ.update(prepare_multi_gpu_env(args))

@@ -1,6 +1,7 @@
 """Scalars as people mean them, line numbers, and what is refused."""
 
 import pytest
+import yaml
 
 from meshwright.errors import SpecError
 from meshwright.spec.yaml_text import dump_yaml, parse_yaml, walk
@@ -99,3 +100,12 @@ def test_walk_gives_leaves():
         (("a", "c"), {}),
         (("d",), [2]),
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["no", "NO", "on", "off", "yes", "1_000", "12:30:00", "2024-01-01", "017", "~"]
+)
+def test_readers_of_yaml_1_1_find_text_where_we_wrote_text(text: str):
+    written = dump_yaml({"key": text})
+    assert yaml.safe_load(written) == {"key": text}
+    assert parse_yaml(written, "run.yaml").value == {"key": text}
