@@ -58,7 +58,8 @@ def values(name: str, found: FieldInfo) -> st.SearchStrategy[Any]:
     if get_origin(found.annotation) is tuple:
         item = get_args(found.annotation)[0]
         if get_origin(item) is Annotated:  # numbers, or texts with a pattern
-            return st.lists(PARTS if get_args(item)[0] is float else NAMES, max_size=2)
+            kinds = {float: PARTS, int: st.integers(1, 2**16)}
+            return st.lists(kinds.get(get_args(item)[0], NAMES), max_size=2, unique=True)
         if item is str:
             return st.lists(WORDS, max_size=2)
         words = get_args(item)
