@@ -55,12 +55,7 @@ def sample(
     Runs in one process, whatever mesh the model was trained on. The text ends where the model ends
     the document (with --chat: the turn), or after --tokens.
     """
-    if not math.isfinite(temperature):
-        raise typer.BadParameter(f"{temperature} is not a finite number", param_hint="--temperature")
-    if device not in ("cpu", "cuda", "auto"):
-        raise typer.BadParameter(f"{device!r} is none of cpu, cuda and auto", param_hint="--device")
-    if temperature == 0 and top_k is not None:
-        raise typer.BadParameter("with --temperature 0 it has no effect", param_hint="--top-k")
+    _require_values(temperature, device, top_k)
     from meshwright.checkpoint.weights import open_weights
     from meshwright.data.chat.prompt import chat_prompt, text_prompt, was_trained_on_chats
     from meshwright.mesh import choose_device
@@ -93,3 +88,12 @@ def sample(
     if not chat and data is not None and was_trained_on_chats(data):
         print("note: the run's data are chats; --chat makes the prompt a turn of the user", file=sys.stderr)
     typer.echo(text if chat else prompt + text)
+
+
+def _require_values(temperature: float, device: str, top_k: int | None) -> None:
+    if not math.isfinite(temperature):
+        raise typer.BadParameter(f"{temperature} is not a finite number", param_hint="--temperature")
+    if device not in ("cpu", "cuda", "auto"):
+        raise typer.BadParameter(f"{device!r} is none of cpu, cuda and auto", param_hint="--device")
+    if temperature == 0 and top_k is not None:
+        raise typer.BadParameter("with --temperature 0 it has no effect", param_hint="--top-k")

@@ -75,8 +75,10 @@ def _size_of(axis: str) -> Rule:
     return fact(axis, int, reason=f"parallel.{axis}")
 
 
+_ONE_PROCESS = Outcome("mapped", {"parallel.zero": 0}, {"ranks": 1})
 _TYPES = {
-    "NO": Outcome("mapped", facts={"ranks": 1}),
+    "NO": _ONE_PROCESS,
+    False: _ONE_PROCESS,  # how YAML 1.1 reads NO without quotes
     "MULTI_GPU": _sharding(0),
     "MULTI_CPU": Outcome("mapped", {"parallel.zero": 0, "device": "cpu"}),
     "FSDP": Outcome("mapped", reason="see fsdp_config"),

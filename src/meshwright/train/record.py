@@ -7,8 +7,6 @@ from types import TracebackType
 from typing import Literal, Self
 
 from meshwright.checkpoint.run_checkpoints import Checkpoints
-from meshwright.checkpoint.saver import SaveOutcome
-from meshwright.checkpoint.upload import UploadOutcome
 from meshwright.errors import MeshwrightError
 from meshwright.launch.heartbeat import heartbeat_path, read_heartbeat
 from meshwright.launch.launched import is_local_rank, launched_rank
@@ -33,13 +31,12 @@ from meshwright.train.fp8_comparison import Fp8Report
 from meshwright.train.job import Job
 from meshwright.train.noise_scale import HalfBatchGradient
 from meshwright.train.run_summary import Ending, summarise
+from meshwright.train.save_record import SaveRecord
 from meshwright.train.state import TrainState
 from meshwright.train.step import StepOutcome
 from meshwright.train.step_metrics import StepMeter
 from meshwright.train.tracked_run import tracked_run
 from meshwright.train.workload import work_rate
-
-_NOTABLE_WAIT_SECONDS = 1.0
 
 
 class Recorder:
@@ -62,10 +59,12 @@ class Recorder:
         """The state at the last step whose metrics were read, and its step."""
         self.step = state.step
         """Optimizer updates done."""
-        self._has_warned_of_waiting = False
         with ExitStack() as opening:  # whatever fails half-way closes what was opened
             self._open(state, opening, quiet=quiet)
             self._closing = opening.pop_all()
+        self._saves = SaveRecord(
+            self._events, self.print, asks_for_background=job.run.checkpoint.asynchronous
+        )
         self.print(messages.opening(job, run_dir))
         if state.step:
             self._record_resume(state, resumed_from)
@@ -337,55 +336,22 @@ class Recorder:
         """Start a save during training; a save that fails is printed and does not end training."""
         self._heartbeat.enter("save", state.step)
         for outcome in checkpoints.start_save(state):
-            self._record_save(outcome)
-            self._warn_of_waiting(outcome)
+            self._saves.started(outcome)
         self._heartbeat.enter("step", state.step)
         self._meter.restart_clock(state)
 
     def record_saved(self, checkpoints: Checkpoints) -> None:
         """Write that a save has ended on all ranks since the last step, if one has; does not wait."""
         for outcome in checkpoints.poll():
-            self._record_save(outcome)
+            self._saves.ended(outcome)
         uploaded = checkpoints.poll_upload()
         if uploaded is not None:
-            self._record_upload(uploaded)
-
-    def _record_upload(self, outcome: UploadOutcome) -> None:
-        if outcome.error is None:
-            self._events.write("upload", folder=outcome.step_name, seconds=round(outcome.seconds, 3))
-            return
-        self._events.write("warning", text=str(outcome.error))
-        self.print(messages.upload_failed(outcome.step_name, outcome.error))
+            self._saves.uploaded(uploaded)
 
     def wait_for_save(self, checkpoints: Checkpoints) -> None:
         """Wait for the save that is being written, if there is one, and write that it has ended."""
         for outcome in checkpoints.wait():
-            self._record_save(outcome)
-
-    def _record_save(self, outcome: SaveOutcome) -> None:
-        if outcome.error is not None:
-            self._events.write("warning", step=outcome.step, text=str(outcome.error))
-            self.print(messages.save_failed(outcome.step, outcome.error))
-            return
-        assert outcome.folder is not None
-        self._events.write(
-            "local_checkpoint" if outcome.is_local else "checkpoint",
-            step=outcome.step,
-            folder=outcome.folder.name,
-            stall_seconds=round(outcome.stall_seconds, 4),
-            waited_seconds=round(outcome.waited_seconds, 4),
-            write_seconds=round(outcome.write_seconds, 4),
-        )
-        if outcome.waited_seconds > _NOTABLE_WAIT_SECONDS:
-            self.print(messages.save_waited(outcome))
-
-    def _warn_of_waiting(self, outcome: SaveOutcome) -> None:
-        """Say once that saves are not in the background, though the run asks for it."""
-        if outcome.is_background or not self._run.checkpoint.asynchronous or self._has_warned_of_waiting:
-            return
-        self._has_warned_of_waiting = True
-        self._events.write("warning", step=outcome.step, text=messages.NO_HOST_COPY)
-        self.print(messages.NO_HOST_COPY)
+            self._saves.ended(outcome)
 
     def save_last(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Save the result of the run, unless it is saved; when that fails, the run has failed."""
@@ -396,13 +362,13 @@ class Recorder:
             outcome = checkpoints.save(state)[-1]
             if outcome.error is not None:
                 raise messages.last_save_failed(outcome.error, checkpoints.root) from None
-            self._record_save(outcome)
+            self._saves.ended(outcome)
         self._heartbeat.enter("save", state.step)
         uploaded = checkpoints.finish_upload()
         if uploaded is not None and uploaded.error is not None:
             raise messages.last_upload_failed(uploaded.error, checkpoints.root) from None
         if uploaded is not None:
-            self._record_upload(uploaded)
+            self._saves.uploaded(uploaded)
 
     def end(self, ending: Literal["finished", "interrupted"], state: TrainState) -> None:
         """Write the last event and the summary."""
