@@ -4,21 +4,20 @@ The counts show whether a tensor fits into fp8: how much of it is below the smal
 much is above its largest one, and how far apart its magnitudes are. Imports no torch.
 """
 
-import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.files import regular_file
 from meshwright.observe.json_lines import row_of_step
-from meshwright.observe.metrics import json_value, truncate_after
+from meshwright.observe.metrics import json_value
+from meshwright.observe.step_lines import StepLines
 
 HISTOGRAMS_NAME = "histograms.jsonl"
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -64, 31
@@ -130,34 +129,15 @@ def total(histograms: Sequence[Histogram]) -> Histogram:
     return sum(rest, start=first)
 
 
-class HistogramWriter:
+class HistogramWriter(StepLines):
     """Appends to histograms.jsonl, on rank 0 only. Use as a context."""
 
     def __init__(self, run_dir: Path | str, *, restored_step: int = 0) -> None:
-        self._path = Path(run_dir) / HISTOGRAMS_NAME
-        self.rewind(restored_step)
-
-    def rewind(self, step: int) -> None:
-        """Remove the lines after `step`, and open the file."""
-        truncate_after(self._path, step)
-        self._file: BinaryIO = self._path.open("ab", buffering=0)
+        super().__init__(Path(run_dir) / HISTOGRAMS_NAME, restored_step=restored_step)
 
     def write(self, step: int, histograms: Histograms) -> None:
         """Append the line of one step."""
-        rows = [_row(place, one) for place, one in histograms.items()]
-        self._file.write((json.dumps({"step": step, "histograms": rows}, allow_nan=False) + "\n").encode())
-
-    def close(self) -> None:
-        """Close the file; one without a line is removed."""
-        self._file.close()
-        if self._path.exists() and not os.path.getsize(self._path):
-            self._path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.append({"step": step, "histograms": [_row(place, one) for place, one in histograms.items()]})
 
 
 def _row(place: Place, one: Histogram) -> dict[str, Any]:

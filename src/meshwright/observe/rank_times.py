@@ -4,19 +4,17 @@ Metrics are reductions over ranks, and in synchronous training all ranks take th
 shows only in the time that is a rank's own, without waiting for the others.
 """
 
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.observe.json_lines import last_lines, row_of_step
-from meshwright.observe.metrics import truncate_after
+from meshwright.observe.step_lines import StepLines
 
 RANKS_NAME = "ranks.jsonl"
 # Ranks in a line per second between two lines: the file grows by about 200 bytes per second at most.
@@ -38,15 +36,14 @@ class RankFigures:
     peak_bytes: Numbers
 
 
-class RankTimesWriter:
+class RankTimesWriter(StepLines):
     """Appends to ranks.jsonl, on rank 0 only: means over the steps since the last line. Use as a context."""
 
     def __init__(
         self, run_dir: Path | str, *, restored_step: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._path, self._clock = Path(run_dir) / RANKS_NAME, clock
-        truncate_after(self._path, restored_step)
-        self._file: BinaryIO = self._path.open("ab", buffering=0)
+        super().__init__(Path(run_dir) / RANKS_NAME, restored_step=restored_step)
+        self._clock = clock
         self._since: list[RankFigures] = []
         self._due_at = 0.0
 
@@ -57,26 +54,15 @@ class RankTimesWriter:
         if num_ranks == 1 or self._clock() < self._due_at:
             return
         self._due_at = self._clock() + max(1.0, num_ranks / _RANKS_PER_SECOND)
-        line: dict[str, Any] = {
-            "step": step,
-            "own_seconds": _rounded([one.own_seconds for one in self._since]),
-            "data_wait_seconds": _rounded([one.data_wait_seconds for one in self._since]),
-            "peak_bytes": [int(value) for value in figures.peak_bytes],
-        }
-        self._file.write((json.dumps(line) + "\n").encode())
+        self.append(
+            {
+                "step": step,
+                "own_seconds": _rounded([one.own_seconds for one in self._since]),
+                "data_wait_seconds": _rounded([one.data_wait_seconds for one in self._since]),
+                "peak_bytes": [int(value) for value in figures.peak_bytes],
+            }
+        )
         self._since = []
-
-    def close(self) -> None:
-        """Close the file; one without a line is removed."""
-        self._file.close()
-        if self._path.exists() and not os.path.getsize(self._path):
-            self._path.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _rounded(values: list[Numbers]) -> list[float | None]:

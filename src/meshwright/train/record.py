@@ -303,8 +303,8 @@ class Recorder:
         self._recorded, self.recorded_step, self.step = state, state.step, state.step
         if self._metrics is not None:
             self._metrics.rewind(state.step)
+            self._rank_times.rewind(state.step)
         if self._histograms is not None:
-            self._histograms.close()
             self._histograms.rewind(state.step)
         self._meter.restart_clock(state)
 

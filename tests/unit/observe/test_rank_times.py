@@ -45,6 +45,16 @@ def test_a_resumed_run_goes_on_after_its_restored_step(tmp_path: Path):
     assert read_rank_times(tmp_path).steps == [1, 2, 3, 4, 5]
 
 
+def test_a_rollback_removes_the_lines_after_its_checkpoint(tmp_path: Path):
+    with RankTimesWriter(tmp_path, clock=iter(range(0, 1000, 10)).__next__) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, figures(1.0, 1.0))
+        writer.rewind(1)
+        writer.write(2, figures(5.0, 5.0))
+    found = read_rank_times(tmp_path)
+    assert found.steps == [1, 2] and found.own_seconds.tolist() == [[1.0, 1.0], [5.0, 5.0]]
+
+
 def test_times_that_are_not_measured_rank_nobody(tmp_path: Path):
     with RankTimesWriter(tmp_path) as writer:
         writer.write(1, figures(np.nan, np.nan))
