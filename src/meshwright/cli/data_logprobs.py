@@ -30,7 +30,7 @@ def logprobs(run_file: str, overrides: list[str], *, force: bool, quiet: bool) -
 
 def _store_here(run: "RunSpec", *, force: bool, quiet: bool) -> None:
     """Compute as one rank; rank 0 prints."""
-    from meshwright.cli.as_rank import as_rank
+    from meshwright.cli.evaluate_as_rank import as_rank
     from meshwright.train.store_log_probs import store_log_probs
 
     def progress(done: int, total: int) -> None:

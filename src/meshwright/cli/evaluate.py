@@ -68,7 +68,7 @@ def evaluate(
 
 def _evaluate_here(run: "RunSpec", *, ema: bool, quiet: bool, as_json: bool) -> None:
     """Evaluate as one rank; rank 0 prints."""
-    from meshwright.cli.as_rank import as_rank
+    from meshwright.cli.evaluate_as_rank import as_rank
     from meshwright.train.evaluate_checkpoint import evaluate_weights
 
     found = as_rank(run.device, lambda: evaluate_weights(run, averaged=ema))

@@ -49,7 +49,14 @@ def content(folder: Path) -> dict[str, str]:
 
 def test_a_run_leaves_its_files(trained: Path):
     names = {path.name for path in trained.iterdir()}
-    assert names == {"run.yaml", "metrics.jsonl", "events-0.jsonl", "summary.json", "checkpoints"}
+    assert names == {
+        "run.yaml",
+        "metrics.jsonl",
+        "metrics.index",
+        "events-0.jsonl",
+        "summary.json",
+        "checkpoints",
+    }
     losses = [row["loss"] for row in read_metrics(trained)]
     assert len(losses) == 4 and losses[-1] < losses[0] < math.log(MODEL["vocab_size"]) + 0.5
 
