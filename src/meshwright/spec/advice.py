@@ -72,14 +72,14 @@ def tensor_cores_are_used(run: RunSpec) -> Iterator[Advice]:
 
 
 def vocabulary_fills_tiles(run: RunSpec) -> Iterator[Advice]:
-    """The head is the largest matmul; its vocabulary on a tp rank is a multiple of 8, better of 64."""
+    """The head pads its weight to a multiple of 64 rows in every step: an odd vocabulary costs that copy."""
     vocabulary, tp = run.model.vocab_size, run.parallel.tp
-    if _uses_tensor_cores(run) and vocabulary % (ALIGNED * tp):
+    if _uses_tensor_cores(run) and vocabulary % (TILE * tp):
         padded = -(-vocabulary // (TILE * tp)) * TILE * tp
         each = f", {vocabulary // tp} on a rank," if tp > 1 else ""
-        fact = f"vocab_size={vocabulary}{each} is not a multiple of {ALIGNED}"
-        key = "model.vocab_size"
-        yield Advice(fact, key, f"{key}={padded} pads the embedding with unused rows", ((key, padded),))
+        key, why = "model.vocab_size", "the head copies its weight to pad it"
+        fact = f"vocab_size={vocabulary}{each} is not a multiple of {TILE}: {why}"
+        yield Advice(fact, key, f"{key}={padded} needs no copy: the rows added are unused", ((key, padded),))
 
 
 def widths_fill_tiles(run: RunSpec) -> Iterator[Advice]:
