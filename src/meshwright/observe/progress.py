@@ -104,28 +104,31 @@ class LiveProgress:
     """A progress bar that is redrawn in place."""
 
     def __init__(self, name: str, *, total_steps: int, counted: str = "tokens", stream: TextIO) -> None:
+        self._name, self._total_steps = name, total_steps
         self._eta, self._counted = _Eta(total_steps), counted
-        console = Console(file=stream, highlight=False)
-        shown_name = name if len(name) <= console.width // 4 else name[: console.width // 4 - 3] + "..."
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             # On a narrow terminal the bar shrinks, and the count stays.
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[facts]}"),
-            console=console,
+            console=Console(file=stream, highlight=False),
             expand=True,
         )
-        self._other_width = len(shown_name) + 2 * len(str(total_steps)) + _SMALLEST_BAR
-        self._task = self._progress.add_task(shown_name, total=total_steps, facts="starting")
+        self._task = self._progress.add_task(self._shown_name(), total=total_steps, facts="starting")
+
+    def _shown_name(self) -> str:
+        """The name of the run, in at most a quarter of the terminal as it is now."""
+        room = self._progress.console.width // 4
+        return self._name if len(self._name) <= room else self._name[: room - 3] + "..."
 
     def update(self, metrics: StepMetrics) -> None:
         """Move the bar to this step."""
-        facts = _facts(metrics, self._eta.after(metrics), self._counted)
-        room = self._progress.console.width - self._other_width  # a terminal may be resized
-        while len(facts) > 1 and len("  ".join(facts)) > room:
+        name, facts = self._shown_name(), _facts(metrics, self._eta.after(metrics), self._counted)
+        others = len(name) + 2 * len(str(self._total_steps)) + _SMALLEST_BAR
+        while len(facts) > 1 and len("  ".join(facts)) > self._progress.console.width - others:
             facts.pop()
-        self._progress.update(self._task, completed=metrics.step, facts="  ".join(facts))
+        self._progress.update(self._task, description=name, completed=metrics.step, facts="  ".join(facts))
 
     def refresh(self) -> None:
         """Redraw the bar now; otherwise that happens ten times a second."""
