@@ -28,6 +28,8 @@ REPORT_NAME = "report.html"
 _SMOOTH_FROM_STEPS = 60
 _MAX_EVENTS = 60
 _YAML_KEY = re.compile(r"^(\s*(?:- )?)([A-Za-z_][\w.-]*)(:)", re.MULTILINE)
+# The others are in the columns of a line, in its sentence, or for the account of time.
+_NO_DETAILS = {"time", "kind", "rank", "host", "text", "began_at"}
 _EVENT_SENTENCE = {
     "start": "started",
     "resume": "resumed",
@@ -39,6 +41,8 @@ _EVENT_SENTENCE = {
     "overflow": "skipped an update: gradients overflowed",
     "straggler": "found a rank that is slower than the others",
     "warning": "warning",
+    "prediction": "compared with its prediction",
+    "upload": "copied a checkpoint to the second place",
     "restart": "restarted all ranks",
     "skip": "skipped an update: the gradients were not finite, or their norm was a spike",
     "rollback": "went back to a checkpoint and skipped the data since",
@@ -302,10 +306,20 @@ def event_line(event: Event) -> tuple[str, str, str]:
         at = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
         at = "?"
-    rest = {name: value for name, value in event.items() if name not in ("time", "kind", "rank", "host")}
-    details = ", ".join(f"{name} {_show_field(value)}" for name, value in rest.items())
     sentence = _EVENT_SENTENCE.get(event["kind"], str(event["kind"]))
+    if event.get("text"):
+        sentence += f": {_show_field(event['text'])}"
+    rest = {name: value for name, value in event.items() if name not in _NO_DETAILS}
+    details = ", ".join(_detail(name, value) for name, value in rest.items())
     return at, event["kind"], f"{sentence} ({details})" if details else sentence
+
+
+def _detail(name: str, value: Any) -> str:
+    """stall_seconds and 0.0173 -> `stall 17.3 ms`."""
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    if name.endswith("_seconds") and is_number:
+        return f"{name.removesuffix('_seconds').replace('_', ' ')} {show_seconds(value)}"
+    return f"{name.replace('_', ' ')} {_show_field(value)}"
 
 
 def _show_field(value: Any) -> str:

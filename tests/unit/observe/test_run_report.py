@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli.main import run as run_cli
 from meshwright.observe.events import EventWriter
 from meshwright.observe.metrics import MetricsWriter, StepMetrics, WorkRate
-from meshwright.observe.run_report import write_report
+from meshwright.observe.run_report import event_line, write_report
 from meshwright.observe.summary import RunSummary, write_summary
 
 RUN_YAML = """\
@@ -255,3 +255,15 @@ sys.exit(run({arguments!r}))
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (finished.returncode, finished.stderr) == (0, stderr)
+
+
+def test_events_are_sentences_without_the_words_of_the_file():
+    saved = {"time": 0.0, "kind": "checkpoint", "rank": 0, "host": "n1", "step": 3, "stall_seconds": 0.0173}
+    assert event_line(saved) == (
+        "1970-01-01 00:00:00",
+        "checkpoint",
+        "saved a checkpoint (step 3, stall 17.3 ms)",
+    )
+    warned = {"time": 0.0, "kind": "warning", "step": 4, "text": "the disk is full"}
+    assert event_line(warned)[2] == "warning: the disk is full (step 4)"
+    assert event_line({"time": 0.0, "kind": "resume", "step": 5, "began_at": 1.8e9})[2] == "resumed (step 5)"
