@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from meshwright.checkpoint.renamed_tensors import RenamedTensors
 from meshwright.spec import ModelSpec
 
 MEGATRON_EMBEDDING = "embedding.word_embeddings.weight"
@@ -40,17 +41,17 @@ _PARTS: dict[str, tuple[str, ...]] = {
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-class MegatronTensors(Mapping[str, Tensor]):
+class MegatronTensors(RenamedTensors):
     """Tensors of Megatron core, under Hugging Face's names."""
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str, model: ModelSpec) -> None:
         self._tensors, self._model = tensors, model
-        self._place: dict[str, tuple[str, int | None]] = {}
-        """Name on disk and, where layers are stacked, the layer, by Hugging Face's name."""
+        place: dict[str, tuple[str, int | None]] = {}
         for name in _hugging_face_names(model):
             for on_disk, layer in _places(name):
                 if prefix + on_disk in tensors:
-                    self._place.setdefault(name, (prefix + on_disk, layer))
+                    place.setdefault(name, (prefix + on_disk, layer))
+        super().__init__(place)
 
     def __getitem__(self, name: str) -> Tensor:
         on_disk, layer = self._place[name]
@@ -73,16 +74,6 @@ class MegatronTensors(Mapping[str, Tensor]):
         rows = fused.view(groups, queries + 2, -1, *fused.shape[1:])
         found = rows[:, :queries] if part == 0 else rows[:, queries + part - 1]
         return found.reshape(-1, *fused.shape[1:])
-
-    def used_names(self) -> set[str]:
-        """Names on disk that have one of Hugging Face."""
-        return {on_disk for on_disk, _ in self._place.values()}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._place)
-
-    def __len__(self) -> int:
-        return len(self._place)
 
 
 def _hugging_face_names(model: ModelSpec) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from meshwright.checkpoint.renamed_tensors import RenamedTensors
 from meshwright.spec import ModelSpec
 
 TITAN_EMBEDDING = "tok_embeddings.weight"
@@ -46,16 +47,18 @@ _EXPERTS_NAME = re.compile(r"layers\.(\d+)\.moe\.experts\.(w[123])")
 _BIAS_NAME = re.compile(r"layers\.(\d+)\.moe\.expert_bias")
 
 
-class TitanTensors(Mapping[str, Tensor]):
+class TitanTensors(RenamedTensors):
     """Tensors of torchtitan, under Hugging Face's names."""
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str, model: ModelSpec) -> None:
         self._tensors, self._model = tensors, model
-        self._place = {
-            theirs: (name, expert)
-            for name in tensors
-            for theirs, expert in _hugging_face_names(name.removeprefix(prefix), model)
-        }
+        super().__init__(
+            {
+                theirs: (name, expert)
+                for name in tensors
+                for theirs, expert in _hugging_face_names(name.removeprefix(prefix), model)
+            }
+        )
         """Name on disk and, where it is stacked, the expert, by Hugging Face's name."""
         attention = model.attention
         self._is_in_pairs = (
@@ -79,16 +82,6 @@ class TitanTensors(Mapping[str, Tensor]):
         if self._last is None or self._last[0] != on_disk:
             self._last = (on_disk, self._tensors[on_disk])
         return self._last[1]
-
-    def used_names(self) -> set[str]:
-        """Names on disk that have one of Hugging Face."""
-        return {on_disk for on_disk, _ in self._place.values()}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._place)
-
-    def __len__(self) -> int:
-        return len(self._place)
 
 
 def _hugging_face_names(name: str, model: ModelSpec) -> Iterator[tuple[str, int | None]]:
