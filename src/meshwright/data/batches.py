@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.bad_samples import BadSamples
 from meshwright.data.device_rows import DeviceRows
-from meshwright.data.local_batch import DeviceFeed, Sent, read_local_batch
+from meshwright.data.local_batch import DeviceFeed, DropoutStep, Sent, read_local_batch
 from meshwright.data.microbatch import Batch, BatchSharding, Microbatch
 from meshwright.data.order import OrderCache
 from meshwright.data.pair_samples import PairSamples
@@ -49,9 +49,11 @@ class Batches:
         size_of: Callable[[int], int],
         max_bad_samples: int = 0,
         resident: DeviceRows | None = None,
+        dropout_seed: int | None = None,
     ) -> None:
-        """`resident` has all samples on the device; None: they are read from the stream."""
-        self._resident = resident
+        """`resident` has all samples on the device; None: they are read from the stream. With `dropout_seed`
+        batches have keys of dropout masks."""
+        self._resident, self._dropout_seed = resident, dropout_seed
         self.stream, self.samples, self.order = stream, stream.samples, stream.order
         self.sharding, self._size_of = sharding, size_of
         self.position, self.num_batches = 0, 0
@@ -145,8 +147,15 @@ class Batches:
     def _batch(self, index: int, position: int, count: int) -> Sent:
         ids = self._ids.sample_ids(position, count)
         sharding = replace(self.sharding, batch_sequences=self._size_of(index))
+        seed = self._dropout_seed
         host = read_local_batch(
-            self.samples, ids, sharding, total_ids=ids, bad=self.bad_samples, resident=self._resident
+            self.samples,
+            ids,
+            sharding,
+            total_ids=ids,
+            bad=self.bad_samples,
+            resident=self._resident,
+            dropout=None if seed is None else DropoutStep(seed, index),
         )
         return self._feed.send(host)
 
@@ -165,8 +174,12 @@ def build_batches(
     dp_size: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    has_dropout: bool = False,
 ) -> Batches:
-    """The training batches of one data-parallel rank; `vocab_size` is the model's. No communication."""
+    """The training batches of one data-parallel rank; `vocab_size` is the model's. No communication.
+
+    `has_dropout`: batches have keys of dropout masks, which follow from `seed`.
+    """
     stream = open_stream(spec, seed=seed, vocab_size=vocab_size)
     sharding = _sharding(spec, dp_rank=dp_rank, dp_size=dp_size, device=device, dtype=dtype)
     resident = None
@@ -178,6 +191,7 @@ def build_batches(
         size_of=spec.batch_sequences_of,
         max_bad_samples=spec.max_bad_samples,
         resident=resident,
+        dropout_seed=seed if has_dropout else None,
     )
 
 

@@ -19,6 +19,15 @@ from meshwright.data.document_offsets import batch_documents
 from meshwright.data.microbatch import Batch, BatchSharding, Microbatch
 from meshwright.data.pair_samples import PairSamples
 from meshwright.data.samples import PADDING, TokenSamples
+from meshwright.ops.dropout_keys import sequence_keys, token_keys
+
+
+class DropoutStep(NamedTuple):
+    """What the masks of one step's dropout follow from."""
+
+    seed: int
+    step: int
+    """Number of batches before this one."""
 
 
 class TakenRows(NamedTuple):
@@ -58,6 +67,8 @@ class HostBatch:
     """Preference pairs: the answer of each target, int32."""
     pairs_BPF: Tensor | None = None
     """Preference pairs: weight and reference log-probs of each."""
+    dropout_keys_B: Tensor | None = None
+    """Keys of the rows' dropout masks, int64."""
 
     def pinned(self) -> "HostBatch":
         """The same batch in pinned memory, from which a copy to the device is asynchronous."""
@@ -89,6 +100,9 @@ class HostBatch:
             pairs_BPF=None
             if self.pairs_BPF is None
             else self.pairs_BPF.to(device, non_blocking=True).to(dtype),
+            dropout_keys_BS=None
+            if self.dropout_keys_B is None
+            else token_keys(self.dropout_keys_B.to(device, non_blocking=True), weights.shape[1]),
         )
         return Batch(self._split(rows), self.num_tokens, len(self.sample_ids), self.sample_ids)
 
@@ -117,10 +131,11 @@ def read_local_batch(
     total_ids: NDArray[np.int64],
     bad: BadSamples | None = None,
     resident: DeviceRows | None = None,
+    dropout: DropoutStep | None = None,
 ) -> HostBatch:
     """One rank's part of the global batch `ids`; weights divide by the totals of `total_ids`.
 
-    `resident` has all samples on the device already.
+    `resident` has all samples on the device already. With `dropout` the batch has keys of dropout masks.
     """
     samples.require_unchanged()
     local_ids = sharding.local(ids)
@@ -149,6 +164,9 @@ def read_local_batch(
         sample_ids=tuple(ids.tolist()),
         answers_BS=None if pairs is None else torch.from_numpy(pairs.answers_BS),
         pairs_BPF=None if pairs is None else torch.from_numpy(pairs.pairs_BPF),
+        dropout_keys_B=None
+        if dropout is None
+        else sequence_keys(*dropout, torch.from_numpy(sharding.local_indices())),
     )
     return host.pinned() if sharding.device.type == "cuda" else host
 

@@ -44,6 +44,8 @@ class Microbatch(NamedTuple):
     pairs_BPF: Tensor | None = None
     """Preference pairs of each row: weight (1 / pairs of the global batch, 0 for padding), and the reference
     log-probs of the chosen and the rejected answer."""
+    dropout_keys_BS: Tensor | None = None
+    """Keys of the tokens' dropout masks, int64; None where no adapter has dropout, and in evaluation."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
         """The micro-batch with `change` applied to every tensor."""
@@ -58,6 +60,7 @@ class Microbatch(NamedTuple):
             sequence_weights_B=change(self.sequence_weights_B),
             answers_BS=None if self.answers_BS is None else change(self.answers_BS),
             pairs_BPF=None if self.pairs_BPF is None else change(self.pairs_BPF),
+            dropout_keys_BS=None if self.dropout_keys_BS is None else change(self.dropout_keys_BS),
         )
 
 
@@ -105,4 +108,11 @@ class BatchSharding:
         """This rank's sample ids, micro-batch after micro-batch, padded with PADDING."""
         rows = np.full(self.batch_sequences, PADDING, dtype=np.int64)
         rows[: len(ids)] = ids
+        return self._own(rows)
+
+    def local_indices(self) -> NDArray[np.int64]:
+        """The indices in the global batch of this rank's rows, micro-batch after micro-batch."""
+        return self._own(np.arange(self.batch_sequences, dtype=np.int64))
+
+    def _own(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return rows.reshape(-1, self.dp_size, self.microbatch_sequences)[:, self.dp_rank].reshape(-1)

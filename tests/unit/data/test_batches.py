@@ -314,3 +314,23 @@ def test_batches_arrive_on_the_device_unchanged() -> None:
     host, device = list(build()), list(build(device="cuda"))
     assert all(one.tokens_BS.is_cuda for batch in device for one in batch.microbatches)
     assert rows_of(device) == rows_of(host)
+
+
+def test_dropout_keys_follow_the_place_in_the_global_batch() -> None:
+    """However the batch is split, each of its sequences has its own keys, and other ones in the next step."""
+
+    def keys(microbatch: int, dp_size: int) -> list[torch.Tensor]:
+        spec = SPEC.with_(batch_sequences=8, microbatch_sequences=microbatch)
+        ranks = [build(spec, dp_rank=rank, dp_size=dp_size, has_dropout=True) for rank in range(dp_size)]
+        steps = []
+        for _ in range(2):
+            parts = [[one.dropout_keys_BS for one in next(rank).microbatches] for rank in ranks]
+            steps.append(torch.cat([part for each in zip(*parts, strict=True) for part in each]))
+        for rank in ranks:
+            rank.close()
+        return steps
+
+    first, second = keys(8, 1)
+    assert first.unique().numel() == first.numel() and not torch.isin(second, first).any()
+    for microbatch, dp_size in ((2, 1), (1, 4), (2, 2)):
+        assert all(map(torch.equal, keys(microbatch, dp_size), (first, second)))
