@@ -248,7 +248,14 @@ def _token_stats(path: Path, sequence_length: int, *, as_json: bool) -> None:
     dataset = TokenFile.open(path)
     lengths = describe.describe_lengths(describe.document_lengths(dataset))
     unigrams = describe.describe_unigrams(dataset)
-    packing = describe.describe_packing(dataset, sequence_length)
+    if dataset.manifest.chat is not None:
+        from meshwright.data.chat.describe import whole_packing
+
+        packing = whole_packing(dataset, sequence_length)
+        rows_of_packing = data_chat.packing_rows(packing)
+    else:
+        packing = describe.describe_packing(dataset, sequence_length)
+        rows_of_packing = packing_rows(packing)
     if as_json:
         parts = {
             "document_tokens": plain(lengths),
@@ -263,7 +270,7 @@ def _token_stats(path: Path, sequence_length: int, *, as_json: bool) -> None:
         ("distinct tokens", f"{unigrams.num_distinct:,} of {dataset.vocab_size:,}"),
         ("unigram entropy", f"{unigrams.entropy_nats:.4f} nats per token: the loss without any context"),
         ("most frequent", frequent_tokens(dataset, unigrams.most_frequent)),
-        *packing_rows(packing),
+        *rows_of_packing,
     ]
     return print_table(rows)
 

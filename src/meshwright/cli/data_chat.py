@@ -12,7 +12,7 @@ import typer
 from meshwright.cli.data_text import dataset_rows, plain, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from meshwright.data.chat.describe import Conversation, Span, TrainedShare
+    from meshwright.data.chat.describe import Conversation, Span, TrainedShare, WholePacking
     from meshwright.data.chat.job import ChatCounts, ChatJob
     from meshwright.data.sources import ChatFacts, TokenFile
 
@@ -21,6 +21,11 @@ _MIN_BYTES_FOR_PROCESSES = 8 << 20
 _SHOWN_BAD = 5
 _OPEN, _CLOSE = "⟦", "⟧"
 _BAR = "  | "
+_FLAGS = {
+    "variables": "--template-var",
+    "sequence_length": "--seq",
+    "split": "--dataset-split",
+}
 
 
 class ChatFormats(StrEnum):
@@ -104,8 +109,10 @@ class ChatOptions(NamedTuple):
 
         given = [name for name, value in zip(self._fields[1:], self[1:], strict=True) if value]
         if self.chat is None and given:
-            fact = f"{given[0].replace('_', ' ')} is for chats, and --chat is not given"
-            raise DataError(fact, where="meshwright data pack", hint="add `--chat auto`")
+            flag = _FLAGS.get(given[0], f"--{given[0].replace('_', '-')}")
+            raise DataError(
+                "this is for chats, and --chat is not given", where=flag, hint="add `--chat auto`"
+            )
 
 
 def pack_chats(
@@ -148,7 +155,7 @@ def _job(options: ChatOptions, *, tokenizer: str, eos: str | None) -> "ChatJob":
         hint = "pass the folder of the model: --tokenizer path/to/model"
         raise DataError("the byte tokenizer has no special tokens for turns", where="--tokenizer", hint=hint)
     chosen = options.chat
-    return ChatJob(
+    job = ChatJob(
         tokenizer=str(opened.path),
         eos=eos,
         date=_date(options.date),
@@ -161,6 +168,19 @@ def _job(options: ChatOptions, *, tokenizer: str, eos: str | None) -> "ChatJob":
         longer=_longer(options),
         max_bad=options.max_bad or 0,
     )
+    _require_read(job)
+    return job
+
+
+def _require_read(job: "ChatJob") -> None:
+    """Refuse a variable that the template does not read."""
+    from meshwright.errors import DataError
+
+    template = job.open_template() if job.variables else None
+    unread = template.unread(job.variables) if template is not None else []
+    if template is not None and unread:
+        fact = f"the chat template reads no variable {unread[0]!r}"
+        raise DataError(fact, where="--template-var", hint=f"look for its name in {template.where}")
 
 
 def _longer(options: ChatOptions) -> Any:
@@ -222,36 +242,51 @@ def _packed_rows(
 
 def _left_out(counts: "ChatCounts", job: "ChatJob") -> list[tuple[str, str]]:
     numbers = [
-        (counts.num_dropped, f"samples longer than {job.sequence_length} tokens"),
-        (counts.num_without_targets, "samples without any trained token"),
-        (len(counts.bad), "bad records"),
+        (counts.num_dropped, "sample", f" longer than {job.sequence_length} tokens"),
+        (counts.num_without_targets, "sample", " without any trained token"),
+        (len(counts.bad), "bad record", ""),
     ]
-    rows = [("left out", f"{count:,} {what}") for count, what in numbers if count]
+    rows = [("left out", f"{_counted(count, what)}{rest}") for count, what, rest in numbers if count]
     if counts.num_truncated:
-        rows.append(("truncated", f"{counts.num_truncated:,} samples to {job.sequence_length} tokens"))
-    return rows
+        rows.append(
+            ("truncated", f"{_counted(counts.num_truncated, 'sample')} to {job.sequence_length} tokens")
+        )
+    rows += [
+        ("not written", f"{name} of {_counted(count, 'sample')}: left out by the template")
+        for name, count in sorted(counts.unread.items())
+    ]
+    template = job.open_template() if counts.num_rendered else None
+    unnamed = template.unnamed_tokens() if template is not None else []
+    return rows + [("not written", f"{name}: tokenizer_config.json names none") for name in unnamed]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _share(num_trained: int, num_tokens: int) -> str:
-    return f"{num_trained:,} tokens, {num_trained / num_tokens:.1%} of all"
+    return f"{_counted(num_trained, 'token')}, {num_trained / num_tokens:.1%} of all"
 
 
 def _masks(chat: "ChatFacts") -> str:
+    if chat.masks == "none":
+        return "texts and tokens as given, without a chat template"
     turns = {"assistant": "every answer", "last": "the last answer", "all": "every token"}[chat.trained]
     date = f", date {chat.date}" if chat.date else ""
-    template = f"chat template {chat.template_hash}" if chat.template_hash else "no template"
-    return f"{turns} is trained; {chat.masks}, {template}{date}"
+    return f"{turns} is trained; {chat.masks}, chat template {chat.template_hash}{date}"
 
 
 def _end_of_turn(chat: "ChatFacts") -> str:
     total = sum(chat.end_tokens.values())
-    special = [f"{token} is trained ({count:,} turns)" for token, count in chat.end_tokens.items() if token]
+    special = [
+        f"{token} is trained ({_counted(count, 'turn')})" for token, count in chat.end_tokens.items() if token
+    ]
     missing = chat.end_tokens.get("", 0)
     if missing:
         special.append(
             f"{missing:,} of {total:,} turns end with text: the model does not learn to stop there"
         )
-    return "; ".join(special) or "no turn is trained"
+    return "; ".join(special) or "no trained turn ends with a special token"
 
 
 def inspect_chats(dataset: "TokenFile", count: int, sequence_length: int | None, *, as_json: bool) -> None:
@@ -280,8 +315,25 @@ def _length_rows(share: "TrainedShare", sequence_length: int | None) -> list[tup
     longest = ("longest", f"{share.longest:,} tokens")
     if sequence_length is None:
         return [longest]
-    lost = f"{share.num_longer:,} samples are longer; {share.num_without_targets:,} would lose all targets"
+    longer = f"{_counted(share.num_longer, 'sample')} {'is' if share.num_longer == 1 else 'are'} longer"
+    lost = f"{longer}; {share.num_without_targets:,} would lose all targets"
     return [longest, (f"at {sequence_length:,}", lost)]
+
+
+def packing_rows(packing: "WholePacking") -> list[tuple[str, str]]:
+    """How one sequence length packs whole samples, the only packing of chats."""
+    at = f"in {packing.sequence_length:,}s"
+    longer = _counted(packing.num_longer, "sample")
+    refused = [("longer", f"{longer}, left out of these numbers: a run refuses them")]
+    if packing.num_sequences == 0:
+        return [(at, "every sample is longer")]
+    return [
+        (at, f"{_counted(packing.num_sequences, 'sequence')} of whole samples (best fit)"),
+        *(refused if packing.num_longer else []),
+        ("whole samples", f"{packing.whole_share:.2%} of positions are tokens, the rest padding"),
+        ("trained", f"{packing.trained_share:.2%} of positions have a trained target"),
+        ("without packing", f"{packing.padded_share:.1%} of positions would be tokens"),
+    ]
 
 
 def _as_json(one: "Conversation") -> dict[str, Any]:

@@ -83,11 +83,13 @@ def packing_rows(packing: "Packing") -> list[tuple[str, str]]:
 
 def frequent_tokens(dataset: "TokenFile", most: list[tuple[int, int]]) -> str:
     """The most frequent tokens as text, with their shares."""
-    from meshwright.data.tokenize import tokenizer_of
+    from meshwright.data.tokenize import HuggingFaceTokenizer, tokenizer_of
 
     tokenizer = tokenizer_of(dataset.folder, dataset.manifest.tokenizer)
+    is_named = isinstance(tokenizer, HuggingFaceTokenizer)
+    decode = tokenizer.decode_with_special if is_named else tokenizer.decode
     total = dataset.manifest.num_tokens
-    return ", ".join(f"{tokenizer.decode([token])!r} {count / total:.1%}" for token, count in most)
+    return ", ".join(f"{decode([token])!r} {count / total:.1%}" for token, count in most)
 
 
 def first_documents(dataset: "TokenFile", count: int) -> list[str]:

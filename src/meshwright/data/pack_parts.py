@@ -8,10 +8,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +63,8 @@ def pack_in_parts(
     hidden = folder.with_name(f".{folder.name}.packing")
     _begin(hidden, files, tokenizer, text_format)
     name, eos = _reopening(tokenizer)
-    parts = _tokenized(_Job(hidden, text_format, name, eos), units, num_processes, progress)
+    with writing_parts(hidden):
+        parts = _tokenized(_Job(hidden, text_format, name, eos), units, num_processes, progress)
     with new_dataset(folder, tokenizer) as writer:
         for number in range(len(units)):
             lengths = np.fromfile(hidden / f"{number}.lengths", dtype=np.int64)
@@ -113,6 +116,31 @@ def begin_job(hidden: Path, facts: Sequence[Any]) -> None:
         raise DataError(fact, where=str(hidden.parent), hint=hint) from error
 
 
+@contextmanager
+def writing_parts(hidden: Path) -> Iterator[None]:
+    """DataError where a part cannot be written, such as on a full disk; the parts before it stay."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:  # a file of the input
+            raise
+        hint = "free disk space; the same command then continues"
+        fact = f"the dataset cannot be written: {error.strerror or error}"
+        raise DataError(fact, where=str(hidden.parent), hint=hint) from error
+
+
+def end_with_parent() -> None:
+    """End this worker process when the one that started it is gone: a later call may have other settings."""
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=[parent], daemon=True).start()
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
 def _reopening(tokenizer: Tokenizer) -> tuple[str, str | None]:
     """Name and end-of-document token with which a worker opens the same tokenizer."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -151,6 +179,7 @@ class _Worker:
 
 
 def _open_job(job: _Job) -> None:
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each process, not all for each
     _Worker.job = job
     _Worker.tokenizer = open_tokenizer(job.tokenizer_name, eos=job.eos)

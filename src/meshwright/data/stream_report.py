@@ -34,7 +34,7 @@ class SourceReport:
         held_out = f", {self.num_held_out:,} held out" if self.num_held_out else ""
         return (
             f"{self.name}:{share} {self.num_samples:,} sequences{fill}, "
-            f"{show_count(self.num_tokens)} tokens, {self.epochs:.2f} epochs{held_out}"
+            f"{show_count(self.num_tokens)} tokens, {self.epochs:,.2f} epochs{held_out}"
         )
 
 

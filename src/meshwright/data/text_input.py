@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def _stream(path: Path) -> Iterator[BinaryIO]:
     try:
         with regular_file(path) as file:
             yield _decompressed(file, path)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         fact = f"the file cannot be read: {read_trouble(error)}"
         raise DataError(fact, where=str(path)) from error
     except Exception as error:

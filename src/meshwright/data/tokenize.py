@@ -1,6 +1,7 @@
 """Text to tokens and back: raw bytes, or a Hugging Face `tokenizer.json`."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.sources import MANIFEST_FILE, TOKENIZER_FILE, TokenizerFacts, read_manifest
-from meshwright.errors import DataError
+from meshwright.errors import DataError, MeshwrightError
 from meshwright.files import MIB, read_bounded, read_json_file
 from meshwright.spec import DataSpec
 
@@ -100,9 +101,39 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are control tokens of the model, not text."""
+        """Tokens that are control tokens of the model, not text; the end of document is one in any case."""
         added = self._tokenizer.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        special = (token_id for token_id, token in added.items() if token.special)
+        return frozenset([*special, self.eos_id])
+
+    def dividers(self, text: str) -> list[tuple[int, int, int]]:
+        """(first character, end, id) of each added token in a text: what lies between them is encoded alone.
+
+        The tokens of a text from a divider on are therefore those of the rest of the text by itself.
+        """
+        pattern, ids = self._divider_pattern
+        found = pattern.finditer(text) if pattern else ()
+        return [(match.start(), match.end(), ids[match.group()]) for match in found]
+
+    @cached_property
+    def divider_ids(self) -> NDArray[np.uint32]:
+        """The tokens that `dividers` looks for."""
+        return np.array(sorted(self._divider_pattern[1].values()), dtype=np.uint32)
+
+    @cached_property
+    def _divider_pattern(self) -> tuple[re.Pattern[str] | None, dict[str, int]]:
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        dividing = [(token, token_id) for token_id, token in added if not token.normalized]
+        if not dividing or any(token.single_word for token, _ in dividing):
+            return None, {}
+        ids = {token.content: token_id for token, token_id in dividing}
+        longest_first = sorted(ids, key=len, reverse=True)  # as the library chooses
+        return re.compile("|".join(map(re.escape, longest_first))), ids
+
+    def tokens_after(self, lead: str, text: str) -> list[int] | None:
+        """The tokens of a text that follows `lead`, without those of `lead`; None where one is of both."""
+        before, both = (each.ids for each in self.encodings([lead, lead + text], with_offsets=False))
+        return both[len(before) :] if both[: len(before)] == before else None
 
     @cached_property
     def begin_ids(self) -> list[int]:
@@ -122,6 +153,16 @@ class HuggingFaceTokenizer:
         """The ids of tokens by name or id; names outside the vocabulary are left out."""
         found = (self._tokenizer.token_to_id(each) if isinstance(each, str) else each for each in tokens)
         return [token_id for token_id in found if token_id is not None]
+
+    def has_tokens_of(self, content: bytes) -> bool:
+        """Whether every token of another `tokenizer.json` has the same id here."""
+        if content == self.content:
+            return True
+        try:
+            other = _load(self.path, content).get_vocab(with_added_tokens=True)
+        except DataError:
+            return False
+        return other.items() <= self._tokenizer.get_vocab(with_added_tokens=True).items()
 
     def token(self, token_id: int) -> str | None:
         """The text of one token, special or not; None outside the vocabulary."""
@@ -171,6 +212,21 @@ def tokenizer_for(spec: DataSpec) -> Tokenizer:
         )
     folder = packed[0] if packed else Path(paths[0])
     return tokenizer_of(folder, read_manifest(folder).tokenizer)
+
+
+def has_other_tokenizer(spec: DataSpec, folder: Path) -> bool:
+    """Whether a run's data was packed with a tokenizer whose ids mean other things than in a model's folder.
+
+    A tokenizer with new tokens beside those of the model is the model's.
+    """
+    file = folder / TOKENIZER_FILE
+    if not file.is_file() or not any(source.path is not None for source in spec.sources):
+        return False
+    try:
+        tokenizer = tokenizer_for(spec)
+        return not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.has_tokens_of(_read(file))
+    except (MeshwrightError, OSError):  # data that names no tokenizer
+        return False
 
 
 def tokenizer_of(folder: Path, facts: TokenizerFacts) -> Tokenizer:

@@ -76,6 +76,16 @@ def test_a_date_and_variables_reach_the_template(chats: Path, model: Path, capsy
     assert "26.07.2024 False" in capsys.readouterr().out
 
 
+def test_a_special_token_that_the_tokenizer_does_not_name_is_said(
+    chats: Path, model: Path, capsys: Capture
+) -> None:
+    """Jinja writes nothing for `{{ bos_token }}` without a value: the dataset would have no BOS."""
+    (model / "chat_template.jinja").write_text("{{ bos_token }}" + QWEN.template)
+    assert pack(chats, model) == 0
+    out = capsys.readouterr().out
+    assert "not written  bos_token: tokenizer_config.json names none" in out and "eos_token" not in out
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -86,7 +96,7 @@ def test_a_date_and_variables_reach_the_template(chats: Path, model: Path, capsy
         (("--format", "megatron"), "no loss weights"),
         (("--seq", "8"), "more than the 8 of a sequence"),
         (("--chat", "alpaca"), "no 'instruction', which the format alpaca needs"),
-        (("--dataset-split", "train"), "a split has no effect"),
+        (("--dataset-split", "train"), "a split has no effect\n  where: --dataset-split"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
@@ -99,8 +109,10 @@ def test_options_that_cannot_work_are_refused(
 
 def test_options_of_chats_need_chat(chats: Path, model: Path, capsys: Capture) -> None:
     command = ["data", "pack", str(chats), "-o", str(chats.parent / "data"), "--tokenizer", str(model)]
-    assert run([*command, "--train", "last"]) == 2
-    assert "add `--chat auto`" in capsys.readouterr().err
+    for option in (("--train", "last"), ("--seq", "64"), ("--template-var", "a=1"), ("--dataset-split", "x")):
+        assert run([*command, *option]) == 2
+        err = capsys.readouterr().err
+        assert "add `--chat auto`" in err and f"where: {option[0]}\n" in err
     assert run(command) == 2
     assert "these are chats: add `--chat auto`" in capsys.readouterr().err
 
@@ -125,3 +137,46 @@ def test_seq_needs_chats(tmp_path: Path, capsys: Capture) -> None:
     assert run(["data", "pack", str(tmp_path / "a.txt"), "-o", str(tmp_path / "data")]) == 0
     assert run(["data", "inspect", str(tmp_path / "data"), "--seq", "8"]) == 2
     assert "--seq has no effect" in capsys.readouterr().err
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused(
+    chats: Path, model: Path, capsys: Capture
+) -> None:
+    assert pack(chats, model, "--template-var", "enable_thinkng=false") == 2
+    assert "reads no variable 'enable_thinkng'" in capsys.readouterr().err
+
+
+def test_stats_are_of_whole_samples(chats: Path, model: Path, capsys: Capture) -> None:
+    """Chats are never cut, so the numbers of cut sequences would be of no run."""
+    assert pack(chats, model) == 0
+    capsys.readouterr()
+    data = str(chats.parent / "data")
+    assert run(["data", "stats", data, "--seq", "256", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    longest, packing = facts["document_tokens"]["longest"], facts["packing"]
+    assert packing["num_sequences"] == -(-3 // (256 // longest))
+    assert packing["whole_share"] == facts["num_tokens"] / (256 * packing["num_sequences"])
+    manifest = json.loads((chats.parent / "data" / "dataset.json").read_text())
+    trained = manifest["chat"]["num_trained"]
+    assert packing["trained_share"] == trained / (256 * packing["num_sequences"])
+    assert run(["data", "stats", data, "--seq", str(longest - 1)]) == 0
+    assert "every sample is longer" in capsys.readouterr().out
+
+
+def test_stats_name_special_tokens(chats: Path, model: Path, capsys: Capture) -> None:
+    chats.write_text(json.dumps({"messages": CHAT["messages"] * 9}) + "\n")
+    assert pack(chats, model) == 0
+    capsys.readouterr()
+    assert run(["data", "stats", str(chats.parent / "data")]) == 0
+    assert "'<|im_end|>'" in capsys.readouterr().out
+
+
+def test_stats_of_pairs_keep_both_answers_together(chats: Path, model: Path, capsys: Capture) -> None:
+    pair = {"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "5 or six"}
+    chats.write_text(json.dumps(pair) + "\n")
+    assert pack(chats, model) == 0
+    capsys.readouterr()
+    assert run(["data", "stats", str(chats.parent / "data"), "--seq", "100", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["document_tokens"]["longest"] < 100 < facts["num_tokens"]
+    assert (facts["packing"]["num_sequences"], facts["packing"]["num_longer"]) == (0, 1)

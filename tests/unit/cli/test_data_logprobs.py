@@ -62,6 +62,20 @@ def test_a_run_with_stored_log_probs_equals_one_that_computes_them(run_file: str
     assert f"{NUM_PAIRS} pairs" in capsys.readouterr().out
 
 
+def test_evaluate_refuses_pairs_that_it_cannot_compare(run_file: str, capsys: Captured):
+    """Pairs read as chats, and the reference of a folder that does not know its own start."""
+    home = Path(run_file).parent
+    pairs = ["--data", str(home / "pairs"), "data.packing=whole"]
+    assert command(["train", run_file, "--dir", str(home / "run"), "-q"]) == 0
+    assert command(["convert", str(home / "run"), str(home / "folder")]) == 0
+    capsys.readouterr()
+    assert command(["evaluate", str(home / "run"), "preference=null", *pairs]) == 2
+    assert "the dataset holds preference pairs" in capsys.readouterr().err
+    assert command(["evaluate", str(home / "folder"), "preference={beta: 0.5}", *pairs]) == 2
+    assert "does not record from which weights" in capsys.readouterr().err
+    assert command(["evaluate", str(home / "folder"), "preference={loss: simpo}", *pairs]) == 0
+
+
 def test_log_probs_of_other_weights_are_refused(run_file: str, capsys: Captured):
     home = Path(run_file).parent
     absent = ["train", run_file, "preference.reference=dataset", "--dir", str(home / "run"), "-q"]
@@ -101,6 +115,67 @@ def test_the_same_command_continues_after_a_kill(run_file: str, monkeypatch: pyt
     assert asked[3] == asked[2] and asked[2].start > 0
     assert np.array_equal(np.load(folder / "reference_logprobs.npy"), expected)
     assert not list(folder.glob(".reference*"))
+
+
+def test_a_dataset_that_cannot_be_written_is_refused_before_the_pass(
+    run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    monkeypatch.setattr("os.access", lambda *_: False)  # permissions do not bind the user of a container
+    monkeypatch.setattr(
+        store_log_probs, "reference_log_probs", lambda *_, **__: pytest.fail("it was computed")
+    )
+    assert command(["data", "logprobs", run_file]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+DAMAGE = {"no mapping": (b"[1]", None), "empty": (None, b""), "cut": (None, b"\x93NUMPY\x01\x00")}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_log_probs_are_refused(run_file: str, capsys: Captured, kind: str):
+    """Those of the dataset, of the run, and of a pass that was interrupted, which begins again."""
+    home = Path(run_file).parent
+    train = ["train", run_file, "--dir", str(home / "run"), "-q"]
+    assert command(["data", "logprobs", run_file, "-q"]) == 0
+    assert command([*train, "--stop-after", "1"]) == 0
+    damage(home / "pairs", "reference_logprobs", kind)
+    damage(home / "run", "reference", kind)
+    capsys.readouterr()
+    for words in (train, [*train[:-2], str(home / "new"), "preference.reference=dataset"]):
+        assert command(words) == 2
+        assert "cannot be read" in capsys.readouterr().err
+    for suffix in ("npy", "json"):
+        file = home / f"pairs/reference_logprobs.{suffix}"
+        file.rename(home / f"pairs/.reference_logprobs.partial.{suffix}")
+    assert command(["data", "logprobs", run_file, "-q"]) == 0
+
+
+def damage(folder: Path, name: str, kind: str) -> None:
+    for suffix, content in zip(("json", "npy"), DAMAGE[kind], strict=True):
+        if content is not None:
+            (folder / f"{name}.{suffix}").write_bytes(content)
+
+
+def test_log_probs_follow_the_scale_of_a_peft_folder(
+    run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    """The folder may be named by its path below the user's home; its config counts, as its tensors do."""
+    home = Path(run_file).parent
+    monkeypatch.setenv("HOME", str(home))
+    assert command(["train", run_file, "--dir", str(home / "base.run"), "-q"]) == 0
+    assert command(["convert", str(home / "base.run"), str(home / "base")]) == 0
+    adapted = ["adapter={rank: 2, alpha: 4}", f"checkpoint.start_from={home / 'base'}"]
+    assert command(["train", run_file, "--dir", str(home / "tuned"), "-q", *adapted]) == 0
+    assert command(["convert", str(home / "tuned"), str(home / "peft"), "--to", "peft"]) == 0
+    adapted[0] = "adapter={rank: 2, alpha: 4, start_from: ~/peft}"
+    assert command(["data", "logprobs", run_file, "-q", *adapted]) == 0
+    train = ["train", run_file, *adapted, "preference.reference=dataset", "-q", "--dir"]
+    assert command([*train, str(home / "same")]) == 0
+    config = json.loads((home / "peft/adapter_config.json").read_text())
+    (home / "peft/adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 9}))
+    capsys.readouterr()
+    assert command([*train, str(home / "other")]) == 2
+    assert "are of other weights" in capsys.readouterr().err
 
 
 def test_a_loss_without_reference_has_no_log_probs(run_file: str, capsys: Captured):

@@ -60,9 +60,9 @@ def test_numbers_count_the_samples_of_each_source() -> None:
 def test_no_drift_and_no_replay_far_out() -> None:
     blend = Blend([Phase(0, (0.123456, 0.876544))], [None, None])
     far = 10**9
-    started = time.perf_counter()
+    started = time.process_time()
     sources, numbers = blend.at(np.array([far, far + 1]))
-    assert time.perf_counter() - started < 0.05  # a replay takes minutes
+    assert time.process_time() - started < 1  # a replay takes minutes
     assert blend.drawn(far).tolist() == [123_456_000, 876_544_000]
     assert numbers[0] == blend.drawn(far)[sources[0]]
 
@@ -99,9 +99,9 @@ def test_a_curriculum_changes_the_weights_and_goes_on_counting() -> None:
 
 
 def test_a_period_with_six_digits_is_planned_in_seconds() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert len(plan_period([0.333333, 0.666667])) == 10**6
-    assert time.perf_counter() - started < 30  # about 2 s on one core
+    assert time.process_time() - started < 30  # about 2 s on one core
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [-1.0, 2.0], [], [0.1234567891, 0.8765432109]])

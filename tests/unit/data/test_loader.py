@@ -227,10 +227,10 @@ def test_a_state_is_small_and_a_position_far_out_needs_no_replay() -> None:
     loader = open_loader([words("a", 110), words("b", 70)], weights=(0.7, 0.3), **SETTINGS)
     state = {**loader.state(), "position": 10**9}
     assert len(json.dumps(state)) < 4096
-    started = time.perf_counter()
+    started = time.process_time()
     loader.restore(state)
     next(loader)
-    assert time.perf_counter() - started < 0.1
+    assert time.process_time() - started < 1  # a replay takes minutes
 
 
 def test_a_join_merges_fields_and_names_a_missing_partner() -> None:

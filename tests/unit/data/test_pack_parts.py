@@ -1,7 +1,9 @@
 """Packing on all cores: the dataset that one process packs, and a kill costs only the pieces in flight."""
 
+import errno
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 
 from meshwright.data import pack_parts
 from meshwright.data.pack import pack
-from meshwright.data.pack_parts import pack_in_parts, split_input
+from meshwright.data.pack_parts import pack_in_parts, split_input, writing_parts
 from meshwright.data.sources import TokenFile
 from meshwright.data.text_input import KINDS, Piece, TextFormat, documents, find_files
 from meshwright.data.tokenize import ByteTokenizer
@@ -136,8 +138,15 @@ def test_a_broken_line_in_a_later_piece_has_its_number(
         ("a.jsonl.zst", b"no zstd", "cannot be decompressed"),
         ("a.parquet", b"no parquet", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 100)[:-20], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 100)[:12] + b"\xff" * 40, "cannot be read"),
     ],
-    ids=["no gzip", "no zstd", "no parquet", "truncated gzip"],  # compressed bytes hold the time of day
+    ids=[
+        "no gzip",
+        "no zstd",
+        "no parquet",
+        "truncated gzip",
+        "damaged gzip",
+    ],  # compressed bytes hold the time of day
 )
 def test_damaged_compressed_files_are_named(tmp_path: Path, name: str, content: bytes, fact: str) -> None:
     (tmp_path / name).write_bytes(content)
@@ -156,3 +165,34 @@ def test_a_missing_column_is_named(corpus: Path, tmp_path: Path) -> None:
             text_format=TextFormat(text_field="body"),
         )
     assert "the columns are text" in caught.value.hint
+
+
+WORKER = """
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from meshwright.data.pack_parts import end_with_parent
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, get_context("forkserver"), end_with_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    pool.submit(time.sleep, 300).result()
+"""
+
+
+def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """It would write its part into the folder of a later call."""
+    (tmp_path / "main.py").write_text(WORKER)
+    command = [sys.executable, str(tmp_path / "main.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and int(process.stdout.readline())
+        process.kill()
+        process.communicate(timeout=60)  # the pipe is open as long as a worker has it
+
+
+def test_a_full_disk_is_no_fault(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No space left") as refused, writing_parts(tmp_path / ".x.packing"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert refused.value.where == str(tmp_path)
+    with pytest.raises(FileNotFoundError), writing_parts(tmp_path / ".x.packing"):
+        (tmp_path / "input.jsonl").read_bytes()

@@ -14,7 +14,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from meshwright.data.pack import pack
 from meshwright.data.readers.megatron import write_megatron
 from meshwright.data.sources import TokenFile
-from meshwright.data.tokenize import ByteTokenizer, open_tokenizer, tokenizer_for, tokenizer_of
+from meshwright.data.tokenize import (
+    ByteTokenizer,
+    has_other_tokenizer,
+    open_tokenizer,
+    tokenizer_for,
+    tokenizer_of,
+)
 from meshwright.errors import DataError
 from meshwright.spec import DataSpec, SyntheticSpec
 
@@ -149,3 +155,27 @@ def test_a_megatron_pair_names_no_tokenizer(tmp_path: Path) -> None:
     parts = [{"path": str(tmp_path / name), "weight": 1} for name in ("corpus", "data")]
     blend = {"blend": parts, "sequence_length": 4, "batch_sequences": 1}
     assert tokenizer_for(DataSpec.model_validate(blend)).name == "bytes"
+
+
+def test_data_of_another_tokenizer_than_a_model_is_noticed(tmp_path: Path) -> None:
+    """The same tokens in another file, and new tokens beside them, are those of the model."""
+    models = {name: tmp_path / name for name in ("same", "again", "extended", "other", "bare")}
+    for folder in models.values():
+        folder.mkdir()
+    write_tokenizer(models["same"] / "tokenizer.json")
+    text = (models["same"] / "tokenizer.json").read_text()
+    (models["again"] / "tokenizer.json").write_text(json.dumps(json.loads(text), indent=4))
+    larger = LibraryTokenizer.from_str(text)
+    larger.add_tokens(["<|new|>"])
+    larger.save(str(models["extended"] / "tokenizer.json"))
+    write_tokenizer(models["other"] / "tokenizer.json", words=("kite", "red", "?"))
+    (tmp_path / "text.txt").write_text("red kite")
+    for name in ("same", "extended"):
+        tokenizer = open_tokenizer(str(models[name]))
+        pack([tmp_path / "text.txt"], tmp_path / f"packed-{name}", tokenizer=tokenizer)
+    data = DataSpec(path=str(tmp_path / "packed-extended"), sequence_length=8, batch_sequences=1)
+    noticed = [has_other_tokenizer(data, folder) for folder in models.values()]
+    assert noticed == [False, False, False, True, False]
+    assert has_other_tokenizer(data.with_(path=str(tmp_path / "packed-same")), models["extended"])
+    generated = data.with_(path=None, synthetic=SyntheticSpec())
+    assert not has_other_tokenizer(generated, models["other"])

@@ -6,9 +6,6 @@ alpaca              {"instruction", "input"?, "output", "system"?, "history"?}
 prompt-completion   {"prompt", "completion"}, both texts or both lists of messages
 preference          {"prompt"?, "chosen", "rejected"}: texts, messages, or whole conversations
 tokens              {"input_ids", "weights"}: tokens and the loss weight of each, such as advantages
-
-A turn may have `"train": false` or `"weight": 0.5`, which is its loss weight. A weight may be negative: the
-answer then becomes less probable.
 """
 
 import json
@@ -16,21 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from meshwright.data.chat.turns import ASSISTANT, SYSTEM_ROLES, Turn, read_turn, text_turn, weight_trouble
+from meshwright.data.chat.values import parsed, printable, without_nulls
 from meshwright.errors import DataError
 
 ChatFormat = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference", "tokens"]
-ASSISTANT = "assistant"
-ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
-_ROLE_OF = {
-    **{role: role for role in ROLES},
-    "human": "user",
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "model": ASSISTANT,
-    "function_call": ASSISTANT,
-    "observation": "tool",
-    "function_response": "tool",
-}
 _FORMATS: tuple[tuple[ChatFormat, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("messages", ("messages",)),
@@ -39,26 +26,8 @@ _FORMATS: tuple[tuple[ChatFormat, tuple[str, ...]], ...] = (
     ("prompt-completion", ("prompt", "completion")),
     ("tokens", ("input_ids", "weights")),
 )
-_CONTROLS = ("train", "weight")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One message as the template reads it."""
-
-    message: Mapping[str, Any]
-    weight: float | None = None
-    """Loss weight that the data gives to this turn; None: the one that `--train` gives."""
-
-    @property
-    def role(self) -> str:
-        """system, user, assistant or tool."""
-        return self.message["role"]
-
-    @property
-    def is_answer(self) -> bool:
-        """Whether the model writes this turn."""
-        return self.role == ASSISTANT
+_NEVER_FIRST = ("user", *SYSTEM_ROLES)
+"""Roles with which no answer begins."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +79,13 @@ def format_of(record: Mapping[str, Any], where: str) -> ChatFormat:
     for name, keys in _FORMATS:
         if all(record.get(key) is not None for key in keys):
             return name
-    keys = ", ".join(map(repr, list(record)[:8])) or "nothing"
+    keys = ", ".join(_shown(key, record[key]) for key in list(record)[:8]) or "nothing"
     known = "; ".join(f"{name}: {' and '.join(needed)}" for name, needed in _FORMATS)
     raise DataError(f"the record is no chat: it has {keys}", where=where, hint=f"the formats need {known}")
+
+
+def _shown(key: str, value: Any) -> str:
+    return f"{key!r} (null)" if value is None else repr(key)
 
 
 def read_sample(
@@ -150,75 +123,106 @@ class _Reading:
     texts_are_turns: bool
 
     def openai(self) -> Conversation:
-        return self._conversation(self._turns(self.record["messages"]))
+        return self._conversation(self._with_system(self._turns(self.record["messages"])))
 
     def sharegpt(self) -> Conversation:
-        return self._conversation([*self._system(), *self._turns(self.record["conversations"])])
+        return self._conversation(self._with_system(self._turns(self.record["conversations"])))
 
     def alpaca(self) -> Conversation:
         record = self.record
         question = self._text(record["instruction"], "instruction")
         given = record.get("input")
         question = f"{question}\n{self._text(given, 'input')}" if given else question
-        turns = [*self._system()]
-        for pair in record.get("history") or []:
+        turns: list[Turn] = []
+        history = record.get("history") or []
+        for pair in history if isinstance(history, list) else [history]:
             if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-                raise self._error("an entry of 'history' is no pair of a question and an answer")
-            turns += [_turn("user", self._text(pair[0], "history")), self._answer(pair[1], "history")]
-        turns += [_turn("user", question), self._answer(record["output"], "output")]
-        return self._conversation(turns)
+                hint = 'write "history": [["question", "answer"], ...]'
+                raise self._error("an entry of 'history' is no pair of a question and an answer", hint=hint)
+            turns += [text_turn("user", self._text(pair[0], "history")), self._answer(pair[1], "history")]
+        turns += [text_turn("user", question), self._answer(record["output"], "output")]
+        return self._conversation(self._with_system(turns))
 
     def preference(self) -> Pair:
         record = self.record
         chosen, rejected = record["chosen"], record["rejected"]
         prompt = record.get("prompt")
         prompt = record.get("conversations") if prompt is None else prompt
-        if prompt is None:
-            return self._with_common_prompt(chosen, rejected)
-        return Pair(self.completed(prompt, chosen, "chosen"), self.completed(prompt, rejected, "rejected"))
+        if prompt is not None and chosen == rejected:
+            hint = "remove the record: equal answers state no preference"
+            raise self._error("'chosen' and 'rejected' are equal", hint=hint)
+        are_texts = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
+        if are_texts and not self.texts_are_turns:
+            one, other = (chosen, "chosen"), (rejected, "rejected")
+            return Pair(self._completion(str(prompt), *one), self._completion(str(prompt), *other))
+        if prompt is not None:
+            return self._pair(
+                self._answered(prompt, chosen, "chosen"), self._answered(prompt, rejected, "rejected")
+            )
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            hint = "add 'prompt', or write both answers as lists of messages that begin alike"
+            raise self._error("the pair has no 'prompt', and its answers are texts", hint=hint)
+        return self._pair(self._turns(chosen), self._turns(rejected))
 
     def completed(self, prompt: Any, answer: Any, key: str) -> Sample:
         """A prompt and its answer; earlier answers, inside the prompt, are not trained."""
+        if self.record.get("label") is False:
+            hint = "remove the record, or write pairs of answers (`chosen` and `rejected`)"
+            raise self._error("'label' is false: the answer is unwanted, and would be trained", hint=hint)
         if isinstance(prompt, str) and isinstance(answer, str) and not self.texts_are_turns:
-            if not answer.strip():
-                raise self._error(f"{key!r} is empty, so there is nothing to train on")
-            return Completion(prompt, answer)
-        before = [_turn("user", prompt)] if isinstance(prompt, str) else self._turns(prompt)
-        before = [replace(turn, weight=0.0) if turn.is_answer else turn for turn in before]
-        if isinstance(answer, str):
-            after = [self._answer(answer, key)]
-        else:
-            after = self._turns([answer] if isinstance(answer, Mapping) else answer, first=len(before))
-        if not any(turn.is_answer for turn in after):
-            raise self._error(f"{key!r} has no turn of the assistant")
-        return self._conversation([*self._system(), *before, *after])
+            return self._completion(prompt, answer, key)
+        return self._conversation(self._with_system(self._answered(prompt, answer, key)))
 
     def tokens(self) -> WeightedTokens:
         tokens, weights = self.record["input_ids"], self.record["weights"]
         for name, values, kind in (("input_ids", tokens, int), ("weights", weights, (int, float))):
             if not isinstance(values, list) or not all(isinstance(each, kind) for each in values):
-                raise self._error(f"{name!r} is no list of numbers")
+                hint = 'write {"input_ids": [1, 2, 3], "weights": [0, 1, 1]}'
+                raise self._error(f"{name!r} is no list of numbers", hint=hint)
         if len(tokens) != len(weights) or not tokens:
             fact = f"{len(tokens)} tokens have {len(weights)} weights"
             raise self._error(fact, hint="each token has the weight with which it counts as a target")
+        for weight in weights:
+            if (trouble := weight_trouble(weight)) is not None:
+                raise self._error(trouble.fact, hint=trouble.hint)
         return WeightedTokens(tuple(tokens), tuple(map(float, weights)))
 
-    def _with_common_prompt(self, chosen: Any, rejected: Any) -> Pair:
-        if isinstance(chosen, str) or isinstance(rejected, str):
-            raise self._error("the pair has no 'prompt', and its answers are texts")
-        both = [self._turns(chosen), self._turns(rejected)]
+    def _completion(self, prompt: str, answer: str, key: str) -> Completion:
+        if not answer.strip():
+            raise self._error(f"{key!r} is empty, so there is nothing to train on", hint="remove the record")
+        return Completion(printable(prompt), printable(answer))
+
+    def _answered(self, prompt: Any, answer: Any, key: str) -> list[Turn]:
+        """The turns of a prompt and of its answer, which may be the conversation with the prompt in it."""
+        before = [text_turn("user", self._text(prompt, "prompt"))] if isinstance(prompt, str) else None
+        before = self._turns(prompt) if before is None else before
+        if isinstance(answer, str):
+            after = [self._answer(answer, key)]
+        else:
+            after = self._turns([answer] if isinstance(answer, Mapping) else answer, first=len(before))
+            before, after = _without_repetition(before, after)
+        if not any(turn.is_answer for turn in after):
+            raise self._error(
+                f"{key!r} has no turn of the assistant", hint="remove the record, or add the answer"
+            )
+        if after[0].role in _NEVER_FIRST:
+            hint = "begin it with the answer, or with the prompt as it is in 'prompt'"
+            raise self._error(f"{key!r} begins with a turn of the {after[0].role}", hint=hint)
+        return [*map(_untrained, before), *after]
+
+    def _pair(self, chosen: list[Turn], rejected: list[Turn]) -> Pair:
+        """Two conversations that begin alike: what they share is not trained."""
         shared = 0
-        for one, other in zip(*both, strict=False):
+        for one, other in zip(chosen, rejected, strict=False):
             if one.message != other.message:
                 break
             shared += 1
-        if shared == 0 or shared >= min(map(len, both)):
-            raise self._error("'chosen' and 'rejected' do not begin alike and then differ")
-        ready = [
-            [replace(turn, weight=0.0) if turn.is_answer else turn for turn in each[:shared]] + each[shared:]
-            for each in both
-        ]
-        return Pair(self._conversation(ready[0]), self._conversation(ready[1]))
+        if shared == 0 or shared >= min(len(chosen), len(rejected)):
+            hint = "without 'prompt', both are conversations with the same first turns and other last ones"
+            raise self._error("'chosen' and 'rejected' do not begin alike and then differ", hint=hint)
+        ready = [[*map(_untrained, each[:shared]), *each[shared:]] for each in (chosen, rejected)]
+        one, other = (self._conversation(self._with_system(each)) for each in ready)
+        return Pair(one, other)
 
     def _conversation(self, turns: list[Turn]) -> Conversation:
         if not any(turn.is_answer for turn in turns):
@@ -226,136 +230,67 @@ class _Reading:
             raise self._error("the conversation has no turn of the assistant", hint=hint)
         return Conversation(tuple(turns), self._tools())
 
-    def _system(self) -> list[Turn]:
-        text = self.record.get("system")
-        return [_turn("system", self._text(text, "system"))] if text else []
+    def _with_system(self, turns: list[Turn]) -> list[Turn]:
+        """The turns after the record's own `system`, where it has one that is not the first turn already."""
+        given = self.record.get("system")
+        if not given:
+            return turns
+        system = text_turn("system", self._text(given, "system"))
+        if turns[0].role not in SYSTEM_ROLES:
+            return [system, *turns]
+        if turns[0].text != system.text:
+            hint = "leave one of them out"
+            raise self._error("the record has 'system', and its first turn is another one", hint=hint)
+        return turns
 
     def _tools(self) -> Sequence[Any] | None:
-        tools = _parsed(self.record.get("tools"))
+        tools = parsed(self.record.get("tools"))
         if not tools:
             return None
-        if not isinstance(tools, list):
-            raise self._error("'tools' is neither a list nor its JSON text")
-        return _without_nulls(tools)
+        tools = [parsed(tool) for tool in tools] if isinstance(tools, list) else []
+        if not tools or not all(isinstance(tool, Mapping) for tool in tools):
+            hint = 'write "tools": [{"type": "function", "function": {"name": "..."}}]'
+            raise self._error("'tools' is neither a list of objects nor its JSON text", hint=hint)
+        return printable(without_nulls(tools))
 
     def _turns(self, messages: Any, *, first: int = 0) -> list[Turn]:
-        messages = _parsed(messages)
+        messages = parsed(messages)
         if not isinstance(messages, list) or not messages:
-            raise self._error("the conversation is no list of messages, or an empty one")
-        return [self._read_turn(message, first + index) for index, message in enumerate(messages)]
-
-    def _read_turn(self, message: Any, index: int) -> Turn:
-        if not isinstance(message, Mapping):
-            raise self._error("the turn is no object with 'role' and 'content'", turn=index)
-        message = {key: value for key, value in message.items() if value is not None or key == "content"}
-        name = message.pop("role", None) or message.pop("from", None)
-        content = message.pop("content", None)
-        content = message.pop("value", None) if content is None else content
-        weight = self._weight({key: message.pop(key) for key in _CONTROLS if key in message}, name, index)
-        role = self._role(name, index)
-        message = {key: _without_nulls(value) for key, value in message.items()}
-        if name == "function_call":
-            message["tool_calls"], content = [{"type": "function", "function": _parsed(content)}], None
-        if "tool_calls" in message:
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
-        content = self._content(content, message, role=role, weight=weight, index=index)
-        return Turn({"role": role, "content": content, **message}, weight)
-
-    def _role(self, name: Any, index: int) -> str:
-        role = _ROLE_OF.get(name) if isinstance(name, str) else None
-        if role is None:
-            fact = f"the role {name!r} is not known" if name else "the turn has no role"
-            hint = f"roles are {', '.join(ROLES)}; ShareGPT's human, gpt, function_call and observation"
-            raise self._error(fact, hint=hint, turn=index, role="")
-        return role
-
-    def _weight(self, controls: Mapping[str, Any], name: Any, index: int) -> float | None:
-        if not controls:
-            return None
-        train, weight = controls.get("train", True), controls.get("weight", 1.0)
-        if not isinstance(train, bool) or isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            fact = f"train={train!r}, weight={weight!r}: 'train' is true or false, 'weight' a number"
-            raise self._error(fact, turn=index)
-        if _ROLE_OF.get(name) != ASSISTANT:
-            if train and weight and ("train" in controls or "weight" in controls):
-                hint = "remove the key; `--train all` trains every turn"
-                raise self._error("only turns of the assistant can be trained", hint=hint, turn=index)
-            return None
-        return float(weight) if train else 0.0
-
-    def _content(
-        self, content: Any, message: Mapping[str, Any], *, role: str, weight: float | None, index: int
-    ) -> str | None:
-        if isinstance(content, list):
-            content = self._joined(content, index)
-        if content is not None and not isinstance(content, str):
-            fact = f"the content is {json.dumps(content, default=str)[:40]}, not text"
-            raise self._error(fact, turn=index, role=role)
-        is_empty = not (content or "").strip() and not message.get("tool_calls")
-        if is_empty and role == ASSISTANT and weight != 0:
-            hint = 'remove the record, or mark the turn with "train": false'
-            raise self._error("the answer is empty", hint=hint, turn=index, role=role)
-        if content is None and not message.get("tool_calls"):
-            raise self._error("the turn has no content", turn=index, role=role)
-        return _printable(content)
-
-    def _joined(self, parts: list[Any], index: int) -> str:
-        for part in parts:
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, Mapping) else part
-                raise self._error(f"a part of the content is {kind!r}; only text is read", turn=index)
-        return "".join(part["text"] for part in parts)
+            hint = 'write a list of turns such as {"role": "user", "content": "..."}'
+            raise self._error("the conversation is no list of messages, or an empty one", hint=hint)
+        return [
+            read_turn(message, where=self.where, turn=turn) for turn, message in enumerate(messages, first)
+        ]
 
     def _answer(self, value: Any, key: str) -> Turn:
         text = self._text(value, key)
         if not text.strip():
             raise self._error(f"the answer {key!r} is empty", hint="remove the record")
-        return _turn(ASSISTANT, text)
+        return text_turn(ASSISTANT, text)
 
     def _text(self, value: Any, key: str) -> str:
         if not isinstance(value, str):
-            raise self._error(f"{key!r} is {json.dumps(value, default=str)[:40]}, not text")
-        return _printable(value) or ""
+            fact = f"{key!r} is {json.dumps(value, default=str)[:40]}, not text"
+            raise self._error(fact, hint="write it as a string")
+        return printable(value)
 
-    def _error(self, fact: str, *, hint: str = "", turn: int | None = None, role: str = "") -> DataError:
-        place = "" if turn is None else f", turn {turn + 1}{f' ({role})' if role else ''}"
-        return DataError(fact, where=f"{self.where}{place}", hint=hint)
-
-
-def _turn(role: str, text: str) -> Turn:
-    return Turn({"role": role, "content": text})
+    def _error(self, fact: str, *, hint: str) -> DataError:
+        return DataError(fact, where=self.where, hint=hint)
 
 
-def _parsed(value: Any) -> Any:
-    """A value, or the value of its JSON text; text that is no JSON stays as it is."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+def _untrained(turn: Turn) -> Turn:
+    return replace(turn, weight=0.0) if turn.is_answer else turn
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call whose arguments are an object, as templates expect; OpenAI writes their JSON text."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call
-    function = call["function"]
-    arguments = _parsed(function.get("arguments"))
-    return {**call, "function": {**function, "arguments": arguments}} if "arguments" in function else call
+def _without_repetition(before: list[Turn], after: list[Turn]) -> tuple[list[Turn], list[Turn]]:
+    """(prompt, answer) where the answer is the conversation from its begin, with the prompt in it.
 
-
-def _without_nulls(value: Any) -> Any:
-    """Nested values without null: tables have every key in every row."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    if isinstance(value, (list, tuple)):
-        return [_without_nulls(each) for each in value]
-    return value
-
-
-def _printable(text: str | None) -> str | None:
-    """Text without lone surrogates, which JSON allows and UTF-8 does not."""
-    if text is None or text.isascii():
-        return text
-    return text.encode("utf-8", errors="replace").decode("utf-8")
+    A prompt of one turn, such as the text in many datasets of preferences, may follow a system turn there.
+    """
+    begin = 0
+    while len(before) == 1 and begin < len(after) - 1 and after[begin].role in SYSTEM_ROLES:
+        begin += 1
+    end = begin + len(before)
+    if [turn.message for turn in after[begin:end]] != [turn.message for turn in before]:
+        return before, after
+    return after[:end], after[end:]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.packing import plan_packing
 from meshwright.data.sources import TokenFile
 from meshwright.data.tokenize import HuggingFaceTokenizer, tokenizer_of
 
@@ -43,6 +44,43 @@ class TrainedShare:
     """Samples that would have no trained token within the sequence."""
 
 
+@dataclass(frozen=True)
+class WholePacking:
+    """Sequences of one length that hold complete samples, a pair with both of its answers."""
+
+    sequence_length: int
+    num_sequences: int
+    num_longer: int
+    """Samples longer than the sequence: a run refuses the dataset."""
+    whole_share: float
+    """Share of positions with a token."""
+    trained_share: float
+    """Share of positions with a trained target."""
+    padded_share: float
+    """For comparison: share of positions with a token if each sample had its own, padded sequence."""
+
+
+def whole_packing(dataset: TokenFile, sequence_length: int) -> WholePacking:
+    """The sequences of a run on a dataset of chats, by best fit decreasing; longer samples are left out."""
+    assert dataset.loss_weights is not None and dataset.manifest.chat is not None
+    ends = dataset.document_ends[1::2] if dataset.manifest.chat.kind == "pairs" else dataset.document_ends
+    lengths = np.diff(ends, prepend=0)
+    fits = lengths <= sequence_length
+    num_sequences = len(plan_packing(ends, sequence_length, chosen=fits)) if fits.any() else 0
+    is_target = dataset.loss_weights != 0
+    is_target[np.concatenate([[0], dataset.document_ends[:-1]])] = False
+    num_trained = int(is_target[np.repeat(fits, lengths)].sum())
+    positions = max(1, num_sequences * sequence_length)
+    return WholePacking(
+        sequence_length=sequence_length,
+        num_sequences=num_sequences,
+        num_longer=int((~fits).sum()),
+        whole_share=int(lengths[fits].sum()) / positions,
+        trained_share=num_trained / positions,
+        padded_share=int(lengths[fits].sum()) / max(1, int(fits.sum()) * sequence_length),
+    )
+
+
 def conversations(dataset: TokenFile, count: int) -> list[Conversation]:
     """The first documents of a dataset of chats."""
     tokenizer = tokenizer_of(dataset.folder, dataset.manifest.tokenizer)
@@ -59,12 +97,20 @@ def _conversation(
     tokens, end = dataset.document(index), int(dataset.document_ends[index])
     weights = dataset.loss_weights[end - len(tokens) : end].astype(np.float32)
     edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(tokens)]
+    # The text up to each edge: alone, a span would lose the space with which its first word begins.
+    texts = [tokenizer.decode_with_special(tokens[:edge].tolist()) for edge in edges]
     spans = [
-        Span(tokenizer.decode_with_special(tokens[begin:stop].tolist()), float(weights[begin]))
-        for begin, stop in pairwise(edges)
+        Span(_continuation(*both), float(weights[begin]))
+        for begin, both in zip(edges, pairwise(texts), strict=False)
     ]
     name = f"pair {index // 2}, {('chosen', 'rejected')[index % 2]}" if is_pairs else f"conversation {index}"
     return Conversation(name, spans, len(tokens), int(np.count_nonzero(weights[1:])))
+
+
+def _continuation(before: str, text: str) -> str:
+    """What a text adds to its begin, which may end inside a character."""
+    begin = before if text.startswith(before) else before.rstrip("\ufffd")
+    return text[len(begin) :]
 
 
 def trained_share(dataset: TokenFile, sequence_length: int | None) -> TrainedShare:

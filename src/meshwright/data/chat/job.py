@@ -63,10 +63,14 @@ class ChatCounts:
     num_truncated: int = 0
     num_without_targets: int = 0
     """Samples in which no token is trained, or none was left by truncation; they are left out."""
+    num_rendered: int = 0
+    """Samples that the chat template has rendered; texts and given tokens are not."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Samples by kind: chats or pairs."""
     ends: dict[str, int] = field(default_factory=dict)
     """Trained turns by their last trained token; "" where that is text."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Records by what the template does not write, a field or turns of a role: it is not in the dataset."""
     bad: list[tuple[str, str, str]] = field(default_factory=list)
     """Fact, place and hint of each bad record."""
 
@@ -77,7 +81,12 @@ class ChatCounts:
         self.num_dropped += other.num_dropped
         self.num_truncated += other.num_truncated
         self.num_without_targets += other.num_without_targets
-        for own, others in ((self.kinds, other.kinds), (self.ends, other.ends)):
+        self.num_rendered += other.num_rendered
+        for own, others in (
+            (self.kinds, other.kinds),
+            (self.ends, other.ends),
+            (self.unread, other.unread),
+        ):
             for name, count in others.items():
                 own[name] = own.get(name, 0) + count
         self.bad += other.bad

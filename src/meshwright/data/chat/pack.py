@@ -11,26 +11,27 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.chat.conversation import Pair, Sample, read_sample
+from meshwright.data.chat.conversation import Conversation, Pair, Sample, read_sample
 from meshwright.data.chat.job import ChatCounts, ChatJob
 from meshwright.data.chat.rows import ChatFiles, Row
 from meshwright.data.chat.targets import ChatEncoder, Encoded
 from meshwright.data.chat.template import TEMPLATE_FILE, ChatTemplate
-from meshwright.data.pack_parts import PIECE_BYTES, begin_job
+from meshwright.data.chat.values import WRITTEN_FIELDS, names_of
+from meshwright.data.pack_parts import begin_job, end_with_parent, writing_parts
 from meshwright.data.sources import WEIGHTS_DTYPE, ChatFacts, Manifest, token_dtype
 from meshwright.data.text_input import Piece
-from meshwright.data.tokenize import HuggingFaceTokenizer
 from meshwright.data.write import new_dataset, require_absent
 from meshwright.errors import DataError
 
-_GROUP_ROWS = 256
+# Chats cost much more time per byte than plain text: a unit of this size takes about a second.
+PIECE_BYTES, _MAX_PIECE_BYTES, _NUM_PIECES = 1 << 20, 1 << 25, 256
+_GROUP_ROWS, _GROUP_BYTES = 256, 1 << 22
 _COPY_BYTES = 1 << 24
 
 
@@ -54,16 +55,19 @@ def pack_chats(
     encoder = job.open_encoder()
     tokenizer, template = encoder.tokenizer, encoder.template
     hidden = folder.with_name(f".{folder.name}.packing")
-    units = chats.pieces(PIECE_BYTES)
-    _begin(hidden, chats, job, tokenizer, template)
-    try:
-        worker = _Worker(hidden, chats, job, encoder)
-        counts = _encode_units(worker, units, num_processes=num_processes, progress=progress)
-        counts.require_few_bad(job.max_bad)
-        _require_samples(counts, chats)
-    except DataError:  # the next call has other input or settings, and could not continue this one
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
+    piece_bytes = min(max(PIECE_BYTES, chats.num_bytes // _NUM_PIECES), _MAX_PIECE_BYTES)
+    units = chats.pieces(piece_bytes)
+    _begin(hidden, chats, job, encoder, piece_bytes)
+    with writing_parts(hidden):
+        try:
+            worker = _Worker(hidden, chats, job, encoder)
+            counts = _encode_units(worker, units, num_processes=num_processes, progress=progress)
+            counts.require_few_bad(job.max_bad)
+            _require_samples(counts, chats)
+        except DataError:  # the next call has other input or settings, and could not continue this one
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+    template = template if counts.num_rendered else None
     with new_dataset(folder, tokenizer, is_weighted=True) as writer:
         for number in range(len(units)):
             lengths = np.fromfile(hidden / f"{number}.lengths", dtype=np.int64)
@@ -99,23 +103,25 @@ def _require_samples(counts: ChatCounts, chats: ChatFiles) -> None:
         raise DataError(fact, where=where, hint="pack them into two datasets")
     if counts.num_samples == 0:
         left_out = counts.num_dropped + counts.num_without_targets
-        hint = "look at the input, --train and --seq" if left_out else "check the files"
-        raise DataError(f"no sample is left to train on; {left_out} were left out", where=where, hint=hint)
+        if counts.bad and not left_out:
+            fact, where, hint = counts.bad[0]
+            raise DataError(f"every record is bad; the first: {fact}", where=where, hint=hint)
+        fact = (
+            f"no sample is left to train on: all {left_out} are left out"
+            if left_out
+            else "there is no record"
+        )
+        hint = "look at the input, --train and --seq" if left_out else "each line of a file is one chat"
+        raise DataError(fact, where=where, hint=hint)
 
 
-def _begin(
-    hidden: Path,
-    chats: ChatFiles,
-    job: ChatJob,
-    tokenizer: HuggingFaceTokenizer,
-    template: ChatTemplate | None,
-) -> None:
+def _begin(hidden: Path, chats: ChatFiles, job: ChatJob, encoder: ChatEncoder, piece_bytes: int) -> None:
     """Make the folder of units, or keep the one of an earlier call with the same input and settings."""
     inside = [each for file in chats.files for each in (file.rglob("*") if file.is_dir() else [file])]
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(inside)]
     settings = asdict(job) | {"date": str(job.date)}
-    facts = [states, chats.split, settings, tokenizer.hash, template.hash if template else None, PIECE_BYTES]
-    begin_job(hidden, facts)
+    hashes = [encoder.tokenizer.hash, encoder.template.hash if encoder.template else None]
+    begin_job(hidden, [states, chats.split, settings, *hashes, piece_bytes])
 
 
 def _encode_units(
@@ -125,7 +131,7 @@ def _encode_units(
     left = [number for number in range(len(units)) if not (folder / f"{number}.json").is_file()]
     done = set(range(len(units))).difference(left)
     progress(sum(worker.chats.bytes_of(units[number]) for number in done))
-    if num_processes == 1:
+    if num_processes == 1 or len(left) == 1:
         for number in left:
             worker.encode_unit(number, units[number], progress).require_few_bad(worker.job.max_bad)
     else:
@@ -164,6 +170,7 @@ class _Process:
 
 
 def _open_worker(folder: Path, chats: ChatFiles, job: ChatJob) -> None:
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each process, not all for each
     _Process.worker = _Worker(folder, chats, job, job.open_encoder())
 
@@ -218,19 +225,40 @@ class _Worker:
                 continue
             ready = [each for each in documents if isinstance(each, Encoded)]
             try:
-                yield from self._kept(ready, row, counts)
+                kept = self._kept(ready, row, counts)
             except DataError as error:
                 _note(counts, row.located(error))
+                continue
+            counts.num_rendered += bool(kept) and any(isinstance(each, Conversation) for each in group)
+            for name in self._unread(group) | {name for each in ready for name in each.unwritten}:
+                counts.unread[name] = counts.unread.get(name, 0) + 1
+            yield from kept
 
     def _samples(self, row: Row) -> list[Sample]:
+        if row.trouble is not None:
+            raise row.trouble
         job = self.job
         sample = read_sample(
             row.record, chat_format=job.chat_format, where=row.where, texts_are_turns=job.texts_are_turns
         )
+        if isinstance(sample, Pair) and job.trained == "all":
+            hint = "leave out --train: what follows the common prompt is trained"
+            raise DataError("`--train all` would train the prompts of pairs", where=row.where, hint=hint)
         return [sample.chosen, sample.rejected] if isinstance(sample, Pair) else [sample]
+
+    def _unread(self, samples: list[Sample]) -> set[str]:
+        """Fields of the conversations whose text the template leaves out."""
+        template = self.encoder.template
+        chats = [sample for sample in samples if isinstance(sample, Conversation)]
+        if template is None or not chats:
+            return set()
+        fields = {name for chat in chats for message in chat.messages for name in message}
+        fields |= {"tools"} if any(chat.tools for chat in chats) else set()
+        return {name for name in fields & WRITTEN_FIELDS if not any(map(template.names, names_of(name)))}
 
     def _kept(self, documents: list[Encoded], row: Row, counts: ChatCounts) -> list[Encoded]:
         """The documents of a record, at most as long as a sequence, or none."""
+        _require_difference(documents, row)
         limit = self.job.sequence_length
         length = sum(len(each.tokens) for each in documents)
         if limit is not None and length > limit:
@@ -259,6 +287,13 @@ def _note(counts: ChatCounts, error: DataError) -> None:
     counts.bad.append((error.fact, error.where, error.hint))
 
 
+def _require_difference(documents: list[Encoded], row: Row) -> None:
+    if len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
+        fact = "'chosen' and 'rejected' have the same tokens"
+        hint = "remove the record: what differs is not written by the template"
+        raise DataError(fact, where=row.where, hint=hint)
+
+
 def _too_long(row: Row, documents: list[Encoded], limit: int) -> DataError:
     lengths = " + ".join(f"{len(each.tokens):,}" for each in documents)
     what = "the pair has" if len(documents) == 2 else "the sample has"
@@ -271,11 +306,28 @@ def _too_long(row: Row, documents: list[Encoded], limit: int) -> DataError:
 def _truncated(documents: list[Encoded], limit: int) -> list[Encoded]:
     """The first tokens of each document: of a pair, half the sequence each."""
     share = limit // len(documents)
-    return [Encoded(each.tokens[:share], each.weights[:share], each.last_trained) for each in documents]
+    return [_first_tokens(each, share) if len(each.tokens) > share else each for each in documents]
+
+
+def _first_tokens(document: Encoded, count: int) -> Encoded:
+    """The document up to this token; an answer that is cut off there ends without its end of turn."""
+    tokens, weights = document.tokens[:count], document.weights[:count]
+    is_trained = document.weights != 0
+    turn_ends = np.flatnonzero(is_trained & ~np.append(is_trained[1:], np.False_))
+    complete = document.last_trained[: int((turn_ends < count).sum())]
+    is_cut = is_trained[count - 1] and is_trained[count]
+    return Encoded(tokens, weights, [*complete, int(tokens[-1])] if is_cut else complete)
 
 
 def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while group := list(islice(rows, _GROUP_ROWS)):
+    """Records that are encoded at once: some hundreds, or a few that are large."""
+    group: list[Row] = []
+    for row in rows:
+        group.append(row)
+        if len(group) == _GROUP_ROWS or sum(each.num_bytes for each in group) >= _GROUP_BYTES:
+            yield group
+            group = []
+    if group:
         yield group
 
 

@@ -50,7 +50,7 @@ def chat_prompt(tokenizer: Tokenizer, question: str, data: DataSpec | None) -> P
 
 def _dataset_template(data: DataSpec) -> tuple[ChatTemplate, Iterable[str | int]]:
     """The template of the first packed dataset of a run, with the date and variables of its packing."""
-    folder, chat = _chats_of(data)
+    folder, chat = chats_of(data)
     if folder is None or chat is None or chat.template_hash is None:
         hint = "leave --chat out, or take the template of a model: --tokenizer path/to/model"
         raise DataError("the run's data have no chat template", where=str(folder or _WHERE), hint=hint)
@@ -62,11 +62,11 @@ def _dataset_template(data: DataSpec) -> tuple[ChatTemplate, Iterable[str | int]
 
 def was_trained_on_chats(data: DataSpec) -> bool:
     """Whether the dataset of a run was rendered with a chat template."""
-    chat = _chats_of(data)[1]
+    chat = chats_of(data)[1]
     return chat is not None and chat.template_hash is not None
 
 
-def _chats_of(data: DataSpec) -> tuple[Path | None, ChatFacts | None]:
+def chats_of(data: DataSpec) -> tuple[Path | None, ChatFacts | None]:
     """The first packed dataset of a run, and how its chats were rendered."""
     folders = [Path(source.path) for source in data.sources if source.path is not None]
     folder = next((each for each in folders if (each / MANIFEST_FILE).is_file()), None)

@@ -17,7 +17,7 @@ from meshwright.files import MIB, read_json_file
 
 JSON = ".json"
 _BATCH_ROWS = 256
-_ROWS_OF_A_PIECE = 1 << 14
+_ROWS_OF_A_PIECE = 1 << 11
 _MAX_JSON_BYTES = 1024 * MIB
 
 
@@ -30,6 +30,8 @@ class Row(NamedTuple):
     num_bytes: int
     """Bytes of the file for progress."""
     line: Line | None = None
+    trouble: DataError | None = None
+    """Why the record cannot be read, where that is so."""
 
     def located(self, error: DataError) -> DataError:
         """An error of this record with its line in the file, for which the lines before are counted."""
@@ -102,7 +104,7 @@ def find_chats(paths: Sequence[Path], *, split: str | None) -> ChatFiles:
         raise DataError("there are no records of chats here", where=", ".join(map(str, paths)), hint=hint)
     if split is not None and not any(map(_is_saved_dataset, found)):
         fact = "no Hugging Face dataset is packed, so a split has no effect"
-        raise DataError(fact, where="--split", hint="leave it out")
+        raise DataError(fact, where="--dataset-split", hint="leave it out")
     return ChatFiles(tuple(found), split)
 
 
@@ -117,13 +119,16 @@ def _bytes_of(path: Path) -> int:
 
 def _lines(piece: Piece) -> Iterator[Row]:
     for line in json_lines(piece):
+        where = f"{piece.path}:{line.number}"
         try:
             record = json.loads(line.content)
         except (ValueError, RecursionError) as error:
-            hint = "each line is one JSON object"
-            raise DataError(f"the line is not JSON ({error})", where=line.where(), hint=hint) from None
-        where = f"{piece.path}:{line.number}"
-        yield Row(_object(record, line.where), where, len(line.content), line)
+            is_text = not isinstance(error, UnicodeDecodeError)
+            hint = "each line is one JSON object" if is_text else "save the file as UTF-8"
+            trouble = DataError(f"the line is not JSON ({error})", where=where, hint=hint)
+            yield Row({}, where, len(line.content), line, trouble)
+        else:
+            yield _row(record, where, len(line.content), line)
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -137,7 +142,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
     share = path.stat().st_size / max(1, len(value))
     for index, record in enumerate(value):
         where = f"{path}: entry {index}"
-        yield Row(_object(record, where), where, int((index + 1) * share) - int(index * share))
+        yield _row(record, where, int((index + 1) * share) - int(index * share))
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -154,8 +159,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise DataError(fact, where=str(path)) from error
 
 
-def _object(record: Any, where: Any) -> Mapping[str, Any]:
-    if not isinstance(record, dict):
-        place = where if isinstance(where, str) else where()
-        raise DataError(f"the record is a JSON {type(record).__name__}, not an object", where=place)
-    return record
+def _row(record: Any, where: str, num_bytes: int, line: Line | None = None) -> Row:
+    if isinstance(record, dict):
+        return Row(record, where, num_bytes, line)
+    fact = f"the record is a JSON {type(record).__name__}, not an object"
+    trouble = DataError(fact, where=where, hint='write {"messages": [...]}, or another format of chats')
+    return Row({}, where, num_bytes, line, trouble)

@@ -10,6 +10,8 @@ The end-of-turn token is trained: without it a model does not learn to stop. Wha
 belongs to no turn and is not trained.
 """
 
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +21,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.chat.conversation import Completion, Conversation, Sample, WeightedTokens
+from meshwright.data.chat.mask_errors import (
+    changed_error,
+    joined_error,
+    place_of,
+    rewritten_error,
+    unwritten_calls_error,
+    unwritten_error,
+    ways_out,
+)
 from meshwright.data.chat.template import ChatTemplate, Rendered
+from meshwright.data.chat.turn_ends import TurnEnds
+from meshwright.data.chat.values import Messages
 from meshwright.data.tokenize import HuggingFaceTokenizer
 from meshwright.errors import DataError
 
 Trained = Literal["assistant", "last", "all"]
-_SHOWN_CHARACTERS = 40
+_SEARCHED_CHARACTERS = 400
+_WORD = re.compile(r"\w+")
 
 
 class Encoded(NamedTuple):
@@ -34,7 +48,9 @@ class Encoded(NamedTuple):
     weights: NDArray[np.float32]
     """Loss weight of each token as a target."""
     last_trained: list[int]
-    """The last trained token of each trained turn: the end-of-turn token, where it is trained."""
+    """The last trained token of each trained turn but spaces: the end-of-turn token, where it is trained."""
+    unwritten: frozenset[str] = frozenset()
+    """Turns, by role, that the template does not write."""
 
     @property
     def num_trained(self) -> int:
@@ -43,12 +59,19 @@ class Encoded(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A trained turn, and the texts that enclose it."""
+    """A trained turn, and the texts that enclose it, from a token on that divides the text in any case.
+
+    Without what is before that token, the work for a conversation does not grow with the square of its turns.
+    """
 
     turn: int
     weight: float
     before: str
     upto: str
+    begin: int = 0
+    """First character of both in the text of the conversation."""
+    divider: int | None = None
+    """Which of the text's dividers is there; None: both begin where the text does."""
 
 
 class _Plan(NamedTuple):
@@ -58,14 +81,25 @@ class _Plan(NamedTuple):
     where: str
     rendered: Rendered
     asked: list[_Asked]
+    divider_ids: list[int]
+    """The dividing tokens of the text, in order."""
+    unwritten: frozenset[str] = frozenset()
 
     @property
     def is_tagged(self) -> bool:
         return bool(self.rendered.spans)
 
-    def texts(self) -> list[str]:
-        enclosing = [text for one in self.asked for text in (one.before, one.upto)]
-        return [self.rendered.text, *enclosing]
+    def enclosing(self) -> list[str]:
+        return [text for one in self.asked for text in (one.before, one.upto)]
+
+    def from_begin(self) -> "_Plan":
+        """The plan with complete texts, for a tokenizer whose dividers are not found."""
+        text = self.rendered.text
+        asked = [
+            _Asked(one.turn, one.weight, text[: one.begin] + one.before, text[: one.begin] + one.upto)
+            for one in self.asked
+        ]
+        return self._replace(asked=asked)
 
 
 @dataclass(frozen=True)
@@ -80,53 +114,108 @@ class ChatEncoder:
         """The tokens of samples, each with its place in the input; a bad sample is its error."""
         plans = [self._planned(sample, where) for sample, where in samples]
         ready = [plan for plan in plans if isinstance(plan, _Plan)]
+        texts = self._encodings_of_texts(ready)
+        ready = [
+            plan if self._has_dividers(plan, encoding) else plan.from_begin()
+            for plan, encoding in zip(ready, texts, strict=True)
+        ]
+        enclosing = iter(
+            self.tokenizer.encodings(
+                [text for plan in ready for text in plan.enclosing()], with_offsets=False
+            )
+        )
+        encoded = iter(
+            [
+                self._encoded_or_refused(plan, [encoding, *(next(enclosing) for _ in plan.enclosing())])
+                for plan, encoding in zip(ready, texts, strict=True)
+            ]
+        )
+        return [plan if isinstance(plan, DataError) else next(encoded) for plan in plans]
+
+    def _encodings_of_texts(self, plans: list[_Plan]) -> list[Any]:
         # Only blocks of a template need offsets into the text, which cost time.
-        encodings = {
+        found = {
             is_tagged: iter(
                 self.tokenizer.encodings(
-                    [text for plan in ready if plan.is_tagged == is_tagged for text in plan.texts()],
+                    [plan.rendered.text for plan in plans if plan.is_tagged == is_tagged],
                     with_offsets=is_tagged,
                 )
             )
             for is_tagged in (False, True)
         }
-        found: list[Encoded | DataError] = []
-        for plan in plans:
-            if isinstance(plan, DataError):
-                found.append(plan)
-                continue
-            own = [next(encodings[plan.is_tagged]) for _ in plan.texts()]
-            try:
-                found.append(self._encoded(plan, own))
-            except DataError as error:
-                found.append(error)
-        return found
+        return [next(found[plan.is_tagged]) for plan in plans]
+
+    def _has_dividers(self, plan: _Plan, encoding: Any) -> bool:
+        """Whether the tokens of the text have the dividers of the text."""
+        if all(one.divider is None for one in plan.asked):
+            return True
+        tokens = np.array(encoding.ids, dtype=np.uint32)
+        return tokens[np.isin(tokens, self.tokenizer.divider_ids)].tolist() == plan.divider_ids
+
+    def _encoded_or_refused(self, plan: _Plan, encodings: list[Any]) -> Encoded | DataError:
+        try:
+            return self._encoded(plan, encodings)
+        except DataError as error:
+            return error
 
     def _planned(self, sample: Sample, where: str) -> _Plan | DataError:
         try:
             if isinstance(sample, Completion):
                 asked = [_Asked(0, 1.0, sample.prompt, sample.completion)]
-                return _Plan(sample, where, Rendered(sample.prompt + sample.completion, []), asked)
+                return _Plan(sample, where, Rendered(sample.prompt + sample.completion, []), asked, [])
             if isinstance(sample, WeightedTokens):
-                return _Plan(sample, where, Rendered("", []), [])
+                return _Plan(sample, where, Rendered("", []), [], [])
             return self._rendered(sample, where)
         except DataError as error:
             return error
 
     def _rendered(self, sample: Conversation, where: str) -> _Plan:
-        template, messages = self._required_template(where), sample.messages
-        tools = sample.tools
-        rendered = template.render(messages, tools=tools, where=where)
+        template, tools = self._required_template(where), sample.tools
+        self._require_written(sample, template, where)
+        messages, rendered = template.first_rendering(sample.messages, tools=tools, where=where)
+        unwritten = _unwritten(sample, rendered.text)
         if template.is_tagged(with_tools=tools is not None):
-            return _Plan(sample, where, rendered, [])
+            return _Plan(sample, where, rendered, [], [], unwritten)
+        dividers = self.tokenizer.dividers(rendered.text)
+        ends = [end for _, end, _ in dividers]
         asked = []
         for turn, weight in self._weighted_turns(sample):
-            place = _place(where, turn)
-            before = template.render(messages[:turn], tools=tools, where=place, add_generation_prompt=True)
-            upto = template.render(messages[: turn + 1], tools=tools, where=place)
-            _require_beginning(before.text, rendered.text, place)
-            asked.append(_Asked(turn, weight, before.text, upto.text))
-        return _Plan(sample, where, rendered, asked)
+            place = place_of(where, turn)
+            before = self._prompt(messages[:turn], tools, place)
+            upto = template.render(messages[: turn + 1], tools=tools, where=place).text
+            if not rendered.text.startswith(before):
+                raise rewritten_error(before, rendered.text, place, self._ways_out(sample, turn))
+            number = bisect_right(ends, len(before)) - 1
+            begin = dividers[number][0] if number >= 0 else 0
+            if number < 0 or not upto.startswith(before[:begin]):
+                asked.append(_Asked(turn, weight, before, upto))
+            else:
+                asked.append(_Asked(turn, weight, before[begin:], upto[begin:], begin, number))
+        return _Plan(sample, where, rendered, asked, [token for _, _, token in dividers], unwritten)
+
+    def _require_written(self, sample: Conversation, template: ChatTemplate, where: str) -> None:
+        """DataError where a trained answer is only calls of tools, of which the template writes none."""
+        if template.names("tool_calls"):
+            return
+        for turn, weight in self._answer_weights(sample):
+            if weight and not sample.turns[turn].text.strip():
+                raise unwritten_calls_error(place_of(where, turn))
+
+    def _prompt(self, messages: Messages, tools: Sequence[Any] | None, place: str) -> str:
+        """The turns before an answer, as the model is asked."""
+        template = self._required_template(place)
+        try:
+            return template.render(messages, tools=tools, where=place, add_generation_prompt=True).text
+        except DataError as error:
+            if messages:
+                raise
+            fact = "the conversation begins with an answer, and the template renders no prompt without turns"
+            hint = 'put a turn of the user before it, or mark it with "train": false'
+            raise DataError(fact, where=place, hint=hint) from error
+
+    def _ways_out(self, sample: Sample, turn: int) -> str:
+        assert isinstance(sample, Conversation) and self.template is not None
+        return ways_out(self.template, is_last=turn == sample.answers()[-1])
 
     def _required_template(self, where: str) -> ChatTemplate:
         if self.template is None:
@@ -164,30 +253,43 @@ class ChatEncoder:
         )
         for begin, end, weight in spans:
             weights[begin:end] = weight
-            if weight:
-                ends.append(int(tokens[end - 1]))
-        return Encoded(tokens, weights, ends)
+            if weight:  # a block of a template may have a newline after the end of turn
+                ends.append(int(tokens[self._turn_ends.after(tokens, begin, end) - 1]))
+        return Encoded(tokens, weights, ends, plan.unwritten)
 
     def _completion(self, sample: Completion, encodings: list[Any]) -> Encoded:
         """Prompt, completion and end of document; the prompt has the tokens that it has at inference."""
         joint, prompt, completion = (each.ids for each in encodings)
         if joint[: len(prompt)] != prompt:  # a token reaches from the prompt into the completion
-            joint = prompt + completion
+            joint = prompt + self._continued(sample.completion, joint, prompt, completion)
         begin = [] if joint[:1] == self.tokenizer.begin_ids else self.tokenizer.begin_ids
         tokens = np.array([*begin, *joint, self.tokenizer.eos_id], dtype=np.uint32)
         weights = np.full(len(tokens), float(self.trained == "all"), dtype=np.float32)
         weights[len(begin) + len(prompt) :] = 1.0
         return Encoded(tokens, weights, [self.tokenizer.eos_id])
 
+    def _continued(self, text: str, joint: list[int], prompt: list[int], completion: list[int]) -> list[int]:
+        """The tokens of a completion behind those of its prompt.
+
+        Some tokenizers put a space before a text, which belongs to no text that continues another one.
+        """
+        decode = self.tokenizer.decode_with_special
+        leads = ("\n", self.tokenizer.token(self.tokenizer.eos_id) or "")
+        found = (completion, *(self.tokenizer.tokens_after(lead, text) for lead in leads))
+        same = (each for each in found if each is not None and decode(prompt + each) == decode(joint))
+        return next(same, completion)
+
     def _given(self, sample: WeightedTokens, where: str) -> Encoded:
-        if not 0 <= min(sample.tokens) <= max(sample.tokens) < self.tokenizer.vocab_size:
-            fact = f"tokens from {min(sample.tokens)} to {max(sample.tokens)} are outside the vocabulary"
-            hint = f"the tokenizer has {self.tokenizer.vocab_size} tokens"
+        size = self.tokenizer.vocab_size
+        outside = next((token for token in sample.tokens if not 0 <= token < size), None)
+        if outside is not None:
+            fact = f"token {outside} is outside the vocabulary"
+            hint = f"the tokenizer has the ids 0 to {size - 1}"
             raise DataError(fact, where=where, hint=hint)
         tokens = np.array(sample.tokens, dtype=np.uint32)
         weights = np.array(sample.weights, dtype=np.float32)
         last = [int(tokens[index]) for index in np.flatnonzero(weights)[-1:]]
-        return Encoded(tokens, weights, last)
+        return Encoded(tokens, weights, [token for token in last if token in self.tokenizer.special_ids])
 
     def _tagged_spans(self, plan: _Plan, encoding: Any) -> list[tuple[int, int, float]]:
         """The tokens of `{% generation %}` blocks, with their weights."""
@@ -223,41 +325,42 @@ class ChatEncoder:
     ) -> list[tuple[int, int, float]]:
         """The tokens between the rendering before each turn and the one up to it, with their weights."""
         found = []
+        divided = np.flatnonzero(np.isin(tokens, self.tokenizer.divider_ids))
         for number, one in enumerate(plan.asked):
+            start = 0 if one.divider is None else int(divided[one.divider])
             before, upto = (
                 np.array(each.ids, dtype=np.uint32) for each in encodings[2 * number : 2 * number + 2]
             )
-            begin, end = len(before), _shared(tokens, upto)
-            closing = upto[end:]  # what the template writes only at the end of a conversation
-            is_beginning = np.array_equal(tokens[:begin], before)
-            if not is_beginning or end <= begin or not all(map(self._is_special_or_space, closing)):
-                _refuse_turn(plan, one, self.tokenizer.decode(closing.tolist()))
-            found.append((begin, self._after_end_of_turn(tokens, begin, end), one.weight))
+            begin, shared = start + len(before), _shared(tokens[start:], upto)
+            closing = upto[shared:]  # what the template writes only at the end of a conversation
+            end, place = start + shared, place_of(plan.where, one.turn)
+            if not np.array_equal(tokens[start:begin], before):
+                hint = self._ways_out(plan.sample, one.turn)
+                raise joined_error(one.upto[len(one.before) :], place, hint)
+            if len(one.upto) <= len(one.before):
+                raise unwritten_error(place)
+            if end <= begin or not all(map(self._turn_ends.is_special_or_space, closing)):
+                hint = self._ways_out(plan.sample, one.turn)
+                raise changed_error(self.tokenizer.decode(closing.tolist()), place, hint)
+            found.append((begin, self._turn_ends.after(tokens, begin, end), one.weight))
         return found
 
-    def _after_end_of_turn(self, tokens: NDArray[np.uint32], begin: int, end: int) -> int:
-        """The end of the trained tokens: after the first special tokens in what closes the turn."""
-        first = end
-        while first > begin and self._is_special_or_space(tokens[first - 1]):
-            first -= 1
-        closing = [int(token) in self.tokenizer.special_ids for token in tokens[first:end]]
-        if True not in closing:
-            return end
-        stop = closing.index(True)
-        while stop < len(closing) and closing[stop]:
-            stop += 1
-        return first + stop
-
-    def _is_special_or_space(self, token: int) -> bool:
-        token = int(token)
-        if token not in self._special_or_space:
-            is_space = not self.tokenizer.decode([token]).strip()
-            self._special_or_space[token] = is_space or token in self.tokenizer.special_ids
-        return self._special_or_space[token]
-
     @cached_property
-    def _special_or_space(self) -> dict[int, bool]:
-        return {}
+    def _turn_ends(self) -> TurnEnds:
+        return TurnEnds(self.tokenizer, self.template)
+
+
+def _unwritten(sample: Conversation, text: str) -> frozenset[str]:
+    """The roles of turns of which not even a word is in the text, such as `tool turns`.
+
+    Templates may rewrite a turn, so only its longest word is looked for.
+    """
+    found = set[str]()
+    for turn in sample.turns:
+        words = _WORD.findall(turn.text[:_SEARCHED_CHARACTERS])
+        if words and not turn.is_answer and max(words, key=len) not in text:
+            found.add(f"{turn.role} turns")
+    return frozenset(found)
 
 
 def _shared(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> int:
@@ -265,36 +368,3 @@ def _shared(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> int:
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     return int(differing[0]) if len(differing) else length
-
-
-def _place(where: str, turn: int) -> str:
-    return f"{where}, turn {turn + 1} (assistant)"
-
-
-_HINT = (
-    "pass a template that marks the answers with {% generation %} (--template FILE), or train the last turn "
-    "only (--train last)"
-)
-
-
-def _require_beginning(before: str, text: str, where: str) -> None:
-    if text.startswith(before):
-        return
-    at = next(
-        (index for index, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(text)
-    )
-    expected, found = (each[at : at + _SHOWN_CHARACTERS] for each in (before, text))
-    fact = (
-        "the template renders the turns before differently when this turn follows, so its tokens cannot be "
-        f"found: {expected!r} became {found!r}"
-    )
-    raise DataError(fact, where=where, hint=_HINT)
-
-
-def _refuse_turn(plan: _Plan, one: _Asked, closing: str) -> None:
-    shown = closing[:_SHOWN_CHARACTERS]
-    fact = (
-        "the tokens of this turn change when later turns follow, so its trained tokens cannot be found"
-        f"{f': {shown!r} is missing' if shown.strip() else ''}"
-    )
-    raise DataError(fact, where=_place(plan.where, one.turn), hint=_HINT)

@@ -9,16 +9,17 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from meshwright.data.chat.values import TAG_MARKS, Messages, notations
 from meshwright.errors import DataError, read_trouble
 from meshwright.files import MIB, read_json_file, read_text
 
@@ -29,7 +30,7 @@ TEMPLATE_FILE, CONFIG_FILE, TOKENS_MAP_FILE = (
 )
 MORE_TEMPLATES = "additional_chat_templates"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters: no text of any language has them
+_BEGIN, _END = TAG_MARKS
 _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -70,13 +71,31 @@ class ChatTemplate:
         """Whether a template asks for the date of today."""
         return any("strftime_now" in text for text in self.texts.values())
 
+    def names(self, field: str) -> bool:
+        """Whether a template names this field of messages or records."""
+        word = re.compile(rf"\b{field}\b")
+        return any(word.search(text) for text in self.texts.values())
+
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Those of these variables that no template reads."""
+        return [name for name in names if name not in self._read]
+
+    def unnamed_tokens(self) -> list[str]:
+        """Special tokens that a template reads and the tokenizer does not name: Jinja writes none of them."""
+        unset = self._read - self.special_tokens.keys() - self.variables.keys()
+        return [name for name in (f"{each}_token" for each in _TOKEN_NAMES) if name in unset]
+
+    @property
+    def _read(self) -> set[str]:
+        return {name for text in self.texts.values() for name in _variables(text)}
+
     def is_tagged(self, *, with_tools: bool = False) -> bool:
         """Whether the template marks the answers of the model with `{% generation %}`."""
         return _TAG.search(self.text(with_tools=with_tools)) is not None
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         tools: Sequence[Any] | None,
         where: str,
@@ -100,6 +119,19 @@ class ChatTemplate:
                 f"the chat template refuses the messages: {reason}", where=where, hint=hint
             ) from error
         return _without_markers(rendered)
+
+    def first_rendering(
+        self, messages: Messages, *, tools: Sequence[Any] | None, where: str
+    ) -> tuple[Messages, Rendered]:
+        """The messages in the first notation that the template takes, and their text."""
+        refused: DataError | None = None
+        for each in notations(messages):
+            try:
+                return each, self.render(each, tools=tools, where=where)
+            except DataError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
 
 
 def open_template(
@@ -164,14 +196,23 @@ def _read_template(path: Path) -> str:
         return read_text(path)
     except (OSError, ValueError) as error:
         fact = f"the chat template cannot be read: {read_trouble(error)}"
-        raise DataError(fact, where=str(path)) from error
+        raise DataError(fact, where=str(path), hint="--template takes a Jinja file") from error
+
+
+def _variables(text: str) -> set[str]:
+    """Names that a template reads and does not set."""
+    return meta.find_undeclared_variables(_environment().parse(text))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
 
 
 @functools.lru_cache(maxsize=16)
 def _compiled(text: str, where: str, date: datetime.date) -> Any:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _environment()
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = date.strftime

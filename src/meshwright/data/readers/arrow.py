@@ -81,7 +81,8 @@ def _split_folder(path: Path, split: str | None) -> Path:
     names = [str(name) for name in splits] if isinstance(splits, list) else []
     if split not in names:
         fact = f"there is no split {split!r}" if split else "the dataset has splits, and none is chosen"
-        raise DataError(fact, where=str(path), hint=f"the splits are: {', '.join(names)}")
+        hint = f"name one of {', '.join(names)} (`data pack --dataset-split`)"
+        raise DataError(fact, where=str(path), hint=hint)
     return path / split
 
 

@@ -1,6 +1,7 @@
 # ruff: noqa: E501  a record per line
 """Records of every chat format as turns; malformed ones are refused with their place."""
 
+import json
 from typing import Any
 
 import pytest
@@ -128,7 +129,90 @@ def test_tokens_have_weights_of_their_own() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "?",
+        [{"role": "user", "content": "?"}],
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "?"}],
+    ],
+    ids=["text", "turn", "turns"],
+)
+def test_answers_may_be_conversations_with_the_prompt_in_them(prompt: Any) -> None:
+    """UltraFeedback has the prompt as text and again as the first turn of both answers."""
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "?"}]
+    good, bad = ([*asked, {"role": "assistant", "content": text}] for text in ("good", "bad"))
+    pair = read({"prompt": prompt, "chosen": good, "rejected": bad, "messages": good})
+    assert isinstance(pair, Pair)
+    assert [turn.message["content"] for turn in pair.chosen.turns] == ["s", "?", "good"]
+    assert [turn.message["content"] for turn in pair.rejected.turns] == ["s", "?", "bad"]
+    assert turns({"prompt": prompt, "completion": good}) == [
+        ("system", "s"),
+        ("user", "?"),
+        ("assistant", "good"),
+    ]
+
+
+def test_only_what_differs_between_the_answers_of_a_pair_is_trained() -> None:
+    first = [{"role": "assistant", "content": "first"}, {"role": "user", "content": "?"}]
+    good, bad = ([*first, {"role": "assistant", "content": text}] for text in ("good", "bad"))
+    pair = read({"prompt": "?", "chosen": good, "rejected": bad})
+    assert [turn.weight for turn in pair.chosen.turns] == [None, 0.0, None, None]
+    assert [turn.weight for turn in pair.rejected.turns] == [None, 0.0, None, None]
+
+
+def test_the_system_text_of_a_record_is_its_first_turn() -> None:
+    asked, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+    system = {"role": "system", "content": "s"}
+    expected = [("system", "s"), QUESTION, ANSWER]
+    assert turns({"system": "s", "messages": [asked, answer]}) == expected
+    assert turns({"system": "s", "messages": [system, asked, answer]}) == expected
+    pair = read({"system": "s", "chosen": [asked, answer], "rejected": [asked, {**answer, "content": "5"}]})
+    assert [turn.role for turn in pair.chosen.turns] == ["system", "user", "assistant"]
+
+
+def test_calls_of_tools_are_read_from_every_notation() -> None:
+    function = {"name": "f", "arguments": {"a": None}}
+    as_text = {"name": "f", "arguments": '{"a": null}'}
+    call = {"type": "function", "function": function}
+    for given, expected in (
+        ([{"type": "function", "function": as_text}], [call]),
+        ({"type": "function", "function": as_text}, [call]),
+        (json.dumps([call]), [call]),
+        ([as_text], [function]),
+    ):
+        found = read({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": given}]})
+        assert found.turns[1].message["tool_calls"] == expected
+    both = {"from": "function_call", "value": json.dumps([as_text, function])}
+    found = read({"conversations": [{"from": "human", "value": "?"}, both]})
+    assert found.turns[1].message["tool_calls"] == [call, call]
+    found = read({"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": []}]})
+    assert "tool_calls" not in found.turns[1].message
+
+
+def test_tools_may_be_json_texts_and_parts_plain_texts() -> None:
+    chat = [
+        {"role": "user", "content": ["a", {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "x"},
+    ]
+    found = read({"messages": chat, "tools": ['{"name": "f"}']})
+    assert found.tools == [{"name": "f"}]
+    assert found.turns[0].message["content"] == "ab"
+
+
+def test_no_text_has_lone_surrogates_or_the_marks_of_the_template() -> None:
+    bad, good = "a \ud83d \ufdd0b\ufdd1", "a ? \ufffdb\ufffd"
+    call = {"function": {"name": "f", "arguments": json.dumps({bad: [bad]})}}
+    answer = {"role": "assistant", "content": bad, "reasoning_content": bad, "tool_calls": [call]}
+    found = read({"messages": [USER, answer], "tools": [{"name": bad}]})
+    message = found.turns[1].message
+    assert (message["content"], message["reasoning_content"], found.tools) == (good, good, [{"name": good}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {good: [good]}
+    assert read({"prompt": bad, "completion": bad}) == Completion(good, good)
+
+
 USER = {"role": "user", "content": "?"}
+CALLER = {"role": "assistant", "content": None}
 
 
 @pytest.mark.parametrize(
@@ -144,15 +228,32 @@ USER = {"role": "user", "content": "?"}
         ({"messages": [USER, {"role": "assistant", "content": 4}]}, ", turn 2 (assistant)", "is 4, not text"),
         ({"messages": [USER]}, "", "no turn of the assistant"),
         ({"messages": [{**USER, "train": True}]}, ", turn 1", "only turns of the assistant"),
-        ({"messages": [USER, {"role": "assistant", "content": "x", "weight": "much"}]}, ", turn 2", "'weight' a number"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, ", turn 1", "'image'; only text"),
+        ({"messages": [USER, {"role": "assistant", "content": "x", "weight": "much"}]}, ", turn 2", "weight='much'"),
+        ({"messages": [USER, {"role": "assistant", "content": "x", "train_detail": [{"begin_offset": 0, "train": False}]}]}, ", turn 2", "'train_detail' trains parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, ", turn 1 (user)", "'image'; only text"),
         ({"prompt": "?", "completion": " "}, "", "'completion' is empty"),
+        ({"prompt": "?", "completion": "x", "label": False}, "", "'label' is false"),
         ({"prompt": "?", "chosen": "a", "rejected": ""}, "", "'rejected' is empty"),
         ({"chosen": [USER], "rejected": [USER]}, "", "do not begin alike and then differ"),
         ({"chosen": "a", "rejected": "b"}, "", "has no 'prompt'"),
         ({"instruction": "a", "output": ""}, "", "'output' is empty"),
         ({"input_ids": [1, 2], "weights": [1]}, "", "2 tokens have 1 weights"),
         ({"input_ids": [1, "x"], "weights": [1, 1]}, "", "no list of numbers"),
+        ({"input_ids": [1, 2], "weights": [0, 1e9]}, "", "1000000000.0 has no value in fp16"),
+        ({"input_ids": [1, 2], "weights": [0, -1e-9]}, "", "-1e-09 has no value in fp16"),
+        ({"input_ids": [1, 2], "weights": [0, float("nan")]}, "", "nan has no value in fp16"),
+        ({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4", "weight": 7e4}]}, ", turn 2", "70000.0 has no value"),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "4"}, "", "'chosen' and 'rejected' are equal"),
+        ({"messages": None}, "", "it has 'messages' (null)"),
+        ({"messages": [USER, {**CALLER, "tool_calls": 5}]}, ", turn 2 (assistant)", "the calls of tools are 5, no list"),
+        ({"messages": [USER, {**CALLER, "tool_calls": "f()"}]}, ", turn 2 (assistant)", 'are "f()", no list'),
+        ({"messages": [USER, {**CALLER, "tool_calls": [{"function": {}}]}]}, ", turn 2 (assistant)", "a call has no name"),
+        ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, ", turn 1 (assistant)", "no JSON object with a name"),
+        ({"messages": [{"role": ["user"], "content": "x", "train": True}]}, ", turn 1", "the role ['user'] is not known"),
+        ({"messages": [USER, {**CALLER, "content": "x"}], "tools": [5]}, "", "'tools' is neither"),
+        ({"instruction": "a", "output": "b", "history": 5}, "", "an entry of 'history' is no pair"),
+        ({"prompt": "a", "chosen": [USER, {**CALLER, "content": "x"}], "rejected": "y"}, "", "'chosen' begins with a turn of the user"),
+        ({"system": "a", "messages": [{"role": "system", "content": "b"}, {**CALLER, "content": "x"}]}, "", "its first turn is another one"),
     ],
 )  # fmt: skip
 def test_malformed_records_are_refused_with_their_place(
@@ -161,6 +262,7 @@ def test_malformed_records_are_refused_with_their_place(
     with pytest.raises(DataError) as refused:
         read(record)
     assert fact in refused.value.fact
+    assert refused.value.hint
     assert refused.value.where == f"chats.jsonl:7{where}"
 
 

@@ -1,7 +1,9 @@
 """Chats become a dataset with loss weights: the same from every format and on any number of processes."""
 
 import datetime
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tests.support.chat_templates import FAMILIES, write_tokenizer
 
 from meshwright.data.chat import pack as packing
 from meshwright.data.chat.describe import conversations, trained_share
-from meshwright.data.chat.job import ChatJob
+from meshwright.data.chat.job import ChatCounts, ChatJob
 from meshwright.data.chat.pack import PackedChats, pack_chats
 from meshwright.data.chat.rows import find_chats
 from meshwright.data.packed_samples import PackedSamples
@@ -110,6 +112,24 @@ def test_processes_and_pieces_change_nothing(
     assert not (tmp_path / "three").exists()
 
 
+def test_input_of_a_few_megabytes_has_units_for_many_cores(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them one core would work alone, progress stand still, and a kill lose everything."""
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps(chats(1)[0]) + " " * 99_999 + "\n") * 84)
+    units: list[int] = []
+    encode_unit = packing._Worker.encode_unit
+
+    def counted(worker: packing._Worker, number: int, *rest: Any) -> ChatCounts:
+        units.append(number)
+        return encode_unit(worker, number, *rest)
+
+    monkeypatch.setattr(packing._Worker, "encode_unit", counted)
+    pack(path, tmp_path / "data", tokenizer)
+    assert len(units) >= 8
+
+
 def test_bad_records_are_left_out_up_to_a_number(tmp_path: Path, tokenizer: Path) -> None:
     bad = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]}] * 2
     path = write_lines(tmp_path / "a.jsonl", chats(3) + bad)
@@ -119,8 +139,23 @@ def test_bad_records_are_left_out_up_to_a_number(tmp_path: Path, tokenizer: Path
         pack(path, tmp_path / "data", tokenizer, max_bad=1)
     packed = pack(path, tmp_path / "data", tokenizer, max_bad=2)
     assert packed.counts.num_samples == 3
+    write_lines(path, bad)
+    with pytest.raises(DataError, match="every record is bad; the first: the answer is empty"):
+        pack(path, tmp_path / "none", tokenizer, max_bad=2)
     assert [where for _, where, _ in packed.counts.bad] == [
         f"{path}:{line}, turn 2 (assistant)" for line in (4, 5)
+    ]
+
+
+def test_lines_that_are_no_records_are_bad_records(tmp_path: Path, tokenizer: Path) -> None:
+    lines = [json.dumps(chats(1)[0]), "{", "[1]", '"text"']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match="3 records are bad, and 2 are allowed"):
+        pack(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, max_bad=2)
+    packed = pack(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, max_bad=3)
+    assert packed.counts.num_samples == 1
+    assert [where for _, where, _ in packed.counts.bad] == [
+        f"{tmp_path}/a.jsonl:{line}" for line in (2, 3, 4)
     ]
 
 
@@ -141,6 +176,29 @@ def test_long_samples_are_refused_dropped_or_truncated(tmp_path: Path, tokenizer
     assert (share.num_longer, share.num_without_targets) == (1, 1)
 
 
+def test_an_answer_that_is_truncated_does_not_count_as_ended(tmp_path: Path, tokenizer: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "word " * 99}]}
+    path = write_lines(tmp_path / "a.jsonl", [*chats(3), long])
+    cut = pack(path, tmp_path / "cut", tokenizer, sequence_length=200, longer="truncate").counts
+    assert cut.num_truncated == 1
+    assert cut.ends[""] == 1
+    assert sum(cut.ends.values()) == 1 + pack(path, tmp_path / "all", tokenizer).counts.ends["<|im_end|>"] - 1
+
+
+def test_turns_before_a_truncated_answer_keep_their_ends(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+        "{% endfor %}"
+    )
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", QWEN, template=template)
+    short, long = chats(1)[0]["messages"], [{"role": "user", "content": "?"}]
+    long.append({"role": "assistant", "content": "word " * 99})
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [*short, *short, *long]}])
+    counts = pack(path, tmp_path / "cut", tokenizer, sequence_length=200, longer="truncate").counts
+    assert counts.ends == {"<|im_end|>": 2, "": 1}
+
+
 def test_pairs_are_two_documents_each(tmp_path: Path, tokenizer: Path) -> None:
     prompt = [{"role": "user", "content": "?"}]
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": prompt, "chosen": "good", "rejected": "bad"}] * 2)
@@ -151,6 +209,74 @@ def test_pairs_are_two_documents_each(tmp_path: Path, tokenizer: Path) -> None:
     write_lines(path, [{"prompt": prompt, "chosen": "good", "rejected": "bad"}, *chats(1)])
     with pytest.raises(DataError, match="1 records are pairs and 1 are not"):
         pack(path, tmp_path / "mixed", tokenizer)
+
+
+def test_a_pair_that_the_template_makes_equal_is_refused(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == "llama-2")  # its template strips texts
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", family, template=family.template)
+    pair = {"prompt": [{"role": "user", "content": "?"}], "chosen": "4", "rejected": "4 "}
+    path = write_lines(tmp_path / "a.jsonl", [pair])
+    with pytest.raises(DataError, match="'chosen' and 'rejected' have the same tokens") as refused:
+        pack(path, tmp_path / "data", tokenizer)
+    assert refused.value.where == f"{path}:1"
+
+
+def test_prompts_of_pairs_are_not_trained(tmp_path: Path, tokenizer: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}])
+    with pytest.raises(DataError, match="would train the prompts of pairs"):
+        pack(path, tmp_path / "data", tokenizer, trained="all")
+    pack(path, tmp_path / "data", tokenizer, trained="last")
+    assert trained_texts(tmp_path / "data") == [["4<|im_end|>"], ["5<|im_end|>"]]
+
+
+def test_a_full_disk_keeps_the_parts(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", chats())
+    monkeypatch.setattr(packing, "PIECE_BYTES", 1500)
+    encode_unit = packing._Worker.encode_unit
+
+    def full(worker: packing._Worker, number: int, *rest: Any) -> ChatCounts:
+        if number == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return encode_unit(worker, number, *rest)
+
+    monkeypatch.setattr(packing._Worker, "encode_unit", full)
+    with pytest.raises(DataError, match="No space left") as refused:
+        pack(path, tmp_path / "data", tokenizer)
+    assert "the same command then continues" in refused.value.hint
+    assert (tmp_path / ".data.packing" / "1.json").is_file()
+    monkeypatch.undo()
+    monkeypatch.setattr(packing, "PIECE_BYTES", 1500)
+    assert pack(path, tmp_path / "data", tokenizer).counts.num_samples == 40
+
+
+@pytest.mark.parametrize(
+    "record", [{"prompt": "Once upon", "completion": " a time"}, {"input_ids": [5, 6], "weights": [0, 1]}]
+)
+def test_what_is_not_rendered_has_no_template(
+    record: dict[str, Any], tmp_path: Path, tokenizer: Path
+) -> None:
+    facts = pack(write_lines(tmp_path / "a.jsonl", [record]), tmp_path / "data", tokenizer).manifest.chat
+    assert facts is not None
+    assert (facts.masks, facts.template_hash, facts.special_tokens) == ("none", None, {})
+    assert "" not in facts.end_tokens
+    assert not (tmp_path / "data" / "chat_template.jinja").exists()
+
+
+def test_turns_that_the_template_leaves_out_are_counted(tmp_path: Path, tokenizer: Path) -> None:
+    """Qwen 2.5 writes no turn of the developer."""
+    records = chats(3)
+    records[1]["messages"].insert(0, {"role": "developer", "content": "Answer briefly."})
+    found = pack(write_lines(tmp_path / "a.jsonl", records), tmp_path / "data", tokenizer)
+    assert found.counts.unread == {"developer turns": 1}
+
+
+def test_spans_are_shown_with_the_space_before_their_first_word(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == "llama-2")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", family, template=family.template)
+    pack(write_lines(tmp_path / "a.jsonl", chats(1)), tmp_path / "data", tokenizer)
+    assert trained_texts(tmp_path / "data") == [[" answer 0 </s>"]]
 
 
 def test_completions_end_with_the_end_of_document(tmp_path: Path, tokenizer: Path) -> None:
@@ -173,7 +299,7 @@ def test_given_tokens_keep_their_weights(tmp_path: Path, tokenizer: Path) -> Non
         2.5,
     )  # two targets, and the sum of the sizes of their weights
     write_lines(path, [{"input_ids": [5, 10**6], "weights": [0, 1]}])
-    with pytest.raises(DataError, match="outside the vocabulary"):
+    with pytest.raises(DataError, match="token 1000000 is outside the vocabulary"):
         pack(path, tmp_path / "outside", tokenizer)
 
 
@@ -213,6 +339,32 @@ def test_without_a_usable_template_nothing_is_written(template: str | None, tmp_
     with pytest.raises(DataError, match=r"no chat template|no valid Jinja|refuses the messages: stop"):
         pack(path, tmp_path / "data", folder)
     assert not (tmp_path / "data").exists()
+
+
+def test_fields_that_the_template_does_not_read_are_counted(tmp_path: Path, tokenizer: Path) -> None:
+    """Qwen 2.5 writes calls of tools and no reasoning."""
+    records = chats(3)
+    records[0]["messages"][1]["reasoning_content"] = "thinking"
+    records[1]["messages"][1] |= {"tool_calls": [{"function": {"name": "f", "arguments": {}}}], "id": "1"}
+    found = pack(write_lines(tmp_path / "a.jsonl", records), tmp_path / "data", tokenizer)
+    assert found.counts.unread == {"reasoning_content": 1}
+
+
+def test_a_variable_of_the_template_is_no_field_that_it_writes(tmp_path: Path) -> None:
+    template = QWEN.template + "{% if enable_thinking %}{% endif %}"
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", QWEN, template=template)
+    records = chats(2)
+    records[0]["messages"][1]["reasoning"] = "thinking"
+    path = write_lines(tmp_path / "a.jsonl", records)
+    assert pack(path, tmp_path / "data", tokenizer).counts.unread == {"reasoning": 1}
+    template += "{{ messages[0].reasoning_content }}"
+    tokenizer = write_tokenizer(tmp_path / "other", QWEN, template=template)
+    assert pack(path, tmp_path / "read", tokenizer).counts.unread == {}
+
+
+def test_an_empty_file_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(DataError, match="there is no record"):
+        pack(write_lines(tmp_path / "a.jsonl", []), tmp_path / "data", tokenizer)
 
 
 def test_input_without_chats_is_refused(tmp_path: Path) -> None:
