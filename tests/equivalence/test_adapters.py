@@ -35,6 +35,11 @@ CASES = {
     "gqa-offload": adapted(
         layout("gqa"), memory=MemorySpec(offload=("optimizer", "activations", "parameters"))
     ),
+    "pp2-gqa-embedding-offload": adapted(
+        layout("gqa", pp=2),
+        LORA.with_(targets=("all-linear", "embedding")),
+        memory=MemorySpec(offload=("embedding",)),
+    ),
     "mla": adapted(layout("mla"), LORA.with_(ranks=[{"pattern": "kv_up", "rank": 2, "alpha": 5}])),
     "moe_shared": adapted(layout("moe_shared")),
     "tp2-gpt-dora": adapted(layout("gpt", tp=2), DORA),
@@ -68,7 +73,7 @@ def test_adapters_equal_merged_weights(ranks: RankPool, case: str) -> None:
 @pytest.mark.parametrize("block", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_a_stage_may_have_nothing_to_train(ranks: RankPool, block: int) -> None:
     """Adapters in one block alone: the other stage only passes activations and their gradients on."""
-    prove(ranks, adapted(layout("gqa", pp=2), LORA.with_(targets=(f"blocks.{block}.attention.*",))))
+    prove(ranks, adapted(layout("tied", pp=2), LORA.with_(targets=(f"blocks.{block}.attention.*",))))
 
 
 def test_some_parameters_are_trained_beside_adapters(ranks: RankPool) -> None:
@@ -105,6 +110,7 @@ WIDE_EXPERTS = WIDE.with_(moe=MODELS["moe_shared"].moe.with_(width=128, shared_w
 NESTED = LORA.with_(base="nf4_nested")
 # More than 256 absmax in a matrix: tp ranks read other parts of its nested table.
 WIDER = WIDE.with_(mlp=WIDE.mlp.with_(width=512))
+WIDER_EXPERTS = WIDE_EXPERTS.with_(moe=WIDE_EXPERTS.moe.with_(width=384))
 QLORA = {
     "moe": ({}, LORA, {"model": WIDE_EXPERTS}),
     "moe-ep2-zero3": (
@@ -114,8 +120,31 @@ QLORA = {
     ),
     "moe-tp2-etp2": ({"tp": 2, "etp": 2}, LORA.with_(targets=("down", "query")), {"model": WIDE_EXPERTS}),
     "moe-dora": ({}, DORA, {"model": WIDE_EXPERTS}),
+    "moe-nested": ({}, NESTED, {"model": WIDER_EXPERTS}),
+    "moe-nested-compiled": ({}, NESTED, {"model": WIDER_EXPERTS, "compile": True}),
+    "moe-ep2-halves-compiled-offload": (
+        {"dp_shard": 2, "zero": 1, "ep": 2, "ep_overlap": "halves"},
+        LORA,
+        {"model": WIDE_EXPERTS, "compile": True, "memory": MemorySpec(offload=("activations",))},
+    ),
+    "moe-nested-ep2-zero3-dora": (
+        {"dp_shard": 4, "zero": 3, "ep": 2},
+        NESTED.with_(kind="dora"),
+        {"model": WIDER_EXPERTS, "memory": MemorySpec(recompute="selective")},
+    ),
+    "moe-nested-zero3-tp2-etp2": (
+        {"dp_shard": 2, "zero": 3, "tp": 2, "etp": 2},
+        NESTED,
+        {"model": WIDER_EXPERTS, "memory": MemorySpec(recompute="full")},
+    ),
+    "moe-nested-pp2-dora": ({"pp": 2}, NESTED.with_(kind="dora"), {"model": WIDER_EXPERTS}),
+    "moe-nested-ep2-etp2": (
+        {"dp_shard": 2, "zero": 1, "tp": 2, "ep": 2, "etp": 2},
+        NESTED,
+        {"model": WIDER_EXPERTS},
+    ),
     "one": ({}, LORA, {}),
-    "nested-compiled": ({}, NESTED, {"compile": True}),
+    "nested-compiled": ({}, NESTED, {"compile": True, "model": WIDER}),
     "nested-zero3-tp2-dora": (
         {"dp_shard": 2, "zero": 3, "tp": 2},
         NESTED.with_(kind="dora"),
@@ -134,7 +163,11 @@ def only_adapters(trained: Any) -> Any:
     return dataclasses.replace(trained, weights=adapters)
 
 
-SECOND_QLORA = ("moe", "moe-dora", "one", "nested-compiled", "zero3", "zero3-tp2")
+SECOND_QLORA = (
+    *("moe", "moe-dora", "one", "nested-compiled", "zero3", "zero3-tp2"),
+    *("moe-nested", "moe-nested-compiled", "moe-nested-pp2-dora", "moe-nested-ep2-etp2"),
+    "moe-ep2-halves-compiled-offload",
+)
 
 
 @pytest.mark.parametrize("case", quick(QLORA, SECOND_QLORA))
@@ -150,13 +183,14 @@ def test_a_base_in_nf4(ranks: RankPool, case: str) -> None:
         **{name: one for name, one in changes.items() if name == "memory"},
     )
     if "compile" in changes:
-        answers = ranks.run(test_compiled._train_compiled, 1, run.with_(compile=True), 3)
+        answers = ranks.run(test_compiled._train_compiled, axes.num_ranks, run.with_(compile=True), 3)
         results = [result for result, _ in answers]
     else:
         results = run_case(ranks, run)
     routed = run.model.moe is not None
     name = "blocks.1.mlp.experts.down" if routed else "blocks.0.mlp.down.weight"
-    assert results[0].weights[name].dtype == torch.uint8
+    held = {name: one for result in results for name, one in result.weights.items()}
+    assert held[name].dtype == torch.uint8
     expected = only_adapters(reference(run))
     assert_same_training([only_adapters(result) for result in results], expected)
 

@@ -86,7 +86,7 @@ def test_groups_by_pattern(ranks, layout):
         ("adafactor", LAYOUTS["zero_3_tp"], LAYOUTS["pp"]),
         soak("lars", LAYOUTS["zero_3"], LAYOUTS["tp"]),
         soak("lamb", LAYOUTS["zero_1_tp"], LAYOUTS["pp"]),
-        ("adamw_8bit", LAYOUTS["tp"], LAYOUTS["zero_1"]),
+        soak("adamw_8bit", LAYOUTS["tp"], LAYOUTS["zero_1"]),
         ("adamw_8bit", LAYOUTS["zero_3"], LAYOUTS["zero_1_tp"]),
         ("muon", LAYOUTS["zero_1"], LAYOUTS["single"]),
     ],

@@ -118,10 +118,10 @@ def replay(run: RunSpec, gradients: list[dict[str, Tensor]]) -> tuple[dict[str, 
 @pytest.mark.parametrize(
     "layout",
     [
-        *("zero_1", "zero_3_tp", "pp"),
+        *("zero_1", "zero_3_tp"),
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("single", "zero_0", "zero_2", "zero_3", "ep")
+            for name in ("single", "zero_0", "zero_2", "zero_3", "pp", "ep")
         ),
     ],
 )

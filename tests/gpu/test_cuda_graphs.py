@@ -8,7 +8,7 @@ from tests.support.runs import tiny_run
 
 from meshwright.mesh import build_mesh, join_world, leave_world
 from meshwright.parallel.cuda_graphs import GraphedProgram
-from meshwright.spec import ParallelSpec, PrecisionSpec, RunSpec
+from meshwright.spec import AdapterSpec, ParallelSpec, PrecisionSpec, RunSpec
 from meshwright.train.build import build_data, build_training
 from meshwright.train.step import train_step
 
@@ -29,6 +29,13 @@ LAYOUTS = {
 def test_replayed_steps_equal_the_oracle(nccl_ranks, model: str, layout: str) -> None:
     parallel = ParallelSpec(**LAYOUTS[layout])
     run = tiny_run(model, parallel=parallel, device="cuda", cuda_graphs=True)
+    assert_same_training(run_case(nccl_ranks, run), reference(run), rtol=RTOL)
+
+
+def test_replays_have_dropout_masks_of_their_own(nccl_ranks) -> None:
+    """The keys of masks are inputs of the graph."""
+    adapter = AdapterSpec(rank=3, alpha=8, dropout=0.1)
+    run = tiny_run("gqa", device="cuda", cuda_graphs=True, adapter=adapter)
     assert_same_training(run_case(nccl_ranks, run), reference(run), rtol=RTOL)
 
 

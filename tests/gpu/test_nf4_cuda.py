@@ -9,6 +9,7 @@ from tests.unit.ops.test_nf4 import weights
 from meshwright.ops.grouped_mm import grouped_linear
 from meshwright.ops.nf4 import concatenated_nf4, dequantise_nf4, quantise_nf4
 from meshwright.ops.nf4_grouped import Nf4Experts, nf4_grouped_linear
+from meshwright.ops.nf4_nested import NestedPlace, nest_absmax
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +43,13 @@ def test_several_matrices_share_one_buffer(dtype: torch.dtype) -> None:
     assert torch.equal(found.cpu(), dequantise_nf4(*quantise_nf4(weights()), dtype))
 
 
+def test_nesting_on_the_device_gives_the_same_codes_and_scales() -> None:
+    weight_EFD = torch.randn(3, 100, 1344, generator=torch.Generator().manual_seed(6))
+    absmax = quantise_nf4(weight_EFD)[1].view(torch.float32)
+    here, there = nest_absmax(absmax), nest_absmax(absmax.cuda())
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(here, there, strict=True))
+
+
 def test_the_kernel_runs_on_the_current_stream() -> None:
     """The buffer is written and read on one stream, also beside work on another."""
     weight = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(1))
@@ -56,14 +64,21 @@ def test_the_kernel_runs_on_the_current_stream() -> None:
     assert all(torch.equal(one, expected) for one in sums)
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_grouped_matmuls_of_packed_experts(*, is_compiled: bool) -> None:
+def test_grouped_matmuls_of_packed_experts(*, is_compiled: bool, is_nested: bool) -> None:
     """Outputs and input gradients are those of the dequantised experts, bit for bit."""
     generator = torch.Generator().manual_seed(3)
     counts_E = torch.tensor([130, 0, 70], device="cuda")
     weight_EFD = torch.randn(3, 256, 128, generator=generator)
-    packed = Nf4Experts(*(one.cuda() for one in quantise_nf4(weight_EFD)))
-    full_EFD = dequantise_nf4(*packed, torch.bfloat16)
+    bytes_, absmax = quantise_nf4(weight_EFD)
+    here = Nf4Experts(bytes_, absmax)
+    if is_nested:
+        codes, table = nest_absmax(absmax.view(torch.float32))
+        here = Nf4Experts(bytes_, codes, table, NestedPlace(0, 0, 2, 0, 3))
+    packed = Nf4Experts(*(one.cuda() if isinstance(one, torch.Tensor) else one for one in here))
+    full_EFD = packed.dequantised(torch.bfloat16)
+    assert torch.equal(full_EFD.cpu(), here.dequantised(torch.bfloat16))
     x = torch.randn(200, 128, generator=generator).cuda().bfloat16()
     dy = torch.randn(200, 256, generator=generator).cuda().bfloat16()
 

@@ -14,6 +14,7 @@ from meshwright.plan.memory.rank_bytes import host_items
 from meshwright.plan.workload.formats import runtime_of, workload_of
 from meshwright.plan.workload.layouts import one_layout
 from meshwright.spec import (
+    AdapterSpec,
     AttentionSpec,
     DataSpec,
     MemorySpec,
@@ -154,6 +155,21 @@ def test_the_peak_falls_by_the_activations_of_all_but_two_blocks(nccl_ranks, rec
     predicted = _predicted("activations", **choices)["activations"]
     # The formula rounds what kernels save to the tensors that matter.
     assert moved["host_bytes"] == pytest.approx(predicted, rel=0.25)
+
+
+def test_the_peak_falls_by_the_frozen_token_table(nccl_ranks):
+    adapter = AdapterSpec(rank=4, alpha=8, base="bf16")
+    results = []
+    for offload in ("", "embedding"):
+        nccl_ranks.restart()
+        run = _run(offload, recompute="full", compute="bf16").with_(adapter=adapter)
+        results.append(nccl_ranks.run(_train, 1, run)[0])
+    plain, moved = results
+    assert plain["losses"] == moved["losses"]
+    assert plain["weights"] == moved["weights"]
+    table = 2 * MODEL.vocab_size * WIDTH
+    assert moved["host_bytes"] == table
+    assert plain["peak_bytes"] - moved["peak_bytes"] == pytest.approx(table, rel=0.01)
 
 
 def test_everything_at_once(nccl_ranks):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from meshwright.mesh import build_mesh, join_world, leave_world
 from meshwright.models.layers.fused import fused_projection_of
+from meshwright.ops.adapted_swiglu import adapted_swiglu, swiglu_gradient_with_amax
 from meshwright.ops.fused_linear import accumulate_wgrad, pack_weights
 from meshwright.ops.gelu import gelu_gradient
 from meshwright.ops.loss import linear_cross_entropy
@@ -75,6 +76,14 @@ def test_activations() -> None:
     dh_TF, gate_up_T2F = _normal(1000, 1100, seed=3), _normal(1000, 2200, seed=4)
     exact = swiglu_gradient(dh_TF.double(), gate_up_T2F.double())
     assert _error(swiglu_gradient(dh_TF, gate_up_T2F), exact) < ONE_ROUNDING
+    dy_T2F, amax_T = swiglu_gradient_with_amax(dh_TF, gate_up_T2F)
+    assert _error(dy_T2F, exact) < ONE_ROUNDING
+    assert torch.equal(amax_T, dy_T2F.abs().amax(1).float())
+    u_TR, b_2FR = _normal(1000, 24, seed=5), _normal(2200, 24, seed=6, scale=0.1)
+    found = adapted_swiglu(gate_up_T2F, u_TR, b_2FR)
+    exact = adapted_swiglu(*(one.double() for one in (gate_up_T2F, u_TR, b_2FR)))
+    # h is that of rounded gates and ups, and is rounded itself.
+    assert all(_error(*pair) < 3 * ONE_ROUNDING for pair in zip(found, exact, strict=True))
     found = gelu_gradient(dh_TF, gate_up_T2F[:, :1100].contiguous())
     exact = gelu_gradient(dh_TF.double(), gate_up_T2F[:, :1100].double())
     assert _error(found[0], exact[0]) < ONE_ROUNDING

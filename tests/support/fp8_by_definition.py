@@ -1,5 +1,7 @@
 """E4M3 by its definition: a frozen base in fp8 as the oracle rounds it.
 
+Every matrix of a routed expert has a scale of its own.
+
 One sign bit, four bits of exponent (bias 7), three of mantissa, no infinities; the largest number is 448. A
 group of linears that share their input has one scale, the smallest power of two that fits its amax.
 """
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 LARGEST = 448.0
-_SHARED_INPUT = (("query", "key", "value"), ("gate", "up"), ("output",), ("down",))
+# MLA's projections to a latent stay in full: tp does not shard them.
+_SHARED_INPUT = (("query", "key", "value"), ("gate", "up"), ("output",), ("down",), ("query_up",), ("kv_up",))
 
 
 def e4m3_value(byte: int) -> float:
@@ -50,7 +53,8 @@ def groups_of(names: list[str]) -> list[list[str]]:
     """The linears of the blocks that share an input, by name."""
     blocks = sorted({name.rsplit(".", 2)[0] for name in names if name.startswith("blocks.")})
     found = [[f"{block}.{own}.weight" for own in group] for block in blocks for group in _SHARED_INPUT]
-    return [group for group in found if group[0] in names]
+    kept = [[name for name in group if name in names] for group in found]
+    return [group for group in kept if group]
 
 
 @torch.no_grad()
@@ -61,3 +65,6 @@ def round_base(model: nn.Module) -> None:
         scale = scale_of([named[name] for name in group])
         for name in group:
             named[name].copy_(from_bytes(to_bytes(named[name], scale), scale))
+    for name in (one for one in named if ".experts." in one):
+        for matrix in named[name]:
+            matrix.copy_(from_bytes(to_bytes(matrix, scale_of([matrix])), scale_of([matrix])))

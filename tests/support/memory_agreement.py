@@ -1,6 +1,6 @@
 """The planner's memory against the trace on layouts drawn at random: errors by kind.
 
-    python -m tests.support.memory_agreement --seed 7 --count 60 [--cache FOLDER]
+    python -m tests.support.memory_agreement --seed 7 --count 60 [--adapters] [--cache FOLDER]
 
 Prints one line for each kind of run: how many were drawn, the mean error, the worst above and below.
 """
@@ -21,6 +21,7 @@ from meshwright.plan.workload.layouts import Layouts, one_layout
 from meshwright.rehearse.categories import step_peak
 from meshwright.rehearse.trace import trace_rank
 from meshwright.spec import (
+    AdapterSpec,
     AttentionSpec,
     DataSpec,
     Fp8Spec,
@@ -141,12 +142,28 @@ def _draw_model(draw: random.Random, num_layers: int, *, is_routed: bool) -> Mod
     )
 
 
-def drawn(seed: int, count: int, *, compiled: bool | None = None) -> Iterator[tuple[RunSpec, bool]]:
+def with_adapters(run: RunSpec, draw: random.Random) -> RunSpec:
+    """The run with adapters of any kind on a frozen base of any format."""
+    precision = run.precision if run.precision.fp8 else PrecisionSpec(compute="bf16")
+    adapter = AdapterSpec(
+        rank=draw.choice((8, 16, 64)),
+        alpha=16,
+        kind=draw.choice(("lora", "lora", "rslora", "dora")),
+        base=draw.choice(("bf16", "bf16", "nf4", "fp8", "nf4_nested")),
+        dropout=draw.choice((0.0, 0.0, 0.1)),
+    )
+    return run.with_(adapter=adapter, precision=precision)
+
+
+def drawn(
+    seed: int, count: int, *, compiled: bool | None = None, adapters: bool = False
+) -> Iterator[tuple[RunSpec, bool]]:
     """Runs that the rules accept, and which end of the pipeline is looked at (True: the last)."""
     draw, found = random.Random(seed), 0
     while found < count:
         run = draw_run(draw, compiled=compiled)
         at_last = draw.random() < 0.5
+        run = with_adapters(run, draw) if adapters else run
         if not check(run) and is_sharded_evenly(run):
             found += 1
             yield run, at_last
@@ -164,6 +181,8 @@ def kind_of(run: RunSpec) -> str:
     words.append("latent" if model.attention.latent else "routed" if model.moe else "dense")
     if run.precision.fp8:
         words.append("fp8")
+    if run.adapter is not None:
+        words.append(run.adapter.kind)
     if run.parallel.pp > 1:
         is_split = run.parallel.schedule in SPLIT_BACKWARD
         words.append(
@@ -252,10 +271,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--compiled", choices=("yes", "no"))
+    parser.add_argument("--adapters", action="store_true")
     parser.add_argument("--worst", type=int, default=0, help="print so many of the worst layouts")
     args = parser.parse_args()
     compiled = None if args.compiled is None else args.compiled == "yes"
-    runs = drawn(args.seed, args.count, compiled=compiled)
+    runs = drawn(args.seed, args.count, compiled=compiled, adapters=args.adapters)
     found = [compare(run, at_last=at_last, cache=args.cache) for run, at_last in runs]
     results = [one for one in found if one is not None]
     print(table(results))

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
+from tests.support.dropped_decoder import DroppedDecoder
 from tests.support.fp8_by_definition import round_base
 from tests.support.merged_decoder import MergedDecoder
 from tests.support.oracle_optimizers import PlainOptimizer
@@ -98,7 +99,7 @@ def _batch_sequences(run: RunSpec, step: int) -> int:
 class Routers:
     """Reads the routers of a model: the auxiliary loss and the load of one forward pass."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder | MergedDecoder | DroppedDecoder) -> None:
         self.moe = model.spec.moe
         self.seen: dict[Router, tuple[Tensor, Tensor]] = {}
         for router in (module for module in model.modules() if isinstance(module, Router)):
@@ -124,7 +125,8 @@ class Routers:
     def step_biases(self) -> None:
         """Towards even use: one step up for an expert below the mean load, one down above."""
         for router, (experts_BSC, _) in self.seen.items():
-            if router.balance_bias is not None and self.moe is not None:
+            is_trained = router.weight.requires_grad
+            if router.balance_bias is not None and self.moe is not None and is_trained:
                 load = torch.bincount(experts_BSC.flatten(), minlength=self.moe.num_experts).double()
                 router.balance_bias += self.moe.balance_bias_rate * torch.sign(load.mean() - load)
 
@@ -180,7 +182,9 @@ def reference_model(run: RunSpec, frozen: tuple[str, ...] = ()) -> Decoder:
         for one in adaptable(run.model):
             packed, absmax = quantise_nf4(named[one.name].detach())
             if run.adapter.base == "nf4_nested":
-                absmax = _nested(absmax.view(torch.float32)).view(torch.int32)
+                matrices = absmax.view(torch.float32).view(-1, *absmax.shape[-2:])
+                nested = torch.stack([_nested(one) for one in matrices]).view_as(absmax)
+                absmax = nested.view(torch.int32)
             named[one.name].data = dequantise_nf4(packed, absmax, torch.float64)
     if run.adapter is not None and run.adapter.base == "fp8":
         round_base(model)
@@ -231,16 +235,18 @@ def _cached(run: _Ignored, key: str, seed: int, num_steps: int, frozen: tuple[st
 
 def _train(run: RunSpec, num_steps: int, frozen: tuple[str, ...]) -> Reference:
     model, sequences = reference_model(run, frozen), Sequences(run)
-    routers = Routers(model)
     every = dict(model.named_parameters())
     if run.adapter is not None:
-        model = MergedDecoder(model, run)
+        model = (DroppedDecoder if run.adapter.dropout else MergedDecoder)(model, run)
         every |= model.adapters
+    routers = Routers(model)
     named = {name: p for name, p in every.items() if p.requires_grad}
     optimizer = _optimizer(run, named)
     ema = {name: p.detach().clone() for name, p in named.items()}
     losses, norms, rates, gradients = [], [], [], []
     for step in range(num_steps):
+        if isinstance(model, DroppedDecoder):
+            model.step = step
         loss = token_loss(model, sequences.rows(sequences.batch_ids(run, step)))
         (loss + routers.auxiliary_loss()).backward()
         norm = nn.utils.clip_grad_norm_(named.values(), run.optim.max_grad_norm or math.inf)
@@ -265,8 +271,8 @@ def _train(run: RunSpec, num_steps: int, frozen: tuple[str, ...]) -> Reference:
         weights={name: p.detach().clone() for name, p in every.items()},
         optimizer=_states(optimizer, named),
         buffers={
-            name.removeprefix("base."): value.clone()
-            for name, value in model.named_buffers()
+            name: value.clone()
+            for name, value in (model if run.adapter is None else model.base).named_buffers()
             if "balance_bias" in name
         },
         ema=ema,

@@ -114,7 +114,7 @@ def watching(*words: str) -> Iterator[str]:
             yield address
         finally:
             process.terminate()
-            process.wait(timeout=20)
+            process.wait(timeout=120)
 
 
 def write_histograms(run_dir: Path, *, num_layers: int = 8, steps: Sequence[int] = (20, 40, 60)) -> None:

@@ -17,9 +17,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.memory.saved_tensors import SavedTensorStore, storing_contexts
 from meshwright.memory.torch_checkpoint import ignore_profiler_ranges
+from meshwright.models.layers.adapted_fp8 import STORED_ADAPTED_OPERATORS
 from meshwright.ops.adapted_linear import ADAPTED_OPERATORS
 from meshwright.ops.batch_norm import batch_norms
 from meshwright.ops.fused_linear import FUSED_OPERATORS
+from meshwright.ops.grouped_mm import EACH_GROUP_OPERATORS
 from meshwright.ops.varlen_attention import VARLEN_OPERATORS
 from meshwright.precision.fp8.grouped_matmul import FP8_GROUPED_OPERATORS
 from meshwright.precision.fp8.matmul import FP8_OPERATORS
@@ -35,8 +37,10 @@ _SAVED = {
     _aten._grouped_mm.default,
     *FP8_OPERATORS,
     *FP8_GROUPED_OPERATORS,
+    *EACH_GROUP_OPERATORS,
     *FUSED_OPERATORS,
     *ADAPTED_OPERATORS,
+    *STORED_ADAPTED_OPERATORS,
     *VARLEN_OPERATORS,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

@@ -26,12 +26,13 @@ def pop_routing_records(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def update_balance_bias(model: nn.Module, load_by_layer: dict[str, Tensor]) -> None:
-    """Move each router's bias one step towards an even load: up for experts below the mean, down above.
+    """Move the bias of each trained router one step towards an even load: up for experts below the mean.
 
     `load_by_layer` holds the choices per expert of the full step, summed over all ranks, so that
     every rank makes the same update.
     """
     for name, layer in moe_layers(model).items():
         bias, load_E = layer.router.balance_bias, load_by_layer[name].to(torch.float64)
-        if bias is not None and layer.moe.balance_bias_rate:
+        is_trained = layer.router.weight.requires_grad
+        if bias is not None and layer.moe.balance_bias_rate and is_trained:
             bias += layer.moe.balance_bias_rate * torch.sign(load_E.mean() - load_E).to(bias)

@@ -16,6 +16,7 @@ from meshwright.models.layers.rope import RopeTables, rope_tables
 from meshwright.models.layers.token_rows import TokenRows
 from meshwright.ops.cast import accumulation_dtype
 from meshwright.ops.documents import Documents, host_number
+from meshwright.ops.dropout_keys import mixed
 from meshwright.ops.loss import UpdatedHead, linear_cross_entropy
 from meshwright.ops.loss_rows import RowKernels
 from meshwright.ops.pair_loss import PairInputs, PairSettings, linear_pair_loss
@@ -45,14 +46,19 @@ class Block(nn.Module):
         positions_BS: Tensor,
         documents: Documents | None,
         sequence_weights_B: Tensor | None,
+        dropout_keys_BS: Tensor | None = None,
     ) -> Tensor:
-        """x_BSD after this block."""
+        """x_BSD after this block; the keys are those of this layer."""
         attended_BSD = self.attention(
-            self.attention_norm(x_BSD), rope=rope, positions_BS=positions_BS, documents=documents
+            self.attention_norm(x_BSD),
+            rope=rope,
+            positions_BS=positions_BS,
+            documents=documents,
+            dropout_keys_BS=dropout_keys_BS,
         )
         x_BSD = x_BSD + self.dropout(attended_BSD)
         routed = {"sequence_weights_B": sequence_weights_B} if self.is_routed else {}
-        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD), **routed))
+        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD), dropout_keys_BS=dropout_keys_BS, **routed))
 
 
 class Head(nn.Module):
@@ -85,9 +91,10 @@ class Head(nn.Module):
         weights_BS: Tensor | None = None,
         num_targets: int | None = None,
         pairs: PairInputs | None = None,
+        dropout_keys_BS: Tensor | None = None,
     ) -> Tensor:
         """logits_BSV, or with targets the sum of weight x cross-entropy over all tokens, or of all pairs."""
-        weight_VD = self._updated_weight(x_BSD, tied)
+        weight_VD = self._updated_weight(x_BSD, tied, dropout_keys_BS)
         if targets_BS is None:
             return _logits(x_BSD, weight_VD)
         if pairs is not None:
@@ -104,12 +111,16 @@ class Head(nn.Module):
             num_counted=num_targets,
         )
 
-    def _updated_weight(self, x_BSD: Tensor, tied: Table | None) -> Tensor | UpdatedHead:
+    def _updated_weight(
+        self, x_BSD: Tensor, tied: Table | None, dropout_keys_BS: Tensor | None
+    ) -> Tensor | UpdatedHead:
         """This rank's rows of the weight, with its updates where the weight is frozen."""
         weight = self.weight if tied is None else tied.weight
         assert weight is not None
         weight_VD, rows = local(weight), self.token_rows if tied is None else tied.token_rows
-        factors: list[tuple[Tensor, Tensor]] = [] if self.adapter is None else [self.adapter.factors(x_BSD)]
+        factors: list[tuple[Tensor, Tensor]] = []
+        if self.adapter is not None:
+            factors.append(self.adapter.factors(x_BSD, dropout_keys_BS))
         if rows is not None:
             rank = 0 if self.vocabulary_group is None else self.vocabulary_group.rank()
             factors.append(rows.factors(x_BSD, rank * len(weight_VD), len(weight_VD)))
@@ -193,6 +204,7 @@ class Decoder(nn.Module):
         sequence_weights_B: Tensor | None = None,
         answers_BS: Tensor | None = None,
         pairs_BPF: Tensor | None = None,
+        dropout_keys_BS: Tensor | None = None,
     ) -> Tensor:
         """x_BSD without a head, logits_BSV without targets, else the scalar sum of weighted losses.
 
@@ -202,20 +214,22 @@ class Decoder(nn.Module):
         `weights_BS` hold mask and denominator of the loss (None: a plain sum over all targets); at most
         `num_targets` of them are not 0 (None: any number). `sequence_weights_B` hold those of the MoE
         load-balancing loss (None: it is left out). `answers_BS` and `pairs_BPF` are those of `Microbatch`:
-        with them the result is the loss of preference pairs.
+        with them the result is the loss of preference pairs. Training with dropout in adapters needs
+        `dropout_keys_BS`.
         """
         x_BSD = self.embedding(x, positions_BS) if self.has_embedding and self.embedding else x
         rope = self._rope_tables(x_BSD, positions_BS)
         documents = None
         if document_offsets_P is not None and longest_document is not None:
             documents = Documents(document_offsets_P, host_number(longest_document))
-        for block in self.blocks.values():
+        for layer, block in self.blocks.items():
             x_BSD = block(
                 x_BSD,
                 rope=rope,
                 positions_BS=positions_BS,
                 documents=documents,
                 sequence_weights_B=sequence_weights_B,
+                dropout_keys_BS=None if dropout_keys_BS is None else mixed(dropout_keys_BS, int(layer)),
             )
         if self.head is None:
             return x_BSD
@@ -224,7 +238,7 @@ class Decoder(nn.Module):
         pairs = None
         if answers_BS is not None and pairs_BPF is not None and weights_BS is not None:
             pairs = PairInputs(weights_BS, answers_BS, pairs_BPF)
-        return self.head(self.norm(x_BSD), tied, targets_BS, weights_BS, num_targets, pairs)
+        return self.head(self.norm(x_BSD), tied, targets_BS, weights_BS, num_targets, pairs, dropout_keys_BS)
 
     def _rope_tables(self, x_BSD: Tensor, positions_BS: Tensor) -> RopeTables | None:
         """The RoPE tables, computed once for all blocks."""

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
-from meshwright.files import MIB, new_folder_beside, read_json_file, regular_file
+from meshwright.files import MIB, new_folder_beside, read_json_file, regular_file, share_file
 from meshwright.models.hf_names import Source, sources, state_shapes
 from meshwright.spec import ModelSpec
-from meshwright.spec.huggingface import load_model, to_config
+from meshwright.spec.huggingface import model_at, to_config
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -36,7 +36,7 @@ class HuggingFaceReader:
     def __init__(self, folder: str | Path, model: ModelSpec | None = None) -> None:
         """Open the folder and check that it holds this model (None: the one of its config.json)."""
         self.folder = Path(folder)
-        self.model = load_model(str(self.folder)) if model is None else model
+        self.model = model_at(self.folder) if model is None else model
         self._file_of = self._with_prefix(_file_of_tensor(self.folder))
         self._check_count()
         self.sources = sources(self.model)
@@ -105,7 +105,7 @@ class HuggingFaceReader:
         """Refuse a config with more layers than there are tensors, before names are made for each of them."""
         if self.model.num_layers > len(self._file_of):
             raise CheckpointError(
-                f"config.json has {self.model.num_layers} layers, and there are only "
+                f"the model has {self.model.num_layers} layers, and the folder only "
                 f"{len(self._file_of)} tensors",
                 where=str(self.folder),
                 hint=_OTHER_MODEL,
@@ -211,6 +211,7 @@ def _write_shards(
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: _assemble(state, pieces[name], dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        share_file(folder / file)
         file_of.update(dict.fromkeys(names, file))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:

@@ -9,7 +9,7 @@ weights, and no rank draws or holds a full tensor of which it keeps a shard.
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.linear import Linear
+from meshwright.models.layers.moe import PROJECTIONS, Experts
 from meshwright.models.layers.token_rows import TokenRows
 from meshwright.ops.nf4 import quantise_nf4
 from meshwright.ops.nf4_nested import NestedTable, nest_absmax
 from meshwright.ops.sharded import local_slices
-from meshwright.precision.fp8.stored import Fp8Scale, encode_stored, stored_scale
+from meshwright.precision.fp8.stored import Fp8Scale, encode_stored, stored_scale, weight_amax
 from meshwright.spec import ModelSpec
 from meshwright.spec.adapter import adapter_parameters
 from meshwright.spec.parameters import Parameter, parameters
@@ -48,7 +49,10 @@ def initialise(
     described = {parameter.name: parameter for parameter in listed}
     packed, stored = packed_weights(model), [] if leaves_frozen else stored_weights(model)
     nested = nested_weights(model)
-    scales = {scale: stored_scale(_amax(names, model.spec, described, seed)) for scale, names in stored}
+    scales = {
+        scale: stored_scale(_amax([described[name] for name in names], model.spec, scale.experts, seed))
+        for scale, names in stored
+    }
     reset_buffers(model)
     for scale, value in scales.items():
         scale.value.copy_(value)
@@ -61,7 +65,7 @@ def initialise(
         elif name in packed:
             fill_packed(tensor, packed[name], model.spec, described[name], seed)
         elif name in in_fp8:
-            fill_stored(tensor, scales[in_fp8[name]], model.spec, described[name], seed)
+            fill_stored(tensor, in_fp8[name], model.spec, described[name], seed)
         elif name in described:  # the absmax of packed weights is filled with them
             fill_shard(tensor, model.spec, described[name], seed)
 
@@ -93,23 +97,25 @@ def packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def nested_weights(model: nn.Module) -> dict[str, NestedTable]:
     """The table of each weight in nested NF4, by the name of the weight."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    return {
-        f"{name}.weight": one.weight_nested for name, one in linears.items() if one.weight_nested is not None
-    }
+    found: dict[str, NestedTable | None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            found[f"{name}.weight"] = module.weight_nested
+        elif isinstance(module, Experts):
+            found |= {f"{name}.{own}": module.nested_of(own) for own in PROJECTIONS}
+    return {name: nested for name, nested in found.items() if nested is not None}
 
 
 def fill_nested(
     packed: Tensor, absmax: Tensor, nested: NestedTable, spec: ModelSpec, parameter: Parameter, seed: int
 ) -> None:
-    """Fill this rank's shard of a weight in nested NF4, and its table: the full weight is drawn for it."""
-    value = torch.empty(parameter.shape)
-    draw_into(value, [slice(0, size) for size in parameter.shape], spec, parameter, seed)
-    bytes_, bits = quantise_nf4(value)
+    """Fill this rank's shard of a weight in nested NF4, and its table: full matrices are drawn for it."""
+    experts = nested.experts if parameter.kind == "expert" else None
+    bytes_, bits = quantise_nf4(_drawn(spec, parameter, experts, seed))
     codes, table = nest_absmax(bits.view(torch.float32))
     nested.value.copy_(table)
-    fill(packed, bytes_)
-    fill(absmax, codes)
+    fill(packed, bytes_, first=nested.first_expert)
+    fill(absmax, codes, first=nested.first_expert)
 
 
 def fill_packed(packed: Tensor, absmax: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
@@ -127,25 +133,35 @@ def stored_weights(model: nn.Module) -> list[tuple[Fp8Scale, list[str]]]:
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.weight_scale is not None:
             found.setdefault(module.weight_scale, []).append(f"{name}.weight")
+        if isinstance(module, Experts) and module.scales is not None:
+            for own in PROJECTIONS:
+                scale = module.scale_of(own)
+                assert scale is not None
+                found[scale] = [f"{name}.{own}"]
     return list(found.items())
 
 
-def _amax(names: Sequence[str], spec: ModelSpec, described: Mapping[str, Parameter], seed: int) -> Tensor:
-    """The largest magnitude of full weights; they are drawn for it, and freed."""
-    largest = torch.zeros(())
-    for parameter in (described[name] for name in names):
-        value = torch.empty(parameter.shape)
-        draw_into(value, [slice(0, size) for size in parameter.shape], spec, parameter, seed)
-        largest = torch.maximum(largest, value.abs().amax())
-    return largest
+def _amax(drawn: Sequence[Parameter], spec: ModelSpec, experts: slice | None, seed: int) -> Tensor:
+    """The largest magnitude of full weights, or of each expert; they are drawn for it, and freed."""
+    return torch.stack([weight_amax(_drawn(spec, one, experts, seed)) for one in drawn]).amax(0)
 
 
-def fill_stored(stored: Tensor, scale: Tensor, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
+def _drawn(spec: ModelSpec, parameter: Parameter, experts: slice | None, seed: int) -> Tensor:
+    """A full weight, or these of its stacked experts."""
+    held = [slice(0, size) for size in parameter.shape]
+    held[0] = held[0] if experts is None else experts
+    value = torch.empty([part.stop - part.start for part in held])
+    draw_into(value, held, spec, parameter, seed)
+    return value
+
+
+def fill_stored(stored: Tensor, scale: Fp8Scale, spec: ModelSpec, parameter: Parameter, seed: int) -> None:
     """Fill this rank's shard of a weight in fp8: drawn as any other, then cast."""
     held = local_slices(stored)
     value = torch.empty([part.stop - part.start for part in held])
     draw_into(value, held, spec, parameter, seed)
-    (stored.to_local() if isinstance(stored, DTensor) else stored).copy_(encode_stored(value, scale))
+    own = scale.value[scale.index(held[0])].to(value.device)
+    (stored.to_local() if isinstance(stored, DTensor) else stored).copy_(encode_stored(value, own))
 
 
 def unpacked_slices(held: Sequence[slice]) -> tuple[slice, ...]:
@@ -209,10 +225,14 @@ def initial_std(spec: ModelSpec, parameter: Parameter) -> float:
     return spec.init_std / math.sqrt(2 * spec.num_layers) if scaled else spec.init_std
 
 
-def fill(parameter: Tensor, full: Tensor) -> None:
-    """Copy a full tensor into a parameter that may be sharded: each rank takes its shard."""
+def fill(parameter: Tensor, full: Tensor, *, first: int = 0) -> None:
+    """Copy a full tensor into a parameter that may be sharded: each rank takes its shard.
+
+    `first` is the first row, or expert, of the parameter that `full` has.
+    """
     target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    target.copy_(full[local_slices(parameter)])
+    rows, *others = local_slices(parameter) or (...,)
+    target.copy_(full[(_shifted(rows, first) if isinstance(rows, slice) else rows, *others)])
 
 
 def seed_of(seed: int, name: str) -> int:

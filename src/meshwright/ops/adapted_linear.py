@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
+from meshwright.ops.autograd_function import applied
 from meshwright.ops.fused_linear import concatenated
 from meshwright.ops.nf4 import concatenated_nf4
 from meshwright.ops.nf4_nested import NestedPlace, unnest_absmax
 
 _Layout = tuple[int, list[int]]
-"""Number of weights among the tensors, and three numbers of each nested table's place."""
+"""Number of weights among the tensors, and the numbers of each nested table's place, one after the other."""
 
 
 def adapted_linear(
@@ -43,15 +44,14 @@ def adapted_linear(
     the table and the place of each.
     """
     x_TK = x.flatten(0, -2).to(dtype)
-    a_RK, b_NR = _factors(weights, factors, x_TK)
+    a_RK, b_NR = joined_factors(weights, factors, x_TK)
     tables, places = [table for table, _ in nested], [number for _, place in nested for number in place]
-    y_TN: Tensor = _AdaptedLinear.apply(  # pyright: ignore[reportAssignmentType]
-        x_TK, a_RK, b_NR, (len(weights), places), *weights, *absmax, *tables
-    )
+    layout = (len(weights), places)
+    y_TN: Tensor = applied(_AdaptedLinear, x_TK, a_RK, b_NR, layout, *weights, *absmax, *tables)
     return y_TN.unflatten(0, x.shape[:-1])
 
 
-def _factors(
+def joined_factors(
     weights: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor] | None], x_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A[R, K] of all adapters and the block-diagonal B[N, R], in the dtype of x; R = 0 without adapters."""
@@ -105,9 +105,11 @@ def _matrix(
     if not absmax:
         return concatenated(weights, dtype)
     if tables:
+        size = len(NestedPlace._fields)
+        places = [where[start : start + size] for start in range(0, len(where), size)]
         absmax = [
-            unnest_absmax(codes, table, NestedPlace(*where[3 * index : 3 * index + 3])).view(torch.int32)
-            for index, (codes, table) in enumerate(zip(absmax, tables, strict=True))
+            unnest_absmax(codes, table, NestedPlace(*place)).view(torch.int32)
+            for codes, table, place in zip(absmax, tables, places, strict=True)
         ]
     return concatenated_nf4(weights, absmax, dtype)
 

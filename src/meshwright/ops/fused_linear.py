@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from meshwright.ops.autograd_function import applied
+
 
 def fused_linear(
     x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype, grad_buffers: Sequence[Tensor] = ()
@@ -30,10 +32,10 @@ def fused_linear(
     gradient.
     """
     x_TK = x.flatten(0, -2).to(dtype)
-    if not any(weight.requires_grad for weight in weights):
-        y_TN: Tensor = _FrozenLinear.apply(x_TK, *weights)  # pyright: ignore[reportAssignmentType]
+    if any(weight.requires_grad for weight in weights):
+        y_TN: Tensor = applied(_FusedLinear, x_TK, len(weights), *weights, *grad_buffers)
     else:
-        y_TN = _FusedLinear.apply(x_TK, len(weights), *weights, *grad_buffers)  # pyright: ignore[reportAssignmentType]
+        y_TN = applied(_FrozenLinear, x_TK, *weights)
     return y_TN.unflatten(0, x.shape[:-1])
 
 

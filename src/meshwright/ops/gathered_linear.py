@@ -15,6 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from meshwright.ops.collectives import all_gather, all_gather_no_grad
+from meshwright.ops.dropout import DropoutMask, dropped, dropped_in_backward
+
+_NO_MASK = None, 0, 0.0
 
 
 class BackwardGather:
@@ -56,12 +59,12 @@ class GatheredLinears:
         """Called after the module's forward: drop the gathered input."""
         self._current = None
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `functional.linear`; of the gathered input only this rank's shard is saved."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: DropoutMask | None) -> Tensor:
+        """As `Matmul`; of the gathered input only this rank's shard is saved."""
         if self._current is None or x is not self._current[0]:
-            return functional.linear(x, weight, bias)
+            return functional.linear(x, weight, bias) if mask is None else mask.linear(x, weight)
         full, shard, backward_gather = self._current
-        y: Tensor = _GatheredLinear.apply(full, shard, weight, backward_gather)  # pyright: ignore[reportAssignmentType]
+        y: Tensor = _GatheredLinear.apply(full, shard, weight, backward_gather, *(mask or _NO_MASK))  # pyright: ignore[reportAssignmentType]
         return y if bias is None else y + bias
 
 
@@ -72,28 +75,41 @@ class GatheredMatmul(nn.Module):
         super().__init__()
         self.linears = linears
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + b, over the last dim of x."""
-        return self.linears.linear(x, weight, bias)
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, mask: DropoutMask | None = None
+    ) -> Tensor:
+        """x W^T + b, over the last dim of x; with a mask drop(x) W^T."""
+        return self.linears.linear(x, weight, bias, mask)
 
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, full: Tensor, shard: Tensor, weight: Tensor, backward_gather: BackwardGather
+        ctx: Any,
+        full: Tensor,
+        shard: Tensor,
+        weight: Tensor,
+        backward_gather: BackwardGather,
+        keys: Tensor | None,
+        first_feature: int,
+        probability: float,
     ) -> Tensor:
-        ctx.save_for_backward(shard, weight)
-        ctx.backward_gather = backward_gather
+        ctx.save_for_backward(shard, weight, keys)
+        ctx.backward_gather, ctx.mask = backward_gather, (first_feature, probability)
         if ctx.needs_input_grad[2]:  # a frozen weight needs no input in backward
             backward_gather.add_consumer()
+        if keys is not None:
+            full = dropped(full, keys, first_feature, probability)
         return functional.linear(full, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        shard, weight = ctx.saved_tensors
+        shard, weight, keys = ctx.saved_tensors
         dx = (grad @ weight.to(grad.dtype)).to(shard.dtype)
+        dx = dx if keys is None else dropped_in_backward(dx, keys, *ctx.mask, dy=grad)
         if not ctx.needs_input_grad[2]:
-            return dx, None, None, None
+            return dx, *(None,) * 6
         full = ctx.backward_gather.gather(shard)
+        full = full if keys is None else dropped_in_backward(full, keys, *ctx.mask, dy=grad)
         dw = grad.flatten(0, -2).mT @ full.flatten(0, -2).to(grad.dtype)
-        return dx, None, dw.to(weight.dtype), None
+        return dx, None, dw.to(weight.dtype), *(None,) * 4

@@ -1,10 +1,12 @@
 """Grouped matmul: one matmul per group of rows, for routed experts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
 from meshwright.hardware.simulated_device import SimulatedDevice, kernel_device
 
@@ -17,13 +19,16 @@ def grouped_linear(
     """y_NF: row n times the weight of its group; the rows of a group are contiguous, and groups are in order.
 
     Groups may be empty; their weight then gets a zero gradient. One kernel where the device has it (bf16 on
-    CUDA, no host sync); elsewhere one matmul per group, for which the host reads the counts.
+    CUDA, no host sync); elsewhere one matmul per group, for which the host reads the counts. In compiled code
+    that is one operator: numbers that the compiler reads from a tensor split its graphs.
     """
     if torch.is_autocast_enabled(x_ND.device.type):
         dtype = torch.get_autocast_dtype(x_ND.device.type)
         x_ND, weight_EFD = x_ND.to(dtype), weight_EFD.to(dtype)
     if _has_kernel(x_ND, weight_EFD.shape[-2:], simulated):
         return functional.grouped_mm(x_ND, weight_EFD.transpose(-2, -1), offs=group_ends(counts_E))
+    if torch.compiler.is_compiling():
+        return _each_group(x_ND, weight_EFD, counts_E)
     rows = x_ND.split(counts_E.tolist())  # host sync: split needs the sizes
     parts = [functional.linear(part, weight) for part, weight in zip(rows, weight_EFD.unbind(), strict=True)]
     return torch.cat(parts)
@@ -35,9 +40,69 @@ def grouped_weight_gradient(
     """dW_EFD: dy^T x over the rows of each group; zero for an empty one."""
     if _has_kernel(x_ND, (dy_NF.shape[1], x_ND.shape[1]), simulated):
         return _summed_over_rows(dy_NF, x_ND, group_ends(counts_E))
+    if torch.compiler.is_compiling():
+        return _weight_gradient_of_each_group(dy_NF, x_ND, counts_E)
+    return _stacked_gradients(dy_NF, x_ND, counts_E)
+
+
+def _stacked_gradients(dy_NF: Tensor, x_ND: Tensor, counts_E: Tensor) -> Tensor:
     counts = counts_E.tolist()  # host sync: split needs the sizes
     parts = zip(dy_NF.split(counts), x_ND.split(counts), strict=True)
     return torch.stack([dy.t() @ x for dy, x in parts])
+
+
+@torch.library.custom_op("meshwright::each_group", mutates_args=())
+def _each_group(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    y_NF = x_ND.new_empty((len(x_ND), weight_EFD.shape[1]))
+    counts = counts_E.tolist()  # host sync: split needs the sizes
+    for x, y, weight in zip(x_ND.split(counts), y_NF.split(counts), weight_EFD.unbind(), strict=True):
+        torch.mm(x, weight.t(), out=y)
+    return y_NF
+
+
+@_each_group.register_fake
+def _(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    return x_ND.new_empty((x_ND.shape[0], weight_EFD.shape[1]))
+
+
+def _save_for_each_group(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_of_each_group(ctx: Any, dy_NF: Tensor) -> tuple[Tensor | None, ...]:
+    x_ND, weight_EFD, counts_E = ctx.saved_tensors
+    has_dx, has_dweight, _ = ctx.needs_input_grad
+    dx_ND = _each_group(dy_NF, weight_EFD.mT, counts_E) if has_dx else None
+    dweight_EFD = _weight_gradient_of_each_group(dy_NF, x_ND, counts_E) if has_dweight else None
+    return dx_ND, dweight_EFD, None
+
+
+_each_group.register_autograd(_backward_of_each_group, setup_context=_save_for_each_group)
+
+
+@torch.library.custom_op("meshwright::weight_gradient_of_each_group", mutates_args=())
+def _weight_gradient_of_each_group(dy_NF: Tensor, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+    return _stacked_gradients(dy_NF, x_ND, counts_E)
+
+
+@_weight_gradient_of_each_group.register_fake
+def _(dy_NF: Tensor, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+    return x_ND.new_empty((len(counts_E), dy_NF.shape[1], x_ND.shape[1]))
+
+
+@register_flop_formula(torch.ops.meshwright.each_group)
+def _(x_ND: torch.Size, weight_EFD: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * x_ND[0] * x_ND[1] * weight_EFD[1]
+
+
+@register_flop_formula(torch.ops.meshwright.weight_gradient_of_each_group)
+def _(dy_NF: torch.Size, x_ND: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * dy_NF[0] * dy_NF[1] * x_ND[1]
+
+
+# The matmul of forward, whose output selective recompute saves.
+EACH_GROUP_OPERATORS = (torch.ops.meshwright.each_group.default,)
 
 
 @torch.library.custom_op("meshwright::grouped_weight_gradient", mutates_args=())

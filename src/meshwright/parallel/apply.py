@@ -19,9 +19,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.adapters.attach import place_nested, prepare_trained, set_magnitudes
+from meshwright.adapters.attach import place_scales, prepare_trained, set_magnitudes
 from meshwright.data.microbatch import Microbatch
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
+from meshwright.memory.offload.embedding import move_embedding
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.weights import OffloadedWeights
 from meshwright.memory.recompute import apply_recompute
@@ -84,6 +85,8 @@ def build_program(
         allocate(stage.module, run, mesh, fill)
         set_magnitudes(stage.module)
         pack_fused_weights(stage.module)
+        if "embedding" in run.memory.offload:
+            move_embedding(stage.module, weights.link)
     shards = parameter_shards(stages, run, mesh)
     set_gradient_dtype(shards, gradient_dtype(run.precision), by_fsdp=run.parallel.zero == 3)
     weights.move_to_host()
@@ -124,7 +127,7 @@ def transform(
     apply_simulation(model, simulation)
     if parallel.tp > 1 or parallel.ep > 1:
         shard_parameters(model, mesh)
-    place_nested(model)
+    place_scales(model)
     if parallel.tp > 1:
         apply_tp(model, mesh, regather=run.memory.regather_tp_inputs)
     apply_moe(model, mesh)

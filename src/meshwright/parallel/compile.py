@@ -1,9 +1,10 @@
 """Block-by-block compile: one graph serves all blocks of a kind, and ZeRO-3 collectives stay outside it.
 
 The compiler passes over recompute (activation checkpointing) in which the host reads row counts of routed
-experts. With `recompute: full` the parts of such a block are compiled instead, inside the recompute: norms,
-attention, the router, the experts, and the shared experts. With `selective` the block stays uncompiled: its
-policy picks operators, and does not see those of a compiled part.
+experts, or a ring passes keys and values on. With `recompute: full` the parts of such a block are compiled
+instead, inside the recompute: norms, attention, the MLP, or the router, the experts and the shared experts.
+With `selective` the block stays uncompiled: its policy picks operators, and does not see those of a compiled
+part.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,9 @@ from torch import nn
 from meshwright.memory.recompute import is_recomputed
 from meshwright.models.decoder import Block
 from meshwright.models.layers.moe import Moe
+from meshwright.parallel.cp.ring import passes_keys
 from meshwright.parallel.ep import reads_row_counts
+from meshwright.parallel.torch_constant_floats import with_constant_floats
 from meshwright.spec import MemorySpec
 
 
@@ -29,7 +32,8 @@ class CompiledPart(NamedTuple):
 
     def compile(self, compiler: Callable[..., Any], **options: Any) -> None:
         """Replace the forward by its compiled form."""
-        self.module.forward = compiler(self.module.forward, **options)
+        compiled = compiler(self.module.forward, **options)
+        self.module.forward = with_constant_floats(compiled) if self.has_varying_rows else compiled
 
 
 def compile_blocks(blocks: Iterable[nn.Module], memory: MemorySpec) -> None:
@@ -54,12 +58,16 @@ def compiled_parts(block: nn.Module, memory: MemorySpec, index: int) -> list[Com
     """The parts that are compiled instead of the block of this number; none: the block is one graph."""
     if memory.recompute != "full" or not is_recomputed(index, memory) or not isinstance(block, Block):
         return []
-    layer = block.mlp
-    if not isinstance(layer, Moe) or not reads_row_counts(layer):
+    if isinstance(block.mlp, Moe) and reads_row_counts(block.mlp):
+        rest = _parts_of_experts(block.mlp)
+    elif passes_keys(block):
+        rest = [CompiledPart(block.mlp)]
+    else:
         return []
-    shared = [] if layer.shared is None else [layer.shared]
-    modules = [block.attention_norm, block.attention, block.mlp_norm, layer.router, *shared]
-    return [
-        *(CompiledPart(module) for module in modules),
-        CompiledPart(layer.experts, has_varying_rows=True),
-    ]
+    return [*(CompiledPart(each) for each in (block.attention_norm, block.attention, block.mlp_norm)), *rest]
+
+
+def _parts_of_experts(layer: Moe) -> list[CompiledPart]:
+    """All but the exchange of rows and what decides about it."""
+    shared = [] if layer.shared is None else [CompiledPart(layer.shared)]
+    return [CompiledPart(layer.router), *shared, CompiledPart(layer.experts, has_varying_rows=True)]

@@ -41,6 +41,7 @@ from meshwright.parallel.fsdp_waits import measure_waits
 from meshwright.parallel.gradient_bucket import Bucket, is_partial_over_tp, local_gradient
 from meshwright.parallel.gradient_hashes import GradientHashes
 from meshwright.parallel.shards import ParameterShard
+from meshwright.parallel.torch_frozen_integers import frozen_integers
 from meshwright.parallel.wait_clock import WaitClock
 from meshwright.plan.memory.buckets import BUCKET_ELEMENTS
 from meshwright.spec.placement import is_routed_expert
@@ -288,13 +289,14 @@ def shard_fully(
     shard = partial(
         fully_shard, mp_policy=policy, offload_policy=offload, reshard_after_forward=parallel.pp == 1
     )
-    if parallel.ep > 1:
-        expert_mesh = _sharding_mesh(mesh.expert, "expert_shard", parallel.dp_replicate)
-        for module in experts:
-            shard(module, mesh=expert_mesh)
-    dense_mesh = _sharding_mesh(mesh.dense, "shard", parallel.dp_replicate)
-    for module in [*units, root]:
-        shard(module, mesh=dense_mesh)
+    with frozen_integers():
+        if parallel.ep > 1:
+            expert_mesh = _sharding_mesh(mesh.expert, "expert_shard", parallel.dp_replicate)
+            for module in experts:
+                shard(module, mesh=expert_mesh)
+        dense_mesh = _sharding_mesh(mesh.dense, "shard", parallel.dp_replicate)
+        for module in [*units, root]:
+            shard(module, mesh=dense_mesh)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the global token count: sum, never average. A factor other than the

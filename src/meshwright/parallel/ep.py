@@ -1,7 +1,7 @@
 """Expert parallel: routed experts are distributed over ranks that otherwise hold other tokens.
 
     x[N, D]  rows sorted by expert  ->  rows to the rank that has the expert      all-to-all (dispatch)
-    w[N]     their weights                                                        all-to-all
+    w[N]     their weights, and with dropout the keys of their masks              all-to-all
     y[N, D] = w experts(x)  on the rank that has them
     y[N, D]  back to the rank that sent the row                                   all-to-all (combine)
 
@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.mesh import Mesh
 from meshwright.models.layers.adapter import ExpertAdapter
-from meshwright.models.layers.moe import Compute, Dispatch, Moe, Shared
+from meshwright.models.layers.moe import Compute, Dispatch, Moe, RowInputs, Shared
 from meshwright.ops.collectives import all_gather, all_gather_single, all_to_all_rows, reduce_scatter
 from meshwright.ops.expert_rows import ExpertRows, rows_of_tokens, sum_of_rows
 from meshwright.ops.routed_rows import RowCounts
@@ -43,13 +43,13 @@ class ExchangeDispatch(nn.Module):
         self.inner, self.group, self.row_counts = inner, group, row_counts
 
     def forward(
-        self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute, shared: Shared
+        self, x_TD: Tensor, experts_TC: Tensor, inputs_TC: RowInputs, compute: Compute, shared: Shared
     ) -> tuple[Tensor, Tensor | None]:
         """The same result as the inner dispatch. Communicates over ep."""
-        return self.inner(x_TD, experts_TC, weights_TC, partial(self._on_expert_ranks, compute), shared)
+        return self.inner(x_TD, experts_TC, inputs_TC, partial(self._on_expert_ranks, compute), shared)
 
     def _on_expert_ranks(
-        self, compute: Compute, x_TD: Tensor, rows: ExpertRows, weights_N: Tensor, counts_E: Tensor
+        self, compute: Compute, x_TD: Tensor, rows: ExpertRows, inputs_N: RowInputs, counts_E: Tensor
     ) -> Tensor:
         """Send rows sorted by expert to the experts' ranks, run the experts, and send the rows back."""
         sent_RE = counts_E.view(self.group.size(), -1)
@@ -58,9 +58,9 @@ class ExchangeDispatch(nn.Module):
         # Host sync: the sizes of the exchange must be known before it.
         sent, received = self.row_counts.exchanged(sent_RE, received_RE, len(rows.choice_N))
         x_ND = all_to_all_rows(rows_of_tokens(x_TD, rows), sent, received, self.group)
-        weights_N1 = all_to_all_rows(weights_N[:, None], sent, received, self.group)
+        inputs_N1 = inputs_N.each(lambda x_N: all_to_all_rows(x_N[:, None], sent, received, self.group))
         here = received_rows(received_RE, sum(received))
-        y_ND = compute(x_ND, here, here.choices(weights_N1), received_RE.sum(0))
+        y_ND = compute(x_ND, here, inputs_N1.each(here.choices), received_RE.sum(0))
         # One choice for each received row, so the sum is the inverse permutation.
         return all_to_all_rows(sum_of_rows(y_ND, here), received, sent, self.group)
 
@@ -73,13 +73,17 @@ class GatherDispatch(nn.Module):
         self.inner, self.group = inner, group
 
     def forward(
-        self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute, shared: Shared
+        self, x_TD: Tensor, experts_TC: Tensor, inputs_TC: RowInputs, compute: Compute, shared: Shared
     ) -> tuple[Tensor, Tensor | None]:
         """The inner dispatch between x[T_tp, D] -> x[T, D] and y{tp}[T, D] -> y[T_tp, D]."""
+        keys_TC = inputs_TC.dropout_keys
         y_TD, shared_BSD = self.inner(
             all_gather(x_TD, 0, self.group),
             all_gather_no_grad(experts_TC, 0, self.group),
-            all_gather(weights_TC, 0, self.group),
+            RowInputs(
+                all_gather(inputs_TC.weights, 0, self.group),
+                None if keys_TC is None else all_gather_no_grad(keys_TC, 0, self.group),
+            ),
             compute,
             shared,
         )
@@ -148,7 +152,8 @@ def apply_moe(model: nn.Module, mesh: Mesh) -> None:
             adapters = layer.experts.adapters
             down = adapters["down"] if adapters is not None and "down" in adapters else None
             if isinstance(down, ExpertAdapter):
-                down.input_group = mesh.group("tp")
+                down.shard_input(mesh.group("tp"))
+        layer.sequence_shard = mesh.coordinate("tp"), parallel.tp
         if sequence_groups:
             layer.balance.total = SumCounts(sequence_groups)
             if layer.capacity is not None:

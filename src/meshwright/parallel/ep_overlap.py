@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from meshwright.models.layers.moe import Compute, Dispatch, Shared
+from meshwright.models.layers.moe import Compute, Dispatch, RowInputs, Shared
 from meshwright.ops.async_rows import RowExchange
 from meshwright.ops.expert_rows import ExpertRows, rows_by_expert, rows_of_tokens, sum_of_rows
 from meshwright.ops.routed_rows import RowCounts
@@ -35,12 +35,12 @@ class SharedOverlapDispatch(nn.Module):
 
     @torch.compiler.disable(recursive=False)
     def forward(
-        self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute, shared: Shared
+        self, x_TD: Tensor, experts_TC: Tensor, inputs_TC: RowInputs, compute: Compute, shared: Shared
     ) -> tuple[Tensor, Tensor | None]:
         """The same result as the inner dispatch. Communicates over ep."""
         sorted_rows = [self.inner.sort(experts_TC)]
         (routes,) = exchange_counts(sorted_rows, self.group, self.row_counts)
-        to_experts = launch_dispatch(routes, x_TD, weights_TC)
+        to_experts = launch_dispatch(routes, x_TD, inputs_TC)
         shared_BSD = shared()
         back = run_experts(routes, to_experts, compute)
         return finish_combine(routes, back).to(x_TD.dtype), shared_BSD
@@ -55,14 +55,14 @@ class HalvesDispatch(nn.Module):
 
     @torch.compiler.disable(recursive=False)
     def forward(
-        self, x_TD: Tensor, experts_TC: Tensor, weights_TC: Tensor, compute: Compute, shared: Shared
+        self, x_TD: Tensor, experts_TC: Tensor, inputs_TC: RowInputs, compute: Compute, shared: Shared
     ) -> tuple[Tensor, Tensor | None]:
         """The same result as the inner dispatch. Communicates over ep."""
         sorted_rows = [self.inner.sort(half_TC) for half_TC in _halves(experts_TC)]
         both = exchange_counts(sorted_rows, self.group, self.row_counts)
         to_experts = [
-            launch_dispatch(routes, half_TD, weights)
-            for routes, half_TD, weights in zip(both, _halves(x_TD), _halves(weights_TC), strict=True)
+            launch_dispatch(routes, half_TD, inputs_TC.each(lambda x_TC: _halves(x_TC)[index]))  # noqa: B023  called at once
+            for index, (routes, half_TD) in enumerate(zip(both, _halves(x_TD), strict=True))
         ]
         shared_BSD = shared()
         back = [run_experts(routes, rows, compute) for routes, rows in zip(both, to_experts, strict=True)]
@@ -90,10 +90,11 @@ class InFlight(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """Rows and their weights in flight to the experts, and where they belong there."""
+    """Rows in flight to the experts with their weights and dropout keys, and where they belong there."""
 
     rows: InFlight
     weights: InFlight
+    dropout_keys: InFlight | None
     here: ExpertRows
 
 
@@ -113,19 +114,20 @@ def exchange_counts(
     return found
 
 
-def launch_dispatch(routes: Routes, x_TD: Tensor, weights_TC: Tensor) -> Dispatched:
-    """Launch the rows of these tokens and their weights to the ranks of their experts."""
+def launch_dispatch(routes: Routes, x_TD: Tensor, inputs_TC: RowInputs) -> Dispatched:
+    """Launch the rows of these tokens and what belongs to them to the ranks of their experts."""
     rows = _launch(rows_of_tokens(x_TD, routes.rows), routes.sent, routes.received, routes.group)
-    weights_N1 = routes.rows.choices(weights_TC)[:, None]
+    weights_N1, keys_N1 = inputs_TC.each(lambda x_TC: routes.rows.choices(x_TC)[:, None])
     weights = _launch(weights_N1, routes.sent, routes.received, routes.group)
-    return Dispatched(rows, weights, received_rows(routes.received_RE, sum(routes.received)))
+    keys = None if keys_N1 is None else _launch(keys_N1, routes.sent, routes.received, routes.group)
+    return Dispatched(rows, weights, keys, received_rows(routes.received_RE, sum(routes.received)))
 
 
 def run_experts(routes: Routes, to_experts: Dispatched, compute: Compute) -> InFlight:
     """Wait for the rows, run this rank's experts on them, and launch the results back."""
-    x_ND, weights_N1 = _wait(to_experts.rows), _wait(to_experts.weights)
-    here = to_experts.here
-    y_ND = compute(x_ND, here, here.choices(weights_N1), routes.received_RE.sum(0))
+    x_ND, here, keys = _wait(to_experts.rows), to_experts.here, to_experts.dropout_keys
+    inputs_N1 = RowInputs(_wait(to_experts.weights), None if keys is None else _wait(keys))
+    y_ND = compute(x_ND, here, inputs_N1.each(here.choices), routes.received_RE.sum(0))
     # One choice for each received row, so the sum is the inverse permutation.
     return _launch(sum_of_rows(y_ND, here), routes.received, routes.sent, routes.group)
 

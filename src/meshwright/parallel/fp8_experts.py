@@ -88,20 +88,23 @@ def _grouped_linears(
     fp8, dtype = run.precision.fp8, autocast_dtype(run.precision)
     assert fp8 is not None
     recipe, is_cached = RECIPES[fp8.recipe], fp8.cast_weights == "per_step"
-    is_sharded = recipe.token_block is None and mesh.parallel.etp > 1
     return Fp8GroupedLinears(
         fp8.recipe,
         dtype=dtype or weight_dtype(run.precision),
         native=dtype is not None and is_grouped_native(recipe, mesh.device, simulated),
-        amax_groups=_amax_groups(site.attribute, mesh) if is_sharded else NO_AMAX_GROUPS,
+        amax_groups=expert_amax_groups(site.attribute, mesh)
+        if recipe.token_block is None
+        else NO_AMAX_GROUPS,
         cached_weights=[CachedFp8Experts(fp8.recipe, each.shape) for each in site.weights]
         if is_cached
         else (),
     )
 
 
-def _amax_groups(attribute: str, mesh: Mesh) -> AmaxGroups:
-    """etp: the groups over which the operands are sharded."""
+def expert_amax_groups(attribute: str, mesh: Mesh) -> AmaxGroups:
+    """The groups over which the rows, and so the amax of each, are sharded: by etp alone."""
+    if mesh.parallel.etp == 1:
+        return NO_AMAX_GROUPS
     tp = (mesh.group("tp"),)
     if attribute == "down_matmul":
         return AmaxGroups(x=tp, weight=tp)

@@ -12,11 +12,17 @@ import torch
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.layers.attention import Attention
-from meshwright.models.layers.fused import fuse_linears, fused_projection_of, linears_sharing_input
+from meshwright.models.layers.fused import (
+    fuse_linears,
+    fused_projection_of,
+    has_fused_adapters,
+    linears_sharing_input,
+)
 from meshwright.models.layers.linear import Linear
 from meshwright.models.layers.matmul import Matmul
 from meshwright.models.layers.mlp import SwiGlu
 from meshwright.ops.fused_linear import pack_weights
+from meshwright.precision.fp8.stored import StoredFp8Matmul
 from meshwright.spec import RunSpec
 
 
@@ -33,14 +39,16 @@ def fuse_projections(model: Decoder, run: RunSpec) -> None:
 
 
 def _fuse_adapter(linear: Linear) -> None:
-    is_plain = type(linear.matmul) is Matmul and not linear.weight.requires_grad
-    if linear.adapter is not None and is_plain:
+    is_known = type(linear.matmul) in (Matmul, StoredFp8Matmul) and not linear.weight.requires_grad
+    if linear.adapter is not None and is_known:
         linear.adapter.is_fused = linear.adapter.can_be_fused
 
 
 def pack_fused_weights(model: Decoder) -> None:
-    """Put the weights of each fused projection into one contiguous tensor, where they are used in bf16."""
+    """Put the weights of each fused projection into one contiguous tensor, unless they are cast for use."""
     for module in model.modules():
-        weights = [linear.weight for linear in linears_sharing_input(module)]
-        if fused_projection_of(module) is not None and weights[0].dtype == torch.bfloat16:
-            pack_weights(weights)
+        linears = linears_sharing_input(module)
+        is_bf16 = fused_projection_of(module) is not None and linears[0].weight.dtype == torch.bfloat16
+        is_fp8 = len(linears) > 0 and linears[0].weight_scale is not None and has_fused_adapters(linears)
+        if is_bf16 or is_fp8:
+            pack_weights([linear.weight for linear in linears])

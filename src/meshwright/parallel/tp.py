@@ -81,7 +81,7 @@ def apply_tp(model: Decoder, mesh: Mesh, *, regather: bool = False) -> None:
         elif kind == "scatter" and isinstance(module, Linear):
             module.reduce_output = ReduceScatterOutput(group)
             if module.adapter is not None:
-                module.adapter.input_group = group
+                module.adapter.shard_input(group)
     if isinstance(model.embedding, Embedding):
         _shard_embedding(model.embedding, group)
     if model.head is not None:

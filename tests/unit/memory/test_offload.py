@@ -10,9 +10,11 @@ from tests.support.runs import MODELS, MORE_OPTIMIZERS, OPTIMIZERS, tiny_run
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from meshwright.adapters.attach import attach_adapters
 from meshwright.errors import PlanError, RunError, SpecError
 from meshwright.memory.offload import activations, budget, host
 from meshwright.memory.offload.activations import ActivationOffload, apply_activation_offload
+from meshwright.memory.offload.embedding import move_embedding
 from meshwright.memory.offload.host import HostLink
 from meshwright.memory.offload.states import StreamedOptimizer, build_streamed_optimizer, optimizer_buckets
 from meshwright.memory.offload.weights import OffloadedWeights
@@ -21,7 +23,7 @@ from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
 from meshwright.optim.build import build_optimizer, state_tensors
 from meshwright.optim.full_parameter import unsharded
-from meshwright.spec import MemorySpec
+from meshwright.spec import AdapterSpec, MemorySpec
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 4
@@ -112,6 +114,14 @@ def test_states_move_once_each_way_and_are_the_same(kind: str) -> None:
             assert torch.equal(found[key], value), (name, key)
 
 
+def test_a_stage_that_trains_nothing_has_no_states_to_move() -> None:
+    """A pipeline stage may have no adapter; its steps do nothing."""
+    weights = OffloadedWeights(HostLink(CPU))
+    optimizer = build_streamed_optimizer({}, OPTIMIZERS["adamw"], {}, weights=weights, with_states=True)
+    optimizer.step()
+    assert not optimizer.state
+
+
 def test_two_buckets_at_most_are_on_the_device() -> None:
     model = _model()
     weights = OffloadedWeights(HostLink(CPU))
@@ -125,6 +135,26 @@ def test_two_buckets_at_most_are_on_the_device() -> None:
     pairs = [a + b for a, b in pairwise(each)]
     assert len(each) > 4 * NUM_LAYERS
     assert weights.link.counters.peak_device_bytes == max(pairs)
+
+
+# --- a token table ---
+
+
+def test_an_adapter_beside_a_table_on_the_host_is_trained() -> None:
+    """B of the adapter is on the device and gets the gradient that it has beside a table on the device."""
+    gradients = []
+    for is_moved in (False, True):
+        model = build_decoder(MODELS["gqa"])
+        attach_adapters(model, AdapterSpec(rank=3, alpha=8, targets=("embedding",)), torch.float32)
+        initialise(model, 0)
+        assert model.embedding is not None and model.embedding.tokens.adapter is not None
+        model.embedding.tokens.weight.requires_grad_(False)
+        if is_moved:
+            move_embedding(model, HostLink(CPU))
+        model.embedding.tokens(torch.tensor([[3, 5, 3]])).sum().backward()
+        gradients.append(model.embedding.tokens.adapter.lora_B.grad)
+    assert gradients[0] is not None and gradients[0][3].any()
+    assert torch.equal(gradients[0], gradients[1])
 
 
 # --- activations ---

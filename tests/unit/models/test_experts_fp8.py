@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from meshwright.models.layers.experts_fp8 import Fp8GroupedLinears, quantise_rows
+from meshwright.models.layers.experts_stored import StoredExperts, StoredFp8GroupedLinears
 from meshwright.precision.fp8.expert_weights import (
     CachedFp8Experts,
     decode_experts,
@@ -12,6 +13,7 @@ from meshwright.precision.fp8.expert_weights import (
     expert_scales,
 )
 from meshwright.precision.fp8.recipes import E4M3, RECIPES
+from meshwright.precision.fp8.stored import encode_stored, stored_scale, weight_amax
 
 COUNTS = torch.tensor([37, 0, 5, 86])
 D, F = 256, 128
@@ -68,6 +70,19 @@ def test_every_row_is_within_the_error_of_the_format(recipe):
     for ours, expected in zip(found[2], exact[2], strict=True):
         assert float((ours - expected).norm() / expected.norm()) < EXACT  # weight gradients are not in fp8
         assert not ours[1].any()
+
+
+def test_stored_experts_are_those_that_are_cast_for_use():
+    """Each with its own scale, in forward and in dgrad; the experts differ in size by four orders."""
+    x, weights = _inputs()
+    scales = [stored_scale(weight_amax(weight)) for weight in weights]
+    stored = [StoredExperts(encode_stored(*pair), pair[1]) for pair in zip(weights, scales, strict=True)]
+    ys, dxs, _ = _results(_fp8("current"), x, weights)
+    matmul, xs = StoredFp8GroupedLinears(dtype=torch.float32, native=False), [x.clone() for _ in weights]
+    found = matmul([x.requires_grad_() for x in xs], stored, COUNTS)
+    torch.autograd.backward(found, [_normal(*y.shape, seed=4, std=1e-5) for y in found])
+    for ours, expected in zip([*found, *(x.grad for x in xs)], [*ys, *dxs], strict=True):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("recipe", ["current", "blockwise"])

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.models import build_decoder, initialise
 from meshwright.models.balance import pop_routing_records, update_balance_bias
-from meshwright.models.layers.moe import Moe
+from meshwright.models.layers.moe import Moe, RowInputs
 from meshwright.models.layers.routing import Capacity, Router
 from meshwright.ops.expert_rows import rows_by_expert
 from meshwright.spec import MoeSpec
@@ -71,7 +71,9 @@ def test_no_token_at_all() -> None:
     moe = _moe()
     x_TD = torch.zeros(0, 5, dtype=torch.float64, requires_grad=True)
     rows = rows_by_expert(torch.zeros(0, 2, dtype=torch.int64))
-    moe.experts(x_TD, rows, x_TD.new_zeros(0), torch.zeros(4, dtype=torch.int64)).sum().backward()
+    moe.experts(
+        x_TD, rows, RowInputs(x_TD.new_zeros(0), None), torch.zeros(4, dtype=torch.int64)
+    ).sum().backward()
     assert moe.experts.down.grad is not None and not moe.experts.down.grad.any()
 
 
@@ -171,6 +173,26 @@ def test_the_balance_loss_by_its_formula(score: str) -> None:
         expected = expected + 4 * (fraction * probability[b].mean(0)).sum()
     found = moe.balance(moe.router(x_BSD), torch.ones(3, dtype=torch.float64))
     torch.testing.assert_close(found, 0.3 * expected, **SAME_FLOAT64)
+
+
+def test_layers_that_no_gradient_reaches_are_counted_too() -> None:
+    """Where everything up to them is frozen there is no backward, which counts otherwise."""
+    records = []
+    for is_trained in (True, False):
+        moe = _moe().requires_grad_(is_trained)
+        y_BSD = moe(_x(), sequence_weights_B=torch.ones(3, dtype=torch.float64))
+        if is_trained:
+            y_BSD.sum().backward()
+        records.append((moe.load.clone(), moe.balance_loss.clone()))
+    assert records[0][0].sum() == 3 * 8 * 2 and records[0][1] > 0
+    assert all(torch.equal(*pair) for pair in zip(*records, strict=True))
+
+
+def test_the_bias_of_a_frozen_router_stays() -> None:
+    moe = _moe(PLAIN.with_(has_balance_bias=True, balance_bias_rate=0.1))
+    moe.router.weight.requires_grad_(False)
+    update_balance_bias(moe, {"": torch.tensor([4, 0, 0, 0])})
+    assert moe.router.balance_bias is not None and not moe.router.balance_bias.any()
 
 
 def test_evaluation_counts_nothing() -> None:

@@ -136,8 +136,10 @@ class ActivationOffload:
             staying = {_storage_id(tensor) for tensor in _tensors([*block.parameters(), *kwargs.values()])}
             previous, current = self._last, BlockActivations(staying, None if is_first else self._last)
             self._last = current
+            # Where graphs break, the compiler would trace the hooks into those of autograd functions.
+            untraced: Any = torch.compiler.disable
             hooks = torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: self._pack(tensor, current), _unpack
+                untraced(lambda tensor: self._pack(tensor, current)), untraced(_unpack)
             )
             with hooks:
                 result = forward(*args, **kwargs)

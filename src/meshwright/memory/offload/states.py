@@ -151,9 +151,10 @@ def build_streamed_optimizer(
 ) -> StreamedOptimizer:
     """As `build_optimizer`; states are offloaded as they are made, so they never fill the device."""
     buckets: list[OptimizerBucket] = []
-    for part in optimizer_buckets(shards, weights):
+    parts: list[dict[str, nn.Parameter]] = list(optimizer_buckets(shards, weights))
+    for part in parts or [{}]:  # a pipeline stage may train nothing
         optimizer = build_optimizer(part, optim, full_parameters, weights=weight_format, simulated=simulated)
-        block = weights.block_of(next(iter(part)))
+        block = weights.block_of(next(iter(part))) if part else None
         states = offload_states(optimizer, weights.link) if with_states else []
         buckets.append(OptimizerBucket(optimizer, [*states, *([] if block is None else [block])]))
     return StreamedOptimizer(buckets)

@@ -33,12 +33,18 @@ class Attention(nn.Module):
         self.output = Linear(query_width, spec.width, bias=attention.output_bias)
 
     def forward(
-        self, x_BSD: Tensor, *, rope: RopeTables | None, positions_BS: Tensor, documents: Documents | None
+        self,
+        x_BSD: Tensor,
+        *,
+        rope: RopeTables | None,
+        positions_BS: Tensor,
+        documents: Documents | None,
+        dropout_keys_BS: Tensor | None = None,
     ) -> Tensor:
         """The output of attention, before the residual add."""
         q_BSHK, k_BSGK, v_BSGK = (
             heads.unflatten(-1, (-1, self.head_width))
-            for heads in self.qkv(x_BSD, (self.query, self.key, self.value))
+            for heads in self.qkv(x_BSD, (self.query, self.key, self.value), dropout_keys_BS)
         )
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
@@ -53,4 +59,4 @@ class Attention(nn.Module):
             window=self.window,
             scale=self.head_width**-0.5,
         )
-        return self.output(out_BSHK.flatten(-2))
+        return self.output(out_BSHK.flatten(-2), dropout_keys_BS)

@@ -62,7 +62,7 @@ class Fp8GroupedLinears(nn.Module):
         xs_ND = [x_ND.to(self.dtype) for x_ND in xs_ND]
         recipe, groups = RECIPES[self.options.recipe], self.options.amax_groups
         rows = quantise_rows(xs_ND[0].detach(), recipe, groups.x)
-        call = _Call(self.options, simulated)
+        call = Fp8Call(self.options, simulated)
         cached = [(each.values_ENK, each.transposed_EKN, each.scale_ERC) for each in self._cached()]
         cached = cached or [(None, None, None)] * len(xs_ND)
         return [
@@ -80,12 +80,15 @@ class Fp8GroupedLinears(nn.Module):
         return list(self.cached_weights)  # pyright: ignore[reportReturnType]
 
 
-class _Call(NamedTuple):
+class Fp8Call(NamedTuple):
+    """What one fp8 grouped matmul needs beside tensors."""
+
     options: Fp8Options
     simulated: SimulatedDevice | None
 
     @property
     def recipe(self) -> Recipe:
+        """The formats and blocks."""
         return RECIPES[self.options.recipe]
 
 
@@ -97,7 +100,7 @@ def quantise_rows(x_ND: Tensor, recipe: Recipe, groups: Groups = ()) -> Quantise
 
 class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, counts_E: Tensor, call: _Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, counts_E: Tensor, call: Fp8Call, *tensors: Tensor) -> Tensor:
         values_ND, scale_NC, weight_EFD, cached_EFD, cached_EDF, scale_ERC = tensors
         if cached_EFD is None:
             scale_ERC = expert_scales(weight_EFD, call.recipe, call.options.amax_groups.weight)
@@ -107,30 +110,30 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_ND, weight_EFD, cached_EDF, scale_ERC, counts_E)
         ctx.call = call
         rows = Quantised(values_ND, scale_NC)
-        return _matmul(rows, weight, counts_E, call, to=x_ND.dtype, fast_accumulation=True)
+        return expert_matmul(rows, weight, counts_E, call, to=x_ND.dtype, fast_accumulation=True)
 
     @staticmethod
     def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_ND, weight_EFD, cached_EDF, scale_ERC, counts_E = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: Fp8Call = ctx.call
         dy_NF = dy_NF.contiguous()
         dy = quantise_rows(dy_NF, call.recipe, call.options.amax_groups.gradient)
         if cached_EDF is None:
             # From the weight: saved from forward it would keep gathered weights and undo ZeRO-3.
             cached_EDF = deferred_transposed_experts(weight_EFD, scale_ERC, call.recipe.operand, dy.values_MK)
         weight = QuantisedExperts(cached_EDF, scale_ERC.transpose(1, 2).contiguous())
-        dx_ND = _matmul(dy, weight, counts_E, call, to=dy_NF.dtype)
+        dx_ND = expert_matmul(dy, weight, counts_E, call, to=dy_NF.dtype)
         dweight_EFD = None
         if ctx.needs_input_grad[5]:
             dweight_EFD = grouped_weight_gradient(dy_NF, x_ND, counts_E, call.simulated).to(weight_EFD.dtype)
         return dx_ND, *(None,) * 4, dweight_EFD, *(None,) * 3
 
 
-def _matmul(
+def expert_matmul(
     a: Quantised,
     b: QuantisedExperts,
     counts_E: Tensor,
-    call: _Call,
+    call: Fp8Call,
     *,
     to: torch.dtype,
     fast_accumulation: bool = False,

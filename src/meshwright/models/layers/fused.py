@@ -21,9 +21,11 @@ class FusedQkvProjections(QkvProjections):
         super().__init__()
         self.grad_buffers: Sequence[Tensor] = ()  # see Linear
 
-    def forward(self, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    def forward(
+        self, x: Tensor, linears: Sequence[Linear], dropout_keys: Tensor | None = None
+    ) -> list[Tensor]:
         """Queries, keys and values as separate tensors: one that is saved must not keep the others alive."""
-        y = _fused(x, linears, self.grad_buffers)
+        y = _fused(x, linears, self.grad_buffers, dropout_keys)
         parts = y.split([len(linear.weight) for linear in linears], dim=-1)
         return [part.contiguous() for part in parts]
 
@@ -35,26 +37,28 @@ class FusedGateUp(GateUp):
         super().__init__()
         self.grad_buffers: Sequence[Tensor] = ()  # see Linear
 
-    def forward(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
+    def forward(self, x: Tensor, gate: Linear, up: Linear, dropout_keys: Tensor | None = None) -> Tensor:
         """silu(gate(x)) * up(x), over the last dim of x."""
-        return swiglu(_fused(x, (gate, up), self.grad_buffers))
+        return swiglu(_fused(x, (gate, up), self.grad_buffers, dropout_keys))
 
 
-def _fused(x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor]) -> Tensor:
+def _fused(
+    x: Tensor, linears: Sequence[Linear], grad_buffers: Sequence[Tensor], dropout_keys: Tensor | None
+) -> Tensor:
     """The outputs of all linears, concatenated, with their adapters and biases."""
-    has_fused, is_packed = _has_fused_adapters(linears), linears[0].weight_absmax is not None
+    has_fused, is_packed = has_fused_adapters(linears), linears[0].weight_absmax is not None
     if has_fused or is_packed:
         y = adapted_linears(x, linears, None if has_fused else [None] * len(linears))
     else:
         y = fused_linear(x, [linear.weight for linear in linears], compute_dtype(x), grad_buffers)
     if not has_fused and any(linear.adapter is not None for linear in linears):
         parts = zip(y.split([len(linear.weight) for linear in linears], dim=-1), linears, strict=True)
-        y = torch.cat([one.with_adapter(x, part) for part, one in parts], dim=-1)
+        y = torch.cat([one.with_adapter(x, part, dropout_keys) for part, one in parts], dim=-1)
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     return y + torch.cat(biases).to(y.dtype) if biases else y
 
 
-def _has_fused_adapters(linears: Sequence[Linear]) -> bool:
+def has_fused_adapters(linears: Sequence[Linear]) -> bool:
     """Whether the operator of the frozen linears adds all their adapters."""
     adapters = [linear.adapter for linear in linears if linear.adapter is not None]
     is_frozen = not any(linear.weight.requires_grad for linear in linears)

@@ -39,13 +39,19 @@ class LatentAttention(nn.Module):
         self.output = Linear(attention.num_heads * latent.value_width, spec.width, bias=attention.output_bias)
 
     def forward(
-        self, x_BSD: Tensor, *, rope: RopeTables | None, positions_BS: Tensor, documents: Documents | None
+        self,
+        x_BSD: Tensor,
+        *,
+        rope: RopeTables | None,
+        positions_BS: Tensor,
+        documents: Documents | None,
+        dropout_keys_BS: Tensor | None = None,
     ) -> Tensor:
         """The output of attention, before the residual add."""
         assert rope is not None
-        k_BSHK, v_BSHK = self._keys_and_values(x_BSD, rope)
+        k_BSHK, v_BSHK = self._keys_and_values(x_BSD, rope, dropout_keys_BS)
         out_BSHK = self.attend(
-            self._queries(x_BSD, rope),
+            self._queries(x_BSD, rope, dropout_keys_BS),
             k_BSHK,
             v_BSHK,
             documents=documents,
@@ -53,21 +59,25 @@ class LatentAttention(nn.Module):
             window=self.window,
             scale=self.scale,
         )
-        return self.output(out_BSHK.flatten(-2))
+        return self.output(out_BSHK.flatten(-2), dropout_keys_BS)
 
-    def _queries(self, x_BSD: Tensor, rope: RopeTables) -> Tensor:
+    def _queries(self, x_BSD: Tensor, rope: RopeTables, dropout_keys_BS: Tensor | None) -> Tensor:
         if self.latent.query_rank is None:
-            flat = self.query(x_BSD)
+            flat = self.query(x_BSD, dropout_keys_BS)
         else:
-            flat = self.query_up(self.query_norm(self.query_down(x_BSD)))
+            # No name for the latent: recompute does not save it, and a name would keep it to the end.
+            flat = self.query_up(self.query_norm(self.query_down(x_BSD, dropout_keys_BS)), dropout_keys_BS)
         q_BSHK = flat.unflatten(-1, (-1, self.query_width))
         nope_BSHK, rope_BSHK = q_BSHK.split((self.latent.nope_width, self.latent.rope_width), dim=-1)
         return torch.cat((nope_BSHK, apply_rope(rope_BSHK, rope)), dim=-1)
 
-    def _keys_and_values(self, x_BSD: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(
+        self, x_BSD: Tensor, rope: RopeTables, dropout_keys_BS: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         latent = self.latent
-        latent_BSK, rope_BSK = self.kv_down(x_BSD).split((latent.kv_rank, latent.rope_width), dim=-1)
-        kv_BSHK = self.kv_up(self.kv_norm(latent_BSK)).unflatten(
+        down_BSK = self.kv_down(x_BSD, dropout_keys_BS)
+        latent_BSK, rope_BSK = down_BSK.split((latent.kv_rank, latent.rope_width), dim=-1)
+        kv_BSHK = self.kv_up(self.kv_norm(latent_BSK), dropout_keys_BS).unflatten(
             -1, (-1, latent.nope_width + latent.value_width)
         )
         nope_BSHK, v_BSHK = kv_BSHK.split((latent.nope_width, latent.value_width), dim=-1)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.layers.adapted_fp8 import stored_adapted_linear
 from meshwright.models.layers.adapter import Adapter
 from meshwright.models.layers.matmul import Matmul
 from meshwright.ops.adapted_linear import adapted_linear
@@ -13,7 +14,7 @@ from meshwright.ops.fused_linear import fused_linear
 from meshwright.ops.nf4 import dequantise_nf4
 from meshwright.ops.nf4_nested import NestedTable, unnest_absmax
 from meshwright.ops.sharded import local
-from meshwright.precision.fp8.stored import Fp8Scale, decode_stored
+from meshwright.precision.fp8.stored import Fp8Scale, StoredFp8Matmul, decode_stored
 
 
 class Linear(nn.Module):
@@ -37,14 +38,14 @@ class Linear(nn.Module):
         # Weight-gradient accumulation fusion: when set, backward adds dW to this one tensor.
         self.grad_buffers: Sequence[Tensor] = ()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x W^T + b, over the last dim of x."""
+    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """x W^T + b, over the last dim of x; the keys are those of an adapter's dropout."""
         if self.grad_buffers:
             return fused_linear(x, [self.weight], compute_dtype(x), self.grad_buffers)
         bias = None if self.bias is None else local(self.bias)
         if self.reduce_output is None and self.is_plain:
             return self.matmul(x, local(self.weight), bias)
-        y = self.matmul(x, local(self.weight)) if self.is_plain else self._frozen_output(x)
+        y = self.matmul(x, local(self.weight)) if self.is_plain else self._adapted_output(x, dropout_keys)
         if self.reduce_output is not None:
             y = self.reduce_output(y)
         if bias is None:
@@ -56,20 +57,28 @@ class Linear(nn.Module):
         """Whether the output is x W^T + b alone: no adapter, and a weight that is not packed."""
         return self.adapter is None and self.weight_absmax is None
 
-    def _frozen_output(self, x: Tensor) -> Tensor:
+    def _adapted_output(self, x: Tensor, dropout_keys: Tensor | None) -> Tensor:
         """x W^T with the adapter, where W is frozen."""
         if self.adapter is not None and self.adapter.is_fused:
+            if isinstance(self.matmul, StoredFp8Matmul):
+                return stored_adapted_linear(self.matmul, x, [self.weight], [self.adapter.scaled_factors()])
             return adapted_linears(x, (self,))
-        is_packed = self.weight_absmax is not None
-        y = adapted_linears(x, (self,), adapters=(None,)) if is_packed else self.matmul(x, local(self.weight))
-        return self.with_adapter(x, y)
+        return self.with_adapter(x, self._frozen_output(x), dropout_keys)
 
-    def with_adapter(self, x: Tensor, y: Tensor) -> Tensor:
+    def _frozen_output(self, x: Tensor) -> Tensor:
+        """x W^T, where W is frozen."""
+        if self.weight_absmax is not None:
+            return adapted_linears(x, (self,), adapters=(None,))
+        return self.matmul(x, local(self.weight))
+
+    def with_adapter(self, x: Tensor, y: Tensor, dropout_keys: Tensor | None) -> Tensor:
         """The output y = x W^T with what the adapter adds, where there is one."""
         if self.adapter is None:
             return y
-        has_magnitude = self.adapter.magnitude is not None
-        return self.adapter(x, y, self.frozen_weight(compute_dtype(x)) if has_magnitude else None)
+        if self.adapter.magnitude is None:
+            return self.adapter(x, y, dropout_keys=dropout_keys)
+        weight = self.frozen_weight(compute_dtype(x))
+        return self.adapter(x, y, dropout_keys=dropout_keys, weight=weight, frozen=self._frozen_output)
 
     def frozen_weight(self, dtype: torch.dtype) -> Tensor:
         """This rank's part of the weight; NF4 and stored fp8 are dequantised to `dtype`."""
@@ -92,7 +101,7 @@ def adapted_linears(
     return adapted_linear(
         x,
         [local(linear.weight) for linear in linears],
-        [None if one is None else (local(one.lora_A), one.scale * local(one.lora_B)) for one in chosen],
+        [None if one is None else one.scaled_factors() for one in chosen],
         compute_dtype(x),
         absmax=[local(one.weight_absmax) for one in linears if one.weight_absmax is not None],
         nested=[
@@ -106,6 +115,8 @@ def adapted_linears(
 class QkvProjections(nn.Module):
     """Linears on the same input, one after the other; replaced where they are fused into one matmul."""
 
-    def forward(self, x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    def forward(
+        self, x: Tensor, linears: Sequence[Linear], dropout_keys: Tensor | None = None
+    ) -> list[Tensor]:
         """The output of each linear."""
-        return [linear(x) for linear in linears]
+        return [linear(x, dropout_keys) for linear in linears]

@@ -13,9 +13,9 @@ from meshwright.spec import MlpSpec
 class GateUp(nn.Module):
     """silu(gate(x)) * up(x); replaced where gate and up are fused into one matmul."""
 
-    def forward(self, x: Tensor, gate: Linear, up: Linear) -> Tensor:
+    def forward(self, x: Tensor, gate: Linear, up: Linear, dropout_keys: Tensor | None = None) -> Tensor:
         """silu(gate(x)) * up(x), over the last dim of x."""
-        return functional.silu(gate(x)) * up(x)
+        return functional.silu(gate(x, dropout_keys)) * up(x, dropout_keys)
 
 
 class SwiGlu(nn.Module):
@@ -28,9 +28,9 @@ class SwiGlu(nn.Module):
         self.down = Linear(inner_width, width, bias=bias)
         self.gate_up: nn.Module = GateUp()
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, *, dropout_keys_BS: Tensor | None = None) -> Tensor:
         """The output of the MLP, before the residual add."""
-        return self.down(self.gate_up(x_BSD, self.gate, self.up))
+        return self.down(self.gate_up(x_BSD, self.gate, self.up, dropout_keys_BS), dropout_keys_BS)
 
 
 class Gelu(nn.Module):
@@ -42,14 +42,15 @@ class Gelu(nn.Module):
         self.down = Linear(inner_width, width, bias=bias)
         self.approximate = approximate
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, *, dropout_keys_BS: Tensor | None = None) -> Tensor:
         """The output of the MLP, before the residual add."""
         is_fused = self.approximate == "tanh" and torch.compiler.is_compiling()
         if self.up.bias is None or not self.up.is_plain or not is_fused:
-            return self.down(gelu(self.up(x_BSD), approximate=self.approximate))
+            h_BSF = gelu(self.up(x_BSD, dropout_keys_BS), approximate=self.approximate)
+            return self.down(h_BSF, dropout_keys_BS)
         bias = local(self.up.bias)
         y_BSF = self.up.matmul(x_BSD, local(self.up.weight), bias.detach())
-        return self.down(biased_gelu(y_BSF, bias))
+        return self.down(biased_gelu(y_BSF, bias), dropout_keys_BS)
 
 
 def build_mlp(mlp: MlpSpec, width: int) -> SwiGlu | Gelu:

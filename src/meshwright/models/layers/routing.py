@@ -152,6 +152,17 @@ class InjectLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradient of x, and 1 for the loss."""
         loss, counts_E, load_E, total_loss = ctx.records
-        load_E += counts_E
-        total_loss += loss
+        _record(load_E, total_loss, counts_E, loss, grad)
         return grad, torch.ones_like(loss), None, None, None
+
+
+@torch.library.custom_op("meshwright::record_routing", mutates_args=("load_E", "total_loss"))
+def _record(load_E: Tensor, total_loss: Tensor, counts_E: Tensor, loss: Tensor, grad: Tensor) -> None:
+    """Adds to the records. `grad` ties it to backward.
+
+    Without it the compiler computes the sums in forward, as all they need is known there. Of several
+    micro-batches in flight, as in a pipeline, only the last one would count.
+    """
+    del grad
+    load_E += counts_E
+    total_loss += loss

@@ -34,7 +34,8 @@ class TokenRows(nn.Module):
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         """What is added to the embeddings of these ids: zeros for ids that are not trained."""
-        place_BS = torch.searchsorted(self.ids_N, ids_BS).clamp(max=len(self.ids) - 1)
+        # tp and cp ranks have a part of each sequence, a view; torch warns of those.
+        place_BS = torch.searchsorted(self.ids_N, ids_BS.contiguous()).clamp(max=len(self.ids) - 1)
         is_trained_BS = self.ids_N[place_BS] == ids_BS
         return functional.embedding(place_BS, local(self.change)) * is_trained_BS[..., None]
 

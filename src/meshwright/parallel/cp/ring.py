@@ -79,6 +79,11 @@ class RingAttend(nn.Module):
         return _RingAttention.apply(q_BSHK, k_BSGK, v_BSGV, ring)  # pyright: ignore[reportReturnType]
 
 
+def passes_keys(block: nn.Module) -> bool:
+    """Whether this block's attention is a ring: torch's compiler does not trace messages between ranks."""
+    return any(isinstance(module, RingAttend) for module in block.modules())
+
+
 class _Ring(NamedTuple):
     """The ranks, the rows that each of them holds, and the attention mask between them."""
 

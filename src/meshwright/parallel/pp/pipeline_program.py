@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -25,6 +24,7 @@ from meshwright.parallel.pp.forward import forward_losses
 from meshwright.parallel.pp.microbatch_reduce import StepReduction
 from meshwright.parallel.pp.stages import StageModule
 from meshwright.parallel.pp.tied import TiedEmbedding
+from meshwright.parallel.pp.torch_stage import pipeline_stage
 from meshwright.parallel.program import model_arguments
 from meshwright.parallel.shards import ParameterShard
 
@@ -185,7 +185,7 @@ def _build_schedule(stages: list[StageModule], mesh: Mesh, num_microbatches: int
     parallel = mesh.parallel
     last = parallel.num_stages - 1
     built = [
-        PipelineStage(
+        pipeline_stage(
             stage.module,
             stage.index,
             parallel.num_stages,

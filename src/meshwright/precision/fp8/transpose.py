@@ -20,6 +20,19 @@ def transpose(x_MK: Tensor) -> Tensor:
     return transpose_tiles(x_MK) if x_MK.is_cuda else x_MK.t().contiguous()
 
 
+@torch.library.custom_op("meshwright::deferred_stacked_transpose", mutates_args=())
+def deferred_stacked_transpose(x_EMK: Tensor, after: Tensor) -> Tensor:
+    """x^T of each of stacked matrices, contiguous, not before `after` exists: see `deferred_transpose`."""
+    del after
+    return transpose_tiles(x_EMK) if x_EMK.is_cuda else x_EMK.transpose(1, 2).contiguous()
+
+
+@deferred_stacked_transpose.register_fake
+def _(x_EMK: Tensor, after: Tensor) -> Tensor:
+    del after
+    return x_EMK.new_empty((x_EMK.shape[0], x_EMK.shape[2], x_EMK.shape[1]))
+
+
 @transpose.register_fake
 def _(x_MK: Tensor) -> Tensor:
     return x_MK.new_empty((x_MK.shape[1], x_MK.shape[0]))
