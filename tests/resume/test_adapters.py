@@ -10,6 +10,7 @@ from tests.support.runs import OPTIMIZERS, tiny_run
 
 from meshwright.adapters.merge import rounded_to_nf4
 from meshwright.checkpoint.convert import convert_weights
+from meshwright.checkpoint.save import MANIFEST
 from meshwright.checkpoint.weights import build_model, open_weights
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder import build_decoder
@@ -28,8 +29,10 @@ def base_folder(run: RunSpec, folder: Path, *, seed: int = 5, slope: float = 1.0
     model = build_decoder(run.model)
     initialise(model, seed)
     with torch.no_grad():
-        for weight in (one for one in model.parameters() if one.ndim == 2):
-            weight.mul_(torch.linspace(1.0, slope, len(weight))[:, None])
+        for weight in (one for one in model.parameters() if one.ndim >= 2):
+            weight.mul_(torch.linspace(1.0, slope, weight.shape[-2])[:, None])
+            if weight.ndim > 2:  # no two experts have the same scale
+                weight.mul_(torch.logspace(0.0, 1.0 - len(weight), len(weight), slope)[:, None, None])
     save_folder({name: one.detach() for name, one in model.state_dict().items()}, run.model, folder)
     return folder
 
@@ -67,6 +70,21 @@ def test_resumes_on_another_mesh(ranks, tmp_path):
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+def test_resumes_with_the_same_dropout_masks(ranks, tmp_path):
+    """Bit for bit on the same mesh; on another one the same masks give the same weights but for rounding."""
+    adapter = AdapterSpec(rank=3, alpha=8, dropout=0.2)
+    folder = base_folder(tiny_run("gqa"), tmp_path / "base")
+    run = adapted_run(folder).with_(adapter=adapter, precision=PrecisionSpec(compute="fp64"))
+    attempt(ranks, run, tmp_path / "one")
+    for name, parallel in (("same", ParallelSpec()), ("other", ParallelSpec(tp=2))):
+        attempt(ranks, run, tmp_path / name, stop_after=3)
+        assert attempt(ranks, run.with_(parallel=parallel), tmp_path / name).step == NUM_STEPS
+    assert_same_state(tmp_path / "same", tmp_path / "one")
+    found, expected = (read_tensors(last_checkpoint(tmp_path / name)) for name in ("other", "one"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+
+
 def test_another_base_is_refused(ranks, tmp_path):
     folder = base_folder(tiny_run("gqa"), tmp_path / "base")
     run = adapted_run(folder)
@@ -78,6 +96,47 @@ def test_another_base_is_refused(ranks, tmp_path):
     folder.rename(tmp_path / "moved")
     same = run.with_(checkpoint=run.checkpoint.with_(start_from=str(tmp_path / "moved")))
     assert attempt(ranks, same, tmp_path / "run").step == NUM_STEPS
+
+
+def test_what_was_trained_beside_adapters_is_not_left_out(ranks, tmp_path):
+    """Adapters were trained beside these norms; beside those of the base they compute something else."""
+    folder = base_folder(tiny_run("gqa"), tmp_path / "base")
+    attempt(ranks, adapted_run(folder, train_only=("*norm.weight",)), tmp_path / "run")
+    run = adapted_run(folder).with_(adapter=DORA.with_(start_from=str(tmp_path / "run")))
+    with pytest.raises(RankFailure, match=r"attention_norm\.weight was trained in full there"):
+        attempt(ranks, run, tmp_path / "again")
+    attempt(ranks, run.with_(train_only=("*norm.weight", "head.weight")), tmp_path / "again")
+
+
+def test_a_resume_does_not_need_the_adapters_that_the_run_started_from(ranks, tmp_path):
+    folder = base_folder(tiny_run("gqa"), tmp_path / "base")
+    attempt(ranks, adapted_run(folder), tmp_path / "first")
+    run = adapted_run(folder).with_(adapter=DORA.with_(start_from=str(tmp_path / "first")))
+    attempt(ranks, run, tmp_path / "whole")
+    attempt(ranks, run, tmp_path / "parts", stop_after=3)
+    (tmp_path / "first").rename(tmp_path / "gone")
+    assert attempt(ranks, run, tmp_path / "parts").step == NUM_STEPS
+    assert_same_state(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_base_is_found_from_another_directory(ranks, tmp_path, monkeypatch):
+    """A relative path is one of the directory that the run was started in."""
+    folder = base_folder(tiny_run("gqa"), tmp_path / "base")
+    attempt(ranks, adapted_run(folder), tmp_path / "run")
+    manifest_of = last_checkpoint(tmp_path / "run") / MANIFEST
+    facts = json.loads(manifest_of.read_text())
+    facts["run"]["checkpoint"]["start_from"] = "base"
+    manifest_of.write_text(json.dumps(facts))
+    (tmp_path / "elsewhere").mkdir()
+    for directory in (tmp_path, tmp_path / "elsewhere"):
+        monkeypatch.chdir(directory)
+        assert open_weights(tmp_path / "run").adapters is not None
+    with pytest.raises(CheckpointError, match="has no average"):
+        open_weights(tmp_path / "run", averaged=True, merges_adapters=False)
+    folder.rename(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="is no longer at") as caught:
+        open_weights(tmp_path / "run")
+    assert "link" in caught.value.hint
 
 
 def test_adapters_need_a_base(ranks, tmp_path):
@@ -123,6 +182,9 @@ def test_new_tokens_extend_the_vocabulary(ranks, tmp_path):
     adapter = AdapterSpec(rank=3, alpha=8, targets=("query",), tokens=tokens)
     run = adapted_run(folder).with_(model=model, adapter=adapter)
     run = run.with_(checkpoint=run.checkpoint.with_(new_tokens=2))
+    forgotten = run.with_(model=small, adapter=adapter.with_(tokens=tuple(one - 2 for one in tokens)))
+    with pytest.raises((RankFailure, CheckpointError), match="and the weights have all of these rows"):
+        attempt(ranks, forgotten, tmp_path / "forgotten")
     attempt(ranks, run, tmp_path / "one")
     attempt(ranks, run.with_(parallel=ParallelSpec(tp=2)), tmp_path / "parts", stop_after=3)
     attempt(ranks, run.with_(parallel=ParallelSpec(dp_shard=2, zero=3)), tmp_path / "parts")
@@ -149,6 +211,48 @@ WIDE = {
     "attention": {"num_heads": 8, "num_kv_heads": 4, "head_width": 16},
     "mlp": {"width": 128},
 }
+
+
+ROUTED = {"num_experts": 4, "top_k": 2, "width": 384}
+"""More than 256 absmax in an expert's matrix."""
+
+
+@pytest.mark.parametrize("base", [pytest.param("nf4", marks=pytest.mark.soak), "nf4_nested", "fp8"])
+def test_experts_are_packed_while_they_are_read(ranks, tmp_path, base):
+    """Resumed on other meshes as on one rank; merged, opened and exported as what was trained on."""
+    model = tiny_run("gqa").model.with_(**WIDE | {"mlp": {"width": 384}}, moe=ROUTED)
+    folder = base_folder(tiny_run(model), tmp_path / "base", slope=6.0)
+    adapter = AdapterSpec(rank=3, alpha=8, base=base)
+    run = adapted_run(folder).with_(model=model, adapter=adapter, precision=PrecisionSpec(compute="fp64"))
+    attempt(ranks, run, tmp_path / "one")
+    on_ep = run.with_(parallel=ParallelSpec(dp_shard=4, zero=3, ep=2))
+    on_etp = run.with_(parallel=ParallelSpec(dp_shard=2, zero=3, tp=2, etp=2))
+    attempt(ranks, on_ep, tmp_path / "two", stop_after=3)
+    attempt(ranks, on_etp, tmp_path / "two", stop_after=5)
+    attempt(ranks, run.with_(parallel=ParallelSpec(pp=2)), tmp_path / "two")
+    found, expected = (read_tensors(last_checkpoint(tmp_path / name)) for name in ("two", "one"))
+    for name, tensor in expected.items():  # AdamW divides by roots of squares that may be 1e-10 and less
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-10)
+    name = "blocks.1.mlp.experts.down"
+    trained, original = open_weights(tmp_path / "one"), open_weights(tmp_path / "one", onto_original=True)
+    weight = open_weights(folder).tensors[name]
+    rounded = torch.stack([_rounded(matrix, base) for matrix in weight])
+    torch.testing.assert_close(trained.tensors[name], rounded + original.tensors[name] - weight)
+    assert 1e-3 < (rounded - weight).abs().max() / weight.abs().max() < 0.2
+    convert_weights(trained, tmp_path / "merged", "huggingface")
+    torch.testing.assert_close(open_weights(tmp_path / "merged").tensors[name], trained.tensors[name])
+    convert_weights(trained, tmp_path / "peft", "peft")
+    again = run.with_(adapter=adapter.with_(start_from=str(tmp_path / "peft")))
+    attempt(ranks, again.with_(optim=run.optim.with_(lr=1e-30)), tmp_path / "again")
+    torch.testing.assert_close(open_weights(tmp_path / "again").tensors[name], trained.tensors[name])
+
+
+def _rounded(matrix: torch.Tensor, base: str) -> torch.Tensor:
+    """One expert's matrix as it is trained on, by itself."""
+    if base != "fp8":
+        return rounded_to_nf4(matrix, is_nested=base == "nf4_nested")
+    scale = stored_scale(matrix.abs().amax().float())
+    return decode_stored(encode_stored(matrix, scale), scale, matrix.dtype)
 
 
 @pytest.mark.parametrize("base", ["nf4", "nf4_nested"])

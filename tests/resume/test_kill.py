@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.support.run_directories import (
     train_here,
 )
 from tests.support.runs import OPTIMIZERS, tiny_run
+from tests.support.soak import soak
 
 from meshwright.checkpoint import save
 from meshwright.checkpoint.load import complete_checkpoints
@@ -93,15 +95,16 @@ def _die_at_disk_call(run: RunSpec, run_dir: Path, fatal_call: int) -> int:
     return count[0]
 
 
-def test_killed_in_the_middle_of_a_save(mortal, tmp_path):
-    """At every change of the disk, in order: what is published is complete, and the run resumes."""
+@pytest.mark.parametrize("stride", [5, soak(1)])
+def test_killed_in_the_middle_of_a_save(mortal, tmp_path, stride):
+    """At changes of the disk, in order: what is published is complete, and the run resumes."""
     run = saving_run(ParallelSpec(), num_steps=3, every_steps=1).with_(
         checkpoint=CheckpointSpec(every_steps=1, keep_last=1)
     )
     attempt(mortal, run, tmp_path / "whole")
     num_calls = mortal.run(_die_at_disk_call, 1, run, tmp_path / "counted", -1)[0]
     assert num_calls > 12
-    for fatal_call in range(0, num_calls, 2):
+    for fatal_call in range(0, num_calls, stride):
         folder = tmp_path / f"call-{fatal_call}"
         with killed_after(mortal, 60.0):
             mortal.run(_die_at_disk_call, 1, run, folder, fatal_call)
@@ -148,12 +151,21 @@ def test_a_damaged_checkpoint_is_refused_by_all_ranks(ranks, tmp_path, damage):
     assert facts.pop().startswith(expected)
 
 
-@pytest.mark.parametrize("damage", ("flipped", "cut", "manifest", "index", "state"))
-def test_a_damaged_newest_falls_back_to_the_one_before(ranks, tmp_path, damage):
-    """By itself, on all ranks; the run then equals the undamaged one, and the damaged folder is replaced."""
+@pytest.fixture(scope="module")
+def whole_and_stopped(ranks, tmp_path_factory):
+    """The directories of a run that was not stopped, and of one that was after step 5."""
+    folder = tmp_path_factory.mktemp("undamaged")
     run = saving_run(TWO_RANKS)
-    attempt(ranks, run, tmp_path / "whole")
-    attempt(ranks, run, tmp_path / "parts", stop_after=5)
+    attempt(ranks, run, folder / "whole")
+    attempt(ranks, run, folder / "stopped", stop_after=5)
+    return folder / "whole", folder / "stopped"
+
+
+@pytest.mark.parametrize("damage", ("flipped", "cut", "manifest", "index", "state"))
+def test_a_damaged_newest_falls_back_to_the_one_before(ranks, tmp_path, whole_and_stopped, damage):
+    """By itself, on all ranks; the run then equals the undamaged one, and the damaged folder is replaced."""
+    run, (whole, stopped) = saving_run(TWO_RANKS), whole_and_stopped
+    shutil.copytree(stopped, tmp_path / "parts")
     newest = last_checkpoint(tmp_path / "parts")
     assert newest.name == "step-00000005"
     if damage in ("flipped", "cut"):
@@ -170,7 +182,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(ranks, tmp_path, damage):
         (newest / "manifest.json").write_text(text)
     again = attempt(ranks, run, tmp_path / "parts")
     assert len(again.sample_ids) == 2  # from step 4 on
-    assert_same_state(tmp_path / "parts", tmp_path / "whole")
+    assert_same_state(tmp_path / "parts", whole)
     assert "step-00000005 is damaged and was skipped" in (tmp_path / "parts/events-1.jsonl").read_text()
     names = [path.name for path in complete_checkpoints(tmp_path / "parts" / "checkpoints")]
     assert names == ["step-00000004", "step-00000006"]

@@ -42,6 +42,16 @@ def _run() -> RunSpec:
     )
 
 
+@pytest.fixture(scope="module")
+def whole(mortal: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run that is not killed."""
+    place = tmp_path_factory.mktemp("whole")
+    mortal.run(_mount_disk, 2, place)
+    attempt(mortal, _run(), place / "run")
+    assert not list(place.glob("node*/*")), "a run that has ended leaves nothing on its nodes"
+    return place / "run"
+
+
 def _mount_disk(place: Path) -> None:
     """Each rank is a node of its own."""
     disk = place / f"node{this_world().rank}"
@@ -63,12 +73,10 @@ def _killed_while_it_saves(run: RunSpec, run_dir: Path) -> None:
 
 @pytest.mark.parametrize(("lost", "resumed_at"), [(None, 6), (0, 6), (1, 6), ("all", 4)])
 def test_a_killed_run_resumes_from_its_nodes_bitwise(
-    mortal: RankPool, tmp_path: Path, lost: int | str | None, resumed_at: int
+    mortal: RankPool, whole: Path, tmp_path: Path, lost: int | str | None, resumed_at: int
 ) -> None:
     run = _run()
     mortal.run(_mount_disk, 2, tmp_path)
-    attempt(mortal, run, tmp_path / "whole")
-    assert not list(tmp_path.glob("node*/*")), "a run that has ended leaves nothing on its nodes"
     with pytest.raises(RankFailure):
         mortal.run(_killed_while_it_saves, 2, run, tmp_path / "parts")
     names = [path.name for path in complete_checkpoints(tmp_path / "parts" / "checkpoints")]
@@ -79,7 +87,7 @@ def test_a_killed_run_resumes_from_its_nodes_bitwise(
     mortal.run(_mount_disk, 2, tmp_path)
     again = attempt(mortal, run, tmp_path / "parts")
     assert len(again.sample_ids) == 9 - resumed_at
-    assert_same_state(tmp_path / "parts", tmp_path / "whole")
+    assert_same_state(tmp_path / "parts", whole)
     assert [row["step"] for row in read_metrics(tmp_path / "parts")] == list(range(1, 10))
     assert "local_checkpoint" in (tmp_path / "parts/events-0.jsonl").read_text()
     assert not list(tmp_path.glob("node*/*"))

@@ -11,7 +11,6 @@ import torch
 from tests.resume.test_formats import restored
 from tests.support.run_directories import attempt, last_checkpoint, read_tensors
 from tests.support.runs import MODELS, OPTIMIZERS, tiny_run
-from tests.support.soak import soak
 
 from meshwright.observe.metrics import read_metrics
 from meshwright.spec import ParallelSpec, RunSpec
@@ -59,7 +58,8 @@ def check_pair(ranks, folder, trial: int, max_ranks: int) -> None:
         assert row["loss"] == pytest.approx(want["loss"], rel=LOSS_RTOL)
 
 
-@pytest.mark.parametrize("trial", [soak(0), 1])
+@pytest.mark.soak
+@pytest.mark.parametrize("trial", range(2))
 def test_a_random_pair_of_layouts(ranks, tmp_path, trial):
     check_pair(ranks, tmp_path, trial, max_ranks=4)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.support.run_directories import assert_same_state, train_here
 from tests.support.runs import tiny_run
+from tests.support.soak import soak
 
 from meshwright.errors import RunError
 from meshwright.observe.events import events_path, read_events
@@ -18,6 +19,7 @@ from meshwright.train import loop, probes
 MESHES = {
     "dp x ep, ZeRO-2": ("moe", ParallelSpec(dp_shard=2, ep=2, zero=2)),
     "dp x cp, ZeRO-3": ("gqa", ParallelSpec(dp_shard=2, cp=2, zero=3)),
+    "tp x pp": ("gqa", ParallelSpec(tp=2, pp=2)),
     "dp x tp x pp": ("gqa", ParallelSpec(dp_replicate=2, tp=2, pp=2)),
 }
 
@@ -28,7 +30,7 @@ def replayed(run: RunSpec, action: str = "restart") -> RunSpec:
     return run.with_(deterministic=True, resilience=run.resilience.with_(replay=replay))
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [soak(name) if name == "dp x tp x pp" else name for name in MESHES])
 def test_a_replay_has_no_false_alarm_and_changes_nothing(ranks, tmp_path, name):
     model, parallel = MESHES[name]
     run = tiny_run(model, parallel=parallel, deterministic=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshwright.ops.nf4 import dequantise_nf4, quantise_nf4
 from meshwright.ops.nf4_nested import NestedPlace, nest_absmax, unnest_absmax
-from meshwright.precision.fp8.stored import decode_stored, encode_stored, stored_scale
+from meshwright.precision.fp8.stored import decode_stored, encode_stored, stored_scale, weight_amax
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import (
     CHANGE,
@@ -38,11 +38,12 @@ def merged_weight(weight: Tensor, matrix: AdaptedMatrix, adapters: Mapping[str, 
 
 
 def rounded_to_nf4(weight: Tensor, *, is_nested: bool) -> Tensor:
-    """A full weight as a run in NF4 computes with it."""
+    """A full weight, or stacked ones, as a run in NF4 computes with it."""
     packed, absmax = quantise_nf4(weight)
     if is_nested:
         codes, table = nest_absmax(absmax.view(torch.float32))
-        absmax = unnest_absmax(codes, table, NestedPlace(0, 0, codes.shape[1])).view(torch.int32)
+        place = NestedPlace(0, 0, codes.shape[-1], 0, codes.shape[:-2].numel())
+        absmax = unnest_absmax(codes, table, place).view(torch.int32)
     return dequantise_nf4(packed, absmax, weight.dtype)
 
 
@@ -59,7 +60,7 @@ def merged_model(model: ModelSpec, adapter: AdapterSpec) -> ModelSpec:
 
 
 class QuantisedTensors(Mapping[str, Tensor]):
-    """The tensors of a base model as a run in NF4 or fp8 computes with them: its linears are rounded."""
+    """The tensors of a base model as a run in NF4 or fp8 computes with them: linears, experts are rounded."""
 
     def __init__(self, base: Mapping[str, Tensor], model: ModelSpec, base_format: BaseFormat) -> None:
         self._base, self._format, self._is_nf4 = base, base_format, base_format in NF4_FORMATS
@@ -73,8 +74,9 @@ class QuantisedTensors(Mapping[str, Tensor]):
             return weight
         if self._is_nf4:
             return rounded_to_nf4(weight, is_nested=self._format == "nf4_nested")
-        amax = torch.stack([self._base[each].abs().amax().float() for each in self._group[name]]).amax()
-        return decode_stored(encode_stored(weight, stored_scale(amax)), stored_scale(amax), weight.dtype)
+        amax = torch.stack([weight_amax(self._base[each]) for each in self._group[name]]).amax(0)
+        scale = stored_scale(amax)
+        return decode_stored(encode_stored(weight, scale), scale, weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._base)

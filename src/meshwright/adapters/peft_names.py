@@ -25,7 +25,7 @@ from meshwright.spec.adapter import (
 PREFIX = "base_model.model."
 _SUFFIXES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _EMBEDDING_SUFFIXES = {LORA_A: "lora_embedding_B", LORA_B: "lora_embedding_A"}
-_ROWS_SUFFIX = "token_adapter.trainable_tokens_delta"
+ROWS_SUFFIX = "token_adapter.trainable_tokens_delta"
 _MERGE = "merge the adapters instead: `convert` without --to peft"
 _TIED_HEAD = Source(("lm_head.weight",))
 TIED_HEAD_KEY = f"{PREFIX}lm_head.weight"
@@ -81,7 +81,7 @@ class PeftRows:
     @property
     def key(self) -> str:
         """The tensor in the peft file."""
-        return f"{PREFIX}{self.module}.{_ROWS_SUFFIX}"
+        return f"{PREFIX}{self.module}.{ROWS_SUFFIX}"
 
 
 def peft_rows(model: ModelSpec, adapter: AdapterSpec) -> list[PeftRows]:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from meshwright.adapters.peft_config import CONFIG_FILE
 from meshwright.adapters.peft_names import (
     PeftMatrix,
     PeftModule,
@@ -24,13 +25,12 @@ from meshwright.adapters.peft_names import (
     peft_rows,
 )
 from meshwright.errors import CheckpointError
-from meshwright.files import new_folder_beside
+from meshwright.files import new_folder_beside, share_file
 from meshwright.models.hf_names import sources
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import EMBEDDING, LORA_A, LORA_B, MAGNITUDE, adaptable, adapted_weight
 from meshwright.spec.huggingface.projections import hf_projection
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 BASE_DIGEST = "meshwright_base"
@@ -69,14 +69,16 @@ def write_peft(
     if modules or rows:
         assert merged is not None
         content |= _full_tensors(modules, merged) | _row_tensors(rows, adapter, merged)
-    config = peft_config(
-        adapter, rank=rank, is_rslora=is_rslora, targets=peft_targets(model, matrices), base=base
-    )
+    targets = peft_targets(model, matrices)
+    config = peft_config(adapter, rank=rank, is_rslora=is_rslora, targets=targets, base=base)
+    if targets.parameters or any(one.matrix.is_expert for one in matrices):
+        config["lora_dropout"] = 0.0  # peft takes routed experts for single parameters, and refuses it there
     config |= _beside_adapters(model, adapter, modules, rows)
     metadata = {"format": "pt", **({BASE_DIGEST: base_digest} if base_digest else {})}
     partial = new_folder_beside(folder)
     try:
         save_file(content, partial / WEIGHTS_FILE, metadata=metadata)
+        share_file(partial / WEIGHTS_FILE)
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         partial.rename(folder)
     except BaseException:

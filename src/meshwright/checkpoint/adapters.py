@@ -1,7 +1,7 @@
 """Adapters in checkpoints: they are saved without the base, which is recorded by its path and a digest."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,45 @@ def base_record(run: RunSpec) -> dict[str, str] | None:
     return {"path": str(folder.resolve()), "digest": base_digest(folder)}
 
 
+def with_base_found(run: RunSpec, manifest: Mapping[str, Any], folder: Path) -> RunSpec:
+    """The run of a checkpoint of adapters, with the path at which its base is found now.
+
+    A relative path in the run is one of the directory it was started in, so its full path is tried next.
+    """
+    start, recorded = run.checkpoint.start_from, (manifest.get("base") or {}).get("path")
+    if start is None:
+        raise CheckpointError("the adapters' base is not recorded", where=str(folder))
+    found = next((one for one in (start, recorded) if one and Path(one).expanduser().exists()), None)
+    if found is None:
+        raise CheckpointError(
+            f"the base of the adapters is no longer at {recorded or start}",
+            where=str(folder),
+            hint="put it back there, or make a link there to its new place",
+        )
+    return run.with_(checkpoint=run.checkpoint.with_(start_from=found))
+
+
 def base_digest(folder: Path) -> str:
     """A digest of the weights in a folder: of a checkpoint's hashes, or of samples of a Hugging Face folder.
 
     Of each safetensors file it has size, header and 16 samples of 64 KiB, so that a base of hundreds of GB
     takes a moment; a change of a few weights alone may be missed.
     """
-    digest = hashlib.sha256()
     if is_checkpoint(folder):
         files = read_manifest(folder)["files"]
-        digest.update("".join(sorted(map(content_id, files.values()))).encode())
-        return digest.hexdigest()[:32]
+        ids = "".join(sorted(map(content_id, files.values())))
+        return hashlib.sha256(ids.encode()).hexdigest()[:32]
+    try:
+        return _samples_digest(folder)
+    except OSError as error:
+        fact = f"the weights cannot be read: {error.strerror or error}"
+        where = str(error.filename or folder)
+        raise CheckpointError(fact, where=where, hint="check the permissions of its files") from None
+
+
+def _samples_digest(folder: Path) -> str:
+    """The digest of a Hugging Face folder."""
+    digest = hashlib.sha256()
     digest.update((folder / CONFIG).read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -91,12 +119,11 @@ def load_adapters(run: RunSpec, training: LiveTraining, *, averaged: bool = Fals
     shards = [one for one in training.program.shards if one.parameter.requires_grad]
     folder = Path(adapter.start_from).expanduser()
     if is_peft_folder(folder):
-        every = [one.name for one in parameters(run.model)]
         reader = PeftReader(
             folder,
             run.model,
             adapter,
-            trained=[name for name in every if is_trained(name, adapter, run.train_only)],
+            trained=_trained_in_full(run),
             read_base_rows=partial(_read_base_rows, run),
         )
         if reader.base_digest is not None:
@@ -109,6 +136,11 @@ def load_adapters(run: RunSpec, training: LiveTraining, *, averaged: bool = Fals
     else:
         values = _checkpoint_values(run, training, folder, averaged=averaged)
     set_master_weights(training.optimizer, training.named_shards, values)
+
+
+def _trained_in_full(run: RunSpec) -> list[str]:
+    """The model's own parameters that are trained beside adapters."""
+    return [one.name for one in parameters(run.model) if is_trained(one.name, run.adapter, run.train_only)]
 
 
 def _read_base_rows(run: RunSpec, table: str, ids: list[int]) -> Tensor:
@@ -148,6 +180,7 @@ def _checkpoint_values(
     if averaged and not any(name.startswith("ema.") for name in saved):
         hint = "leave --ema out; optim.ema_decay keeps one"
         raise CheckpointError("the run has no average of its weights", where=str(folder), hint=hint)
+    _require_all_trained(run, [name.removeprefix("model.") for name in saved], folder)
     tensors = {
         one.name: one.as_global(torch.empty_like(one.shard))
         for one in training.program.shards
@@ -155,6 +188,19 @@ def _checkpoint_values(
     }
     load_tensors(folder, {f"{prefix}.{name}": tensor for name, tensor in tensors.items()})
     return {name: tensor.to_local() for name, tensor in tensors.items()}
+
+
+def _require_all_trained(run: RunSpec, saved: Sequence[str], folder: Path) -> None:
+    """Refuse parameters that were trained in full there and are those of the base in this run."""
+    own, trained = {one.name for one in parameters(run.model)}, _trained_in_full(run)
+    left_out = [name for name in saved if name in own and name not in trained]
+    if left_out:
+        others = f", and {len(left_out) - 1} more parameters like it" if left_out[1:] else ""
+        raise CheckpointError(
+            f"{left_out[0]} was trained in full there, and is frozen in this run{others}",
+            where=str(folder),
+            hint="set train_only to the value there",
+        )
 
 
 def require_adapters(manifest: Mapping[str, Any], folder: Path) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from meshwright import __version__
 from meshwright.adapters.merge import MergedTensors
-from meshwright.adapters.peft_write import CONFIG_FILE, WEIGHTS_FILE, write_peft
+from meshwright.adapters.peft_config import CONFIG_FILE
+from meshwright.adapters.peft_write import WEIGHTS_FILE, write_peft
 from meshwright.adapters.vllm_rules import vllm_note
 from meshwright.checkpoint.export import exported_files, source_dtype
 from meshwright.checkpoint.load import read_manifest
@@ -26,6 +27,7 @@ from meshwright.checkpoint.weights import TORCH_SUFFIXES, Weights
 from meshwright.errors import CheckpointError
 from meshwright.files import new_folder_beside
 from meshwright.models.hf_weights import DEFAULT_SHARD_BYTES, save_folder
+from meshwright.spec.adapter import NF4_FORMATS
 
 Form = Literal["huggingface", "checkpoint", "torch", "peft"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,20 +70,40 @@ def convert_weights(
         ) from None
 
 
-def merge_note(weights: Weights, dtype: torch.dtype | None) -> str | None:
-    """What merging adapters changed, to print: the share of weights that differ after rounding."""
+def merge_note(weights: Weights, dtype: torch.dtype | None, *, onto_original: bool = False) -> str | None:
+    """What merging adapters changed, to print: into which weights, and the share that differs after it."""
     if not isinstance(weights.tensors, MergedTensors):
         return None
     dtype = dtype or source_dtype(weights) or torch.float32
     share = weights.tensors.changed_share(dtype)
     name = str(dtype).removeprefix("torch.")
-    return f"adapters are merged: {share:.1%} of the adapted weights differ from the base in {name}"
+    base = _merged_into(quantised_base(weights), onto_original=onto_original)
+    return f"adapters are merged{base}: {share:.1%} of the adapted weights differ from the base in {name}"
 
 
-def serving_note(folder: Path) -> str | None:
-    """What to do so that vLLM serves a peft folder, to print; None where its defaults open it."""
+def quantised_base(weights: Weights) -> str | None:
+    """The format of the frozen weights in training, where the base on disk has another one."""
+    adapter = weights.run.adapter if weights.run is not None else None
+    return adapter.base if adapter is not None and adapter.base in ("fp8", *NF4_FORMATS) else None
+
+
+def _merged_into(quantised: str | None, *, onto_original: bool) -> str:
+    if quantised is None:
+        return ""
+    if onto_original:
+        return f" into the original weights, not into those in {quantised} that they were trained on"
+    return f" into the weights in {quantised} that they were trained on (--onto-original takes those on disk)"
+
+
+def serving_note(weights: Weights, folder: Path) -> str | None:
+    """What to do so that a server computes what was trained, to print; None where its defaults do."""
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        return vllm_note(json.loads((folder / CONFIG_FILE).read_text()), list(file.keys()))
+        opened = vllm_note(json.loads((folder / CONFIG_FILE).read_text()), list(file.keys()))
+    quantised = quantised_base(weights)
+    if quantised is None:
+        return opened
+    rounded = f"the adapters were trained on a base in {quantised}; on the base in 16 bits the answers differ"
+    return f"{rounded}\n{opened}" if opened else rounded
 
 
 def _disk_error_text(error: Exception) -> str | None:

@@ -5,10 +5,11 @@ tokenizer and the end-of-document token are those of the run's dataset.
 """
 
 import json
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
+from meshwright.checkpoint.exported_chat import chat_files
 from meshwright.checkpoint.locate import CONFIG
 from meshwright.checkpoint.source_files import (
     GENERATION,
@@ -42,15 +43,17 @@ def exported_files(weights: Weights, dtype: torch.dtype) -> dict[str, bytes]:
     """Name -> content of every file of the exported folder but the weights."""
     source = source_folder(weights.origin)
     files = read_source_files(source) if source is not None else {}
-    tokenizer = _dataset_tokenizer(weights)
-    if tokenizer is not None and not _is_same_tokenizer(tokenizer, files):
+    tokenizer, eos = _dataset_tokenizer(weights), None
+    if tokenizer is not None and _has_all_tokens(tokenizer, files):
+        files[TOKENIZER_FILE] = tokenizer.content
+    elif tokenizer is not None:
         files = {name: files[name] for name in files if name not in (GENERATION, *TOKENIZER_FILES)}
         files |= _tokenizer_files(tokenizer, weights.model)
-        eos: int | None = tokenizer.eos_id
+        eos = tokenizer.eos_id
         files[GENERATION] = _dump({"eos_token_id": eos})
-    else:
-        eos = None
     config = exported_config(weights.model, source_config(source), dtype=dtype, eos=eos)
+    if weights.run is not None and isinstance(tokenizer, HuggingFaceTokenizer):
+        files |= chat_files(weights.run.data, tokenizer, files, config.get("eos_token_id"))
     return {**files, CONFIG: _dump(config)}
 
 
@@ -88,8 +91,12 @@ def _dataset_tokenizer(weights: Weights) -> Tokenizer | None:
         return None
 
 
-def _is_same_tokenizer(tokenizer: Tokenizer, files: dict[str, bytes]) -> bool:
-    return isinstance(tokenizer, HuggingFaceTokenizer) and files.get(TOKENIZER_FILE) == tokenizer.content
+def _has_all_tokens(tokenizer: Tokenizer, files: dict[str, bytes]) -> TypeGuard[HuggingFaceTokenizer]:
+    """Whether the tokenizer is the one that came in, or that one with new tokens: all ids mean the same."""
+    content = files.get(TOKENIZER_FILE)
+    if content is None or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return False
+    return tokenizer.has_tokens_of(content)
 
 
 def _tokenizer_files(tokenizer: Tokenizer, model: ModelSpec) -> dict[str, bytes]:

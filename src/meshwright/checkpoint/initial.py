@@ -22,6 +22,7 @@ from meshwright.checkpoint.new_tokens import read_with_new_rows, without_new_tok
 from meshwright.checkpoint.packed_base import load_fp8, load_nested
 from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_tensors
 from meshwright.checkpoint.save import on_all_ranks
+from meshwright.data.tokenize import has_other_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models.hf_names import state_shapes
 from meshwright.models.hf_weights import HuggingFaceReader
@@ -31,7 +32,7 @@ from meshwright.optim.build import set_master_weights
 from meshwright.parallel.shards import ParameterShard, global_slices
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.adapter import NF4_FORMATS, adapted_weight
-from meshwright.spec.huggingface import load_model
+from meshwright.spec.huggingface import model_at
 
 _WHERE = "checkpoint.start_from"
 ABSMAX = "_absmax"
@@ -40,11 +41,18 @@ _TRAINING_SETTINGS = ("family", "dropout", "init_std", "scaled_residual_init")
 
 
 def load_initial_weights(run: RunSpec, training: LiveTraining, *, averaged: bool = False) -> None:
-    """Load weights from `checkpoint.start_from`; without it the model keeps its random weights.
+    """Load weights from `checkpoint.start_from` and adapters from `adapter.start_from`; without these the
+    model keeps its random weights.
 
     All ranks call it. Everything else (optimizer, data position, step) starts from zero, and an average of
     the weights begins at the loaded ones. `averaged` loads the moving average of a checkpoint's weights.
     """
+    load_base(run, training, averaged=averaged)
+    load_initial_adapters(run, training, averaged=averaged)
+
+
+def load_base(run: RunSpec, training: LiveTraining, *, averaged: bool = False) -> None:
+    """Load weights from `checkpoint.start_from`, where it is set; all ranks call it."""
     if run.checkpoint.start_from is None:
         _refuse_random_base(run)
         return
@@ -56,6 +64,16 @@ def load_initial_weights(run: RunSpec, training: LiveTraining, *, averaged: bool
             on_all_ranks(lambda: _load_hugging_face(run, training, folder))
         for stage in training.program.stages:
             set_magnitudes(stage)
+        training.program.gather_parameters()
+    if training.ema is not None:
+        training.ema.restart()
+
+
+def load_initial_adapters(run: RunSpec, training: LiveTraining, *, averaged: bool = False) -> None:
+    """Load adapters from `adapter.start_from`, where it is set, beside a loaded base; all ranks call it."""
+    if run.adapter is None or run.adapter.start_from is None:
+        return
+    with training.weights.all_on_device(changing=True):
         on_all_ranks(lambda: load_adapters(run, training, averaged=averaged))
         training.program.gather_parameters()
     if training.ema is not None:
@@ -69,7 +87,8 @@ def _refuse_random_base(run: RunSpec) -> None:
 
 
 def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> None:
-    there, num_new = load_model(str(folder)), run.checkpoint.new_tokens
+    there, num_new = model_at(folder), run.checkpoint.new_tokens
+    _refuse_counted_twice(run, there)
     expected = without_new_tokens(run.model, num_new)
     require_same_tensors(expected, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
     reader = HuggingFaceReader(folder, expected)
@@ -93,6 +112,20 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
                 if name in reader.shapes:
                     buffer.copy_(reader.read(name))
     _print_differences(expected, there.model_dump(mode="json"), folder)
+    if dist.get_rank() == 0 and has_other_tokenizer(run.data, folder):
+        fact = f"the data was packed with another tokenizer than that of {folder}"
+        print(f"note: {fact}; its tokens mean other things to these weights", file=sys.stderr)
+
+
+def _refuse_counted_twice(run: RunSpec, there: ModelSpec) -> None:
+    """Refuse new tokens that the vocabulary of the run does not count: it is that of the folder."""
+    count, vocabulary = run.checkpoint.new_tokens, run.model.vocab_size
+    if count and there.vocab_size == vocabulary:
+        raise CheckpointError(
+            f"new_tokens={count} with model.vocab_size={vocabulary}, and the weights have all of these rows",
+            where="checkpoint.new_tokens",
+            hint=f"model.vocab_size counts the new tokens too: set it to {vocabulary + count}",
+        )
 
 
 def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool) -> None:

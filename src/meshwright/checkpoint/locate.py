@@ -51,4 +51,6 @@ def _missing_weights(folder: Path) -> str:
         return "this run has no complete checkpoint yet"
     if (folder / ".metadata").is_file():
         return "this is a torch distributed checkpoint (DCP): `meshwright convert` makes a checkpoint of it"
+    if (folder / "adapter_config.json").is_file():
+        return "this is a peft folder: it has adapters without their base"
     return f"this folder has neither a checkpoint nor a {CONFIG}"

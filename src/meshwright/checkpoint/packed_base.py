@@ -15,7 +15,7 @@ from meshwright.models.initialise import nested_weights, stored_weights, unpacke
 from meshwright.ops.nf4 import quantise_nf4
 from meshwright.ops.nf4_nested import nest_absmax
 from meshwright.parallel.shards import ParameterShard, global_slices
-from meshwright.precision.fp8.stored import encode_stored, stored_scale
+from meshwright.precision.fp8.stored import Fp8Scale, encode_stored, stored_scale, weight_amax
 
 
 def load_fp8(
@@ -23,8 +23,8 @@ def load_fp8(
 ) -> set[str]:
     """Load the weights of these stages that are stored in fp8, and return their names.
 
-    All ranks call it. A rank reads its shards, linear by linear; the amax of linears that share a scale is
-    all-reduced (MAX) over the ranks that shard them, so any mesh has the same bytes.
+    All ranks call it. A rank reads its shards, linear by linear; the amax of linears that share a scale, or
+    of each expert, is all-reduced (MAX) over the ranks that shard them, so any mesh has the same bytes.
     """
     failure: MeshwrightError | None = None
     groups = [group for stage in stages for group in stored_weights(stage)]
@@ -34,10 +34,9 @@ def load_fp8(
             values = [reader.read_slice(one.name, global_slices(one)).to(one.shard.device) for one in parts]
         except MeshwrightError as error:  # raised at the end: the other ranks wait in the all-reduce
             failure, values = error, [torch.zeros(one.shard.shape, device=one.shard.device) for one in parts]
-        amax = _amax(values, parts[0])
-        scale.value.copy_(stored_scale(amax))
+        scale.value.copy_(stored_scale(_amax(values, parts, scale)))
         for one, value in zip(parts, values, strict=True):
-            one.shard.copy_(encode_stored(value, scale.value))
+            one.shard.copy_(encode_stored(value, scale.value[scale.index(global_slices(one)[0])]))
     if failure is not None:
         raise failure
     return {name for _, names in groups for name in names}
@@ -48,15 +47,17 @@ def load_nested(
 ) -> set[str]:
     """Load the weights of these stages that are stored in nested NF4, and return their names.
 
-    All ranks call it. A rank reads its shards; the absmax of a full matrix (1/16 byte per weight) is summed
-    over the ranks that shard it.
+    All ranks call it. A rank reads its shards; the absmax of a full matrix, or of those of the experts that
+    this rank computes with (1/16 byte per weight), is summed over the ranks that shard it.
     """
     failure: MeshwrightError | None = None
     tables = {name: one for stage in stages for name, one in nested_weights(stage).items()}
     for name, nested in tables.items():
         weight, absmax = shards[name], shards[f"{name}_absmax"]
-        held = global_slices(absmax)
-        full = torch.zeros(absmax.shape, device=absmax.shard.device)
+        rows, *others = global_slices(absmax)
+        held = (slice(rows.start - nested.first_expert, rows.stop - nested.first_expert), *others)
+        stacked = [nested.num_experts] if len(others) > 1 else []
+        full = torch.zeros(*stacked, *absmax.shape[-2:], device=absmax.shard.device)
         try:
             value = reader.read_slice(name, unpacked_slices(global_slices(weight))).to(weight.shard.device)
             packed, bits = quantise_nf4(value)
@@ -73,16 +74,23 @@ def load_nested(
     return set(tables)
 
 
-def _amax(values: Sequence[Tensor], shard: ParameterShard) -> Tensor:
-    """The largest magnitude of full weights, of which this rank holds shards that may be empty."""
-    maxima = [value.abs().amax().float() if value.numel() else torch.zeros(()) for value in values]
-    amax = torch.stack([one.to(shard.shard.device) for one in maxima]).amax()
-    _all_reduce(amax, shard, dist.ReduceOp.MAX)
+def _amax(values: Sequence[Tensor], parts: Sequence[ParameterShard], scale: Fp8Scale) -> Tensor:
+    """The largest magnitude of full weights, or of each expert; this rank's shards may be empty."""
+    amax = torch.zeros_like(scale.value)
+    for value, one in zip(values, parts, strict=True):
+        if value.numel():
+            own = amax[scale.index(global_slices(one)[0])]
+            own.copy_(torch.maximum(own, weight_amax(value)))
+    _all_reduce(amax, parts[0], dist.ReduceOp.MAX)
     return amax
 
 
 def _all_reduce(tensor: Tensor, shard: ParameterShard, op: dist.ReduceOp.RedOpType) -> None:
-    """All-reduce in place over the ranks that shard a parameter."""
+    """All-reduce in place over the ranks that shard the matrices of a parameter.
+
+    ep is left out: its ranks have other experts, and so other matrices.
+    """
+    names = shard.mesh.mesh_dim_names or ()
     for axis, placement in enumerate(shard.placements):
-        if not placement.is_replicate() and shard.mesh.size(axis) > 1:
+        if not placement.is_replicate() and shard.mesh.size(axis) > 1 and names[axis] != "ep":
             dist.all_reduce(tensor, op=op, group=shard.mesh.get_group(axis))

@@ -370,8 +370,17 @@ def allowed_changes(run: SavedSpec, saved: Mapping[str, Any], where: Path) -> li
     raise CheckpointError(
         f"this directory has another run: {named}",
         where=str(where),
-        hint="set it back, or train into another directory (--dir) with checkpoint.start_from, which takes "
-        "the weights alone"
-        if isinstance(run, RunSpec)
-        else "set it back, or name another directory and take the weights with meshwright.load_weights",
+        hint=_other_directory(run),
+    )
+
+
+def _other_directory(run: SavedSpec) -> str:
+    """How to take what was trained into a directory of its own."""
+    if not isinstance(run, RunSpec):
+        return "set it back, or name another directory and take the weights with meshwright.load_weights"
+    if run.adapter is not None:
+        return "set it back, or train new adapters in another directory (--dir)"
+    return (
+        "set it back, or train into another directory (--dir) with checkpoint.start_from, which takes the "
+        "weights alone"
     )

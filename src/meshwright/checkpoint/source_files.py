@@ -16,6 +16,7 @@ from meshwright.errors import CheckpointError, MeshwrightError
 SOURCE_FOLDER = "hugging_face"
 """The copy, in a run directory or in a converted checkpoint."""
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+CHAT_TEMPLATE, CHAT_TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER_CONFIG,
@@ -24,8 +25,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATE_JSON,
 )
 _KEPT = (CONFIG, GENERATION, *TOKENIZER_FILES)
 _MAX_FILE_BYTES = 2**27

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from meshwright.adapters.merge import MergedTensors, QuantisedTensors
-from meshwright.checkpoint.adapters import base_record, has_adapters, read_adapters, require_same_base
+from meshwright.checkpoint.adapters import (
+    base_record,
+    has_adapters,
+    read_adapters,
+    require_same_base,
+    with_base_found,
+)
 from meshwright.checkpoint.dcp_folder import DcpTensors, is_dcp_folder
 from meshwright.checkpoint.external_names import under_our_names
 from meshwright.checkpoint.initial import (
@@ -33,7 +39,7 @@ from meshwright.models.hf_names import state_shapes
 from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.adapter import NF4_FORMATS
-from meshwright.spec.huggingface import load_model
+from meshwright.spec.huggingface import load_model, model_at
 
 TORCH_SUFFIXES = (".pt", ".pth")
 
@@ -140,7 +146,7 @@ def open_weights(
         raise CheckpointError(
             "a Hugging Face folder has no average of the weights", where=str(folder), hint="leave --ema out"
         )
-    there = load_model(str(folder))
+    there = model_at(folder)
     return Weights(there, FolderTensors(HuggingFaceReader(folder, there)), folder)
 
 
@@ -148,10 +154,12 @@ def _with_adapters(folder: Path, *, averaged: bool, merges_adapters: bool, onto_
     """The base of a checkpoint of adapters, with the adapters merged in on access."""
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
-    run = RunSpec.model_validate(manifest["run"])
+    if averaged and not merges_adapters:
+        hint = "leave --ema or --no-adapter out"
+        raise CheckpointError("the base of adapters has no average", where=str(folder), hint=hint)
+    run = with_base_found(RunSpec.model_validate(manifest["run"]), manifest, folder)
     assert run.adapter is not None
-    if run.checkpoint.start_from is None:
-        raise CheckpointError("the adapters' base is not recorded", where=str(folder))
+    assert run.checkpoint.start_from is not None
     require_same_base(manifest.get("base"), base_record(run), folder)
     base = open_weights(run.checkpoint.start_from)
     tensors, model = base.tensors, run.model

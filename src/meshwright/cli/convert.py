@@ -1,10 +1,17 @@
 """`meshwright convert`: weights to and from Hugging Face safetensors and torch files."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.convert import Form
+    from meshwright.checkpoint.weights import Weights
+
+FORMS = ("huggingface", "checkpoint", "torch", "peft")
 
 
 def convert(
@@ -62,20 +69,36 @@ def convert(
     )
     from meshwright.checkpoint.weights import named_model, open_weights
 
-    if form not in (None, "huggingface", "checkpoint", "torch", "peft"):
-        fact = f"{form!r} is none of huggingface, checkpoint, torch and peft"
-        raise typer.BadParameter(fact, param_hint="--to")
-    if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    _require_known("--to", form, FORMS)
+    _require_known("--dtype", dtype, list(DTYPES))
     named = named_model(model) if model is not None else None
     weights = open_weights(source, step=checkpoint, averaged=ema, model=named, onto_original=onto_original)
-    chosen = form or form_of_target(weights, target)
-    if chosen == "peft" and dtype is not None:
-        raise typer.BadParameter("adapters are written in fp32", param_hint="--dtype")
-    convert_weights(weights, target, chosen, dtype=DTYPES[dtype] if dtype else None)
-    is_peft = chosen == "peft"
-    note = serving_note(target) if is_peft else merge_note(weights, DTYPES[dtype] if dtype else None)
+    chosen = cast("Form", form) if form else form_of_target(weights, target)
+    _require_effect(weights, is_peft=chosen == "peft", dtype=dtype, onto_original=onto_original)
+    target_dtype = DTYPES[dtype] if dtype else None
+    convert_weights(weights, target, chosen, dtype=target_dtype)
+    if chosen == "peft":
+        note = serving_note(weights, target)
+    else:
+        note = merge_note(weights, target_dtype, onto_original=onto_original)
     if note is not None:
         print(note, file=sys.stderr)
     print(f"from {weights.origin}, written as {chosen}", file=sys.stderr)
     typer.echo(str(target))
+
+
+def _require_known(option: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        *first, last = known
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(first)} and {last}", param_hint=option)
+
+
+def _require_effect(weights: "Weights", *, is_peft: bool, dtype: str | None, onto_original: bool) -> None:
+    """Refuse options that the written form does not use."""
+    from meshwright.checkpoint.convert import quantised_base
+
+    if is_peft and dtype is not None:
+        raise typer.BadParameter("adapters are written in fp32", param_hint="--dtype")
+    if onto_original and (is_peft or quantised_base(weights) is None):
+        fact = "nothing is merged" if is_peft else "there are no adapters that were trained on fp8 or NF4"
+        raise typer.BadParameter(f"{fact}, so it has no effect", param_hint="--onto-original")

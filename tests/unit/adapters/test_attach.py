@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from tests.support.dropped_decoder import keys_of_tokens, mask_of
 from tests.support.runs import MODELS
-from torch.nn import functional
 
 from meshwright.adapters.attach import attach_adapters
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.initialise import initialise
-from meshwright.models.layers.adapter import Adapter
+from meshwright.models.layers.adapter import Adapter, AdapterDropout
+from meshwright.models.layers.token_rows import TokenRows
 from meshwright.spec import AdapterSpec
 from meshwright.spec.adapter import adapted_matrices, adapter_parameters, is_trained
 
@@ -59,16 +60,31 @@ def test_scales() -> None:
 
 
 def test_dropout_is_on_the_input_of_a() -> None:
-    adapter = Adapter(16, 12, rank=3, scale=2.0, dropout=0.5)
+    adapter = Adapter(16, 12, rank=3, scale=2.0, dropout=AdapterDropout(0.5, "mlp.up.weight"))
     torch.nn.init.normal_(adapter.lora_A)
     torch.nn.init.normal_(adapter.lora_B)
     x, y = torch.randn(5, 16), torch.randn(5, 12)
-    torch.manual_seed(4)
-    found = adapter(x, y, torch.empty(0))
-    torch.manual_seed(4)
-    dropped = functional.dropout(x, 0.5)
+    keys = keys_of_tokens(4, 0, 1, 5)[0]
+    dropped = x * mask_of(keys, "mlp.up.weight", 16, 0.5).float()
+    found = adapter(x, y, dropout_keys=torch.from_numpy(keys.view("int64")))
     torch.testing.assert_close(found, y + 2.0 * (dropped @ adapter.lora_A.T) @ adapter.lora_B.T)
     adapter.eval()
-    torch.testing.assert_close(
-        adapter(x, y, torch.empty(0)), y + 2.0 * (x @ adapter.lora_A.T) @ adapter.lora_B.T
-    )
+    torch.testing.assert_close(adapter(x, y), y + 2.0 * (x @ adapter.lora_A.T) @ adapter.lora_B.T)
+
+
+def test_dropout_without_keys_is_a_mistake() -> None:
+    """Rather than training without dropout."""
+    adapter = Adapter(4, 4, rank=2, scale=1.0, dropout=AdapterDropout(0.5, "mlp.up.weight"))
+    with pytest.raises(AssertionError, match="needs the keys of a batch"):
+        adapter(torch.randn(5, 4), torch.randn(5, 4))
+
+
+def test_trained_rows_of_a_part_of_each_sequence() -> None:
+    """Without the warning that torch gives of a view."""
+    rows = TokenRows((9, 2), 3)
+    rows.set_ids()
+    torch.nn.init.normal_(rows.change)
+    ids_BS = torch.arange(16).view(2, 8).chunk(2, 1)[0]
+    expected = torch.zeros(2, 4, 3)
+    expected[0, 2], expected[1, 1] = rows.change.detach()
+    torch.testing.assert_close(rows(ids_BS).detach(), expected)

@@ -103,24 +103,65 @@ def special(files: dict[str, bytes]) -> dict[str, Any]:
     return {key: came_in[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
+def train_and_convert(folder: Path, came_in: Path, data: dict[str, Any]) -> None:
+    """One step of full fine-tuning in `run`, and its Hugging Face folder in `out`."""
+    file = write_run_file(
+        folder / "run.yaml", model=str(came_in), checkpoint={"start_from": str(came_in)}, data=data,
+        schedule={"num_steps": 1}, optim={"lr": 1e-3},
+    )  # fmt: skip
+    assert run(["train", file, "--dir", str(folder / "run"), "-q"]) == 0
+    assert run(["convert", str(folder / "run"), str(folder / "out")]) == 0
+
+
 def test_a_dataset_with_the_tokenizer_that_came_in_keeps_everything(tmp_path: Path):
     came_in = write_folder(tmp_path / "in", "qwen3")
     (tmp_path / "text.txt").write_text("the fox and the crow\n" * 60)
     pack = ["data", "pack", str(tmp_path / "text.txt"), "-o", str(tmp_path / "packed")]
     assert run([*pack, "--tokenizer", str(came_in)]) == 0
     data = {"path": str(tmp_path / "packed"), "sequence_length": 16, "batch_sequences": 2}
-    file = write_run_file(
-        tmp_path / "run.yaml", model=str(came_in), checkpoint={"start_from": str(came_in)}, data=data,
-        schedule={"num_steps": 1}, optim={"lr": 1e-3},
-    )  # fmt: skip
-    assert run(["train", file, "--dir", str(tmp_path / "run"), "-q"]) == 0
-    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    train_and_convert(tmp_path, came_in, data)
     assert config(tmp_path / "out") == config(came_in)
     before, after = contents(came_in), contents(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(after[name] == content for name, content in before.items() if name != "config.json")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_template_of_the_chats_is_exported_and_generation_stops_at_the_end_of_a_turn(tmp_path: Path):
+    """The base has another template and stops at the end of a document; the chats have new tokens."""
+    came_in = write_folder(tmp_path / "in", "llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(came_in)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    pack = ["data", "pack", str(tmp_path / "chats.jsonl"), "--chat", "auto", "-o", str(tmp_path / "packed")]
+    pack += ["--tokenizer", str(tmp_path / "tokenizer"), "--template", str(tmp_path / "template.jinja")]
+    assert run(pack) == 0
+    data = {"path": str(tmp_path / "packed"), "sequence_length": 64, "batch_sequences": 1, "packing": "whole"}
+    train_and_convert(tmp_path, came_in, data)
+    served = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert served.apply_chat_template(turns, tokenize=False) == tokenizer.apply_chat_template(
+        turns, tokenize=False, chat_template=TEMPLATE
+    )
+    assert served.convert_tokens_to_ids("<|im_end|>") == tokenizer.convert_tokens_to_ids("<|im_end|>") == 258
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (generation.eos_token_id, generation.temperature) == ([256, 9, 258], 0.6)
+    assert config(tmp_path / "out") == config(came_in)
+
+
+def test_exported_weights_have_the_permissions_of_a_new_file(tmp_path: Path):
+    assert run(["convert", str(train_run_file(tmp_path)), str(tmp_path / "out")]) == 0
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
 
 
 class _ThenEnd(transformers.LogitsProcessor):

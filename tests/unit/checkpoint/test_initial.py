@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.support.shrunk_families import shrunk_family
 from torch.distributed.tensor import DTensor
 
+from meshwright.checkpoint.adapters import base_digest
 from meshwright.checkpoint.initial import load_initial_weights
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.errors import CheckpointError, MeshwrightError
@@ -164,6 +165,13 @@ def test_missing_folder_is_refused(ranks, tmp_path: Path):
 def test_folder_without_weights_is_refused(ranks, tmp_path: Path):
     [error] = ranks.run(refusal, 1, run_of(MODEL, tmp_path))
     assert "neither a checkpoint nor a config.json" in error.fact and str(tmp_path) in error.where
+
+
+def test_weights_without_permission_have_no_digest(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").mkdir()  # permissions do not bind the user of a container
+    with pytest.raises(CheckpointError, match="the weights cannot be read"):
+        base_digest(tmp_path)
 
 
 def test_run_without_checkpoint_is_refused(ranks, tmp_path: Path):

@@ -118,7 +118,7 @@ def test_bad_input_is_refused(trained: Path, tmp_path: Path, capsys: Captured):
         "there is no folder": [str(tmp_path / "none"), "out"],
         "cannot be read as tensors": [str(tmp_path / "damaged.pt"), "out"],
         "is of no known kind of weights": [str(tmp_path / "notes.txt"), "out"],
-        "is none of fp32, bf16, fp16": [str(trained), "out", "--dtype", "int8"],
+        "is none of fp32, bf16 and fp16": [str(trained), "out", "--dtype", "int8"],
         "is none of huggingface, checkpoint, torch and peft": [str(trained), "out", "--to", "onnx"],
         "no model family is called 'lama'": [str(trained), "out", "--model", "lama"],
         "--model has no effect": [str(trained), "out", "--model", "gpt2-124m"],
