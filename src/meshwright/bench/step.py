@@ -28,7 +28,7 @@ from meshwright.ops.nf4 import quantise_nf4
 from meshwright.ops.nf4_nested import nest_absmax
 from meshwright.optim.schedule import learning_rate
 from meshwright.plan.workload.flops import flops_per_token
-from meshwright.precision.fp8.stored import encode_stored, stored_scale
+from meshwright.precision.fp8.stored import encode_stored, stored_scale, weight_amax
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.adapter import adapter_parameters
 from meshwright.spec.parameters import Parameter, parameters
@@ -128,10 +128,12 @@ def fill_on_device(model: Decoder, seed: int, *, device: torch.device) -> None:
         value = random_value(model.spec, described[name], seed, device)
         if name in packed:
             value, absmax = quantise_nf4(value)
+            first = 0
             if name in nested:
-                absmax, table = nest_absmax(absmax.view(torch.float32))
+                first, held = nested[name].first_expert, nested[name].experts if absmax.ndim > 2 else ...
+                absmax, table = nest_absmax(absmax[held].view(torch.float32))
                 nested[name].value.copy_(table)
-            fill(packed[name], absmax)
+            fill(packed[name], absmax, first=first)
         fill(tensor, value)
 
 
@@ -142,9 +144,10 @@ def _fill_stored(
     named, groups = dict(model.named_parameters()), stored_weights(model)
     for scale, names in groups:
         values = [random_value(model.spec, described[name], seed, device) for name in names]
-        scale.value.copy_(stored_scale(torch.stack([value.abs().amax() for value in values]).amax()))
+        full = stored_scale(torch.stack([weight_amax(value) for value in values]).amax(0))
+        scale.value.copy_(full[... if scale.experts is None else scale.experts])
         for name, value in zip(names, values, strict=True):
-            fill(named[name], encode_stored(value, scale.value))
+            fill(named[name], encode_stored(value, full))
     return {name for _, names in groups for name in names}
 
 

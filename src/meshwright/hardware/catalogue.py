@@ -21,23 +21,15 @@ from meshwright.hardware.table_values import Table, check_positive, read_rates, 
 from meshwright.hardware.unknown_cluster import unknown_cluster
 
 # Network of a cluster that is given by its device alone: one adapter of the device's generation per device.
+_GEFORCE = (
+    *("rtx3060", "rtx3080", "rtx3090", "rtx4060", "rtx4060ti", "rtx4070", "rtx4080", "rtx4090"),
+    *("rtx5060ti", "rtx5070", "rtx5070ti", "rtx5080", "rtx5090"),
+)
 GENERIC_NETWORK_BYTES_PER_SECOND = {
-    "p100": 12.5e9,
-    "v100": 12.5e9,
-    "a100-40gb": 25e9,
-    "a100-64gb": 25e9,
-    "a100-80gb": 25e9,
-    "l40s": 25e9,
-    "rtxpro6000": 25e9,
-    "rtx3090": 12.5e9,
-    "rtx4090": 12.5e9,
-    "rtx5090": 12.5e9,
-    "a6000": 12.5e9,
-    "a10": 12.5e9,
-    "l4": 12.5e9,
-    "t4": 12.5e9,
-    "gh200": 50e9,
     "cpu": 1.25e9,
+    **dict.fromkeys(("p100", "v100", "a6000", "a10", "l4", "t4", *_GEFORCE), 12.5e9),
+    **dict.fromkeys(("a100-40gb", "a100-64gb", "a100-80gb", "l40s", "rtxpro6000"), 25e9),
+    "gh200": 50e9,
 }
 GENERIC_NETWORK_SOURCE = (
     "assumed: one adapter per device, 400 Gb/s from Hopper on, 200 Gb/s for Ampere, "
@@ -132,7 +124,13 @@ class Cluster:
                 where="--on",
                 hint=f"use a multiple of {self.devices_per_node}",
             )
-        return replace(self, num_nodes=nodes, devices_per_node=num_devices // nodes)
+        return self.of_size(num_nodes=nodes, devices_per_node=num_devices // nodes)
+
+    def of_size(self, *, num_nodes: int, devices_per_node: int) -> "Cluster":
+        """The cluster with other nodes; host memory that is assumed follows their devices."""
+        is_known = "host_memory_bytes" in self.sources
+        host = self.host_memory_bytes if is_known else devices_per_node * HOST_MEMORY_BYTES_PER_DEVICE
+        return replace(self, num_nodes=num_nodes, devices_per_node=devices_per_node, host_memory_bytes=host)
 
 
 def device_from_table(name: str, table: Table) -> Device:
@@ -310,7 +308,7 @@ def _sized_cluster(cluster: Cluster, first: str | None, second: str | None) -> C
             f"{nodes} nodes of {cluster.name}", where="--on", hint=f"1 to {cluster.max_nodes} nodes"
         )
     per_node = int(first) if second and first else cluster.devices_per_node
-    return replace(cluster, num_nodes=nodes, devices_per_node=_at_least_one(per_node))
+    return cluster.of_size(num_nodes=nodes, devices_per_node=_at_least_one(per_node))
 
 
 def _at_least_one(count: int) -> int:
@@ -325,7 +323,7 @@ def _sized_device(device: Device, first: str | None, second: str | None) -> Clus
         return replace(cluster, num_nodes=1)
     if second is None:
         return cluster.with_devices(_at_least_one(int(first)))
-    return replace(cluster, devices_per_node=_at_least_one(int(first)), num_nodes=_at_least_one(int(second)))
+    return cluster.of_size(devices_per_node=_at_least_one(int(first)), num_nodes=_at_least_one(int(second)))
 
 
 def _from_file(path: Path, nodes: str) -> Cluster:

@@ -117,7 +117,7 @@ class Profile:
         """The machine as a cluster of one node, with all of its devices or as many as are asked for."""
         plain = generic_cluster(self.known_device())
         count = num_devices or self.num_devices or plain.devices_per_node
-        found = self.applied_to(replace(plain, num_nodes=1, devices_per_node=count))
+        found = self.applied_to(plain.of_size(num_nodes=1, devices_per_node=count))
         title = f"{self.measured.get('device', plain.device.title)}, measured {self.measured.get('date', '')}"
         return replace(found, device=replace(found.device, title=title.strip()))
 

@@ -4,11 +4,11 @@ The order is that of the numerics: all weights, adapters on weights in bf16 (LoR
 bits (QLoRA). What needs host memory comes after everything that fits on the devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshwright.errors import SpecError, SpecErrors
+from meshwright.errors import PlanError, SpecError, SpecErrors
 from meshwright.plan.explain.infeasible import infeasible
 from meshwright.plan.search.candidate import Candidate
 from meshwright.plan.search.choose_precision import ChosenPrecision, choose_precision
@@ -68,15 +68,19 @@ def choose_finetune(ask: Callable[[FineTuning], Question]) -> Chosen:
             continue
         found = choose_precision(_on_devices(questions[kind]))
         if len(found.result.fitting):
-            return Chosen(kind, (*reasons, _fits(kind, found)))
+            return Chosen(kind, (*reasons, _fits(kind, found), *_smaller(kind, questions)))
         reasons.append(_excess(kind, found))
     for kind in WITH_OFFLOAD:
         if kind in questions and questions[kind].may_offload:
             found = choose_precision(questions[kind])
             if len(found.result.fitting):
                 return Chosen(kind, (*reasons, _fits(kind, found)))
-    last = list(questions.values())[-1]
-    raise infeasible(last, choose_precision(last))
+    kind, last = list(questions.items())[-1]
+    error = infeasible(last, choose_precision(last))
+    if isinstance(error, PlanError):  # of this kind alone: without --finetune it would be another one
+        fact = f"{error.fact}; that is {TITLES[kind]}, which needs least"
+        error = PlanError(fact, where=error.where, hint=error.hint)
+    raise error
 
 
 def _possible(ask: Callable[[FineTuning], Question]) -> tuple[dict[FineTuning, Question], list[str]]:
@@ -108,10 +112,18 @@ def _fits(kind: FineTuning, found: ChosenPrecision) -> str:
     return f"{TITLES[kind]} fits{where} in {show_bytes(best.device_bytes)} at {speed:,.0f} tokens/s/GPU"
 
 
+def _smaller(kind: FineTuning, questions: dict[FineTuning, Question]) -> Iterator[str]:
+    """The next kind, which leaves more memory: it may need less recompute, and then it is faster."""
+    for other in ON_DEVICES[ON_DEVICES.index(kind) + 1 :][:1]:
+        if other in questions and questions[other].run.adapter != questions[kind].run.adapter:
+            yield f"instead, {_fits(other, choose_precision(_on_devices(questions[other])))}"
+
+
 def _excess(kind: FineTuning, found: ChosenPrecision) -> str:
     """What the layout that comes closest lacks."""
     if found.result.closest is None:
         return f"{TITLES[kind]} has no layout that fits on the devices alone"
     closest = Candidate(found.question, found.result.closest.layouts)
     budget = show_bytes(found.question.memory_budget_bytes)
-    return f"{TITLES[kind]} does not fit: it needs {show_bytes(closest.device_bytes)} per device of {budget}"
+    needed = f"{show_bytes(closest.device_bytes)} per device of {budget}"
+    return f"{TITLES[kind]} does not fit on the devices alone: it needs {needed}"

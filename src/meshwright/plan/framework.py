@@ -16,11 +16,12 @@ from meshwright.hardware.catalogue import Cluster, Device
 from meshwright.plan.memory import activations
 from meshwright.plan.time.attention import runtime_attention_seconds
 from meshwright.plan.time.collectives import Group, gather_seconds
-from meshwright.plan.workload.layouts import RECOMPUTE_SELECTIVE, Floats, Ints, Layouts
+from meshwright.plan.workload.layouts import CP_KINDS, RECOMPUTE_SELECTIVE, Floats, Ints, Layouts
 from meshwright.plan.workload.operators import StageLayers, runtime_stage_layers
 from meshwright.plan.workload.workload import Workload
 from meshwright.spec.model import MoeSpec
 
+_RINGS = [CP_KINDS.index("ring"), CP_KINDS.index("hierarchical")]
 HEAD_GRADIENT_BYTES = 4.0
 """The gradient of the head is summed over chunks of logits in fp32, beside the head in bf16."""
 
@@ -204,13 +205,16 @@ class Framework:
     def compiled_share(self, workload: Workload, at: Layouts, *, moe: bool) -> Floats:
         """Share of the layers that run compiled.
 
-        Routed blocks with selective recompute do not where the host reads row counts (parallel/compile.py).
+        With selective recompute blocks do not where a ring passes keys on, or, in routed blocks, the host
+        reads row counts (parallel/compile.py).
         """
         layers = np.full(len(at), float(workload.compiled))
-        if not moe or not self.is_traced or workload.model.moe is None:
+        if not self.is_traced:
             return layers
-        reads = (at.ep > 1) | (workload.model.moe.capacity_factor is not None)
-        uncompiled = reads & (at.recompute == RECOMPUTE_SELECTIVE)
+        passes_over = (at.cp > 1) & np.isin(at.cp_kind, _RINGS)
+        if moe and workload.model.moe is not None:
+            passes_over |= (at.ep > 1) | (workload.model.moe.capacity_factor is not None)
+        uncompiled = passes_over & (at.recompute == RECOMPUTE_SELECTIVE)
         return layers * (1.0 - uncompiled / at.recompute_every)
 
     def weight_cast_rates(self, workload: Workload, num_microbatches: Ints) -> tuple[Floats | float, Floats]:

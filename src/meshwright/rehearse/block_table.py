@@ -5,8 +5,10 @@ written that are the peak for some sizes; the rest can never decide.
 """
 
 import argparse
+import contextlib
+import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import resources
 from multiprocessing import get_context
@@ -48,6 +50,18 @@ def table_path() -> Path:
     return Path(str(resources.files("meshwright.plan.memory").joinpath("block_table.json")))
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Without garbage collections: one may come in the midst of a phase, at another place in each process."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_without_collections()
 def read_kind(kind: Kind) -> Reading | None:
     """Trace one kind of block and read it; None where torch's compiler passes over it on this machine."""
     run = run_of(kind)

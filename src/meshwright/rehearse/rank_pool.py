@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.mesh import World
+from meshwright.rehearse.torch_dtensor_cache import forget_meshes
 
 # A collective that waits this long has lost a peer: no job computes for a minute.
 JOB_TIMEOUT_SECONDS = 120.0
@@ -128,6 +129,7 @@ def _serve(rank: int, connection: Connection, device: str, limits: Limits, trace
             faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
+                forget_meshes()
 
 
 def _start_server() -> None:

@@ -132,7 +132,7 @@ def _left_out(run: RunSpec) -> list[str]:
     if run.precision.fp8 is not None:
         changes.append("no fp8: matmuls in float64")
     if run.adapter is not None:
-        changes.append(f"adapters of rank {ADAPTER_RANK}, without dropout, on a base in float64")
+        changes.append(f"adapters of rank {ADAPTER_RANK} on a base in float64")
     return changes
 
 
@@ -217,7 +217,7 @@ def _small_moe(moe: MoeSpec, parallel: ParallelSpec, length: int) -> MoeSpec:
 
 def _small_data(run: RunSpec, parallel: ParallelSpec) -> DataSpec:
     microbatch = min(run.data.microbatch_sequences, 2)
-    pieces = parallel.tp * (2 * parallel.cp if parallel.cp > 1 else 1)
+    pieces = parallel.tp * (2 * parallel.cp * parallel.cp_stripes if parallel.cp > 1 else 1)
     return run.data.with_(
         path=None,
         synthetic=SyntheticSpec(num_documents=50),
@@ -254,7 +254,6 @@ def _small_adapter(adapter: AdapterSpec | None, model: ModelSpec) -> AdapterSpec
         rank=ADAPTER_RANK,
         ranks=[],
         base="weights",
-        dropout=0.0,
         start_from=None,
         tokens=tuple(range(min(len(adapter.tokens), ADAPTER_RANK))),
         targets=targets or AdapterSpec.model_fields["targets"].default,

@@ -105,6 +105,7 @@ def trace_rank(
         )
         with contextlib.ExitStack() as stack:
             training = build_training(run, mesh, fill=_Uninitialised(fake), simulation=simulation)
+            training.loss_scale = None  # follows the gradient norm, which a fake tensor has none of
             _label_state(training, allocations)
             if device is not None:
                 stack.enter_context(cuda_choices())
@@ -268,6 +269,7 @@ def zero_batch(run: RunSpec, device: str = "cpu") -> Batch:
             sequence_weights_B=torch.zeros(
                 shape[0], dtype=full_precision_dtype(run.precision), device=device
             ),
+            dropout_keys_BS=ids[2].clone() if run.adapter is not None and run.adapter.dropout else None,
         )
 
     parts = tuple(part() for _ in range(run.accumulation))

@@ -2,8 +2,7 @@
 
 torch's `fake` process group completes every collective at once and moves nothing, so a single process can be
 rank k of N. What is private to torch here, and used in this file only: the fake group's store in torch's
-testing package; the vote among pipeline stages before the first step; the names of process groups; and
-DTensor's cache, which refers to meshes of earlier worlds.
+testing package; the vote among pipeline stages before the first step; the names of process groups.
 """
 
 import contextlib
@@ -15,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import schedules
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.errors import MeshError
 from meshwright.mesh import Mesh, World, build_mesh, leave_world
+from meshwright.rehearse.torch_dtensor_cache import forget_meshes
 from meshwright.spec import ParallelSpec
 from meshwright.spec.parallel import MESH_ORDER, mesh_coordinates
 
@@ -43,8 +42,7 @@ def fake_world(parallel: ParallelSpec, rank: int, device: torch.device) -> Itera
             yield mesh
     finally:
         leave_world()
-        # A mesh of the next world may equal one of this world, whose groups no longer exist.
-        _clear_sharding_prop_cache()
+        forget_meshes()
 
 
 def require_rank(parallel: ParallelSpec, rank: int) -> None:

@@ -25,6 +25,9 @@ NAMED = [
 ]
 NAMED += ["l40s", "rtx4090", "mi300x", "mi325x", "mi355x", "cpu"]
 NAMED += ["rtx3090", "rtx5090", "a6000", "rtxpro6000", "a10", "l4", "t4", "h20"]
+GEFORCE = ["rtx3060", "rtx3080", "rtx3090", "rtx4060", "rtx4060ti", "rtx4070", "rtx4080", "rtx4090"]
+GEFORCE += ["rtx5060ti", "rtx5070", "rtx5070ti", "rtx5080", "rtx5090"]
+NAMED += GEFORCE
 CLUSTERS = {"dgx-a100", "dgx-h100", "dgx-h200", "leonardo", "lisa", "berzelius"}
 CLUSTERS |= {"alps", "jupiter", "isambard-ai", "hgx-h20", "aws-g6", "aws-g4dn"}
 # Dense TFLOP/s of the course decks: fp32, tf32, 16 bits, fp8.
@@ -61,12 +64,13 @@ def test_every_promised_cluster_is_known() -> None:
     assert set(cluster_names()) == CLUSTERS
 
 
-@pytest.mark.parametrize("name", ["rtx3090", "rtx4090", "rtx5090"])
+@pytest.mark.parametrize("name", GEFORCE)
 def test_tensor_rates_of_consumer_cards_are_with_fp32_accumulation(name: str) -> None:
     """Twice the rate of tf32, which always accumulates in fp32; fp16 accumulation would be four times."""
     device = find_device(name)
     assert device.peak("bf16") == device.peak("fp16") == pytest.approx(2 * device.peak("tf32"), rel=0.01)
     assert "PCIe" in device.sources["links.peer"]
+    assert parse_cluster(f"{name}:2x2").network.bytes_per_second == 12.5e9  # one plain adapter
 
 
 def test_a_grace_hopper_reaches_its_host_over_c2c() -> None:
@@ -182,3 +186,11 @@ def test_a_wrong_user_file_names_the_place(tmp_path: Path, change: tuple[str, st
 def test_a_precision_that_a_device_lacks_is_refused() -> None:
     with pytest.raises(SpecError, match="has no fp8 rate"):
         find_device("a100").peak("fp8")
+
+
+def test_host_memory_that_is_assumed_follows_the_devices_of_a_node() -> None:
+    """A workstation with one card has no host of eight; a cluster whose host is known keeps it."""
+    gib = [parse_cluster(on).host_memory_bytes / 2**30 for on in ("rtx4090:1", "rtx4090:4", "h100:8x2")]
+    assert gib == [128, 512, 1024]
+    assert parse_cluster("h100:64").with_devices(4).host_memory_bytes / 2**30 == 512
+    assert parse_cluster("leonardo:2x1").host_memory_bytes == parse_cluster("leonardo:1").host_memory_bytes

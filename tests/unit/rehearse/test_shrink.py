@@ -34,6 +34,7 @@ def runs(draw: st.DrawFn) -> RunSpec:
     cp = pick(ways) if cp_kind == "ulysses" else cp_inner * pick((1, 2, 4))
     if cp == 1 or (cp_kind == "hierarchical" and not 1 < cp_inner < cp):
         cp, cp_kind, cp_inner = 1, "gather", 1
+    stripes = pick((1, 1, 4)) if cp > 1 and cp_kind == "gather" else 1
     dp_shard, zero = pick((1, 2, 3, 8, 64)), pick((1, 2, 3))
     schedule = pick(("gpipe", "1f1b", *LOOPED, *V_SHAPED))
     chunks = 2 if schedule in V_SHAPED else pick((1, 2, 3)) if schedule in LOOPED else 1
@@ -48,6 +49,7 @@ def runs(draw: st.DrawFn) -> RunSpec:
         cp=cp,
         cp_kind=cp_kind,
         cp_inner=cp_inner,
+        cp_stripes=stripes,
         tp=tp,
         pp=pp,
         schedule=schedule,
@@ -62,7 +64,8 @@ def runs(draw: st.DrawFn) -> RunSpec:
         parallel = parallel.with_(
             grad_reduce="last_microbatch" if is_split else pick(("each_microbatch", "last_microbatch"))
         )
-    length = pick((512, 1024)) // (2 * cp * tp) * 2 * cp * tp
+    pieces = 2 * cp * stripes * tp
+    length = pick((512, 1024)) // pieces * pieces
     recompute = "none" if schedule in ("interleaved_zero_bubble", *V_SHAPED) else pick(("none", "full"))
     return RunSpec(
         model=model.with_(max_positions=max(length, model.max_positions)),
@@ -75,6 +78,7 @@ def runs(draw: st.DrawFn) -> RunSpec:
             sequence_length=length,
             batch_sequences=rounds * microbatch * parallel.dp,
             microbatch_sequences=microbatch,
+            documents="separate" if stripes > 1 else "joined",
         ),
     )
 

@@ -16,6 +16,7 @@ from meshwright.rehearse.world import fake_world
 from meshwright.spec import (
     AttentionSpec,
     DataSpec,
+    LossScaleSpec,
     MemorySpec,
     MlpSpec,
     ModelSpec,
@@ -163,6 +164,13 @@ def test_recompute_saves_fewer_activations():
         for kind in ("none", "selective", "full")
     ]
     assert saved[0] > saved[1] > saved[2]
+
+
+def test_fp16_is_traced_without_the_gradient_norm_that_its_loss_scale_follows():
+    """A fake tensor has no value; the scale is a number and takes no memory."""
+    plain = small_run({}, microbatches=1, compute="fp16")
+    scaled = plain.with_(precision=plain.precision.with_(loss_scale=LossScaleSpec()))
+    assert step_peak(trace_rank(scaled, 0)).items == step_peak(trace_rank(plain, 0)).items
 
 
 def test_a_rank_outside_the_world_is_refused():

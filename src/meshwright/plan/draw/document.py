@@ -27,7 +27,8 @@ def compute_optimal(flops: float) -> tuple[float, float]:
 
 def format_text(run: RunSpec) -> str:
     """`bf16, weights bf16_exact, adamw, compiled`: number formats, optimizer and compilation of a run."""
-    precision, optim = run.precision, run.optim
+    precision, optim, adapter = run.precision, run.optim, run.adapter
+    base = precision.weights if adapter is None or adapter.base == "weights" else adapter.base
     parts = [
         precision.compute,
         *([f"fp8 linears ({precision.fp8.recipe})"] if precision.fp8 else []),
@@ -35,8 +36,14 @@ def format_text(run: RunSpec) -> str:
         *([f"gradients {precision.gradients}"] if precision.gradients != "fp32" else []),
         optim.kind + (f" with moments in {optim.state}" if optim.state != "fp32" else ""),
         *(["compiled"] if run.compile else []),
+        *([f"{adapter.kind} of rank {adapter.rank} on {base} weights"] if adapter else []),
     ]
     return ", ".join(parts)
+
+
+def is_finetuning(run: RunSpec) -> bool:
+    """Whether the run goes on from trained weights: scaling laws of training from scratch do not apply."""
+    return run.adapter is not None or run.checkpoint.start_from is not None
 
 
 def candidate_document(candidate: Candidate, tokens: int) -> dict[str, Any]:
@@ -111,7 +118,9 @@ def plan_document(
         "why": why,
         "neighbours": [vars(each) for each in neighbours],
         "gains": [vars(each) for each in gains],
-        "compute_optimal": {"num_parameters": optimal[0], "tokens": optimal[1]},
+        "compute_optimal": None
+        if is_finetuning(run)
+        else {"num_parameters": optimal[0], "tokens": optimal[1]},
         "search": {
             "num_considered": plan.result.num_considered,
             "num_fitting": plan.result.num_fitting,

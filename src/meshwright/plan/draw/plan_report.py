@@ -9,7 +9,7 @@ from jinja2 import Environment, StrictUndefined
 import meshwright
 from meshwright import svg
 from meshwright.plan.draw.charts import Axis, Bar, Line, line_chart, stacked_bars
-from meshwright.plan.draw.document import compute_optimal, format_text, rank_map
+from meshwright.plan.draw.document import compute_optimal, format_text, is_finetuning, rank_map
 from meshwright.plan.draw.memory import memory_chart
 from meshwright.plan.draw.schedule import inline_svg, picture
 from meshwright.plan.explain.gains import Gain
@@ -19,7 +19,7 @@ from meshwright.plan.search.decision import Plan
 from meshwright.plan.search.sizing import ScalingPoint, scaling_counts, strong_scaling, weak_scaling
 from meshwright.plan.workload.schedules import PipelineShape
 from meshwright.spec.run import RunSpec
-from meshwright.units import show_bytes, show_count, show_seconds
+from meshwright.units import show_bytes, show_count, show_number, show_seconds
 
 PRICES_SHOWN = (1.0, 2.0, 4.0)
 BUDGETS_SHOWN = (0.1, 0.5, 1.0, 2.0, 10.0)
@@ -85,7 +85,11 @@ def _cards(best: Candidate, tokens: int) -> list[dict[str, str]]:
         ("MFU", f"{best.mfu:.1%}", "of the dense data-sheet peak"),
         ("memory", show_bytes(best.device_bytes), f"of {show_bytes(memory)} per device"),
         ("duration", f"{_days(best.days(tokens))} days", "without interruptions"),
-        ("device-hours", show_count(best.device_hours(tokens)), f"on {best.num_ranks:,} devices"),
+        (
+            "device-hours",
+            show_count(best.device_hours(tokens)),
+            f"on {show_number(best.num_ranks, 'device')}",
+        ),
     )
     return [{"name": name, "value": value, "note": note} for name, value, note in values]
 
@@ -185,8 +189,11 @@ def _budgets(best: Candidate, tokens: int, price: float | None) -> list[dict[str
 def _budget_note(plan: Plan, tokens: int) -> str:
     flops = plan.question.workload.model_flops_per_token * tokens
     size, optimal_tokens = compute_optimal(flops)
+    work = f"The run in bold does {flops:.2e} model FLOPs."
+    if is_finetuning(plan.question.run):
+        return work
     return (
-        f"The run in bold does {flops:.2e} model FLOPs. Spent compute-optimally "
+        f"{work} Spent compute-optimally "
         f"(20 tokens per parameter) they would train {show_count(size)} parameters "
         f"on {show_count(optimal_tokens)} tokens."
     )

@@ -111,7 +111,8 @@ def tokens_suit_the_size(run: RunSpec, _: Cluster) -> Iterator[Advice]:
     parameters = num_parameters(run.model)
     tokens = run.data.num_sequences(run.schedule.num_steps) * run.data.sequence_length
     is_outside = parameters < _LAW_FROM_PARAMETERS or run.model.moe is not None
-    if run.checkpoint.start_from is not None or is_outside:
+    is_finetuning = run.checkpoint.start_from is not None or run.adapter is not None
+    if is_finetuning or is_outside:
         return
     flops = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
     best = CHINCHILLA.optimal_parameters(flops)

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+from typing import cast
 
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.search.candidate import candidate_of
 from meshwright.plan.search.what_if import Change, Outcome, fitting
+from meshwright.spec.adapter import NF4_FORMATS
 from meshwright.spec.run import RunSpec
+from meshwright.units import show_number
 
 MAX_SHOWN = 4
 MAX_TOGETHER = 3
@@ -31,7 +34,7 @@ def fixes_text(found: Sequence[Outcome], cluster: Cluster) -> str:
     if not found:
         return (
             "no change of recompute, micro-batch, ZeRO stage or optimizer is enough on "
-            f"{cluster.num_devices} devices: use more of them, `meshwright plan` says how many"
+            f"{show_number(cluster.num_devices, 'device')}: use more of them, `meshwright plan` says how many"
         )
     return "any one of these fits:" + "".join(f"\n  - {outcome.text}" for outcome in found)
 
@@ -48,8 +51,13 @@ def _change(run: RunSpec, cluster: Cluster, chosen: Sequence[Settings]) -> Chang
         changed = candidate_of(run, cluster)
     except (MeshwrightError, ValueError):
         return None
-    text = " ".join(f"{key}={value}" for key, value in settings.items())
+    text = " ".join(f"{key}={_text(value)}" for key, value in settings.items())
     return Change(text, changed.question, changed.layout)
+
+
+def _text(value: object) -> str:
+    """A value as the command line takes it; a tuple is one of offload."""
+    return f"[{','.join(cast('tuple[str, ...]', value))}]" if isinstance(value, tuple) else str(value)
 
 
 def _settings(run: RunSpec) -> Iterator[Settings]:
@@ -57,6 +65,8 @@ def _settings(run: RunSpec) -> Iterator[Settings]:
     stronger = {"none": ("selective", "full"), "selective": ("full",), "full": ()}
     for recompute in stronger[run.memory.recompute]:
         yield {"memory.recompute": recompute}
+    if run.memory.recompute_every > 1:
+        yield {"memory.recompute_every": 1}
     size = run.data.microbatch_sequences
     while size > 1 and size % 2 == 0:
         size //= 2
@@ -66,6 +76,17 @@ def _settings(run: RunSpec) -> Iterator[Settings]:
         yield {"parallel.grad_reduce": "each_microbatch"}
     if run.optim.kind == "adamw":
         yield {"optim.kind": "adamw_8bit"}
+    yield from _adapter_settings(run)
+
+
+def _adapter_settings(run: RunSpec) -> Iterator[Settings]:
+    """With adapters the frozen weights are most of the state, and activations most of the rest."""
+    if run.adapter is None:
+        return
+    if run.adapter.base not in NF4_FORMATS:
+        yield {"adapter.base": "nf4"}
+    if not run.memory.offload:
+        yield {"memory.offload": ("activations",)}
 
 
 def _zero_settings(run: RunSpec) -> Iterator[Settings]:

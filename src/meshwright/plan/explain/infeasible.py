@@ -13,6 +13,7 @@ from meshwright.plan.search.question import Question
 from meshwright.plan.search.search import least_memory_use
 from meshwright.plan.search.what_if import Change, Outcome, fitting, what_if
 from meshwright.plan.workload.schedules import SCHEDULES, V_SHAPED
+from meshwright.spec.adapter import NF4_FORMATS
 from meshwright.spec.check import check
 from meshwright.units import show_bytes
 
@@ -41,6 +42,7 @@ def _hint(question: Question) -> str:
     ways = [
         *fitting(_without_pins(question)),
         *fitting(_without_offload_pin(question)),
+        *fitting(_smaller_base(question)),
         *fitting(_more_devices(question), limit=1),
         *fitting(_shorter_sequences(question), limit=1),
         *_other_numerics(question),
@@ -74,14 +76,27 @@ def _without_offload_pin(question: Question) -> Iterator[Change]:
     yield _change(f"drop {pin or 'memory.offload'}", changed)
 
 
+def _smaller_base(question: Question) -> Iterator[Change]:
+    """The question with frozen weights in 4 bits (QLoRA), where it has adapters on larger ones."""
+    adapter = question.run.adapter
+    pin = question.pins.override_of("adapter.base")
+    if adapter is None or adapter.base in NF4_FORMATS or pin is not None:
+        return
+    changed = question.run.with_(adapter=adapter.with_(base="nf4"))
+    if not check(changed):
+        yield _change("adapter.base=nf4 (QLoRA)", replace(question, run=changed))
+
+
 def _more_devices(question: Question) -> Iterator[Change]:
     """The next larger clusters: full nodes, doubling."""
     cluster = question.cluster
     full = max(cluster.devices_per_node, cluster.device.devices_per_node)
+    # A node that the user made of fewer devices than its kind has is filled up first.
+    nodes = replace(cluster, num_nodes=1, devices_per_node=full)
     count = cluster.num_devices
     while count < MAX_DEVICES:
-        count = 2 * count if count < full or count % full == 0 else -(-count // full) * full
-        larger = replace(question, cluster=cluster.with_devices(count))
+        count = 2 * count if 2 * count <= full or count % full == 0 else -(-(count + 1) // full) * full
+        larger = replace(question, cluster=nodes.with_devices(count))
         if least_memory_use(larger) <= 1.0:
             yield _change(f"{count} devices instead of {cluster.num_devices}", larger)
 

@@ -70,6 +70,12 @@ def _compared(best: Candidate, other: Candidate) -> str:
     growth = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {*after, *before}}
     worst = max(growth, key=lambda name: growth[name])
     if growth[worst] <= 0 or difference < 0.001:
-        return f"equally fast; {memory}"
+        unmeasured = ", if the copies overlap as predicted" if _copies_more(best, other) else ""
+        return f"equally fast{unmeasured}; {memory}"
     more = f"{show_seconds(growth[worst])} more for {ITEM_NAMES.get(worst, worst)}"
     return f"{difference:.1%} slower: {more}; {memory}"
+
+
+def _copies_more(best: Candidate, other: Candidate) -> bool:
+    """Whether the other layout moves activations to the host, which the planner hides behind the compute."""
+    return "activations" in set(other.run.memory.offload) - set(best.run.memory.offload)

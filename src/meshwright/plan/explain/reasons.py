@@ -96,7 +96,7 @@ def _frozen_state(best: Candidate) -> Iterator[str]:
     trained = workload.adapters.share(workload.model.width) * workload.counts.total
     yield (
         f"{question.run.model.family} has {show_count(workload.counts.total)} frozen parameters "
-        f"({workload.adapters.base_bits / 8:.3g} B each, {show_bytes(frozen)}) and {show_count(trained)} "
+        f"({workload.adapters.base_bits / 8:.3g} bytes each, {show_bytes(frozen)}) and {show_count(trained)} "
         f"trained ones ({show_bytes(adapters)} with gradients and moments); full fine-tuning would have "
         f"{show_bytes(full)} of state."
     )
@@ -108,7 +108,7 @@ def _context(plan: Plan) -> Iterator[str]:
     if plan.best.run.adapter is None:
         return
     longest, positions = longest_context(plan.question), plan.question.run.model.max_positions
-    moved = f"{longest.with_offload:,} with activations in host memory"
+    moved = f"{longest.with_offload:,} with host memory (memory.offload)"
     beside = f", {moved}" if longest.with_offload > longest.on_device else ""
     yield (
         f"Longest context that fits, with full recompute: {longest.on_device:,} tokens per sequence{beside} "
@@ -271,16 +271,23 @@ def _recompute(best: Candidate) -> Iterator[str]:
     where = "every layer" if memory.recompute_every == 1 else f"one layer in {memory.recompute_every}"
     part = "" if int(best.layout.recompute[0]) == FULL else "the cheap part of "
     share = best.seconds_items.get("recompute", 0.0) / best.step_seconds
+    yield (
+        f"Recompute (activation checkpointing): {part}{where} is recomputed in the backward pass, "
+        f"{share:.1%} of the step; {_without_recompute(best)}."
+    )
+
+
+def _without_recompute(best: Candidate) -> str:
+    """What the layout would be with all activations, unless recompute was asked for."""
+    if not best.question.pins.permits(recompute=0):
+        return "it is pinned"
     without = what_if(with_columns(best, "recompute=none", recompute=0))
     need = f"keeping all activations would need {show_bytes(without.device_bytes)}"
     if without.fits:
-        need += f" and take {show_seconds(without.step_seconds)} per step"
-    elif without.device_bytes <= best.question.memory_budget_bytes:
-        need = f"keeping all activations {'is ' if without.broken_rule else ''}{without.reason}"
-    yield (
-        f"Recompute (activation checkpointing): {part}{where} is recomputed in the backward pass, "
-        f"{share:.1%} of the step; {need}."
-    )
+        return f"{need} and take {show_seconds(without.step_seconds)} per step"
+    if without.device_bytes <= best.question.memory_budget_bytes:
+        return f"keeping all activations {'is ' if without.broken_rule else ''}{without.reason}"
+    return need
 
 
 def _offload(best: Candidate) -> Iterator[str]:

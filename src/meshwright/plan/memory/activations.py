@@ -31,8 +31,34 @@ def layer_activation_bytes(work: Workload, at: Layouts, *, moe: bool) -> Floats:
     partial = partial + unless(at, NORMS, kept["mask"]) + kept_of_mlp(at, kept, moe=moe)
     # Selective recompute keeps the output of every matmul, also partial sums before a reduce-scatter.
     outputs = 2.0 * work.working_bytes * at.microbatch_tokens(work.sequence_length) * work.model.width
+    outputs = outputs + _apart_adapter_bytes(work, at, moe=moe)
     partial = partial + np.where((at.recompute & NORMS) > 0, outputs - kept["inputs"] / 2.0, 0.0)
     return after_recompute(at, kept, partial, block_input_bytes(work, at))
+
+
+def _apart_adapter_bytes(work: Workload, at: Layouts, *, moe: bool) -> Floats:
+    """What selective recompute keeps of adapters: outputs of their own matmuls, as large as their linears'.
+
+    The matmul of a frozen linear adds its adapter in compiled blocks whose weights are not sharded, and
+    always where it is NF4; with dropout and in DoRA it never does, and with both it runs twice.
+    """
+    adapters = work.adapters
+    if adapters is None:
+        return np.zeros(len(at))
+    is_nf4 = adapters.packed_bits is not None and adapters.packed_bits < 8.0
+    is_sharded = (at.tp > 1) | (at.zero == 3) | (at.offloads("parameters") > 0)
+    is_apart = adapters.is_apart | ((is_sharded | (not work.compiled)) & (not is_nf4))
+    outputs = _adapted_output_bytes(work, at, moe=moe, has_experts=adapters.has_dropout)
+    return np.where(is_apart, (2.0 if adapters.repeats_frozen else 1.0) * outputs, 0.0)
+
+
+def _adapted_output_bytes(work: Workload, at: Layouts, *, moe: bool, has_experts: bool) -> Floats:
+    """Outputs of the linears of a layer, and of its routed experts, which have adapters."""
+    dense = [] if moe else operators.mlp_matmuls(work, at)
+    routed = operators.moe_matmuls(work, at) if moe and has_experts else []
+    matmuls = [*operators.attention_matmuls(work, at), *dense, *routed]
+    elements = sum((one.groups * one.m * one.n for one in matmuls if one.name != "router"), np.zeros(len(at)))
+    return work.working_bytes * elements
 
 
 def unless(at: Layouts, part: int, value: Floats) -> Floats:
@@ -79,7 +105,12 @@ def kept_parts(work: Workload, at: Layouts, *, moe: bool) -> Items:
         "inner": inner,
         "activation": activation,
     }
-    return _in_8_bits(work, at, parts, moe=moe) if work.is_low_precision else parts
+    if work.adapters is not None and work.adapters.is_dora:
+        # What the magnitude multiplies, for its gradient.
+        parts["magnitudes"] = _adapted_output_bytes(work, at, moe=moe, has_experts=True)
+    # Frozen linears keep no input, and the adapters beside them keep theirs in 16 bits.
+    is_in_8_bits = work.is_low_precision and work.adapters is None
+    return _in_8_bits(work, at, parts, moe=moe) if is_in_8_bits else parts
 
 
 def attention_bytes(work: Workload, at: Layouts) -> Floats:

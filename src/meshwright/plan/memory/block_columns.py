@@ -1,7 +1,7 @@
 """What the trace's table says of one block of every layout; layouts whose blocks are alike share an entry."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
@@ -22,29 +22,47 @@ class BlockColumns:
 
     def __init__(self, work: Workload, layouts: Layouts, stack: Framework) -> None:
         at, self.index = _distinct(layouts)
-        found = BlockBytes(work, at, stack)
-        self.kept, self.casts = found.kept, found.casts
-        self.remembered = found.remembered
+        self._at, self._found = at, BlockBytes(work, at, stack)
+        self.kept, self.casts = self._found.kept, self._found.casts
+        self.remembered = self._found.remembered
         """Casts of weights that autocast remembers until the forward ends."""
-        self.forward = found.forward()
-        """Peak of a block's forward, beyond its input."""
-        self.split = found.split()
-        """Peaks of a split backward, and what a block holds between its passes."""
         self._set_elements(work, at)
         # At ZeRO-2 nothing is left of earlier full gradients, and each micro-batch reduces its own.
         self._scatters = at.scatters_each(in_pipelines=stack.scatters_in_pipelines) & (at.zero == 2)
         shared = at.dp * at.cp > 1
         self._due = (at.zero < 3) & shared
         self._fused = work.compiled & ~shared & (at.tp == 1) & (at.pp == 1) & (at.num_microbatches > 1)
-        self.after = found.after()
+        self._buckets = partial(_buckets, work, at, stack)
+
+    # Most layouts do not fit, which their forward shows: the rest is worked out where it is asked for.
+
+    @cached_property
+    def forward(self) -> Floats:
+        """Peak of a block's forward, beyond its input."""
+        return self._found.forward()
+
+    @cached_property
+    def split(self) -> Items:
+        """Peaks of a split backward, and what a block holds between its passes."""
+        return self._found.split()
+
+    @cached_property
+    def after(self) -> Items:
         """Bytes of a block when one of its gradients has come."""
-        buckets = partial(_buckets, work, at, stack)
-        self.back = self._by_turn(found, at, partial(buckets, has_head=False))
+        return self._found.after()
+
+    @cached_property
+    def back(self) -> dict[Turn, Items]:
         """The backward of a block."""
-        launches = self._due & ((at.pp == 1) | self._scatters)
-        to_head = partial(self._by_turn, found, at, partial(buckets, has_head=True))
-        self.back_to_head = to_head() if launches.any() else self.back
+        return self._by_turn(partial(self._buckets, has_head=False))
+
+    @cached_property
+    def back_to_head(self) -> dict[Turn, Items]:
         """Of a stage's last block behind a head, whose gradients fill the same buckets."""
+        launches = self._due & ((self._at.pp == 1) | self._scatters)
+        if not launches.any():
+            return self.back
+        return self._by_turn(partial(self._buckets, has_head=True), like=self.back)
 
     @property
     def after_experts(self) -> Floats:
@@ -71,14 +89,20 @@ class BlockColumns:
         """Elements of the last matrix of the module."""
 
     def _by_turn(
-        self, found: BlockBytes, at: Layouts, buckets: Callable[[Mask], Floats]
+        self, buckets: Callable[[Mask], Floats], like: dict[Turn, Items] | None = None
     ) -> dict[Turn, Items]:
+        """The backward in each turn; `like` has the turns that are the same where no bucket is due."""
         by_turn: dict[Turn, Items] = {}
         for turn in TURNS:
-            accumulates = (turn != "first") & ~self._scatters & (at.num_microbatches > 1)
-            is_due = self._due & (((turn == "last") & (at.pp == 1)) | self._scatters)
-            reduction = Reduction(accumulates, self._fused & (turn != "first"), buckets(is_due))
-            by_turn[turn] = found.backward(reduction)
+            is_due = self._due & (((turn == "last") & (self._at.pp == 1)) | self._scatters)
+            if not is_due.any() and like is not None:
+                by_turn[turn] = like[turn]
+            elif not is_due.any() and turn == "last":
+                by_turn[turn] = by_turn["later"]
+            else:
+                accumulates = (turn != "first") & ~self._scatters & (self._at.num_microbatches > 1)
+                reduction = Reduction(accumulates, self._fused & (turn != "first"), buckets(is_due))
+                by_turn[turn] = self._found.backward(reduction)
         return by_turn
 
 

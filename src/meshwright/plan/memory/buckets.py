@@ -8,6 +8,10 @@ other ranks, so each goes with its like.
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.plan.workload.layouts import Floats
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import Parameter, parameters
 
@@ -40,35 +44,18 @@ class Stage(NamedTuple):
         return self.tp > 1 or self.ep > 1
 
 
-class Flat(NamedTuple):
-    """Elements of one buffer; on a rank where there are experts, else before any cut."""
-
-    whole: float
-    """Of the gradients that are copied into it."""
-    padded: float
-    """Of the buffer."""
-    copies: float
-    """Of gradients that are padded in flight into it."""
-    is_experts: bool
-    """Of experts alone, which other ranks divide."""
-
-    def shard(self, shards: float, expert_rows: float) -> float:
-        """What becomes of it with ZeRO; 0 shards: nothing is cut."""
-        rows = expert_rows if self.is_experts else shards
-        return self.padded / rows if shards else 0.0
-
-    def launching(self, shard: float) -> float:
-        """Held at the fullest phase of sending it off, beside gradients of other buffers."""
-        if self.copies:
-            return max(self.whole, shard) + self.copies + self.padded
-        return self.whole + self.padded + shard
-
-
 class Flats(NamedTuple):
-    """The buffers of one stage."""
+    """The buffers of one stage, in the order in which they are launched."""
 
-    each: tuple[Flat, ...]
-    """In the order in which they are launched."""
+    whole: Floats
+    """Elements of the gradients that are copied into each; on a rank where there are experts, else before
+    sharding."""
+    padded: Floats
+    """Of each buffer."""
+    copies: Floats
+    """Of gradients that are padded in flight into each."""
+    is_experts: NDArray[np.bool_]
+    """Of experts alone, which other ranks divide."""
     last_index: int
     """Of the buffer with the first parameters of the stage, which backward reaches last."""
     ends: float
@@ -79,37 +66,40 @@ class Flats(NamedTuple):
     @property
     def last(self) -> float:
         """Elements of that last buffer."""
-        return self.each[self.last_index].padded
+        return float(self.padded[self.last_index])
 
     @property
     def largest(self) -> float:
         """Of one buffer."""
-        return max(one.padded for one in self.each)
+        return float(self.padded.max())
 
     @property
     def waiting(self) -> float:
         """Elements of gradients that are launched with the last buffer or after it."""
-        return sum(one.whole for one in self.each[self.last_index :])
+        return sum(self.whole[self.last_index :].tolist())
 
     def fullest_reduction(self, shards: float, *, is_tail: bool = False) -> float:
         """Elements held at the fullest phase when all buffers, or those from the last one on, are launched
-        one after the other: a buffer, what goes into it, and with ZeRO the shard that becomes of it."""
-        flats = self.each[self.last_index :] if is_tail else self.each
-        waiting, sent, fullest = sum(one.whole for one in flats), 0.0, 0.0
-        for one in flats:
-            waiting -= one.whole
-            shard = one.shard(shards, self.expert_rows)
-            fullest = max(fullest, waiting + one.launching(shard) + sent)
-            sent += shard if shards else one.padded
-        return fullest
+        one after the other: a buffer, what goes into it, and with ZeRO the shard that becomes of it.
+
+        0 shards: ZeRO shards nothing.
+        """
+        here = slice(self.last_index if is_tail else 0, None)
+        whole, padded, copies = self.whole[here], self.padded[here], self.copies[here]
+        rows = np.where(self.is_experts[here], self.expert_rows, shards)
+        shard = padded / rows if shards else np.zeros_like(padded)
+        waiting = np.subtract.accumulate([sum(whole.tolist()), *whole])[1:]
+        sent = np.add.accumulate([0.0, *(shard if shards else padded)])[:-1]
+        held = np.where(copies > 0, np.maximum(whole, shard) + copies + padded, whole + padded + shard)
+        return float((waiting + held + sent).max())
 
 
 class Bucket(NamedTuple):
     """Parameters that are reduced together, and what follows from them."""
 
     members: tuple[Parameter, ...]
-    elements: int
-    """Of the full parameters."""
+    contents: int
+    """Equal for buckets whose members have equal sizes, as those of most blocks do."""
     lowest: int | None
     """The first block that it has parameters of; -1 for what stands before the blocks."""
     block: int | None
@@ -121,7 +111,38 @@ class Bucket(NamedTuple):
     starts_with_experts: bool
 
 
-def _bucket(members: tuple[Parameter, ...], elements: int) -> Bucket:
+class Load(NamedTuple):
+    """Elements of a bucket on a rank where there are experts, else before sharding."""
+
+    whole: float
+    """Of its gradients."""
+    padded: float
+    """Of its buffer."""
+    copies: float
+    """Of gradients that are padded."""
+    largest: float
+    """Of its largest parameter."""
+
+
+class Outline(NamedTuple):
+    """What decides which parameters of a stage share a bucket, whatever their sizes on a rank are."""
+
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+    is_cut: bool
+    sends_experts_last: bool
+
+
+class Filled(NamedTuple):
+    """The buckets of a stage, in the order in which they are launched."""
+
+    buckets: tuple[Bucket, ...]
+    last_index: int
+    """Of the bucket with the first parameters of the stage."""
+
+
+def _bucket(members: tuple[Parameter, ...], contents: int) -> Bucket:
     blocks = [one.layer for one in members if one.layer is not None]
     layers = [layer for layer in map(_layer_of, members) if layer is not None]
     block = min(blocks, default=None)
@@ -129,7 +150,7 @@ def _bucket(members: tuple[Parameter, ...], elements: int) -> Bucket:
     kinds = {one.kind for one in members}
     return Bucket(
         members,
-        elements,
+        contents,
         lowest=min(layers, default=None),
         block=block,
         arrival=next((name for name in reversed(ARRIVAL) if name in names), None),
@@ -166,9 +187,10 @@ class Buckets:
             one for one in listed if one.layer is None and one.kind not in ("embedding", "position")
         ]
         self._elements = {one.name: one.num_elements for one in listed}
-        self._filled: dict[Stage, list[Bucket]] = {}
+        self._filled: dict[Outline, Filled] = {}
         self._known: dict[tuple[bool, bool, str, str], Bucket] = {}
-        self._sizes: dict[Stage, list[float]] = {}
+        self._contents: dict[tuple[tuple[str, int, int], ...], int] = {}
+        self._loads: dict[tuple[int, int, int, int], Load] = {}
         self._flats: dict[Stage, Flats] = {}
         self._launches: dict[Stage, list[Launch]] = {}
         self._sent: dict[tuple[Stage, int], float] = {}
@@ -177,7 +199,7 @@ class Buckets:
     def flats(self, stage: Stage) -> Flats:
         """Sizes of the buffers of a stage."""
         if stage not in self._flats:
-            self._flats[stage] = self._fill(stage)
+            self._flats[stage] = self._flats_of(stage)
         return self._flats[stage]
 
     def fullest_reductions(self, stage: Stage, shards: float) -> tuple[float, float]:
@@ -197,7 +219,7 @@ class Buckets:
     def _launched(self, stage: Stage) -> list[Launch]:
         found: list[Launch] = []
         sent, is_apart = 0.0, stage.sends_experts_last
-        for bucket, elements in zip(self._buckets(stage), self._bucket_sizes(stage), strict=True):
+        for bucket, elements in self._sized_buckets(stage):
             is_last = is_apart and bucket.starts_with_experts
             is_inner = bucket.block is not None and not is_last and not bucket.has_embedding
             if is_inner and bucket.block is not None and bucket.arrival is not None:
@@ -214,22 +236,26 @@ class Buckets:
     def _sum_before(self, stage: Stage, block: int) -> float:
         first = self._model.num_layers - stage.num_layers
         sent, is_apart = 0.0, stage.sends_experts_last
-        for bucket, size in zip(self._buckets(stage), self._bucket_sizes(stage), strict=True):
+        for bucket, size in self._sized_buckets(stage):
             is_last = is_apart and bucket.starts_with_experts
             if not is_last and (bucket.lowest is None or bucket.lowest > first + block):
                 sent += size
         return sent
 
-    def _bucket_sizes(self, stage: Stage) -> list[float]:
-        if stage not in self._sizes:
-            self._sizes[stage] = [self._size(stage, bucket) for bucket in self._buckets(stage)]
-        return self._sizes[stage]
+    def _sized_buckets(self, stage: Stage) -> list[tuple[Bucket, float]]:
+        """The buckets of a stage with the elements of their buffers."""
+        return [(bucket, self._load(stage, bucket).padded) for bucket in self._fill(stage).buckets]
 
-    def _size(self, stage: Stage, bucket: Bucket) -> float:
-        """Elements of a buffer; on a rank where there are experts, else before any cut."""
-        if stage.tp == 1 and not bucket.has_experts:
-            return float(bucket.elements)
-        return sum(self._local(stage, one) for one in bucket.members)
+    def _load(self, stage: Stage, bucket: Bucket) -> Load:
+        """Elements of a bucket, worked out once for buckets with the same contents."""
+        key = bucket.contents, stage.tp, stage.ep, stage.expert_rows
+        if key not in self._loads:
+            unpadded = stage._replace(expert_rows=1)
+            wholes = [self._local(unpadded, one) for one in bucket.members]
+            sizes = [self._local(stage, one) for one in bucket.members]
+            copies = sum(size for size, whole in zip(sizes, wholes, strict=True) if size > whole)
+            self._loads[key] = Load(sum(wholes), sum(sizes), copies, max(sizes))
+        return self._loads[key]
 
     def _local(self, stage: Stage, one: Parameter) -> float:
         elements = self._elements[one.name]
@@ -241,31 +267,21 @@ class Buckets:
         rows = -(-here // stage.expert_rows) * stage.expert_rows
         return rows * elements / one.shape[0]
 
-    def _fill(self, stage: Stage) -> Flats:
-        found = self._buckets(stage)
-        # Where tp is larger than 1 norms have a small buffer of their own, which is launched after this one.
-        held = self._held(stage)
-        first = [one for one in held if one.kind not in ("norm", "router", "expert") or not stage.is_cut][-1]
+    def _flats_of(self, stage: Stage) -> Flats:
+        filled = self._fill(stage)
+        loads = [self._load(stage, bucket) for bucket in filled.buckets]
+        whole, padded, copies, largest = np.array(loads, dtype=np.float64).T
+        is_apart = stage.sends_experts_last
         return Flats(
-            each=tuple(self._flat(stage, bucket) for bucket in found),
-            last_index=next(index for index, bucket in enumerate(found) if first in bucket.members),
-            ends=sum(self._size(stage, bucket) for bucket in found if _is_end(bucket)),
-            largest_parameter=max(self._local(stage, one) for one in held),
+            *(whole, padded, copies),
+            is_experts=np.array([is_apart and bucket.starts_with_experts for bucket in filled.buckets]),
+            last_index=filled.last_index,
+            ends=sum(load.padded for load, one in zip(loads, filled.buckets, strict=True) if _is_end(one)),
+            largest_parameter=float(largest.max()),
             expert_rows=stage.expert_rows,
         )
 
-    def _flat(self, stage: Stage, bucket: Bucket) -> Flat:
-        if not bucket.has_experts:
-            size = self._size(stage, bucket)
-            return Flat(size, size, 0.0, is_experts=False)
-        unpadded = stage._replace(expert_rows=1)
-        wholes = [self._local(unpadded, one) for one in bucket.members]
-        sizes = [self._local(stage, one) for one in bucket.members]
-        copies = sum(size for size, whole in zip(sizes, wholes, strict=True) if size > whole)
-        is_experts = stage.sends_experts_last and bucket.starts_with_experts
-        return Flat(sum(wholes), sum(sizes), copies, is_experts)
-
-    def _held(self, stage: Stage) -> list[Parameter]:
+    def _held(self, stage: Outline) -> list[Parameter]:
         """The parameters of a stage from the last to the first; its blocks are the last of the model."""
         tied = self._before[:1] if self._model.tied_head and stage.has_head else []
         before = self._before if stage.has_embedding else tied
@@ -273,22 +289,25 @@ class Buckets:
         after = self._after if stage.has_head else []
         return [*before, *(one for block in blocks for one in block), *after][::-1]
 
-    def _buckets(self, stage: Stage) -> list[Bucket]:
-        key = stage._replace(expert_rows=1)  # padding does not change what goes together
-        if key not in self._filled:
-            self._filled[key] = self._fill_buckets(key)
-        return self._filled[key]
+    def _fill(self, stage: Stage) -> Filled:
+        outline = Outline(*stage[:4], stage.sends_experts_last)
+        if outline not in self._filled:
+            self._filled[outline] = self._filled_outline(outline)
+        return self._filled[outline]
 
-    def _fill_buckets(self, stage: Stage) -> list[Bucket]:
+    def _filled_outline(self, stage: Outline) -> Filled:
         runs: dict[tuple[bool, bool], list[Parameter]] = {}
-        is_apart = stage.sends_experts_last
         for one in self._held(stage):
-            is_last = is_apart and one.kind == "expert"
+            is_last = stage.sends_experts_last and one.kind == "expert"
             is_uncut = stage.is_cut and one.kind in ("norm", "router", "position")
             runs.setdefault((is_last, is_uncut), []).append(one)
-        return [bucket for kind in sorted(runs) for bucket in self._cut_runs(stage, runs[kind])]
+        found = tuple(bucket for kind in sorted(runs) for bucket in self._cut_runs(stage, runs[kind]))
+        # Where tp is larger than 1 norms have a small buffer of their own, which is launched after this one.
+        smaller = ("norm", "router", "expert") if stage.is_cut else ()
+        first = [one for one in self._held(stage) if one.kind not in smaller][-1]
+        return Filled(found, next(i for i, bucket in enumerate(found) if first in bucket.members))
 
-    def _cut_runs(self, stage: Stage, run: list[Parameter]) -> list[Bucket]:
+    def _cut_runs(self, stage: Outline, run: list[Parameter]) -> list[Bucket]:
         found: list[Bucket] = []
         first = elements = 0
         kind = stage.is_cut, stage.sends_experts_last
@@ -298,10 +317,14 @@ class Buckets:
                 # Stages of the same kind have most of their buckets in common.
                 key = (*kind, run[first].name, one.name)
                 if key not in self._known:
-                    self._known[key] = _bucket(tuple(run[first:end]), elements)
+                    self._known[key] = self._new_bucket(tuple(run[first:end]))
                 found.append(self._known[key])
                 first, elements = end, 0
         return found
+
+    def _new_bucket(self, members: tuple[Parameter, ...]) -> Bucket:
+        sizes = tuple((one.kind, self._elements[one.name], one.shape[0]) for one in members)
+        return _bucket(members, self._contents.setdefault(sizes, len(self._contents)))
 
 
 @lru_cache(maxsize=8)

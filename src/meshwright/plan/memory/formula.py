@@ -18,7 +18,10 @@ from meshwright.plan.memory.rank_parameters import (
 )
 from meshwright.plan.workload.layouts import CP_KINDS, FULL, Floats, Layouts
 from meshwright.plan.workload.operators import expert_tokens
+from meshwright.plan.workload.schedules import SCHEDULES, SPLIT_BACKWARD
 from meshwright.plan.workload.workload import Workload
+
+SPLIT_KEPT = 1.8
 
 
 def formula_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters, state: Items) -> Items:
@@ -45,7 +48,10 @@ def _gathered_bytes(work: Workload, at: Layouts, stack: Framework, rank: RankPar
     each = at.scatters_each(in_pipelines=stack.scatters_in_pipelines)[:, None]
     everything = rank.dense + np.where(column(stack.expert_shards(at)) > 1, rank.experts, 0.0)
     gradients = np.where(each, scatter, everything * trained * stack.state.reduce)
-    sharded = np.where((at.pp > 1)[:, None], everything * stack.state.gather + gradients, at_once)
+    gather = stack.state.gather
+    if work.adapters is not None and stack.is_traced:
+        gather = min(gather, work.adapters.base_bits / 8.0)
+    sharded = np.where((at.pp > 1)[:, None], everything * gather + gradients, at_once)
     shards = (at.shards > 1)[:, None]
     zero = at.zero[:, None]
     return np.where(shards & (zero == 3), sharded, np.where(shards & (zero == 2), scatter, 0.0))
@@ -59,11 +65,14 @@ def _activation_items(work: Workload, at: Layouts, stack: Framework, rank: RankP
     per_layer = column((1.0 - share) * dense + share * routed)
     kept = stack.kept_parts(work, at, moe=share > 0.5)
     whole = sum(kept.values())
-    recomputed = np.asarray(whole) + _gradient_bytes(work, at, stack, kept)
+    recomputed = np.asarray(whole) + _gradient_bytes(work, at, stack, kept) + _unpacked_bytes(work, at)
+    norms = _norm_bytes(work, at, moe=share > 0.5)
     working = np.where((at.recompute & FULL) > 0, recomputed, 0.25 * np.asarray(whole))
+    # Of DoRA's gradients, those of one more output of each linear live at once, unless blocks are compiled.
+    working = working + norms + (0.0 if work.compiled else kept.get("magnitudes", 0.0))
     flight = in_flight(at)
     items = {
-        "activations": flight * rank.layers * per_layer,
+        "activations": _until_weight_pass(work, at) * flight * rank.layers * per_layer,
         "working set": column(working) * np.ones((1, 3)),
     }
     if cast_bytes := stack.cast_weight_bytes(work):
@@ -81,6 +90,35 @@ def _gradient_bytes(work: Workload, at: Layouts, stack: Framework, kept: Items) 
     if work.adapters is None or not stack.is_traced:
         return np.zeros(len(at))
     return kept["inner"] + block_input_bytes(work, at)
+
+
+def _unpacked_bytes(work: Workload, at: Layouts) -> Floats:
+    """What a pass writes of packed experts: a projection dequantised from NF4, or transposed in fp8.
+
+    Those of single matrices are much smaller than the activations beside them, and are left out.
+    """
+    if work.adapters is None or work.adapters.packed_bits is None:
+        return np.zeros(len(at))
+    each = 1.0 if work.is_low_precision else work.working_bytes
+    return each * work.counts.experts_layer / 3.0 / (at.ep * at.etp)
+
+
+def _until_weight_pass(work: Workload, at: Layouts) -> Floats:
+    """The factor on kept tensors of adapters where backward is split: the weight pass, which comes later,
+    needs their inputs and the gradients of their outputs. Traces have 1.2 to 2.2 times as much."""
+    is_split = np.isin(np.asarray(SCHEDULES)[at.schedule], sorted(SPLIT_BACKWARD)) & (at.pp > 1)
+    return column(np.where(is_split & (work.adapters is not None), SPLIT_KEPT, 1.0))
+
+
+def _norm_bytes(work: Workload, at: Layouts, *, moe: bool) -> Floats:
+    """The copy in fp32 of the largest matrix of a layer, or of all experts', whose norms DoRA takes."""
+    adapters = work.adapters
+    if adapters is None or not adapters.is_dora or adapters.base_bits > 16:
+        return np.zeros(len(at))
+    model = work.model
+    widest = max(model.mlp.width, model.attention.num_heads * model.attention.head_width)
+    one = work.counts.experts_layer / 3.0 / (at.ep * at.etp) if moe else model.width * widest / at.tp
+    return 4.0 * one
 
 
 def fp8_weight_items(work: Workload, at: Layouts, rank: RankParameters) -> Items:

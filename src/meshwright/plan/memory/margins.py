@@ -46,6 +46,7 @@ COMPILED = Margin(0.10, "compiled blocks, by the trace's table")
 LOW_PRECISION = Margin(0.16, "fp8, by the trace's table")
 INTERLEAVED = Margin(0.095, "ZeRO-2 or 3 with several stages on a rank")
 SPLIT = Margin(0.15, "split backwards, by the trace's table")
+ADAPTERS = Margin(0.45, "adapters, by formula; traces of small layouts are inside", 64 * 2**20)
 FORMULA = Margin(0.45, "estimated by formula, not compared with a trace")
 
 
@@ -58,6 +59,8 @@ def memory_margin(work: Workload, at: Layouts, stack: Framework) -> Margin | Non
 
 def _margins(work: Workload, at: Layouts, stack: Framework) -> list[Margin]:
     is_moved = bool(at.offloads("activations")[0] or at.offloads("parameters")[0])
+    if work.adapters is not None and covered_layouts(at).all() and not is_moved:
+        return [ADAPTERS]
     if is_moved or not (is_covered(work, stack) and covered_layouts(at).all()):
         return [FORMULA]
     found = [DENSE]

@@ -4,6 +4,7 @@
     parameters    blocks live on the host; two of them are on the device; embedding and head stay.
                   With ZeRO-3 every shard and its gradient live on the host, and the update runs there
     activations   what a block's backward needs lives on the host; two blocks of one micro-batch are here
+    embedding     a frozen token table lives on the host; the device reads rows of it
 
 The runtime asks the same formulas for the host memory that it will need.
 """
@@ -35,6 +36,8 @@ class Movable:
     """Bytes of one layer and one micro-batch."""
     largest_states: Floats
     """Optimizer bytes of the two largest buckets that follow each other."""
+    embedding: Floats
+    """Bytes of the token table."""
 
 
 def column(values: Floats) -> Floats:
@@ -54,7 +57,9 @@ def move_states(items: Mapping[str, Floats], at: Layouts, movable: Movable) -> t
     moved = weights * here["weights"] * np.where(sharded > 0, 1.0, movable.block_share)
     some = np.minimum(ON_DEVICE_AT_ONCE / np.maximum(movable.layers, 1.0), 1.0)
     host["parameters"] = moved
-    here["weights"] = here["weights"] - moved * np.where(sharded > 0, 1.0, 1.0 - some)
+    host["embedding"] = column(at.offloads("embedding")) * movable.embedding
+    left = here["weights"] - moved * np.where(sharded > 0, 1.0, 1.0 - some)
+    here["weights"] = left - host["embedding"]
     if "gradients" in here:
         host["gradients"] = weights * sharded * here["gradients"]
         here["gradients"] = here["gradients"] - host["gradients"]

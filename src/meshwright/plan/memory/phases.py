@@ -15,7 +15,7 @@ block_bytes.py). Not covered: `regather`, etp, ep_overlap, fp32 compute, adapter
 estimates these. margins.py says how exact each kind is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from meshwright.plan.memory.block_bytes import Items
 from meshwright.plan.memory.block_columns import Mask
 from meshwright.plan.memory.phase_sums import BackwardSums, EndSums, ForwardSums, SplitSums
 from meshwright.plan.memory.rows import EARLY_BLOCKS, Rank, Rows, Step
-from meshwright.plan.memory.snapshots import snapshots
+from meshwright.plan.memory.snapshots import Snapshots, snapshots
 from meshwright.plan.workload.layouts import Floats, Layouts
 from meshwright.plan.workload.workload import Workload
 
@@ -53,9 +53,19 @@ def covered_layouts(at: Layouts) -> Mask:
 
 def peak_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:
     """Items of the fullest phase of every rank, shape (N, 3)."""
+    return _fullest(work, at, state, candidates_of(Step(work, at, stack, rank), at))
+
+
+def forward_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state: Items) -> Items:
+    """Items of the fullest phase of a forward: a rank holds as much at its peak, or more."""
+    return _fullest(work, at, state, [_forward_of(Step(work, at, stack, rank), snapshots(at))])
+
+
+def _fullest(work: Workload, at: Layouts, state: Items, phases: Iterable["Competing"]) -> Items:
+    """Items of the fullest of these phases, for every rank."""
     fullest = np.full((len(at), 3), -1.0)
     chosen = {name: np.zeros((len(at), 3)) for name in ITEMS}
-    for rows, candidates in candidates_of(Step(work, at, stack, rank), at):
+    for rows, candidates in phases:
         _choose(rows, candidates, fullest, chosen)
     alone = at.pp == 1
     for values in chosen.values():  # one rank without a pipeline, two in the shortest
@@ -72,18 +82,21 @@ def peak_items(work: Workload, at: Layouts, stack: Framework, rank: Rank, state:
 
 def _choose(rows: Rows, candidates: Iterator["Candidate"], fullest: Floats, chosen: Items) -> None:
     """Put the items of the fullest candidate of each rank into `chosen`, where it exceeds `fullest`."""
-    cell = rows.layout, rows.rank
+    # As indices of the flat arrays, in which numpy finds a maximum per index much faster.
+    cell, largest = rows.layout * fullest.shape[1] + rows.rank, fullest.reshape(-1)
     for phase in candidates:
         if not np.any(phase.happens):
             continue
         items = phase.items()
         total = np.where(phase.happens, sum(items.values()), -1.0)
-        before = fullest[cell]
-        np.maximum.at(fullest, cell, total)
-        best = (total > before) & (total >= fullest[cell])
-        where = rows.layout[best], rows.rank[best]
+        before = largest[cell]
+        np.maximum.at(largest, cell, total)
+        best = np.flatnonzero((total > before) & (total >= largest[cell]))
+        if len(best) == 0:
+            continue
+        where = cell[best]
         for name, values in chosen.items():
-            values[where] = items[name][best] if name in items else 0.0
+            values.reshape(-1)[where] = items[name][best] if name in items else 0.0
 
 
 class Candidate(NamedTuple):
@@ -94,11 +107,14 @@ class Candidate(NamedTuple):
     items: Callable[[], Items]
 
 
-def candidates_of(step: Step, at: Layouts) -> Iterator[tuple[Rows, Iterator[Candidate]]]:
+Competing = tuple[Rows, Iterator[Candidate]]
+"""Rows and the candidates that compete for them."""
+
+
+def candidates_of(step: Step, at: Layouts) -> Iterator[Competing]:
     """The candidates that compete, by rows."""
     found = snapshots(at)
-    forward = ForwardSums(step, found.of_kind("F"))
-    yield forward, _forward(forward)
+    yield _forward_of(step, found)
     backward = BackwardSums(step, found.of_kind("B"))
     yield backward, _backward(backward)
     passes = found.of_kind("I", "W")
@@ -107,6 +123,11 @@ def candidates_of(step: Step, at: Layouts) -> Iterator[tuple[Rows, Iterator[Cand
         yield split, _split(split, passes.kind == "I")
     ends = EndSums(step, found.of_kind("end"))
     yield ends, _ends(ends)
+
+
+def _forward_of(step: Step, found: Snapshots) -> Competing:
+    sums = ForwardSums(step, found.of_kind("F"))
+    return sums, _forward(sums)
 
 
 def _forward(sums: ForwardSums) -> Iterator[Candidate]:

@@ -23,7 +23,7 @@ from meshwright.plan.memory.offload import (
     move_states,
     moved_activations,
 )
-from meshwright.plan.memory.phases import covered_layouts, is_covered, peak_items
+from meshwright.plan.memory.phases import covered_layouts, forward_items, is_covered, peak_items
 from meshwright.plan.memory.rank_parameters import (
     Items,
     RankParameters,
@@ -50,8 +50,8 @@ FRAGMENTATION = 0.06
 EXACT_FRAGMENTATION = 0.03
 FIT_SHARE = 0.98
 STAGES = ("first", "middle", "last")
-MANY_LAYOUTS = 1000
-"""From so many on, layouts whose state and kept tensors alone do not fit are not priced further."""
+FIRST_STAGE = np.array([[1.0, 0.0, 0.0]])
+MANY_LAYOUTS, MANY_FOR_FORWARD = 1000, 128
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,28 @@ def _total(items: Items) -> Floats:
     return sum(items.values())  # pyright: ignore[reportReturnType]
 
 
-def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> Memory:
-    """Price the memory of every layout: by the trace's table where it has the blocks, else by formula."""
+def memory(
+    work: Workload,
+    at: Layouts,
+    cluster: Cluster,
+    stack: Framework,
+    *,
+    limit: int = MANY_LAYOUTS,
+    budget: float = np.inf,
+) -> Memory:
+    """Price the memory of every layout: by the trace's table where it has the blocks, else by formula.
+
+    A layout that is known to need more than `budget` bytes of the device is not priced further. From `limit`
+    layouts on, neither are those whose state and kept tensors alone do not fit. Such a layout has fewer
+    allocated bytes here than it needs, and still more than fit.
+    """
     rank = rank_parameters(work, at, stack)
     movable = _movable(work, at, stack, rank)
     state, host = move_states(state_items(work, at, stack, rank), at, movable)
     traced = covered_layouts(at)[:, 0] & is_covered(work, stack)
+    most = None if np.isinf(budget) else _most_items(at, budget)
     if traced.all():
-        items = _traced_items(work, at, cluster, stack, rank, state)
+        items = _bounded_items(work, at, cluster, stack, rank, state, limit=limit, most=most)
     else:
         items = formula_items(work, at, stack, rank, state)
         if traced.any():
@@ -156,12 +170,23 @@ def memory(work: Workload, at: Layouts, cluster: Cluster, stack: Framework) -> M
     return Memory(items, unused, outside_bytes(at), host)
 
 
+def _most_items(at: Layouts, budget: float) -> Floats:
+    """Bytes that the items of each layout may have, so much more that rounding does not exclude one."""
+    return (1.0 + 1e-9) * budget - _total(outside_bytes(at))[:, 0] - WORKSPACE_BYTES
+
+
 def _traced_rows(work: Workload, at: Layouts, stack: Framework, rows: NDArray[np.bool_]) -> Items:
     """The items of some of the layouts."""
     here = at.take(rows)
-    rank = rank_parameters(work, here, stack)
-    state, _ = move_states(state_items(work, here, stack, rank), here, _movable(work, here, stack, rank))
+    rank, state = _state_of(work, here, stack)
     return _peak_items(work, here, stack, rank, state)
+
+
+def _state_of(work: Workload, at: Layouts, stack: Framework) -> tuple[RankParameters, Items]:
+    """Parameters of the ranks, and their state on the device."""
+    rank = rank_parameters(work, at, stack)
+    state, _ = move_states(state_items(work, at, stack, rank), at, _movable(work, at, stack, rank))
+    return rank, state
 
 
 def _replaced(items: Items, rows: NDArray[np.bool_], new: Items) -> Items:
@@ -173,36 +198,73 @@ def _replaced(items: Items, rows: NDArray[np.bool_], new: Items) -> Items:
     return found
 
 
-def _traced_items(
-    work: Workload, at: Layouts, cluster: Cluster, stack: Framework, rank: RankParameters, state: Items
+def _bounded_items(
+    work: Workload,
+    at: Layouts,
+    cluster: Cluster,
+    stack: Framework,
+    rank: RankParameters,
+    state: Items,
+    *,
+    limit: int,
+    most: Floats | None,
 ) -> Items:
-    """Items at the peak by the trace's table; of many layouts those that surely do not fit have less."""
-    if len(at) < MANY_LAYOUTS:
+    """Items at the peak by the trace's table; layouts that do not fit may have less (see `memory`)."""
+    if len(at) < limit:
+        return _items_within(work, at, stack, rank, state, most)
+    bound = _kept_items(work, at, stack, rank, state)
+    possible = _total(bound).max(axis=1) <= cluster.device.memory_bytes
+    here, left = at.take(possible), None if most is None else most[possible]
+    rest = _items_within(work, here, stack, *_state_of(work, here, stack), left)
+    return _replaced(bound, possible, rest)
+
+
+def _items_within(
+    work: Workload,
+    at: Layouts,
+    stack: Framework,
+    rank: RankParameters,
+    state: Items,
+    most: Floats | None,
+) -> Items:
+    """Items at the peak; a layout that holds more than `most` in its forward has those of the forward."""
+    if most is None or len(at) < MANY_FOR_FORWARD:
         return _peak_items(work, at, stack, rank, state)
+    bound = forward_items(work, at, stack, _facts(work, at, stack, rank), state)
+    possible = _total(bound).max(axis=1) <= most
+    here = at.take(possible)
+    rest = _peak_items(work, here, stack, *_state_of(work, here, stack))
+    # In this order their sum is the same to the last bit, whatever is priced beside a layout.
+    return _replaced({name: bound.get(name, np.zeros(1)) for name in rest}, possible, rest)
+
+
+def _kept_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters, state: Items) -> Items:
+    """State and kept tensors, which a rank holds at some phase at the least."""
     stays = 1.0 - column(at.offloads("activations"))
     kept = stays * in_flight(at) * rank.layers * kept_bytes(work, at, stack)
     later = (at.num_microbatches[:, None] > in_flight(at)) & (at.zero < 2)[:, None]
     gradients = np.where(later, state.get("gradients", 0.0), 0.0)
-    least = sum(values for name, values in state.items() if name != "gradients") + kept + gradients
-    possible = least.max(axis=1) <= cluster.device.memory_bytes
     nothing = dict.fromkeys(("gathered", "working set", "logits", "exchange"), np.zeros((1, 3)))
-    bound = {**nothing, **state, "gradients": gradients, "activations": kept}
-    return _replaced(bound, possible, _traced_rows(work, at, stack, possible))
+    return {**nothing, **state, "gradients": gradients, "activations": kept}
 
 
 def _peak_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters, state: Items) -> Items:
     """The items of the phase in which a rank holds most."""
+    found = peak_items(work, at, stack, _facts(work, at, stack, rank), state)
+    return {**state, **found, **fp8_weight_items(work, at, rank)}
+
+
+def _facts(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Rank:
+    """What the phases need to know of the ranks."""
     sharded = rank.dense / column(at.shards) + rank.experts * column(stack.expert_share(work, at))
     padding = 0.0 if work.model.moe is None else column(expert_padding(work, at))
-    facts = Rank(
+    return Rank(
         layers=rank.layers,
         last_layers=column(rank.last_layers),
         parameters=rank.dense + rank.experts,
         sharded_parameters=sharded,
         gathered_parameters=rank.dense + padding * rank.experts,
     )
-    found = peak_items(work, at, stack, facts, state)
-    return {**state, **found, **fp8_weight_items(work, at, rank)}
 
 
 def host_items(work: Workload, at: Layouts, stack: Framework) -> Items:
@@ -228,13 +290,22 @@ def movable_bytes(work: Workload, at: Layouts, stack: Framework) -> Floats:
 def _movable(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Movable:
     """What of this offload can reach."""
     shards = np.where(at.zero >= 1, at.shards, 1)
+    is_moved = at.offloads("activations").any()
     return Movable(
         block_share=rank.layers * rank.layer / (rank.dense + rank.experts),
         layers=rank.layers,
         in_flight=in_flight(at),
-        layer_activations=movable_bytes(work, at, stack),
+        layer_activations=movable_bytes(work, at, stack) if is_moved else np.zeros((len(at), 1)),
         largest_states=OPTIMIZER_BYTES[work.optimizer] * rank.largest_matrices / column(shards),
+        embedding=np.where(column(at.pp) == 1, 1.0, FIRST_STAGE) * embedding_bytes(work, stack),
     )
+
+
+def embedding_bytes(work: Workload, stack: Framework) -> float:
+    """Bytes of the unsharded token table; beside a packed base it is in 16 bits."""
+    frozen = work.adapters
+    each = stack.state.weight if frozen is None else 4.0 if frozen.base_bits > 16 else 2.0
+    return each * work.counts.embedding
 
 
 def outside_bytes(at: Layouts) -> Items:

@@ -31,6 +31,7 @@ class RankParameters:
     layer: Floats
     """Of the mean layer."""
     largest_unit: Floats
+    """Of what ZeRO-3 gathers at once; weights of a packed base count as the share of their bits."""
     largest_matrices: Floats
     """The largest tensor and the largest of a layer, which may follow it."""
 
@@ -56,13 +57,22 @@ def rank_parameters(work: Workload, at: Layouts, stack: Framework) -> RankParame
     dense = layers * per_layer + np.where(alone, both, ends)
     # Experts that lie whole on their rank are never gathered.
     gathered = np.where(column(stack.expert_shards(at)) > 1, experts, 0.0)
-    unit = np.maximum(per_layer + gathered, np.where(alone, column(counts.embedding / at.tp), ends))
+    packed = _packed_share(work, stack)
+    unit = np.maximum(
+        packed * (per_layer + gathered), np.where(alone, column(counts.embedding / at.tp), ends)
+    )
     inner = work.model.width * work.model.mlp.width / at.tp
     matrix = np.maximum(column(inner), experts / 3.0)
     largest = np.maximum(np.where(alone, column(counts.embedding / at.tp), ends), matrix) + matrix
     return RankParameters(
         dense, layers * experts, layers, split.last_stage, per_layer + experts, unit, largest
     )
+
+
+def _packed_share(work: Workload, stack: Framework) -> float:
+    """Bits of a block's weight that is gathered, over those of one that is not packed."""
+    packed_bits = work.adapters.packed_bits if work.adapters is not None else None
+    return 1.0 if packed_bits is None else packed_bits / 8.0 / stack.state.gather
 
 
 def state_items(work: Workload, at: Layouts, stack: Framework, rank: RankParameters) -> Items:

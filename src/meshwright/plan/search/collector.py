@@ -5,11 +5,12 @@ are asked whether they fit.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.plan.memory.rank_bytes import MANY_LAYOUTS, Memory
 from meshwright.plan.search.meshes import Table, filter_rows
 from meshwright.plan.search.question import (
     Objective,
@@ -38,6 +39,8 @@ FIRST_ROWS = 1024
 """How many of the fastest layouts of a block are asked first whether they fit."""
 MAX_KEPT = 20_000
 MESH_COLUMNS = ("tp", "cp", "cp_kind", "cp_inner", "cp_stripes", "ep", "etp", "ep_overlap", "pp", "dp")
+MeshKey = tuple[int, ...]
+"""The values of MESH_COLUMNS."""
 GROUP_COLUMNS = (
     "dp_replicate",
     "dp_shard",
@@ -64,8 +67,12 @@ class Collector:
         self._best_is_pipeline = False
         self._within, self._below = within, below
         self._parts: list[Priced] = []
-        self._without_recompute: dict[tuple[int, ...], float] = {}
+        self._without_recompute: dict[MeshKey, float] = {}
         """The best score of each mesh without recompute, whether it fits or not."""
+        self._priced_ahead: dict[MeshKey, int] = {}
+        """How many layouts that took, until the mesh is considered."""
+        self._least_fits: dict[bool, dict[MeshKey, bool]] = {False: {}, True: {}}
+        """Whether the layout with the least memory on each mesh fits, without and with offload."""
         self._closest: tuple[float, Priced] | None = None
         """Where nothing fits: the layout that comes closest, and its `distance`."""
         self._closest_bound: tuple[float, Priced] | None = None
@@ -85,11 +92,8 @@ class Collector:
 
     def add_savers(self, block: Table) -> None:
         """Price the layouts of one block that could beat the best so far, also with host memory."""
-        within = self.saver_limit / self.best_score if np.isfinite(self.best_score) else 1.0
+        within, may_offload = self._saver_within, self._may_offload
         block = self._meshes_that_may_win(block, within=within)
-        # With adapters offload was proved and not measured: it is for what does not fit otherwise.
-        is_needed = self.question.run.adapter is None or not np.isfinite(self.best_score)
-        may_offload = self.question.may_offload and is_needed
         block = filter_rows(block, self._may_fit(block, offloads=may_offload))
         layouts = expand(self.question, block)
         self.num_considered += len(layouts)
@@ -99,6 +103,39 @@ class Collector:
             with_host = offloaded(self.question, too_large)
             self.num_considered += len(with_host)
             self._keep_fitting(with_host, *self._priced_time(with_host), within=within)
+
+    def look_ahead(self, batch: Table, *, savers: bool) -> None:
+        """Price together what `add` or `add_savers` will ask of the meshes of the next blocks.
+
+        What it prices too much, because a block improves the best score, is not considered.
+        """
+        within, offloads = self._within, False
+        if savers:
+            within, offloads = self._saver_within, self._may_offload
+        limit = self._limit(within)
+        if np.isfinite(limit):
+            self._price_without_recompute(batch)
+            batch = filter_rows(batch, self._best_without_recompute(batch) < limit)
+        self._price_least_memory(batch, offloads=offloads)
+
+    @property
+    def _saver_within(self) -> float:
+        return self.saver_limit / self.best_score if np.isfinite(self.best_score) else 1.0
+
+    @property
+    def _may_offload(self) -> bool:
+        """With adapters offload was proved and not measured: it is for what does not fit otherwise."""
+        is_needed = self.question.run.adapter is None or not self._fits_without_host
+        return self.question.may_offload and is_needed
+
+    def _limit(self, within: float) -> float:
+        """The score beyond which a layout is of no interest."""
+        return min(within * self.best_score, self._below)
+
+    @property
+    def _fits_without_host(self) -> bool:
+        """Whether a layout fits on the device; one that is slower than `below` was not kept, yet it fits."""
+        return bool(np.isfinite(self.best_score)) or (np.isfinite(self._below) and self._some_mesh_fits)
 
     @property
     def saver_limit(self) -> float:
@@ -125,35 +162,54 @@ class Collector:
 
     def _may_fit(self, block: Table, *, offloads: bool) -> NDArray[np.bool_]:
         """Whether the layout with the least memory on each mesh fits the device."""
-        if len(block["tp"]) == 0:
-            return np.zeros(0, bool)
-        smallest = least_memory_layouts(self.question, block, offloads=offloads)
-        needed = price_memory(self.question, smallest)
-        least = needed.peak_device_bytes.reshape(-1, 3).min(axis=1)
-        may_fit = least <= self.question.memory_budget_bytes
-        if not may_fit.all() and not np.isfinite(self.best_score):
-            far = np.where(np.repeat(may_fit, 3), np.inf, distance(self.question, needed))
-            self._closest_bound = self._closer(self._closest_bound, smallest, far)
+        self._price_least_memory(block, offloads=offloads)
+        known = self._least_fits[offloads]
+        may_fit = np.array([known[key] for key in _mesh_keys(block)], dtype=bool)
         self.num_considered += 3 * int((~may_fit).sum())
         self._some_mesh_fits = self._some_mesh_fits or bool(may_fit.any())
         return may_fit
+
+    def _price_least_memory(self, meshes: Table, *, offloads: bool) -> None:
+        """Note whether the layout with the least memory fits, for each mesh where this is not known yet."""
+        known = self._least_fits[offloads]
+        new = filter_rows(meshes, np.array([key not in known for key in _mesh_keys(meshes)], dtype=bool))
+        if len(new["tp"]) == 0:
+            return
+        smallest = least_memory_layouts(self.question, new, offloads=offloads)
+        needed = self._memory(smallest)
+        least = needed.peak_device_bytes.reshape(-1, 3).min(axis=1)
+        may_fit = least <= self.question.memory_budget_bytes
+        known.update(zip(_mesh_keys(new), may_fit.tolist(), strict=True))
+        if not may_fit.all() and not np.isfinite(self.best_score):
+            far = np.where(np.repeat(may_fit, 3), np.inf, self._least_distance(needed))
+            self._closest_bound = self._closer(self._closest_bound, smallest, far, limit=len(smallest) + 1)
 
     def _meshes_that_may_win(self, block: Table, *, within: float) -> Table:
         """The meshes on which a layout without recompute is at most so many times slower than the best.
 
         Nothing on the same mesh is faster, so the others are not asked whether they fit.
         """
-        limit = min(within * self.best_score, self._below)
+        limit = self._limit(within)
         if not np.isfinite(limit) or len(block["tp"]) == 0:
             return block
+        self._price_without_recompute(block)
+        self.num_considered += sum(self._priced_ahead.pop(key, 0) for key in _mesh_keys(block))
+        return filter_rows(block, self._best_without_recompute(block) < limit)
+
+    def _best_without_recompute(self, block: Table) -> Floats:
         known = self._without_recompute
-        new = filter_rows(block, np.array([key not in known for key in _mesh_keys(block)]))
+        return np.array([known.get(key, np.inf) for key in _mesh_keys(block)], dtype=np.float64)
+
+    def _price_without_recompute(self, meshes: Table) -> None:
+        """Note the best score without recompute of each mesh where it is not known yet."""
+        known = self._without_recompute
+        new = filter_rows(meshes, np.array([key not in known for key in _mesh_keys(meshes)], dtype=bool))
         table = expand_table(self.question, _numbered(new), [(RECOMPUTE_NONE, 1)])
         mesh, layouts = table.pop("mesh"), Layouts(**table)
-        self.num_considered += len(layouts)
         self._note_without_recompute(new, mesh, layouts, self._priced_time(layouts)[0])
-        best = np.array([known.get(key, np.inf) for key in _mesh_keys(block)])
-        return filter_rows(block, best < limit)
+        counts = np.bincount(mesh, minlength=len(new["tp"])).tolist()
+        for key, count in zip(_mesh_keys(new), counts, strict=True):
+            self._priced_ahead[key] = self._priced_ahead.get(key, 0) + count
 
     def _note_without_recompute(self, block: Table, mesh: Ints, layouts: Layouts, score: Floats) -> None:
         best = np.full(len(block["tp"]), np.inf)
@@ -176,7 +232,7 @@ class Collector:
 
     def _keep(self, layouts: Layouts, seconds: Floats) -> NDArray[np.bool_]:
         """Price the memory of these layouts, keep those that fit, and say which they are."""
-        needed = price_memory(self.question, layouts)
+        needed = self._memory(layouts)
         use = memory_use(self.question, needed)
         fits = use <= 1.0
         self.num_fitting += int(fits.sum())
@@ -185,8 +241,17 @@ class Collector:
             self._note_best(priced)
             self._parts.append(best_of_groups(priced, self.question.objective))
         elif not np.isfinite(self.best_score):
-            self._closest = self._closer(self._closest, layouts, distance(self.question, needed))
+            limit = 0 if len(layouts) >= MANY_LAYOUTS else len(layouts) + 1
+            self._closest = self._closer(self._closest, layouts, self._least_distance(needed), limit=limit)
         return fits
+
+    def _memory(self, layouts: Layouts) -> Memory:
+        """Bytes of layouts that fit, and less for those that do not."""
+        return price_memory(self.question, layouts, budget=self.question.memory_budget_bytes)
+
+    def _least_distance(self, needed: Memory) -> Floats:
+        """How far layouts are from fitting at least: fragmentation may be less at the peak than before it."""
+        return distance(self.question, replace(needed, fragmentation=0.0 * needed.fragmentation))
 
     def _note_best(self, priced: Priced) -> None:
         score = priced.score(self.question.objective)
@@ -195,13 +260,23 @@ class Collector:
             self.best_score, self._best_is_pipeline = float(score[row]), bool(priced.layouts.pp[row] > 1)
 
     def _closer(
-        self, known: tuple[float, Priced] | None, layouts: Layouts, far: Floats
-    ) -> tuple[float, Priced]:
-        """The closer of what is known and the closest of these layouts, which are so far from fitting."""
-        row = int(far.argmin())
-        if known is not None and known[0] <= far[row]:
-            return known
-        return float(far[row]), price(self.question, layouts.take([row]))
+        self, known: tuple[float, Priced] | None, layouts: Layouts, least: Floats, *, limit: int
+    ) -> tuple[float, Priced] | None:
+        """The closer of what is known and the closest of these layouts.
+
+        `least` is how far each is from fitting at least; only those that may be closer are priced in full.
+        """
+        best, row = np.inf if known is None else known[0], -1
+        for rows in _growing(np.argsort(least, kind="stable"), FIRST_ROWS // 16):
+            near = np.sort(rows[(least[rows] <= best) & np.isfinite(least[rows])])
+            if len(near) == 0:
+                break
+            far = distance(self.question, price_memory(self.question, layouts.take(near), limit=limit))
+            first = int(far.argmin())
+            # Of equally close ones the first is kept.
+            if far[first] < best or (far[first] == best and 0 <= near[first] < row):
+                best, row = float(far[first]), int(near[first])
+        return known if row < 0 else (best, price(self.question, layouts.take([row])))
 
 
 def _numbered(block: Table) -> Table:
@@ -209,14 +284,14 @@ def _numbered(block: Table) -> Table:
     return {**block, "mesh": np.arange(len(block["tp"]))}
 
 
-def _mesh_keys(block: Table) -> list[tuple[int, ...]]:
+def _mesh_keys(block: Table) -> list[MeshKey]:
     """What tells a mesh from others."""
     return list(zip(*(block[name].tolist() for name in MESH_COLUMNS), strict=True))
 
 
-def _growing(order: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
-    """The rows in parts, the first ones small: what fits among them bounds the rest."""
-    first, size = 0, FIRST_ROWS
+def _growing(order: NDArray[np.intp], size: int = FIRST_ROWS) -> Iterator[NDArray[np.intp]]:
+    """The rows in parts, the first ones small: what is found among them bounds the rest."""
+    first = 0
     while first < len(order):
         yield order[first : first + size]
         first, size = first + size, 4 * size

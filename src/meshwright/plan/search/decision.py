@@ -15,7 +15,7 @@ from meshwright.plan.search.question import Objective, Priced, Question
 from meshwright.plan.search.search import TIE_FRACTION, SearchResult
 from meshwright.plan.search.what_if import Outcome
 from meshwright.plan.workload.layouts import CP_KINDS, FULL, OFFLOAD_BITS, Ints, Layouts, concatenated
-from meshwright.spec.check import check
+from meshwright.spec.check import check, is_valid
 
 NUM_PARETO = 24
 EQUAL_FRACTION = 0.001
@@ -96,6 +96,8 @@ def _settled(pool: list[Candidate], fitting: Priced) -> tuple[Candidate, list[Ou
         pool.extend(better)
         best = _best_allowed(pool)
         near = neighbours_of(best)
+    else:  # the last round found a better one, too
+        without = without_axes(best, pool, fitting)
     return best, near, without
 
 
@@ -117,7 +119,7 @@ def _is_better(candidate: Candidate, best: Candidate) -> bool:
 
 def _best_allowed(pool: list[Candidate]) -> Candidate:
     ranked = _ranked(pool)
-    best = next((candidate for candidate in ranked if not check(candidate.run)), None)
+    best = next((candidate for candidate in ranked if is_valid(candidate.run)), None)
     if best is None:
         violation = check(ranked[0].run)[0]
         raise PlanError(f"the rules forbid the best layouts: {violation.fact}", hint=violation.hint)

@@ -1,11 +1,13 @@
 """Fine-tuning: what `plan --finetune` sets in a run, and the longest context that fits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from meshwright.errors import SpecError
-from meshwright.plan.search.meshes import meshes
+from meshwright.plan.search.meshes import Table, meshes
+from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import MIN_CP_POSITIONS_TO_SAVE, Question, memory_use, price_memory
 from meshwright.plan.search.space import least_memory_layouts
 
@@ -13,6 +15,8 @@ FineTuning = Literal["full", "lora", "qlora"]
 BASES: dict[FineTuning, str] = {"lora": "bf16", "qlora": "nf4"}
 """Format of the frozen weights by the kind of fine-tuning with adapters."""
 RANK, ALPHA = 16, 32
+LEARNING_RATES: dict[FineTuning, float] = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
+"""Adapters take about ten times the rate of full fine-tuning; the default of pre-training ruins a model."""
 TUNING_SEQUENCE, TUNING_BATCH_TOKENS, TUNING_TOKENS = 4096, 2**18, 10**8
 """Defaults of fine-tuning: 64 sequences of 4,096 tokens per step, and 100M tokens in all."""
 SHORTEST_CONTEXT, LONGEST_CONTEXT = 256, 2**23
@@ -55,28 +59,53 @@ def set_adapter(tree: dict[str, Any], finetune: FineTuning | None) -> Iterator[s
         yield "pre-trained weights, until checkpoint.start_from=FOLDER names them"
 
 
+def set_rate(tree: dict[str, Any], finetune: FineTuning | None, pins: Pins) -> Iterator[str]:
+    """Set the learning rate and no weight decay in the tree of a run that leaves them open."""
+    if finetune is None:
+        return
+    optim: dict[str, Any] = tree["optim"] if isinstance(tree.get("optim"), dict) else {}
+    rate, used = LEARNING_RATES[finetune], "full fine-tuning" if finetune == "full" else "adapters"
+    if "lr" not in optim and pins.override_of("optim.lr") is None:
+        yield f"a learning rate of {rate:g}, usual for {used} (optim.lr)"
+    if "weight_decay" not in optim and pins.override_of("optim.weight_decay") is None:
+        yield "no weight decay (optim.weight_decay)"
+    tree["optim"] = {"lr": rate, "weight_decay": 0, **optim}
+
+
 def longest_context(question: Question) -> LongestContext:
     """The longest sequences that fit on all devices, one per data rank, whatever the model's positions."""
-    on_device = _longest(question, offloads=False)
-    return LongestContext(on_device, _longest(question, offloads=True) if question.may_offload else on_device)
+    at_length = cache(partial(_at_length, question))  # both searches ask for most lengths
+    on_device = _longest(question, partial(_fits, at_length, offloads=False))
+    if not question.may_offload:
+        return LongestContext(on_device, on_device)
+    return LongestContext(on_device, _longest(question, partial(_fits, at_length, offloads=True)))
 
 
-def _longest(question: Question, *, offloads: bool) -> int:
+def _longest(question: Question, fits_at: Callable[[int], bool]) -> int:
     model, power = question.run.model, SHORTEST_CONTEXT
     limit = LONGEST_CONTEXT if model.positions == "rope" else model.max_positions
-    if not _fits(question, power, offloads=offloads):
+    if not fits_at(power):
         return 0
-    while 2 * power <= limit and _fits(question, 2 * power, offloads=offloads):
+    while 2 * power <= limit and fits_at(2 * power):
         power *= 2
     fits, too_long = CONTEXT_STEPS, 2 * CONTEXT_STEPS
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        is_fitting = _fits(question, power * middle // CONTEXT_STEPS, offloads=offloads)
+        is_fitting = fits_at(power * middle // CONTEXT_STEPS)
         fits, too_long = (middle, too_long) if is_fitting else (fits, middle)
     return min(limit, power * fits // CONTEXT_STEPS)
 
 
-def _fits(question: Question, length: int, *, offloads: bool) -> bool:
+def _fits(at_length: Callable[[int], tuple[Question, Table]], length: int, *, offloads: bool) -> bool:
+    asked, table = at_length(length)
+    if len(table["tp"]) == 0:
+        return False
+    needed = price_memory(asked, least_memory_layouts(asked, table, offloads=offloads))
+    return bool(memory_use(asked, needed).min() <= 1.0)
+
+
+def _at_length(question: Question, length: int) -> tuple[Question, Table]:
+    """The question with sequences of this length, one per device, and its meshes on all devices."""
     run, devices = question.run, question.cluster.num_devices
     data = run.data.with_(sequence_length=length, batch_sequences=devices, microbatch_sequences=1)
     model = run.model.with_(max_positions=max(length, run.model.max_positions))
@@ -86,8 +115,4 @@ def _fits(question: Question, length: int, *, offloads: bool) -> bool:
         # No more cp ranks than devices.
         min_cp_positions=max(min(length, MIN_CP_POSITIONS_TO_SAVE), length // devices),
     )
-    table = meshes(asked, range(devices, devices + 1))
-    if len(table["tp"]) == 0:
-        return False
-    needed = price_memory(asked, least_memory_layouts(asked, table, offloads=offloads))
-    return bool(memory_use(asked, needed).min() <= 1.0)
+    return asked, meshes(asked, range(devices, devices + 1))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import Question
 from meshwright.plan.workload.layouts import CP_KINDS, EP_OVERLAPS, Ints
-from meshwright.spec.check import check
+from meshwright.spec.check import is_valid
 from meshwright.spec.parallel import ParallelSpec
 from meshwright.spec.run import RunSpec
 
@@ -46,7 +46,7 @@ def divisors(number: int) -> list[int]:
 def meshes(question: Question, num_ranks: range) -> Table:
     """Model shardings x pp x dp with a world size in `num_ranks`; more than one node means full nodes."""
     run, pins = question.run, question.pins
-    found = model_shardings(question)
+    found = model_shardings(question, num_ranks[-1] if len(num_ranks) else 0)
     pps = np.array(pins.restrict("pp", range(1, min(MAX_PP, run.model.num_layers) + 1)))
     dps = np.array(divisors(run.data.batch_sequences))
     row, pp, dp = (grid.ravel() for grid in np.meshgrid(np.arange(len(found)), pps, dps, indexing="ij"))
@@ -58,15 +58,18 @@ def meshes(question: Question, num_ranks: range) -> Table:
     per_node = question.cluster.devices_per_node
     full_nodes = (world <= per_node) | (world % per_node == 0)
     is_wanted = (world >= num_ranks.start) & (world < num_ranks.stop) & (pp <= run.model.num_layers)
-    return filter_rows(table, full_nodes & is_wanted & is_pinned(pins, table, "num_ranks"))
+    has_ep = dp * table["cp"] % table["ep"] == 0  # ep borrows its ranks from dp and cp
+    return filter_rows(table, full_nodes & is_wanted & has_ep & is_pinned(pins, table, "num_ranks"))
 
 
-def model_shardings(question: Question) -> list[ModelSharding]:
-    """Every sharding of the model that the rules and the pins allow."""
+def model_shardings(question: Question, max_ranks: int) -> list[ModelSharding]:
+    """Every sharding of the model over so many ranks at most that the rules and the pins allow."""
     return [
         sharding
         for sharding in _proposed_shardings(question)
-        if not check(_smallest_run(question.run, sharding)) and question.pins.permits(**asdict(sharding))
+        if sharding.tp * sharding.cp <= max_ranks
+        and question.pins.permits(**asdict(sharding))
+        and is_valid(_smallest_run(question.run, sharding))
     ]
 
 

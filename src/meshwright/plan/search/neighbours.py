@@ -14,7 +14,7 @@ from meshwright.plan.search.question import Priced, Question
 from meshwright.plan.search.what_if import NUM_SIMULATED, Change, Outcome, changed_layouts, what_if
 from meshwright.plan.workload.layouts import OFFLOAD_BITS, RECOMPUTE_BITS
 from meshwright.plan.workload.schedules import SCHEDULES
-from meshwright.spec.check import check
+from meshwright.spec.check import is_valid
 
 Columns = dict[str, int]
 """Values of columns of `Layouts`."""
@@ -74,7 +74,7 @@ def _best_of(
     """The best of the candidates that were simulated and of the best of these rows."""
     order = rows[np.argsort(fitting.score(question.objective)[rows], kind="stable")]
     found = candidates(question, fitting.layouts.take(order[:NUM_SIMULATED]))
-    allowed = [one for one in (*simulated, *found) if not check(one.run)]
+    allowed = [one for one in (*simulated, *found) if is_valid(one.run)]
     return min(allowed or found, key=lambda candidate: candidate.score)
 
 
@@ -90,8 +90,9 @@ def _changes(now: Columns, best: Candidate) -> Iterator[tuple[str, Columns]]:
             text = f"recompute={RECOMPUTE_NAMES[now['recompute']]} -> {name}"
             yield text, {"recompute": bits, "recompute_every": 1}
     if best.question.may_offload:
-        # Of a run with adapters the search moves activations alone.
-        names = OFFLOAD_BITS if best.run.adapter is None else ("activations",)
+        # Of a run with adapters the search moves activations and a frozen embedding alone.
+        is_full = best.run.adapter is None
+        names = ("optimizer", "parameters", "activations") if is_full else ("activations", "embedding")
         yield from _offloads(now["offload"], [OFFLOAD_BITS[name] for name in names])
     yield from _microbatches(now["microbatch_sequences"], now["num_microbatches"])
     if now["pp"] > 1:
@@ -105,7 +106,8 @@ def _with_degree(now: Columns, axis: str, degree: int, best: Candidate) -> Colum
         return {"ep": degree, **overlap} if moe is not None and moe.num_experts % degree == 0 else None
     changed = {axis: degree}
     if axis == "cp":
-        changed |= {"cp_kind": now["cp_kind"] if degree > 1 and now["cp"] > 1 else 0, "cp_inner": 1}
+        kept = {name: now[name] for name in ("cp_kind", "cp_stripes") if degree > 1 and now["cp"] > 1}
+        changed |= {"cp_kind": 0, "cp_inner": 1, "cp_stripes": 1, **kept}
     if axis == "pp" and degree == 1:
         changed |= {"schedule": SCHEDULES.index("1f1b"), "virtual_stages": 1}
     degrees = {**now, **changed}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshwright.hardware.catalogue import Cluster
 from meshwright.plan.framework import Framework
 from meshwright.plan.memory.offload import HOST_SHARE
-from meshwright.plan.memory.rank_bytes import Memory, memory
+from meshwright.plan.memory.rank_bytes import MANY_LAYOUTS, Memory, memory
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.time.step_time import StepCost, step_cost
 from meshwright.plan.workload.formats import runtime_of, workload_of
@@ -107,9 +107,13 @@ class Priced:
         return self.device_bytes if objective == "memory" else self.step_seconds
 
 
-def price_memory(question: Question, layouts: Layouts) -> Memory:
-    """Bytes of these layouts on our runtime."""
-    return memory(question.workload, layouts, question.cluster, question.framework)
+def price_memory(
+    question: Question, layouts: Layouts, *, limit: int = MANY_LAYOUTS, budget: float = np.inf
+) -> Memory:
+    """Bytes of these layouts on our runtime; less for some that do not fit (`rank_bytes.memory`)."""
+    return memory(
+        question.workload, layouts, question.cluster, question.framework, limit=limit, budget=budget
+    )
 
 
 def price_time(question: Question, layouts: Layouts) -> StepCost:

@@ -17,6 +17,7 @@ from meshwright.plan.search.finetune import (
     TUNING_TOKENS,
     FineTuning,
     set_adapter,
+    set_rate,
 )
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import Objective, Question
@@ -86,6 +87,7 @@ def fill_request(request: Request) -> FilledRequest:
     formats: list[str] = []
     tree["precision"] = tree.get("precision") or _precision(request, formats)
     assumed = list(set_adapter(tree, request.finetune))
+    assumed += set_rate(tree, request.finetune, request.pins)
     length = _sequence_length(request, model, assumed)
     batch_sequences = _batch_sequences(request, model, length, assumed)
     tokens = _tokens(request, model, assumed)

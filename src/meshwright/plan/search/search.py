@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.plan.search.collector import KEPT_WITHIN, Collector
 from meshwright.plan.search.meshes import Table, filter_rows, meshes
@@ -27,7 +28,7 @@ from meshwright.plan.workload.layouts import Floats, Ints, Layouts
 
 TIE_FRACTION = 0.05
 """Plans this close are equally fast, because the prediction is less exact. The simplest of them is chosen."""
-BLOCK_MESHES = 128
+BLOCK_MESHES, BATCH_BLOCKS = 128, 32
 SHARDING_COLUMNS = ("tp", "cp", "ep", "etp", "ep_overlap", "cp_kind", "cp_inner", "cp_stripes")
 KERNEL_ITEMS = ("matmul", "attention", "elementwise", "head")
 LEAST_SHARE = 0.9
@@ -55,16 +56,22 @@ def search(question: Question, *, ranks: range | None = None, within: float = KE
     """
     sizes = ranks or range(1, question.cluster.num_devices + 1)
     collector = Collector(question, within=within)
-    for block, least in _blocks(question, sizes):
-        if _cannot_improve(collector, block):
-            break
-        collector.add(filter_rows(block, least <= within * collector.best_score))
+    for batch, bound in _batches(question, sizes):
+        ahead = (bound <= within * collector.best_score) & _may_improve(collector, batch)
+        collector.look_ahead(filter_rows(batch, ahead), savers=False)
+        for block, least in _blocks(batch, bound):
+            if not _may_improve(collector, block).any():
+                break
+            collector.add(filter_rows(block, least <= within * collector.best_score))
     # With --objective memory, a saver would always win: it is for what does not fit otherwise.
     if question.objective != "memory" or not np.isfinite(collector.best_score):
-        for block, least in _blocks(replace(question, min_cp_positions=_shortest_cp(question)), sizes):
-            if _cannot_improve(collector, block):
-                break
-            collector.add_savers(filter_rows(block, least <= collector.saver_limit))
+        for batch, bound in _batches(replace(question, min_cp_positions=_shortest_cp(question)), sizes):
+            ahead = (bound <= collector.saver_limit) & _may_improve(collector, batch)
+            collector.look_ahead(filter_rows(batch, ahead), savers=True)
+            for block, least in _blocks(batch, bound):
+                if not _may_improve(collector, block).any():
+                    break
+                collector.add_savers(filter_rows(block, least <= collector.saver_limit))
     return _result(collector)
 
 
@@ -87,9 +94,14 @@ def _shortest_cp(question: Question) -> int:
 
 def lower_bound_seconds(question: Question, num_ranks: int) -> float:
     """No step on this many devices is faster: every model FLOP at the best matmul rate ever measured."""
+    return float(_lower_bounds(question, np.array([num_ranks]))[0])
+
+
+def _lower_bounds(question: Question, num_ranks: Ints) -> Floats:
     workload, data = question.workload, question.run.data
     flops = workload.model_flops_per_token * data.batch_sequences * data.sequence_length
-    return flops / (num_ranks * question.cluster.device.matmul_ceiling(workload.matmul_rate))
+    rate = question.cluster.device.matmul_ceiling(workload.matmul_rate)
+    return flops / (num_ranks.astype(np.float64) * rate)
 
 
 def least_memory_use(question: Question) -> float:
@@ -105,20 +117,29 @@ def least_memory_use(question: Question) -> float:
     return least
 
 
-def _cannot_improve(collector: Collector, block: Table) -> bool:
-    """Whether no world of this size or smaller can be faster than the best so far."""
-    bound = lower_bound_seconds(collector.question, int(block["num_ranks"].max()))
-    return collector.question.objective == "speed" and bound > collector.saver_limit
+def _may_improve(collector: Collector, meshes: Table) -> NDArray[np.bool_]:
+    """Whether a world of the size of each mesh could be faster than the best so far."""
+    bound = _lower_bounds(collector.question, meshes["num_ranks"])
+    return (bound <= collector.saver_limit) | (collector.question.objective != "speed")
 
 
-def _blocks(question: Question, ranks: range) -> Iterator[tuple[Table, Floats]]:
-    """The meshes in blocks, the largest worlds first, with the least score of each."""
+def _batches(question: Question, ranks: range) -> Iterator[tuple[Table, Floats]]:
+    """The meshes in batches of 1, 2, 4 ... blocks, the largest worlds first, with the least score of each."""
     table = _fastest_cp_kinds(question, meshes(question, ranks))
     least = _least_scores(question, table)
     order = np.argsort(-table["num_ranks"], kind="stable")
-    for first in range(0, len(order), BLOCK_MESHES):
-        rows = order[first : first + BLOCK_MESHES]
+    first, num_blocks = 0, 1
+    while first < len(order):
+        rows = order[first : first + num_blocks * BLOCK_MESHES]
         yield {name: column[rows] for name, column in table.items()}, least[rows]
+        first, num_blocks = first + len(rows), min(2 * num_blocks, BATCH_BLOCKS)
+
+
+def _blocks(batch: Table, least: Floats) -> Iterator[tuple[Table, Floats]]:
+    """A batch in blocks: what fits in one bounds the next."""
+    for first in range(0, len(least), BLOCK_MESHES):
+        rows = slice(first, first + BLOCK_MESHES)
+        yield {name: column[rows] for name, column in batch.items()}, least[rows]
 
 
 def _least_scores(question: Question, table: Table) -> Floats:

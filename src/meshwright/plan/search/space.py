@@ -22,6 +22,7 @@ from meshwright.plan.workload.layouts import (
     offload_bits,
 )
 from meshwright.plan.workload.schedules import SCHEDULES, SPLIT_BACKWARD, PipelineShape, problem
+from meshwright.spec.adapter import EMBEDDING, is_trained
 from meshwright.spec.parallel import Schedule
 from meshwright.spec.run import RunSpec
 
@@ -67,7 +68,7 @@ def expand_table(question: Question, mesh_table: Table, recomputes: Sequence[tup
 def offloaded(question: Question, layouts: Layouts) -> Layouts:
     """These layouts with everything that may be offloaded to host memory."""
     table = {name: column for name, column in vars(layouts).items() if name != "offload"}
-    key = ("zero", "pp", "schedule")
+    key = ("zero", "pp", "schedule", "tp")
     return Layouts(**_expand(table, key, ("offload",), lambda *key: _offloads(question.run, *key)))
 
 
@@ -83,7 +84,7 @@ def least_memory_layouts(question: Question, mesh_table: Table, *, offloads: boo
     zero = np.where(dp * repeated["cp"] > 1, stages, 0)
     fixed = _columns_from_run(run, one)
     if offloads:
-        fixed["offload"] = _most_offloaded(run, zero, repeated["pp"])
+        fixed["offload"] = _most_offloaded(run, zero, repeated["pp"], repeated["tp"])
     return Layouts(
         **repeated,
         dp_replicate=one,
@@ -189,12 +190,15 @@ def _reductions(run: RunSpec, zero: int, pp: int, schedule: int, num_microbatche
     return [(0,)] if zero == 2 else [(1,), (0,)]
 
 
-def _offloads(run: RunSpec, zero: int, pp: int, schedule: int) -> list[tuple[int]]:
+def _offloads(run: RunSpec, zero: int, pp: int, schedule: int, tp: int) -> list[tuple[int]]:
     """(offload,): what may live in host memory, from little to much, as spec/rules_memory allows."""
     optimizer = 0 if run.optim.is_stateless else OFFLOAD_BITS["optimizer"]
     activations, parameters = OFFLOAD_BITS["activations"], OFFLOAD_BITS["parameters"]
-    if run.adapter is not None:  # states of adapters are small, and frozen weights on the host are not priced
-        return [] if pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD else [(activations,)]
+    if run.adapter is not None:  # states of adapters are small, and frozen blocks on the host are not priced
+        choices = [OFFLOAD_BITS["embedding"]] if _may_move_embedding(run, zero, tp) else []
+        if not (pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD):
+            choices += [activations, *(bits | activations for bits in choices)]
+        return [(bits,) for bits in choices]
     if pp > 1 and SCHEDULES[schedule] in SPLIT_BACKWARD:
         return [(optimizer,)] if optimizer else []
     choices = [optimizer, activations, optimizer | activations]
@@ -206,11 +210,20 @@ def _offloads(run: RunSpec, zero: int, pp: int, schedule: int) -> list[tuple[int
     return [(bits,) for bits in dict.fromkeys(choices) if bits]
 
 
-def _most_offloaded(run: RunSpec, zero: Ints, pp: Ints) -> Ints:
+def _may_move_embedding(run: RunSpec, zero: int, tp: int) -> bool:
+    """Whether the token table may live in host memory, as spec/rules_memory allows."""
+    is_only_read = not run.model.tied_head and not is_trained(EMBEDDING, run.adapter, run.train_only)
+    return is_only_read and zero < 3 and tp == 1
+
+
+def _most_offloaded(run: RunSpec, zero: Ints, pp: Ints, tp: Ints) -> Ints:
     """The largest offload of each of these layouts, under 1f1b."""
     one_f_one_b = SCHEDULES.index("1f1b")
     return np.array(
-        [_offloads(run, int(z), int(p), one_f_one_b)[-1][0] for z, p in zip(zero, pp, strict=True)],
+        [
+            _offloads(run, int(z), int(p), one_f_one_b, int(t))[-1][0]
+            for z, p, t in zip(zero, pp, tp, strict=True)
+        ],
         dtype=np.int64,
     )
 

@@ -4,10 +4,11 @@ Each time consists of kernel time by cause and of exposed communication: what do
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.plan.time import kernels
 from meshwright.plan.time.collectives import all_to_all_seconds, gather_seconds
-from meshwright.plan.time.pass_time import Context, Items, PassTime, exposed_seconds, total
+from meshwright.plan.time.pass_time import Context, Items, PassTime, exposed_seconds, taken, total
 from meshwright.plan.workload import operators
 from meshwright.plan.workload.layouts import (
     ACTIVATION,
@@ -31,6 +32,16 @@ CP_OVERLAP = 0.8
 # Share of an exchange of rows that may overlap with experts where `ep_overlap` is set. Assumed as for cp: the
 # overlap was not measured on several GPUs.
 EP_OVERLAP = 0.8
+# What decides the shapes of a layer's matmuls, and the time of all its kernels: not ZeRO, the world size and
+# the schedule.
+MATMUL_COLUMNS = ("microbatch_sequences", "cp", "tp", "ep", "etp", "ep_overlap")
+KERNEL_COLUMNS = (
+    *(*MATMUL_COLUMNS, "num_microbatches", "recompute", "recompute_every"),
+    *("cp_kind", "cp_inner", "cp_stripes"),
+)
+PARTS = ("projection", "mlp", "experts")
+Passes = tuple[Floats, Floats]
+"""Seconds forward and backward."""
 
 
 def _scaled(items: Items, factor: float) -> Items:
@@ -52,7 +63,9 @@ def _matmuls_seconds(ctx: Context, matmuls: list[Matmul], part: str | None = Non
         backward = backward + _matmul_seconds(ctx, input_gradient)
         if ctx.workload.adapters is None:
             backward = backward + _matmul_seconds(ctx, weight_gradient)
-    return forward, backward
+    adapters = ctx.workload.adapters
+    times = 2.0 if adapters is not None and adapters.repeats_frozen else 1.0
+    return times * forward, times * backward
 
 
 def _matmul_seconds(ctx: Context, matmul: Matmul) -> Floats:
@@ -79,13 +92,17 @@ def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
 
 def _adapter_bytes(ctx: Context, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
     """Bytes that adapters beside these matmuls move, forward and backward: rank-wide matmuls read and write
-    the inputs and outputs of their linear once more."""
+    the inputs and outputs of their linear once more. Dropout reads and writes inputs, and in backward inputs
+    and their gradients."""
     zero, adapters = np.zeros(len(ctx.at)), ctx.workload.adapters
     if adapters is None or not ctx.framework.is_traced:
         return zero, zero
     linears = [one for one in matmuls if one.name != "router"]
-    forward = sum((one.groups * one.m * (one.k + 2.0 * one.n) for one in linears), zero)
-    backward = sum((one.groups * one.m * (3.0 * one.k + 2.0 * one.n) for one in linears), zero)
+    dropped = 2.0 if adapters.has_dropout else 0.0
+    forward = sum((one.groups * one.m * ((1.0 + dropped) * one.k + 2.0 * one.n) for one in linears), zero)
+    backward = sum(
+        (one.groups * one.m * ((3.0 + 2.0 * dropped) * one.k + 2.0 * one.n) for one in linears), zero
+    )
     width = ctx.workload.working_bytes
     return width * forward, width * backward
 
@@ -121,11 +138,29 @@ def _elementwise_seconds(ctx: Context, matmuls: list[Matmul], *, moe: bool) -> t
 
 
 def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
+    """Kernel seconds of one layer forward and backward, once for layouts whose kernels are alike."""
+    few, index = ctx.distinct(*KERNEL_COLUMNS)
+    forward, backward = _kernel_seconds(few, moe=moe)
+    return taken(forward, index), taken(backward, index)
+
+
+def _layer_matmuls_seconds(ctx: Context, *, moe: bool) -> tuple[dict[str, Passes], Floats]:
+    """Seconds of a layer's matmuls by part, and of the last one forward, once for each set of shapes."""
+    few, index = ctx.distinct(*MATMUL_COLUMNS)
+    matmuls = _layer_matmuls(few, moe=moe)
+    by_part = {part: _at(_matmuls_seconds(few, matmuls, part), index) for part in PARTS}
+    return by_part, _at(_matmuls_seconds(few, matmuls[-1:]), index)[0]
+
+
+def _at(passes: Passes, index: NDArray[np.intp]) -> Passes:
+    return passes[0][index], passes[1][index]
+
+
+def _kernel_seconds(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     """Kernel seconds of one layer forward and backward, with recompute as an item of its own."""
-    matmuls = _layer_matmuls(ctx, moe=moe)
-    by_part = {part: _matmuls_seconds(ctx, matmuls, part) for part in ("projection", "mlp", "experts")}
+    by_part, last_matmul = _layer_matmuls_seconds(ctx, moe=moe)
     attention = ctx.framework.attention_seconds(ctx.workload, ctx.at, ctx.cluster.device)
-    elementwise = _elementwise_seconds(ctx, matmuls, moe=moe)
+    elementwise = _elementwise_seconds(ctx, _layer_matmuls(ctx, moe=moe), moe=moe)
     forward, backward = (
         {
             "matmul": sum((pair[side] for pair in by_part.values()), np.zeros(len(ctx.at))),
@@ -141,7 +176,7 @@ def _layer_compute(ctx: Context, *, moe: bool) -> tuple[Items, Items]:
     recomputed = recomputed + ctx.recomputes(FULL) * (by_part["projection"][0] + 0.4 * elementwise[0])
     if not moe:
         skipped = 1.0 - ctx.framework.recomputed_last_matmul
-        recomputed = recomputed - skipped * ctx.recomputes(FULL) * _matmuls_seconds(ctx, matmuls[-1:])[0]
+        recomputed = recomputed - skipped * ctx.recomputes(FULL) * last_matmul
     backward["recompute"] = recomputed
     slowdown = ctx.framework.kernel_slowdown
     return _scaled(forward, slowdown), _scaled(backward, slowdown)
@@ -242,9 +277,11 @@ def _exposed_ep(ctx: Context, forward: Floats, backward: Floats) -> tuple[Floats
         exposed_seconds(there + back, forward, share),
         exposed_seconds(passes * (there + back), backward, share),
     )
+    overlap = ctx.at.ep_overlap
+    if not overlap.any():
+        return plain
     first, second = _beside_experts(ctx, 0), _beside_experts(ctx, 1)
     both = [one + (passes - 1.0) * other for one, other in zip(second, first, strict=True)]
-    overlap = ctx.at.ep_overlap
     return np.choose(overlap, (plain[0], *first)), np.choose(overlap, (plain[1], *both))
 
 

@@ -31,8 +31,7 @@ class PassTime:
 
     def take(self, index: NDArray[np.intp]) -> "PassTime":
         """The times of the layouts at these positions."""
-        compute = {name: seconds[index] for name, seconds in self.compute.items()}
-        return PassTime(compute, {name: seconds[index] for name, seconds in self.exposed.items()})
+        return PassTime(taken(self.compute, index), taken(self.exposed, index))
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,11 @@ class Context:
         """Tokens of one micro-batch on one rank of cp."""
         return self.at.microbatch_tokens(self.workload.sequence_length)
 
+    def distinct(self, *columns: str) -> tuple["Context", NDArray[np.intp]]:
+        """One layout for each combination of values of the columns, and which of them each layout has."""
+        at, index = self.at.distinct(*(getattr(self.at, name) for name in columns))
+        return context(self.workload, at, self.cluster, self.framework), index
+
     def recomputes(self, bits: int) -> Floats:
         """Share of the layers that recompute one of these parts; FULL recomputes every part."""
         is_hit = (self.at.recompute & (bits | FULL)) > 0
@@ -63,6 +67,11 @@ class Context:
 def context(workload: Workload, at: Layouts, cluster: Cluster, framework: Framework) -> Context:
     """The inputs with the group of every mesh axis on the cluster's links."""
     return Context(workload, cluster, framework, at, axis_groups(at, cluster))
+
+
+def taken(items: Items, index: NDArray[np.intp]) -> Items:
+    """The seconds of the layouts at these positions."""
+    return {name: seconds[index] for name, seconds in items.items()}
 
 
 def total(items: Items) -> Floats:

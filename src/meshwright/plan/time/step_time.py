@@ -292,4 +292,11 @@ def _offload_seconds(ctx: Context, forward: PassTime, backward: PassTime, layers
     gradients = np.where(at.zero == 3, weights, 0.0)
     out = exposed_seconds(np.maximum(activations, weights), forward.seconds, 1.0)
     back = exposed_seconds(np.maximum(activations + weights, gradients), backward.seconds, 1.0)
-    return layers * (out + back)
+    return layers * (out + back) + _embedding_seconds(ctx, rate)
+
+
+def _embedding_seconds(ctx: Context, rate: Floats) -> Floats:
+    """A micro-batch begins with reading its rows of a token table in host memory; nothing overlaps that."""
+    at, work = ctx.at, ctx.workload
+    tokens = at.microbatch_sequences * work.sequence_length / at.cp
+    return at.offloads("embedding") * tokens * work.working_bytes * work.model.width / rate

@@ -10,6 +10,7 @@ once. It simulates few micro-batches and extrapolates to thousands: a pipeline's
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,8 +91,7 @@ class Timeline:
         return 1.0 - sum(self.busy_seconds) / (len(self.ranks) * self.finish_seconds)
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """An action, the position of its predecessor on its rank and of what it waits for; -1 is none."""
 
     action: Action
@@ -141,15 +141,19 @@ def _needed(action: Action, num_stages: int) -> tuple[bool, int, int] | None:
 
 def _end_seconds(program: tuple[_Step, ...], seconds: StageSeconds) -> list[Floats]:
     """End of each action of the program, for every layout priced together."""
-    durations = seconds.by_kind()
-    ends: list[Floats] = []
-    zero = np.zeros(seconds.forward.shape[1:])
-    for step in program:
-        start = ends[step.previous] if step.previous >= 0 else zero
-        if step.needs >= 0:
-            arrival = ends[step.needs] + seconds.hop if step.is_hop else ends[step.needs]
-            start = np.maximum(start, arrival)
-        ends.append(start + durations[step.action.kind][step.action.stage])
+    # Of one layout the times are single numbers, which Python adds several times faster than numpy.
+    is_one = seconds.forward.ndim == 1
+    durations: dict[str, Any] = seconds.by_kind()
+    if is_one:
+        durations = {kind: values.tolist() for kind, values in durations.items()}
+    zero, later = (0.0, max) if is_one else (np.zeros(seconds.forward.shape[1:]), np.maximum)
+    hop: Any = float(seconds.hop) if is_one else seconds.hop
+    ends: list[Any] = []
+    for action, _, previous, needs, is_hop in program:
+        start = ends[previous] if previous >= 0 else zero
+        if needs >= 0:
+            start = later(start, ends[needs] + hop if is_hop else ends[needs])
+        ends.append(start + durations[action.kind][action.stage])
     return ends
 
 

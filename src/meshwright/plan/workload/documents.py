@@ -5,6 +5,7 @@ are those of documents after sequences split them: a sequence begins and ends do
 ends in a packed dataset (documents.bin), or from an assumed distribution.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -181,19 +182,24 @@ def _cp_balance(ends: Ends, begin: int, sequence_length: int) -> tuple[tuple[flo
     starts = np.append(begin, ends)[np.searchsorted(ends, rows, side="right")]
     begins = np.maximum(starts, rows // sequence_length * sequence_length)
     seen = (rows - begins + 0.5).reshape(count, sequence_length)
+    # The chunks of every degree and stripe are made of the smallest ones. Halves add up without rounding.
+    smallest = math.gcd(sequence_length, 2 * LARGEST_CP * max(STRIPES))
+    chunks = seen.reshape(count, smallest, -1).sum(axis=2)
     found = [(1.0,) * len(STRIPES)]
     cp = 2
     while cp <= LARGEST_CP and sequence_length % (2 * cp) == 0:
-        found.append(tuple(_slowest_over_mean(seen, cp, stripes) for stripes in STRIPES))
+        found.append(tuple(_slowest_over_mean(chunks, cp, stripes) for stripes in STRIPES))
         cp *= 2
     return tuple(found)
 
 
-def _slowest_over_mean(seen_NS: NDArray[np.floating], cp: int, stripes: int) -> float:
-    """Work of the slowest rank over the mean; with one stripe where so many do not divide the sequence."""
-    num_chunks = 2 * cp * stripes
-    if seen_NS.shape[1] % num_chunks:
-        stripes, num_chunks = 1, 2 * cp
-    chunks = seen_NS.reshape(len(seen_NS), stripes, 2 * cp, -1).sum(axis=3)
+def _slowest_over_mean(pairs: NDArray[np.floating], cp: int, stripes: int) -> float:
+    """Work of the slowest rank over the mean, from the pairs of the smallest chunks of each sequence.
+
+    With one stripe where so many do not divide the sequence.
+    """
+    if pairs.shape[1] % (2 * cp * stripes):
+        stripes = 1
+    chunks = pairs.reshape(len(pairs), stripes, 2 * cp, -1).sum(axis=3)
     ranks = (chunks[..., :cp] + chunks[..., : cp - 1 : -1]).sum(axis=1)
     return float(ranks.max(axis=1).mean() / ranks.mean())

@@ -63,9 +63,10 @@ def workload_of(run: RunSpec) -> Workload:
     """The workload of a run file."""
     fp8 = run.precision.fp8
     precision: Precision = run.precision.compute
+    has_fp8_base = run.adapter is not None and run.adapter.base == "fp8"
     if fp8 is not None and precision == "bf16":
         precision = RECIPE_PRECISION[fp8.recipe]
-    if run.adapter is not None and run.adapter.base == "fp8" and precision == "bf16":
+    if has_fp8_base and precision == "bf16":
         precision = RECIPE_PRECISION["current"]
     return Workload(
         model=run.model,
@@ -77,7 +78,7 @@ def workload_of(run: RunSpec) -> Workload:
         documents=documents_of(run.data),
         data_bytes=run.data.on_device_bytes,
         fp8_recipe=fp8.recipe if fp8 is not None else "current",
-        low_precision_experts=fp8 is not None and fp8.experts,
+        low_precision_experts=has_fp8_base or (fp8 is not None and fp8.experts),
         bf16_expert_gradients=True,
         low_precision_layers=_fp8_layers(run.model.num_layers, fp8),
         keeps_low_precision_weights=fp8 is not None and fp8.cast_weights == "per_step",
@@ -90,19 +91,33 @@ def _adapters(run: RunSpec) -> Adapters | None:
         return None
     total = num_parameters(run.model)
     trained = sum(one.num_elements for one in adapter_parameters(run.model, run.adapter))
-    return Adapters(run.adapter.rank, _base_bits(run, run.adapter, total), trained / total)
+    packed, has_dropout = _packed_bits(run.adapter), run.adapter.dropout > 0
+    return Adapters(
+        run.adapter.rank,
+        _base_bits(run, run.adapter, packed, total),
+        trained / total,
+        packed,
+        has_dropout=has_dropout,
+        is_dora=run.adapter.kind == "dora",
+    )
 
 
-def _base_bits(run: RunSpec, adapter: AdapterSpec, total: int) -> float:
-    """Mean bits of a frozen weight: NF4 and fp8 are for the linears of the blocks."""
+def _packed_bits(adapter: AdapterSpec) -> float | None:
+    """Bits of a weight in NF4 or fp8 with its scales."""
     if adapter.base in NF4_FORMATS:
-        linears = sum(one.num_elements for one in adaptable(run.model)) / total
         absmax = 32.0 if adapter.base == "nf4" else 8.0 + 32.0 / NESTED_BLOCK
-        return linears * (4.0 + absmax / NF4_BLOCK) + (1.0 - linears) * 16.0
-    if adapter.base == "fp8":
-        stored = sum(one.num_elements for group in fp8_base_groups(run.model) for one in group) / total
-        return stored * 8.0 + (1.0 - stored) * 16.0
-    return 32.0 if adapter.base == "weights" and run.precision.weights == "fp32" else 16.0
+        return 4.0 + absmax / NF4_BLOCK
+    return 8.0 if adapter.base == "fp8" else None
+
+
+def _base_bits(run: RunSpec, adapter: AdapterSpec, packed_bits: float | None, total: int) -> float:
+    """Mean bits of a frozen weight: NF4 and fp8 are for the linears and routed experts of the blocks."""
+    if packed_bits is None:
+        return 32.0 if adapter.base == "weights" and run.precision.weights == "fp32" else 16.0
+    in_fp8 = [one for group in fp8_base_groups(run.model) for one in group]
+    packed = in_fp8 if adapter.base == "fp8" else adaptable(run.model)
+    share = sum(one.num_elements for one in packed) / total
+    return share * packed_bits + (1.0 - share) * 16.0
 
 
 def _fp8_layers(num_layers: int, fp8: Fp8Spec | None) -> float:

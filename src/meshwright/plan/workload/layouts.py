@@ -33,7 +33,7 @@ RECOMPUTE_SELECTIVE = NORMS | ACTIVATION
 RECOMPUTE_BITS: Mapping[str, int] = {"none": RECOMPUTE_NONE, "selective": RECOMPUTE_SELECTIVE, "full": FULL}
 
 # What is offloaded to host memory.
-OFFLOAD_BITS: Mapping[str, int] = {"optimizer": 1, "parameters": 2, "activations": 4}
+OFFLOAD_BITS: Mapping[str, int] = {"optimizer": 1, "parameters": 2, "activations": 4, "embedding": 8}
 
 MAX_CODE = 2**62
 

@@ -42,6 +42,22 @@ class Adapters:
     """Bits of a frozen weight: 16 (LoRA) or 32, 8 or 4 (QLoRA)."""
     trained_share: float | None = None
     """Trained parameters over those of the base; None: those of all linears at this rank."""
+    packed_bits: float | None = None
+    """Bits of a weight of the blocks that is stored in fp8 or NF4, with its scales; None: none is."""
+    has_dropout: bool = False
+    """Whether the input of every adapter is read and written once more, in each pass."""
+    is_dora: bool = False
+    """Whether outputs are scaled by a trained magnitude over the norm of W + B A."""
+
+    @property
+    def repeats_frozen(self) -> bool:
+        """Whether frozen matmuls run a second time, on the dropped input: DoRA with dropout."""
+        return self.is_dora and self.has_dropout
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the matmul of a frozen linear never adds its adapter."""
+        return self.is_dora or self.has_dropout
 
     def share(self, width: int) -> float:
         """Trained parameters over those of the base."""

@@ -82,3 +82,9 @@ def test_the_command_prints_costs(capsys: pytest.CaptureFixture[str]):
     assert run_cli(["check", "llama-3.2-1b-1gpu", "compile=false", "--on", "h100:1", "--json"]) == 0
     found = {note["where"]: note["cost"] for note in json.loads(capsys.readouterr().out)["notes"]}
     assert 0.1 < found["compile"] < 0.6 and found["schedule.num_steps"] is None
+
+
+def test_adapters_are_not_trained_from_scratch():
+    """A plan leaves the folder of the pre-trained weights open."""
+    adapter = ["adapter.rank=8", "adapter.alpha=8", "precision.weights=fp32"]
+    assert notes("tokens_suit_the_size", adapter) == []

@@ -7,6 +7,7 @@ from meshwright.plan.explain.fixes import fixes_text, run_fixes
 from meshwright.plan.predict import predict_run
 from meshwright.spec import ParallelSpec, PrecisionSpec, RunSpec
 from meshwright.spec.check import check
+from meshwright.spec.text import load_run
 
 BF16 = PrecisionSpec(compute="bf16")
 
@@ -45,4 +46,14 @@ def test_two_changes_where_one_is_not_enough():
 def test_when_nothing_helps_more_devices_are_named():
     run, cluster = too_large(ParallelSpec()), parse_cluster("h100:1")
     assert run_fixes(run, cluster) == []
-    assert "on 1 devices" in fixes_text([], cluster)
+    assert "on 1 device:" in fixes_text([], cluster)
+
+
+def test_a_run_with_adapters_is_told_of_its_base_of_offload_and_of_recompute_in_every_layer():
+    cluster = parse_cluster("rtx4080:1")
+    lora, qlora = (load_run(f"llama-3.1-8b-{kind}-24gb") for kind in ("lora", "qlora"))
+    texts = [[fix.change.text for fix in run_fixes(run, cluster)] for run in (lora, qlora)]
+    assert texts == [["adapter.base=nf4"], ["memory.offload=[activations]", "memory.recompute_every=1"]]
+    for text in texts[1]:
+        changed = load_run("llama-3.1-8b-qlora-24gb", [text])
+        assert not check(changed) and predict_run(changed, cluster).fits

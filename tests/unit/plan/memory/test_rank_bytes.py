@@ -190,3 +190,20 @@ class TestOneA100With64:
         # 12 of 16 bits of 8 B weights.
         saved = lora.peak_allocated_bytes[0] - qlora.peak_allocated_bytes[0]
         assert saved == pytest.approx(1.5 * num_parameters(work.model), rel=0.05)
+
+
+def test_dropout_of_adapters_stores_no_mask() -> None:
+    """A trace of 4 layers of Llama 3.1 8B with 4096 tokens, compiled, has 2294 MiB of activations without
+    recompute, and 2290 with dropout. With selective recompute 1216 MiB are added: the outputs of adapters."""
+    model = family("llama-3.1-8b").with_(num_layers=4)
+
+    def activations(recompute: int, *, has_dropout: bool) -> float:
+        work = Workload(model, 2048, compiled=True, adapters=Adapters(has_dropout=has_dropout))
+        found = _memory(work, layouts(recompute=recompute, microbatch_sequences=2))
+        return found.items["activations"].max()
+
+    assert activations(0, has_dropout=True) == activations(0, has_dropout=False)
+    assert activations(FULL, has_dropout=True) == activations(FULL, has_dropout=False)
+    kept = RECOMPUTE_SELECTIVE
+    added = activations(kept, has_dropout=True) - activations(kept, has_dropout=False)
+    assert added / 2**20 == pytest.approx(1216, rel=0.15)

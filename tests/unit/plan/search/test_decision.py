@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tests.support.plans import asked, planned, small_plan
 
+from meshwright.plan.explain.reasons import explain
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.predict import predict_run
 from meshwright.plan.search.decision import pareto_rows, ranking
@@ -84,6 +85,14 @@ def test_objective_cost_uses_fewer_device_hours() -> None:
     fast = planned("llama-3.1-70b", "dgx-h100:16").best
     cheap = make_plan(asked("llama-3.1-70b", "dgx-h100:16", objective="cost").question).best
     assert cheap.device_hours(10**12) <= fast.device_hours(10**12) * 1.001
+
+
+def test_every_axis_has_its_alternative_even_when_each_round_finds_a_better_layout() -> None:
+    """By memory, neighbours of this plan need less in every round, so that the rounds run out."""
+    plan = make_plan(asked("mixtral-8x7b", "dgx-h200:2", objective="memory").question)
+    used = [axis for axis in ("tp", "cp", "pp", "ep") if getattr(plan.best.run.parallel, axis) > 1]
+    assert set(plan.without) == set(used) != set()
+    assert explain(plan)
 
 
 def test_predict_says_the_same_about_the_run_that_was_planned() -> None:

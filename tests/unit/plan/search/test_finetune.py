@@ -1,5 +1,6 @@
 """`plan --finetune`: adapters on frozen weights, priced without their gradients, in a valid run file."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from meshwright.cli.main import run as command
 from meshwright.errors import PlanError, SpecError
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.choose_finetune import choose_finetune
+from meshwright.plan.explain.gains import gains
 from meshwright.plan.explain.reasons import explain
 from meshwright.plan.explain.storage import checkpoint_bytes
 from meshwright.plan.make_plan import make_plan
@@ -18,11 +20,21 @@ from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import Question
 from meshwright.plan.search.request import Request, fill_request
 from meshwright.plan.workload.formats import workload_of
-from meshwright.spec.adapter import adapter_parameters
+from meshwright.spec.adapter import adaptable, adapter_parameters
 from meshwright.spec.check import check
-from meshwright.spec.text import read_run
+from meshwright.spec.text import load_run, read_run
 
 HERE = "memory.offload=[]"
+SELECTIVE = """\
+model: {family: llama-3.1-8b, num_layers: 4}
+adapter: {rank: 16, alpha: 32, base: bf16}
+compile: true
+precision: {compute: bf16}
+memory: {recompute: selective}
+optim: {lr: 2e-4, weight_decay: 0}
+schedule: {num_steps: 10}
+data: {synthetic: {}, sequence_length: 4096, batch_sequences: 8, microbatch_sequences: 1, documents: joined}
+"""
 
 
 def question(model: str, on: str, finetune: FineTuning, *pins: str, seq: int = 2048) -> Question:
@@ -40,7 +52,7 @@ def test_lora_of_8b_fits_a_card_of_24_gb_and_full_fine_tuning_does_not() -> None
     with pytest.raises(PlanError):
         planned("llama-3.1-8b", "rtx4090:1", "full", HERE)
     text = " ".join(explain(lora))
-    assert "8.03B frozen parameters (2 B each, 15.0 GiB) and 41.9M trained ones" in text
+    assert "8.03B frozen parameters (2 bytes each, 15.0 GiB) and 41.9M trained ones" in text
     assert "Longest context that fits, with full recompute: " in text
 
 
@@ -69,9 +81,29 @@ def test_frozen_weights_cost_no_weight_gradient_and_no_state() -> None:
     assert make_plan(lora).best.step_seconds < make_plan(full).best.step_seconds
 
 
+@pytest.mark.parametrize(("base", "bits"), [("nf4", 4.5), ("nf4_nested", 4.126953125), ("fp8", 8.0)])
+def test_routed_experts_are_planned_in_every_format(base: str, bits: float) -> None:
+    """Qwen3-30B-A3B: 95% of its weights are experts; the others of the blocks are packed too."""
+    asked = question("qwen3-30b-a3b", "h100:8", "qlora", f"adapter.base={base}", HERE)
+    work = workload_of(asked.run)
+    assert work.adapters is not None and work.adapters.packed_bits == bits
+    packed = sum(one.num_elements for one in adaptable(asked.run.model)) / work.counts.total
+    assert packed > 0.95
+    assert work.adapters.base_bits == pytest.approx(packed * bits + (1 - packed) * 16)
+    assert work.low_precision_experts == (base == "fp8")
+    best = make_plan(asked).best
+    assert best.run.adapter is not None and best.run.adapter.base == base and not check(best.run)
+
+
 @pytest.mark.parametrize(
     ("base", "length", "recompute", "measured_gib"),
-    [("bf16", 4096, "none", 51.9), ("bf16", 2048, "full", 17.6), ("nf4", 2048, "full", 8.3)],
+    [
+        ("bf16", 4096, "none", 50.2),
+        ("bf16", 4096, "selective", 39.3),
+        ("fp8", 4096, "none", 43.7),
+        ("bf16", 2048, "full", 17.2),
+        ("nf4", 2048, "full", 7.9),
+    ],
 )
 def test_memory_of_8b_is_what_was_measured_on_an_h200(
     base: str, length: int, recompute: str, measured_gib: float
@@ -83,22 +115,53 @@ def test_memory_of_8b_is_what_was_measured_on_an_h200(
     memory = asked.run.memory.with_(recompute=recompute)
     found = predict_run(asked.run.with_(data=data, memory=memory), asked.cluster)
     assert found.peak_stage.allocated_bytes / 2**30 == pytest.approx(measured_gib, rel=0.07)
-    if recompute == "none":
-        assert found.tokens_per_second_per_device == pytest.approx(15733, rel=0.05)
+    if recompute == "none" and base == "bf16":
+        assert found.tokens_per_second_per_device == pytest.approx(16129, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("on", "rehearsed", "published"), [("rtx4090:1", 79872, 78475), ("h100:1", 343040, 342733)]
+    ("on", "pins", "traced_gib"),
+    [
+        ("h200:1", (), 5.571),
+        ("h200:1", ("adapter.kind=dora",), 7.136),
+        ("h200:2", ("parallel.tp=2",), 3.973),
+        ("h200:4", ("parallel.dp_shard=4", "parallel.zero=1"), 5.541),
+        ("h200:4", ("parallel.dp_shard=4", "parallel.zero=3"), 6.101),
+        ("h200:4", ("parallel.dp_shard=4", "parallel.zero=3", "compile=false"), 6.351),
+        ("h200:4", ("parallel.dp_shard=4", "parallel.zero=3", "adapter.base=nf4"), 4.489),
+        ("h200:4", ("parallel.cp=4", "parallel.zero=3"), 4.050),
+    ],
+)
+def test_selective_recompute_keeps_what_adapters_add_apart_from_sharded_weights(
+    tmp_path: Path, on: str, pins: tuple[str, ...], traced_gib: float
+) -> None:
+    """`rehearse` of 8 sequences of 4,096 tokens in four layers of 8B, as traced on 2026-11-19. Without the
+    adapters' outputs, 70B on a node of Leonardo was said to fit and traced 12 GiB more."""
+    file = tmp_path / "run.yaml"
+    file.write_text(SELECTIVE)
+    found = predict_run(load_run(file, pins), parse_cluster(on))
+    assert found.peak_stage.allocated_bytes / 2**30 == pytest.approx(traced_gib, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("on", "rehearsed", "published"),
+    [
+        ("rtx4060:1", 7168, 2972),
+        ("rtx3060:1", 26624, 21848),
+        ("rtx4080:1", 45056, 40724),
+        ("rtx4090:1", 83968, 78475),
+        ("h100:1", 352256, 342733),
+    ],
 )
 def test_longest_context_of_8b_qlora_is_what_the_rehearsal_finds(
     on: str, rehearsed: int, published: int
 ) -> None:
-    """`rehearse` fits the second column (compiled, full recompute, activations offload) into 23.5 and 79.2
-    GiB; the third is unsloth's table for 24 and 80 GB. A plan leaves 5% of the card free and assumes more
-    fragmentation."""
+    """`rehearse` fits the second column (compiled, full recompute, activations and embedding on the host) on
+    the card; the third is unsloth's table for 8, 12, 16, 24 and 80 GB. A plan leaves 5% of the card free and
+    assumes more fragmentation: up to half a GiB, which is most of the room for activations on 8 GB."""
     found = longest_context(question("llama-3.1-8b", on, "qlora"))
     assert rehearsed >= published
-    assert 0.85 * rehearsed <= found.with_offload <= rehearsed
+    assert (0.75 if rehearsed < 10_000 else 0.85) * rehearsed <= found.with_offload <= rehearsed
     assert 0 < found.on_device < found.with_offload
 
 
@@ -110,11 +173,34 @@ def test_auto_takes_qlora_where_lora_does_not_fit(capsys: pytest.CaptureFixture[
     """8B on a card of 16 GB without bf16: unquantised weights would be in fp32."""
     arguments = ["plan", "llama-3.1-8b", "--on", "t4:1", "--seq", "2048", "--finetune", "auto"]
     assert command(arguments) == 0
-    shown = capsys.readouterr()
-    assert "finetune: full fine-tuning does not fit: it needs" in shown.err
-    assert "finetune: lora (frozen weights unquantised) does not fit: it needs" in shown.err
+    shown, reason = capsys.readouterr(), "does not fit on the devices alone: it needs"
+    assert f"finetune: full fine-tuning {reason}" in shown.err
+    assert f"finetune: lora (frozen weights unquantised) {reason}" in shown.err
     assert "finetune: qlora (frozen weights in 4 bits) fits in" in shown.err
     assert "frozen weights in nf4 (adapter.base)" in shown.err
+
+
+def test_auto_keeps_its_reasons_in_files_and_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Advice for training from scratch is none for a model that is trained already."""
+    asked = ["plan", "llama-3.1-8b", "--on", "rtx4090:1", "--finetune", "auto", "--seq", "2048"]
+    files = ["-o", str(tmp_path / "run.yaml"), "--report", str(tmp_path / "plan.html")]
+    assert command([*asked, *files, "--json"]) == 0
+    document, report = json.loads(capsys.readouterr().out), (tmp_path / "plan.html").read_text()
+    reason = "lora (frozen weights unquantised) fits in"
+    assert any(sentence.startswith(reason) for sentence in document["why"])
+    assert f"# {reason}" in (tmp_path / "run.yaml").read_text() and reason in report
+    assert document["compute_optimal"] is None and "compute-optimal" not in report
+    assert document["formats"] == "bf16, adamw, compiled, lora of rank 16 on bf16 weights"
+
+
+def test_auto_that_finds_nothing_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama-3.1-405b", "--on", "rtx4060:1", "--finetune", "auto", "--json"]
+    assert command(asked) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is False
+    assert document["error"]["fact"].endswith("that is qlora (frozen weights in 4 bits), which needs least")
 
 
 def test_auto_says_what_the_rules_do_not_allow() -> None:
@@ -150,12 +236,49 @@ def test_the_run_file_has_the_adapter_and_is_valid(
     file = tmp_path / "run.yaml"
     arguments = ["plan", "llama-3.1-8b", "--on", "rtx4090:1", "--seq", "2048", HERE]
     assert command([*arguments, "--finetune", "auto", "adapter.rank=8", "-o", str(file)]) == 0
-    assert "finetune: lora (frozen weights unquantised) fits in" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "finetune: lora (frozen weights unquantised) fits in" in told
+    assert "finetune: instead, qlora (frozen weights in 4 bits) fits in" in told
     run = read_run(str(file)).require_valid()
     assert run.adapter is not None and run.adapter.rank == 8 and run.adapter.base == "bf16"
+    # A format that is asked for is no other kind's.
+    assert command([*arguments, "--finetune", "auto", "adapter.base=bf16"]) == 0
+    assert "finetune: instead" not in capsys.readouterr().err
+
+
+def test_experts_that_do_not_fit_one_device_are_an_error_of_memory() -> None:
+    """ep borrows its ranks from dp and cp: one device has no part of the experts alone."""
+    with pytest.raises(PlanError, match="does not fit on 1 x NVIDIA RTX 4090 24GB: the layout that comes"):
+        planned("qwen3-30b-a3b", "rtx4090:1", "qlora")
 
 
 def test_words_that_are_none_are_refused() -> None:
     assert require_known(None) is None and require_known("lora") == "lora"
     with pytest.raises(SpecError, match="--finetune is 'dora'"):
         require_known("dora")
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("full", 1e-5), ("lora", 2e-4), ("qlora", 2e-4)])
+def test_the_learning_rate_is_that_of_fine_tuning_unless_it_is_set(kind: FineTuning, rate: float) -> None:
+    optim = question("llama-3.2-1b", "h100:8", kind).run.optim
+    assert (optim.lr, optim.weight_decay) == (rate, 0.0)
+    optim = question("llama-3.2-1b", "h100:8", kind, "optim.lr=7e-5", "optim.weight_decay=0.01").run.optim
+    assert (optim.lr, optim.weight_decay) == (7e-5, 0.01)
+
+
+def test_lora_that_does_not_fit_is_told_of_qlora() -> None:
+    with pytest.raises(PlanError) as refused:
+        planned("llama-3.1-8b", "t4:1", "lora")
+    assert "- adapter.base=nf4 (QLoRA) (" in refused.value.hint
+
+
+def test_a_gain_of_other_numerics_is_there_when_they_are_allowed() -> None:
+    """Moments of adapters are small; with adapters, host memory is not what makes a plan faster."""
+    plan = planned("llama-3.1-8b", "rtx4090:1", "lora", seq=4096)
+    assert {gain.name for gain in gains(plan)}.isdisjoint({"adamw_8bit", "bf16_moments"})
+
+
+def test_a_node_of_an_odd_number_of_devices_is_filled_up() -> None:
+    with pytest.raises(PlanError) as refused:
+        planned("llama-3.1-70b", "a100-64gb:3", "full", seq=4096)
+    assert "- 8 devices instead of 3 (" in refused.value.hint

@@ -13,18 +13,20 @@ from tests.support.soak import examples
 
 from meshwright.hardware.catalogue import parse_cluster
 from meshwright.plan.search.candidate import Candidate, with_layout
-from meshwright.plan.search.collector import KEPT_WITHIN
+from meshwright.plan.search.collector import KEPT_WITHIN, Collector
 from meshwright.plan.search.meshes import divisors, meshes
 from meshwright.plan.search.pins import parse_pins
 from meshwright.plan.search.question import (
     MIN_CP_POSITIONS_TO_SAVE,
+    Objective,
     Question,
+    distance,
     fitting_rows,
     price_memory,
     price_time,
 )
 from meshwright.plan.search.search import search
-from meshwright.plan.search.space import expand, offloaded
+from meshwright.plan.search.space import expand, least_memory_layouts, offloaded
 from meshwright.plan.workload.layouts import CP_KINDS, RECOMPUTE_NONE, concatenated
 from meshwright.spec.check import check
 
@@ -57,6 +59,61 @@ def test_finds_what_pricing_everything_finds(model: str, on: str, *, saves_memor
     assert not len(faster) or not fitting_rows(asks, price_memory(asks, faster)).any()
     assert best in seconds
     assert bool(found.layouts.offload[int(found.step_seconds.argmin())]) == saves_memory
+
+
+@examples(10)
+@given(
+    model=st.sampled_from(SMALL),
+    on=st.sampled_from(["rtx4090:2", "h100:8", "leonardo:4"]),
+    share=st.floats(0.02, 0.9),
+    seed=st.integers(0, 10**6),
+)
+def test_a_budget_leaves_out_only_what_exceeds_it(model: str, on: str, share: float, seed: int) -> None:
+    """Layouts inside the budget have all their bytes; the others have at most theirs, and exceed it too."""
+    asks = question(model, on)
+    plain = expand(asks, meshes(asks, range(1, asks.cluster.num_devices + 1)))
+    at = plain.take(np.random.default_rng(seed).integers(0, len(plain), 400))
+    budget = share * asks.cluster.device.memory_bytes
+    full, found = price_memory(asks, at), price_memory(asks, at, budget=budget)
+    inside = full.peak_device_bytes <= budget
+    assert np.array_equal(found.peak_device_bytes <= budget, inside)
+    assert np.array_equal(found.peak_device_bytes[inside], full.peak_device_bytes[inside])
+    # Sums in another order.
+    assert (found.peak_allocated_bytes <= full.peak_allocated_bytes * (1.0 + 1e-12)).all()
+
+
+@pytest.mark.parametrize(
+    ("model", "on"),
+    [("llama-3.1-70b", "rtx4090:4"), ("mixtral-8x22b", "rtx4090:8"), ("llama-3.1-8b", "rtx4090:1")],
+)
+def test_the_closest_of_all_layouts_is_shown_where_none_fits(model: str, on: str) -> None:
+    asks = question(model, on, batch_sequences=16, seq=4096)
+    wide = replace(asks, min_cp_positions=MIN_CP_POSITIONS_TO_SAVE)
+    table = meshes(wide, range(1, asks.cluster.num_devices + 1))
+    smallest = [least_memory_layouts(asks, table, offloads=offloads) for offloads in (False, True)]
+    every = concatenated(smallest)
+    least = distance(asks, price_memory(asks, every, limit=len(every) + 1)).min()
+    found = search(asks)
+    assert len(found.fitting) == 0
+    assert found.closest is not None
+    assert distance(asks, price_memory(asks, found.closest.layouts))[0] == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "objective"), [("llama-3.1-8b", "speed"), ("mixtral-8x7b", "cost"), ("mixtral-8x7b", "memory")]
+)
+def test_looking_ahead_changes_nothing(
+    model: str, objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = replace(question(model, "leonardo:2", seq=16384), objective=objective)
+    monkeypatch.setattr("meshwright.plan.search.search.BLOCK_MESHES", 16)
+    found = search(asks)
+    monkeypatch.setattr(Collector, "look_ahead", lambda *_, **__: None)
+    alone = search(asks)
+    assert (found.num_considered, found.num_fitting) == (alone.num_considered, alone.num_fitting)
+    for name, column in vars(found.fitting.layouts).items():
+        assert np.array_equal(column, getattr(alone.fitting.layouts, name))
+    assert np.array_equal(found.fitting.device_bytes, alone.fitting.device_bytes)
 
 
 @examples(10)

@@ -13,7 +13,14 @@ from meshwright.plan.framework import our_runtime
 from meshwright.plan.time import kernels
 from meshwright.plan.time.step_time import stage_seconds, step_cost
 from meshwright.plan.time.timeline import finish_seconds
-from meshwright.plan.workload.layouts import EP_OVERLAPS, FULL, RECOMPUTE_SELECTIVE, Layouts, layouts
+from meshwright.plan.workload.layouts import (
+    CP_KINDS,
+    EP_OVERLAPS,
+    FULL,
+    RECOMPUTE_SELECTIVE,
+    Layouts,
+    layouts,
+)
 from meshwright.plan.workload.operators import Matmul
 from meshwright.plan.workload.schedules import SCHEDULES, PipelineShape
 from meshwright.plan.workload.workload import Adapters, Workload
@@ -48,6 +55,15 @@ def test_routed_blocks_with_ep_and_selective_recompute_are_not_compiled() -> Non
     assert shared(workload, at, moe=False).tolist() == [1.0, 1.0, 1.0]
     some = layouts(ep=8, recompute=RECOMPUTE_SELECTIVE, recompute_every=2)
     assert shared(workload, some, moe=True).tolist() == [0.5]
+
+
+def test_rings_with_selective_recompute_are_not_compiled() -> None:
+    """torch's compiler does not trace messages between ranks; full recompute compiles what is around."""
+    workload = Workload(LLAMA, 4096, compiled=True)
+    kinds = np.array([CP_KINDS.index(kind) for kind in ("gather", "ring", "ulysses", "hierarchical", "ring")])
+    recompute = np.array([*[RECOMPUTE_SELECTIVE] * 4, FULL])
+    at = layouts(cp=4, cp_kind=kinds, recompute=recompute)
+    assert our_runtime().compiled_share(workload, at, moe=False).tolist() == [1.0, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_many_layouts_cost_as_each_alone() -> None:
@@ -149,6 +165,21 @@ class TestDirections:
         lora = Workload(family("llama-3.1-8b"), 4096, adapters=Adapters())
         qlora = Workload(family("llama-3.1-8b"), 4096, adapters=Adapters(base_bits=4))
         assert _seconds(layouts(), qlora) > _seconds(layouts(), lora)
+
+    def test_dropout_of_adapters_moves_bytes_and_with_dora_repeats_frozen_matmuls(self) -> None:
+        plain, dropped, dora = (
+            step_cost(
+                Workload(family("llama-3.1-8b"), 4096, adapters=adapters), layouts(), H100, our_runtime()
+            ).items
+            for adapters in (
+                Adapters(),
+                Adapters(has_dropout=True),
+                Adapters(has_dropout=True, is_dora=True),
+            )
+        )
+        assert dropped["elementwise"][0] > 1.1 * plain["elementwise"][0]
+        assert dropped["matmul"][0] == plain["matmul"][0]
+        assert dora["matmul"][0] == pytest.approx(2 * plain["matmul"][0])
 
 
 @examples(30)
