@@ -11,6 +11,7 @@ tp is innermost, so its ranks are adjacent on a node. Building a Mesh communicat
 
 import dataclasses
 import datetime
+import gc
 import os
 import sys
 from functools import cached_property
@@ -160,9 +161,14 @@ def _init_process_group(
 
 
 def leave_world() -> None:
-    """Destroy the process groups, if there are any."""
+    """Destroy the process groups, if there are any, and end their threads.
+
+    A thread of gloo that frees a tensor while the interpreter ends aborts the process (SIGABRT). The threads
+    end with their group, and reference cycles of meshes keep groups alive.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,4 +247,18 @@ def build_mesh(parallel: ParallelSpec, world: World) -> Mesh:
         (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp),
         mesh_dim_names=("pp", "dp_replicate", "shard", "tp"),
     )
-    return Mesh(parallel=p, device=world.device, rank=world.rank, sequence=sequence, dense=dense)
+    mesh = Mesh(parallel=p, device=world.device, rank=world.rank, sequence=sequence, dense=dense)
+    if p.pp > 1:
+        _make_groups_of_some_stages(mesh)
+    return mesh
+
+
+def _make_groups_of_some_stages(mesh: Mesh) -> None:
+    """Make the meshes that only some stages use, on all ranks.
+
+    torch numbers process groups on each rank: where one stage has made a group more, ranks that make the next
+    one together have other names for it, and wait for each other in vain.
+    """
+    _ = mesh.data
+    if mesh.parallel.ep > 1:
+        _ = mesh.expert

@@ -53,6 +53,7 @@ def test_the_full_demo(here: Path, capfd: Captured):
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert f"Held-out loss {rows[-1]['eval_loss']:.3f}" in printed and f"{entropy:.3f}" in printed
     events = [json.loads(line) for line in (here / "runs/demo/events-0.jsonl").read_text().splitlines()]
+    assert not [event["text"] for event in events if event["kind"] == "restart"]
     assert [event["step"] for event in events if event["kind"] == "resume"] == [2]
     page = (here / "runs/demo/report.html").read_text()
     assert "unigram entropy" in page and demo.PROMPT in page
