@@ -48,6 +48,7 @@ class Contender:
     """Tokens of a sequence, where it is not that of the case."""
     precision: dict[str, Any] = field(default_factory=dict)
     offload: tuple[str, ...] = ()
+    cuda_graphs: bool = False
     hf: dict[str, Any] | None = None
     """Settings of Hugging Face + peft; None: ours."""
 
@@ -61,6 +62,7 @@ CONTENDERS = {
         "ours, LoRA, fp8 matmuls",
         precision={"fp8": {"recipe": "current", "bf16_layers_each_end": 0, "cast_weights": "per_step"}},
     ),
+    "lora-graphs": Contender("ours, LoRA, bf16 base, CUDA graphs", cuda_graphs=True),
     "lora-fp8-base": Contender("ours, LoRA, base stored in fp8", base="fp8"),
     "qlora": Contender("ours, QLoRA, NF4 base", base="nf4"),
     "qlora-2k": Contender("ours, QLoRA, NF4 base, full recompute", base="nf4", recompute="full", length=2048),
@@ -70,6 +72,13 @@ CONTENDERS = {
         recompute="full",
         length=2048,
         offload=("activations",),
+    ),
+    "qlora-2k-embedding": Contender(
+        "ours, QLoRA, NF4 base, full recompute, embedding in host memory",
+        base="nf4",
+        recompute="full",
+        length=2048,
+        offload=("embedding",),
     ),
     "lora-2k": Contender("ours, LoRA, bf16 base, full recompute", recompute="full", length=2048),
     "hf-eager": Contender("Hugging Face + peft, eager", hf={"compile": False}),
@@ -90,6 +99,7 @@ def run_of(contender: Contender, options: argparse.Namespace) -> RunSpec:
     return RunSpec(
         device=options.device,
         compile=options.device == "cuda",
+        cuda_graphs=contender.cuda_graphs and options.device == "cuda",
         model=model,
         adapter=AdapterSpec.model_validate({"rank": 16, "alpha": 32, "base": contender.base}),
         precision=PrecisionSpec.model_validate({"compute": "bf16", **contender.precision}),

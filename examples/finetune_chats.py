@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from meshwright.cli.main import run as run_command
 from meshwright.data.byte_tokenizer_file import byte_tokenizer_json
@@ -38,6 +38,7 @@ data: {{path: {data}, packing: whole, sequence_length: 256, batch_sequences: 4, 
 def download(folder: Path) -> None:
     config = LlamaConfig(
         vocab_size=259,
+        initializer_range=0.2,  # with the usual 0.02, adapters can hardly move the logits of a frozen head
         hidden_size=64,
         intermediate_size=160,
         num_hidden_layers=2,
@@ -45,6 +46,7 @@ def download(folder: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=256,
     )
+    set_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer = Tokenizer.from_buffer(byte_tokenizer_json())
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])

@@ -62,6 +62,11 @@ def new_folder_beside(target: Path) -> Path:
     return folder
 
 
+def share_file(path: Path) -> None:
+    """Give a file the permissions of any new file; safetensors makes its files private to their owner."""
+    path.chmod(0o666 & ~_umask())
+
+
 def _is_alive(process_id: str) -> bool:
     """Whether a process of this host has this id; True for anything that is no id."""
     return not process_id.isdecimal() or Path("/proc", process_id).exists() or not Path("/proc/self").exists()

@@ -89,7 +89,8 @@ def test_chats_and_pairs(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "<|im_start|>assistant\n  | ⟦It is 0.<|im_end|>⟧" in done.stdout
     losses = [row["loss"] for row in read_metrics(tmp_path / "run-chats")]
-    assert losses[-1] < losses[0] - 1
+    assert losses[0] > 5 and losses[-1] < 1
+    assert "It is " in done.stdout.split("⟧")[-1]  # the answer with the adapter
     assert "the base of" in done.stderr and "of the adapted weights differ from the base" in done.stderr
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "merged" / "chat_template.jinja").is_file()

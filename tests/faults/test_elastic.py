@@ -18,8 +18,11 @@ from tests.support.live_runs import (
 from meshwright.observe.metrics import read_metrics
 
 RUN = (
-    *(*SMALL, "precision.compute=fp32", "data.batch_sequences=12", "data.microbatch_sequences=1"),
+    *(*SMALL, "precision.compute=fp64", "data.batch_sequences=12", "data.microbatch_sequences=1"),
     *("schedule.num_steps=100000", "checkpoint.every_steps=10", "checkpoint.keep_last=2"),
+    # Training amplifies rounding: at the usual rate two meshes differ by 1e-9 after 90 steps, by 1e-4 after
+    # 150, and how many steps a restart takes depends on the machine.
+    "optim.lr=1e-6",
 )
 ELASTIC = (
     *("parallel.dp_replicate=4", "resilience.elastic.min_ranks=2"),
@@ -65,4 +68,4 @@ def _assert_same_samples(tmp_path, run_dir) -> None:
     assert launcher.returncode == 0, printed
     expected = read_metrics(tmp_path / "whole")
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-4)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-9)

@@ -34,12 +34,12 @@ TRIALS_PER_TEST = 25
 def test_killed_stopped_and_hanging_ranks_are_restarted_and_the_result_is_the_same(
     tmp_path, undisturbed, record
 ):
-    """20 random kills in start, load, step or save, a stopped rank and one that holds the GIL."""
-    faults = [*[kill_one] * 15, *[kill_all] * 5, stop_one, hold_gil]
+    """8 random kills in start, load, step or save, a stopped rank and one that holds the GIL."""
+    faults = [*[kill_one] * 6, *[kill_all] * 2, stop_one, hold_gil]
     rng, env = random.Random(SEED), gil_environment(tmp_path)
     rng.shuffle(faults)
     trials = survive(faults, tmp_path, undisturbed, rng=rng, env=env, report=record)
-    assert len(trials) == 22
+    assert len(trials) == len(faults)
 
 
 @pytest.mark.soak

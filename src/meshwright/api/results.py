@@ -92,7 +92,7 @@ class PlanResult:
     def save(self, path: str | Path) -> Path:
         """Write the run file that `meshwright train` takes, with the reasons as comments."""
         self.require_run_file()
-        Path(path).write_text(run_file(self.plan, self.why), encoding="utf-8")
+        Path(path).write_text(run_file(self.plan, [*self.finetune_reasons, *self.why]), encoding="utf-8")
         return Path(path)
 
     def require_run_file(self) -> None:
@@ -106,7 +106,7 @@ class PlanResult:
         page = report_html(
             self.plan,
             tokens=self.tokens,
-            why=self.why,
+            why=[*self.finetune_reasons, *self.why],
             neighbours=self.neighbours,
             gains=self.gains,
             price=price,
@@ -120,7 +120,7 @@ class PlanResult:
             self.plan,
             tokens=self.tokens,
             assumed=self.assumed,
-            why=self.why,
+            why=[*self.finetune_reasons, *self.why],
             neighbours=self.neighbours,
             gains=self.gains,
         )

@@ -59,7 +59,7 @@ def check(
     nothing is written.
     """
     from meshwright.cli.data_records import check_records
-    from meshwright.errors import EXIT_INPUT, SpecError
+    from meshwright.errors import EXIT_INPUT, CheckpointError, SpecError
     from meshwright.spec.records_file import has_sources
     from meshwright.spec.text import read_run
 
@@ -68,7 +68,8 @@ def check(
     try:
         loaded = read_run(run, overrides or [])
         loaded.require_valid()
-    except SpecError as error:
+        _require_readable_adapter(loaded.run)
+    except (SpecError, CheckpointError) as error:
         if not as_json:
             raise
         typer.echo(json.dumps({"valid": False, "violations": _violations(error)}, indent=2))
@@ -86,6 +87,17 @@ def check(
 def _violations(error: Any) -> list[dict[str, str]]:
     each_error = getattr(error, "violations", [error])
     return [{"fact": each.fact, "where": each.where, "hint": each.hint} for each in each_error]
+
+
+def _require_readable_adapter(run: Any) -> None:
+    """Refuse a peft folder in `adapter.start_from` whose config `train` would refuse; it need not be here."""
+    from meshwright.adapters.peft_config import CONFIG_FILE, read_peft_config, require_same_kind
+
+    if run.adapter is None or run.adapter.start_from is None:
+        return
+    folder = Path(run.adapter.start_from).expanduser()
+    if (folder / CONFIG_FILE).is_file():
+        require_same_kind(read_peft_config(folder), run.adapter, folder)
 
 
 def _advice(run: Any, on: str) -> list[Any]:
@@ -129,6 +141,7 @@ def _summary(run: Any) -> str:
         f"{run.name}: valid, fingerprint {run.fingerprint()}\n"
         f"  model     {run.model.family}: {show_count(num_parameters(run.model))} parameters, "
         f"{run.model.num_layers} layers of width {run.model.width}\n"
+        f"{_trained(run)}"
         f"  ranks     {parallel.num_ranks} ({axes}{borrowed})\n"
         f"  batch     {data.batch_sequences} sequences of {data.sequence_length} = "
         f"{show_count(data.batch_tokens)} tokens; {_each_rank(parallel.dp)} takes "
@@ -140,6 +153,36 @@ def _summary(run: Any) -> str:
     )
 
 
+def _trained(run: Any) -> str:
+    """What fine-tuning updates, and on which weights; empty where a model is trained from scratch."""
+    from meshwright.spec.adapter import num_trained_parameters
+    from meshwright.spec.parameters import num_parameters
+    from meshwright.units import show_count
+
+    adapter, folder = run.adapter, run.checkpoint.start_from
+    start = f"from {folder}{_absence(folder)}" if folder else _NO_BASE
+    if adapter is None and not run.train_only:
+        return f"  weights   {start}\n" if folder else ""
+    count = num_trained_parameters(run.model, adapter, run.train_only)
+    share = f"{show_count(count)} parameters, {count / num_parameters(run.model):.2%} of the model"
+    if adapter is None:
+        return f"  trained   {share}: {', '.join(run.train_only)}\n  weights   {start}\n"
+    form = run.precision.weights if adapter.base == "weights" else adapter.base
+    beside = f", and {', '.join(run.train_only)}" if run.train_only else ""
+    there = adapter.start_from
+    onward = f", from {there}{_absence(there)}" if there else ""
+    kind = f"{adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}{beside}{onward}"
+    return f"  trained   {share}: {kind}\n  base      {form}, {start}\n"
+
+
+_NO_BASE = "no weights yet: `train` needs checkpoint.start_from"
+
+
+def _absence(folder: str) -> str:
+    """What to add to the name of a folder that is not on this machine."""
+    return "" if Path(folder).expanduser().exists() else ", which is not there"
+
+
 def _each_rank(dp: int) -> str:
     return "the one rank" if dp == 1 else f"each of {dp} data-parallel ranks"
 
@@ -147,6 +190,7 @@ def _each_rank(dp: int) -> str:
 def _data(run: Any) -> str:
     """What the datasets resolve to; empty for the generated corpus."""
     from meshwright.data.stream_report import report_stream
+    from meshwright.data.tokenize import has_other_tokenizer
     from meshwright.errors import DataError
 
     if run.data.path is None and not run.data.blend:
@@ -155,6 +199,9 @@ def _data(run: Any) -> str:
         lines = [report.line for report in report_stream(run)]
     except DataError as error:
         lines = [f"{error.where}: {error.fact}"]
+    folder = run.checkpoint.start_from
+    if folder and has_other_tokenizer(run.data, Path(folder).expanduser()):
+        lines.append(f"packed with another tokenizer than that of {folder}")
     return "\n  data      " + "\n            ".join(lines)
 
 

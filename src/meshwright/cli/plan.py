@@ -95,23 +95,25 @@ def plan(
         _reject_for_module({"--finetune": finetune})
     options = {"on": on, "seq": seq, "batch_tokens": batch_tokens, "tokens": tokens, "precision": precision}
     options |= {"allow": allow, "objective": objective}
-    filled, reasons = fill_finetune(
-        finetune,
-        pins or [],
-        lambda kind, pinned: _filled_request(model, external, list(pinned), **options, finetune=kind),
-    )
-    for reason in reasons:
-        typer.echo(f"finetune: {reason}", err=True)
+    filled = None
     try:
+        filled, reasons = fill_finetune(
+            finetune,
+            pins or [],
+            lambda kind, pinned: _filled_request(model, external, list(pinned), **options, finetune=kind),
+        )
+        for reason in reasons:
+            typer.echo(f"finetune: {reason}", err=True)
         question = filled.question if deadline is None else _sized(filled, on, deadline)
         found = make_plan(question, top=max(top, verify or 1))
         found, verified = _verified(found, verify)
     except PlanError as error:
         if as_json:
-            typer.echo(json.dumps({"fits": False, "error": vars(error), "assumed": list(filled.assumed)}))
+            assumed = list(filled.assumed) if filled is not None else []
+            typer.echo(json.dumps({"fits": False, "error": vars(error), "assumed": assumed}))
         raise
     files = {"output": output, "report": report}
-    _deliver(found, filled, verified, **files, price=price, as_json=as_json)
+    _deliver(found, filled, verified, **files, reasons=reasons, price=price, as_json=as_json)
     if external is not None and not as_json:
         typer.echo(f"\n{external.text}\ntrain it as a module: {external.fit_text(found.best.run)}")
 
@@ -146,6 +148,7 @@ def _deliver(
     *,
     output: Path | None,
     report: Path | None,
+    reasons: Sequence[str],
     price: float | None,
     as_json: bool,
 ) -> None:
@@ -162,14 +165,16 @@ def _deliver(
         "neighbours": neighbours(found),
         "gains": gains(found) if found.question.module_runtime is None else [],
     }
+    # The text has the reasons for the kind of fine-tuning on stderr already.
+    kept = {**views, "why": [*reasons, *views["why"]]}
     if output is not None:
-        _write(output, run_file(found, views["why"]))
+        _write(output, run_file(found, kept["why"]))
     if report is not None:
         from meshwright.plan.draw.plan_report import report_html
 
-        _write(report, report_html(found, tokens=filled.tokens, price=price, **views))
+        _write(report, report_html(found, tokens=filled.tokens, price=price, **kept))
     if as_json:
-        document = plan_document(found, tokens=filled.tokens, assumed=filled.assumed, **views)
+        document = plan_document(found, tokens=filled.tokens, assumed=filled.assumed, **kept)
         typer.echo(json.dumps(document if verified is None else {**document, "verified": verified}))
     else:
         _print(found, filled, verified, **views)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import sum_reducer
 
 from meshwright.errors import DataError
@@ -19,6 +18,7 @@ from meshwright.parallel.dp import Reducer
 from meshwright.parallel.pp.forward import ranks_of_stages, receive, send
 from meshwright.parallel.pp.microbatch_reduce import StepReduction
 from meshwright.parallel.pp.pipeline_program import ONE_STAGE_SCHEDULES, SCHEDULES
+from meshwright.parallel.pp.torch_stage import pipeline_stage
 from meshwright.parallel.shards import ParameterShard
 
 Numbered = dict[int, nn.Module]
@@ -118,7 +118,7 @@ class ChainProgram:
     def _build_schedule(self, num_microbatches: int) -> Any:
         mesh, kind = self._mesh, self._mesh.parallel.schedule
         built = [
-            PipelineStage(
+            pipeline_stage(
                 stage,
                 index,
                 mesh.parallel.num_stages,

@@ -21,7 +21,7 @@ _MAX_TEXT_BYTES = 4 << 20
 READ_COLUMNS = (
     *("loss", "grad_norm", "lr", "tokens", "step_tokens", "step_seconds", "tokens_per_second"),
     *("tflops_per_gpu", "mfu", "peak_bytes", "eval_loss", "loss_scale", "skipped", "noise_scale_tokens"),
-    *("expert_load_max", "expert_load_min"),
+    *("expert_load_max", "expert_load_min", "reward_margin", "reward_accuracy"),
 )
 """The columns of metrics.jsonl that are read."""
 

@@ -118,6 +118,20 @@ def charts(files: RunFiles, figures: RunFigures) -> Iterator[Chart]:
     memory_unit, memory = _memory(history)
     yield _loss_chart(history, figures, marks)
     yield Chart(
+        title="Reward margin",
+        note="Mean reward of chosen answers less that of rejected ones.",
+        series=_trend(history, "reward_margin"),
+        marks=marks,
+        show=_show_small,
+    )
+    yield Chart(
+        title="Reward accuracy",
+        note="Share of pairs whose chosen answer has the higher reward.",
+        series=_trend(history, "reward_accuracy"),
+        marks=marks,
+        show=_show_small,
+    )
+    yield Chart(
         title="Gradient norm", note="Before clipping.", series=_trend(history, "grad_norm"), marks=marks
     )
     yield Chart(title="Learning rate", series=_single(history, "lr"), marks=marks, show=_show_small)
@@ -168,7 +182,7 @@ def _loss_chart(history: History, figures: RunFigures, marks: list[float]) -> Ch
     entropy = figures.unigram_entropy
     return Chart(
         title="Loss",
-        note="Nats per token.",
+        note="Mean over pairs." if len(history.points("reward_margin")) else "Nats per token.",
         series=[
             *_trend(history, "loss", "train"),
             *_single(history, "eval_loss", "held out", style="second", dots=True),

@@ -1,6 +1,6 @@
 """Adapters: low-rank updates of frozen matrices (LoRA), and which parameters of a run are trained.
 
-    y = x W^T + scale (dropout(x) A^T) B^T         W frozen; A[rank, in] and B[out, rank] trained
+    y = x W^T + scale (drop(x) A^T) B^T            W frozen; A[rank, in] and B[out, rank] trained
 
 scale is alpha / rank (lora, dora) or alpha / sqrt(rank) (rslora). It is plain data: `adapters/` builds the
 modules, `parallel/` shards them, and `plan/` prices them.
@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal
 
 from meshwright.spec.base import Fraction, NonNegative, Positive, PositiveNumber, Spec
@@ -67,13 +68,14 @@ class AdapterSpec(Spec):
     ranks: tuple[AdapterRankSpec, ...] = ()
     """Other ranks by name; where several match a matrix, the last one applies."""
     dropout: Fraction = 0.0
-    """Dropout on the input of A, in training."""
+    """Dropout on the input of every adapter but that of the embedding, in training. Each adapter has its own
+    mask; masks follow from `seed` and the step, and are the same on any mesh."""
     base: BaseFormat = "weights"
     """Format of the frozen weights. weights: that of `precision.weights`. bf16: 2 bytes per weight, while
-    adapters keep the format of `precision.weights`. fp8: 1 byte per weight of the blocks' linears, which
-    also compute in fp8. nf4 (QLoRA): half a byte per weight of the blocks' linears and 4 bytes per 64 of
-    them, as in bitsandbytes. nf4_nested (double quantisation): 1 byte per 64 of them in place of 4. With fp8
-    and nf4 the other frozen weights are in bf16."""
+    adapters keep the format of `precision.weights`. fp8: 1 byte per weight of the blocks' linears and routed
+    experts, which also compute in fp8. nf4 (QLoRA): half a byte per weight of the blocks' linears and routed
+    experts and 4 bytes per 64 of them, as in bitsandbytes. nf4_nested (double quantisation): 1 byte per 64 of
+    them in place of 4. With fp8 and nf4 the other frozen weights are in bf16."""
     start_from: str | None = None
     """Initial adapters: a peft folder, or a run directory or checkpoint with adapters; null starts with A
     random and B zero."""
@@ -122,7 +124,12 @@ class AdaptedMatrix:
 
 def adaptable(model: ModelSpec) -> list[Parameter]:
     """The matrices of the blocks that can have an adapter: linears and routed experts."""
-    return [one for one in parameters(model) if one.kind in ("matrix", "expert")]
+    return list(_adaptable(model))  # pyright: ignore[reportArgumentType]  frozen, so hashable
+
+
+@lru_cache(maxsize=8)
+def _adaptable(model: ModelSpec) -> tuple[Parameter, ...]:
+    return tuple(one for one in parameters(model) if one.kind in ("matrix", "expert"))
 
 
 def ends(model: ModelSpec) -> list[Parameter]:
@@ -139,9 +146,15 @@ def all_adaptable(model: ModelSpec) -> list[Parameter]:
 
 def adapted_matrices(model: ModelSpec, adapter: AdapterSpec) -> list[AdaptedMatrix]:
     """The matrices with an adapter, in the order of the model."""
+    return list(_adapted_matrices(model, adapter))  # pyright: ignore[reportArgumentType]  frozen, so hashable
+
+
+@lru_cache(maxsize=8)
+def _adapted_matrices(model: ModelSpec, adapter: AdapterSpec) -> tuple[AdaptedMatrix, ...]:
+    """Several rules of a run ask for them, and the planner checks the rules for many layouts."""
     listed = all_adaptable(model)
     found = [one for one in listed if any(matches(model, one, each) for each in adapter.targets)]
-    return [_adapted(model, adapter, one) for one in found]
+    return tuple(_adapted(model, adapter, one) for one in found)
 
 
 def token_tables(model: ModelSpec) -> list[Parameter]:
@@ -185,11 +198,16 @@ def matches(model: ModelSpec, weight: Parameter, target: str) -> bool:
 
 def target_names(model: ModelSpec) -> list[str]:
     """Every name that a target may have, without patterns."""
+    return list(_target_names(model))  # pyright: ignore[reportArgumentType]  frozen, so hashable
+
+
+@lru_cache(maxsize=8)
+def _target_names(model: ModelSpec) -> tuple[str, ...]:
     listed = adaptable(model)
     own = [one.name.removesuffix(".weight").rpartition(".")[2] for one in listed]
     theirs = [hf_projection(model, one.name) for one in listed]
     of_ends = [name for names in _ENDS.values() for name in names]
-    return list(dict.fromkeys([ALL_LINEAR, *own, *theirs, *of_ends]))
+    return tuple(dict.fromkeys([ALL_LINEAR, *own, *theirs, *of_ends]))
 
 
 def adapted_weight(name: str) -> tuple[str, str] | None:
@@ -212,3 +230,11 @@ def is_trained(name: str, adapter: AdapterSpec | None, train_only: Sequence[str]
     if any(fnmatchcase(name, pattern) for pattern in train_only):
         return True
     return adapter is None and not train_only
+
+
+def num_trained_parameters(
+    model: ModelSpec, adapter: AdapterSpec | None, train_only: Sequence[str] = ()
+) -> int:
+    """Number of parameters that get an update; adapters come on top of the model's own parameters."""
+    listed = [*parameters(model), *adapter_parameters(model, adapter)]
+    return sum(one.num_elements for one in listed if is_trained(one.name, adapter, train_only))

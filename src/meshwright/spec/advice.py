@@ -141,14 +141,21 @@ def fastest_kernels_are_allowed(run: RunSpec) -> Iterator[Advice]:
         yield Advice(fact, "deterministic", hint)
 
 
-def routed_blocks_are_compiled(run: RunSpec) -> Iterator[Advice]:
-    """torch's compiler passes over selective recompute in which the host reads row counts of experts."""
-    moe = run.model.moe
-    reads = moe is not None and (run.parallel.ep > 1 or moe.capacity_factor is not None)
-    if run.compile and reads and run.memory.recompute == "selective":
+def blocks_are_compiled(run: RunSpec) -> Iterator[Advice]:
+    """torch's compiler passes over selective recompute with row counts of experts, or a ring, inside."""
+    if not run.compile or run.memory.recompute != "selective":
+        return
+    moe, parallel = run.model.moe, run.parallel
+    if parallel.cp > 1 and parallel.cp_kind in ("ring", "hierarchical"):
+        fact = f"blocks stay uncompiled: cp_kind={parallel.cp_kind} passes keys on inside recompute=selective"
+        others = "; so do cp_kind=gather and ulysses"
+    elif moe is not None and (parallel.ep > 1 or moe.capacity_factor is not None):
         fact = "routed blocks stay uncompiled: the host reads row counts inside recompute=selective"
-        hint = "recompute=full compiles their parts, recompute=none the blocks"
-        yield Advice(fact, "memory.recompute", hint)
+        others = ""
+    else:
+        return
+    hint = f"recompute=full compiles their parts, recompute=none the blocks{others}"
+    yield Advice(fact, "memory.recompute", hint)
 
 
 def fp8_is_fast(run: RunSpec) -> Iterator[Advice]:
@@ -209,7 +216,7 @@ ADVISORS: list[Advisor] = [
     microbatch_fills_device,
     pipeline_is_filled,
     fastest_kernels_are_allowed,
-    routed_blocks_are_compiled,
+    blocks_are_compiled,
     fp8_is_fast,
     fp8_experts_have_many_rows,
     fp8_weights_are_cast_once,

@@ -18,6 +18,7 @@ _FIXED: dict[str, str | None] = {
     "model": _MODEL,
     "adapter": "the saved adapters are of the old kind, rank or targets",
     "adapter.dropout": None,
+    "adapter.start_from": _INITIAL,
     "train_only": "the saved state is of the parameters that were trained",
     "model.init_std": _INITIAL,
     "model.scaled_residual_init": _INITIAL,

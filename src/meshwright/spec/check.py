@@ -37,6 +37,11 @@ def check(run: RunSpec) -> list[SpecError]:
     return [violation for rule in RULES for violation in rule(run)]
 
 
+def is_valid(run: RunSpec) -> bool:
+    """Whether no rule is broken; stops at the first violation."""
+    return not any(True for rule in RULES for _ in rule(run))
+
+
 def require_valid(run: RunSpec) -> RunSpec:
     """The run itself, when no rule is broken."""
     violations = check(run)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 from meshwright.errors import SpecError
@@ -170,5 +171,9 @@ def _value_and_default(run: RunSpec, key: str) -> tuple[Any, Any]:
         holder = getattr(holder, parent)
         if holder is None:
             return None, None
-    spec = cast(type[Spec], type(holder))
-    return getattr(holder, name), spec.model_fields[name].default
+    return getattr(holder, name), _default(cast(type[Spec], type(holder)), name)
+
+
+@cache
+def _default(spec: type[Spec], name: str) -> Any:
+    return spec.model_fields[name].default

@@ -79,10 +79,13 @@ _SHARED_INPUT = {"query": "qkv", "key": "qkv", "value": "qkv", "gate": "gate_up"
 def fp8_base_groups(model: ModelSpec) -> list[list[Parameter]]:
     """The linears that `adapter.base=fp8` stores in fp8; those of one group share their input and a scale.
 
-    These are the linears that tp can shard, as with `precision.fp8`.
+    These are the linears that tp can shard, as with `precision.fp8`, and the routed experts: each expert of a
+    projection has a scale of its own, so a projection is a group.
     """
     groups: dict[str, list[Parameter]] = {}
     for one in parameters(model):
+        if one.kind == "expert":
+            groups[one.name] = [one]
         if one.kind == "matrix" and tp_dim(one.name, ParallelSpec()) is not None:
             module, _, own = one.name.removesuffix(".weight").rpartition(".")
             groups.setdefault(f"{module}.{_SHARED_INPUT.get(own, own)}", []).append(one)

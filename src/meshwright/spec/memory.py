@@ -8,8 +8,8 @@ from meshwright.spec.base import Positive, Spec
 
 Recompute = Literal["none", "selective", "full"]
 OnOom = Literal["stop", "halve_microbatch"]
-Offloaded = Literal["optimizer", "parameters", "activations"]
-OFFLOAD_ORDER: tuple[Offloaded, ...] = ("optimizer", "parameters", "activations")
+Offloaded = Literal["optimizer", "parameters", "activations", "embedding"]
+OFFLOAD_ORDER: tuple[Offloaded, ...] = ("optimizer", "parameters", "activations", "embedding")
 
 
 def _as_list(value: Any) -> Any:
@@ -36,7 +36,9 @@ class MemorySpec(Spec):
     offload: Annotated[tuple[Offloaded, ...], BeforeValidator(_as_list), AfterValidator(_in_order)] = ()
     """State that lives in host memory and is prefetched to the device only while it is used: optimizer states
     during the update, parameters and activations of a block while it computes. With recompute only the
-    activations that it still saves are offloaded. The order of the list has no meaning."""
+    activations that it still saves are offloaded. embedding: a frozen token table that the head does not
+    share stays in host memory, and the device reads the rows of a micro-batch from there. The order of the
+    list has no meaning."""
     regather_tp_inputs: bool = False
     """tp: all-gather the inputs of column-wise layers again in backward instead of saving them gathered."""
     on_oom: OnOom = "stop"

@@ -8,6 +8,7 @@ of its own, and the balance bias of a router is a buffer, not a parameter.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from meshwright.spec.model import AttentionSpec, LatentSpec, ModelSpec
@@ -48,6 +49,12 @@ class Parameter:
 
 def parameters(model: ModelSpec) -> list[Parameter]:
     """All parameters in the order of the built module."""
+    return list(_listed(model))  # pyright: ignore[reportArgumentType]  frozen specs are hashable
+
+
+@lru_cache(maxsize=8)
+def _listed(model: ModelSpec) -> tuple[Parameter, ...]:
+    """The planner asks for the list of one model hundreds of times."""
     listed = [Parameter("embedding.tokens.weight", (model.vocab_size, model.width), "embedding")]
     if model.positions == "learned":
         listed.append(Parameter("embedding.positions.weight", (model.max_positions, model.width), "position"))
@@ -56,7 +63,7 @@ def parameters(model: ModelSpec) -> list[Parameter]:
     listed += [Parameter(name, shape, kind) for name, shape, kind in _norm("norm", model)]
     if not model.tied_head:
         listed.append(Parameter("head.weight", (model.vocab_size, model.width), "head"))
-    return listed
+    return tuple(listed)
 
 
 def layer_parameters(model: ModelSpec, layer: int) -> list[Parameter]:

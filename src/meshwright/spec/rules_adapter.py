@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from meshwright.errors import SpecError
 from meshwright.spec.adapter import (
     NF4_BLOCK,
     NF4_FORMATS,
+    AdaptedMatrix,
+    AdapterSpec,
     adaptable,
     adapted_matrices,
     adapted_weight,
@@ -18,6 +21,7 @@ from meshwright.spec.adapter import (
     token_tables,
 )
 from meshwright.spec.fp8 import FP8_MULTIPLE, fp8_base_groups
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import parameters
 from meshwright.spec.placement import tp_dim
 from meshwright.spec.run import RunSpec
@@ -68,33 +72,31 @@ def adapter_ranks_exist(run: RunSpec) -> Violations:
 
 def adapter_ranks_are_low(run: RunSpec) -> Violations:
     """The rank of an adapter is below both widths of its matrix."""
-    matrices = adapted_matrices(run.model, run.adapter) if run.adapter is not None else []
-    too_high = [one for one in matrices if one.rank >= min(one.weight.shape[-2:])]
-    if too_high:
-        one = too_high[0]
+    one = None if run.adapter is None else _too_high(run.model, run.adapter)  # pyright: ignore[reportArgumentType]  frozen, so hashable
+    if one is not None:
         shape = " x ".join(map(str, one.weight.shape[-2:]))
         fact = f"rank={one.rank} of {one.weight.name}, a matrix of {shape}"
         yield SpecError(fact, where="adapter.rank", hint=f"use less than {min(one.weight.shape[-2:])}")
 
 
+@lru_cache(maxsize=8)
+def _too_high(model: ModelSpec, adapter: AdapterSpec) -> AdaptedMatrix | None:
+    """The first matrix whose rank is not below its widths."""
+    matrices = adapted_matrices(model, adapter)
+    return next((one for one in matrices if one.rank >= min(one.weight.shape[-2:])), None)
+
+
 def adapter_kind_fits_targets(run: RunSpec) -> Violations:
-    """DoRA is for the blocks, without dropout, and dropout is not for routed experts."""
+    """DoRA is for linears and experts of the blocks."""
     adapter = run.adapter
-    if adapter is None:
+    if adapter is None or adapter.kind != "dora":
         return
-    hint = "leave experts out with targets such as [query, key, value, output], or set it back"
     at_ends = [one.weight.kind for one in adapted_matrices(run.model, adapter) if one.weight.layer is None]
-    if adapter.kind == "dora" and at_ends:
+    if at_ends:
         fact = f"kind=dora with the {' and the '.join(at_ends)} as targets"
         yield SpecError(
             fact, where="adapter.kind", hint="use kind=lora, or leave them out of adapter.targets"
         )
-    if any(one.is_expert for one in adapted_matrices(run.model, adapter)) and adapter.dropout:
-        fact = f"dropout={adapter.dropout:g} with routed experts as targets"
-        yield SpecError(fact, where="adapter.dropout", hint=hint)
-    if adapter.kind == "dora" and adapter.dropout:
-        fact = f"kind=dora with dropout={adapter.dropout:g}"
-        yield SpecError(fact, where="adapter.dropout", hint="use adapter.dropout=0, or kind=lora")
 
 
 def adapter_tokens_exist(run: RunSpec) -> Violations:
@@ -149,11 +151,16 @@ def new_tokens_are_trained(run: RunSpec) -> Violations:
         yield SpecError(fact, where=where, hint=hint)
 
 
-def adapter_dropout_is_unsharded(run: RunSpec) -> Violations:
-    """With tp every rank would draw another dropout mask for the same input."""
-    if run.adapter is not None and run.adapter.dropout and run.parallel.tp > 1:
-        fact = f"adapter.dropout={run.adapter.dropout:g} with tp={run.parallel.tp}"
-        yield SpecError(fact, where="adapter.dropout", hint="use adapter.dropout=0, or parallel.tp=1")
+def adapter_dropout_has_effect(run: RunSpec) -> Violations:
+    """Dropout keeps some inputs of an adapter; an adapter of the embedding, which reads tokens, has none."""
+    adapter, where = run.adapter, "adapter.dropout"
+    if adapter is None or not adapter.dropout:
+        return
+    if adapter.dropout == 1:
+        yield SpecError("adapter.dropout=1 drops every input", where=where, hint="use less, such as 0.05")
+    if {one.weight.kind for one in adapted_matrices(run.model, adapter)} == {"embedding"}:
+        fact = f"adapter.dropout={adapter.dropout:g} with the embedding as the only target"
+        yield SpecError(fact, where=where, hint="leave it out, or add linears to adapter.targets")
 
 
 def bf16_base_computes_in_bf16(run: RunSpec) -> Violations:
@@ -181,7 +188,12 @@ def nf4_divides_widths(run: RunSpec) -> Violations:
 def _other_base(run: RunSpec, remainder: int) -> str:
     """The hint where a width on a rank does not fit the format; `remainder` is that of the full width."""
     smaller_tp = ", or a smaller parallel.tp" if run.parallel.tp > 1 and not remainder else ""
-    return f"use adapter.base=bf16{smaller_tp}"
+    return f"use adapter.base={_unpacked(run)}{smaller_tp}"
+
+
+def _unpacked(run: RunSpec) -> str:
+    """The base that is not packed: bf16 computes in bf16 only."""
+    return "bf16" if run.precision.compute == "bf16" else "weights"
 
 
 def fp8_base_computes_in_bf16(run: RunSpec) -> Violations:
@@ -193,27 +205,28 @@ def fp8_base_computes_in_bf16(run: RunSpec) -> Violations:
 
 
 def fp8_base_divides_widths(run: RunSpec) -> Violations:
-    """A frozen base in fp8 has linears whose dims on a rank are multiples of 16."""
+    """A frozen base in fp8 has linears and experts whose dims on a rank are multiples of 16."""
     if run.adapter is None or run.adapter.base != "fp8":
         return
     multiple = FP8_MULTIPLE["current"]
     for weight in (one for group in fp8_base_groups(run.model) for one in group):
-        dim, shape = tp_dim(weight.name, run.parallel), list(weight.shape)
-        shape[dim or 0] //= run.parallel.tp
+        dim, local = tp_dim(weight.name, run.parallel), list(weight.shape)
+        if dim is not None:
+            local[dim] //= run.parallel.tp
+        shape = local[-2:]
         if any(each % multiple for each in shape):
             size = " x ".join(map(str, shape))
             fact = f"adapter.base=fp8, and {weight.name} is {size} on a rank, no multiples of {multiple}"
-            hint = _other_base(run, sum(each % multiple for each in weight.shape))
+            hint = _other_base(run, sum(each % multiple for each in weight.shape[-2:]))
             yield SpecError(fact, where="adapter.base", hint=hint)
             return
 
 
 def packed_base_fits_other_settings(run: RunSpec) -> Violations:
-    """A base in NF4 or fp8 has no `precision.fp8`, offloaded or trained linears; only nf4 has experts."""
+    """A base in NF4 or fp8 has no `precision.fp8`, offloaded or trained linears."""
     if run.adapter is None or run.adapter.base not in ("fp8", *NF4_FORMATS):
         return
     others = {
-        "routed experts": run.adapter.base != "nf4" and run.model.moe is not None,
         "precision.fp8": run.precision.fp8 is not None,
         "memory.offload=parameters": "parameters" in run.memory.offload,
         "linears in train_only": any(
@@ -223,13 +236,13 @@ def packed_base_fits_other_settings(run: RunSpec) -> Violations:
     for text, is_set in others.items():
         if is_set:
             fact = f"adapter.base={run.adapter.base} with {text}"
-            other = "nf4" if run.adapter.base == "nf4_nested" and text == "routed experts" else "bf16"
-            yield SpecError(fact, where="adapter.base", hint=f"use adapter.base={other}")
+            yield SpecError(fact, where="adapter.base", hint=f"use adapter.base={_unpacked(run)}")
 
 
 def trained_patterns_exist(run: RunSpec) -> Violations:
     """Every pattern of `train_only` matches a parameter of the model."""
-    names = [parameter.name for parameter in parameters(run.model)]
+    # The list is long, and the planner checks many layouts.
+    names = [parameter.name for parameter in parameters(run.model)] if run.train_only else []
     for index, pattern in enumerate(run.train_only):
         if any(fnmatchcase(name, pattern) for name in names):
             continue
@@ -248,7 +261,7 @@ ADAPTER_RULES = [
     adapter_tokens_exist,
     adapter_tokens_are_trained_once,
     new_tokens_are_trained,
-    adapter_dropout_is_unsharded,
+    adapter_dropout_has_effect,
     bf16_base_computes_in_bf16,
     nf4_divides_widths,
     fp8_base_computes_in_bf16,

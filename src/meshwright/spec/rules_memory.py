@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from meshwright.errors import SpecError
+from meshwright.spec.adapter import EMBEDDING, is_trained
 from meshwright.spec.rules_parallel import SPLIT_BACKWARD
 from meshwright.spec.run import RunSpec
 
@@ -33,6 +34,22 @@ def offloaded_parameters_fit_zero(run: RunSpec) -> Violations:
     if zero == 0 and run.optim.ema_decay is not None:
         fact = "the average of the weights (optim.ema_decay) reads all of them after every step"
         yield SpecError(fact, where=where, hint="set optim.ema_decay=null, or remove parameters from it")
+
+
+def offloaded_embedding_is_only_read(run: RunSpec) -> Violations:
+    """A token table in host memory is read by row: it is frozen, not the head's, and not sharded."""
+    if "embedding" not in run.memory.offload:
+        return
+    reasons = {
+        "a tied head, which multiplies by the full table": run.model.tied_head,
+        "a table that is trained": is_trained(EMBEDDING, run.adapter, run.train_only),
+        f"tp={run.parallel.tp}, which shards the table": run.parallel.tp > 1,
+        "zero=3, which shards the table": run.parallel.zero == 3,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            fact = f"offload of embedding with {reason}"
+            yield SpecError(fact, where="memory.offload", hint="remove embedding from it")
 
 
 def saved_tensors_are_used_once(run: RunSpec) -> Violations:
@@ -69,6 +86,7 @@ def regather_frees_saved_inputs(run: RunSpec) -> Violations:
 MEMORY_RULES = [
     offloaded_states_exist,
     offloaded_parameters_fit_zero,
+    offloaded_embedding_is_only_read,
     saved_tensors_are_used_once,
     regather_frees_saved_inputs,
 ]

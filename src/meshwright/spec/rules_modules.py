@@ -104,10 +104,12 @@ def module_settings_have_effect(spec: ModuleSpec) -> Violations:
 
 
 def parameters_are_not_offloaded(spec: ModuleSpec) -> Violations:
-    """Offload of parameters supports built-in families only."""
-    if "parameters" in spec.memory.offload:
-        fact = "offload of parameters supports built-in families only"
-        yield SpecError(fact, where="memory.offload", hint="offload optimizer or activations, or use zero=3")
+    """Offload of parameters and of the embedding supports built-in families only."""
+    for what in ("parameters", "embedding"):
+        if what in spec.memory.offload:
+            fact = f"offload of {what} supports built-in families only"
+            hint = "offload optimizer or activations, or use zero=3"
+            yield SpecError(fact, where="memory.offload", hint=hint)
 
 
 def tp_and_cp_are_plain(spec: ModuleSpec) -> Violations:

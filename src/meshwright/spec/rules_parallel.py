@@ -1,6 +1,7 @@
 """Rules about how the axes shard the model and the batch, and which axes can be combined."""
 
 from collections.abc import Iterator
+from functools import cache
 
 from meshwright.errors import SpecError
 from meshwright.spec.run import RunSpec
@@ -13,6 +14,7 @@ LOOPED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 _LARGEST_SHOWN = 64
 
 
+@cache
 def divisors(*numbers: int) -> str:
     """`1, 2 or 4`: the common divisors of the numbers, up to 64."""
     common = [d for d in range(1, _LARGEST_SHOWN + 1) if all(number % d == 0 for number in numbers)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from meshwright.errors import SpecError
-from meshwright.spec.adapter import is_trained
+from meshwright.spec.adapter import NF4_FORMATS, is_trained
 from meshwright.spec.conditions import settings_have_effect
 from meshwright.spec.fp8 import EXPERT_RECIPES, FP8_MULTIPLE, fp8_experts, fp8_layers, fp8_weights
 from meshwright.spec.optim import group_of
@@ -139,6 +139,7 @@ def cuda_graphs_hold_a_microbatch(run: RunSpec) -> Violations:
     if not run.cuda_graphs:
         return
     parallel, memory = run.parallel, run.memory
+    base = None if run.adapter is None else run.adapter.base
     degrees = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep")}
     reasons = {
         "device=cpu": run.device == "cpu",
@@ -149,6 +150,7 @@ def cuda_graphs_hold_a_microbatch(run: RunSpec) -> Violations:
         "routed experts": run.model.moe is not None,
         "dropout": run.model.dropout > 0 or run.model.attention.dropout > 0,
         "precision.fp8": run.precision.fp8 is not None,
+        f"adapter.base={base}": base in ("fp8", *NF4_FORMATS),
         "observe.histograms, whose hooks a graph does not call": run.observe.histograms is not None,
     }
     for fact in (text for text, holds in reasons.items() if holds):

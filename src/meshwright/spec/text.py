@@ -18,7 +18,7 @@ from meshwright.errors import MeshwrightError, SpecError, SpecErrors
 from meshwright.files import read_text
 from meshwright.spec.check import check
 from meshwright.spec.families import FAMILIES, is_family
-from meshwright.spec.huggingface import load_model
+from meshwright.spec.huggingface import load_model, model_at
 from meshwright.spec.modules import FitSpec
 from meshwright.spec.origin import Layer, Origin, layer_of
 from meshwright.spec.renamed import renamed_in
@@ -151,6 +151,7 @@ class _Resolution:
     def __init__(self) -> None:
         self.merged = Layer()
         self.violations: list[SpecError] = []
+        self._missing_models: list[SpecError] = []
 
     def override(self, layer: Layer, folder: Path) -> None:
         """Merge one more layer on top; one that names a family replaces the model."""
@@ -159,9 +160,12 @@ class _Resolution:
         except MeshwrightError as error:
             origin = layer.origin_of(("model",))
             where = placed("model", origin)
-            self.violations.append(SpecError(error.fact, where=where, hint=error.hint))
+            self._missing_models.append(SpecError(error.fact, where=where, hint=error.hint))
+            self.violations.append(self._missing_models[-1])
             family, layer = None, layer.without(("model",))
         if family is not None:
+            # It replaces one that is not there too, such as a folder of another machine.
+            self.violations = [each for each in self.violations if each not in self._missing_models]
             self.merged = self.merged.without(("model",)).overridden_by(family)
             layer = _without_name(layer)
         self.merged = self.merged.overridden_by(layer)
@@ -298,9 +302,9 @@ def _family_of(layer: Layer, folder: Path) -> Layer | None:
     is_file = _is_path(name) and (_exists(folder / name) or _exists(Path(name)))
     if isinstance(model, dict) and not is_family(name) and not is_file:
         return None  # only a display name: the mapping contains the model itself
-    source = str(folder / name) if is_file and _exists(folder / name) else name
+    beside = folder / name
     try:
-        model = load_model(source)
+        model = model_at(beside) if is_file and _exists(beside) else load_model(name)
     except OSError as error:  # such as a name that is too long for a file
         raise SpecError(f"{show_value(name)} cannot be read: {error.strerror}") from None
     return layer_of({"model": model.model_dump(mode="json")}, Origin("family", name))

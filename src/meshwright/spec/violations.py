@@ -82,7 +82,10 @@ def _fact_and_hint(details: ErrorDetails, dotted: str, root: type[Spec]) -> tupl
         found = field_at(path, root)
         keys = _one_of(_keys(spec_of(found)))
         items = f"mappings, each with {keys}" if keys else _one_of(_allowed(found))
-        return f"{dotted} is {shown}, not a list", f"a list of {items}"
+        return (
+            f"{dotted} is {shown}, not a list",
+            f"a list of {items}" if items else f"write a list: [{value}]",
+        )
     if kind in _EXPECTED:
         return f"{dotted} is {shown}, not {_EXPECTED[kind]}", _hint_for_type(kind, value, dotted)
     if kind in _BOUNDS or kind == "less_than_equal":

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.initial import load_initial_weights
+from meshwright.checkpoint.initial import load_base, load_initial_adapters, load_initial_weights
 from meshwright.data.batches import Batches, build_batches
 from meshwright.errors import SpecError
 from meshwright.memory.offload.budget import host_budget
@@ -43,7 +43,8 @@ def build_job(run: RunSpec, world: World) -> Job:
         fact = f"cuda_graphs=true on {mesh.device.type}"
         raise SpecError(fact, where="cuda_graphs", hint="leave cuda_graphs out, or train on a CUDA device")
     # The base of adapters is always loaded: to draw it at random first would take minutes.
-    fill = partial(initialise, leaves_frozen=True) if run.adapter is not None else initialise
+    adapted = run.adapter is not None
+    fill = partial(initialise, leaves_frozen=True) if adapted else initialise
     training, batches = build_training(run, mesh, fill=fill), build_data(run, mesh)
     reference = Reference(run, training.program, mesh, batches)
     return Job(
@@ -52,13 +53,15 @@ def build_job(run: RunSpec, world: World) -> Job:
         training=training,
         batches=batches,
         workload=token_workload(run),
-        load_initial_weights=lambda: load_initial_weights(run, training),
+        load_initial_weights=lambda: (load_initial_adapters if adapted else load_initial_weights)(
+            run, training
+        ),
         prepare_data=reference.prepare,
         evaluate=lambda: evaluate(run, training.program, mesh, reference=reference.table),
         measure_half_batch=lambda batch: measure_half_batch(training, batch, mesh),
         fp8_comparison=Fp8Comparison(run, training, mesh) if run.precision.fp8 else None,
         histograms=HistogramProbe(run, training, mesh) if run.observe.histograms else None,
-        loads_base=run.adapter is not None,
+        load_base=(lambda: load_base(run, training)) if adapted else None,
     )
 
 
@@ -132,12 +135,14 @@ def build_data(run: RunSpec, mesh: Mesh) -> Batches:
         dp_size=mesh.parallel.dp,
         device=mesh.device,
         dtype=full_precision_dtype(run.precision),
+        has_dropout=run.adapter is not None and run.adapter.dropout > 0,
     )
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Seed dropout for a step as a function of seed, step and rank, so a resume needs no generator state.
+    """Seed dropout of the model for a step by seed, step and rank, so a resume needs no generator state.
 
-    Activations with dropout are sharded over dp, cp and tp (sequence parallel): no two ranks share a mask.
+    Its activations are sharded over dp, cp and tp (sequence parallel): no two ranks share a mask. Dropout of
+    adapters draws nothing: its masks are computed from keys of the batch.
     """
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + dist.get_rank())

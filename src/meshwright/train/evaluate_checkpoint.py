@@ -33,12 +33,12 @@ from meshwright.spec import (
     RunSpec,
     ScheduleSpec,
 )
-from meshwright.spec.huggingface import load_model
+from meshwright.spec.huggingface import model_at
 from meshwright.spec.text import dump_run, parse_run
 from meshwright.train.build import build_data, build_training
 from meshwright.train.capacity import require_capacity
 from meshwright.train.evaluate import evaluate
-from meshwright.train.reference import Reference
+from meshwright.train.reference import Reference, require_pairs
 from meshwright.train.session import on_first_rank
 from meshwright.train.step import Training
 from meshwright.train.step_metrics import pair_metrics
@@ -119,7 +119,7 @@ def _weights_of(saved: RunSpec, folder: Path) -> dict[str, Any]:
 
 def _saved_run(folder: Path, data: str | None) -> RunSpec:
     if not is_checkpoint(folder):
-        model = load_model(str(folder))
+        model = model_at(folder)
         length = min(model.max_positions, _DEFAULT_SEQUENCE_LENGTH)
         spec = DataSpec(path=data, sequence_length=length, batch_sequences=1)
         return RunSpec(model=model, schedule=ScheduleSpec(num_steps=1), data=spec)
@@ -180,6 +180,7 @@ def evaluate_weights(run: RunSpec, *, averaged: bool) -> Evaluation:
     world = join_world(run.device, launch=run.launch)
     on_first_rank(lambda: require_capacity(run, world.device))
     stream = open_stream(run.data, seed=run.seed, vocab_size=run.model.vocab_size)
+    require_pairs(run, stream.samples)
     mesh = build_mesh(run.parallel, world)
     training = build_training(run, mesh)
     adapters = run.adapter.start_from if run.adapter is not None else None
@@ -208,6 +209,13 @@ def _reference(run: RunSpec, training: Training, mesh: Mesh, folder: Path) -> ND
     """
     if run.preference is None or not run.preference.has_reference:
         return None
+    if not is_checkpoint(folder):
+        raise DataError(
+            f"a Hugging Face folder does not record from which weights preference.loss={run.preference.loss} "
+            "began",
+            where=str(folder),
+            hint="name the run directory, or use preference.loss=simpo or orpo, which have no reference",
+        )
     saved = _saved_run(folder, None)
     start = run.with_(checkpoint=saved.checkpoint, adapter=saved.adapter)
     load_initial_weights(start, training)

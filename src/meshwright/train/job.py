@@ -83,5 +83,5 @@ class Job:
     """Compares fp8 gradients with bf16 ones, where the run is in fp8."""
     histograms: HistogramProbe | None = None
     """Counts magnitudes of activations and gradients, where the run wants histograms."""
-    loads_base: bool = False
-    """Whether checkpoints have adapters alone, so that the base is loaded before they are restored."""
+    load_base: Callable[[], None] | None = None
+    """Loads the frozen base, where checkpoints have adapters alone; called before they are restored."""

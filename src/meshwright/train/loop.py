@@ -113,14 +113,13 @@ def drive(job: Job, run_dir: Path, *, stop_after: int | None = None, quiet: bool
 
 
 def _restore_or_start(job: Job, checkpoints: Checkpoints, run_dir: Path) -> TrainState:
-    if job.loads_base:
-        job.load_initial_weights()
+    if job.load_base is not None:
+        job.load_base()
     saved = checkpoints.restore()
     if saved is not None:
         _prepare_data(job, run_dir, is_resumed=True)
         return TrainState.from_facts(saved)
-    if not job.loads_base:
-        job.load_initial_weights()
+    job.load_initial_weights()
     if job.mesh.rank == 0:
         keep_start_files(job.run.checkpoint.start_from, run_dir)
     _prepare_data(job, run_dir, is_resumed=False)

@@ -9,6 +9,7 @@ from meshwright.errors import CheckpointError, RunError
 from meshwright.observe.metrics import StepMetrics
 from meshwright.observe.prediction_check import device_title
 from meshwright.spec import ParallelSpec, RunSpec
+from meshwright.spec.adapter import num_trained_parameters
 from meshwright.spec.changes import Change
 from meshwright.spec.modules import FitSpec
 from meshwright.train.early_stopping import has_stopped_early
@@ -44,9 +45,17 @@ def opening(job: Job, run_dir: Path) -> str:
         else device_title(job.mesh.device)
     )
     return (
-        f"{run_dir}: {show_count(job.workload.num_parameters)} parameters, {ranks}, "
+        f"{run_dir}: {show_count(job.workload.num_parameters)} parameters{_trained(run)}, {ranks}, "
         f"{layout or 'one device'}, {run.accumulation} micro-batch{'es' * (run.accumulation > 1)} per step"
     )
+
+
+def _trained(run: RunSpec | FitSpec) -> str:
+    """How many parameters fine-tuning updates; empty where it is all of them."""
+    if isinstance(run, FitSpec) or (run.adapter is None and not run.train_only):
+        return ""
+    count = num_trained_parameters(run.model, run.adapter, run.train_only)
+    return f", {show_count(count)} trained"
 
 
 def stopped_early(state: TrainState) -> str:

@@ -50,6 +50,8 @@ def record_rank(
 ) -> RankRecording:
     """Build the run and profile its steps; all ranks call it. Traces are written to `folder`, if given."""
     job = build_job(run, world)
+    if job.load_base is not None:
+        job.load_base()
     job.load_initial_weights()
     if job.prepare_data is not None and run.preference is not None:
         with tempfile.TemporaryDirectory(prefix="meshwright-profile-") as scratch:

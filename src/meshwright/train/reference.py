@@ -17,6 +17,7 @@ from meshwright.data.batches import Batches
 from meshwright.data.local_batch import read_local_batch
 from meshwright.data.microbatch import Microbatch
 from meshwright.data.pair_samples import NO_PAIR, PairSamples
+from meshwright.data.samples import TokenSamples
 from meshwright.errors import DataError
 from meshwright.mesh import Mesh
 from meshwright.models.decoder import Decoder, Head
@@ -38,7 +39,7 @@ class Reference:
 
     def __init__(self, run: RunSpec, program: Program, mesh: Mesh, batches: Batches) -> None:
         self._run, self._program, self._mesh, self._batches = run, program, mesh, batches
-        require_pairs(run, batches)
+        require_pairs(run, batches.samples)
 
     @property
     def table(self) -> NDArray[np.float64] | None:
@@ -77,15 +78,15 @@ class Reference:
         return samples if isinstance(samples, PairSamples) and has_reference else None
 
 
-def require_pairs(run: RunSpec, batches: Batches) -> None:
-    """DataError where a run on pairs has other data, or pairs are trained on as if they were chats."""
-    is_pairs = isinstance(batches.samples, PairSamples)
+def require_pairs(run: RunSpec, samples: TokenSamples) -> None:
+    """DataError where a run on pairs has other data, or pairs are read as if they were chats."""
+    is_pairs = isinstance(samples, PairSamples)
     if is_pairs and run.preference is None:
         hint = "set preference: {} in the run file for DPO, or pack chats"
-        raise DataError("the dataset holds preference pairs", where=batches.samples.name, hint=hint)
+        raise DataError("the dataset holds preference pairs", where=samples.name, hint=hint)
     if run.preference is not None and not is_pairs:
         hint = "pack pairs with `meshwright data pack --chat preference`"
-        raise DataError("the dataset holds no preference pairs", where=batches.samples.name, hint=hint)
+        raise DataError("the dataset holds no preference pairs", where=samples.name, hint=hint)
 
 
 def reference_log_probs(

@@ -8,20 +8,25 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.adapters.peft_config import CONFIG_FILE
+from meshwright.adapters.peft_read import is_peft_folder
 from meshwright.checkpoint.adapters import base_digest
-from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.checkpoint.locate import locate_weights
 from meshwright.data.sources import TokenSource
 from meshwright.data.stream import tokenizer_hash
 from meshwright.errors import CheckpointError, DataError
+from meshwright.files import read_json_file
 from meshwright.spec import RunSpec
 
 REFERENCE_FILE, FACTS_FILE = "reference.npy", "reference.json"
 STORED_FILE, STORED_FACTS = "reference_logprobs.npy", "reference_logprobs.json"
 """Beside the tokens of a dataset."""
+_MAX_FACTS_BYTES = 2**20
 Table = NDArray[np.float64]
 Facts = Mapping[str, object]
 TITLES = {
@@ -60,14 +65,14 @@ def _weights_digest(run: RunSpec) -> str:
         return f"random weights of seed {run.seed}"
     digest = base_digest(locate_weights(start, where="checkpoint.start_from"))
     adapters = None if run.adapter is None else run.adapter.start_from
-    return digest if adapters is None else f"{digest} {_adapters_digest(Path(adapters))}"
+    return digest if adapters is None else f"{digest} {_adapters_digest(Path(adapters).expanduser())}"
 
 
 def _adapters_digest(folder: Path) -> str:
-    peft = sorted(folder.glob("*.safetensors"))
-    if not peft or is_checkpoint(folder):
-        return base_digest(locate_weights(str(folder), where="adapter.start_from"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in peft)).hexdigest()[:32]
+    if not is_peft_folder(folder):
+        return base_digest(locate_weights(folder, where="adapter.start_from"))
+    files = [folder / CONFIG_FILE, *sorted(folder.glob("*.safetensors"))]  # the config has the scale
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:32]
 
 
 def write_table(folder: Path, names: tuple[str, str], table: Table, facts: Facts) -> None:
@@ -88,13 +93,21 @@ def read_run_table(run_dir: Path, facts: Facts) -> Table:
     """The reference that a run keeps in its directory."""
     path, hint = run_dir / REFERENCE_FILE, "put the file back, or start over in another directory (--dir)"
     try:
-        found, table = json.loads((run_dir / FACTS_FILE).read_text()), np.load(path, allow_pickle=False)
+        found, table = read_table(run_dir, (REFERENCE_FILE, FACTS_FILE))
     except (OSError, ValueError) as error:
         fact = f"the reference log-probs of this run cannot be read: {error}"
         raise CheckpointError(fact, where=str(path), hint=hint) from error
     if found != facts or table.shape != (facts["pairs"], 2):
         raise CheckpointError("the reference log-probs are of another dataset", where=str(path), hint=hint)
-    return table
+    return np.array(table)
+
+
+def read_table(folder: Path, names: tuple[str, str]) -> tuple[dict[str, Any], Table]:
+    """Facts and memory-mapped table of two files; OSError or ValueError where they are absent or damaged."""
+    facts = read_json_file(folder / names[1], max_bytes=_MAX_FACTS_BYTES)
+    if not isinstance(facts, dict):
+        raise ValueError(f"{names[1]} is no mapping")
+    return facts, np.lib.format.open_memmap(folder / names[0], mode="r")
 
 
 def read_stored(folder: Path, facts: Facts) -> Table:
@@ -109,9 +122,8 @@ def read_stored(folder: Path, facts: Facts) -> Table:
 
 def stored_difference(folder: Path, facts: Facts) -> str | None:
     """Why the log-probs stored with a dataset cannot be used; None where they can."""
-    path = folder / STORED_FILE
     try:
-        found, table = json.loads((folder / STORED_FACTS).read_text()), np.load(path, mmap_mode="r")
+        found, table = read_table(folder, (STORED_FILE, STORED_FACTS))
     except FileNotFoundError:
         return "the dataset has no reference log-probs"
     except (OSError, ValueError) as error:

@@ -13,6 +13,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.spec.parameters import num_parameters
 
 SMALL_MODEL_PARAMETERS = 50_000_000
+_NAME_ONE = "name one with --tokenizer: a tokenizer.json, a folder with one, or `bytes`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,17 @@ def choose_tokenizer(weights: Weights, name: str | None) -> Tokenizer:
     if name is not None:
         return open_tokenizer(name)
     if weights.run is not None:
-        return tokenizer_for(weights.run.data)
+        try:
+            return tokenizer_for(weights.run.data)
+        except DataError as error:
+            fact = f"the tokenizer is that of the run's dataset: {error.fact}"
+            raise DataError(fact, where=error.where, hint=_NAME_ONE) from None
     if weights.origin.is_dir() and (weights.origin / "tokenizer.json").is_file():
         return open_tokenizer(str(weights.origin))
     raise DataError(
         "there is no tokenizer in the folder of the weights",
         where=str(weights.origin),
-        hint="name one with --tokenizer: a tokenizer.json, a folder with one, or `bytes`",
+        hint=_NAME_ONE,
     )
 
 

@@ -4,7 +4,7 @@ After every group of batches rank 0 writes what is known so far, so that the sam
 kill. The table appears under its name when it is complete.
 """
 
-import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from meshwright.train.reference_file import (
     STORED_FILE,
     Facts,
     Table,
+    read_table,
     stored_difference,
     stored_facts,
     write_table,
@@ -46,13 +47,13 @@ def store_log_probs(run: RunSpec, *, force: bool, progress: Callable[[int, int],
     on_first_rank(lambda: require_capacity(run, world.device))
     mesh = build_mesh(run.parallel, world)
     batches = build_data(run, mesh)
-    require_pairs(run, batches)
     samples, folder = batches.samples, Path(str(run.data.path))
+    require_pairs(run, samples)
     assert isinstance(samples, PairSamples)
     facts = stored_facts(run, batches.stream.parts[0].source, samples.num_pairs)
     if _from_first_rank(lambda: int(stored_difference(folder, facts) is None), mesh):
         return samples.num_pairs
-    on_first_rank(lambda: _require_absent(folder, facts, force=force))
+    on_first_rank(lambda: _require_place(folder, facts, force=force))
     training = build_training(run, mesh)
     load_initial_weights(run, training)
     table, start = _begun(folder, facts, mesh, samples.num_pairs)
@@ -70,7 +71,11 @@ def store_log_probs(run: RunSpec, *, force: bool, progress: Callable[[int, int],
     return samples.num_pairs
 
 
-def _require_absent(folder: Path, facts: Facts, *, force: bool) -> None:
+def _require_place(folder: Path, facts: Facts, *, force: bool) -> None:
+    """Refuse a folder that cannot be written, or that has other log-probs."""
+    if not os.access(folder, os.W_OK):
+        hint = "copy the dataset to where it can be written, or use preference.reference=start"
+        raise DataError("the folder of the dataset cannot be written", where=str(folder), hint=hint)
     if (folder / STORED_FACTS).exists() and not force:
         fact = stored_difference(folder, facts) or ""
         hint = "overwrite them with --force, or pack the dataset again under another name"
@@ -93,12 +98,13 @@ def _from_first_rank(read: Callable[[], int], mesh: Mesh) -> int:
 
 
 def _partial_rows(folder: Path, facts: Facts) -> int:
+    """Rows of the partial table; 0 where it is absent, damaged or of something else."""
     try:
-        found = json.loads((folder / PARTIAL_FACTS).read_text())
+        found, table = read_table(folder, (PARTIAL_FILE, PARTIAL_FACTS))
     except (OSError, ValueError):
         return 0
     rows = found.pop("rows", 0)
-    return int(rows) if found == facts else 0
+    return int(rows) if found == facts and table.shape == (facts["pairs"], 2) else 0
 
 
 def _finish(folder: Path, table: Table, facts: Facts) -> None:

@@ -68,7 +68,12 @@ def _active(run: RunSpec, parameter: Parameter) -> float:
 
 
 def corpus_entropy(run: RunSpec) -> float | None:
-    """Nats per token of the data without context, from a bounded prefix; None where it cannot be read."""
+    """Nats per token of the data without context, from a bounded prefix; None where it cannot be read.
+
+    None also for preference pairs, whose loss is per pair.
+    """
+    if run.preference is not None:
+        return None
     try:
         return unigram_entropy(open_source(run.data.sources[0]).tokens[:ENTROPY_TOKENS])
     except MeshwrightError:  # the data was removed while the run ran: no reason to lose the summary

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.chat_templates import FAMILIES, write_tokenizer
 from tests.support.golden_files import assert_golden
 from tests.support.run_files import DENSE
 
@@ -94,3 +95,30 @@ def test_an_unknown_mapping_of_the_command_line_is_not_looked_for_in_the_file(
     error = capsys.readouterr().err
     assert "where: command line model.attn" in error
     assert "did you mean 'cuda'?" in error
+
+
+def test_weights_that_are_missing_and_data_of_another_tokenizer_are_shown(
+    run_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    """A folder on another machine is no error: `check` may run where the weights are not."""
+    qwen, mistral = (
+        write_tokenizer(tmp_path / family.name, family, template=None) for family in FAMILIES[1:3]
+    )
+    Path("text.txt").write_text("What is the capital of France? " * 40)
+    assert run(["data", "pack", "text.txt", "-o", "packed", "--tokenizer", str(qwen)]) == 0
+    capsys.readouterr()
+    settings = ["data.path=packed", "data.synthetic=null", "model.vocab_size=1024"]
+    assert run(["check", run_file, *settings, f"checkpoint.start_from={mistral}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"weights   from {mistral}\n" in printed
+    assert f"packed with another tokenizer than that of {mistral}" in printed
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(["check", run_file, *settings, f"checkpoint.start_from=~/{mistral.name}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"weights   from ~/{mistral.name}\n" in printed
+    assert f"packed with another tokenizer than that of ~/{mistral.name}" in printed
+    adapter = ["adapter.rank=2", "adapter.alpha=2", "adapter.start_from=adapters"]
+    assert run(["check", run_file, *adapter, "checkpoint.start_from=nowhere"]) == 0
+    printed = capsys.readouterr().out
+    assert "from nowhere, which is not there" in printed
+    assert "all-linear, from adapters, which is not there" in printed

@@ -1,5 +1,7 @@
 """Fine-tuning from the command line: train, sample, evaluate, convert, and what is refused."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,71 @@ def test_what_is_refused(
     with pytest.raises(AssertionError):
         train_run_file(tmp_path, f"checkpoint.start_from={base}", *settings)
     assert text in capsys.readouterr().err
+
+
+def test_check_and_train_say_what_is_trained(
+    base: Path, tuned: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    file = str(tuned / "run.yaml")
+    assert run(["check", file]) == 0
+    out = capsys.readouterr().out
+    assert ": lora of rank 4 on all-linear\n" in out
+    assert f"  base      fp32, from {base}\n" in out
+    assert run(["check", file, "checkpoint.start_from=null"]) == 0
+    assert "no weights yet: `train` needs checkpoint.start_from" in capsys.readouterr().out
+    assert run(["check", file, "adapter=null", "train_only=[norm.weight]"]) == 0
+    assert "% of the model: norm.weight\n" in capsys.readouterr().out
+    train_run_file(tmp_path, f"checkpoint.start_from={base}", ADAPTER, name="again")
+    assert " trained, cpu, one device" in capsys.readouterr().err
+
+
+def test_check_reads_the_folder_of_the_first_adapters(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """It need not be there; where it is, what `train` would refuse in its config is refused."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check = ["check", str(tuned / "run.yaml")]
+    start = "adapter={rank: 4, alpha: 16, start_from: ~/peft}"
+    assert run([*check, start]) == 0
+    assert "from ~/peft, which is not there" in capsys.readouterr().out
+    assert run(["convert", str(tuned), str(tmp_path / "peft"), "--to", "peft"]) == 0
+    capsys.readouterr()
+    assert run([*check, start]) == 0
+    assert "from ~/peft\n" in capsys.readouterr().out
+    assert run([*check, start, "adapter.kind=dora"]) == 2
+    assert "the adapter is of kind lora" in capsys.readouterr().err
+    (tmp_path / "peft/adapter_config.json").write_text("{")
+    assert run([*check, start]) == 2
+    assert "damaged" in capsys.readouterr().err
+    assert run([*check, start, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["violations"][0]["fact"].startswith("damaged")
+
+
+def test_sample_without_the_dataset_asks_for_a_tokenizer(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "text.txt").write_text("once upon a time there was a fox and a crow\n" * 40)
+    assert run(["data", "pack", str(tmp_path / "text.txt"), "-o", str(tmp_path / "packed")]) == 0
+    trained = train_run_file(tmp_path, f"data.path={tmp_path / 'packed'}", "data.synthetic=null")
+    shutil.rmtree(tmp_path / "packed")
+    capsys.readouterr()
+    assert run(["sample", str(trained), "--prompt", "a"]) == 2
+    error = capsys.readouterr().err
+    assert "the tokenizer is that of the run's dataset: there is no dataset here" in error
+    assert "name one with --tokenizer" in error
+    assert run(["sample", str(trained), "--prompt", "a", "--tokens", "1", "--tokenizer", "bytes"]) == 0
+
+
+def test_convert_says_which_weights_of_a_quantised_base_it_takes(
+    base: Path, tuned: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    options = [f"checkpoint.start_from={base}", "adapter={rank: 4, alpha: 16, base: nf4}"]
+    quantised = str(train_run_file(tmp_path, *options, "precision.compute=bf16", name="quantised"))
+    assert run(["convert", quantised, str(tmp_path / "trained")]) == 0
+    assert "merged into the weights in nf4 that they were trained on" in capsys.readouterr().err
+    assert run(["convert", quantised, str(tmp_path / "original"), "--onto-original"]) == 0
+    assert "merged into the original weights, not into those in nf4" in capsys.readouterr().err
+    assert run(["convert", quantised, str(tmp_path / "peft"), "--to", "peft"]) == 0
+    assert "were trained on a base in nf4" in capsys.readouterr().err
+    for source, *form in ((str(tuned),), (quantised, "--to", "peft")):
+        assert run(["convert", source, str(tmp_path / "no"), "--onto-original", *form]) == 2
+        assert "so it has no effect" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()

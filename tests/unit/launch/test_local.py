@@ -14,8 +14,12 @@ from meshwright.spec import ResilienceSpec
 GENUINE = subprocess.Popen
 
 
-def _ranks(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """Every rank runs this program in place of meshwright."""
+def _ranks(monkeypatch: pytest.MonkeyPatch, program: str, *, fail_together: bool = False) -> None:
+    """Every rank runs this program in place of meshwright. Ranks that fail together may start apart from each
+    other, on a busy machine."""
+    if fail_together:
+        monkeypatch.setattr(local, "_TOGETHER_SECONDS", 60.0)
+        monkeypatch.setattr(local, "_GRACE_SECONDS", 60.0)
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         return GENUINE(
@@ -49,7 +53,7 @@ def test_a_rank_that_ctrl_c_ended_counts_as_interrupted(monkeypatch):
 def test_an_oom_is_the_reason_where_other_ranks_fail_with_it(monkeypatch, capfd):
     """The others lose the connection to the rank that ran out of memory."""
     program = "print('oom' if rank == '1' else 'lost', file=sys.stderr); sys.exit(5 if rank == '1' else 4)"
-    _ranks(monkeypatch, program)
+    _ranks(monkeypatch, program, fail_together=True)
     assert local.run_local([], num_ranks=3) == 5
     assert capfd.readouterr().err.endswith("rank 1 failed first:\noom\n")
 
@@ -63,7 +67,7 @@ def test_a_rank_knows_who_started_it(monkeypatch):
 
 
 def test_the_rank_that_was_killed_is_named_and_not_those_that_lost_it(monkeypatch, capfd):
-    _ranks(monkeypatch, "os.kill(os.getpid(), 9) if rank == '2' else sys.exit(4)")
+    _ranks(monkeypatch, "os.kill(os.getpid(), 9) if rank == '2' else sys.exit(4)", fail_together=True)
     assert local.run_local([], num_ranks=3) == 4
     assert "rank 2 was killed by signal 9 (SIGKILL); was host memory full?" in capfd.readouterr().err
 
@@ -73,6 +77,7 @@ def test_an_error_of_the_input_explains_lost_connections(monkeypatch, capfd):
     _ranks(
         monkeypatch,
         "print('token 9', file=sys.stderr) if rank == '1' else 0; sys.exit(2 if rank == '1' else 4)",
+        fail_together=True,
     )
     assert local.run_local([], num_ranks=2) == 2
     assert capfd.readouterr().err.endswith("rank 1 failed first:\ntoken 9\n")
@@ -90,6 +95,9 @@ from pathlib import Path
 from meshwright.launch.heartbeat import Heartbeat, HeartbeatFile, heartbeat_path
 from meshwright.launch.stacks import write_stacks_on_signal
 write_stacks_on_signal()
+# One that starts late, on a busy machine, would be behind the other one, and not wait for it.
+Path({run_dir!r}, "up-" + rank).touch()
+while not Path({run_dir!r}, "up-" + str(1 - int(rank))).exists(): time.sleep(0.01)
 file = HeartbeatFile(heartbeat_path(Path({run_dir!r}), int(rank)))
 file.write(Heartbeat(int(rank), "h", os.getpid(), 7, {phase!r}, 1.0))
 {then}
@@ -100,7 +108,7 @@ while True: time.sleep(0.1)
 def _watched(monkeypatch, tmp_path, then: str, phase: str = "step", *, timeout_seconds: float = 1) -> int:
     program = WATCHED.format(run_dir=str(tmp_path), phase=phase, then=then)
     _ranks(monkeypatch, f"exec({program!r})")
-    timeouts = ResilienceSpec(step_timeout_seconds=timeout_seconds, start_timeout_seconds=30)
+    timeouts = ResilienceSpec(step_timeout_seconds=timeout_seconds, start_timeout_seconds=300)
     return local.run_attempt([], num_ranks=2, watched=Watched(tmp_path, timeouts)).code
 
 

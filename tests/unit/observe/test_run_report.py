@@ -267,3 +267,13 @@ def test_events_are_sentences_without_the_words_of_the_file():
     warned = {"time": 0.0, "kind": "warning", "step": 4, "text": "the disk is full"}
     assert event_line(warned)[2] == "warning: the disk is full (step 4)"
     assert event_line({"time": 0.0, "kind": "resume", "step": 5, "began_at": 1.8e9})[2] == "resumed (step 5)"
+
+
+def test_preference_runs_show_rewards(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    rewards = {step: step / 4 for step in range(1, 5)}
+    write_metrics(tmp_path, 4, reward_margin=rewards, reward_accuracy=rewards)
+    page = report(tmp_path)
+    assert {"Reward margin", "Reward accuracy"} <= set(chart_titles(page))
+    assert "Mean over pairs." in page and "Nats per token." not in page

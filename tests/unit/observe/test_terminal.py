@@ -64,11 +64,15 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def resize(self, columns: int) -> None:
+        """Change the size while the program stands still, so that nothing for the old size is in flight."""
         rows = self.screen.lines
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
         self._read()
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
         self.process.send_signal(signal.SIGWINCH)
+        self.process.send_signal(signal.SIGCONT)
 
     def tell(self, command: str) -> None:
         """Let the program do something, and take in what it draws."""

@@ -33,7 +33,7 @@ CASES = {
     ),
     "pipeline_is_filled": ("dense", ["parallel.pp=4"], ["parallel.pp=8"], "more or smaller micro-batches"),
     "fastest_kernels_are_allowed": ("dense", GPU, [*GPU, "deterministic=true"], "bitwise equal"),
-    "routed_blocks_are_compiled": (
+    "blocks_are_compiled": (
         "moe",
         [*EP2, "compile=true", "memory.recompute=full"],
         [*EP2, "compile=true", "memory.recompute=selective"],
@@ -72,6 +72,12 @@ def test_fewer_microbatches_than_pipeline_ranks_are_one_note() -> None:
     assert "175% of the work" in note.fact and "fewer than pipeline ranks" in note.fact
     assert note.hint.startswith("raise data.batch_sequences to 8 or more")
     assert note.cost == pytest.approx(7 / 11)
+
+
+def test_a_ring_inside_selective_recompute_is_not_compiled() -> None:
+    ring = ["parallel.cp=2", "parallel.cp_kind=ring", "compile=true", "memory.recompute=selective"]
+    (note,) = BY_NAME["blocks_are_compiled"](parse_run(VALID["dense"], ring).require_valid())
+    assert "cp_kind=ring passes keys on" in note.fact and "cp_kind=gather and ulysses" in note.hint
 
 
 def test_without_a_bubble_too_few_microbatches_are_named_too() -> None:

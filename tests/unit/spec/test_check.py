@@ -97,10 +97,8 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
     ),
     "adapter_kind_fits_targets": (
         "moe",
-        ["adapter={rank: 4, alpha: 8, kind: dora}"],
+        ["adapter={rank: 4, alpha: 8, kind: dora, dropout: 0.1}"],
         [
-            ["adapter={rank: 4, alpha: 8, dropout: 0.1}"],
-            ["adapter={rank: 4, alpha: 8, kind: dora, dropout: 0.1, targets: [query]}"],
             ["adapter={rank: 4, alpha: 8, kind: dora, targets: [query, embedding, lm_head]}"],
         ],
     ),
@@ -134,10 +132,13 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ],
         ],
     ),
-    "adapter_dropout_is_unsharded": (
+    "adapter_dropout_has_effect": (
         "dense",
-        ["adapter={rank: 4, alpha: 8, dropout: 0.1}", "parallel.dp_replicate=2"],
-        [["adapter={rank: 4, alpha: 8, dropout: 0.1}", "parallel.tp=2"]],
+        ["adapter={rank: 4, alpha: 8, dropout: 0.1, targets: [query, embedding]}", "parallel.tp=2"],
+        [
+            ["adapter={rank: 4, alpha: 8, dropout: 1}"],
+            ["adapter={rank: 4, alpha: 8, dropout: 0.1, targets: [embedding]}"],
+        ],
     ),
     "bf16_base_computes_in_bf16": (
         "dense",
@@ -167,20 +168,16 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
         [
             ["adapter={rank: 4, alpha: 8, base: fp8}", "model.mlp.width=72"],
             ["adapter={rank: 4, alpha: 8, base: fp8}", "model.mlp.width=80", "parallel.tp=2"],
+            [
+                "adapter={rank: 4, alpha: 8, base: fp8}",
+                "model.moe={num_experts: 4, top_k: 1, width: 72}",
+            ],
         ],
     ),
     "packed_base_fits_other_settings": (
         "dense",
         ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['*norm*']"],
         [
-            [
-                "adapter={rank: 4, alpha: 8, base: fp8}",
-                "model.moe={num_experts: 4, top_k: 1, width: 64}",
-            ],
-            [
-                "adapter={rank: 4, alpha: 8, base: nf4_nested}",
-                "model.moe={num_experts: 4, top_k: 1, width: 64}",
-            ],
             ["adapter={rank: 4, alpha: 8, base: nf4}", "train_only=['blocks.0.*']"],
             ["adapter={rank: 4, alpha: 8, base: fp8}", "precision.fp8={recipe: current}"],
             ["adapter={rank: 4, alpha: 8, base: fp8}", "memory.offload=[parameters]"],
@@ -310,6 +307,22 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             [*PP4, "parallel.dp_shard=2", "parallel.zero=3", "memory.offload=parameters,optimizer"],
             ["parallel.dp_shard=2", "parallel.zero=1", "memory.offload=parameters"],
             ["optim.ema_decay=0.99", "memory.offload=parameters"],
+        ],
+    ),
+    "offloaded_embedding_is_only_read": (
+        "dense",
+        ["adapter.rank=2", "adapter.alpha=4", "memory.offload=embedding"],
+        [
+            ["memory.offload=embedding"],
+            ["adapter.rank=2", "adapter.alpha=4", "memory.offload=embedding", "model.tied_head=true"],
+            ["adapter.rank=2", "adapter.alpha=4", "memory.offload=embedding", "parallel.tp=2"],
+            [
+                "adapter.rank=2",
+                "adapter.alpha=4",
+                "memory.offload=embedding",
+                "parallel.dp_shard=2",
+                "parallel.zero=3",
+            ],
         ],
     ),
     "saved_tensors_are_used_once": (
@@ -502,6 +515,7 @@ CASES: dict[str, tuple[str, list[str], list[list[str]]]] = {
             ["device=cpu", "cuda_graphs=true"],
             ["device=cuda", "cuda_graphs=true", "model.dropout=0.1"],
             ["device=cuda", "cuda_graphs=true", "observe.histograms.every_steps=5"],
+            ["device=cuda", "cuda_graphs=true", "adapter={rank: 4, alpha: 8, base: nf4}"],
         ],
     ),
     "noise_scale_compares_parts": (

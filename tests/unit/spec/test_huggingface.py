@@ -9,9 +9,13 @@ import torch
 import transformers
 
 from meshwright.errors import SpecError
+from meshwright.spec import RunSpec
+from meshwright.spec.check import check
+from meshwright.spec.data import DataSpec, SyntheticSpec
 from meshwright.spec.families import FAMILIES, family
 from meshwright.spec.huggingface import from_config, load_model, to_config
 from meshwright.spec.parameters import num_parameters
+from meshwright.spec.schedule import ScheduleSpec
 
 LLAMA_31_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -136,6 +140,19 @@ def _same_model(found: Any, name: str) -> bool:
 )
 def test_published_configs_are_the_families(config: dict[str, Any], name: str) -> None:
     assert _same_model(from_config(config), name)
+
+
+def test_deepseek_v3_with_one_group_of_experts_is_valid() -> None:
+    """As Moonlight and Kimi K2 have it."""
+    model = from_config(DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1})
+    assert model.moe is not None and model.moe.group_score == "max"
+    run = RunSpec(
+        model=model,
+        schedule=ScheduleSpec(num_steps=1),
+        data=DataSpec(synthetic=SyntheticSpec(), sequence_length=8, batch_sequences=1),
+    )
+    assert not check(run)
+    assert from_config(to_config(model)) == model
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -116,17 +116,22 @@ class TestModel:
         found = violations("model: lama-3.2-1b\nseed: -1\n" + REST)
         assert [violation.where for violation in found] == ["run.yaml:1 model", "run.yaml:2 seed"]
 
-    def test_a_hugging_face_config_beside_the_file(self, tmp_path: Path):
-        (tmp_path / "hf").mkdir()
+    @pytest.mark.parametrize("name", ["hf", "Llama-3.1-8B"])
+    def test_a_hugging_face_config_beside_the_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ):
+        """Also a folder that has the name of a family, read from the directory that has it."""
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / name).mkdir()
         config = (
             '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,'
             '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "rms_norm_eps": 1e-5,'
             '"max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": false,'
             '"hidden_act": "silu"}'
         )
-        write(tmp_path / "hf", "config.json", config)
-        file = write(tmp_path, "run.yaml", "model: ./hf\n" + REST)
-        model = load_run(file, ["model.num_layers=1"]).model
+        write(tmp_path / name, "config.json", config)
+        write(tmp_path, "run.yaml", f"model: ./{name}\n" + REST)
+        model = load_run(Path("run.yaml"), ["model.num_layers=1"]).model
         assert (model.width, model.num_layers) == (64, 1)
 
 
@@ -137,6 +142,7 @@ ERRORS = {
     "wrong word": "precision: {compute: bf61}",
     "not a number": "optim: {lr: fast}",
     "not a list": "optim: {groups: {pattern: x}}",
+    "word for a list": "train_only: norm",
     "not a mapping in a list": "optim: {groups: [x]}",
     "unknown key in a list": "optim: {groups: [{pattern: x, lr: 2}]}",
     "not whole": "seed: 1.5",
@@ -316,3 +322,10 @@ def test_a_dump_of_every_family_loads_back_equal(name: str):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_valid_and_named_as_its_file(name: str):
     assert load_run(name).name == name
+
+
+def test_a_model_in_the_place_of_a_missing_folder_is_taken():
+    """A run file may come from another machine."""
+    assert [each.fact for each in violations("model: ./gone\n" + REST)] == ["there is no folder './gone'"]
+    overrides = ["model=./gone-too", "model=gpt2-124m"]
+    assert parse_run("model: ./gone\n" + REST, overrides).require_valid().model.family == "gpt2-124m"

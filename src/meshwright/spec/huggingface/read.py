@@ -37,14 +37,18 @@ def load_model(text: str) -> ModelSpec:
     is_name = text.strip().lower() in FAMILIES
     if is_family(text) and not (path.is_file() or (path.is_dir() and not is_name)):
         return family(text)
-    if path.is_dir():
-        path = path / "config.json"
-    elif path.suffix != ".json" and not path.exists():
+    if path.suffix != ".json" and not path.exists():
         if "/" in text and hub_id_of(text) is None:
             hint = "give a family name, a config.json or a folder that holds one"
             raise SpecError(f"there is no folder {text!r}", where="model", hint=hint)
         return family(text)
-    return from_config(_read_json(path), str(path))
+    return model_at(path)
+
+
+def model_at(path: Path) -> ModelSpec:
+    """The model of a `config.json` or of its folder, also where the folder has the name of a family."""
+    file = path / "config.json" if path.is_dir() else path
+    return from_config(_read_json(file), str(file))
 
 
 def is_external_config(path: Path) -> bool:
@@ -211,13 +215,15 @@ def _deepseek_v2(reader: ConfigReader) -> ModelSpec:
 def _deepseek_v3(reader: ConfigReader) -> ModelSpec:
     reader.only("topk_method", "noaux_tc")
     reader.only("scoring_func", "sigmoid")
+    num_groups = reader.get("n_group", 8)
     moe = _deepseek_moe(reader).with_(
         score="sigmoid",
         normalise_top_k=reader.get("norm_topk_prob", True),
         routed_scale=reader.get("routed_scaling_factor", 2.5),
-        num_groups=reader.get("n_group", 8),
+        num_groups=num_groups,
         top_groups=reader.get("topk_group", 4),
-        group_score="top2_sum",
+        # One group, as in Moonlight and Kimi K2, is not scored.
+        group_score="top2_sum" if num_groups > 1 else "max",
         has_balance_bias=True,
         aux_loss=reader.get("aux_loss_alpha", 0.0),
     )

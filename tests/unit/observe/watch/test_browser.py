@@ -62,6 +62,14 @@ def text(page: Any, selector: str) -> str:
     return " ".join(page.locator(selector).all_inner_texts())
 
 
+def wait_for_text(page: Any, selector: str, part: str) -> None:
+    """Wait until elements show a text: each part of the page comes with an answer of its own."""
+    deadline = time.monotonic() + 120
+    while part not in text(page, selector):
+        assert time.monotonic() < deadline, (selector, part, text(page, selector))
+        page.wait_for_timeout(50)
+
+
 def wait_until(page: Any, expression: str) -> None:
     """Wait until an expression is true; the page's own policy forbids what playwright has for this."""
     deadline = time.monotonic() + 120
@@ -81,10 +89,11 @@ def test_two_runs_are_drawn_over_each_other(open_page: Any, tmp_path: Path):
         page = open_page(address)
         wait_until(page, num_lines(4))
         page.wait_for_selector(".level", state="attached")  # the prediction
-        assert "Loss" in text(page, ".chart h2") and "Step time by rank" in text(page, "#ranks h2")
-        assert text(page, "#heat-labels span").startswith("rank 5")
-        assert "50% above the median rank" in text(page, "#slowest")
-        assert "<img src=x onerror=alert(1)>" in text(page, "#events")  # as text
+        wait_for_text(page, ".chart h2", "Loss")
+        wait_for_text(page, "#ranks h2", "Step time by rank")
+        wait_for_text(page, "#heat-labels span:first-child", "rank 5")  # the slowest
+        wait_for_text(page, "#slowest", "50% above the median rank")
+        wait_for_text(page, "#events", "<img src=x onerror=alert(1)>")  # as text
         page.locator(".swatch").nth(1).click()
         wait_until(page, num_lines(2))
 
@@ -102,11 +111,11 @@ def test_curves_move_and_a_killed_run_is_shown(open_page: Any, tmp_path: Path):
             write_steps(run_dir, 11, 30)
             wait_until(page, "document.title.includes('step 30')")
             wait_until(page, f"document.querySelector('.chart .line').getAttribute('d') !== {before!r}")
-            assert "7 min" in text(page, ".tile")  # 70 steps of 6.25 s
+            wait_for_text(page, ".tile", "7 min")  # 70 steps of 6.25 s
             process.kill()
             process.wait()
             page.wait_for_selector(".state.killed")
-            assert "rank 0 ended without a word after step 10" in text(page, ".run")
+            wait_for_text(page, ".run", "rank 0 ended without a word after step 10")
     finally:
         process.kill()
         process.wait()
@@ -118,10 +127,9 @@ def test_the_pipeline_of_a_profile_is_drawn(open_page: Any, tmp_path: Path):
     with watching(str(tmp_path / "base")) as address:
         page = open_page(address)
         page.wait_for_selector("#timeline")
-        assert "1f1b: measured 32.4 s" in text(page, "#pipeline-note") and "27 s." in text(
-            page, "#pipeline-note"
-        )
-        assert text(page, "#pipeline-labels span").split(" rank ")[-1] == "3"
+        wait_for_text(page, "#pipeline-note", "1f1b: measured 32.4 s")
+        wait_for_text(page, "#pipeline-note", "27 s.")
+        wait_for_text(page, "#pipeline-labels span:last-child", "rank 3")
         # The first forward of rank 0 and, below it, its thin prediction.
         context = "document.getElementById('timeline').getContext('2d')"
         for row in (8, 25):
@@ -134,8 +142,8 @@ def test_magnitudes_are_drawn_by_layer_and_over_steps(open_page: Any, tmp_path: 
     with watching(str(run_dir)) as address:
         page = open_page(address)
         wait_until(page, "document.getElementById('histogram-layers').height === 4")
-        assert text(page, "#histogram-at") == "step 60"
-        assert "In e4m3 without a scale" in text(page, "#histogram-note")
+        wait_for_text(page, "#histogram-at", "step 60")
+        wait_for_text(page, "#histogram-note", "In e4m3 without a scale")
         page.select_option("#histogram-kind", "output_gradient")
         wait_until(page, "document.getElementById('histogram-note').textContent.includes('In e5m2')")
         page.locator("#histogram-layers").click(position={"x": 20, "y": 85})

@@ -28,7 +28,7 @@ def address(run_dir: Path) -> Iterator[str]:
 
 def get(address: str, path: str = "", **headers: str) -> tuple[Any, str]:
     request = urllib.request.Request(address + path, headers=headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         return answer.headers, answer.read().decode()
 
 
@@ -112,7 +112,7 @@ def test_the_stream_says_what_is_new(tmp_path: Path):
     run_dir = write_run(tmp_path / "live", num_steps=5)
     with (
         watching(str(tmp_path)) as address,
-        urllib.request.urlopen(address + "api/stream", timeout=20) as stream,
+        urllib.request.urlopen(address + "api/stream", timeout=120) as stream,
     ):
         steps: list[int] = []
         while not steps or steps[-1] < 8:
