@@ -9,12 +9,14 @@ The same ranks are arranged three times, because activations, parameters and exp
 tp is innermost, so its ranks are adjacent on a node. Building a Mesh communicates: all ranks call it.
 """
 
+import atexit
 import dataclasses
 import datetime
 import gc
 import os
 import sys
-from functools import cached_property
+import time
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -32,6 +34,8 @@ from meshwright.spec import LaunchSpec, NcclSpec, ParallelSpec, ResilienceSpec
 # gloo connects every rank to every other at the start: n messages and n connections on each of n ranks. Above
 # this number of ranks it connects two ranks when they first exchange something (docs/decisions: many ranks).
 _MESHED_RANKS = 256
+# In this time a thread of gloo frees the tensors of the last collective, also on a busy machine.
+_FREEING_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +105,15 @@ def join_world(
     notes = _prepare_host(launched, chosen, launch or LaunchSpec()) if launched else ()
     world = dataclasses.replace(_world(launched, chosen), notes=notes)
     _init_process_group(world, launched, resilience or ResilienceSpec(), run_dir)
+    _wait_for_threads_at_exit()
     return world
+
+
+@cache
+def _wait_for_threads_at_exit() -> None:
+    """Let the threads of gloo finish before the interpreter ends: see `leave_world`. The groups of a model
+    that a user's script still refers to live until then."""
+    atexit.register(time.sleep, _FREEING_SECONDS)
 
 
 def _prepare_host(launched: LaunchedRank, device: torch.device, launch: LaunchSpec) -> tuple[str, ...]:
