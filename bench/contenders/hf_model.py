@@ -5,8 +5,8 @@ from bench.contenders.protocol import Job, fill_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshwright.models.hf_names import sources
 from meshwright.spec.huggingface import to_config
+from meshwright.spec.huggingface.names import sources
 
 
 def hf_model(job: Job) -> nn.Module:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.errors import CheckpointError
-from meshwright.models.hf_names import Source, sources
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import (
     EMBEDDING,
@@ -21,6 +20,7 @@ from meshwright.spec.adapter import (
     token_changes,
     token_tables,
 )
+from meshwright.spec.huggingface.names import Source, sources
 
 PREFIX = "base_model.model."
 _SUFFIXES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}

@@ -23,9 +23,9 @@ from meshwright.adapters.peft_names import (
 from meshwright.adapters.peft_write import BASE_DIGEST, WEIGHTS_FILE
 from meshwright.errors import CheckpointError
 from meshwright.files import regular_file
-from meshwright.models.hf_names import sources
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import EMBEDDING, LORA_A, LORA_B
+from meshwright.spec.huggingface.names import sources
 from meshwright.spec.parameters import parameters
 
 _PICKLE_FILE = "adapter_model.bin"

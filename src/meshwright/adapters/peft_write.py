@@ -26,9 +26,9 @@ from meshwright.adapters.peft_names import (
 )
 from meshwright.errors import CheckpointError
 from meshwright.files import new_folder_beside, share_file
-from meshwright.models.hf_names import sources
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import EMBEDDING, LORA_A, LORA_B, MAGNITUDE, adaptable, adapted_weight
+from meshwright.spec.huggingface.names import sources
 from meshwright.spec.huggingface.projections import hf_projection
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -9,8 +9,8 @@ from torch import Tensor
 from meshwright.checkpoint.megatron_names import MEGATRON_EMBEDDING, MegatronTensors
 from meshwright.checkpoint.titan_names import TITAN_EMBEDDING, TitanTensors
 from meshwright.errors import CheckpointError
-from meshwright.models.hf_names import Source, sources, state_shapes
 from meshwright.spec import ModelSpec
+from meshwright.spec.huggingface.names import Source, sources, state_shapes
 
 _RUN_STATE = re.compile(
     r"(optim|optimizer|lr_scheduler|dataloader|train_state|step)\b|.*(inv_freq|freqs_cis|_extra_state|tokens_per_expert)$"

@@ -24,7 +24,6 @@ from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_ten
 from meshwright.checkpoint.save import on_all_ranks
 from meshwright.data.tokenize import has_other_tokenizer
 from meshwright.errors import CheckpointError
-from meshwright.models.hf_names import state_shapes
 from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.models.initialise import unpacked_slices
 from meshwright.ops.nf4 import quantise_nf4
@@ -33,6 +32,7 @@ from meshwright.parallel.shards import ParameterShard, global_slices
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.adapter import NF4_FORMATS, adapted_weight
 from meshwright.spec.huggingface import model_at
+from meshwright.spec.huggingface.names import state_shapes
 
 _WHERE = "checkpoint.start_from"
 ABSMAX = "_absmax"

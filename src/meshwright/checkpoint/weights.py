@@ -35,11 +35,11 @@ from meshwright.checkpoint.megatron_files import MegatronRankTensors, rank_files
 from meshwright.checkpoint.new_tokens import ExtendedTensors
 from meshwright.errors import CheckpointError, SpecError
 from meshwright.models.decoder import Decoder, build_decoder
-from meshwright.models.hf_names import state_shapes
 from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.adapter import NF4_FORMATS
 from meshwright.spec.huggingface import load_model, model_at
+from meshwright.spec.huggingface.names import state_shapes
 
 TORCH_SUFFIXES = (".pt", ".pth")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from meshwright.errors import CheckpointError
 from meshwright.files import MIB, new_folder_beside, read_json_file, regular_file, share_file
-from meshwright.models.hf_names import Source, sources, state_shapes
 from meshwright.spec import ModelSpec
 from meshwright.spec.huggingface import model_at, to_config
+from meshwright.spec.huggingface.names import Source, sources, state_shapes
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -13,9 +13,9 @@ from torch import Tensor
 from meshwright.adapters.merge import MergedTensors
 from meshwright.adapters.peft_write import write_peft
 from meshwright.adapters.vllm_rules import vllm_note, vllm_obstacles
-from meshwright.models.hf_names import sources, state_shapes
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import adapter_parameters
+from meshwright.spec.huggingface.names import sources, state_shapes
 
 LORA = AdapterSpec(rank=3, alpha=8)
 ADAPTERS = {

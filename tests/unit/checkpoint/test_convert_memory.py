@@ -11,8 +11,8 @@ from tests.support.runs import MODELS
 from meshwright.checkpoint.convert import convert_weights
 from meshwright.checkpoint.save import save_in_groups
 from meshwright.checkpoint.weights import open_weights
-from meshwright.models.hf_names import state_shapes
 from meshwright.spec import MlpSpec
+from meshwright.spec.huggingface.names import state_shapes
 
 WIDTH = 512
 MODEL = MODELS["gqa"].with_(num_layers=20, width=WIDTH, mlp=MlpSpec(width=4 * WIDTH))

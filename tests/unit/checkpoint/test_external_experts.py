@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshwright.checkpoint.weights import open_weights
 from meshwright.errors import CheckpointError
-from meshwright.models.hf_names import sources, state_shapes
 from meshwright.spec import ModelSpec
+from meshwright.spec.huggingface.names import sources, state_shapes
 
 MIXTRAL = MODELS["moe"]
 QWEN3 = MIXTRAL.with_(attention=MIXTRAL.attention.with_(qk_norm=True))

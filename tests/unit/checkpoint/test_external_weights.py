@@ -13,7 +13,7 @@ from meshwright.checkpoint.convert import convert_weights
 from meshwright.checkpoint.dcp_folder import DCP_METADATA, DcpTensors
 from meshwright.checkpoint.weights import open_weights
 from meshwright.errors import CheckpointError
-from meshwright.models.hf_names import sources, state_shapes
+from meshwright.spec.huggingface.names import sources, state_shapes
 
 MODEL = MODELS["gqa"]
 TITAN = {

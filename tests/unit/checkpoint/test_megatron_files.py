@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint.convert import convert_weights
 from meshwright.checkpoint.weights import open_weights
 from meshwright.errors import CheckpointError
-from meshwright.models.hf_names import state_shapes
+from meshwright.spec.huggingface.names import state_shapes
 
 MODEL = MODELS["gqa"].with_(num_layers=4)
 
