@@ -261,11 +261,11 @@ def build_mesh(parallel: ParallelSpec, world: World) -> Mesh:
     )
     mesh = Mesh(parallel=p, device=world.device, rank=world.rank, sequence=sequence, dense=dense)
     if p.pp > 1:
-        _make_groups_of_some_stages(mesh)
+        _make_groups(mesh)
     return mesh
 
 
-def _make_groups_of_some_stages(mesh: Mesh) -> None:
+def _make_groups(mesh: Mesh) -> None:
     """Make the meshes that only some stages use, on all ranks.
 
     torch numbers process groups on each rank: where one stage has made a group more, ranks that make the next
