@@ -5,7 +5,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.data.packing import plan_packing
 from meshwright.data.sources import TokenFile
@@ -62,14 +61,14 @@ class WholePacking:
 
 def whole_packing(dataset: TokenFile, sequence_length: int) -> WholePacking:
     """The sequences of a run on a dataset of chats, by best fit decreasing; longer samples are left out."""
-    assert dataset.loss_weights is not None and dataset.manifest.chat is not None
-    ends = dataset.document_ends[1::2] if dataset.manifest.chat.kind == "pairs" else dataset.document_ends
+    assert dataset.manifest.chat is not None
+    is_pairs = dataset.manifest.chat.kind == "pairs"
+    ends = dataset.document_ends[1::2] if is_pairs else dataset.document_ends
     lengths = np.diff(ends, prepend=0)
     fits = lengths <= sequence_length
     num_sequences = len(plan_packing(ends, sequence_length, chosen=fits)) if fits.any() else 0
-    is_target = dataset.loss_weights != 0
-    is_target[np.concatenate([[0], dataset.document_ends[:-1]])] = False
-    num_trained = int(is_target[np.repeat(fits, lengths)].sum())
+    longer = np.flatnonzero(np.repeat(~fits, 2 if is_pairs else 1)).tolist()
+    num_trained = dataset.manifest.chat.num_trained - sum(_num_trained(dataset, each) for each in longer)
     positions = max(1, num_sequences * sequence_length)
     return WholePacking(
         sequence_length=sequence_length,
@@ -115,32 +114,26 @@ def _continuation(before: str, text: str) -> str:
 
 def trained_share(dataset: TokenFile, sequence_length: int | None) -> TrainedShare:
     """The trained share of a dataset of chats; without a length nothing is too long."""
-    assert dataset.loss_weights is not None and dataset.manifest.chat is not None
-    ends = dataset.document_ends
-    starts = np.concatenate([[0], ends[:-1]])
-    lengths = ends - starts
-    needed = lengths.copy()
-    is_pairs = dataset.manifest.chat.kind == "pairs"
-    if is_pairs:
-        needed = needed.reshape(-1, 2).sum(axis=1)
-    limit = sequence_length or int(needed.max())
-    share = limit // 2 if is_pairs else limit
-    first = _first_trained(dataset.loss_weights, starts, ends)
-    lost = first >= share
-    lost = lost.reshape(-1, 2).any(axis=1) if is_pairs else lost
+    assert dataset.manifest.chat is not None
+    per_sample = 2 if dataset.manifest.chat.kind == "pairs" else 1
+    lengths = np.diff(dataset.document_ends, prepend=0).reshape(-1, per_sample).sum(axis=1)
+    limit = sequence_length or int(lengths.max())
+    longer = np.flatnonzero(lengths > limit)
+    share = limit // per_sample
+    documents = longer[:, None] * per_sample + np.arange(per_sample)
+    lost = [any(_num_trained(dataset, each, share) == 0 for each in sample) for sample in documents]
     return TrainedShare(
-        num_tokens=int(ends[-1]),
+        num_tokens=int(dataset.document_ends[-1]),
         num_trained=dataset.manifest.chat.num_trained,
-        longest=int(needed.max()),
-        num_longer=int((needed > limit).sum()),
-        num_without_targets=int((lost & (needed > limit)).sum()),
+        longest=int(lengths.max()),
+        num_longer=len(longer),
+        num_without_targets=sum(lost),
     )
 
 
-def _first_trained(
-    weights: NDArray[np.floating], starts: NDArray[np.int64], ends: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """The place of the first trained token in each document; its length where there is none."""
-    trained = np.append(np.flatnonzero(weights), ends[-1])
-    found = trained[np.searchsorted(trained, starts + 1)]  # the first token is never a target
-    return np.minimum(found, ends) - starts
+def _num_trained(dataset: TokenFile, document: int, limit: int | None = None) -> int:
+    """Trained tokens of a document, or of its first ones; no array is as long as the dataset."""
+    assert dataset.loss_weights is not None
+    start, end = (int(dataset.document_ends[each]) if each >= 0 else 0 for each in (document - 1, document))
+    end = end if limit is None else min(end, start + limit)
+    return int(np.count_nonzero(dataset.loss_weights[start + 1 : end]))  # the first is never a target
