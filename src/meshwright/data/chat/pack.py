@@ -120,8 +120,12 @@ def _begin(hidden: Path, chats: ChatFiles, job: ChatJob, encoder: ChatEncoder, p
     inside = [each for file in chats.files for each in (file.rglob("*") if file.is_dir() else [file])]
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(inside)]
     settings = asdict(job) | {"date": str(job.date)}
-    hashes = [encoder.tokenizer.hash, encoder.template.hash if encoder.template else None]
-    begin_job(hidden, [states, chats.split, settings, *hashes, piece_bytes])
+    tokenizer, template = encoder.tokenizer, encoder.template
+    # Special tokens are named in files beside the tokenizer, which may change between two calls.
+    rendering = [template.hash, dict(template.special_tokens)] if template else None
+    begin_job(
+        hidden, [states, chats.split, settings, tokenizer.hash, tokenizer.eos_id, rendering, piece_bytes]
+    )
 
 
 def _encode_units(
@@ -237,14 +241,21 @@ class _Worker:
     def _samples(self, row: Row) -> list[Sample]:
         if row.trouble is not None:
             raise row.trouble
-        job = self.job
-        sample = read_sample(
-            row.record, chat_format=job.chat_format, where=row.where, texts_are_turns=job.texts_are_turns
-        )
-        if isinstance(sample, Pair) and job.trained == "all":
+        sample = self._sample(row)
+        if isinstance(sample, Pair) and self.job.trained == "all":
             hint = "leave out --train: what follows the common prompt is trained"
             raise DataError("`--train all` would train the prompts of pairs", where=row.where, hint=hint)
         return [sample.chosen, sample.rejected] if isinstance(sample, Pair) else [sample]
+
+    def _sample(self, row: Row) -> Sample | Pair:
+        job = self.job
+        try:
+            return read_sample(
+                row.record, chat_format=job.chat_format, where=row.where, texts_are_turns=job.texts_are_turns
+            )
+        except RecursionError:
+            hint = "remove the record, or write the nested value as JSON text"
+            raise DataError("the record is nested too deeply", where=row.where, hint=hint) from None
 
     def _unread(self, samples: list[Sample]) -> set[str]:
         """Fields of the conversations whose text the template leaves out."""

@@ -135,7 +135,9 @@ def _json_rows(path: Path) -> Iterator[Row]:
     try:
         value = read_json_file(path, max_bytes=_MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
-        raise DataError(f"the file cannot be read: {read_trouble(error)}", where=str(path)) from error
+        hint = f"a .json file is one list of records; with one record per line its name ends in {JSON_LINES}"
+        fact = f"the file cannot be read: {read_trouble(error)}"
+        raise DataError(fact, where=str(path), hint=hint) from error
     if not isinstance(value, list):
         hint = "write one object per line into a .jsonl file"
         raise DataError("the file is no JSON list of records", where=str(path), hint=hint)

@@ -263,7 +263,8 @@ class ChatEncoder:
         if joint[: len(prompt)] != prompt:  # a token reaches from the prompt into the completion
             joint = prompt + self._continued(sample.completion, joint, prompt, completion)
         begin = [] if joint[:1] == self.tokenizer.begin_ids else self.tokenizer.begin_ids
-        tokens = np.array([*begin, *joint, self.tokenizer.eos_id], dtype=np.uint32)
+        end = [] if joint[-1:] == [self.tokenizer.eos_id] else [self.tokenizer.eos_id]
+        tokens = np.array([*begin, *joint, *end], dtype=np.uint32)
         weights = np.full(len(tokens), float(self.trained == "all"), dtype=np.float32)
         weights[len(begin) + len(prompt) :] = 1.0
         return Encoded(tokens, weights, [self.tokenizer.eos_id])
@@ -297,13 +298,12 @@ class ChatEncoder:
         spans = plan.rendered.spans
         weights = self._block_weights(plan, len(spans))
         found = []
+        # Not `char_to_token`: of a character with several tokens, such as an emoji, it names only the first.
+        firsts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         for (begin, end), weight in zip(spans, weights, strict=True):
-            at = (encoding.char_to_token(place) for place in range(begin, end))
-            first = next((token for token in at if token is not None), None)
-            back = (encoding.char_to_token(place) for place in range(end - 1, begin - 1, -1))
-            last = next((token for token in back if token is not None), None)
-            if first is not None and last is not None:
-                found.append((first, last + 1, weight))
+            inside = np.flatnonzero((firsts < end) & (ends > begin))
+            if len(inside):
+                found.append((int(inside[0]), int(inside[-1]) + 1, weight))
         return found
 
     def _block_weights(self, plan: _Plan, num_blocks: int) -> list[float]:

@@ -377,3 +377,61 @@ def test_input_without_chats_is_refused(tmp_path: Path) -> None:
     files = find_chats([tmp_path / "a.json"], split=None)
     with pytest.raises(DataError, match="no JSON list"):
         list(files.rows(files.pieces(100)[0]))
+
+
+def test_an_end_of_document_in_the_text_is_not_doubled(tmp_path: Path, tokenizer: Path) -> None:
+    """As in texts that another program has rendered."""
+    record = {"prompt": "<|im_start|>user\nA?<|im_end|>\n", "completion": "B<|im_end|>"}
+    packed = pack(write_lines(tmp_path / "a.jsonl", [record]), tmp_path / "data", tokenizer)
+    assert trained_texts(tmp_path / "data") == [["B<|im_end|>"]]
+    assert packed.counts.ends == {"<|im_end|>": 1}
+
+
+@pytest.mark.parametrize("depth", [100, 700, 2000, 100_000])
+def test_a_record_that_is_nested_too_deeply_is_a_bad_record(
+    depth: int, tmp_path: Path, tokenizer: Path
+) -> None:
+    """Some depths are too much for JSON already, others for what reads the record."""
+    path = write_lines(tmp_path / "a.jsonl", chats(2))
+    nested = '{"messages": [{"meta": ' + "[" * depth + "]" * depth
+    nested += ', "role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}'
+    path.write_text(path.read_text() + nested)
+    counts = pack(path, tmp_path / "data", tokenizer, max_bad=1).counts
+    assert counts.num_samples + len(counts.bad) == 3
+    assert depth == 700 or counts.num_samples == (3 if depth == 100 else 2)  # 700: as Python's version has it
+    assert all(where == f"{path}:3" and hint for _, where, hint in counts.bad)
+
+
+def test_lines_in_a_json_file_are_refused_with_the_name_that_they_need(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    path = write_lines(tmp_path / "a.json", chats(2))
+    with pytest.raises(DataError, match="line 2: Extra data") as refused:
+        pack(path, tmp_path / "data", tokenizer)
+    assert ".jsonl" in refused.value.hint
+
+
+def test_units_of_other_special_tokens_are_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are named beside the tokenizer, in a file that may be corrected after a kill."""
+    family = next(family for family in FAMILIES if family.name == "mistral")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", family, template=family.template)
+    config = tokenizer / "tokenizer_config.json"
+    named = config.read_text()
+    config.write_text(json.dumps(json.loads(named) | {"bos_token": None}))
+    path = write_lines(tmp_path / "a.jsonl", chats(3))
+
+    def killed(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "new_dataset", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pack(path, tmp_path / "data", tokenizer)
+    assert (tmp_path / ".data.packing" / "0.json").is_file()
+    config.write_text(named)
+    pack(path, tmp_path / "data", tokenizer)
+    dataset = TokenFile.open(tmp_path / "data")
+    bos = ChatJob(str(tokenizer / "tokenizer.json"), None, datetime.date.today()).open_tokenizer().begin_ids
+    assert [dataset.document(index)[:1].tolist() for index in range(3)] == [bos] * 3

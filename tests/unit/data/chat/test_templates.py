@@ -412,3 +412,14 @@ def test_bad_templates_are_refused(template: str, fact: str, tmp_path: Path) -> 
         opened = open_template(folder, date=DATE)
         assert opened is not None
         opened.render([{"role": "user", "content": "x"}], tools=None, where="chats.jsonl:3")
+
+
+@pytest.mark.parametrize("name", ["qwen-2.5", "llama-2"])
+@pytest.mark.parametrize("answer", ["ok 😀", "日本", "é", "👨‍👩‍👧"])
+def test_a_tag_may_end_with_a_character_of_several_tokens(name: str, answer: str, tmp_path: Path) -> None:
+    template = THINKING.replace(
+        "{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"
+    )
+    encoder = encoder_of(write_tokenizer(tmp_path, BY_NAME[name], template=template))
+    found = encode(encoder, [{"role": "assistant", "content": answer}])
+    assert encoder.tokenizer.decode_with_special(found.tokens[found.weights > 0]).strip() == answer
