@@ -89,12 +89,15 @@ def read_peft_config(folder: Path) -> PeftConfig:
             rank_by_pattern=_patterns(config, "rank_pattern"),
             alpha=_number(config, "lora_alpha", config.get("lora_alpha")),
             alpha_by_pattern=_patterns(config, "alpha_pattern"),
-            is_rslora=bool(config.get("use_rslora")),
-            is_dora=bool(config.get("use_dora")),
+            is_rslora=_flag(config, "use_rslora"),
+            is_dora=_flag(config, "use_dora"),
             modules=_texts(config, "modules_to_save"),
-            ties_weights=bool(config.get("ensure_weight_tying")),
+            ties_weights=_flag(config, "ensure_weight_tying"),
             tokens=_tokens(config),
         )
+    except FileNotFoundError:
+        hint = "copy it from where the adapter was saved: it has the scale of the tensors beside it"
+        raise CheckpointError("there is no such file", where=str(path), hint=hint) from None
     except OSError as error:
         fact = f"the file cannot be read: {error.strerror or error}"
         raise CheckpointError(fact, where=str(path), hint="check its permissions") from None
@@ -132,6 +135,13 @@ def _number(config: dict[str, Any], key: str, value: Any) -> float:
     if not is_number or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{key} is {_shown(value)}, no number" if key in config else f"it has no {key}")
     return float(value)
+
+
+def _flag(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value not in (None, True, False):
+        raise ValueError(f"{key} is {_shown(value)}, neither true nor false")
+    return bool(value)
 
 
 def _patterns(config: dict[str, Any], name: str) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshwright.adapters.peft_config import CONFIG_FILE
+from meshwright.adapters.peft_folder import BASE_DIGEST, WEIGHTS_FILE
 from meshwright.adapters.peft_names import (
     PeftMatrix,
     PeftModule,
@@ -31,10 +32,7 @@ from meshwright.spec.adapter import EMBEDDING, LORA_A, LORA_B, MAGNITUDE, adapta
 from meshwright.spec.huggingface.names import sources
 from meshwright.spec.huggingface.projections import hf_projection
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-BASE_DIGEST = "meshwright_base"
-"""Key in the metadata of the weights' file: the digest of the base that the adapters were trained on."""
 
 
 def write_peft(

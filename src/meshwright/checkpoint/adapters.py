@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.adapters.peft_read import PeftReader, is_peft_folder
+from meshwright.adapters.peft_folder import is_peft_folder
+from meshwright.adapters.peft_read import PeftReader
 from meshwright.checkpoint.digest import content_id
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.live import LiveTraining
@@ -21,7 +22,7 @@ from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.optim.build import set_master_weights
 from meshwright.parallel.shards import ParameterShard, global_slices
 from meshwright.spec import AdapterSpec, ModelSpec, RunSpec
-from meshwright.spec.adapter import adapter_parameters, is_trained
+from meshwright.spec.adapter import adapter_parameters, trained_in_full
 from meshwright.spec.parameters import parameters
 
 _START = "adapter.start_from"
@@ -123,7 +124,7 @@ def load_adapters(run: RunSpec, training: LiveTraining, *, averaged: bool = Fals
             folder,
             run.model,
             adapter,
-            trained=_trained_in_full(run),
+            trained=trained_in_full(run.model, adapter, run.train_only),
             read_base_rows=partial(_read_base_rows, run),
         )
         if reader.base_digest is not None:
@@ -136,11 +137,6 @@ def load_adapters(run: RunSpec, training: LiveTraining, *, averaged: bool = Fals
     else:
         values = _checkpoint_values(run, training, folder, averaged=averaged)
     set_master_weights(training.optimizer, training.named_shards, values)
-
-
-def _trained_in_full(run: RunSpec) -> list[str]:
-    """The model's own parameters that are trained beside adapters."""
-    return [one.name for one in parameters(run.model) if is_trained(one.name, run.adapter, run.train_only)]
 
 
 def _read_base_rows(run: RunSpec, table: str, ids: list[int]) -> Tensor:
@@ -192,7 +188,8 @@ def _checkpoint_values(
 
 def _require_all_trained(run: RunSpec, saved: Sequence[str], folder: Path) -> None:
     """Refuse parameters that were trained in full there and are those of the base in this run."""
-    own, trained = {one.name for one in parameters(run.model)}, _trained_in_full(run)
+    own = {one.name for one in parameters(run.model)}
+    trained = trained_in_full(run.model, run.adapter, run.train_only)
     left_out = [name for name in saved if name in own and name not in trained]
     if left_out:
         others = f", and {len(left_out) - 1} more parameters like it" if left_out[1:] else ""

@@ -17,7 +17,8 @@ from torch import Tensor
 from meshwright import __version__
 from meshwright.adapters.merge import MergedTensors
 from meshwright.adapters.peft_config import CONFIG_FILE
-from meshwright.adapters.peft_write import WEIGHTS_FILE, write_peft
+from meshwright.adapters.peft_folder import WEIGHTS_FILE
+from meshwright.adapters.peft_write import write_peft
 from meshwright.adapters.vllm_rules import vllm_note
 from meshwright.checkpoint.export import exported_files, source_dtype
 from meshwright.checkpoint.load import read_manifest

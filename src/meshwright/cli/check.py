@@ -90,14 +90,19 @@ def _violations(error: Any) -> list[dict[str, str]]:
 
 
 def _require_readable_adapter(run: Any) -> None:
-    """Refuse a peft folder in `adapter.start_from` whose config `train` would refuse; it need not be here."""
-    from meshwright.adapters.peft_config import CONFIG_FILE, read_peft_config, require_same_kind
+    """Refuse a peft folder in `adapter.start_from` that `train` would refuse; it need not be here.
+
+    Config, names, shapes and ranks are compared; no tensor is read.
+    """
+    from meshwright.adapters.peft_folder import PeftFolder, is_peft_folder
+    from meshwright.spec.adapter import trained_in_full
 
     if run.adapter is None or run.adapter.start_from is None:
         return
     folder = Path(run.adapter.start_from).expanduser()
-    if (folder / CONFIG_FILE).is_file():
-        require_same_kind(read_peft_config(folder), run.adapter, folder)
+    if is_peft_folder(folder):
+        trained = trained_in_full(run.model, run.adapter, run.train_only)
+        PeftFolder(folder, run.model, run.adapter, trained=trained)
 
 
 def _advice(run: Any, on: str) -> list[Any]:

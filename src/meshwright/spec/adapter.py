@@ -232,6 +232,11 @@ def is_trained(name: str, adapter: AdapterSpec | None, train_only: Sequence[str]
     return adapter is None and not train_only
 
 
+def trained_in_full(model: ModelSpec, adapter: AdapterSpec | None, train_only: Sequence[str]) -> list[str]:
+    """Names of the model's own parameters that are trained; with adapters those beside them."""
+    return [one.name for one in parameters(model) if is_trained(one.name, adapter, train_only)]
+
+
 def num_trained_parameters(
     model: ModelSpec, adapter: AdapterSpec | None, train_only: Sequence[str] = ()
 ) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.adapters.peft_config import CONFIG_FILE
-from meshwright.adapters.peft_read import is_peft_folder
+from meshwright.adapters.peft_folder import is_peft_folder
 from meshwright.checkpoint.adapters import base_digest
 from meshwright.checkpoint.locate import locate_weights
 from meshwright.data.sources import TokenSource

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from meshwright.adapters.merge import MergedTensors
 from meshwright.adapters.peft_config import CONFIG_FILE, read_peft_config
+from meshwright.adapters.peft_folder import WEIGHTS_FILE
 from meshwright.adapters.peft_names import peft_matrices
 from meshwright.adapters.peft_read import PeftReader
-from meshwright.adapters.peft_write import WEIGHTS_FILE, write_peft
+from meshwright.adapters.peft_write import write_peft
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.hf_weights import HuggingFaceReader, save_folder

@@ -93,7 +93,7 @@ def test_check_and_train_say_what_is_trained(
 def test_check_reads_the_folder_of_the_first_adapters(
     tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    """It need not be there; where it is, what `train` would refuse in its config is refused."""
+    """It need not be there; where it is, what `train` would refuse in it is refused."""
     monkeypatch.setenv("HOME", str(tmp_path))
     check = ["check", str(tuned / "run.yaml")]
     start = "adapter={rank: 4, alpha: 16, start_from: ~/peft}"
@@ -105,6 +105,10 @@ def test_check_reads_the_folder_of_the_first_adapters(
     assert "from ~/peft\n" in capsys.readouterr().out
     assert run([*check, start, "adapter.kind=dora"]) == 2
     assert "the adapter is of kind lora" in capsys.readouterr().err
+    assert run([*check, start, "adapter.rank=8"]) == 2
+    assert "has shape 4 x 64, and 8 x 64 in this run" in capsys.readouterr().err
+    assert run([*check, start, "adapter.targets=[query]"]) == 2
+    assert "the adapter has also base_model.model.model.layers.0" in capsys.readouterr().err
     (tmp_path / "peft/adapter_config.json").write_text("{")
     assert run([*check, start]) == 2
     assert "damaged" in capsys.readouterr().err
