@@ -52,6 +52,7 @@ def convert_weights(
     """Write the weights in another form; raises CheckpointError for a target that exists."""
     if target.exists() or target.is_symlink():
         raise CheckpointError("this already exists", where=str(target), hint="name a new folder or file")
+    dtype = written_dtype(weights, dtype)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if form == "huggingface":
@@ -75,11 +76,21 @@ def merge_note(weights: Weights, dtype: torch.dtype | None, *, onto_original: bo
     """What merging adapters changed, to print: into which weights, and the share that differs after it."""
     if not isinstance(weights.tensors, MergedTensors):
         return None
-    dtype = dtype or source_dtype(weights) or torch.float32
+    dtype = written_dtype(weights, dtype) or torch.float32
     share = weights.tensors.changed_share(dtype)
     name = str(dtype).removeprefix("torch.")
     base = _merged_into(quantised_base(weights), onto_original=onto_original)
     return f"adapters are merged{base}: {share:.1%} of the adapted weights differ from the base in {name}"
+
+
+def written_dtype(weights: Weights, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of all written tensors: the one given, or of merged weights that of their base.
+
+    None leaves each tensor as it is. Merged tensors are in fp32 beside others in the dtype of the base.
+    """
+    if dtype is None and isinstance(weights.tensors, MergedTensors):
+        return source_dtype(weights) or next(iter(weights.tensors.base.values())).dtype
+    return dtype
 
 
 def quantised_base(weights: Weights) -> str | None:

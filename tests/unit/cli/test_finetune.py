@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.run_files import train_run_file
 
+from meshwright.checkpoint.weights import open_weights
 from meshwright.cli.main import run
 
 Captured = pytest.CaptureFixture[str]
@@ -144,3 +146,21 @@ def test_convert_says_which_weights_of_a_quantised_base_it_takes(
         assert run(["convert", source, str(tmp_path / "no"), "--onto-original", *form]) == 2
         assert "so it has no effect" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+def test_merged_weights_are_rounded_to_the_dtype_of_the_base_in_every_form(
+    base: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    assert run(["convert", str(base), str(tmp_path / "file.pt")]) == 0
+    assert run(["convert", str(tmp_path / "file.pt"), str(tmp_path / "base"), "--dtype", "bf16"]) == 0
+    tuned = train_run_file(tmp_path, f"checkpoint.start_from={tmp_path / 'base'}", ADAPTER, name="tuned")
+    folder = tmp_path / "folder"
+    assert run(["convert", str(tuned), str(folder)]) == 0
+    for target, *form in ((tmp_path / "merged.pt",), (tmp_path / "checkpoint", "--to", "checkpoint")):
+        capsys.readouterr()
+        assert run(["convert", str(tuned), str(target), *form]) == 0
+        assert "differ from the base in bfloat16" in capsys.readouterr().err
+        expected, found = open_weights(folder).tensors, open_weights(target).tensors
+        for name, tensor in expected.items():
+            assert torch.equal(tensor.float(), found[name].float()), name
+    assert {one.dtype for one in open_weights(tmp_path / "merged.pt").tensors.values()} == {torch.bfloat16}
