@@ -4,6 +4,7 @@ Finished pieces are files in a hidden folder beside the dataset, `.NAME.packing`
 command finds them and tokenizes only the rest. Pieces of other input, or of another tokenizer, are not used.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -61,17 +62,17 @@ def pack_in_parts(
     text_format = text_format or TextFormat()
     units = split_input(files)
     hidden = folder.with_name(f".{folder.name}.packing")
-    _begin(hidden, files, tokenizer, text_format)
     name, eos = _reopening(tokenizer)
-    with writing_parts(hidden):
-        parts = _tokenized(_Job(hidden, text_format, name, eos), units, num_processes, progress)
-    with new_dataset(folder, tokenizer) as writer:
-        for number in range(len(units)):
-            lengths = np.fromfile(hidden / f"{number}.lengths", dtype=np.int64)
-            writer.append_encoded(_chunks(hidden / f"{number}.tokens"), lengths)
-        require_documents(writer.num_documents, files)
-        manifest = writer.finish([str(file) for file in files])
-    shutil.rmtree(hidden, ignore_errors=True)
+    with job_folder(hidden, _facts(files, tokenizer, text_format)):
+        with writing_parts(hidden):
+            parts = _tokenized(_Job(hidden, text_format, name, eos), units, num_processes, progress)
+        with new_dataset(folder, tokenizer) as writer:
+            for number in range(len(units)):
+                lengths = np.fromfile(hidden / f"{number}.lengths", dtype=np.int64)
+                writer.append_encoded(_chunks(hidden / f"{number}.tokens"), lengths)
+            require_documents(writer.num_documents, files)
+            manifest = writer.finish([str(file) for file in files])
+        shutil.rmtree(hidden, ignore_errors=True)
     return Packed(manifest, sum(part.num_empty for part in parts))
 
 
@@ -95,25 +96,56 @@ def split_input(files: Sequence[Path], piece_bytes: int = PIECE_BYTES) -> list[t
     return units + ([tuple(small)] if small else [])
 
 
-def _begin(hidden: Path, files: Sequence[Path], tokenizer: Tokenizer, text_format: TextFormat) -> None:
+def _facts(files: Sequence[Path], tokenizer: Tokenizer, text_format: TextFormat) -> list[Any]:
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    begin_job(hidden, [states, tokenizer.hash, tokenizer.eos_id, asdict(text_format), PIECE_BYTES])
+    return [states, tokenizer.hash, tokenizer.eos_id, asdict(text_format), PIECE_BYTES]
 
 
-def begin_job(hidden: Path, facts: Sequence[Any]) -> None:
-    """Make the folder of parts, or keep the one of an earlier call with the same input and settings."""
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+@contextmanager
+def job_folder(hidden: Path, facts: Sequence[Any]) -> Iterator[None]:
+    """The folder of parts, new or of an earlier call with the same input and settings; DataError while
+    another process has it: two that write the same parts would damage the dataset.
+    """
+    try:
+        hidden.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(hidden, os.O_RDONLY)
+    except OSError as error:
+        raise _unwritable(hidden, error) from error
+    try:
+        _lock(descriptor, hidden)
+        _begin(hidden, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, hidden: Path) -> None:
+    """Lock the folder; the lock ends with the process, however that ends."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        hint = "wait for it, or name another folder with -o"
+        raise DataError("another process is packing this dataset", where=str(hidden), hint=hint) from None
+    except OSError:  # a file system without locks
+        return
+
+
+def _begin(hidden: Path, digest: str) -> None:
     mark = hidden / "job"
     try:
         if mark.is_file() and mark.read_text() == digest:
             return
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
+        for part in hidden.iterdir():  # the folder itself is locked, and stays
+            part.unlink()
         mark.write_text(digest)
     except OSError as error:
-        hint = "free disk space, or name another folder with -o"
-        fact = f"the dataset cannot be written: {error.strerror or error}"
-        raise DataError(fact, where=str(hidden.parent), hint=hint) from error
+        raise _unwritable(hidden, error) from error
+
+
+def _unwritable(hidden: Path, error: OSError) -> DataError:
+    hint = "free disk space, or name another folder with -o"
+    fact = f"the dataset cannot be written: {error.strerror or error}"
+    return DataError(fact, where=str(hidden.parent), hint=hint)
 
 
 @contextmanager

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright.data import pack_parts
 from meshwright.data.pack import pack
-from meshwright.data.pack_parts import pack_in_parts, split_input, writing_parts
+from meshwright.data.pack_parts import job_folder, pack_in_parts, split_input, writing_parts
 from meshwright.data.sources import TokenFile
 from meshwright.data.text_input import KINDS, Piece, TextFormat, documents, find_files
 from meshwright.data.tokenize import ByteTokenizer
@@ -78,6 +79,7 @@ def test_all_cores_pack_what_one_packs(corpus: Path, tmp_path: Path, monkeypatch
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from meshwright.data import pack_parts
 from meshwright.data.tokenize import ByteTokenizer
 
@@ -196,3 +198,12 @@ def test_a_full_disk_is_no_fault(tmp_path: Path) -> None:
     assert refused.value.where == str(tmp_path)
     with pytest.raises(FileNotFoundError), writing_parts(tmp_path / ".x.packing"):
         (tmp_path / "input.jsonl").read_bytes()
+
+
+def test_one_process_packs_a_dataset_at_a_time(corpus: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tokenizer": ByteTokenizer(), "num_processes": 1}
+    with job_folder(tmp_path / ".data.packing", ["the settings of another call"]):
+        with pytest.raises(DataError, match="another process is packing"):
+            pack_in_parts([corpus / "a.jsonl"], tmp_path / "data", **options)
+        assert not (tmp_path / "data").exists()
+    assert pack_in_parts([corpus / "a.jsonl"], tmp_path / "data", **options).manifest.num_documents

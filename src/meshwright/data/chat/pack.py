@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from meshwright.data.chat.rows import ChatFiles, Row
 from meshwright.data.chat.targets import ChatEncoder, Encoded
 from meshwright.data.chat.template import TEMPLATE_FILE, ChatTemplate
 from meshwright.data.chat.values import WRITTEN_FIELDS, names_of
-from meshwright.data.pack_parts import begin_job, end_with_parent, writing_parts
+from meshwright.data.pack_parts import end_with_parent, job_folder, writing_parts
 from meshwright.data.sources import WEIGHTS_DTYPE, ChatFacts, Manifest, token_dtype
 from meshwright.data.text_input import Piece
 from meshwright.data.write import new_dataset, require_absent
@@ -53,32 +53,38 @@ def pack_chats(
     """Encode the chats into a new dataset with loss weights; `progress` gets the number of bytes read."""
     require_absent(folder)
     encoder = job.open_encoder()
-    tokenizer, template = encoder.tokenizer, encoder.template
     hidden = folder.with_name(f".{folder.name}.packing")
     piece_bytes = min(max(PIECE_BYTES, chats.num_bytes // _NUM_PIECES), _MAX_PIECE_BYTES)
     units = chats.pieces(piece_bytes)
-    _begin(hidden, chats, job, encoder, piece_bytes)
-    with writing_parts(hidden):
-        try:
-            worker = _Worker(hidden, chats, job, encoder)
-            counts = _encode_units(worker, units, num_processes=num_processes, progress=progress)
-            counts.require_few_bad(job.max_bad)
-            _require_samples(counts, chats)
-        except DataError:  # the next call has other input or settings, and could not continue this one
-            shutil.rmtree(hidden, ignore_errors=True)
-            raise
-    template = template if counts.num_rendered else None
-    with new_dataset(folder, tokenizer, is_weighted=True) as writer:
-        for number in range(len(units)):
+    worker = _Worker(hidden, chats, job, encoder)
+    with job_folder(hidden, _settings(chats, job, encoder, piece_bytes)):
+        with writing_parts(hidden):
+            try:
+                counts = _encode_units(worker, units, num_processes=num_processes, progress=progress)
+                counts.require_few_bad(job.max_bad)
+                _require_samples(counts, chats)
+            except DataError:  # the next call has other input or settings, and could not continue this one
+                shutil.rmtree(hidden, ignore_errors=True)
+                raise
+        packed = PackedChats(_joined(worker, len(units), folder, counts), counts)
+        shutil.rmtree(hidden, ignore_errors=True)
+    return packed
+
+
+def _joined(worker: "_Worker", num_units: int, folder: Path, counts: ChatCounts) -> Manifest:
+    """The dataset, made of the files of all units."""
+    hidden, job = worker.folder, worker.job
+    template = worker.encoder.template if counts.num_rendered else None
+    with new_dataset(folder, worker.encoder.tokenizer, is_weighted=True) as writer:
+        for number in range(num_units):
             lengths = np.fromfile(hidden / f"{number}.lengths", dtype=np.int64)
             if len(lengths):
                 writer.append_encoded(_chunks(hidden / f"{number}.tokens"), lengths)
                 writer.append_weights([np.fromfile(hidden / f"{number}.weights", dtype=WEIGHTS_DTYPE)])
         if template is not None:
             writer.add_file(TEMPLATE_FILE, template.text().encode())
-        manifest = writer.finish([str(file) for file in chats.files], chat=_facts(job, template, counts))
-    shutil.rmtree(hidden, ignore_errors=True)
-    return PackedChats(manifest, counts)
+        sources = [str(file) for file in worker.chats.files]
+        return writer.finish(sources, chat=_facts(job, template, counts))
 
 
 def _facts(job: ChatJob, template: ChatTemplate | None, counts: ChatCounts) -> ChatFacts:
@@ -115,17 +121,15 @@ def _require_samples(counts: ChatCounts, chats: ChatFiles) -> None:
         raise DataError(fact, where=where, hint=hint)
 
 
-def _begin(hidden: Path, chats: ChatFiles, job: ChatJob, encoder: ChatEncoder, piece_bytes: int) -> None:
-    """Make the folder of units, or keep the one of an earlier call with the same input and settings."""
+def _settings(chats: ChatFiles, job: ChatJob, encoder: ChatEncoder, piece_bytes: int) -> list[Any]:
+    """Everything that the units of an earlier call must have in common with those of this one."""
     inside = [each for file in chats.files for each in (file.rglob("*") if file.is_dir() else [file])]
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(inside)]
     settings = asdict(job) | {"date": str(job.date)}
     tokenizer, template = encoder.tokenizer, encoder.template
     # Special tokens are named in files beside the tokenizer, which may change between two calls.
     rendering = [template.hash, dict(template.special_tokens)] if template else None
-    begin_job(
-        hidden, [states, chats.split, settings, tokenizer.hash, tokenizer.eos_id, rendering, piece_bytes]
-    )
+    return [states, chats.split, settings, tokenizer.hash, tokenizer.eos_id, rendering, piece_bytes]
 
 
 def _encode_units(

@@ -19,6 +19,7 @@ from meshwright.data.chat.describe import conversations, trained_share
 from meshwright.data.chat.job import ChatCounts, ChatJob
 from meshwright.data.chat.pack import PackedChats, pack_chats
 from meshwright.data.chat.rows import find_chats
+from meshwright.data.pack_parts import job_folder
 from meshwright.data.packed_samples import PackedSamples
 from meshwright.data.packing import plan_packing
 from meshwright.data.sources import TokenFile
@@ -435,3 +436,14 @@ def test_units_of_other_special_tokens_are_not_continued(
     dataset = TokenFile.open(tmp_path / "data")
     bos = ChatJob(str(tokenizer / "tokenizer.json"), None, datetime.date.today()).open_tokenizer().begin_ids
     assert [dataset.document(index)[:1].tolist() for index in range(3)] == [bos] * 3
+
+
+def test_one_process_packs_a_dataset_at_a_time(tmp_path: Path, tokenizer: Path) -> None:
+    path, part = write_lines(tmp_path / "a.jsonl", chats(3)), tmp_path / ".data.packing" / "0.tokens"
+    with job_folder(part.parent, ["the settings of another call"]):
+        part.write_bytes(b"tokens")
+        with pytest.raises(DataError, match="another process is packing") as refused:
+            pack(path, tmp_path / "data", tokenizer)
+        assert part.read_bytes() == b"tokens" and "-o" in refused.value.hint
+    assert pack(path, tmp_path / "data", tokenizer).counts.num_samples == 3
+    assert not part.parent.exists()
