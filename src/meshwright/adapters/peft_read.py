@@ -33,26 +33,22 @@ class PeftReader:
 
         `trained` is as for `PeftFolder`. `read_base_rows` is needed for trained rows of single tokens.
         """
-        self._there = PeftFolder(folder, model, adapter, trained=trained)
+        self.there = PeftFolder(folder, model, adapter, trained=trained)
+        """What is in the folder."""
         self._read_base_rows = read_base_rows
         self._file = _open(folder / WEIGHTS_FILE)
 
-    @property
-    def base_digest(self) -> str | None:
-        """The digest of the base that the adapters were trained on, where the writer recorded it."""
-        return self._there.base_digest
-
     def names(self) -> list[str]:
         """Our names of everything in the folder."""
-        return [*self._there.parts, *self._there.rows, *self._there.full]
+        return [*self.there.parts, *self.there.rows, *self.there.full]
 
     def read_slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """A slice of a parameter of one of our adapters, or of one that is trained in full."""
-        if name in self._there.full:
-            return self._slices(self._there.full[name])[index]
-        if name in self._there.rows:
-            return self._row_changes(self._there.rows[name])[index]
-        one, own = self._there.parts[name]
+        if name in self.there.full:
+            return self._slices(self.there.full[name])[index]
+        if name in self.there.rows:
+            return self._row_changes(self.there.rows[name])[index]
+        one, own = self.there.parts[name]
         index = _within_rank(index, own, one.matrix.rank)
         keys = one.keys(own)
         if one.is_transposed:
@@ -62,17 +58,17 @@ class PeftReader:
             value = torch.stack([self._slices(key)[tuple(rest)] for key in keys[first]])
         else:
             value = self._slices(keys[0])[index]
-        return value.float() * self._there.scale_ratio(one) if own == LORA_B else value
+        return value.float() * self.there.scale_ratio(one) if own == LORA_B else value
 
     def _slices(self, key: str) -> Any:
         """The tensor of a key of peft, to take a slice of."""
-        return self._file.get_slice(self._there.disk_name[key])
+        return self._file.get_slice(self.there.disk_name[key])
 
     def _row_changes(self, rows: PeftRows) -> Tensor:
         """The rows of single tokens there minus those of the base."""
         assert self._read_base_rows is not None
-        there = self._file.get_tensor(self._there.disk_name[rows.key]).float()
-        ids = self._there.token_ids(rows)
+        there = self._file.get_tensor(self.there.disk_name[rows.key]).float()
+        ids = self.there.token_ids(rows)
         in_order = torch.tensor([ids.index(one) for one in sorted(ids)])
         return there[in_order] - self._read_base_rows(rows.table, sorted(ids)).float()
 

@@ -15,8 +15,16 @@ from meshwright.checkpoint.digest import content_id
 from meshwright.checkpoint.index import read_index
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
-from meshwright.checkpoint.locate import CONFIG, is_checkpoint, locate_weights
-from meshwright.checkpoint.new_tokens import read_with_new_rows, without_new_tokens
+from meshwright.checkpoint.locate import is_checkpoint, locate_weights
+from meshwright.checkpoint.new_tokens import read_with_new_rows
+from meshwright.checkpoint.start_folder import (
+    START_HINT,
+    folder_digest,
+    no_adapters,
+    require_base_of,
+    require_same_base,
+    without_new_tokens,
+)
 from meshwright.errors import CheckpointError
 from meshwright.models.hf_weights import HuggingFaceReader
 from meshwright.optim.build import set_master_weights
@@ -26,9 +34,6 @@ from meshwright.spec.adapter import adapter_parameters, trained_in_full
 from meshwright.spec.parameters import parameters
 
 _START = "adapter.start_from"
-_START_HINT = "name a peft folder, or a checkpoint or run directory of a run with `adapter`"
-_SAMPLE_BYTES = 2**16
-_NUM_SAMPLES = 16
 
 
 def adapter_of(run: object) -> AdapterSpec | None:
@@ -69,46 +74,12 @@ def with_base_found(run: RunSpec, manifest: Mapping[str, Any], folder: Path) -> 
 
 
 def base_digest(folder: Path) -> str:
-    """A digest of the weights in a folder: of a checkpoint's hashes, or of samples of a Hugging Face folder.
-
-    Of each safetensors file it has size, header and 16 samples of 64 KiB, so that a base of hundreds of GB
-    takes a moment; a change of a few weights alone may be missed.
-    """
+    """A digest of the weights in a folder: of a checkpoint's hashes, or `folder_digest`."""
     if is_checkpoint(folder):
         files = read_manifest(folder)["files"]
         ids = "".join(sorted(map(content_id, files.values())))
         return hashlib.sha256(ids.encode()).hexdigest()[:32]
-    try:
-        return _samples_digest(folder)
-    except OSError as error:
-        fact = f"the weights cannot be read: {error.strerror or error}"
-        where = str(error.filename or folder)
-        raise CheckpointError(fact, where=where, hint="check the permissions of its files") from None
-
-
-def _samples_digest(folder: Path) -> str:
-    """The digest of a Hugging Face folder."""
-    digest = hashlib.sha256()
-    digest.update((folder / CONFIG).read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as stream:
-            for sample in range(_NUM_SAMPLES):
-                stream.seek(sample * max(0, size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
-
-
-def require_same_base(saved: Mapping[str, str] | None, found: Mapping[str, str] | None, where: Path) -> None:
-    """Refuse adapters that were trained on other weights."""
-    if saved and found and saved["digest"] != found["digest"]:
-        raise CheckpointError(
-            f"the adapters were trained on other weights: {saved['path']} had digest {saved['digest'][:12]}, "
-            f"and {found['path']} has {found['digest'][:12]}",
-            where=str(where),
-            hint="name the base that they were trained on in checkpoint.start_from",
-        )
+    return folder_digest(folder)
 
 
 @torch.no_grad()
@@ -127,12 +98,11 @@ def load_adapters(run: RunSpec, training: LiveTraining, *, averaged: bool = Fals
             trained=trained_in_full(run.model, adapter, run.train_only),
             read_base_rows=partial(_read_base_rows, run),
         )
-        if reader.base_digest is not None:
-            saved = {"path": "their base", "digest": reader.base_digest}
-            require_same_base(saved, base_record(run), folder)
-        there = set(reader.names())
+        if reader.there.base_digest is not None:
+            require_base_of(reader.there, base_record(run))
+        named = set(reader.names())
         values = {
-            one.name: reader.read_slice(one.name, global_slices(one)) for one in shards if one.name in there
+            one.name: reader.read_slice(one.name, global_slices(one)) for one in shards if one.name in named
         }
     else:
         values = _checkpoint_values(run, training, folder, averaged=averaged)
@@ -162,9 +132,9 @@ def _checkpoint_values(
     run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool
 ) -> dict[str, Tensor]:
     """This rank's shards of what a checkpoint of adapters has: adapters, and what was trained beside them."""
-    folder = locate_weights(folder, where=_START, hint=_START_HINT)
+    folder = locate_weights(folder, where=_START, hint=START_HINT)
     if not is_checkpoint(folder):
-        raise CheckpointError("this folder has no adapters", where=f"{_START}: {folder}", hint=_START_HINT)
+        raise no_adapters(folder)
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
     require_adapters(manifest, folder)

@@ -6,7 +6,7 @@ run directory         its newest complete checkpoint
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,16 @@ from meshwright.checkpoint.adapters import has_adapters, load_adapters
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
-from meshwright.checkpoint.new_tokens import read_with_new_rows, without_new_tokens
+from meshwright.checkpoint.new_tokens import read_with_new_rows
 from meshwright.checkpoint.packed_base import load_fp8, load_nested
 from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_tensors
 from meshwright.checkpoint.save import on_all_ranks
+from meshwright.checkpoint.start_folder import (
+    differing_settings,
+    require_same_model,
+    require_same_tensors,
+    without_new_tokens,
+)
 from meshwright.data.tokenize import has_other_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models.hf_weights import HuggingFaceReader
@@ -31,13 +37,9 @@ from meshwright.optim.build import set_master_weights
 from meshwright.parallel.shards import ParameterShard, global_slices
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.adapter import NF4_FORMATS, adapted_weight
-from meshwright.spec.huggingface import model_at
-from meshwright.spec.huggingface.names import state_shapes
 
 _WHERE = "checkpoint.start_from"
 ABSMAX = "_absmax"
-# Settings that a run may change without a note: they do not change what the weights compute.
-_TRAINING_SETTINGS = ("family", "dropout", "init_std", "scaled_residual_init")
 
 
 def load_initial_weights(run: RunSpec, training: LiveTraining, *, averaged: bool = False) -> None:
@@ -87,10 +89,8 @@ def _refuse_random_base(run: RunSpec) -> None:
 
 
 def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> None:
-    there, num_new = model_at(folder), run.checkpoint.new_tokens
-    _refuse_counted_twice(run, there)
+    there, num_new = require_same_model(run, folder), run.checkpoint.new_tokens
     expected = without_new_tokens(run.model, num_new)
-    require_same_tensors(expected, state_shapes(there), folder, theirs=there.model_dump(mode="json"))
     reader = HuggingFaceReader(folder, expected)
     with torch.no_grad():
         shards = {one.name: one for one in _base_shards(training)}
@@ -115,17 +115,6 @@ def _load_hugging_face(run: RunSpec, training: LiveTraining, folder: Path) -> No
     if dist.get_rank() == 0 and has_other_tokenizer(run.data, folder):
         fact = f"the data was packed with another tokenizer than that of {folder}"
         print(f"note: {fact}; its tokens mean other things to these weights", file=sys.stderr)
-
-
-def _refuse_counted_twice(run: RunSpec, there: ModelSpec) -> None:
-    """Refuse new tokens that the vocabulary of the run does not count: it is that of the folder."""
-    count, vocabulary = run.checkpoint.new_tokens, run.model.vocab_size
-    if count and there.vocab_size == vocabulary:
-        raise CheckpointError(
-            f"new_tokens={count} with model.vocab_size={vocabulary}, and the weights have all of these rows",
-            where="checkpoint.new_tokens",
-            hint=f"model.vocab_size counts the new tokens too: set it to {vocabulary + count}",
-        )
 
 
 def _load_checkpoint(run: RunSpec, training: LiveTraining, folder: Path, *, averaged: bool) -> None:
@@ -202,37 +191,6 @@ def saved_model(manifest: Mapping[str, Any]) -> dict[str, Any]:
     run = manifest.get("run")
     model = run.get("model") if isinstance(run, dict) else manifest.get("model")
     return dict(model) if isinstance(model, dict) else {}
-
-
-def require_same_tensors(
-    model: ModelSpec, shapes: Mapping[str, tuple[int, ...]], folder: Path, *, theirs: Mapping[str, Any]
-) -> None:
-    """Refuse weights whose tensors are not those of the model, and name the settings that differ."""
-    ours = state_shapes(model)
-    different = [name for name in sorted(ours.keys() | shapes.keys()) if ours.get(name) != shapes.get(name)]
-    if not different:
-        return
-    settings = "; ".join(differing_settings(theirs, model.model_dump(mode="json")))
-    name = different[0]
-    raise CheckpointError(
-        f"the weights are of another model: {name} has shape {shapes.get(name, 'none')} there and "
-        f"{ours.get(name, 'none')} in this run, and so on for {len(different)} tensors"
-        + (f" ({settings})" if settings else ""),
-        where=str(folder),
-        hint="use the model of the weights: name its folder as `model`, or correct the values above",
-    )
-
-
-def differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Texts such as `model.width is 64 there and 32 here`, for settings that change what is computed."""
-    for name, value in ours.items():
-        if not theirs or (not prefix and name in _TRAINING_SETTINGS) or theirs.get(name) == value:
-            continue
-        inner = theirs.get(name)
-        if isinstance(value, dict) and isinstance(inner, dict):
-            yield from differing_settings(inner, value, f"{prefix}{name}.")
-        else:
-            yield f"model.{prefix}{name} is {inner} there and {value} here"
 
 
 def _print_differences(model: ModelSpec, theirs: Mapping[str, Any], folder: Path) -> None:

@@ -19,11 +19,6 @@ ReadRows = Callable[[slice], Tensor]
 """Reads rows of a table."""
 
 
-def without_new_tokens(model: ModelSpec, num_new: int) -> ModelSpec:
-    """The model with the vocabulary of the weights that a run starts from."""
-    return model.with_(vocab_size=model.vocab_size - num_new) if num_new else model
-
-
 def read_with_new_rows(
     reader: HuggingFaceReader, name: str, index: tuple[slice, ...], num_new: int
 ) -> Tensor:

@@ -18,21 +18,16 @@ from meshwright.checkpoint.adapters import (
     base_record,
     has_adapters,
     read_adapters,
-    require_same_base,
     with_base_found,
 )
 from meshwright.checkpoint.dcp_folder import DcpTensors, is_dcp_folder
 from meshwright.checkpoint.external_names import under_our_names
-from meshwright.checkpoint.initial import (
-    no_average,
-    require_built_in,
-    require_same_tensors,
-    saved_model,
-)
+from meshwright.checkpoint.initial import no_average, require_built_in, saved_model
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes, verify_files
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.checkpoint.megatron_files import MegatronRankTensors, rank_files_folder
 from meshwright.checkpoint.new_tokens import ExtendedTensors
+from meshwright.checkpoint.start_folder import require_same_base, require_same_tensors
 from meshwright.errors import CheckpointError, SpecError
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.hf_weights import HuggingFaceReader

@@ -58,6 +58,7 @@ def check(
     cluster too: micro-batch, tp across nodes, recompute, ZeRO stage, tiles and waves. Nothing is started and
     nothing is written.
     """
+    from meshwright.checkpoint.start_folder import require_start
     from meshwright.cli.data_records import check_records
     from meshwright.errors import EXIT_INPUT, CheckpointError, SpecError
     from meshwright.spec.records_file import has_sources
@@ -68,7 +69,7 @@ def check(
     try:
         loaded = read_run(run, overrides or [])
         loaded.require_valid()
-        _require_readable_adapter(loaded.run)
+        require_start(loaded.run)
     except (SpecError, CheckpointError) as error:
         if not as_json:
             raise
@@ -87,22 +88,6 @@ def check(
 def _violations(error: Any) -> list[dict[str, str]]:
     each_error = getattr(error, "violations", [error])
     return [{"fact": each.fact, "where": each.where, "hint": each.hint} for each in each_error]
-
-
-def _require_readable_adapter(run: Any) -> None:
-    """Refuse a peft folder in `adapter.start_from` that `train` would refuse; it need not be here.
-
-    Config, names, shapes and ranks are compared; no tensor is read.
-    """
-    from meshwright.adapters.peft_folder import PeftFolder, is_peft_folder
-    from meshwright.spec.adapter import trained_in_full
-
-    if run.adapter is None or run.adapter.start_from is None:
-        return
-    folder = Path(run.adapter.start_from).expanduser()
-    if is_peft_folder(folder):
-        trained = trained_in_full(run.model, run.adapter, run.train_only)
-        PeftFolder(folder, run.model, run.adapter, trained=trained)
 
 
 def _advice(run: Any, on: str) -> list[Any]:

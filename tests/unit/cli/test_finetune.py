@@ -118,6 +118,30 @@ def test_check_reads_the_folder_of_the_first_adapters(
     assert json.loads(capsys.readouterr().out)["violations"][0]["fact"].startswith("damaged")
 
 
+def test_check_compares_the_base_with_the_run(
+    base: Path, tuned: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    check = ["check", str(tuned / "run.yaml")]
+    assert run([*check, "model.width=32"]) == 2
+    assert "model.width is 64 there and 32 here" in capsys.readouterr().err
+    assert run([*check, "checkpoint.new_tokens=4", "adapter.tokens=[508,509,510,511]"]) == 2
+    assert "the weights have all of these rows" in capsys.readouterr().err
+    assert run([*check, f"adapter.start_from={base}"]) == 2
+    assert "this folder has no adapters" in capsys.readouterr().err
+
+
+def test_check_compares_the_base_of_a_peft_folder(
+    base: Path, tuned: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    check = ["check", str(tuned / "run.yaml"), f"adapter.start_from={tmp_path / 'peft'}"]
+    assert run(["convert", str(tuned), str(tmp_path / "peft"), "--to", "peft"]) == 0
+    shutil.copytree(base, tmp_path / "moved")
+    assert run([*check, f"checkpoint.start_from={tmp_path / 'moved'}"]) == 0
+    assert run(["convert", str(tuned), str(tmp_path / "other")]) == 0
+    assert run([*check, f"checkpoint.start_from={tmp_path / 'other'}"]) == 2
+    assert "the adapters were trained on other weights" in capsys.readouterr().err
+
+
 def test_sample_without_the_dataset_asks_for_a_tokenizer(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "text.txt").write_text("once upon a time there was a fox and a crow\n" * 40)
     assert run(["data", "pack", str(tmp_path / "text.txt"), "-o", str(tmp_path / "packed")]) == 0
