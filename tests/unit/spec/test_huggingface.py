@@ -276,3 +276,11 @@ def test_what_no_family_can_express_is_refused_by_field() -> None:
     mixed = model.with_(mlp=model.mlp.with_(kind="gelu"))
     with pytest.raises(SpecError, match=r"cannot express mlp\.kind='gelu'"):
         to_config(mixed)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+def test_latent_attention_without_experts_names_the_forms_that_can_be_written(name: str) -> None:
+    dense = family(name).with_(moe=None)
+    with pytest.raises(SpecError, match="latent attention \\(MLA\\) without routed experts") as refused:
+        to_config(dense)
+    assert refused.value.where == "model.moe" and "`meshwright convert RUN FILE.pt`" in refused.value.hint

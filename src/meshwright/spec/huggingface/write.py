@@ -24,6 +24,7 @@ _ARCHITECTURES = {
 def to_config(model: ModelSpec, *, dtype: str = "float32") -> dict[str, Any]:
     """The Hugging Face config of the family that computes exactly this model."""
     model_type = model_type_of(model)
+    _require_experts(model, model_type)
     body = _gpt2(model) if model_type == "gpt2" else _rotary(model, model_type)
     config = {
         "architectures": [_ARCHITECTURES[model_type]],
@@ -157,6 +158,19 @@ def _deepseek(model: ModelSpec, moe: MoeSpec, model_type: str) -> dict[str, Any]
 def computes_same(model: ModelSpec, other: ModelSpec) -> bool:
     """Whether two models compute the same; training settings may differ."""
     return _computed(model) == _computed(other)
+
+
+def _require_experts(model: ModelSpec, model_type: str) -> None:
+    """Both families with latent attention are of routed experts; a config without them cannot be read."""
+    if model.attention.latent is None or model.moe is not None:
+        return
+    raise SpecError(
+        f"the Hugging Face family {model_type} cannot express latent attention (MLA) without routed experts",
+        where="model.moe",
+        hint="the run directory is read by train, sample and evaluate as it is, and `meshwright convert RUN "
+        "FILE.pt` writes its weights for torch.load; a model to be served as a Hugging Face folder needs "
+        "model.moe from the start",
+    )
 
 
 def _require_same(model: ModelSpec, back: ModelSpec, model_type: str) -> None:
