@@ -36,7 +36,7 @@ def list_(
         }
         typer.echo(json.dumps(document))
         return
-    typer.echo(f"{'device':<11} {'bf16':>6} {'fp8':>6} {'memory':>9} {'TB/s':>6} {'link GB/s':>10}  title")
+    typer.echo(f"{'device':<11} {'bf16':>10} {'fp8':>6} {'memory':>9} {'TB/s':>6} {'link GB/s':>10}  title")
     for name, device in devices.items():
         typer.echo(_device_line(name, device))
         if sources:
@@ -343,10 +343,12 @@ def _device_line(name: str, device: Any) -> str:
     from meshwright.units import show_bytes
 
     peaks = device.peak_flops_per_second
-    bf16 = peaks.get("bf16", peaks.get("fp16", peaks.get("fp32", 0.0))) / 1e12
+    # A device without bf16 is planned in fp16, or in fp32 where it lacks that too.
+    form = next((name for name in ("bf16", "fp16") if name in peaks), "fp32")
+    rate = f"{peaks.get(form, 0.0) / 1e12:.4g}" + ("" if form == "bf16" else f" {form}")
     fp8 = f"{peaks['fp8'] / 1e12:.0f}" if "fp8" in peaks else "-"
     return (
-        f"{name:<11} {bf16:>6.4g} {fp8:>6} {show_bytes(device.memory_bytes):>9} "
+        f"{name:<11} {rate:>10} {fp8:>6} {show_bytes(device.memory_bytes):>9} "
         f"{device.memory_bytes_per_second / 1e12:>6.2f} {device.peer.bytes_per_second / 1e9:>10.0f}  "
         f"{device.title}"
     )

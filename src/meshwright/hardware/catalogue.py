@@ -79,10 +79,11 @@ class Device:
         """Dense peak FLOP/s in this precision; the error for a precision that it lacks lists those it has."""
         if precision in self.peak_flops_per_second:
             return self.peak_flops_per_second[precision]
+        others = [name for name in ("bf16", "fp16", "tf32", "fp32") if name in self.peak_flops_per_second]
         raise SpecError(
             f"{self.title} has no {precision} rate",
-            where="precision",
-            hint=f"it has {', '.join(self.peak_flops_per_second)}",
+            where="precision.compute",
+            hint=f"use precision.compute={' or '.join(others)}",
         )
 
     def matmul_ceiling(self, precision: str) -> float:

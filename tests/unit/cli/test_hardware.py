@@ -21,6 +21,8 @@ def test_every_device_and_cluster_is_a_line(capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     assert names == ["device", *device_names(), "cluster", *cluster_names()]
     assert max(map(len, out.splitlines())) < 120
+    t4 = next(line for line in out.splitlines() if line.startswith("t4 "))
+    assert "65 fp16" in t4, "it has no bf16"
 
 
 def test_sources_stand_beside_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
