@@ -93,6 +93,9 @@ def plan(
     if external is not None:
         _reject_for_module({"-o": output, "--report": report, "--verify": verify, "--allow": allow})
         _reject_for_module({"--finetune": finetune})
+    if finetune == "auto" and deadline is not None:
+        fact = "--finetune auto with --deadline: which kind fits depends on the number of devices"
+        raise _error(fact, "--finetune", "name the kind: full, lora or qlora")
     options = {"on": on, "seq": seq, "batch_tokens": batch_tokens, "tokens": tokens, "precision": precision}
     options |= {"allow": allow, "objective": objective}
     filled = None

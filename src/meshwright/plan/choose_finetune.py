@@ -16,6 +16,7 @@ from meshwright.plan.search.decision import choose
 from meshwright.plan.search.finetune import FineTuning
 from meshwright.plan.search.question import Question
 from meshwright.plan.search.request import FilledRequest
+from meshwright.spec.adapter import NF4_FORMATS
 from meshwright.units import show_bytes
 
 ON_DEVICES: tuple[FineTuning, ...] = ("full", "lora", "qlora")
@@ -62,7 +63,8 @@ def choose_finetune(ask: Callable[[FineTuning], Question]) -> Chosen:
 
     PlanError where none does: that of the last kind, which needs least memory.
     """
-    questions, reasons = _possible(ask)
+    questions, impossible = _possible(ask)
+    reasons = list(impossible)
     for kind in ON_DEVICES:
         if kind not in questions:
             continue
@@ -78,22 +80,49 @@ def choose_finetune(ask: Callable[[FineTuning], Question]) -> Chosen:
     kind, last = list(questions.items())[-1]
     error = infeasible(last, choose_precision(last))
     if isinstance(error, PlanError):  # of this kind alone: without --finetune it would be another one
-        fact = f"{error.fact}; that is {TITLES[kind]}, which needs least"
+        least = f"{_title(kind, last)}, which needs least" if len(questions) > 1 else _title(kind, last)
+        fact = "; ".join((error.fact, f"that is {least}", *impossible))
         error = PlanError(fact, where=error.where, hint=error.hint)
     raise error
 
 
 def _possible(ask: Callable[[FineTuning], Question]) -> tuple[dict[FineTuning, Question], list[str]]:
-    """The kinds that the model's rules allow, and why the others are none; full fine-tuning always is one."""
+    """The kinds that the model's rules allow, and why the others are none; full fine-tuning always is one.
+
+    SpecError where pins of the user leave neither kind with adapters: who pins them wants adapters.
+    """
     questions: dict[FineTuning, Question] = {"full": ask("full")}
-    reasons: list[str] = []
+    errors: dict[FineTuning, SpecError] = {}
     for kind in ON_DEVICES[1:]:
         try:
             questions[kind] = ask(kind)
         except SpecError as error:
-            fact = error.violations[0].fact if isinstance(error, SpecErrors) else error.fact
-            reasons.append(f"{TITLES[kind]} is not possible: {fact}")
-    return questions, reasons
+            errors[kind] = error
+    if len(questions) == 1 and all(map(_is_of_pin, errors.values())):
+        raise errors["lora"]
+    if "lora" in questions and _base(questions["lora"]) in NF4_FORMATS:
+        del questions["lora"]  # pinned to 4 bits, it is the next kind
+    return questions, [
+        f"{TITLES[kind]} is not possible: {_first(each).fact}" for kind, each in errors.items()
+    ]
+
+
+def _first(error: SpecError) -> SpecError:
+    return error.violations[0] if isinstance(error, SpecErrors) else error
+
+
+def _is_of_pin(error: SpecError) -> bool:
+    return _first(error).where.startswith("command line adapter.")
+
+
+def _base(question: Question) -> str | None:
+    return None if question.run.adapter is None else question.run.adapter.base
+
+
+def _title(kind: FineTuning, question: Question) -> str:
+    """The kind, and the format of its frozen weights where a pin has another one than usual."""
+    base = _base(question)
+    return f"{kind} (frozen weights in fp8)" if base == "fp8" else TITLES[kind]
 
 
 def _on_devices(question: Question) -> Question:
@@ -109,7 +138,8 @@ def _fits(kind: FineTuning, found: ChosenPrecision) -> str:
     moved = " and ".join(best.run.memory.offload)
     where = f", with {moved} in host memory," if moved else ""
     speed = best.tokens_per_second / best.num_ranks
-    return f"{TITLES[kind]} fits{where} in {show_bytes(best.device_bytes)} at {speed:,.0f} tokens/s/GPU"
+    fits = f"fits{where} in {show_bytes(best.device_bytes)} at {speed:,.0f} tokens/s/GPU"
+    return f"{_title(kind, found.question)} {fits}"
 
 
 def _smaller(kind: FineTuning, questions: dict[FineTuning, Question]) -> Iterator[str]:
@@ -121,9 +151,10 @@ def _smaller(kind: FineTuning, questions: dict[FineTuning, Question]) -> Iterato
 
 def _excess(kind: FineTuning, found: ChosenPrecision) -> str:
     """What the layout that comes closest lacks."""
+    title = _title(kind, found.question)
     if found.result.closest is None:
-        return f"{TITLES[kind]} has no layout that fits on the devices alone"
+        return f"{title} has no layout that fits on the devices alone"
     closest = Candidate(found.question, found.result.closest.layouts)
     budget = show_bytes(found.question.memory_budget_bytes)
     needed = f"{show_bytes(closest.device_bytes)} per device of {budget}"
-    return f"{TITLES[kind]} does not fit on the devices alone: it needs {needed}"
+    return f"{title} does not fit on the devices alone: it needs {needed}"

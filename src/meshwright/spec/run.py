@@ -77,6 +77,11 @@ class RunSpec(Spec):
         return [(where, sequences, sequences // unit) for where, sequences in sizes]
 
     @property
+    def is_finetuning(self) -> bool:
+        """Whether training goes on from trained weights: laws of training from scratch do not apply."""
+        return self.adapter is not None or self.checkpoint.start_from is not None
+
+    @property
     def has_shards_on_host(self) -> bool:
         """Whether ZeRO-3 shards, gradients and optimizer states live in host memory and are updated there."""
         return self.parallel.zero == 3 and "parameters" in self.memory.offload

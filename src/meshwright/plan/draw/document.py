@@ -1,6 +1,6 @@
 """A plan as a JSON document, and as a run file with the reasons for the plan as comments."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.plan.draw.rank_map import coordinates
@@ -39,11 +39,6 @@ def format_text(run: RunSpec) -> str:
         *([f"{adapter.kind} of rank {adapter.rank} on {base} weights"] if adapter else []),
     ]
     return ", ".join(parts)
-
-
-def is_finetuning(run: RunSpec) -> bool:
-    """Whether the run goes on from trained weights: scaling laws of training from scratch do not apply."""
-    return run.adapter is not None or run.checkpoint.start_from is not None
 
 
 def candidate_document(candidate: Candidate, tokens: int) -> dict[str, Any]:
@@ -119,7 +114,7 @@ def plan_document(
         "neighbours": [vars(each) for each in neighbours],
         "gains": [vars(each) for each in gains],
         "compute_optimal": None
-        if is_finetuning(run)
+        if question.from_trained
         else {"num_parameters": optimal[0], "tokens": optimal[1]},
         "search": {
             "num_considered": plan.result.num_considered,
@@ -142,9 +137,18 @@ def run_file(plan: Plan, why: list[str]) -> str:
         f"{show_count(best.tokens_per_second)} tokens/s, MFU {best.mfu:.1%}, "
         f"{show_bytes(best.device_bytes)} of {show_bytes(cluster.device.memory_bytes)} per device.",
         *why,
+        *_pretrained(plan),
         *rank_map(best.run.parallel, cluster.devices_per_node),
     ]
     return "".join(f"# {line}\n" for line in lines) + dump_run(with_checkpoints(plan))
+
+
+def _pretrained(plan: Plan) -> Iterator[str]:
+    """What the file of a plan of fine-tuning lacks while it names no weights."""
+    run = plan.question.run
+    if plan.question.from_trained and run.checkpoint.start_from is None:
+        without = "train starts from random weights" if run.adapter is None else "train refuses this file"
+        yield f"Set checkpoint.start_from to the folder of the pre-trained weights: without it {without}."
 
 
 def rank_map(parallel: ParallelSpec, devices_per_node: int) -> list[str]:

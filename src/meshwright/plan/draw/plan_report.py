@@ -9,7 +9,7 @@ from jinja2 import Environment, StrictUndefined
 import meshwright
 from meshwright import svg
 from meshwright.plan.draw.charts import Axis, Bar, Line, line_chart, stacked_bars
-from meshwright.plan.draw.document import compute_optimal, format_text, is_finetuning, rank_map
+from meshwright.plan.draw.document import compute_optimal, format_text, rank_map
 from meshwright.plan.draw.memory import memory_chart
 from meshwright.plan.draw.schedule import inline_svg, picture
 from meshwright.plan.explain.gains import Gain
@@ -190,7 +190,7 @@ def _budget_note(plan: Plan, tokens: int) -> str:
     flops = plan.question.workload.model_flops_per_token * tokens
     size, optimal_tokens = compute_optimal(flops)
     work = f"The run in bold does {flops:.2e} model FLOPs."
-    if is_finetuning(plan.question.run):
+    if plan.question.from_trained:
         return work
     return (
         f"{work} Spent compute-optimally "

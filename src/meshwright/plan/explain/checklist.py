@@ -111,8 +111,7 @@ def tokens_suit_the_size(run: RunSpec, _: Cluster) -> Iterator[Advice]:
     parameters = num_parameters(run.model)
     tokens = run.data.num_sequences(run.schedule.num_steps) * run.data.sequence_length
     is_outside = parameters < _LAW_FROM_PARAMETERS or run.model.moe is not None
-    is_finetuning = run.checkpoint.start_from is not None or run.adapter is not None
-    if is_finetuning or is_outside:
+    if run.is_finetuning or is_outside:
         return
     flops = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
     best = CHINCHILLA.optimal_parameters(flops)
@@ -123,7 +122,8 @@ def tokens_suit_the_size(run: RunSpec, _: Cluster) -> Iterator[Advice]:
     fact = f"{show_count(tokens)} tokens are few for {show_count(parameters)} parameters"
     hint = (
         f"at the same compute {show_count(best)} parameters and {show_count(better)} tokens are expected to "
-        f"reach a loss of {then:.2f} instead of {now:.2f} ({SOURCE})"
+        f"reach a loss of {then:.2f} instead of {now:.2f} ({SOURCE}); to fine-tune, name the pre-trained "
+        "weights in checkpoint.start_from"
     )
     yield Advice(fact, "schedule.num_steps", hint)
 

@@ -10,10 +10,12 @@ from meshwright.plan.search.meshes import Table, meshes
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import MIN_CP_POSITIONS_TO_SAVE, Question, memory_use, price_memory
 from meshwright.plan.search.space import least_memory_layouts
+from meshwright.spec.adapter import NF4_FORMATS
 
 FineTuning = Literal["full", "lora", "qlora"]
 BASES: dict[FineTuning, str] = {"lora": "bf16", "qlora": "nf4"}
 """Format of the frozen weights by the kind of fine-tuning with adapters."""
+BASE = "adapter.base"
 RANK, ALPHA = 16, 32
 LEARNING_RATES: dict[FineTuning, float] = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
 """Adapters take about ten times the rate of full fine-tuning; the default of pre-training ruins a model."""
@@ -43,20 +45,68 @@ def require_known(text: str | None) -> FineTuning | None:
     return text  # pyright: ignore[reportReturnType]  (it is one of the words)
 
 
-def set_adapter(tree: dict[str, Any], finetune: FineTuning | None) -> Iterator[str]:
-    """Set `adapter` in the tree of a run that has none, and list what was filled in."""
+def set_adapter(tree: dict[str, Any], finetune: FineTuning | None, pins: Pins) -> Iterator[str]:
+    """Make `adapter` in the tree of a run that of this kind, and list what was filled in or changed."""
     if finetune is None:
         return
-    if finetune in BASES and not tree.get("adapter"):
-        in_bf16 = tree["precision"].get("compute", "bf16") == "bf16"  # a base in bf16 has matmuls in bf16
-        base = BASES[finetune] if in_bf16 or finetune == "qlora" else "weights"
-        tree["adapter"] = {"rank": RANK, "alpha": ALPHA, "base": base}
-        yield f"adapters of rank {RANK} and alpha {ALPHA} on all linears (adapter.rank, adapter.targets)"
-        form = base if base != "weights" else "the format of precision.weights"
-        yield f"frozen weights in {form} (adapter.base)"
+    _reject_pins(finetune, pins)
+    if finetune == "full":
+        yield from _leave_out(tree)
+    else:
+        yield from _set_values(tree, pins)
+        yield from _set_base(tree, finetune, pins)
     checkpoint: dict[str, Any] = tree.get("checkpoint") or {}
-    if not checkpoint.get("start_from"):
+    if not checkpoint.get("start_from") and pins.override_of("checkpoint.start_from") is None:
         yield "pre-trained weights, until checkpoint.start_from=FOLDER names them"
+
+
+def _reject_pins(finetune: FineTuning, pins: Pins) -> None:
+    """Refuse pins that make another kind of it than the one that is asked for."""
+    pinned, base = [text for text in pins.overrides if text.startswith("adapter.")], pins.override_of(BASE)
+    if finetune == "full" and pinned:
+        fact = f"--finetune full with {' '.join(pinned)}: full fine-tuning has no adapters"
+        raise SpecError(fact, where="--finetune", hint="leave these pins out, or use --finetune lora")
+    if finetune == "qlora" and base is not None and _value(base) not in NF4_FORMATS:
+        fact = f"--finetune qlora with {base}: QLoRA has frozen weights in 4 bits"
+        hint = "use --finetune lora, or one of " + ", ".join(f"{BASE}={name}" for name in NF4_FORMATS)
+        raise SpecError(fact, where=f"command line {BASE}", hint=hint)
+
+
+def _value(pin: str) -> str:
+    return pin.partition("=")[2].strip()
+
+
+def _leave_out(tree: dict[str, Any]) -> Iterator[str]:
+    """Take the adapters of a run file out, and what was trained beside them: all weights are trained."""
+    if tree.get("adapter"):
+        tree.update(adapter=None, train_only=[])
+        yield "no adapters, unlike the run file (--finetune full); its learning rate stays (optim.lr)"
+
+
+def _set_values(tree: dict[str, Any], pins: Pins) -> Iterator[str]:
+    """Rank and alpha of a run that has no adapters."""
+    if tree.get("adapter"):
+        return
+    tree["adapter"] = {"rank": RANK, "alpha": ALPHA}
+    filled = {"rank": RANK, "alpha": ALPHA, "targets": "all-linear"}
+    rest = [name for name in filled if pins.override_of(f"adapter.{name}") is None]
+    if rest:
+        values = ", ".join(f"{name} {filled[name]}" for name in rest)
+        yield f"adapters of {values} ({', '.join(f'adapter.{name}' for name in rest)})"
+
+
+def _set_base(tree: dict[str, Any], finetune: FineTuning, pins: Pins) -> Iterator[str]:
+    """The format of the frozen weights, where it is open or where the run file has that of the other kind."""
+    adapter, given = tree["adapter"], tree["adapter"].get("base")
+    if pins.override_of(BASE) is not None:
+        return
+    if given is not None and (given in NF4_FORMATS) == (finetune == "qlora"):
+        return
+    in_bf16 = tree["precision"].get("compute", "bf16") == "bf16"  # a base in bf16 has matmuls in bf16
+    adapter["base"] = BASES[finetune] if in_bf16 or finetune == "qlora" else "weights"
+    form = adapter["base"] if adapter["base"] != "weights" else "the format of precision.weights"
+    instead = "" if given is None else f" instead of {given}: --finetune {finetune}"
+    yield f"frozen weights in {form}{instead} ({BASE})"
 
 
 def set_rate(tree: dict[str, Any], finetune: FineTuning | None, pins: Pins) -> Iterator[str]:

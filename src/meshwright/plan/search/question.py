@@ -47,6 +47,8 @@ class Question:
     """The part of the device's memory that may be used."""
     module_runtime: Framework | None = None
     """Prices a user module in the place of our own blocks; None for a model of ours."""
+    from_trained: bool = False
+    """Whether training goes on from trained weights, which the run may not name yet."""
 
     @cached_property
     def workload(self) -> Workload:

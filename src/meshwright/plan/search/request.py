@@ -85,8 +85,8 @@ def fill_request(request: Request) -> FilledRequest:
     model = _model_of(tree, request.place)
     request = _with_file(request, tree)
     formats: list[str] = []
-    tree["precision"] = tree.get("precision") or _precision(request, formats)
-    assumed = list(set_adapter(tree, request.finetune))
+    tree["precision"] = _precision_of(tree, request, formats)
+    assumed = list(set_adapter(tree, request.finetune, request.pins))
     assumed += set_rate(tree, request.finetune, request.pins)
     length = _sequence_length(request, model, assumed)
     batch_sequences = _batch_sequences(request, model, length, assumed)
@@ -107,7 +107,14 @@ def fill_request(request: Request) -> FilledRequest:
     run = _parsed(tree, request)
     reject_pinned(request.allow, request.pins)
     allow = parse_allow(request.allow)
-    question = Question(run, request.cluster, request.pins, request.objective, allow=allow)
+    question = Question(
+        run,
+        request.cluster,
+        request.pins,
+        request.objective,
+        allow=allow,
+        from_trained=request.finetune is not None or run.is_finetuning,
+    )
     assumed += question.workload.assumed
     return FilledRequest(question, tokens, tuple(assumed))
 
@@ -133,8 +140,11 @@ def _parsed(tree: dict[str, Any], request: Request) -> RunSpec:
 
 def _relocated(violation: SpecError, model: str) -> SpecError:
     key = violation.where.rsplit(" ", 1)[-1]
-    was_filled_in = violation.where.startswith(f"{model}:") and not model.endswith((".yaml", ".yml"))
-    where = OPTION_OF_KEY.get(key, key) if was_filled_in else violation.where
+    if not violation.where.startswith(f"{model}:"):
+        return violation
+    # The text that was read is that of the completed run: its lines are none of the user's file.
+    is_file = model.endswith((".yaml", ".yml"))
+    where = f"{model} {key}" if is_file else OPTION_OF_KEY.get(key, key)
     return SpecError(violation.fact, where=where, hint=violation.hint)
 
 
@@ -252,6 +262,15 @@ def _compiles(request: Request) -> bool:
     # memory.regather_tp_inputs decides what is saved for backward, and so would the compiler.
     is_set = any(request.pins.override_of(key) for key in ("compile", "memory.regather_tp_inputs"))
     return request.cluster.device.name != "cpu" and not splits and not is_set
+
+
+def _precision_of(tree: dict[str, Any], request: Request, assumed: list[str]) -> dict[str, Any]:
+    """The precision of the run file, with that of --precision, which comes later, in its place."""
+    given = _mapping(tree.get("precision"))
+    if given and request.precision is None:
+        return given
+    rest = {key: value for key, value in given.items() if key not in ("compute", "fp8", "loss_scale")}
+    return {**rest, **_precision(request, assumed)}
 
 
 def _precision(request: Request, assumed: list[str]) -> dict[str, Any]:

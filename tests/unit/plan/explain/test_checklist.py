@@ -42,7 +42,13 @@ CASES = {
         "h100:1",
         "a larger data.microbatch_sequences",
     ),
-    "tokens_suit_the_size": (LLAMA, ["schedule.num_steps=400K"], [], "h100:8", "instead of"),
+    "tokens_suit_the_size": (
+        LLAMA,
+        ["schedule.num_steps=400K"],
+        [],
+        "h100:8",
+        "to fine-tune, name the pre-trained weights",
+    ),
 }
 BY_NAME = {advisor.__name__: advisor for advisor in CLUSTER_ADVISORS}
 

@@ -84,7 +84,7 @@ def test_frozen_weights_cost_no_weight_gradient_and_no_state() -> None:
 @pytest.mark.parametrize(("base", "bits"), [("nf4", 4.5), ("nf4_nested", 4.126953125), ("fp8", 8.0)])
 def test_routed_experts_are_planned_in_every_format(base: str, bits: float) -> None:
     """Qwen3-30B-A3B: 95% of its weights are experts; the others of the blocks are packed too."""
-    asked = question("qwen3-30b-a3b", "h100:8", "qlora", f"adapter.base={base}", HERE)
+    asked = question("qwen3-30b-a3b", "h100:8", "lora", f"adapter.base={base}", HERE)
     work = workload_of(asked.run)
     assert work.adapters is not None and work.adapters.packed_bits == bits
     packed = sum(one.num_elements for one in adaptable(asked.run.model)) / work.counts.total
@@ -213,6 +213,19 @@ def test_auto_says_what_the_rules_do_not_allow() -> None:
     assert found.kind == "lora" and "is not possible: adapter.base=nf4 with" in found.reasons[0]
 
 
+def test_auto_says_why_there_is_no_smaller_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(kind: FineTuning) -> Question:
+        if kind != "full":
+            raise SpecError(f"no {kind} here", where="model")
+        return question("llama-3.1-8b", "rtx4060:1", kind)
+
+    with pytest.raises(PlanError) as refused:
+        choose_finetune(ask)
+    fact = refused.value.fact
+    assert "that is full fine-tuning; lora (frozen weights unquantised) is not possible: no lora here" in fact
+    assert "needs least" not in fact
+
+
 def test_offload_is_for_what_does_not_fit_without() -> None:
     fits, tight = (planned("llama-3.1-8b", "rtx4090:1", "qlora", seq=seq) for seq in (2048, 65536))
     assert not fits.best.run.memory.offload and tight.best.run.memory.offload == ("activations",)
@@ -241,9 +254,101 @@ def test_the_run_file_has_the_adapter_and_is_valid(
     assert "finetune: instead, qlora (frozen weights in 4 bits) fits in" in told
     run = read_run(str(file)).require_valid()
     assert run.adapter is not None and run.adapter.rank == 8 and run.adapter.base == "bf16"
-    # A format that is asked for is no other kind's.
-    assert command([*arguments, "--finetune", "auto", "adapter.base=bf16"]) == 0
-    assert "finetune: instead" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("base", "fits", "impossible"),
+    [
+        ("bf16", "lora (frozen weights unquantised)", "qlora (frozen weights in 4 bits) is not possible"),
+        ("fp8", "lora (frozen weights in fp8)", "qlora (frozen weights in 4 bits) is not possible"),
+        ("nf4", "qlora (frozen weights in 4 bits)", None),
+    ],
+)
+def test_a_format_that_is_asked_for_is_one_kinds_alone(
+    base: str, fits: str, impossible: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "llama-3.1-8b", "--on", "rtx4090:1", "--seq", "2048", "--finetune", "auto"]
+    assert command([*arguments, f"adapter.base={base}"]) == 0
+    told = capsys.readouterr().err
+    assert f"finetune: {fits} fits in" in told and "finetune: instead" not in told
+    assert (impossible or "finetune: full") in told and ("is not possible" in told) == bool(impossible)
+    assert "(adapter.base)" not in told, "what is pinned is not assumed"
+
+
+def test_pins_that_neither_kind_of_adapters_can_have_are_the_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Full fine-tuning, which has no adapters, is no answer to a name that was written wrongly."""
+    asked = ["plan", "llama-3.1-8b", "--on", "h100:8", "--finetune", "auto", "adapter.targets=[q_prj]"]
+    assert command(asked) == 2
+    assert "target 'q_prj' matches no linear" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "pin", "text"),
+    [
+        ("full", "adapter.rank=8", "--finetune full with adapter.rank=8: full fine-tuning has no adapters"),
+        (
+            "qlora",
+            "adapter.base=bf16",
+            "--finetune qlora with adapter.base=bf16: QLoRA has frozen weights in",
+        ),
+    ],
+)
+def test_pins_of_another_kind_are_refused(kind: FineTuning, pin: str, text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        question("llama-3.1-8b", "h100:8", kind, pin)
+
+
+def test_what_is_pinned_is_not_assumed() -> None:
+    pins = parse_pins(["adapter.rank=64", "adapter.base=nf4_nested", "checkpoint.start_from=base"])
+    request = Request("llama-3.1-8b", parse_cluster("h100:1"), pins, finetune="qlora")
+    assumed = " ".join(fill_request(request).assumed)
+    assert "adapters of alpha 32, targets all-linear (adapter.alpha, adapter.targets)" in assumed
+    assert "frozen weights" not in assumed and "pre-trained weights" not in assumed
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "told"),
+    [
+        ("lora", "bf16", None),
+        ("qlora", "nf4", "frozen weights in nf4 instead of bf16: --finetune qlora"),
+        ("full", None, "no adapters, unlike the run file"),
+    ],
+)
+def test_the_kind_that_is_asked_for_comes_after_the_run_file(
+    tmp_path: Path, kind: FineTuning, base: str | None, told: str | None
+) -> None:
+    """It was planned with the adapters of the file, under the name of the kind."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f'{SELECTIVE}train_only: ["*norm*"]\n')
+    request = Request(str(file), parse_cluster("h200:1"), parse_pins([]), finetune=kind)
+    filled = fill_request(request)
+    run = filled.question.run
+    assert (run.adapter.base if run.adapter is not None else None) == base
+    assert run.train_only == (() if kind == "full" else ("*norm*",))
+    assert told is None or told in " ".join(filled.assumed)
+
+
+def test_full_fine_tuning_that_names_no_weights_yet_is_no_training_from_scratch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, report = tmp_path / "run.yaml", tmp_path / "plan.html"
+    asked = ["plan", "llama-3.2-1b", "--on", "h100:1", "--finetune", "full", "--json"]
+    assert command([*asked, "-o", str(file), "--report", str(report)]) == 0
+    assert json.loads(capsys.readouterr().out)["compute_optimal"] is None
+    assert "compute-optimal" not in report.read_text()
+    lacks = (
+        "# Set checkpoint.start_from to the folder of the pre-trained weights: without it train starts from"
+    )
+    assert lacks in file.read_text()
+
+
+def test_auto_is_not_sized_for_a_deadline(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which kind fits depends on the number of devices, which is what the deadline decides."""
+    asked = ["plan", "llama-3.1-8b", "--on", "rtx4090", "--finetune", "auto", "--deadline", "2h"]
+    assert command(asked) == 2
+    assert "name the kind: full, lora or qlora" in capsys.readouterr().err
 
 
 def test_experts_that_do_not_fit_one_device_are_an_error_of_memory() -> None:

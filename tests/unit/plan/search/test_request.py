@@ -75,3 +75,24 @@ def test_a_blend_stays_the_data_of_a_new_plan(tmp_path: Path) -> None:
     again = fill_request(Request(str(file), parse_cluster("leonardo:16"), parse_pins([])))
     assert [part.path for part in again.question.run.data.blend] == [part["path"] for part in parts]
     assert again.question.run.data.synthetic is None
+
+
+def test_the_precision_that_is_asked_for_comes_after_the_run_file(tmp_path: Path) -> None:
+    """It was left out without a word: a file in bf16 could not be planned for a device that has none."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: llama-3.2-1b\nprecision: {compute: bf16, weights: bf16_exact, fp8: current}\n")
+    plain = Request(str(file), parse_cluster("h100:1"), parse_pins([]))
+    assert fill_request(plain).question.run.precision.fp8 is not None
+    found = fill_request(replace(plain, precision="bf16")).question.run.precision
+    assert (found.compute, found.weights, found.fp8) == ("bf16", "bf16_exact", None)
+    file.write_text("model: llama-3.2-1b\nprecision: {compute: bf16}\n")
+    found = fill_request(replace(plain, precision="fp16")).question.run.precision
+    assert found.compute == "fp16" and found.loss_scale is not None
+
+
+def test_an_error_in_a_run_file_names_no_line_of_the_completed_run(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: llama-3.2-1b\nadapter: {rank: 8, alpha: 16, base: bf16}\n")
+    with pytest.raises(SpecErrors) as refused:
+        fill_request(Request(str(file), parse_cluster("t4:1"), parse_pins([])))
+    assert refused.value.violations[0].where == f"{file} adapter.base"
