@@ -182,15 +182,17 @@ class ChatEncoder:
         for turn, weight in self._weighted_turns(sample):
             place = place_of(where, turn)
             before = self._prompt(messages[:turn], tools, place)
-            upto = template.render(messages[: turn + 1], tools=tools, where=place).text
+            # Up to the last turn it is the text of the conversation: most have one answer.
+            is_last = turn == len(messages) - 1
+            upto = rendered if is_last else template.render(messages[: turn + 1], tools=tools, where=place)
             if not rendered.text.startswith(before):
                 raise rewritten_error(before, rendered.text, place, self._ways_out(sample, turn))
             number = bisect_right(ends, len(before)) - 1
             begin = dividers[number][0] if number >= 0 else 0
-            if number < 0 or not upto.startswith(before[:begin]):
-                asked.append(_Asked(turn, weight, before, upto))
+            if number < 0 or not upto.text.startswith(before[:begin]):
+                asked.append(_Asked(turn, weight, before, upto.text))
             else:
-                asked.append(_Asked(turn, weight, before[begin:], upto[begin:], begin, number))
+                asked.append(_Asked(turn, weight, before[begin:], upto.text[begin:], begin, number))
         return _Plan(sample, where, rendered, asked, [token for _, _, token in dividers], unwritten)
 
     def _require_written(self, sample: Conversation, template: ChatTemplate, where: str) -> None:
@@ -254,8 +256,14 @@ class ChatEncoder:
         for begin, end, weight in spans:
             weights[begin:end] = weight
             if weight:  # a block of a template may have a newline after the end of turn
-                ends.append(int(tokens[self._turn_ends.after(tokens, begin, end) - 1]))
+                ends.append(self._end_token(tokens, begin, end))
+        last = plan.sample.turns[-1]
+        if self.trained == "all" and not ends and last.is_answer and last.weight is None:
+            ends.append(self._end_token(tokens, 0, len(tokens)))
         return Encoded(tokens, weights, ends, plan.unwritten)
+
+    def _end_token(self, tokens: NDArray[np.uint32], begin: int, end: int) -> int:
+        return int(tokens[self._turn_ends.after(tokens, begin, end) - 1])
 
     def _completion(self, sample: Completion, encodings: list[Any]) -> Encoded:
         """Prompt, completion and end of document; the prompt has the tokens that it has at inference."""

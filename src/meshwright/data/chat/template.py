@@ -31,7 +31,6 @@ TEMPLATE_FILE, CONFIG_FILE, TOKENS_MAP_FILE = (
 MORE_TEMPLATES = "additional_chat_templates"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _BEGIN, _END = TAG_MARKS
-_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -91,7 +90,7 @@ class ChatTemplate:
 
     def is_tagged(self, *, with_tools: bool = False) -> bool:
         """Whether the template marks the answers of the model with `{% generation %}`."""
-        return _TAG.search(self.text(with_tools=with_tools)) is not None
+        return _has_blocks(self.text(with_tools=with_tools))
 
     def render(
         self,
@@ -202,6 +201,12 @@ def _read_template(path: Path) -> str:
 def _variables(text: str) -> set[str]:
     """Names that a template reads and does not set."""
     return meta.find_undeclared_variables(_environment().parse(text))
+
+
+@functools.lru_cache(maxsize=16)
+def _has_blocks(text: str) -> bool:
+    """Whether a template has `{% generation %}` blocks, not only their name in a comment."""
+    return _environment().parse(text).find(nodes.ExtensionAttribute) is not None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

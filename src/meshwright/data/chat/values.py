@@ -10,7 +10,7 @@ _WITHOUT_MARKS = str.maketrans(dict.fromkeys(TAG_MARKS, "\ufffd"))
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning of a message; a template reads one of the first two."""
-WRITTEN_FIELDS = frozenset({*REASONING_FIELDS, "tool_calls", "tools"})
+WRITTEN_FIELDS = frozenset({*REASONING_FIELDS, "tool_calls", "function_call", "tools"})
 """Fields beside the content that a chat means to be written; the others, such as ids of calls, may not be."""
 Messages = Sequence[Mapping[str, Any]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.chat_templates import FAMILIES, QWEN_2_5, THINKING, Family, chat_of, write_tokenizer
+from tests.support.chat_templates import CHAT, FAMILIES, QWEN_2_5, THINKING, Family, chat_of, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from meshwright.data.chat.conversation import Completion, Conversation
@@ -423,3 +423,22 @@ def test_a_tag_may_end_with_a_character_of_several_tokens(name: str, answer: str
     encoder = encoder_of(write_tokenizer(tmp_path, BY_NAME[name], template=template))
     found = encode(encoder, [{"role": "assistant", "content": answer}])
     assert encoder.tokenizer.decode_with_special(found.tokens[found.weights > 0]).strip() == answer
+
+
+def test_a_tag_in_a_comment_marks_nothing(tmp_path: Path) -> None:
+    family = BY_NAME["qwen-2.5"]
+    folder = write_tokenizer(tmp_path, family, template="{# no {% generation %} here #}" + family.template)
+    expected = encode(encoder_of(write_tokenizer(tmp_path / "a", family, template=family.template)), CHAT)
+    assert np.array_equal(encode(encoder_of(folder), CHAT).weights, expected.weights)
+
+
+@each_family
+@pytest.mark.parametrize("is_tagged", [False, True], ids=["prefix", "tagged"])
+def test_ends_are_known_where_every_token_is_trained(family: Family, is_tagged: bool, tmp_path: Path) -> None:
+    """They are printed, and an exported model stops at them."""
+    folder = write_tokenizer(tmp_path, family, template=family.tagged if is_tagged else family.template)
+    encoder = encoder_of(folder, trained="all")
+    found = encode(encoder, chat_of(family))
+    assert {encoder.tokenizer.token(token) for token in found.last_trained} == {family.end_of_turn}
+    last = len(chat_of(family)) - 1
+    assert not is_tagged or encode(encoder, chat_of(family), **{f"turn_{last}": 0.0}).last_trained
