@@ -63,7 +63,7 @@ def with_base_found(run: RunSpec, manifest: Mapping[str, Any], folder: Path) -> 
     start, recorded = run.checkpoint.start_from, (manifest.get("base") or {}).get("path")
     if start is None:
         raise CheckpointError("the adapters' base is not recorded", where=str(folder))
-    found = next((one for one in (start, recorded) if one and Path(one).expanduser().exists()), None)
+    found = found_base(run, manifest)
     if found is None:
         raise CheckpointError(
             f"the base of the adapters is no longer at {recorded or start}",
@@ -71,6 +71,12 @@ def with_base_found(run: RunSpec, manifest: Mapping[str, Any], folder: Path) -> 
             hint="put it back there, or make a link there to its new place",
         )
     return run.with_(checkpoint=run.checkpoint.with_(start_from=found))
+
+
+def found_base(run: RunSpec, manifest: Mapping[str, Any]) -> str | None:
+    """The path at which the base of adapters is found now; None where it is at neither."""
+    known = (run.checkpoint.start_from, (manifest.get("base") or {}).get("path"))
+    return next((one for one in known if one and Path(one).expanduser().exists()), None)
 
 
 def base_digest(folder: Path) -> str:

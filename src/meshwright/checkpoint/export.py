@@ -91,6 +91,20 @@ def _dataset_tokenizer(weights: Weights) -> Tokenizer | None:
         return None
 
 
+def dataset_note(weights: Weights) -> str | None:
+    """What an exported folder lacks because the run's dataset is gone or names no tokenizer, to print."""
+    if weights.run is None:
+        return None
+    try:
+        tokenizer_for(weights.run.data)
+    except (MeshwrightError, OSError) as error:
+        why = f"{error.where}: {error.fact}" if isinstance(error, MeshwrightError) else str(error)
+        came_in = source_folder(weights.origin) is not None
+        has = "has the tokenizer and chat template that came in" if came_in else "has no tokenizer"
+        return f"note: the tokenizer of the run's dataset is not known ({why}), so the folder {has}"
+    return None
+
+
 def _has_all_tokens(tokenizer: Tokenizer, files: dict[str, bytes]) -> TypeGuard[HuggingFaceTokenizer]:
     """Whether the tokenizer is the one that came in, or that one with new tokens: all ids mean the same."""
     content = files.get(TOKENIZER_FILE)

@@ -67,6 +67,7 @@ def convert(
         merge_note,
         serving_note,
     )
+    from meshwright.checkpoint.export import dataset_note
     from meshwright.checkpoint.weights import named_model, open_weights
 
     _require_known("--to", form, FORMS)
@@ -81,8 +82,9 @@ def convert(
         note = serving_note(weights, target)
     else:
         note = merge_note(weights, target_dtype, onto_original=onto_original)
-    if note is not None:
-        print(note, file=sys.stderr)
+    notes = [note, dataset_note(weights) if chosen == "huggingface" else None]
+    for one in filter(None, notes):
+        print(one, file=sys.stderr)
     print(f"from {weights.origin}, written as {chosen}", file=sys.stderr)
     typer.echo(str(target))
 

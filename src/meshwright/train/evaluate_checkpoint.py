@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.checkpoint.adapters import found_base
 from meshwright.checkpoint.initial import load_initial_weights, require_built_in
 from meshwright.checkpoint.load import read_manifest
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
@@ -113,7 +114,8 @@ def _weights_of(saved: RunSpec, folder: Path) -> dict[str, Any]:
     """The settings that load a checkpoint's weights; adapters are loaded onto their base."""
     if saved.adapter is None:
         return {"checkpoint": CheckpointSpec(start_from=str(folder))}
-    base = CheckpointSpec(start_from=saved.checkpoint.start_from, new_tokens=saved.checkpoint.new_tokens)
+    start = found_base(saved, read_manifest(folder)) or saved.checkpoint.start_from
+    base = CheckpointSpec(start_from=start, new_tokens=saved.checkpoint.new_tokens)
     return {"checkpoint": base, "adapter": saved.adapter.with_(start_from=str(folder))}
 
 

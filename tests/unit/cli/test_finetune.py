@@ -59,6 +59,20 @@ def test_evaluate_loads_the_base_and_the_adapter(tuned: Path, capsys: Captured) 
     assert "loss" in capsys.readouterr().out
 
 
+def test_a_relative_base_is_found_from_another_folder(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(base.parent)
+    options = ["checkpoint.start_from=huggingface", ADAPTER, "data.holdout_sequences=2"]
+    trained = train_run_file(tmp_path, *options, name="relative")
+    monkeypatch.chdir(tmp_path)
+    assert run(["evaluate", str(trained)]) == 0
+    assert run(["convert", str(trained), "merged"]) == 0
+    capsys.readouterr()
+    assert run(["evaluate", str(trained), "checkpoint.start_from=elsewhere"]) == 2
+    assert "there is no folder 'elsewhere'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -153,6 +167,11 @@ def test_sample_without_the_dataset_asks_for_a_tokenizer(tmp_path: Path, capsys:
     assert "the tokenizer is that of the run's dataset: there is no dataset here" in error
     assert "name one with --tokenizer" in error
     assert run(["sample", str(trained), "--prompt", "a", "--tokens", "1", "--tokenizer", "bytes"]) == 0
+    capsys.readouterr()
+    assert run(["convert", str(trained), str(tmp_path / "exported")]) == 0
+    error = capsys.readouterr().err
+    assert "the tokenizer of the run's dataset is not known" in error
+    assert "so the folder has no tokenizer" in error
 
 
 def test_convert_says_which_weights_of_a_quantised_base_it_takes(
