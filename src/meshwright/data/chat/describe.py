@@ -10,6 +10,9 @@ from meshwright.data.packing import plan_packing
 from meshwright.data.sources import TokenFile
 from meshwright.data.tokenize import HuggingFaceTokenizer, tokenizer_of
 
+# Alone, a span would lose the space with which its first word begins; a character has at most four tokens.
+_TOKENS_BEFORE = 8
+
 
 class Span(NamedTuple):
     """Successive tokens of one weight, as text with special tokens."""
@@ -96,12 +99,12 @@ def _conversation(
     tokens, end = dataset.document(index), int(dataset.document_ends[index])
     weights = dataset.loss_weights[end - len(tokens) : end].astype(np.float32)
     edges = [0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(tokens)]
-    # The text up to each edge: alone, a span would lose the space with which its first word begins.
-    texts = [tokenizer.decode_with_special(tokens[:edge].tolist()) for edge in edges]
-    spans = [
-        Span(_continuation(*both), float(weights[begin]))
-        for begin, both in zip(edges, pairwise(texts), strict=False)
-    ]
+    decode = tokenizer.decode_with_special
+    spans = list[Span]()
+    for begin, end in pairwise(edges):
+        start = max(0, begin - _TOKENS_BEFORE)
+        before, text = (decode(tokens[start:edge].tolist()) for edge in (begin, end))
+        spans.append(Span(_continuation(before, text), float(weights[begin])))
     name = f"pair {index // 2}, {('chosen', 'rejected')[index % 2]}" if is_pairs else f"conversation {index}"
     return Conversation(name, spans, len(tokens), int(np.count_nonzero(weights[1:])))
 

@@ -447,3 +447,21 @@ def test_one_process_packs_a_dataset_at_a_time(tmp_path: Path, tokenizer: Path) 
         assert part.read_bytes() == b"tokens" and "-o" in refused.value.hint
     assert pack(path, tmp_path / "data", tokenizer).counts.num_samples == 3
     assert not part.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["llama-2", "qwen-2.5"])
+def test_spans_of_long_conversations_are_their_whole_text(name: str, tmp_path: Path) -> None:
+    """Each span is decoded with a few tokens before it, also where these end inside a character."""
+    family = next(family for family in FAMILIES if family.name == name)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", family, template=family.template)
+    turns = [
+        {"role": role, "content": f" {index} 日本 😀"}
+        for index in range(30)
+        for role in ("user", "assistant")
+    ]
+    pack(write_lines(tmp_path / "a.jsonl", [{"messages": turns}]), tmp_path / "data", tokenizer)
+    dataset = TokenFile.open(tmp_path / "data")
+    opened = ChatJob(str(tokenizer / "tokenizer.json"), None, datetime.date.today()).open_tokenizer()
+    (shown,) = conversations(dataset, 1)
+    assert "".join(span.text for span in shown.spans) == opened.decode_with_special(dataset.tokens.tolist())
+    assert len(shown.spans) >= 60
