@@ -38,7 +38,7 @@ def require_start(run: RunSpec) -> None:
         there = PeftFolder(folder, run.model, run.adapter, trained=trained)
         if base is not None and there.base_digest is not None:
             require_base_of(there, {"path": str(base.resolve()), "digest": folder_digest(base)})
-    elif _hugging_face_folder(run.adapter.start_from) is not None:
+    elif folder.exists() and not _has_checkpoints(folder):
         raise no_adapters(folder)
 
 
@@ -47,7 +47,12 @@ def _hugging_face_folder(text: str | None) -> Path | None:
     folder = None if text is None else Path(text).expanduser()
     if folder is None or not (folder / CONFIG).is_file():
         return None
-    return None if any((folder / name).exists() for name in _RUN_FILES) else folder
+    return None if _has_checkpoints(folder) else folder
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    """Whether this is a checkpoint or a run directory, or a folder of checkpoints."""
+    return any((folder / name).exists() for name in _RUN_FILES) or any(folder.glob("step-*"))
 
 
 def no_adapters(folder: Path) -> CheckpointError:

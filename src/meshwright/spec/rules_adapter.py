@@ -48,7 +48,9 @@ def adapter_targets_exist(run: RunSpec) -> Violations:
         if any(matches(run.model, weight, target) for weight in all_adaptable(run.model)):
             continue
         listed = f"the model has {', '.join(known)}; patterns match names such as {_example(run)!r}"
-        hint = f"{nearest(target, known)} {listed}".strip()
+        # Names as in a peft folder, such as model.layers.0.self_attn.q_proj, end in one that is known.
+        close = nearest(target, known) or nearest(target.rpartition(".")[2], known)
+        hint = f"{close} {listed}".strip()
         yield SpecError(f"target {target!r} matches no linear", where="adapter.targets", hint=hint)
 
 

@@ -66,6 +66,14 @@ def test_a_damaged_header_is_refused(tmp_path: Path, header: str) -> None:
     assert refusal(tmp_path / "adapter").fact.startswith("cannot read the file: ")
 
 
+def test_a_header_of_any_length_is_not_read(tmp_path: Path) -> None:
+    file = written(tmp_path / "adapter", LORA) / WEIGHTS_FILE
+    file.write_bytes((2**28).to_bytes(8, "little"))
+    with file.open("r+b") as stream:
+        stream.truncate(2**29)  # sparse: it takes no space
+    assert "its header has 268435456 bytes" in refusal(tmp_path / "adapter").fact
+
+
 def test_a_folder_without_one_of_its_files_is_refused(tmp_path: Path) -> None:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         folder = written(tmp_path / name, LORA)

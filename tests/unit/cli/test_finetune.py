@@ -140,8 +140,10 @@ def test_check_compares_the_base_with_the_run(
     assert "model.width is 64 there and 32 here" in capsys.readouterr().err
     assert run([*check, "checkpoint.new_tokens=4", "adapter.tokens=[508,509,510,511]"]) == 2
     assert "the weights have all of these rows" in capsys.readouterr().err
-    assert run([*check, f"adapter.start_from={base}"]) == 2
-    assert "this folder has no adapters" in capsys.readouterr().err
+    for other in (base, tmp_path, tuned / "run.yaml"):
+        assert run([*check, f"adapter.start_from={other}"]) == 2
+        assert "this folder has no adapters" in capsys.readouterr().err
+    assert run([*check, f"adapter.start_from={tuned}"]) == 0
 
 
 def test_check_compares_the_base_of_a_peft_folder(

@@ -44,6 +44,9 @@ PACKED = {
 TRAINED: dict[str, list[str]] = {
     "a dataset longer than the sequence": [LORA, "data.sequence_length=8"],
     "a target close to a name": ["adapter={rank: 4, alpha: 8, targets: [q_porj]}"],
+    "a target with the name of its module in peft": [
+        "adapter={rank: 4, alpha: 8, targets: [model.layers.0.self_attn.q_proj]}"
+    ],
     "a target far from all names": ["adapter={rank: 4, alpha: 8, targets: [mixer]}"],
     "a rank for a pattern that matches nothing": [
         "adapter={rank: 4, alpha: 8, ranks: [{pattern: down_porj, rank: 8}]}"

@@ -17,6 +17,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
+_MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
 
 
@@ -42,6 +43,8 @@ class TensorFile:
             """Where the header ends and the data begins."""
             if self.end > self._file_bytes:
                 raise ValueError("its header is longer than the file")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {length} bytes, and safetensors reads {_MAX_HEADER_BYTES}")
             self._entries: dict[str, Any] = json.loads(stream.read(length))
         if not isinstance(self._entries, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  read
             raise ValueError("its header is no JSON object")
