@@ -115,7 +115,7 @@ def _stream(path: Path) -> Iterator[BinaryIO]:
             yield _decompressed(file, path)
     except (OSError, EOFError, zlib.error) as error:
         fact = f"the file cannot be read: {read_trouble(error)}"
-        raise DataError(fact, where=str(path)) from error
+        raise DataError(fact, where=str(path), hint="copy it again, or allow reading it") from error
     except Exception as error:
         if type(error).__name__ != "ZstdError":
             raise

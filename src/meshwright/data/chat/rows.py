@@ -158,7 +158,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     row += 1
     except (OSError, ValueError) as error:
         fact = f"the file cannot be read: {str(error).splitlines()[0]}"
-        raise DataError(fact, where=str(path)) from error
+        raise DataError(fact, where=str(path), hint="copy it again, or allow reading it") from error
 
 
 def _row(record: Any, where: str, num_bytes: int, line: Line | None = None) -> Row:

@@ -92,10 +92,13 @@ def _saved_state(folder: Path) -> dict[str, list[str]] | None:
     if not path.is_file():
         return None
     state = _json(path)
-    names = {
-        kind: [str(each.get("filename")) for each in state.get(f"_{kind}_files") or []]
-        for kind in ("data", "indices")
-    }
+    if state.get("_data_files") == []:
+        raise DataError("the dataset has no rows", where=str(folder), hint="save one that has rows")
+    entries = {kind: state.get(f"_{kind}_files") or [] for kind in ("data", "indices")}
+    try:
+        names = {kind: [str(each["filename"]) for each in found] for kind, found in entries.items()}
+    except (TypeError, KeyError):
+        names = {"data": list[str]()}
     if not names["data"] or any("/" in name for each in names.values() for name in each):
         raise damaged(path, "the file names no data files of this folder")
     return names

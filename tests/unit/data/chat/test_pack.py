@@ -465,3 +465,23 @@ def test_spans_of_long_conversations_are_their_whole_text(name: str, tmp_path: P
     (shown,) = conversations(dataset, 1)
     assert "".join(span.text for span in shown.spans) == opened.decode_with_special(dataset.tokens.tolist())
     assert len(shown.spans) >= 60
+
+
+@pytest.mark.parametrize(
+    ("state", "fact"),
+    [
+        ({"_data_files": []}, "has no rows"),
+        ({"_data_files": ["data.arrow"]}, "names no data files"),
+        ({"_data_files": 3}, "names no data files"),
+        ({}, "names no data files"),
+    ],
+)
+def test_a_saved_dataset_without_files_is_refused(
+    state: dict[str, Any], fact: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    """`save_to_disk` writes no file for a dataset, or a split, without rows."""
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=fact) as refused:
+        pack(tmp_path / "saved", tmp_path / "data", tokenizer)
+    assert refused.value.hint and not (tmp_path / "data").exists()
